@@ -139,16 +139,6 @@ def spring_is_read(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.fixture
-def message() -> Callable[..., str]:
-    """A job's message with any fields changed."""
-
-    def make(**fields: object) -> str:
-        return json.dumps({"prompt": "a house", **fields})
-
-    return make
-
-
-@pytest.fixture
 def lora_bytes() -> Callable[[str], bytes]:
     """A safetensors file as far as its header goes; its numbers are a text's letters."""
 

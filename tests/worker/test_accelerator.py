@@ -13,6 +13,7 @@ from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import hires
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
+from messages import message
 from worker.accelerator import KINDS, Accelerator
 
 LIGHTNING = "sdxl_lightning_4step_lora"
@@ -143,7 +144,7 @@ def test_a_file_whose_name_tells_no_kind_is_refused() -> None:
 
 
 async def test_a_name_that_is_no_file_of_the_storage_ends_the_worker_and_fails_no_job(
-    storage: Storage, run_pipeline: Any, message: Callable[..., str]
+    storage: Storage, run_pipeline: Any
 ) -> None:
     await storage.queue.send([message(id="j")])
     with pytest.raises(errors.SetupError, match="--accelerator: no LoRA lcm"):
@@ -154,7 +155,6 @@ async def test_a_name_that_is_no_file_of_the_storage_ends_the_worker_and_fails_n
 async def test_images_and_records_tell_how_a_job_was_drawn(
     storage: Storage,
     run_pipeline: Any,
-    message: Callable[..., str],
     lora_bytes: Callable[[str], bytes],
 ) -> None:
     await storage.files.create(

@@ -15,10 +15,8 @@ from imagefleet import cancelled
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobRecord
+from messages import RunPipeline, message
 from worker.engine import contract
-
-Message = Callable[..., str]
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 pytestmark = pytest.mark.usefixtures("cancel_at_once")
 
@@ -71,7 +69,6 @@ async def recorded(storage: Storage, campaign: str) -> set[str | None]:
 async def test_no_image_of_a_cancelled_campaign_is_begun_and_the_other_is_untouched(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Message,
     spring_is_read: threading.Event,
 ) -> None:
     is_local = storage.url.startswith("local:")
@@ -108,7 +105,6 @@ async def test_no_image_of_a_cancelled_campaign_is_begun_and_the_other_is_untouc
 async def test_of_a_job_of_several_images_those_that_are_begun_are_stored(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Message,
     spring_is_read: threading.Event,
 ) -> None:
     await storage.queue.send(
@@ -135,7 +131,6 @@ async def test_of_a_job_of_several_images_those_that_are_begun_are_stored(
 async def test_a_worker_that_was_idle_for_hours_reads_the_list_before_it_draws(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Message,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 60.0)
@@ -159,7 +154,6 @@ async def test_a_worker_that_was_idle_for_hours_reads_the_list_before_it_draws(
 async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_otherwise(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Message,
     store_images: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -220,7 +214,7 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
 
 
 async def test_a_second_drawing_of_a_cancelled_job_leaves_no_record_of_its_own(
-    storage: Storage, run_pipeline: RunPipeline, message: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     both = [
         message(id="s", seed=1, campaign="spring", **each)
@@ -234,7 +228,7 @@ async def test_a_second_drawing_of_a_cancelled_job_leaves_no_record_of_its_own(
 
 
 async def test_a_job_that_this_worker_could_not_draw_is_cancelled_all_the_same(
-    storage: Storage, run_pipeline: RunPipeline, message: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send([message(id="s", model="another", campaign="spring")])
     await cancelled.cancel(storage, "spring")

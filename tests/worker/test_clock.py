@@ -3,10 +3,9 @@
 import dataclasses
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
@@ -25,9 +24,8 @@ from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import Clock
 from imagefleet.storage.settings import StorageSettings
+from messages import RunPipeline
 from worker.engine import contract
-
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 HOUR = 3600
 

@@ -17,6 +17,7 @@ from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import Clock, Operations
+from messages import RunPipeline, message
 from worker import metrics, process
 from worker.engine import contract
 from worker.gpu_clock import GpuClock
@@ -36,7 +37,6 @@ TICK_SECONDS = 0.1
 #: Much, so that short times cost more than floats' last digits.
 DOLLARS_PER_SECOND = 0.25
 
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 StoreImages = Callable[..., Awaitable[None]]  # the same
 
 #: Prices at which storage matters as in production, where an image takes ten times as long.
@@ -70,7 +70,6 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
     storage: Storage,
     victoria_metrics: Any,  # the fixture of conftest.py
     worker_settings: Callable[..., WorkerSettings],
-    message: Callable[..., str],
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "prices.yaml"
@@ -123,7 +122,6 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
 async def test_start_up_idle_and_busy_add_up_to_the_whole(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await storage.queue.send(message(id=f"j{number}") for number in range(12))
@@ -165,7 +163,6 @@ async def test_an_image_that_is_stored_already_is_wasted_as_a_duplicate(
     storage: Storage,
     run_pipeline: RunPipeline,
     store_images: StoreImages,
-    message: Callable[..., str],
 ) -> None:
     await storage.queue.send([message(id="a"), message(id="b")])
     await store_images(message(id="a"))
@@ -184,7 +181,7 @@ async def test_an_image_that_is_stored_already_is_wasted_as_a_duplicate(
 
 
 async def test_images_of_failed_jobs_are_wasted_as_failed(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         if str(request.prompt) == "flat":

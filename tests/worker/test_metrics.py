@@ -2,7 +2,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -10,18 +10,15 @@ from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import metrics
+from messages import RunPipeline, message
 from worker.metrics import IDLE_REASONS, Stage
 from worker.replica import Replica
-
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 RUNS_ON = Replica("RTX 4090 24GB", 0.16, prices.FREE_STORAGE)
 
 
 @pytest.fixture
-async def text(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
-) -> str:
+async def text(storage: Storage, run_pipeline: RunPipeline) -> str:
     """What a worker shows after one job."""
     await storage.queue.send([message()])
     pipeline = await run_pipeline(runs_on=RUNS_ON, group="g", priority="low")

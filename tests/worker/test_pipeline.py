@@ -4,9 +4,8 @@ import asyncio
 import dataclasses
 import io
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,28 +14,13 @@ from PIL import Image
 import polling
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import concurrency, errors
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore
+from messages import RunPipeline, blobs, failed_jobs, failing, message
 from worker import gpu_thread
 from worker.engine import contract
 
 #: Beside images, what says something about jobs and workers.
 NOTES = ("-records/", "-models/", "-serving/")
-
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
-
-
-async def blob_names(storage: Storage) -> set[str]:
-    return {name async for name in storage.blobs.names() if not name.startswith(NOTES)}
-
-
-async def poison_records(storage: Storage) -> list[dead_letter.FailedJob]:
-    records = [
-        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
-    ]
-    assert None not in records
-    return [record for record in records if record is not None]
 
 
 async def is_empty(storage: Storage) -> bool:
@@ -44,11 +28,11 @@ async def is_empty(storage: Storage) -> bool:
 
 
 async def test_each_job_becomes_the_image_of_its_seed(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(20))
     pipeline = await run_pipeline(StandInEngine(capacity=3))
-    assert await blob_names(storage) == {f"default/j{seed}.png" for seed in range(20)}
+    assert set(await blobs(storage)) == {f"default/j{seed}.png" for seed in range(20)}
     for seed in range(20):
         data = await storage.blobs.read(f"default/j{seed}.png")
         assert data is not None
@@ -77,17 +61,16 @@ async def test_each_job_becomes_the_image_of_its_seed(
 async def test_a_job_that_can_never_succeed_goes_to_the_poison_queue_at_once(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     body: str,
     reason: str,
 ) -> None:
     await storage.queue.send([body, message(id="good")])
     pipeline = await run_pipeline()
-    (record,) = await poison_records(storage)
+    (record,) = await failed_jobs(storage)
     assert reason in record.reason
     assert record.attempts == 1
     assert record.worker == "test-worker"
-    assert await blob_names(storage) == {"default/good.png"}
+    assert set(await blobs(storage)) == {"default/good.png"}
     assert dict(pipeline.metrics.outcomes) == {"completed": 1, "failed": 1}
     assert await is_empty(storage)
 
@@ -95,7 +78,6 @@ async def test_a_job_that_can_never_succeed_goes_to_the_poison_queue_at_once(
 async def test_one_failing_image_does_not_take_its_batch_along(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.1)
@@ -110,12 +92,12 @@ async def test_one_failing_image_does_not_take_its_batch_along(
 
     await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(4))
     pipeline = await run_pipeline(StandInEngine(draw=draw), max_attempts=3)
-    assert await blob_names(storage) == {
+    assert set(await blobs(storage)) == {
         "default/j0.png",
         "default/j1.png",
         "default/j3.png",
     }
-    (record,) = await poison_records(storage)
+    (record,) = await failed_jobs(storage)
     assert (record.id, record.attempts, record.reason) == ("j2", 3, "out of memory")
     assert tries == 3
     assert pipeline.metrics.outcomes == {"completed": 3, "retried": 2, "failed": 1}
@@ -124,7 +106,6 @@ async def test_one_failing_image_does_not_take_its_batch_along(
 async def test_an_image_of_one_colour_is_retried_and_never_stored(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
@@ -140,7 +121,7 @@ async def test_an_image_of_one_colour_is_retried_and_never_stored(
 
 
 async def test_a_broken_engine_hands_everything_back_for_another_worker(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     def draw(_: contract.ImageRequest) -> contract.Pixels:
         raise errors.NodeError("CUDA error: device-side assert triggered")
@@ -152,159 +133,71 @@ async def test_a_broken_engine_hands_everything_back_for_another_worker(
     assert len(messages) == 6  # at once, not after 300 s
 
 
-class FaultyBlobs:
-    """Blobs whose first writes fail."""
-
-    def __init__(self, blobs: BlobStore, faults: int) -> None:
-        self.name, self.clock = blobs.name, blobs.clock
-        self._blobs = blobs
-        self.faults = faults
-
-    async def create(
-        self,
-        name: str,
-        data: bytes,
-        content_type: str,
-        metadata: Mapping[str, str],
-        **more: Any,
-    ) -> bool:
-        if self.faults:
-            self.faults -= 1
-            raise errors.TransientError("503 server busy")
-        return await self._blobs.create(name, data, content_type, metadata, **more)
-
-    async def append(self, name: str, data: bytes, position: int) -> bool:
-        return await self._blobs.append(name, data, position)
-
-    async def record(self, name: str) -> BlobRecord | None:
-        return await self._blobs.record(name)
-
-    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
-        return await self._blobs.read(name, max_bytes)
-
-    async def read_part(
-        self, name: str, offset: int, max_bytes: int
-    ) -> BlobPart | None:
-        return await self._blobs.read_part(name, offset, max_bytes)
-
-    def address(self, name: str) -> str:
-        return self._blobs.address(name)
-
-
-class FaultyStorage:
-    """A storage whose blobs fail at first."""
-
-    def __init__(self, opened: Storage, faults: int) -> None:
-        self.queue, self.poison, self.url = opened.queue, opened.poison, opened.url
-        self.operations = opened.operations
-        self.blobs = FaultyBlobs(opened.blobs, faults)
-        self.files = opened.files
-        self.models, self.prover = opened.models, opened.prover
-
-
-async def test_an_upload_that_fails_is_repeated_without_generating_again(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
-) -> None:
-    await storage.queue.send(message(id=f"j{number}") for number in range(3))
-    pipeline = await run_pipeline(opened=FaultyStorage(storage, faults=4))
-    assert len(await blob_names(storage)) == 3
-    assert pipeline.engine_thread.clock.images == 3
-    assert pipeline.metrics.outcomes == {"completed": 3}
-
-
-async def test_storage_that_stays_down_retries_the_job_instead_of_losing_it(
+@pytest.mark.parametrize(
+    ("faults", "outcomes"),
+    [(4, {"completed": 1}), (7, {"retried": 1, "completed": 1})],
+)
+async def test_an_upload_that_fails_is_repeated_and_storage_that_stays_down_retries_the_job(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
+    faults: int,
+    outcomes: dict[str, int],
 ) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
+    down = failing(storage.blobs.create, errors.TransientError("503 busy"), faults)
+    monkeypatch.setattr(storage.blobs, "create", down)
     await storage.queue.send([message(id="j")])
-    pipeline = await run_pipeline(opened=FaultyStorage(storage, faults=7))
-    assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
-    assert await blob_names(storage) == {"default/j.png"}
-
-
-class WaitingBlobs(FaultyBlobs):
-    """Blobs of which two LoRAs are read at once, or none."""
-
-    def __init__(self, files: BlobStore) -> None:
-        super().__init__(files, faults=0)
-        self._both = asyncio.Barrier(2)
-
-    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
-        if name.endswith(".safetensors"):
-            await self._both.wait()
-        return await super().read(name, max_bytes)
+    pipeline = await run_pipeline()
+    assert pipeline.metrics.outcomes == outcomes
+    assert pipeline.engine_thread.clock.images == sum(outcomes.values())
+    assert await blobs(storage) == ["default/j.png"]
 
 
 async def test_the_loras_of_a_job_are_fetched_concurrently(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     lora_bytes: Callable[[str], bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    both, read = asyncio.Barrier(2), storage.files.read
+
+    async def wait(name: str, max_bytes: int | None = None) -> bytes | None:
+        if name.endswith(".safetensors"):
+            await both.wait()
+        return await read(name, max_bytes)
+
     for name in ("fox", "owl"):
-        await storage.files.create(
-            f"loras/{name}.safetensors", lora_bytes(name), "text/plain", {}
-        )
+        file = f"loras/{name}.safetensors"
+        await storage.files.create(file, lora_bytes(name), "text/plain", {})
+    monkeypatch.setattr(storage.files, "read", wait)
     await storage.queue.send([message(id="j", prompt="<lora:fox:1> and <lora:owl:1>")])
-    opened = FaultyStorage(storage, faults=0)
-    opened.files = WaitingBlobs(storage.files)
-    pipeline = await run_pipeline(opened=opened)
+    pipeline = await run_pipeline()
     assert pipeline.metrics.outcomes == {"completed": 1}
 
 
-class ClosedBlobs(FaultyBlobs):
-    """Blobs whose first requests meet credentials that have run out."""
-
-    async def create(
-        self,
-        name: str,
-        data: bytes,
-        content_type: str,
-        metadata: Mapping[str, str],
-        **more: Any,
-    ) -> bool:
-        self._let_in()
-        return await self._blobs.create(name, data, content_type, metadata, **more)
-
-    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
-        self._let_in()
-        return await self._blobs.read(name, max_bytes)
-
-    def _let_in(self) -> None:
-        if self.faults:
-            self.faults -= 1
-            raise errors.NoAccessError
-
-
-@pytest.mark.parametrize("prompt", ["a house", "a house <lora:fox:1>"])
 async def test_credentials_that_run_out_cost_a_job_no_attempt(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     lora_bytes: Callable[[str], bytes],
     monkeypatch: pytest.MonkeyPatch,
-    prompt: str,
 ) -> None:
     at_once = dataclasses.replace(concurrency.UNTIL_ACCESS, longest_wait_seconds=0.001)
     monkeypatch.setattr(concurrency, "UNTIL_ACCESS", at_once)
-    await storage.files.create(
-        "loras/fox.safetensors", lora_bytes("x"), "text/plain", {}
-    )
-    await storage.queue.send([message(id="j", prompt=prompt)])
-    opened = FaultyStorage(storage, faults=0)
-    opened.blobs = ClosedBlobs(storage.blobs, faults=9)  # more than there are tries
-    opened.files = ClosedBlobs(storage.files, faults=9)
-    pipeline = await run_pipeline(opened=opened, max_attempts=1)
+    file = "loras/fox.safetensors"
+    await storage.files.create(file, lora_bytes("x"), "text/plain", {})
+    await storage.queue.send([message(id="j", prompt="a house <lora:fox:1>")])
+    for blobs_of, name in ((storage.blobs, "create"), (storage.files, "read")):
+        call = getattr(blobs_of, name)
+        closed = failing(call, errors.NoAccessError(), 9)  # more than there are tries
+        monkeypatch.setattr(blobs_of, name, closed)
+    pipeline = await run_pipeline(max_attempts=1)
     assert pipeline.metrics.outcomes == {"completed": 1}
 
 
 async def test_a_stop_finishes_what_has_begun_and_hands_the_rest_back(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, may_end, stop = threading.Event(), threading.Event(), asyncio.Event()
@@ -335,7 +228,7 @@ async def test_a_stop_finishes_what_has_begun_and_hands_the_rest_back(
     stop.set()
     pipeline = await running
     completed = pipeline.metrics.outcomes["completed"]
-    assert completed == len(await blob_names(storage))
+    assert completed == len(await blobs(storage))
     assert 1 <= completed <= 2  # the engine holds two, and may have begun with one
     assert len(await storage.queue.receive(32, 30)) == 12 - completed  # at once
 
@@ -365,7 +258,6 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[HungEngine]:
 async def test_what_outlasts_the_grace_time_is_handed_back(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     hung: HungEngine,
 ) -> None:
     stop = asyncio.Event()
@@ -384,13 +276,12 @@ async def test_what_outlasts_the_grace_time_is_handed_back(
     pipeline = await running
     assert pipeline.metrics.outcomes == {"handed_back": 1}
     assert len(await storage.queue.receive(1, 30)) == 1
-    assert await blob_names(storage) == set()
+    assert set(await blobs(storage)) == set()
 
 
 async def test_a_second_signal_ends_the_grace_time(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     hung: HungEngine,
 ) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -410,7 +301,7 @@ async def test_a_second_signal_ends_the_grace_time(
 
 
 async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send([message(id="j")])
     await storage.queue.receive(1, 1)  # and dies
@@ -419,7 +310,7 @@ async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
 
 
 async def test_every_stage_of_a_job_is_counted(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send(message(id=f"j{number}") for number in range(40))
     pipeline = await run_pipeline(StandInEngine(capacity=4))
@@ -453,7 +344,7 @@ async def test_every_stage_of_a_job_is_counted(
 
 
 async def test_the_depth_of_both_queues_is_measured(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send([message(id="j"), "nonsense"])
     pipeline = await run_pipeline(StandInEngine(tick_seconds=0.3))

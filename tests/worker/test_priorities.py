@@ -2,21 +2,18 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.storage.open import Storage
+from messages import RunPipeline, message
 from worker.engine import contract
-
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 
 async def test_until_empty_ends_when_the_queues_of_all_priorities_are_empty(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     drawn = []
 
@@ -41,7 +38,6 @@ async def test_until_empty_ends_when_the_queues_of_all_priorities_are_empty(
 async def test_a_job_that_is_retried_stays_in_the_queue_of_its_priority(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 30)

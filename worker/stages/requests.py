@@ -63,8 +63,8 @@ class RequestReader:
             )
             if inputs.init is not None:
                 height, width = inputs.init.pixels.shape[:2]
-                width, height = family.scaled((width, height))
-                size = job.width or width, job.height or height
+                scaled = family.scaled((width, height)) or self.engine.default_size
+                size = job.width or scaled[0], job.height or scaled[1]
             second, _ = job.hires_prompts
             if inputs.hires and second and second.loras != job.parsed_prompt.loras:
                 own = tuple(map(loras.__getitem__, second.loras))

@@ -15,9 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from imagefleet import errors
-from imagefleet.records import reader
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import Storage
+from messages import RunPipeline, message, records
 from worker.files import addresses, manifest
 from worker.files.library import EmbeddingLibrary, Source
 
@@ -25,8 +25,6 @@ Library = Callable[..., EmbeddingLibrary]
 FileBytes = Callable[
     [str], bytes
 ]  # the fixture lora_bytes of conftest.py: any safetensors file
-RunPipeline = Callable[..., Any]
-MakeMessage = Callable[..., str]
 
 
 @pytest.fixture
@@ -254,7 +252,6 @@ async def test_with_a_trusted_key_the_signed_list_alone_counts(
 async def test_an_image_and_its_record_tell_the_embeddings_of_their_prompts(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: MakeMessage,
     lora_bytes: FileBytes,
     tmp_path: Path,
 ) -> None:
@@ -276,10 +273,7 @@ async def test_an_image_and_its_record_tell_the_embeddings_of_their_prompts(
     mist, ash = sha256(lora_bytes("a")), sha256(lora_bytes("b"))
     assert f'TI hashes: "mist: {mist[:12]}, ash: {ash[:12]}", Version: ' in texts["two"]
     assert "TI hashes" not in texts["none"]
-    recorded = {
-        each.id: each.embeddings async for each in reader.images(storage, "default")
-    }
-    assert recorded == {
+    assert {each.id: each.embeddings for each in await records(storage)} == {
         "two": (("mist", mist), ("ash", ash)),
         "none": (),
     }

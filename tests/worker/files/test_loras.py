@@ -18,6 +18,7 @@ from imagefleet.files.kinds import LORA
 from imagefleet.job import prompt
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart
+from messages import message
 from worker.engine import contract
 from worker.files.library import FileLibrary, Source
 
@@ -303,7 +304,6 @@ class ReadingEngine(StandInEngine):
 async def test_a_lora_is_fetched_and_read_while_the_gpu_draws_other_jobs(
     storage: Storage,
     run_pipeline: Any,
-    message: Callable[..., str],
     lora_bytes: LoraBytes,
 ) -> None:
     blobs = WatchedBlobs(storage)

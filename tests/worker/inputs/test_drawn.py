@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ from PIL import Image
 
 import tiny_model
 from imagefleet.storage.open import Storage
+from messages import RunPipeline
 from worker.engine.load import EngineSettings, load_engine
 from worker.inputs import img2img
-
-RunPipeline = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from imagefleet.records.record import Record
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage
+from messages import RunPipeline, message
 from tests.worker.engine.support import esrgan
 from worker.engine import contract
 from worker.engine.load import EngineSettings, load_engine
-
-RunPipeline = Callable[..., Any]
-Message = Callable[..., str]
 
 #: The networks are the same on both storages, whose contract has its own tests.
 pytestmark = pytest.mark.parametrize(
@@ -264,7 +261,6 @@ async def test_one_colour_after_a_cut_is_the_jobs_fault_and_not_the_nodes(
 async def test_a_stage_that_failed_enlarges_once_it_is_replayed(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Message,
     network: tuple[Path, Any],
 ) -> None:
     faults: list[errors.FleetError] = [errors.TransientError("a bad moment")] * 2

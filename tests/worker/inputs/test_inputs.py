@@ -18,10 +18,9 @@ from imagefleet.files.kinds import CONTROLNET
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
+from messages import RunPipeline, message
 from worker.engine import contract
 from worker.inputs import img2img, pictures
-
-RunPipeline = Callable[..., Any]
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -79,7 +78,7 @@ async def failures(storage: Storage) -> dict[str, dead_letter.FailedJob]:
 
 
 async def test_an_image_may_be_a_file_a_result_or_in_the_message(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     images = {
         "file": picture(64, 64, 1),
@@ -120,7 +119,6 @@ async def test_an_image_may_be_a_file_a_result_or_in_the_message(
 async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_it(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     opened: str,
 ) -> None:
     await put(storage, "secret/s.png", png(picture(64, 64)), "images")
@@ -154,7 +152,7 @@ async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_i
 
 
 async def test_a_masked_part_is_put_back_into_its_image_of_another_size(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     image, mask = picture(200, 120), disc(200, 120)
     await put(storage, "inputs/a.png", png(image))
@@ -184,7 +182,7 @@ async def test_a_masked_part_is_put_back_into_its_image_of_another_size(
 
 
 async def test_an_image_has_whole_cells_of_the_size_that_is_asked_for(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     """Also one with a mask, whose borders outside of them are left out."""
     image, mask = picture(200, 120), disc(200, 120)
@@ -211,7 +209,6 @@ async def test_an_image_has_whole_cells_of_the_size_that_is_asked_for(
 async def test_a_second_pass_gets_its_size_and_its_upscaler(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     lora_bytes: Callable[[str], bytes],
 ) -> None:
     await put(storage, "upscalers/4x_Sharp.safetensors", lora_bytes("weights"))
@@ -254,7 +251,6 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
 async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     lora_bytes: Callable[[str], bytes],
 ) -> None:
     data = lora_bytes("weights")
@@ -292,7 +288,7 @@ async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
 
 
 async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is_its_own(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     files = {
         "late": file_of(data=b"late"),
@@ -351,7 +347,6 @@ async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is
 async def test_a_controlnet_gets_its_map_in_the_jobs_size(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     lora_bytes: Callable[[str], bytes],
 ) -> None:
     await put(storage, "controlnets/canny.safetensors", lora_bytes("weights"))
@@ -386,7 +381,6 @@ async def test_a_controlnet_gets_its_map_in_the_jobs_size(
 async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.inputs.reader.MAX_IMAGE_BYTES", 50_000)
@@ -440,7 +434,7 @@ async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
 
 
 async def test_a_size_that_only_the_checkpoint_tells_is_checked_by_the_worker(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send([message(id="j", enable_hr=True, hr_scale=8)])
     await run_pipeline(StandInEngine(size=(512, 512)))
@@ -453,7 +447,6 @@ async def test_a_size_that_only_the_checkpoint_tells_is_checked_by_the_worker(
 async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
@@ -477,7 +470,6 @@ async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job(
 async def test_a_worker_that_may_not_read_images_fails_the_job_and_goes_on(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read = type(storage.blobs).read
@@ -501,7 +493,7 @@ async def test_a_worker_that_may_not_read_images_fails_the_job_and_goes_on(
 
 
 async def test_images_that_begin_with_the_same_one_do_not_make_a_node_suspect(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     same = np.asarray(picture(64, 64))
     engine = StandInEngine(size=(64, 64), draw=lambda _: same)

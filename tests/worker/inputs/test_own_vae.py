@@ -11,6 +11,7 @@ from imagefleet import errors
 from imagefleet.files import demo
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import Storage
+from messages import message
 from worker.inputs.reader import JobFiles
 from worker.process import engine_settings
 
@@ -18,7 +19,6 @@ from worker.process import engine_settings
 async def test_images_name_it_unless_their_job_names_another(
     storage: Storage,
     run_pipeline: Any,
-    message: Callable[..., str],
     lora_bytes: Callable[[str], bytes],
 ) -> None:
     hashes = {}
@@ -39,7 +39,7 @@ async def test_images_name_it_unless_their_job_names_another(
 
 
 async def test_a_name_that_is_no_file_of_the_storage_ends_the_worker_and_fails_no_job(
-    storage: Storage, run_pipeline: Any, message: Callable[..., str]
+    storage: Storage, run_pipeline: Any
 ) -> None:
     await storage.queue.send([message(id="j")])
     with pytest.raises(errors.SetupError, match="--vae: no VAE sharp"):

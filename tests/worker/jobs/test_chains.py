@@ -16,28 +16,36 @@ from PIL import Image
 from pydantic import SecretStr
 
 import polling
-from evaluation.stand_in import StandInEngine, draw_noise
+from evaluation.stand_in import draw_noise
 from fleet.keys import mint
 from imagefleet import cancelled, concurrency, errors
 from imagefleet.files import picture
 from imagefleet.job.change import Change
 from imagefleet.job.message import Job, Output, read_job
 from imagefleet.records import outcomes, reader
-from imagefleet.records.record import Record
 from imagefleet.signing import JobSigner, SigningKey
-from imagefleet.storage import dead_letter, dead_letter_queue
+from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.enqueue import JobSender
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from messages import (
+    Drawing,
+    RunPipeline,
+    blobs,
+    chained,
+    counts,
+    failed_jobs,
+    failing,
+    message,
+    records,
+    redelivered,
+)
 from worker.engine import contract
 from worker.jobs import chains
 from worker.stages import encode
-
-Message = Callable[..., str]
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 #: What does not depend on the storage is tested on one.
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
@@ -47,60 +55,8 @@ pytestmark = pytest.mark.usefixtures("soon")
 IMAGES = ["default/a.png", "default/a~s2.png", "default/a~s3.png"]
 
 
-class Drawing(StandInEngine):
-    """Counts the steps of what it draws, by which these tests tell the stages apart."""
-
-    def __init__(
-        self,
-        model: str = "stand-in",
-        fails: Callable[[int], errors.FleetError | None] | None = None,
-    ) -> None:
-        super().__init__(draw=self._drawn)
-        self.model_name = model
-        self.drawn: list[int] = []
-        self.begun_with: list[contract.Pixels | None] = []
-        self._fails = fails
-
-    def _drawn(self, request: contract.ImageRequest) -> contract.Pixels:
-        self.drawn.append(request.steps)
-        self.begun_with.append(None if request.init is None else request.init.pixels)
-        if self._fails and (error := self._fails(request.steps)):
-            raise error
-        return draw_noise(request)
-
-
-@pytest.fixture
-def chained(message: Message) -> Callable[..., str]:
-    """The message of a job of three stages of 11, 12 and 13 steps."""
-
-    def make(*stages: dict[str, Any], **fields: Any) -> str:
-        then = stages or ({"steps": 12}, {"steps": 13})
-        return message(**{"id": "a", "steps": 11, "then": then, **fields})
-
-    return make
-
-
-async def stored(storage: Storage, campaign: str = "default") -> list[str]:
-    return sorted([name async for name in storage.blobs.names(f"{campaign}/")])
-
-
-async def recorded(storage: Storage) -> list[Record]:
-    records = [each async for each in reader.images(storage, "default")]
-    return sorted(records, key=lambda each: each.stage)
-
-
-async def failed(storage: Storage) -> list[dead_letter.FailedJob]:
-    found = [
-        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
-    ]
-    return [each for each in found if each is not None]
-
-
-async def lose(storage: Storage, body: str) -> None:
-    """Sends a message whose first worker is lost."""
-    await storage.queue.send([body])
-    assert await storage.queue.receive(1, 1)
-    await polling.until_leases_end(storage.poison, 1)
+def second_fails(request: contract.ImageRequest) -> errors.FleetError | None:
+    return errors.UnusableFileError("a bad file") if request.steps == 12 else None
 
 
 def picture_file() -> bytes:
@@ -109,40 +65,38 @@ def picture_file() -> bytes:
 
 
 async def test_each_stage_is_drawn_once_and_the_job_completes_with_the_last(
-    storage: Storage, run_pipeline: RunPipeline, chained: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     engine = Drawing()
     await storage.queue.send([chained(metadata={"order": 7})])
     await run_pipeline(engine)
 
-    assert engine.drawn == [11, 12, 13]
-    assert await stored(storage) == IMAGES
-    for name, begun_with in zip([None, *IMAGES], engine.begun_with, strict=False):
-        assert (begun_with is None) == (name is None)
-        if name is not None:
-            file = io.BytesIO(await storage.blobs.read(name) or b"")
-            assert np.array_equal(np.asarray(Image.open(file)), begun_with)
-    records = await recorded(storage)
-    assert [(each.blob, each.stage, each.stages) for each in records] == [
-        (name, number, 3) for number, name in enumerate(IMAGES, 1)
+    assert engine.steps == [11, 12, 13]
+    assert await blobs(storage) == IMAGES
+    assert engine.drawn[0].init is None
+    for name, request in zip(IMAGES, engine.drawn[1:], strict=False):
+        assert request.init is not None
+        file = io.BytesIO(await storage.blobs.read(name) or b"")
+        assert np.array_equal(np.asarray(Image.open(file)), request.init.pixels)
+    found = sorted(await records(storage), key=lambda each: each.stage)
+    assert [(each.id, each.blob, each.stage, each.stages) for each in found] == [
+        ("a", name, number, 3) for number, name in enumerate(IMAGES, 1)
     ]
-    assert {each.id for each in records} == {"a"}
-    counts = await reader.counts(storage, "default")
-    assert (counts.images, counts.completed, counts.failed) == (3, 1, 0)
+    assert await counts(storage) == (3, 1, 0)
     (job,) = [each async for each in outcomes.of_campaign(storage, "default")]
     assert (job.status, job.blobs, job.metadata) == (
         "completed",
         (IMAGES[2],),
         {"order": 7},
     )
-    found = await outcomes.look_up(storage, outcomes.JobFacts("a", "default"))
-    assert (found.status, found.blobs) == ("completed", (IMAGES[2],))
+    outcome = await outcomes.look_up(storage, outcomes.JobFacts("a", "default"))
+    assert (outcome.status, outcome.blobs) == ("completed", (IMAGES[2],))
     assert (await storage.queue.depth()).messages == 0
 
 
 @local_only
 async def test_half_a_surrogate_pair_in_a_field_without_effect_stops_no_chain(
-    storage: Storage, run_pipeline: RunPipeline, message: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     then = [{"steps": 12, "hr_prompt": "\ud800"}]
     text = json.dumps(
@@ -152,92 +106,69 @@ async def test_half_a_surrogate_pair_in_a_field_without_effect_stops_no_chain(
     await storage.queue.send([text])
     engine = Drawing()
     await run_pipeline(engine)
-    assert engine.drawn == [11, 12]
-    assert await stored(storage) == IMAGES[:2]
-    assert await failed(storage) == []
+    assert engine.steps == [11, 12]
+    assert await blobs(storage) == IMAGES[:2]
+    assert await failed_jobs(storage) == []
 
 
 @local_only
-async def test_a_bug_between_two_stages_is_retried_and_leaves_no_job_in_flight(
+@pytest.mark.parametrize(("bugs", "drawn"), [(1, [11, 12, 13, 14]), (99, [11, 14])])
+async def test_a_bug_between_two_stages_is_retried_and_fails_no_other_job(
     storage: Storage,
     run_pipeline: RunPipeline,
-    chained: Message,
     monkeypatch: pytest.MonkeyPatch,
+    bugs: int,
+    drawn: list[int],
 ) -> None:
-    send_next, failures = chains.send_next, iter([KeyError("a bug")])
-
-    async def send(*given: Any) -> None:
-        if (bug := next(failures, None)) is not None:
-            raise bug
-        await send_next(*given)
-
-    monkeypatch.setattr("worker.jobs.chains.send_next", send)
-    await storage.queue.send([chained()])
-    engine = Drawing()
-    await run_pipeline(engine)
-    assert engine.drawn == [11, 12, 13]
-    assert await stored(storage) == IMAGES
-
-
-@local_only
-async def test_a_bug_between_two_stages_at_each_attempt_fails_the_job_and_no_other(
-    storage: Storage,
-    run_pipeline: RunPipeline,
-    chained: Message,
-    message: Message,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def send(*_: Any) -> None:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr("worker.jobs.chains.send_next", send)
+    buggy = failing(chains.send_next, KeyError("a bug"), bugs)
+    monkeypatch.setattr("worker.jobs.chains.send_next", buggy)
     await storage.queue.send([chained(), message(id="b", steps=14)])
     engine = Drawing()
     await run_pipeline(engine)
-    assert sorted(engine.drawn) == [11, 14]
-    (only,) = await failed(storage)
-    assert only.id == "a"
-    assert "a bug" in only.reason
-    assert await stored(storage) == [IMAGES[0], "default/b.png"]
+    assert sorted(engine.steps) == drawn
+    failures = [
+        (each.id, "a bug" in each.reason) for each in await failed_jobs(storage)
+    ]
+    assert failures == [("a", True)] * (len(drawn) == 2)
+    assert await blobs(storage) == [*IMAGES[: len(drawn) - 1], "default/b.png"]
 
 
 @pytest.mark.parametrize("priority", ["normal", "high"])
 async def test_a_stage_waits_in_the_queue_of_its_model_with_the_priority_of_the_job(
-    storage: Storage, run_pipeline: RunPipeline, chained: Message, priority: Any
+    storage: Storage, run_pipeline: RunPipeline, priority: Any
 ) -> None:
     body = chained({"model": "second", "steps": 12}, {"model": None, "steps": 13})
     await storage.models.send([body], priority)
     first = Drawing()
     await run_pipeline(first)
-    assert first.drawn == [11]
+    assert first.steps == [11]
     queue = storage.models.of("second")[priority]
     assert (await queue.depth()).messages == 1
     facts = outcomes.JobFacts("a", "default")
     assert (await outcomes.look_up(storage, facts)).status == "pending"
 
-    second = Drawing("second")
+    second = Drawing(model="second")
     await run_pipeline(second)
-    assert second.drawn == [12, 13]
-    assert await stored(storage) == IMAGES
+    assert second.steps == [12, 13]
+    assert await blobs(storage) == IMAGES
 
 
 async def test_a_worker_that_was_lost_before_it_sent_the_next_stage_loses_none(
     storage: Storage,
     run_pipeline: RunPipeline,
-    chained: Message,
     store_images: Callable[..., Any],
 ) -> None:
-    await lose(storage, chained())
+    await redelivered(storage, chained())
     await store_images(chained(), data=picture_file())
     engine = Drawing()
     await run_pipeline(engine)
-    assert engine.drawn == [12, 13]
-    assert await stored(storage) == IMAGES
-    assert len(await recorded(storage)) == 3
+    assert engine.steps == [12, 13]
+    assert await blobs(storage) == IMAGES
+    assert len(await records(storage)) == 3
 
 
 async def test_stages_that_were_sent_twice_are_drawn_and_counted_once(
-    storage: Storage, run_pipeline: RunPipeline, chained: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     fields = json.loads(chained())
     again = [
@@ -249,64 +180,54 @@ async def test_stages_that_were_sent_twice_are_drawn_and_counted_once(
     await run_pipeline(engine)
     await storage.queue.send([*again, *again])
     await run_pipeline(engine)
-    assert Counter(engine.drawn) == {11: 1, 12: 1, 13: 1}
-    assert await stored(storage) == IMAGES
-    counts = await reader.counts(storage, "default")
-    assert (counts.images, counts.completed) == (3, 1)
+    assert Counter(engine.steps) == {11: 1, 12: 1, 13: 1}
+    assert await blobs(storage) == IMAGES
+    assert await counts(storage) == (3, 1, 0)
     assert not [name async for name in storage.blobs.names("-duplicates/")]
 
 
 async def test_a_failed_stage_is_one_failed_job_and_a_replay_goes_on_from_there(
-    storage: Storage, run_pipeline: RunPipeline, chained: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    def fails(steps: int) -> errors.FleetError | None:
-        return errors.UnusableFileError("a bad file") if steps == 12 else None
-
     await storage.queue.send([chained()])
-    await run_pipeline(Drawing(fails=fails))
-    (record,) = await failed(storage)
+    await run_pipeline(Drawing(second_fails))
+    (record,) = await failed_jobs(storage)
     assert (record.id, record.stage, record.reason) == (
         "a",
         2,
         "stage 2 of 3: a bad file",
     )
-    assert await stored(storage) == IMAGES[:1]
-    counts = await reader.counts(storage, "default")
-    assert (counts.completed, counts.failed) == (0, 1)
+    assert await blobs(storage) == IMAGES[:1]
+    assert await counts(storage) == (1, 0, 1)
 
     swept = await dead_letter_queue.replay(storage, Selection())
     assert swept.done == 1
     engine = Drawing()
     await run_pipeline(engine)
-    assert Counter(engine.drawn) == {12: 1, 13: 1}
-    assert await stored(storage) == IMAGES
-    counts = await reader.counts(storage, "default")
-    assert (counts.completed, counts.failed) == (1, 0)
+    assert Counter(engine.steps) == {12: 1, 13: 1}
+    assert await blobs(storage) == IMAGES
+    assert await counts(storage) == (3, 1, 0)
 
 
 @local_only
 async def test_a_stage_that_fails_in_two_messages_is_one_failed_job(
     storage: Storage,
     run_pipeline: RunPipeline,
-    chained: Message,
     store_images: Callable[..., Any],
 ) -> None:
     body = json.loads(chained()) | {"stage": {"number": 2, "message": "m"}}
     await store_images(chained(), data=picture_file())
     await storage.queue.send([json.dumps(body)] * 2)
     await run_pipeline(Drawing(fails=lambda _: errors.UnusableFileError("a bad file")))
-    assert (await reader.counts(storage, "default")).failed == 1
+    assert (await counts(storage))[2] == 1
     assert len([each async for each in reader.ended(storage, "default")]) == 1
 
 
 async def test_a_replay_can_change_the_stage_that_failed(
-    storage: Storage, run_pipeline: RunPipeline, chained: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    def fails(steps: int) -> errors.FleetError | None:
-        return errors.UnusableFileError("a bad file") if steps == 12 else None
-
     await storage.queue.send([chained()])
-    await run_pipeline(Drawing(fails=fails))
+    await run_pipeline(Drawing(second_fails))
     change = Change({"steps": 20})
     preview = await dead_letter_queue.preview(
         storage, Selection(), Check(change=change)
@@ -315,13 +236,13 @@ async def test_a_replay_can_change_the_stage_that_failed(
     await dead_letter_queue.replay(storage, Selection(), check=Check(change=change))
     engine = Drawing()
     await run_pipeline(engine)
-    assert engine.drawn == [20, 13]
-    assert await stored(storage) == IMAGES
+    assert engine.steps == [20, 13]
+    assert await blobs(storage) == IMAGES
 
 
 @local_only
 async def test_what_is_the_whole_jobs_cannot_be_changed_in_a_later_stage(
-    storage: Storage, run_pipeline: RunPipeline, chained: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send(
         [json.dumps(json.loads(chained()) | {"stage": {"number": 2}})]
@@ -337,14 +258,13 @@ async def test_what_is_the_whole_jobs_cannot_be_changed_in_a_later_stage(
 async def test_a_cancelled_campaign_stops_its_chains(
     storage: Storage,
     run_pipeline: RunPipeline,
-    chained: Message,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("imagefleet.cancelled.LOAD_SECONDS", 1.0)
     await storage.queue.send([chained(campaign="spring")])
     loop = asyncio.get_running_loop()
 
-    def cancels(_steps: int) -> None:  # on the engine's thread
+    def cancels(_: contract.ImageRequest) -> None:  # on the engine's thread
         asyncio.run_coroutine_threadsafe(
             cancelled.cancel(storage, "spring"), loop
         ).result(10)
@@ -353,17 +273,16 @@ async def test_a_cancelled_campaign_stops_its_chains(
     monkeypatch.setattr("imagefleet.cancelled.PERIOD_SECONDS", 0.0)
     monkeypatch.setattr("worker.stages.prepare.MAX_LIST_AGE_SECONDS", 0.0)
     await run_pipeline(engine)
-    assert engine.drawn == [11]
-    assert await stored(storage, "spring") == ["spring/a.png"]
-    counts = await reader.counts(storage, "spring")
-    assert (counts.images, counts.completed, counts.cancelled) == (1, 0, 1)
+    assert engine.steps == [11]
+    assert await blobs(storage, "spring/") == ["spring/a.png"]
+    found = await reader.counts(storage, "spring")
+    assert (found.images, found.completed, found.cancelled) == (1, 0, 1)
 
 
 @local_only
 async def test_a_campaign_that_is_cancelled_while_the_queue_does_not_answer_goes_no_further(
     storage: Storage,
     run_pipeline: RunPipeline,
-    chained: Message,
     spring_is_read: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -382,15 +301,14 @@ async def test_a_campaign_that_is_cancelled_while_the_queue_does_not_answer_goes
     await storage.queue.send([chained(campaign="spring")])
     engine = Drawing()
     await run_pipeline(engine)
-    assert engine.drawn == [11]
-    counts = await reader.counts(storage, "spring")
-    assert (counts.images, counts.completed, counts.cancelled) == (1, 0, 1)
+    assert engine.steps == [11]
+    found = await reader.counts(storage, "spring")
+    assert (found.images, found.completed, found.cancelled) == (1, 0, 1)
 
 
 async def test_a_chain_whose_next_stage_cannot_be_sent_is_delivered_again(
     storage: Storage,
     run_pipeline: RunPipeline,
-    chained: Message,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stop = asyncio.Event()
@@ -404,11 +322,11 @@ async def test_a_chain_whose_next_stage_cannot_be_sent_is_delivered_again(
         refusing.setattr(storage.models, "send", refuse)
         await storage.queue.send([chained()])
         await run_pipeline(Drawing(), stop=stop)
-    assert await stored(storage) == IMAGES[:1]
+    assert await blobs(storage) == IMAGES[:1]
     engine = Drawing()
     await run_pipeline(engine)
-    assert engine.drawn == [12, 13]
-    assert await stored(storage) == IMAGES
+    assert engine.steps == [12, 13]
+    assert await blobs(storage) == IMAGES
 
 
 async def test_a_signed_chain_goes_on_at_workers_without_the_signing_key(
@@ -419,22 +337,22 @@ async def test_a_signed_chain_goes_on_at_workers_without_the_signing_key(
     job = Job(prompt="a house", id="a", steps=11, then=then)
     await storage.queue.send([job.to_message(JobSigner(key, storage.scope))])
     engine = Drawing(
-        fails=lambda steps: errors.UnusableFileError("x") if steps == 13 else None
+        lambda each: errors.UnusableFileError("x") if each.steps == 13 else None
     )
     await run_pipeline(engine, trusted_key=key.public)
-    assert engine.drawn == [11, 12, 13]
-    (record,) = await failed(storage)
+    assert engine.steps == [11, 12, 13]
+    (record,) = await failed_jobs(storage)
     assert (record.error, record.stage) == ("UnusableFileError", 3)
     await dead_letter_queue.replay(storage, Selection())
     again = Drawing()
     await run_pipeline(again, trusted_key=key.public)
-    assert again.drawn == [13]
-    assert await stored(storage) == IMAGES
+    assert again.steps == [13]
+    assert await blobs(storage) == IMAGES
 
 
 @local_only
 async def test_a_stage_that_is_drawn_anew_leaves_the_later_ones_as_they_are(
-    storage: Storage, run_pipeline: RunPipeline, chained: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send([chained()])
     await run_pipeline(Drawing())
@@ -446,14 +364,14 @@ async def test_a_stage_that_is_drawn_anew_leaves_the_later_ones_as_they_are(
     await storage.queue.send([json.dumps(fields)])
     engine = Drawing()
     await run_pipeline(engine)
-    assert engine.drawn == [12]
-    assert await stored(storage) == IMAGES
-    assert (await reader.counts(storage, "default")).completed == 1
+    assert engine.steps == [12]
+    assert await blobs(storage) == IMAGES
+    assert (await counts(storage))[1] == 1
 
 
 @local_only
 async def test_an_image_of_a_stage_carries_the_message_that_draws_it_again(
-    storage: Storage, run_pipeline: RunPipeline, chained: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send([chained()])
     await run_pipeline(Drawing())
@@ -470,7 +388,6 @@ async def test_tokens_for_chains_suffice_and_those_for_workers_do_not(
     storage: Storage,
     storage_settings: StorageSettings,
     run_pipeline: RunPipeline,
-    chained: Message,
 ) -> None:
     worker = ROLES["worker"]
     models = ["stand-in", "second"]
@@ -485,10 +402,10 @@ async def test_tokens_for_chains_suffice_and_those_for_workers_do_not(
         ) as opened:
             await JobSender(storage).send([body])
             await run_pipeline(Drawing(), opened=opened)
-            await run_pipeline(Drawing("second"), opened=opened)
-        assert set(images) <= set(await stored(storage))
+            await run_pipeline(Drawing(model="second"), opened=opened)
+        assert set(images) <= set(await blobs(storage))
         body = json.dumps(json.loads(body) | {"id": "b"})
-    (record,) = await failed(storage)
+    (record,) = await failed_jobs(storage)
     assert (record.id, record.stage) == ("b", 2)
     assert (
         "cannot be read with this worker's credentials: give it tokens of `ima"

@@ -16,66 +16,21 @@ from imagefleet.job.message import Job
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobStore
+from messages import RunPipeline, blobs, failing, message, records
 from worker import tasks
 from worker.engine import contract
 from worker.jobs.in_flight import InFlightJob
 from worker.metrics import WorkerMetrics
-from worker.stages import record as records
-
-Message = Callable[..., str]
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
-
-
-async def stored_images(storage: Storage) -> list[str]:
-    return sorted(
-        [name async for name in storage.blobs.names() if not name.startswith("-")]
-    )
-
-
-async def recorded(storage: Storage, campaign: str = "default") -> list[Record]:
-    return [record async for record in reader.images(storage, campaign)]
+from worker.stages import record as stage
 
 
 async def ended(storage: Storage) -> list[Record]:
     return [record async for record in reader.ended(storage)]
 
 
-class Appending:
-    """Blobs whose appends fail, at first or always, with *error*."""
-
-    def __init__(self, blobs: BlobStore, error: BaseException, faults: int) -> None:
-        self._blobs = blobs
-        self._error = error
-        self.faults = faults
-        self.appends = 0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._blobs, name)
-
-    async def append(self, name: str, data: bytes, position: int) -> bool:
-        if self.faults:
-            self.faults -= 1
-            raise self._error
-        self.appends += 1
-        return await self._blobs.append(name, data, position)
-
-
-class WithBlobs:
-    """A storage with other blobs."""
-
-    def __init__(self, storage: Storage, blobs: Appending) -> None:
-        self._storage = storage
-        self.blobs = blobs
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._storage, name)
-
-
 async def test_each_image_has_a_record_and_each_record_an_image(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Message,
     store_images: Callable[..., Any],
 ) -> None:
     await store_images(message(id="taken"), data=b"another's")
@@ -89,8 +44,9 @@ async def test_each_image_has_a_record_and_each_record_an_image(
     )
     await run_pipeline()
 
-    found = await recorded(storage) + await recorded(storage, "spring")
-    assert sorted(str(record.blob) for record in found) == await stored_images(storage)
+    found = await records(storage) + await records(storage, "spring")
+    stored = await blobs(storage) + await blobs(storage, "spring/")
+    assert sorted(str(record.blob) for record in found) == stored
     (one,) = [record for record in found if record.id == "one"]
     assert (one.prompt, one.seed, one.metadata) == ("a house", 7, {"order": 5})
     assert (one.worker, one.attempts, one.images, one.index) == ("test-worker", 1, 1, 0)
@@ -107,26 +63,26 @@ async def test_each_image_has_a_record_and_each_record_an_image(
 
 
 async def test_an_image_whose_worker_died_before_its_record_gets_one(
-    storage: Storage, run_pipeline: RunPipeline, message: Message
+    storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await storage.queue.send(message(id=f"j{number}") for number in range(4))
-    dies = Appending(storage.blobs, errors.SetupError("as good as killed"), faults=1)
+    dies = failing(storage.blobs.append, errors.SetupError("as good as killed"), 1)
+    monkeypatch.setattr(storage.blobs, "append", dies)
     with pytest.raises(errors.SetupError, match="as good as killed"):
-        await run_pipeline(opened=WithBlobs(storage, dies), lease_seconds=2)
-    assert await stored_images(storage)
-    assert await recorded(storage) == []
+        await run_pipeline(lease_seconds=2)
+    assert await blobs(storage)
+    assert await records(storage) == []
 
     pipeline = await run_pipeline(lease_seconds=2)
     assert pipeline.metrics.outcomes["duplicate"]
-    names = sorted(str(record.blob) for record in await recorded(storage))
-    assert names == await stored_images(storage)
+    names = sorted(str(record.blob) for record in await records(storage))
+    assert names == await blobs(storage)
     assert len(names) == 4
 
 
 async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_a_record(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Message,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_storing, has_failed = threading.Event(), asyncio.Event()
@@ -154,33 +110,29 @@ async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_
     await storage.queue.send([message(id="j", seed=7, batch_size=2)])
     pipeline = await run_pipeline(StandInEngine(capacity=1, draw=draw))
     assert pipeline.metrics.outcomes == {"failed": 1}
-    assert [record.blob for record in await recorded(storage)] == await stored_images(
-        storage
-    )
-    assert await stored_images(storage) == ["default/j.png"]
+    assert [record.blob for record in await records(storage)] == await blobs(storage)
+    assert await blobs(storage) == ["default/j.png"]
 
 
 async def test_a_job_whose_record_cannot_be_stored_is_delivered_again(
-    storage: Storage, run_pipeline: RunPipeline, message: Message
+    storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await storage.queue.send([message(id="j")])
-    down = Appending(storage.blobs, errors.TransientError("503 server busy"), faults=7)
-    pipeline = await run_pipeline(opened=WithBlobs(storage, down), lease_seconds=2)
+    down = failing(storage.blobs.append, errors.TransientError("503 server busy"), 7)
+    monkeypatch.setattr(storage.blobs, "append", down)
+    pipeline = await run_pipeline(lease_seconds=2)
     assert pipeline.metrics.outcomes == {"lost": 1, "duplicate": 1}
-    assert [record.blob for record in await recorded(storage)] == ["default/j.png"]
+    assert [record.blob for record in await records(storage)] == ["default/j.png"]
 
 
 async def test_records_are_written_in_batches_while_more_images_are_in_the_making(
-    storage: Storage, run_pipeline: RunPipeline, message: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send(message(id=f"j{number}") for number in range(60))
-    counted = Appending(storage.blobs, errors.TransientError(), faults=0)
-    await run_pipeline(
-        StandInEngine(capacity=4, tick_seconds=0.005),
-        opened=WithBlobs(storage, counted),
-    )
-    assert len(await recorded(storage)) == 60
-    assert counted.appends < 30
+    before = storage.operations.blob_writes
+    await run_pipeline(StandInEngine(capacity=4, tick_seconds=0.005))
+    assert len(await records(storage)) == 60
+    assert storage.operations.blob_writes - before < 60 + 30
 
 
 def ended_job(*found: Record, **fields: Any) -> InFlightJob:
@@ -202,7 +154,7 @@ class Stage:
         self.finished = 0
         self.answers = asyncio.Event()
         self.answers.set()
-        self.pending = records.RecordStage(
+        self.pending = stage.RecordStage(
             self,  # type: ignore[arg-type]
             WorkerMetrics(),
             flush_seconds,
@@ -232,56 +184,55 @@ class Stage:
 
 
 async def test_a_record_waits_for_others_only_while_there_can_be_others() -> None:
-    async with Stage(in_flight=2) as stage:
-        await stage.put()
+    async with Stage(in_flight=2) as work:
+        await work.put()
         await polling.turn(20)
-        assert not stage.finished, "the other job may end soon"
-        await stage.put()
-        await polling.until(lambda: stage.finished == 2)
-        assert len(stage.written) == 1
+        assert not work.finished, "the other job may end soon"
+        await work.put()
+        await polling.until(lambda: work.finished == 2)
+        assert len(work.written) == 1
 
 
 async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_for_records() -> (
     None
 ):
-    async with Stage(in_flight=100, flush_seconds=0.05) as stage:
-        stage.answers.clear()
-        await stage.put()
-        await stage.put()
-        assert stage.pending.behind_seconds == 0
-        await polling.until(lambda: stage.pending.behind_seconds > 0)
-        stage.answers.set()
-        await polling.until(lambda: not stage.pending.jobs)
-        assert stage.pending.behind_seconds == 0
+    async with Stage(in_flight=100, flush_seconds=0.05) as work:
+        work.answers.clear()
+        await work.put()
+        await work.put()
+        assert work.pending.behind_seconds == 0
+        await polling.until(lambda: work.pending.behind_seconds > 0)
+        work.answers.set()
+        await polling.until(lambda: not work.pending.jobs)
+        assert work.pending.behind_seconds == 0
 
 
 async def test_an_awaited_jobs_record_is_written_soon_and_takes_no_others_along() -> (
     None
 ):
-    async with Stage(in_flight=1_000) as stage:
-        stage.answers.clear()  # so many jobs are in flight all the time
-        await stage.put("bulk")
+    async with Stage(in_flight=1_000) as work:
+        work.answers.clear()  # so many jobs are in flight all the time
+        await work.put("bulk")
         await polling.turn(20)
         for _ in range(3):
-            await stage.put("shop", awaited=True)
-        await polling.until(lambda: stage.written)
-        assert stage.written == [["shop"] * 3]
-        for _ in range(records.MAX_RECORDS - 1):
-            await stage.put("bulk")
-        await polling.until(lambda: len(stage.written) == 2)
-        assert stage.written[1] == ["bulk"] * records.MAX_RECORDS
+            await work.put("shop", awaited=True)
+        await polling.until(lambda: work.written)
+        assert work.written == [["shop"] * 3]
+        for _ in range(stage.MAX_RECORDS - 1):
+            await work.put("bulk")
+        await polling.until(lambda: len(work.written) == 2)
+        assert work.written[1] == ["bulk"] * stage.MAX_RECORDS
 
 
 def test_records_of_short_leases_wait_no_longer_than_the_leases_allow() -> None:
-    assert records.flush_seconds(120, is_billed=True) == 15
-    assert records.flush_seconds(4, is_billed=True) == 0.5
-    assert records.flush_seconds(120, is_billed=False) == 1
+    assert stage.flush_seconds(120, is_billed=True) == 15
+    assert stage.flush_seconds(4, is_billed=True) == 0.5
+    assert stage.flush_seconds(120, is_billed=False) == 1
 
 
 async def test_the_engine_draws_on_while_images_are_uploaded(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Message,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn, enough, create = 0, asyncio.Event(), storage.blobs.create

@@ -14,16 +14,22 @@ from fleet.keys import mint
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
-from imagefleet.records import reader
-from imagefleet.storage import dead_letter, dead_letter_queue
+from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from messages import (
+    RunPipeline,
+    blobs,
+    counts,
+    failed_jobs,
+    message,
+    records,
+    redelivered,
+)
 
-Message = Callable[..., str]
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 StoreImages = Callable[..., Any]
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -38,24 +44,6 @@ async def prompts(storage: Storage) -> dict[str, str]:
         job = picture.job_in(await storage.blobs.read(name) or b"")
         found[name] = job[1].prompt if job else "?"
     return found
-
-
-async def failed(storage: Storage) -> list[dead_letter.FailedJob]:
-    found = [
-        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
-    ]
-    return [each for each in found if each is not None]
-
-
-async def lost(storage: Storage, *bodies: str) -> None:
-    """Sends messages whose first worker loses its leases."""
-    await storage.queue.send(bodies)
-    for leased in await storage.queue.receive(len(bodies), 60):
-        await storage.queue.release(leased)
-
-
-async def kept_aside(storage: Storage) -> list[str]:
-    return [name async for name in storage.blobs.names("-duplicates/")]
 
 
 @asynccontextmanager
@@ -77,7 +65,6 @@ async def with_worker_tokens(
 async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Message,
     first: str,
     is_lost: bool,
 ) -> None:
@@ -86,15 +73,15 @@ async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
     await storage.queue.send([bodies[first]])
     await run_pipeline(name="the first")
     if is_lost:
-        await lost(storage, bodies[second])
+        await redelivered(storage, bodies[second])
     else:
         await storage.queue.send([bodies[second]])
     pipeline = await run_pipeline(name="the second")
 
     assert pipeline.metrics.outcomes == {"failed": 1}
     assert await prompts(storage) == {"default/1.png": first}
-    assert await kept_aside(storage) == []
-    (record,) = await failed(storage)
+    assert await blobs(storage, "-duplicates/") == []
+    (record,) = await failed_jobs(storage)
     jobs = {prompt: read_job(body, "m") for prompt, body in bodies.items()}
     assert (record.error, record.digest) == ("NameTakenError", jobs[second].digest)
     assert (
@@ -104,17 +91,16 @@ async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
     assert (
         f"this job is {second!r}, of digest {jobs[second].digest[:12]}" in record.reason
     )
-    counts = await reader.counts(storage, "default")
-    assert (counts.completed, counts.failed, counts.images) == (1, 1, 1)
+    assert await counts(storage) == (1, 1, 1)
     blob = await storage.blobs.metadata("default/1.png")
-    (image,) = [each async for each in reader.images(storage, "default")]
+    (image,) = await records(storage)
     assert blob is not None
     assert (image.digest, image.sha256) == (blob["digest"], blob["sha256"])
     assert image.digest == jobs[first].stage_digest
 
 
 async def test_a_message_that_was_sent_twice_is_no_other_job(
-    storage: Storage, run_pipeline: RunPipeline, message: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     once, again = (
         message(id="1", metadata={"row": 1}),
@@ -125,12 +111,12 @@ async def test_a_message_that_was_sent_twice_is_no_other_job(
     await storage.queue.send([again])
     pipeline = await run_pipeline()
     assert pipeline.metrics.outcomes == {"duplicate": 1}
-    assert await failed(storage) == []
+    assert await failed_jobs(storage) == []
 
 
 @pytest.mark.parametrize("single_first", [True, False])
 async def test_a_job_of_several_images_and_one_of_a_single_one_meet(
-    storage: Storage, run_pipeline: RunPipeline, message: Message, single_first: bool
+    storage: Storage, run_pipeline: RunPipeline, single_first: bool
 ) -> None:
     bodies = [
         message(id="1", prompt="one"),
@@ -139,16 +125,15 @@ async def test_a_job_of_several_images_and_one_of_a_single_one_meet(
     for body in bodies if single_first else reversed(bodies):
         await storage.queue.send([body])
         await run_pipeline()
-    (record,) = await failed(storage)
+    (record,) = await failed_jobs(storage)
     assert record.error == "NameTakenError"
     first = (await prompts(storage))["default/1.png"]
     assert first == ("one" if single_first else "two")
-    counts = await reader.counts(storage, "default")
-    assert (counts.completed, counts.failed) == (1, 1)
+    assert (await counts(storage))[1:] == (1, 1)
 
 
 async def test_images_of_a_job_and_ids_that_end_in_numbers_are_apart(
-    storage: Storage, run_pipeline: RunPipeline, message: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send([message(id="dup", batch_size=2, prompt="two")])
     await storage.queue.send(
@@ -165,26 +150,25 @@ async def test_images_of_a_job_and_ids_that_end_in_numbers_are_apart(
 
 
 async def test_two_chains_of_one_id_meet_at_the_stage_in_which_they_differ(
-    storage: Storage, run_pipeline: RunPipeline, message: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     for steps in (12, 13):
         await storage.queue.send([message(id="1", steps=11, then=[{"steps": steps}])])
         pipeline = await run_pipeline()
     assert pipeline.metrics.outcomes == {"duplicate": 1, "failed": 1}
-    (record,) = await failed(storage)
+    (record,) = await failed_jobs(storage)
     assert (record.error, record.stage) == ("NameTakenError", 2)
     assert "default/1~s2.png" in record.reason
-    counts = await reader.counts(storage, "default")
-    assert (counts.completed, counts.failed) == (1, 1)
+    assert (await counts(storage))[1:] == (1, 1)
 
 
 async def test_a_name_that_somebody_has_squatted_is_no_picture_of_its_job(
-    storage: Storage, run_pipeline: RunPipeline, message: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.blobs.create("default/1.png", b"squatted", "image/png", {"job": "1"})
     await storage.queue.send([message(id="1")])
     await run_pipeline()
-    (record,) = await failed(storage)
+    (record,) = await failed_jobs(storage)
     assert record.error == "NameTakenError"
     assert "of digest none, that an unknown worker stored at" in record.reason
 
@@ -192,19 +176,18 @@ async def test_a_name_that_somebody_has_squatted_is_no_picture_of_its_job(
 async def test_images_found_before_a_taken_name_have_records(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Message,
     store_images: StoreImages,
 ) -> None:
     body = message(id="1", batch_size=3)
     await store_images(body, 1, 2)
     await store_images(message(id="1", prompt="another"))
-    await lost(storage, body)
+    await redelivered(storage, body)
     pipeline = await run_pipeline()
     assert pipeline.metrics.outcomes == {"failed": 1}
-    (record,) = await failed(storage)
+    (record,) = await failed_jobs(storage)
     assert record.reason.endswith("of its 3 images are stored: 1-2")
-    found = [each.blob async for each in reader.images(storage, "default")]
-    assert sorted(map(str, found)) == ["default/1~1.png", "default/1~2.png"]
+    found = [str(each.blob) for each in await records(storage)]
+    assert sorted(found) == ["default/1~1.png", "default/1~2.png"]
 
 
 @azurite_only
@@ -212,7 +195,6 @@ async def test_a_token_that_cannot_read_takes_a_new_jobs_taken_name_for_anothers
     storage: Storage,
     storage_settings: StorageSettings,
     run_pipeline: RunPipeline,
-    message: Message,
 ) -> None:
     bodies = [
         message(id="1", prompt=prompt) for prompt in ("a house", "a house", "a cat")
@@ -221,7 +203,7 @@ async def test_a_token_that_cannot_read_takes_a_new_jobs_taken_name_for_anothers
         for body in bodies:
             await storage.queue.send([body])
             await run_pipeline(opened=opened)
-    found = await failed(storage)
+    found = await failed_jobs(storage)
     assert [each.error for each in found] == ["NameTakenError"] * 2
     assert all(
         "this worker's token cannot read by which job" in each.reason for each in found
@@ -239,19 +221,17 @@ async def test_a_token_that_cannot_read_takes_a_redelivered_jobs_taken_name_for_
     storage: Storage,
     storage_settings: StorageSettings,
     run_pipeline: RunPipeline,
-    message: Message,
     store_images: StoreImages,
 ) -> None:
     own, other = message(id="own"), message(id="other", prompt="a dog")
     await store_images(own)
     await store_images(message(id="other", prompt="a cat"))
-    await lost(storage, own, other)
+    await redelivered(storage, own, other)
     async with with_worker_tokens(storage_settings) as opened:
         pipeline = await run_pipeline(opened=opened)
     assert pipeline.metrics.outcomes == {"duplicate": 2}
     # Its reader sees the digests, and that the dog was never stored.
-    counts = await reader.counts(storage, "default")
-    assert (counts.completed, counts.failed) == (1, 1)
+    assert (await counts(storage))[1:] == (1, 1)
 
 
 @azurite_only
@@ -259,7 +239,6 @@ async def test_tokens_for_chains_tell_jobs_of_one_id_apart(
     storage: Storage,
     storage_settings: StorageSettings,
     run_pipeline: RunPipeline,
-    message: Message,
 ) -> None:
     outcomes: Counter[str] = Counter()
     async with with_worker_tokens(storage_settings, "chains") as opened:
@@ -272,7 +251,6 @@ async def test_tokens_for_chains_tell_jobs_of_one_id_apart(
 async def test_an_image_whose_reply_was_lost_is_told_from_another_jobs(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Message,
     store_images: StoreImages,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -294,25 +272,24 @@ async def test_an_image_whose_reply_was_lost_is_told_from_another_jobs(
     pipeline = await run_pipeline()
     assert pipeline.metrics.outcomes == {"failed": 1}
     assert pipeline.metrics.images_stored == 0
-    (record,) = await failed(storage)
+    (record,) = await failed_jobs(storage)
     assert record.error == "NameTakenError"
 
 
 async def test_a_second_drawing_of_another_job_is_none(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Message,
     store_images: StoreImages,
 ) -> None:
     await store_images(message(id="1", prompt="a cat", verify=True))
     await storage.queue.send([message(id="1", prompt="a dog", verify=True)])
     pipeline = await run_pipeline()
     assert pipeline.metrics.outcomes == {"unverified": 1}
-    assert await failed(storage) == []
+    assert await failed_jobs(storage) == []
 
 
 async def test_a_failed_job_is_not_completed_by_another_of_its_id(
-    storage: Storage, run_pipeline: RunPipeline, message: Message
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     for prompt in ("a house", "a cat"):
         await storage.queue.send([message(id="1", prompt=prompt)])
@@ -321,5 +298,5 @@ async def test_a_failed_job_is_not_completed_by_another_of_its_id(
     assert (
         await dead_letter_queue.discard(storage, Selection(), choice=choice)
     ).done == 0
-    assert len(await failed(storage)) == 1
-    assert json.loads((await failed(storage))[0].body or "")["prompt"] == "a cat"
+    assert len(await failed_jobs(storage)) == 1
+    assert json.loads((await failed_jobs(storage))[0].body or "")["prompt"] == "a cat"

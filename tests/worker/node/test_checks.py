@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +11,11 @@ import polling
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
+from messages import RunPipeline
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node import checks, quarantine, suspects
 from worker.node.suspects import Suspects
-
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 pytestmark = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 

@@ -5,7 +5,6 @@ import json
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +12,9 @@ import pytest
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.storage.open import Storage
+from messages import RunPipeline
 from worker.engine import contract
 
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 Draw = Callable[[contract.ImageRequest], contract.Pixels]
 
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)

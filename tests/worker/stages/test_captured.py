@@ -1,7 +1,7 @@
 """Signed messages that somebody has kept, and sends again: later, elsewhere, or as they are."""
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Check, FailedJob, Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+from messages import RunPipeline
 
 JOB = Job(prompt="a house", id="hut", campaign="c")
 

@@ -16,12 +16,11 @@ from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_MESSAGE_BYTES
 from imagefleet.storage.open import Storage
+from messages import RunPipeline, message
 from worker.engine import contract
 
 #: Beside images, what says something about jobs and workers.
 NOTES = ("-records/", "-models/", "-serving/")
-
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 
 async def workers_of(storage: Storage) -> dict[str, str]:
@@ -36,7 +35,6 @@ async def workers_of(storage: Storage) -> dict[str, str]:
 async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -63,7 +61,7 @@ async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
 
 @pytest.mark.usefixtures("one_hand_back")
 async def test_a_lone_worker_draws_nothing_twice_and_still_ends(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     jobs = [message(id=f"j{number}", seed=number) for number in range(20)]
     checks = [
@@ -87,7 +85,7 @@ async def test_a_lone_worker_draws_nothing_twice_and_still_ends(
 
 @pytest.mark.usefixtures("one_hand_back")
 async def test_a_message_too_large_for_a_count_is_not_handed_back_for_ever(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     fields = {"prompt": "a" * 6000, "negative_prompt": ""}
     size = len(message(**fields, id="j", verify=True))
@@ -106,7 +104,6 @@ async def test_a_message_too_large_for_a_count_is_not_handed_back_for_ever(
 async def test_a_second_drawing_that_fails_is_no_failed_job(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
     error: errors.FleetError,
 ) -> None:
@@ -127,7 +124,7 @@ async def test_a_second_drawing_that_fails_is_no_failed_job(
 
 
 async def test_second_drawings_cost_time_but_are_no_images(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send([message(id="a"), message(id="b", verify=True)])
     engine = StandInEngine(tick_seconds=0.05)
@@ -142,7 +139,6 @@ async def test_second_drawings_cost_time_but_are_no_images(
 async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     store_images: Callable[..., Any],
 ) -> None:
     await store_images(message(id="victim", seed=3), data=b"garbage")
@@ -167,7 +163,6 @@ async def workers_of_any(storage: Storage) -> list[str]:
 async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_drawing(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     store_images: Callable[..., Any],
 ) -> None:
     for each in (message(id="j"), message(id="j", verify=True)):
@@ -184,7 +179,7 @@ async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_dra
 
 
 async def test_every_image_of_a_job_has_the_job_with_it(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     body = message(id="j", batch_size=2, output={"format": "webp"}, metadata={"a": "ü"})
     await storage.queue.send([body])

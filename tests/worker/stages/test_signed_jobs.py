@@ -19,12 +19,12 @@ from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.deliveries import Deliveries
 from imagefleet.storage.open import Storage
+from messages import RunPipeline
 from worker import process
 from worker.engine import contract
 from worker.files import manifest
 from worker.settings import WorkerSettings
 
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 LoraBytes = Callable[[str], bytes]
 
 

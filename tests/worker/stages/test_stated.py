@@ -2,7 +2,6 @@ import hashlib
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
@@ -10,15 +9,13 @@ from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet.job.noise import Noise
 from imagefleet.job.samplers import Options
 from imagefleet.storage.open import Storage
+from messages import RunPipeline, message
 from worker.engine import contract
-
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 
 async def test_an_image_states_what_its_job_asked_for_and_the_hashes_of_its_files(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     lora_bytes: Callable[[str], bytes],
     tmp_path: Path,
 ) -> None:
@@ -55,7 +52,6 @@ async def test_an_image_states_what_its_job_asked_for_and_the_hashes_of_its_file
 async def test_a_job_goes_before_the_worker_in_what_decodes_its_image(
     storage: Storage,
     run_pipeline: RunPipeline,
-    message: Callable[..., str],
     tmp_path: Path,
 ) -> None:
     asked: dict[str, str | None] = {}

@@ -1,8 +1,6 @@
 """Jobs whose workers died: generated alone, so that the job or the chance is found out."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -12,10 +10,9 @@ from imagefleet import errors
 from imagefleet.storage import dead_letter
 from imagefleet.storage.deliveries import CONDEMNED_AFTER, Deliveries
 from imagefleet.storage.open import Storage
+from messages import RunPipeline, message
 from worker.engine import contract
 from worker.stages.prepare import Isolation
-
-RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 
 async def vanish(storage: Storage, times: int, *, alone: bool = False) -> None:
@@ -31,7 +28,7 @@ async def vanish(storage: Storage, times: int, *, alone: bool = False) -> None:
 
 
 async def test_a_job_that_killed_the_workers_that_had_it_alone_goes_to_the_poison_queue_untried(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send([message(id="killer", campaign="c")])
     await vanish(storage, 2)
@@ -49,7 +46,7 @@ async def test_a_job_that_killed_the_workers_that_had_it_alone_goes_to_the_poiso
 
 
 async def test_a_job_that_was_only_held_by_workers_that_vanished_is_generated_alone(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     company: dict[int, int] = {}
     engine = StandInEngine(capacity=4, tick_seconds=0.05)
@@ -72,7 +69,7 @@ async def test_a_job_that_was_only_held_by_workers_that_vanished_is_generated_al
 
 
 async def test_a_job_handed_back_by_many_workers_is_no_suspect(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send([message(id="j")])
     for _ in range(4):
@@ -87,7 +84,7 @@ async def test_a_job_handed_back_by_many_workers_is_no_suspect(
 
 
 async def test_a_suspect_that_fails_leaves_the_way_free_for_the_others(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         if request.seed == 100:

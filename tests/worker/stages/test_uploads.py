@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from imagefleet.storage.open import Storage
+from messages import message
 
 #: On their way at once, where an engine draws 60 images/s and each takes 0.3 s.
 IMAGES = 18
@@ -15,7 +16,6 @@ IMAGES = 18
 async def test_a_distant_storage_does_not_hold_up_the_fastest_engine(
     storage: Storage,
     run_pipeline: Callable[..., Any],
-    message: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """None is stored before as many are on their way."""

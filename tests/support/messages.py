@@ -1,0 +1,96 @@
+"""Messages of jobs, what runs a worker's pipeline on them, and what has become of them."""
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from evaluation.stand_in import StandInEngine, draw_noise
+from imagefleet import errors
+from imagefleet.records import reader
+from imagefleet.records.record import Record
+from imagefleet.storage.dead_letter import FailedJob
+from imagefleet.storage.open import Storage
+from worker.engine import contract
+
+RunPipeline = Callable[..., Any]
+"""The fixture `run_pipeline` of tests/worker."""
+
+
+def message(**fields: object) -> str:
+    """A job's message with any fields changed."""
+    return json.dumps({"prompt": "a house", **fields})
+
+
+def chained(*stages: dict[str, Any], **fields: Any) -> str:
+    """The message of a job of three stages of 11, 12 and 13 steps."""
+    then = stages or ({"steps": 12}, {"steps": 13})
+    return message(**{"id": "a", "steps": 11, "then": then, **fields})
+
+
+def failing(call: Callable[..., Awaitable[Any]], error: Exception, times: int) -> Any:
+    """A call to the storage that fails so many times before it succeeds."""
+    failures = iter([error] * times)
+
+    async def fails(*given: Any, **named: Any) -> Any:
+        if failure := next(failures, None):
+            raise failure
+        return await call(*given, **named)
+
+    return fails
+
+
+async def redelivered(storage: Storage, *bodies: str) -> None:
+    """Sends messages whose first worker loses its leases."""
+    await storage.queue.send(bodies)
+    for leased in await storage.queue.receive(len(bodies), 60):
+        await storage.queue.release(leased)
+
+
+async def blobs(storage: Storage, prefix: str = "default/") -> list[str]:
+    return sorted([name async for name in storage.blobs.names(prefix)])
+
+
+async def records(storage: Storage, campaign: str = "default") -> list[Record]:
+    return [record async for record in reader.images(storage, campaign)]
+
+
+async def counts(storage: Storage, campaign: str = "default") -> tuple[int, int, int]:
+    """Images, completed jobs and failed jobs by the records."""
+    found = await reader.counts(storage, campaign)
+    return found.images, found.completed, found.failed
+
+
+async def failed_jobs(storage: Storage) -> list[FailedJob]:
+    """The jobs in the poison queue."""
+    found = [FailedJob.parse(each.body) async for each in storage.poison.browse()]
+    return [job for job in found if job is not None]
+
+
+class Drawing(StandInEngine):
+    """Notes what it draws; *fails* returns the errors of what cannot be drawn."""
+
+    def __init__(
+        self,
+        fails: Callable[[contract.ImageRequest], errors.FleetError | None]
+        | None = None,
+        model: str = "stand-in",
+        **options: Any,
+    ) -> None:
+        super().__init__(draw=self._draw_and_note, **options)
+        self.model_name = model
+        self.drawn: list[contract.ImageRequest] = []
+        self._fails = fails
+
+    def _draw_and_note(self, request: contract.ImageRequest) -> contract.Pixels:
+        self.drawn.append(request)
+        if self._fails and (error := self._fails(request)):
+            raise error
+        return draw_noise(request)
+
+    @property
+    def steps(self) -> list[int]:
+        return [request.steps for request in self.drawn]
+
+    @property
+    def seeds(self) -> list[int]:
+        return [request.seed for request in self.drawn]
