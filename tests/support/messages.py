@@ -1,8 +1,12 @@
 """Messages of jobs, what runs a worker's pipeline on them, and what has become of them."""
 
+import io
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
@@ -58,6 +62,25 @@ async def counts(storage: Storage, campaign: str = "default") -> tuple[int, int,
     """Images, completed jobs and failed jobs by the records."""
     found = await reader.counts(storage, campaign)
     return found.images, found.completed, found.failed
+
+
+async def image(storage: Storage, name: str) -> Image.Image:
+    """A stored image."""
+    data = await storage.blobs.read(name)
+    assert data is not None, name
+    return Image.open(io.BytesIO(data))
+
+
+def file_of(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
+    """The file of an image, or of its pixels."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.asarray(pixels)).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+async def failures(storage: Storage) -> dict[str, FailedJob]:
+    """The jobs in the poison queue by their ids."""
+    return {str(job.id): job for job in await failed_jobs(storage)}
 
 
 async def failed_jobs(storage: Storage) -> list[FailedJob]:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,12 +27,16 @@ IMPATIENT = concurrency.RetryPolicy(
 
 
 class RunPipeline(Protocol):
-    """Runs a pipeline on the test's storage, by default until the queue is empty."""
+    """Runs a pipeline on the test's storage, once the messages are *sent* that are given.
+
+    By default it runs until the queue is empty.
+    """
 
     async def __call__(
         self,
         engine: contract.Engine | None = None,
         *,
+        sent: Iterable[str] = (),
         opened: Storage | None = None,
         stop: asyncio.Event | None = None,
         hurry: asyncio.Event | None = None,
@@ -103,6 +107,7 @@ def run_pipeline(
     async def run(
         engine: contract.Engine | None = None,
         *,
+        sent: Iterable[str] = (),
         opened: Storage | None = None,
         stop: asyncio.Event | None = None,
         hurry: asyncio.Event | None = None,
@@ -110,6 +115,7 @@ def run_pipeline(
         runs_on: Replica = UNKNOWN,
         **changes: Any,
     ) -> Pipeline:
+        await storage.queue.send(sent)
         pipeline = Pipeline(
             opened or storage,
             load or (lambda: engine or StandInEngine()),

@@ -1,26 +1,22 @@
 """A worker with an accelerator draws each job with the steps, sampler and guidance that fit it."""
 
-import io
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import hires
-from imagefleet.records import reader
 from imagefleet.storage.open import Storage
-from messages import message
+from messages import image, message, records
 from worker.accelerator import KINDS, Accelerator
 
 LIGHTNING = "sdxl_lightning_4step_lora"
 
 
 def job_of(**fields: Any) -> Job:
-    return read_job(json.dumps({"prompt": "a house", "id": "a", **fields}), "m1")
+    return read_job(message(id="a", **fields), "m1")
 
 
 @pytest.mark.parametrize(
@@ -161,16 +157,15 @@ async def test_images_and_records_tell_how_a_job_was_drawn(
         f"loras/{LIGHTNING}.safetensors", lora_bytes("x"), "text/plain", {}
     )
     sent = message(id="j", campaign="spring")
-    await storage.queue.send([sent, message(id="k", steps=50)])
-    pipeline = await run_pipeline(accelerator=LIGHTNING)
+    pipeline = await run_pipeline(
+        sent=[sent, message(id="k", steps=50)], accelerator=LIGHTNING
+    )
     assert pipeline.metrics.outcomes == {"completed": 1, "failed": 1}
     job = read_job(sent, "m")
-    data = await storage.blobs.read(job.blob_name(0))
-    assert data is not None
-    text = Image.open(io.BytesIO(data)).info["parameters"]
+    text = (await image(storage, job.blob_name(0))).info["parameters"]
     assert "Steps: 4, Sampler: Euler, Schedule type: SGM Uniform, CFG scale: 1," in text
     assert (
         f'Lora hashes: "{LIGHTNING}: ' in text or f"Lora hashes: {LIGHTNING}: " in text
     )
-    (record,) = [each async for each in reader.images(storage, "spring")]
+    (record,) = await records(storage, "spring")
     assert (record.steps, record.cfg_scale, record.digest) == (4, 1.0, job.digest)

@@ -15,7 +15,7 @@ from imagefleet import cancelled
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobRecord
-from messages import RunPipeline, message
+from messages import RunPipeline, blobs, message, records, redelivered
 from worker.engine import contract
 
 pytestmark = pytest.mark.usefixtures("cancel_at_once")
@@ -58,14 +58,6 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", 0.0)
 
 
-async def images(storage: Storage, campaign: str) -> set[str]:
-    return {name async for name in storage.blobs.names(f"{campaign}/")}
-
-
-async def recorded(storage: Storage, campaign: str) -> set[str | None]:
-    return {record.blob async for record in reader.images(storage, campaign)}
-
-
 async def test_no_image_of_a_cancelled_campaign_is_begun_and_the_other_is_untouched(
     storage: Storage,
     run_pipeline: RunPipeline,
@@ -88,12 +80,13 @@ async def test_no_image_of_a_cancelled_campaign_is_begun_and_the_other_is_untouc
 
     drawn = engine.count("spring")
     assert 8 <= drawn < 8 + engine.capacity
-    assert engine.count("autumn") == others == len(await images(storage, "autumn"))
+    assert engine.count("autumn") == others == len(await blobs(storage, "autumn/"))
     assert dict(pipeline.metrics.outcomes) == {
         "completed": others + drawn,
         "cancelled": many - drawn,
     }
-    assert await recorded(storage, "spring") == await images(storage, "spring")
+    recorded = [record.blob for record in await records(storage, "spring")]
+    assert sorted(map(str, recorded)) == await blobs(storage, "spring/")
     counts = await reader.counts(storage, "spring")
     assert (counts.images, counts.cancelled) == (drawn, many - drawn)
     assert (await storage.queue.depth()).messages == 0
@@ -121,9 +114,10 @@ async def test_of_a_job_of_several_images_those_that_are_begun_are_stored(
 
     drawn = engine.count("spring")
     assert drawn == 2
-    assert len(await images(storage, "spring")) == drawn
-    assert await recorded(storage, "spring") == await images(storage, "spring")
-    assert len(await images(storage, "autumn")) == 2
+    assert len(await blobs(storage, "spring/")) == drawn
+    recorded = [record.blob for record in await records(storage, "spring")]
+    assert sorted(map(str, recorded)) == await blobs(storage, "spring/")
+    assert len(await blobs(storage, "autumn/")) == 2
     assert pipeline.metrics.outcomes == {"cancelled": 1, "completed": 1}
     assert Counter([each.id async for each in reader.ended(storage)]) == {"s": 1}
 
@@ -165,11 +159,7 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
         message(id="failing", batch_size=2, **of_autumn),
         message(id="fine", **of_autumn),
     ]
-    await storage.queue.send(bodies)
-    for leased in await storage.queue.receive(
-        4, 60
-    ):  # they die after they have stored these
-        await storage.queue.release(leased)
+    await redelivered(storage, *bodies)  # they die after they have stored some
     await storage.queue.send([message(id="once", **of_spring)])
     stored = (
         "spring/stopped",
@@ -196,7 +186,7 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
     found = {
         str(record.blob).removesuffix(".png"): record
         for campaign in ("spring", "autumn")
-        async for record in reader.images(storage, campaign)
+        for record in await records(storage, campaign)
     }
     assert found.keys() == set(stored)
     image = found["spring/stopped~1"]

@@ -141,8 +141,7 @@ async def test_a_campaigns_webhook_does_not_wait_for_this_machines_clock(
 ) -> None:
     monkeypatch.setattr(events, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(events, "QUIET_SECONDS", 0.0)
-    await storage.queue.send([Job(prompt="a", id="a", campaign="spring").to_message()])
-    await run_pipeline()
+    await run_pipeline(sent=[Job(prompt="a", id="a", campaign="spring").to_message()])
     state = events.State(address="https://example.com")
     source = events.Source(storage, state, "fleet")
 

@@ -190,11 +190,9 @@ async def test_images_of_failed_jobs_are_wasted_as_failed(
             raise errors.JobError
         return draw_noise(request)
 
-    await storage.queue.send(
-        [message(prompt=each) for each in ("flat", "broken", "good")]
-    )
     pipeline = await run_pipeline(
         StandInEngine(tick_seconds=0.05, draw=draw),
+        sent=[message(prompt=each) for each in ("flat", "broken", "good")],
         runs_on=Replica("x", 3600 * DOLLARS_PER_SECOND, prices.FREE_STORAGE),
         max_attempts=1,
     )

@@ -1,15 +1,16 @@
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 import polling
 from imagefleet import errors
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import JobQueue, LeasedMessage
+from imagefleet.storage.protocol import LeasedMessage
+from messages import failing
 from worker.leases import Lease, LeaseKeeper
 
 LEASE_SECONDS = 1
@@ -85,31 +86,17 @@ async def test_a_lease_handed_back_is_available_at_once(storage: Storage) -> Non
     assert again.delivery_count == 2
 
 
-class FlakyQueue:
-    """A queue whose renewals take place, but whose next replies are lost on the way."""
-
-    def __init__(self, queue: JobQueue, lost_replies: int) -> None:
-        self._queue = queue
-        self._lost_replies = lost_replies
-
-    async def renew(
-        self, message: LeasedMessage, lease_seconds: float, body: str | None = None
-    ) -> LeasedMessage:
-        if self._lost_replies:
-            self._lost_replies -= 1
-            raise errors.TransientError("the connection was dropped")
-        return await self._queue.renew(message, lease_seconds)
-
-    async def delete(self, message: LeasedMessage) -> None:
-        await self._queue.delete(message)
+LOST_REPLY = errors.TransientError("the connection was dropped")
 
 
 async def test_a_lease_is_unknown_after_a_renewal_without_a_reply_until_the_next(
-    storage: Storage, caplog: pytest.LogCaptureFixture
+    storage: Storage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results: list[str] = []
-    queue = FlakyQueue(storage.queue, lost_replies=1)
-    keeper = LeaseKeeper(queue, LEASE_SECONDS, on_renewal=results.append)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        storage.queue, "renew", failing(storage.queue.renew, LOST_REPLY, 1)
+    )
+    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
     lease = await take(storage, keeper)
     async with running(keeper):
         await polling.until(lambda: results[:1] == ["unknown"])
@@ -121,11 +108,13 @@ async def test_a_lease_is_unknown_after_a_renewal_without_a_reply_until_the_next
 
 
 async def test_an_outage_with_many_leases_is_one_warning(
-    storage: Storage, caplog: pytest.LogCaptureFixture
+    storage: Storage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results: list[str] = []
-    queue = FlakyQueue(storage.queue, lost_replies=30)
-    keeper = LeaseKeeper(queue, LEASE_SECONDS, on_renewal=results.append)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        storage.queue, "renew", failing(storage.queue.renew, LOST_REPLY, 30)
+    )
+    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
     for number in range(10):
         await take(storage, keeper, f"m{number}")
     async with running(keeper):
@@ -134,16 +123,14 @@ async def test_an_outage_with_many_leases_is_one_warning(
     assert caplog.text.count("leases cannot be renewed") == 1
 
 
-async def test_a_permanently_refused_renewal_ends_the_keeper(storage: Storage) -> None:
-    class ClosedQueue(FlakyQueue):
-        async def renew(
-            self, message: LeasedMessage, lease_seconds: float, body: str | None = None
-        ) -> LeasedMessage:
-            raise errors.SetupError("the SAS token has expired")
-
-    keeper = LeaseKeeper(ClosedQueue(storage.queue, 0), LEASE_SECONDS)  # type: ignore[arg-type]
+async def test_a_permanently_refused_renewal_ends_the_keeper(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = failing(storage.queue.renew, errors.SetupError("the token has expired"), 1)
+    monkeypatch.setattr(storage.queue, "renew", closed)
+    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS)
     await take(storage, keeper)
-    with pytest.raises(errors.SetupError, match="SAS token"):
+    with pytest.raises(errors.SetupError, match="the token has expired"):
         await keeper.run()
 
 
@@ -153,24 +140,24 @@ async def test_a_dropped_lease_is_no_longer_renewed(storage: Storage) -> None:
     lease = await take(storage, keeper)
     await take(storage, keeper, "b")  # whose turn comes after it
     keeper.drop(lease)
-    receipt = dataclasses.replace(lease.message).receipt
+    receipt = lease.message.receipt
     async with running(keeper):
         await polling.until(lambda: "renewed" in results)
     assert lease.message.receipt == receipt
 
 
-async def test_leases_that_end_first_are_renewed_first(storage: Storage) -> None:
+async def test_leases_that_end_first_are_renewed_first(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     renewed: list[str] = []
+    renew = storage.queue.renew
 
-    class Noting(FlakyQueue):
-        async def renew(
-            self, message: LeasedMessage, lease_seconds: float, body: str | None = None
-        ) -> LeasedMessage:
-            renewed.append(message.body)
-            return await super().renew(message, lease_seconds, body)
+    async def noting(message: LeasedMessage, *given: Any) -> LeasedMessage:
+        renewed.append(message.body)
+        return await renew(message, *given)
 
-    queue = Noting(storage.queue, lost_replies=0)
-    keeper = LeaseKeeper(queue, LEASE_SECONDS)  # type: ignore[arg-type]
+    monkeypatch.setattr(storage.queue, "renew", noting)
+    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS)
     now = time.monotonic()
     for body, seconds in (("last", 0.3), ("first", 0.1), ("second", 0.2)):
         (await take(storage, keeper, body)).expires_at = now + seconds

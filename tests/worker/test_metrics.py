@@ -20,8 +20,9 @@ RUNS_ON = Replica("RTX 4090 24GB", 0.16, prices.FREE_STORAGE)
 @pytest.fixture
 async def text(storage: Storage, run_pipeline: RunPipeline) -> str:
     """What a worker shows after one job."""
-    await storage.queue.send([message()])
-    pipeline = await run_pipeline(runs_on=RUNS_ON, group="g", priority="low")
+    pipeline = await run_pipeline(
+        sent=[message()], runs_on=RUNS_ON, group="g", priority="low"
+    )
     return metrics.render(pipeline.metrics.registry).decode()
 
 

@@ -30,8 +30,10 @@ async def is_empty(storage: Storage) -> bool:
 async def test_each_job_becomes_the_image_of_its_seed(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(20))
-    pipeline = await run_pipeline(StandInEngine(capacity=3))
+    pipeline = await run_pipeline(
+        StandInEngine(capacity=3),
+        sent=(message(id=f"j{seed}", seed=seed) for seed in range(20)),
+    )
     assert set(await blobs(storage)) == {f"default/j{seed}.png" for seed in range(20)}
     for seed in range(20):
         data = await storage.blobs.read(f"default/j{seed}.png")
@@ -64,8 +66,7 @@ async def test_a_job_that_can_never_succeed_goes_to_the_poison_queue_at_once(
     body: str,
     reason: str,
 ) -> None:
-    await storage.queue.send([body, message(id="good")])
-    pipeline = await run_pipeline()
+    pipeline = await run_pipeline(sent=[body, message(id="good")])
     (record,) = await failed_jobs(storage)
     assert reason in record.reason
     assert record.attempts == 1
@@ -90,8 +91,11 @@ async def test_one_failing_image_does_not_take_its_batch_along(
             raise errors.TransientError("out of memory")
         return draw_noise(request)
 
-    await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(4))
-    pipeline = await run_pipeline(StandInEngine(draw=draw), max_attempts=3)
+    pipeline = await run_pipeline(
+        StandInEngine(draw=draw),
+        sent=(message(id=f"j{seed}", seed=seed) for seed in range(4)),
+        max_attempts=3,
+    )
     assert set(await blobs(storage)) == {
         "default/j0.png",
         "default/j1.png",
@@ -115,8 +119,7 @@ async def test_an_image_of_one_colour_is_retried_and_never_stored(
         return np.zeros((16, 16, 3), np.uint8) if black.pop() else draw_noise(request)
 
     black.insert(0, False)
-    await storage.queue.send([message(id="j")])
-    pipeline = await run_pipeline(StandInEngine(draw=draw))
+    pipeline = await run_pipeline(StandInEngine(draw=draw), sent=[message(id="j")])
     assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
 
 
@@ -147,8 +150,7 @@ async def test_an_upload_that_fails_is_repeated_and_storage_that_stays_down_retr
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
     down = failing(storage.blobs.create, errors.TransientError("503 busy"), faults)
     monkeypatch.setattr(storage.blobs, "create", down)
-    await storage.queue.send([message(id="j")])
-    pipeline = await run_pipeline()
+    pipeline = await run_pipeline(sent=[message(id="j")])
     assert pipeline.metrics.outcomes == outcomes
     assert pipeline.engine_thread.clock.images == sum(outcomes.values())
     assert await blobs(storage) == ["default/j.png"]
@@ -171,8 +173,9 @@ async def test_the_loras_of_a_job_are_fetched_concurrently(
         file = f"loras/{name}.safetensors"
         await storage.files.create(file, lora_bytes(name), "text/plain", {})
     monkeypatch.setattr(storage.files, "read", wait)
-    await storage.queue.send([message(id="j", prompt="<lora:fox:1> and <lora:owl:1>")])
-    pipeline = await run_pipeline()
+    pipeline = await run_pipeline(
+        sent=[message(id="j", prompt="<lora:fox:1> and <lora:owl:1>")]
+    )
     assert pipeline.metrics.outcomes == {"completed": 1}
 
 
@@ -312,8 +315,10 @@ async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
 async def test_every_stage_of_a_job_is_counted(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    await storage.queue.send(message(id=f"j{number}") for number in range(40))
-    pipeline = await run_pipeline(StandInEngine(capacity=4))
+    pipeline = await run_pipeline(
+        StandInEngine(capacity=4),
+        sent=(message(id=f"j{number}") for number in range(40)),
+    )
     text = {family.name for family in pipeline.metrics.registry.collect()}
     assert text >= {
         "imagefleet_images",
@@ -346,8 +351,9 @@ async def test_every_stage_of_a_job_is_counted(
 async def test_the_depth_of_both_queues_is_measured(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    await storage.queue.send([message(id="j"), "nonsense"])
-    pipeline = await run_pipeline(StandInEngine(tick_seconds=0.3))
+    pipeline = await run_pipeline(
+        StandInEngine(tick_seconds=0.3), sent=[message(id="j"), "nonsense"]
+    )
     sample = pipeline.metrics.registry.get_sample_value
     for queue in (storage.queue, storage.poison):
         depth = await queue.depth()

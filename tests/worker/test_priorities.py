@@ -1,33 +1,26 @@
 """A worker on the queues of three priorities."""
 
 import asyncio
-import threading
 
 import pytest
 
-from evaluation.stand_in import StandInEngine, draw_noise
+import polling
 from imagefleet import errors
 from imagefleet.storage.open import Storage
-from messages import RunPipeline, message
-from worker.engine import contract
+from messages import Drawing, RunPipeline, message
 
 
 async def test_until_empty_ends_when_the_queues_of_all_priorities_are_empty(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    drawn = []
-
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        drawn.append(request.steps)
-        return draw_noise(request)
-
+    engine = Drawing(capacity=1)
     for steps, priority in enumerate(("low", "normal", "high"), start=1):
         await storage.queues[priority].send(
             message(id=f"{priority}{number}", steps=steps) for number in range(3)
         )
-    pipeline = await run_pipeline(StandInEngine(capacity=1, draw=draw))
+    pipeline = await run_pipeline(engine)
     assert pipeline.metrics.outcomes == {"completed": 9}
-    assert drawn == [3, 3, 3, 2, 2, 2, 1, 1, 1], "the high ones first"
+    assert engine.steps == [3, 3, 3, 2, 2, 2, 1, 1, 1], "the high ones first"
     sample = pipeline.metrics.registry.get_sample_value
     state = "any" if (await storage.queue.depth()).leased is None else "visible"
     for queue in storage.queues.values():
@@ -41,19 +34,11 @@ async def test_a_job_that_is_retried_stays_in_the_queue_of_its_priority(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 30)
-    stop, drawn = asyncio.Event(), threading.Semaphore(0)
-
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        drawn.release()
-        raise errors.TransientError("a failure")
-
+    stop, engine = asyncio.Event(), Drawing(lambda _: errors.TransientError("x"))
     for priority in ("high", "low"):
         await storage.queues[priority].send([message(id=priority)])
-    running = asyncio.create_task(
-        run_pipeline(StandInEngine(draw=draw), stop=stop, until_empty=False)
-    )
-    for _ in range(2):
-        await asyncio.to_thread(drawn.acquire)
+    running = asyncio.create_task(run_pipeline(engine, stop=stop, until_empty=False))
+    await polling.until(lambda: len(engine.drawn) == 2)
     stop.set()
     assert (await running).metrics.outcomes == {"retried": 2}
     counts = [

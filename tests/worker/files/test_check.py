@@ -179,6 +179,10 @@ def test_a_missing_path_is_named_and_a_hub_id_comes_with_the_download(
         ("https://example.com/a/model.ckpt?token=secret", "a pickle"),
         ("https://example.com/", "must end in .safetensors"),
         ("http://[bad", "not a valid address"),
+        ("http://example.org/model.safetensors", "plain http"),
+        ("https://example.org/..%2Fa.safetensors", "cannot be fetched"),
+        ("store:a.ckpt", "must end in .safetensors"),
+        ("store:../a.tar", "cannot be fetched"),
     ],
 )
 def test_a_page_or_a_pickle_is_refused_by_its_address(
@@ -218,13 +222,18 @@ def test_a_renewed_signature_is_the_same_model_and_another_parameter_is_not() ->
     assert folder(signed.format("a")) == folder(signed.format("b"))
 
 
-def test_a_config_folder_that_is_none_is_named(
-    make_settings: MakeSettings, tmp_path: Path
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"config": Path("nowhere")}, "--config 'nowhere' is not a folder"),
+        ({"model_sha256": "0" * 64}, "this is a path"),
+    ],
+)
+def test_a_setting_that_does_not_fit_the_model_is_named(
+    changes: dict[str, Any], reason: str, make_settings: MakeSettings
 ) -> None:
-    with pytest.raises(
-        errors.SetupError, match=r"--config '.*nowhere' is not a folder"
-    ):
-        check.check(make_settings("model.safetensors", config=tmp_path / "nowhere"))
+    with pytest.raises(errors.SetupError, match=reason):
+        check.check(make_settings("model.safetensors", **changes))
 
 
 # Folders

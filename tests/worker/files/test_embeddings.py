@@ -256,13 +256,12 @@ async def test_an_image_and_its_record_tell_the_embeddings_of_their_prompts(
     tmp_path: Path,
 ) -> None:
     await put(storage, mist=lora_bytes("a"), ash=lora_bytes("b"), fog=lora_bytes("c"))
-    await storage.queue.send(
-        [
+    pipeline = await run_pipeline(
+        sent=[
             message(id="two", prompt="a Mist", negative_prompt="(ash:1.2)"),
             message(id="none", prompt="a house"),
         ]
     )
-    pipeline = await run_pipeline()
     assert dict(pipeline.metrics.outcomes) == {"completed": 2}
     texts = {}
     for name in ("two", "none"):

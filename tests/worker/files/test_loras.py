@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -17,7 +18,6 @@ from imagefleet import errors
 from imagefleet.files.kinds import LORA
 from imagefleet.job import prompt
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobPart
 from messages import message
 from worker.engine import contract
 from worker.files.library import FileLibrary, Source
@@ -25,33 +25,22 @@ from worker.files.library import FileLibrary, Source
 LoraBytes = Callable[[str], bytes]  # the fixture of conftest.py
 
 
-class WatchedBlobs:
-    """The storage's files: counts reads of LoRAs, waits for *answer*, and can be replaced."""
+class Watched:
+    """The reads of LoRAs in the storage, which wait for *answer*, and replaced files."""
 
-    def __init__(self, storage: Storage) -> None:
-        self.name = storage.files.name
-        self._blobs = storage.files
+    def __init__(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._read = storage.files.read
         self.reads: list[str] = []
         self.answer = asyncio.Event()
         self.answer.set()
         self.replaced: dict[str, bytes] = {}
+        monkeypatch.setattr(storage.files, "read", self.read)
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         if not name.endswith(".json"):
             self.reads.append(name)
             await self.answer.wait()
-        return self.replaced.get(name) or await self._blobs.read(name, max_bytes)
-
-    async def read_part(
-        self, name: str, offset: int, max_bytes: int
-    ) -> BlobPart | None:
-        return await self._blobs.read_part(name, offset, max_bytes)
-
-    async def check(self) -> None:
-        await self._blobs.check()
-
-    def address(self, name: str) -> str:
-        return self._blobs.address(name)
+        return self.replaced.get(name) or await self._read(name, max_bytes)
 
     def replace(self, name: str, data: bytes) -> None:
         self.replaced[f"loras/{name}.safetensors"] = data
@@ -60,20 +49,19 @@ class WatchedBlobs:
         self.replaced["loras/manifest.json"] = json.dumps(hashes).encode()
 
 
+@pytest.fixture
+def watched(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(storage, monkeypatch)
+
+
 Library = Callable[..., FileLibrary]
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Library:
+def library(storage: Storage, tmp_path: Path) -> Library:
+    source = Source(storage.files, tmp_path / "cache", cache_bytes=10_000)
     kind = dataclasses.replace(LORA, max_bytes=1000)
-
-    def make(blobs: Any, directory: Path | None = None, **changes: Any) -> FileLibrary:
-        settings = {"cache_bytes": 10_000, **changes}
-        return FileLibrary(
-            Source(blobs, tmp_path / "cache", **settings), kind, directory
-        )
-
-    return make
+    return functools.partial(FileLibrary, source, kind)
 
 
 async def put(storage: Storage, name: str, data: bytes) -> None:
@@ -95,50 +83,39 @@ def sha256(data: bytes) -> str:
 
 
 async def test_a_lora_is_fetched_once_for_all_jobs_that_need_it(
-    storage: Storage, library: Library, lora_bytes: LoraBytes
+    storage: Storage, watched: Watched, library: Library, lora_bytes: LoraBytes
 ) -> None:
     await put(storage, "style", lora_bytes("style"))
-    blobs = WatchedBlobs(storage)
-    blobs.answer.clear()
-    loras = library(blobs)
+    watched.answer.clear()
+    loras = library()
     waiting = [asyncio.create_task(loras.resolve("style")) for _ in range(5)]
-    await polling.until(lambda: blobs.reads)
-    blobs.answer.set()
+    await polling.until(lambda: watched.reads)
+    watched.answer.set()
     paths = set(await asyncio.gather(*waiting))
     assert [path.read_bytes() for path in paths] == [lora_bytes("style")]
     await loras.resolve("style")
-    assert blobs.reads == ["loras/style.safetensors"]
+    await library().resolve("style")  # as a later run
+    assert watched.reads == ["loras/style.safetensors"]
     assert loras.lookups == {"miss": 5, "hit": 1}
 
 
-async def test_a_lora_fetched_by_an_earlier_run_is_in_the_cache(
-    storage: Storage, library: Library, lora_bytes: LoraBytes
-) -> None:
-    await put(storage, "style", lora_bytes("style"))
-    await library(storage.files).resolve("style")
-    blobs = WatchedBlobs(storage)
-    assert (await library(blobs).resolve("style")).read_bytes() == lora_bytes("style")
-    assert blobs.reads == []
-
-
 async def test_a_fetch_whose_job_is_cancelled_is_begun_anew_by_the_next_that_waits(
-    storage: Storage, library: Library, lora_bytes: LoraBytes
+    storage: Storage, watched: Watched, library: Library, lora_bytes: LoraBytes
 ) -> None:
     await put(storage, "style", lora_bytes("style"))
-    blobs = WatchedBlobs(storage)
-    blobs.answer.clear()
-    loras = library(blobs)
+    watched.answer.clear()
+    loras = library()
     first, second = (asyncio.create_task(loras.resolve("style")) for _ in range(2))
-    await polling.until(lambda: blobs.reads)
+    await polling.until(lambda: watched.reads)
     first.cancel()
-    blobs.answer.set()
+    watched.answer.set()
     assert (await second).read_bytes() == lora_bytes("style")
 
 
 async def test_a_failed_fetch_is_not_remembered(
     storage: Storage, library: Library, lora_bytes: LoraBytes
 ) -> None:
-    loras = library(storage.files)
+    loras = library()
     with pytest.raises(
         errors.MissingFileError, match=r"style\.safetensors in loras/ of the container"
     ):
@@ -155,7 +132,7 @@ async def test_every_name_allowed_in_a_prompt_works_in_both_storages_and_on_the_
 ) -> None:
     assert prompt.SAFE_NAME.fullmatch(name)
     await put(storage, name, lora_bytes(name))
-    path = await library(storage.files).resolve(name)
+    path = await library().resolve(name)
     assert path.read_bytes() == lora_bytes(name)
     assert path.parent == tmp_path / "cache" / "loras"
 
@@ -168,7 +145,7 @@ async def test_the_folder_comes_before_the_storage(
     mine = tmp_path / "mine" / "style.safetensors"
     mine.parent.mkdir()
     mine.write_bytes(lora_bytes("mine"))
-    loras = library(storage.files, directory=mine.parent)
+    loras = library(mine.parent)
     assert await loras.resolve("style") == mine
     assert (await loras.resolve("other")).read_bytes() == lora_bytes("other")
     with pytest.raises(
@@ -186,7 +163,7 @@ async def test_a_file_above_the_limit_is_refused_unread_wherever_it_is(
     mine.parent.mkdir()
     with mine.open("wb") as file:
         file.truncate(10**12)
-    loras = library(storage.files, directory=mine.parent)
+    loras = library(mine.parent)
     for name in ("large", "huge"):
         with pytest.raises(
             errors.UnusableFileError, match=rf"{name}\.safetensors has .* at most"
@@ -196,20 +173,23 @@ async def test_a_file_above_the_limit_is_refused_unread_wherever_it_is(
 
 
 async def test_what_is_not_a_lora_is_refused_and_a_truncated_one_is_retried(
-    storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
+    storage: Storage,
+    watched: Watched,
+    library: Library,
+    lora_bytes: LoraBytes,
+    tmp_path: Path,
 ) -> None:
     await put(storage, "page", b"<html>not found</html>")
-    blobs = WatchedBlobs(storage)
-    loras = library(blobs)
+    loras = library()
     with pytest.raises(
         errors.UnusableFileError, match=r"page\.safetensors is not a safetensors"
     ):
         await loras.resolve("page")
-    blobs.replace("style", lora_bytes("style")[:-1])
+    watched.replace("style", lora_bytes("style")[:-1])
     with pytest.raises(errors.TransientError, match=r"style\.safetensors is truncated"):
         await loras.resolve("style")
     assert not kept(tmp_path)
-    blobs.replace("style", lora_bytes("style"))
+    watched.replace("style", lora_bytes("style"))
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("style")
 
 
@@ -217,56 +197,54 @@ async def test_a_damaged_file_in_the_cache_is_fetched_again(
     storage: Storage, library: Library, lora_bytes: LoraBytes
 ) -> None:
     await put(storage, "style", lora_bytes("style"))
-    path = await library(storage.files).resolve("style")
+    path = await library().resolve("style")
     for damage in (b"", lora_bytes("style")[:-1], b"<html>not found</html>", None):
         if damage is None:
             path.unlink()
         else:
             path.write_bytes(damage)
-        assert await library(storage.files).resolve("style") == path
+        assert await library().resolve("style") == path
         assert path.read_bytes() == lora_bytes("style")
 
 
 async def test_a_replaced_lora_is_fetched_again_once_the_manifest_names_it(
-    storage: Storage,
+    watched: Watched,
     library: Library,
     lora_bytes: LoraBytes,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    blobs = WatchedBlobs(storage)
-    blobs.replace("style", lora_bytes("old"))
-    blobs.state(style=sha256(lora_bytes("old")))
-    loras = library(blobs)
+    watched.replace("style", lora_bytes("old"))
+    watched.state(style=sha256(lora_bytes("old")))
+    loras = library()
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("old")
 
-    blobs.replace("style", lora_bytes("new"))
-    blobs.state(style=sha256(lora_bytes("new")))
+    watched.replace("style", lora_bytes("new"))
+    watched.state(style=sha256(lora_bytes("new")))
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("old"), "too early"
     monkeypatch.setattr("worker.files.manifest.READ_AGAIN_SECONDS", -1.0)
     path = await loras.resolve("style")
     assert path.read_bytes() == lora_bytes("new")
-    assert len(blobs.reads) == 2
+    assert len(watched.reads) == 2
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("new")
-    assert len(blobs.reads) == 2
+    assert len(watched.reads) == 2
 
 
 async def test_a_job_is_retried_between_the_replacements_of_a_lora_and_its_manifest(
-    storage: Storage, library: Library, lora_bytes: LoraBytes
+    watched: Watched, library: Library, lora_bytes: LoraBytes
 ) -> None:
-    blobs = WatchedBlobs(storage)
-    blobs.state(style=sha256(lora_bytes("old")))
-    blobs.replace("style", lora_bytes("new"))
-    loras = library(blobs)
+    watched.state(style=sha256(lora_bytes("old")))
+    watched.replace("style", lora_bytes("new"))
+    loras = library()
     with pytest.raises(errors.TransientError, match=r"SHA-256 .* is not the one"):
         await loras.resolve("style")
-    blobs.state(style=sha256(lora_bytes("new")))
+    watched.state(style=sha256(lora_bytes("new")))
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("new"), (
         "read again at once"
     )
 
 
 async def test_a_folder_may_have_a_manifest_too(
-    storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
+    library: Library, lora_bytes: LoraBytes, tmp_path: Path
 ) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -274,7 +252,7 @@ async def test_a_folder_may_have_a_manifest_too(
     (folder / "manifest.json").write_text(
         json.dumps({"style": sha256(lora_bytes("b"))})
     )
-    loras = library(storage.files, directory=folder)
+    loras = library(folder)
     with pytest.raises(errors.TransientError, match=r"SHA-256 .* is not the one"):
         await loras.resolve("style")
     (folder / "style.safetensors").write_bytes(lora_bytes("b"))
@@ -303,27 +281,24 @@ class ReadingEngine(StandInEngine):
 
 async def test_a_lora_is_fetched_and_read_while_the_gpu_draws_other_jobs(
     storage: Storage,
+    watched: Watched,
     run_pipeline: Any,
     lora_bytes: LoraBytes,
 ) -> None:
-    blobs = WatchedBlobs(storage)
-    blobs.replace("style", lora_bytes("style"))
-    blobs.answer.clear()
+    watched.replace("style", lora_bytes("style"))
+    watched.answer.clear()
     engine = ReadingEngine()
     await storage.queue.send([message(prompt="styled<lora:style:1>")] * 2)
     await storage.queue.send(message(prompt="plain") for _ in range(6))
 
     async def answer_late() -> None:
         await polling.until(lambda: engine.events.count("drawn plain") >= 6)
-        blobs.answer.set()
+        watched.answer.set()
 
-    opened = WithBlobs(storage, blobs)
-    pipeline, _ = await asyncio.gather(
-        run_pipeline(engine, opened=opened), answer_late()
-    )
+    pipeline, _ = await asyncio.gather(run_pipeline(engine), answer_late())
     assert engine.events[:6] == ["drawn plain"] * 6
     assert sorted(engine.events[6:]) == ["drawn styled"] * 2 + ["read style"] * 2
-    assert blobs.reads == ["loras/style.safetensors"]
+    assert watched.reads == ["loras/style.safetensors"]
     for cache, result, count in (
         ("disk", "miss", 2),
         ("memory", "hit", 1),
@@ -334,14 +309,3 @@ async def test_a_lora_is_fetched_and_read_while_the_gpu_draws_other_jobs(
             "imagefleet_lora_cache_total", labels
         )
         assert counted == count
-
-
-class WithBlobs:
-    """A storage whose LoRAs come from somewhere else."""
-
-    def __init__(self, storage: Storage, loras: WatchedBlobs) -> None:
-        self._storage = storage
-        self.files = loras
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._storage, name)

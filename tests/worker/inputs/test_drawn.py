@@ -1,9 +1,6 @@
 """Jobs of img2img, inpainting and the second pass, drawn by the engine with a tiny checkpoint."""
 
-import io
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +8,7 @@ from PIL import Image
 
 import tiny_model
 from imagefleet.storage.open import Storage
-from messages import RunPipeline
+from messages import RunPipeline, file_of, image, message
 from worker.engine.load import EngineSettings, load_engine
 from worker.inputs import img2img
 
@@ -19,12 +16,6 @@ from worker.inputs import img2img
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.build_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
-
-
-def png(pixels: np.ndarray[Any, Any]) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -35,12 +26,12 @@ def png(pixels: np.ndarray[Any, Any]) -> bytes:
 async def test_jobs_of_all_passes_are_drawn_beside_each_other(
     storage: Storage, run_pipeline: RunPipeline, model: Path
 ) -> None:
-    image = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
+    source = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
     mask = np.zeros((96, 128), np.uint8)
     mask[20:60, 30:90] = 255
-    for name, pixels in (("a.png", image), ("m.png", mask)):
-        await storage.files.create(f"inputs/{name}", png(pixels), "image/png", {})
-    base = {"prompt": "a house", "steps": 4, "width": 64, "height": 64, "seed": 5}
+    for name, pixels in (("a.png", source), ("m.png", mask)):
+        await storage.files.create(f"inputs/{name}", file_of(pixels), "image/png", {})
+    base = {"steps": 4, "width": 64, "height": 64, "seed": 5}
     given = {**base, "init_images": ["a.png"]}
     hires = {**base, "enable_hr": True, "hr_scale": 1.5, "hr_second_pass_steps": 2}
     jobs = {
@@ -62,17 +53,15 @@ async def test_jobs_of_all_passes_are_drawn_beside_each_other(
             "hr_resize_y": 64,
         },
     }
-    await storage.queue.send(
-        json.dumps({**fields, "id": name}) for name, fields in jobs.items()
-    )
     pipeline = await run_pipeline(
-        load=lambda: load_engine(EngineSettings(model, "cpu", slots=4))
+        sent=(message(**fields, id=name) for name, fields in jobs.items()),
+        load=lambda: load_engine(EngineSettings(model, "cpu", slots=4)),
     )
     assert dict(pipeline.metrics.outcomes) == {"completed": len(jobs)}
     found = {}
     for name in jobs:
-        data = await storage.blobs.read(f"default/{name}.png")
-        found[name] = np.asarray(Image.open(io.BytesIO(data or b""))).astype(int)
+        drawn = await image(storage, f"default/{name}.png")
+        found[name] = np.asarray(drawn).astype(int)
     sizes = {name: pixels.shape[1::-1] for name, pixels in found.items()}
     assert sizes == {
         **dict.fromkeys(("plain", "again", "little", "whole"), (64, 64)),
@@ -81,11 +70,11 @@ async def test_jobs_of_all_passes_are_drawn_beside_each_other(
         "lanczos": (128, 64),
     }
     resized = np.asarray(
-        Image.fromarray(image).resize((64, 64), Image.Resampling.LANCZOS)
+        Image.fromarray(source).resize((64, 64), Image.Resampling.LANCZOS)
     )
     kept = img2img.blur_mask(mask, 4, 4) == 0
-    assert np.array_equal(found["cut"][kept], image[kept])
-    assert not np.array_equal(found["cut"][~kept], image[~kept])
+    assert np.array_equal(found["cut"][kept], source[kept])
+    assert not np.array_equal(found["cut"][~kept], source[~kept])
     small = np.asarray(
         Image.fromarray(img2img.blur_mask(mask, 4, 4)).resize(
             (64, 64), Image.Resampling.LANCZOS

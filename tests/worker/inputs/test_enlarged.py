@@ -1,7 +1,7 @@
 """Jobs that only enlarge an image, alone and as a stage, on both storages."""
 
-import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,22 @@ import pytest
 from PIL import Image
 
 import tiny_model
-from evaluation.stand_in import StandInEngine, draw_noise
+from evaluation.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.files.picture import message_in, parameters
-from imagefleet.records import reader
-from imagefleet.records.record import Record
-from imagefleet.storage import dead_letter, dead_letter_queue
+from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage
-from messages import RunPipeline, message
+from messages import (
+    Drawing,
+    RunPipeline,
+    blobs,
+    failures,
+    file_of,
+    image,
+    message,
+    records,
+)
 from tests.worker.engine.support import esrgan
 from worker.engine import contract
 from worker.engine.load import EngineSettings, load_engine
@@ -61,32 +68,12 @@ def picture(width: int = 64, height: int = 48) -> contract.Pixels:
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
 
 
-def file_of(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
 async def put(storage: Storage, name: str, data: bytes) -> None:
     assert await storage.files.create(f"inputs/{name}", data, "image/png", {})
 
 
-async def stored(storage: Storage, name: str) -> Image.Image:
-    data = await storage.blobs.read(name)
-    assert data is not None
-    return Image.open(io.BytesIO(data))
-
-
-async def records(storage: Storage) -> list[Record]:
-    found = [each async for each in reader.images(storage, "default")]
-    return sorted(found, key=lambda each: each.stage)
-
-
-async def failures(storage: Storage) -> dict[str, dead_letter.FailedJob]:
-    found = [
-        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
-    ]
-    return {record.id: record for record in found if record is not None}
+def loads(model: Path) -> Callable[[], contract.Engine]:
+    return lambda: load_engine(EngineSettings(model, "cpu", slots=2))
 
 
 def upscaled(**fields: Any) -> str:
@@ -113,13 +100,12 @@ async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
     enlarge = {"upscaler_1": "4x_Tiny", "upscaling_resize": 4}
     resize = {"upscaler_1": "Lanczos", "resize_mode": 1, "upscaling_resize_w": 128}
     then = [enlarge, {**resize, "upscaling_resize_h": 64}]
-    await storage.queue.send([json.dumps({**first, "then": then})])
     pipeline = await run_pipeline(
-        load=lambda: load_engine(EngineSettings(model, "cpu", slots=2))
+        sent=[json.dumps({**first, "then": then})], load=loads(model)
     )
     assert dict(pipeline.metrics.outcomes) == {"completed": 3}
     drawn, enlarged, cut = [
-        await stored(storage, f"default/{name}.png") for name in ("a", "a~s2", "a~s3")
+        await image(storage, f"default/{name}.png") for name in ("a", "a~s2", "a~s3")
     ]
     expected = esrgan.enlarge(network[1], np.asarray(drawn))
     assert np.array_equal(np.asarray(enlarged), expected)
@@ -134,7 +120,7 @@ async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
         ", Postprocess upscaler: 4x_Tiny, Postprocess upscale to: 128x64, Postprocess crop to:"
         " 128x64, Postprocess upscaler: Lanczos"
     )
-    found = await records(storage)
+    found = sorted(await records(storage), key=lambda each: each.stage)
     assert [(each.width, each.height) for each in found] == [
         (64, 64),
         (256, 256),
@@ -160,8 +146,8 @@ async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
     pipeline = await run_pipeline(engine)
     assert dict(pipeline.metrics.outcomes) == {"completed": 2}
     plain, kept = (
-        await stored(storage, "default/a.png"),
-        await stored(storage, "default/b.jpg"),
+        await image(storage, "default/a.png"),
+        await image(storage, "default/b.jpg"),
     )
     assert plain.size == kept.size == (256, 192)
     facts = "Postprocess upscale by: 4, Postprocess upscaler: 4x_Tiny"
@@ -184,17 +170,13 @@ async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
 async def test_a_prompt_of_a_stage_that_enlarges_needs_none_of_its_files(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    requests: list[contract.ImageRequest] = []
-
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        requests.append(request)
-        return draw_noise(request)
-
+    engine = Drawing(size=(64, 64))
     await put(storage, "a.png", file_of(picture()))
-    await storage.queue.send([upscaled(id="a", prompt="a <lora:nowhere:1>")])
-    pipeline = await run_pipeline(StandInEngine(size=(64, 64), draw=draw))
+    pipeline = await run_pipeline(
+        engine, sent=[upscaled(id="a", prompt="a <lora:nowhere:1>")]
+    )
     assert dict(pipeline.metrics.outcomes) == {"completed": 1}
-    (request,) = requests
+    (request,) = engine.drawn
     assert request.upscale is not None
     assert request.init is not None
     assert (request.width, request.height, request.loras) == (64, 48, ())
@@ -230,10 +212,10 @@ async def test_what_cannot_be_enlarged_is_the_jobs_fault_and_says_why(
             "denoising_strength: a job with upscaler_1 only",
         ),
     }
-    await storage.queue.send(
-        upscaled(id=name, **fields) for name, (fields, _) in jobs.items()
+    pipeline = await run_pipeline(
+        StandInEngine(size=(64, 64)),
+        sent=(upscaled(id=name, **fields) for name, (fields, _) in jobs.items()),
     )
-    pipeline = await run_pipeline(StandInEngine(size=(64, 64)))
     assert dict(pipeline.metrics.outcomes) == {"failed": len(jobs)}
     found = await failures(storage)
     assert {
@@ -248,9 +230,8 @@ async def test_one_colour_after_a_cut_is_the_jobs_fault_and_not_the_nodes(
     pixels[0, 0] = 200
     await put(storage, "a.png", file_of(pixels))
     cut = {"resize_mode": 1, "upscaling_resize_w": 64, "upscaling_resize_h": 64}
-    await storage.queue.send([upscaled(id="a", upscaler_1="Lanczos", **cut)])
     pipeline = await run_pipeline(
-        load=lambda: load_engine(EngineSettings(model, "cpu", slots=2))
+        sent=[upscaled(id="a", upscaler_1="Lanczos", **cut)], load=loads(model)
     )
     assert dict(pipeline.metrics.outcomes) == {"failed": 1}
     assert (await failures(storage))[
@@ -265,16 +246,17 @@ async def test_a_stage_that_failed_enlarges_once_it_is_replayed(
 ) -> None:
     faults: list[errors.FleetError] = [errors.TransientError("a bad moment")] * 2
 
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        if request.upscale is not None and faults:
-            raise faults.pop()
-        return draw_noise(request)
+    def fails(request: contract.ImageRequest) -> errors.FleetError | None:
+        return faults.pop() if request.upscale is not None and faults else None
 
     then = [{"upscaler_1": "4x_Later", "upscaling_resize": 2}]
-    await storage.queue.send(
-        [message(id="a", then=then), message(id="b", then=[{"upscaler_1": "4x_Tiny"}])]
+    pipeline = await run_pipeline(
+        Drawing(fails, size=(64, 64)),
+        sent=[
+            message(id="a", then=then),
+            message(id="b", then=[{"upscaler_1": "4x_Tiny"}]),
+        ],
     )
-    pipeline = await run_pipeline(StandInEngine(size=(64, 64), draw=draw))
     assert pipeline.metrics.outcomes["retried"] == 2
     (failed,) = (await failures(storage)).values()
     assert failed.reason.startswith("stage 2 of 2: no upscaler 4x_Later.safetensors")
@@ -283,10 +265,11 @@ async def test_a_stage_that_failed_enlarges_once_it_is_replayed(
         "upscalers/4x_Later.safetensors", data, "application/x", {}
     )
     assert (await dead_letter_queue.replay(storage, Selection())).done == 1
-    await run_pipeline(StandInEngine(size=(64, 64), draw=draw))
-    names = sorted([name async for name in storage.blobs.names("default/")])
-    assert names == [f"default/{name}.png" for name in ("a", "a~s2", "b", "b~s2")]
-    assert (await stored(storage, "default/a~s2.png")).size == (128, 128)
+    await run_pipeline(Drawing(fails, size=(64, 64)))
+    assert await blobs(storage) == [
+        f"default/{name}.png" for name in ("a", "a~s2", "b", "b~s2")
+    ]
+    assert (await image(storage, "default/a~s2.png")).size == (128, 128)
 
 
 async def test_another_worker_confirms_an_enlarged_image(
@@ -298,12 +281,7 @@ async def test_another_worker_confirms_an_enlarged_image(
         "two": upscaled(id="a", verify=True),
     }.items():
         await storage.queue.send([job])
-        await run_pipeline(
-            load=lambda: load_engine(EngineSettings(model, "cpu", slots=2)), name=name
-        )
-    first = await storage.blobs.read("default/a.png")
-    second = await storage.blobs.read("-checks/default/a.png")
-    assert first is not None
-    assert second is not None
-    pixels = [np.asarray(Image.open(io.BytesIO(each))) for each in (first, second)]
-    assert np.array_equal(*pixels)
+        await run_pipeline(load=loads(model), name=name)
+    first = await image(storage, "default/a.png")
+    second = await image(storage, "-checks/default/a.png")
+    assert np.array_equal(np.asarray(first), np.asarray(second))

@@ -2,23 +2,28 @@
 
 import base64
 import hashlib
-import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from evaluation.stand_in import StandInEngine, draw_noise
+from evaluation.stand_in import StandInEngine
 from header_files import LORA, REFINER, file_of
 from imagefleet import errors
-from imagefleet.files.kinds import CONTROLNET
-from imagefleet.records import reader
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
-from messages import RunPipeline, message
+from messages import (
+    Drawing,
+    RunPipeline,
+    failed_jobs,
+    failing,
+    failures,
+    image,
+    message,
+    records,
+)
+from messages import file_of as image_file
 from worker.engine import contract
 from worker.inputs import img2img, pictures
 
@@ -28,14 +33,8 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def in_base64(image: Image.Image) -> str:
-    return base64.b64encode(png(image)).decode()
+def in_base64(picture: Image.Image) -> str:
+    return base64.b64encode(image_file(picture)).decode()
 
 
 def disc(width: int, height: int) -> Image.Image:
@@ -45,36 +44,11 @@ def disc(width: int, height: int) -> Image.Image:
     )
 
 
-class Recorder:
-    """Draws noise, and keeps the requests."""
-
-    def __init__(self) -> None:
-        self.requests: list[contract.ImageRequest] = []
-        self.engine = StandInEngine(size=(64, 64), draw=self._draw)
-
-    def _draw(self, request: contract.ImageRequest) -> contract.Pixels:
-        self.requests.append(request)
-        return draw_noise(request)
-
-
 async def put(
     storage: Storage, name: str, data: bytes, container: str = "files"
 ) -> None:
     blobs = storage.files if container == "files" else storage.blobs
     assert await blobs.create(name, data, "application/octet-stream", {})
-
-
-async def stored(storage: Storage, name: str) -> Image.Image:
-    data = await storage.blobs.read(name)
-    assert data is not None
-    return Image.open(io.BytesIO(data))
-
-
-async def failures(storage: Storage) -> dict[str, dead_letter.FailedJob]:
-    records = [
-        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
-    ]
-    return {record.id: record for record in records if record is not None}
 
 
 async def test_an_image_may_be_a_file_a_result_or_in_the_message(
@@ -85,8 +59,8 @@ async def test_an_image_may_be_a_file_a_result_or_in_the_message(
         "result": picture(64, 64, 2),
         "own": picture(64, 64, 3),
     }
-    await put(storage, "inputs/cats/a.png", png(images["file"]))
-    await put(storage, "default/0001.png", png(images["result"]), "images")
+    await put(storage, "inputs/cats/a.png", image_file(images["file"]))
+    await put(storage, "default/0001.png", image_file(images["result"]), "images")
     sources = {
         "file": "cats/a.png",
         "result": "images/default/0001.png",
@@ -102,16 +76,16 @@ async def test_an_image_may_be_a_file_a_result_or_in_the_message(
         )
         for name, source in sources.items()
     )
-    recorder = Recorder()
-    pipeline = await run_pipeline(recorder.engine)
+    engine = Drawing(size=(64, 64))
+    pipeline = await run_pipeline(engine)
     assert dict(pipeline.metrics.outcomes) == {"completed": 3}
-    assert len(recorder.requests) == 6
-    for request in recorder.requests:
+    assert len(engine.drawn) == 6
+    for request in engine.drawn:
         init = request.init
         assert init is not None
         assert np.array_equal(init.pixels, np.asarray(images[str(request.prompt)]))
         assert (init.denoising_strength, init.mask) == (0.4, None)
-    found = await stored(storage, "default/own~1.png")
+    found = await image(storage, "default/own~1.png")
     assert "Denoising strength: 0.4, RNG: CPU" in found.info["parameters"]
 
 
@@ -121,8 +95,8 @@ async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_i
     run_pipeline: RunPipeline,
     opened: str,
 ) -> None:
-    await put(storage, "secret/s.png", png(picture(64, 64)), "images")
-    await put(storage, "spring/a.png", png(picture(64, 64)), "images")
+    await put(storage, "secret/s.png", image_file(picture(64, 64)), "images")
+    await put(storage, "spring/a.png", image_file(picture(64, 64)), "images")
     named = "images/secret/s.png"
     own = {"init_images": ["images/spring/a.png"], "denoising_strength": 0.05}
     jobs = {
@@ -138,10 +112,10 @@ async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_i
         message(id=name, campaign="spring", **fields) for name, fields in jobs.items()
     )
     await storage.queue.send([message(id="own", campaign="spring", **own)])
-    recorder = Recorder()
-    await run_pipeline(recorder.engine, input_campaigns=opened)
+    engine = Drawing(size=(64, 64))
+    await run_pipeline(engine, input_campaigns=opened)
     found = await failures(storage)
-    assert len(recorder.requests) == (1 if opened == "own" else 4)
+    assert len(engine.drawn) == (1 if opened == "own" else 4)
     assert found.keys() == (jobs.keys() if opened == "own" else set())
     for failed in found.values():
         assert (
@@ -154,30 +128,30 @@ async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_i
 async def test_a_masked_part_is_put_back_into_its_image_of_another_size(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    image, mask = picture(200, 120), disc(200, 120)
-    await put(storage, "inputs/a.png", png(image))
-    await put(storage, "inputs/mask.png", png(mask))
+    source, mask = picture(200, 120), disc(200, 120)
+    await put(storage, "inputs/a.png", image_file(source))
+    await put(storage, "inputs/mask.png", image_file(mask))
     fields = {
         "init_images": ["a.png"],
         "mask": "mask.png",
         "inpaint_full_res_padding": 8,
     }
     await storage.queue.send([message(id="j", seed=3, inpainting_fill=1, **fields)])
-    recorder = Recorder()
-    await run_pipeline(recorder.engine)
-    (request,) = recorder.requests
+    engine = Drawing(size=(64, 64))
+    await run_pipeline(engine)
+    (request,) = engine.drawn
     assert (request.width, request.height) == (64, 64)
-    found = await stored(storage, "default/j.png")
+    found = await image(storage, "default/j.png")
     pixels = np.asarray(found)
     kept = img2img.blur_mask(np.asarray(mask), 4, 4) == 0
-    assert np.array_equal(pixels[kept], np.asarray(image)[kept])
-    assert not np.array_equal(pixels[~kept], np.asarray(image)[~kept])
+    assert np.array_equal(pixels[kept], np.asarray(source)[kept])
+    assert not np.array_equal(pixels[~kept], np.asarray(source)[~kept])
     written = "Size: 64x64, Model: stand-in, Denoising strength: 0.75, RNG: CPU, Mask blur: 4,"
     assert (
         f"{written} Inpaint area: Only masked, Masked area padding: 8,"
         in (found.info["parameters"])
     )
-    (record,) = [each async for each in reader.images(storage, "default")]
+    (record,) = await records(storage)
     assert (record.width, record.height) == (200, 120)
 
 
@@ -185,24 +159,24 @@ async def test_an_image_has_whole_cells_of_the_size_that_is_asked_for(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     """Also one with a mask, whose borders outside of them are left out."""
-    image, mask = picture(200, 120), disc(200, 120)
-    await put(storage, "inputs/a.png", png(image))
-    await put(storage, "inputs/mask.png", png(mask))
+    source, mask = picture(200, 120), disc(200, 120)
+    await put(storage, "inputs/a.png", image_file(source))
+    await put(storage, "inputs/mask.png", image_file(mask))
     masked = {"init_images": ["a.png"], "mask": "mask.png", "inpaint_full_res": False}
     size = {"width": 79, "height": 69}
     await storage.queue.send(
         [message(id="j", **size), message(id="k", **size, **masked)]
     )
-    recorder = Recorder()
-    await run_pipeline(recorder.engine)
-    assert {(each.width, each.height) for each in recorder.requests} == {(79, 69)}
+    engine = Drawing(size=(64, 64))
+    await run_pipeline(engine)
+    assert {(each.width, each.height) for each in engine.drawn} == {(79, 69)}
     for name in "jk":
-        found = await stored(storage, f"default/{name}.png")
+        found = await image(storage, f"default/{name}.png")
         assert found.size == (72, 64)
         assert "Size: 79x69" in found.info["parameters"], "as there"
-    records = [each async for each in reader.images(storage, "default")]
-    assert {(each.width, each.height) for each in records} == {(72, 64)}
-    corner = np.asarray(pictures.resize(0, image, (79, 69)))[:4, :4]
+    sizes = {(each.width, each.height) for each in await records(storage)}
+    assert sizes == {(72, 64)}
+    corner = np.asarray(pictures.resize(0, source, (79, 69)))[:4, :4]
     assert np.array_equal(np.asarray(found)[:4, :4], corner), "which is not masked"
 
 
@@ -223,9 +197,9 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
     await storage.queue.send(
         [message(id="j", **hires), message(id="k", enable_hr=True)]
     )
-    recorder = Recorder()
-    await run_pipeline(recorder.engine)
-    passes = {request.hires for request in recorder.requests}
+    engine = Drawing(size=(64, 64))
+    await run_pipeline(engine)
+    passes = {request.hires for request in engine.drawn}
     (found,) = (each for each in passes if each and each.upscaler_path)
     (plain,) = (each for each in passes if each and not each.upscaler_path)
     assert found.upscaler_path is not None
@@ -239,13 +213,13 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
         None,
         None,
     )
-    image = await stored(storage, "default/j.png")
-    assert image.size == (128, 128)
+    drawn = await image(storage, "default/j.png")
+    assert drawn.size == (128, 128)
     assert (
         "Size: 64x64, Model: stand-in, Denoising strength: 0.6, RNG: CPU, Hires sampler: DPM++ 2M,"
         ' Hires prompt: "a larger house:1.5", Hires schedule type: Karras, Hires upscale: 2,'
         " Hires steps: 9, Hires upscaler: 4x_Sharp, Version"
-    ) in image.info["parameters"]
+    ) in drawn.info["parameters"]
 
 
 async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
@@ -264,22 +238,21 @@ async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
     await storage.queue.send(
         message(id=f"j{at}", **each) for at, each in enumerate(jobs)
     )
-    recorder = Recorder()
-    await run_pipeline(recorder.engine)
+    engine = Drawing(size=(64, 64))
+    await run_pipeline(engine)
     named = {
-        request.vae and (request.vae.name, request.vae.path)
-        for request in recorder.requests
+        request.vae and (request.vae.name, request.vae.path) for request in engine.drawn
     }
     (found,) = (each for each in named if each)
     assert named == {found, None}
     assert found[0] == "sharp"
     assert found[1].read_bytes() == data
     sha256 = hashlib.sha256(data).hexdigest()
-    text = (await stored(storage, "default/j0.png")).info["parameters"]
+    text = (await image(storage, "default/j0.png")).info["parameters"]
     assert f", VAE hash: {sha256[:10]}, VAE: sharp.safetensors, " in text
     assert ", RNG: CPU, Tiling: True, " in text
-    assert {request.tiling for request in recorder.requests} == {True, False}
-    plain = (await stored(storage, "default/j1.png")).info["parameters"]
+    assert {request.tiling for request in engine.drawn} == {True, False}
+    plain = (await image(storage, "default/j1.png")).info["parameters"]
     assert "VAE" not in plain
     assert "Tiling" not in plain
     assert (
@@ -317,11 +290,11 @@ async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is
     await storage.queue.send(
         message(id=f"j{at}", **each) for at, each in enumerate(jobs)
     )
-    recorder = Recorder()
-    await run_pipeline(recorder.engine)
+    engine = Drawing(size=(64, 64))
+    await run_pipeline(engine)
     found = [
         (request.hires and request.hires.checkpoint, request.refiner)
-        for request in recorder.requests
+        for request in engine.drawn
     ]
     (path,) = {hires for hires, _ in found if hires}
     assert path.read_bytes() == file_of(data=b"late")
@@ -335,7 +308,7 @@ async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is
     assert refiner.path.read_bytes() == files["xl"]
     expected.append((None, refiner))
     assert sorted(map(repr, found)) == sorted(map(repr, expected))
-    text = (await stored(storage, "default/j0.png")).info["parameters"]
+    text = (await image(storage, "default/j0.png")).info["parameters"]
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     assert f", Refiner: late [{sha256[:10]}], Refiner switch at: 0.7, " in text
     failed = await failures(storage)
@@ -350,7 +323,7 @@ async def test_a_controlnet_gets_its_map_in_the_jobs_size(
     lora_bytes: Callable[[str], bytes],
 ) -> None:
     await put(storage, "controlnets/canny.safetensors", lora_bytes("weights"))
-    await put(storage, "inputs/map.png", png(picture(64, 64, 7)))
+    await put(storage, "inputs/map.png", image_file(picture(64, 64, 7)))
     unit = {
         "image": "map.png",
         "model": "canny [0123abcd]",
@@ -359,9 +332,9 @@ async def test_a_controlnet_gets_its_map_in_the_jobs_size(
     }
     scripts = {"ControlNet": {"args": [unit, {"enabled": False}]}}
     await storage.queue.send([message(id="j", alwayson_scripts=scripts)])
-    recorder = Recorder()
-    await run_pipeline(recorder.engine)
-    ((control,),) = (request.controls for request in recorder.requests)
+    engine = Drawing(size=(64, 64))
+    await run_pipeline(engine)
+    ((control,),) = (request.controls for request in engine.drawn)
     assert (control.name, control.weight, control.start, control.end) == (
         "canny",
         0.5,
@@ -370,7 +343,7 @@ async def test_a_controlnet_gets_its_map_in_the_jobs_size(
     )
     assert control.path.read_bytes() == lora_bytes("weights")
     assert np.array_equal(control.pixels, np.asarray(picture(64, 64, 7)))
-    text = (await stored(storage, "default/j.png")).info["parameters"]
+    text = (await image(storage, "default/j.png")).info["parameters"]
     assert (
         'RNG: CPU, ControlNet 0: "Module: none, Model: canny, Weight: 0.5, Resize Mode: Crop and'
         " Resize, Processor Res: 512, Threshold A: 0.5, Threshold B: 0.5, Guidance Start: 0.0,"
@@ -384,10 +357,10 @@ async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.inputs.reader.MAX_IMAGE_BYTES", 50_000)
-    good = png(picture(64, 64))
+    good = image_file(picture(64, 64))
     await put(storage, "inputs/truncated.png", good[:2000])
     await put(storage, "inputs/text.png", b"hello")
-    await put(storage, "inputs/huge.png", png(picture(200, 200)))
+    await put(storage, "inputs/huge.png", image_file(picture(200, 200)))
     unit = {"image": in_base64(picture(64, 64)), "model": "nowhere"}
     jobs: dict[str, tuple[dict[str, Any], str]] = {
         "missing": (
@@ -423,11 +396,11 @@ async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
     await storage.queue.send(
         message(id=name, **fields) for name, (fields, _) in jobs.items()
     )
-    recorder = Recorder()
-    await run_pipeline(recorder.engine)
+    engine = Drawing(size=(64, 64))
+    await run_pipeline(engine)
     found = await failures(storage)
     assert found.keys() == jobs.keys()
-    assert recorder.requests == []
+    assert engine.drawn == []
     for name, (_, reason) in jobs.items():
         assert reason in found[name].reason
         assert found[name].attempts == 1
@@ -436,60 +409,39 @@ async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
 async def test_a_size_that_only_the_checkpoint_tells_is_checked_by_the_worker(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    await storage.queue.send([message(id="j", enable_hr=True, hr_scale=8)])
-    await run_pipeline(StandInEngine(size=(512, 512)))
+    await run_pipeline(
+        StandInEngine(size=(512, 512)),
+        sent=[message(id="j", enable_hr=True, hr_scale=8)],
+    )
     reason = (await failures(storage))["j"].reason
     assert reason.startswith(
         "hr_scale: the image would have 4096x4096 pixels; 64 to 2048"
     )
 
 
-async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job(
+@pytest.mark.parametrize(
+    ("error", "outcomes"),
+    [
+        (errors.TransientError("no answer"), {"retried": 1, "completed": 2}),
+        (errors.SetupError("not allowed"), {"failed": 1, "completed": 1}),
+    ],
+)
+async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job_and_one_that_refuses_is(
     storage: Storage,
     run_pipeline: RunPipeline,
     monkeypatch: pytest.MonkeyPatch,
+    error: errors.FleetError,
+    outcomes: dict[str, int],
 ) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
-    await put(storage, "inputs/a.png", png(picture(64, 64)))
-    read = type(storage.files).read
-    faults = [errors.TransientError("the storage does not answer")]
-
-    async def faulty(
-        self: Any, name: str, max_bytes: int | None = None
-    ) -> bytes | None:
-        if name.startswith("inputs/") and faults:
-            raise faults.pop()
-        return await read(self, name, max_bytes)
-
-    monkeypatch.setattr(type(storage.files), "read", faulty)
-    await storage.queue.send([message(id="j", init_images=["a.png"])])
-    pipeline = await run_pipeline(StandInEngine(size=(64, 64)))
-    assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
-
-
-async def test_a_worker_that_may_not_read_images_fails_the_job_and_goes_on(
-    storage: Storage,
-    run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read = type(storage.blobs).read
-
-    async def refused(
-        self: Any, name: str, max_bytes: int | None = None
-    ) -> bytes | None:
-        if name == "default/a.png":
-            raise errors.SetupError("the token does not allow to read blobs")
-        return await read(self, name, max_bytes)
-
-    monkeypatch.setattr(type(storage.blobs), "read", refused)
+    await put(storage, "default/a.png", image_file(picture(64, 64)), "images")
+    faulty = failing(storage.blobs.read, error, 1)
+    monkeypatch.setattr(storage.blobs, "read", faulty)
     jobs = [message(id="j", init_images=["images/default/a.png"]), message(id="good")]
-    await storage.queue.send(jobs)
-    pipeline = await run_pipeline(StandInEngine(size=(64, 64)))
-    assert pipeline.metrics.outcomes == {"failed": 1, "completed": 1}
-    assert (
-        "cannot be read with this worker's credentials"
-        in (await failures(storage))["j"].reason
-    )
+    pipeline = await run_pipeline(StandInEngine(size=(64, 64)), sent=jobs)
+    assert pipeline.metrics.outcomes == outcomes
+    for failed in await failed_jobs(storage):
+        assert "cannot be read with this worker's credentials" in failed.reason
 
 
 async def test_images_that_begin_with_the_same_one_do_not_make_a_node_suspect(
@@ -501,11 +453,5 @@ async def test_images_that_begin_with_the_same_one_do_not_make_a_node_suspect(
     jobs = [
         message(id=f"j{seed}", seed=seed, init_images=[source]) for seed in range(8)
     ]
-    await storage.queue.send(jobs)
-    pipeline = await run_pipeline(engine)
+    pipeline = await run_pipeline(engine, sent=jobs)
     assert pipeline.metrics.outcomes == {"completed": 8}
-
-
-def test_files_of_controlnets_are_fetched_singly(tmp_path: Path) -> None:
-    assert CONTROLNET.fetched_at_once == 1
-    assert (CONTROLNET.max_bytes or 0) > 2.5e9, "SDXL's"

@@ -27,8 +27,7 @@ async def test_images_name_it_unless_their_job_names_another(
             f"vaes/{name}.safetensors", lora_bytes(name), "text/plain", {}
         )
     sent = {"sharp": message(id="j"), "soft": message(id="k", sd_vae="soft")}
-    await storage.queue.send([*sent.values()])
-    await run_pipeline(vae="sharp")
+    await run_pipeline(sent=[*sent.values()], vae="sharp")
     for name, each in sent.items():
         data = await storage.blobs.read(read_job(each, "m").blob_name(0))
         assert data is not None

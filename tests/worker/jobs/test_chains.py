@@ -68,8 +68,7 @@ async def test_each_stage_is_drawn_once_and_the_job_completes_with_the_last(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     engine = Drawing()
-    await storage.queue.send([chained(metadata={"order": 7})])
-    await run_pipeline(engine)
+    await run_pipeline(engine, sent=[chained(metadata={"order": 7})])
 
     assert engine.steps == [11, 12, 13]
     assert await blobs(storage) == IMAGES
@@ -176,10 +175,8 @@ async def test_stages_that_were_sent_twice_are_drawn_and_counted_once(
         for number in (2, 3)
     ]
     engine = Drawing()
-    await storage.queue.send([chained()])
-    await run_pipeline(engine)
-    await storage.queue.send([*again, *again])
-    await run_pipeline(engine)
+    await run_pipeline(engine, sent=[chained()])
+    await run_pipeline(engine, sent=[*again, *again])
     assert Counter(engine.steps) == {11: 1, 12: 1, 13: 1}
     assert await blobs(storage) == IMAGES
     assert await counts(storage) == (3, 1, 0)
@@ -189,8 +186,7 @@ async def test_stages_that_were_sent_twice_are_drawn_and_counted_once(
 async def test_a_failed_stage_is_one_failed_job_and_a_replay_goes_on_from_there(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    await storage.queue.send([chained()])
-    await run_pipeline(Drawing(second_fails))
+    await run_pipeline(Drawing(second_fails), sent=[chained()])
     (record,) = await failed_jobs(storage)
     assert (record.id, record.stage, record.reason) == (
         "a",
@@ -217,8 +213,10 @@ async def test_a_stage_that_fails_in_two_messages_is_one_failed_job(
 ) -> None:
     body = json.loads(chained()) | {"stage": {"number": 2, "message": "m"}}
     await store_images(chained(), data=picture_file())
-    await storage.queue.send([json.dumps(body)] * 2)
-    await run_pipeline(Drawing(fails=lambda _: errors.UnusableFileError("a bad file")))
+    await run_pipeline(
+        Drawing(fails=lambda _: errors.UnusableFileError("a bad file")),
+        sent=[json.dumps(body)] * 2,
+    )
     assert (await counts(storage))[2] == 1
     assert len([each async for each in reader.ended(storage, "default")]) == 1
 
@@ -226,8 +224,7 @@ async def test_a_stage_that_fails_in_two_messages_is_one_failed_job(
 async def test_a_replay_can_change_the_stage_that_failed(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    await storage.queue.send([chained()])
-    await run_pipeline(Drawing(second_fails))
+    await run_pipeline(Drawing(second_fails), sent=[chained()])
     change = Change({"steps": 20})
     preview = await dead_letter_queue.preview(
         storage, Selection(), Check(change=change)
@@ -244,10 +241,10 @@ async def test_a_replay_can_change_the_stage_that_failed(
 async def test_what_is_the_whole_jobs_cannot_be_changed_in_a_later_stage(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    await storage.queue.send(
-        [json.dumps(json.loads(chained()) | {"stage": {"number": 2}})]
+    await run_pipeline(
+        Drawing(fails=lambda _: errors.UnusableFileError("a bad file")),
+        sent=[json.dumps(json.loads(chained()) | {"stage": {"number": 2}})],
     )
-    await run_pipeline(Drawing(fails=lambda _: errors.UnusableFileError("a bad file")))
     check = Check(change=Change({"campaign": "autumn"}))
     swept = await dead_letter_queue.replay(storage, Selection(), check=check)
     assert swept.done == 0
@@ -354,8 +351,7 @@ async def test_a_signed_chain_goes_on_at_workers_without_the_signing_key(
 async def test_a_stage_that_is_drawn_anew_leaves_the_later_ones_as_they_are(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    await storage.queue.send([chained()])
-    await run_pipeline(Drawing())
+    await run_pipeline(Drawing(), sent=[chained()])
     assert await storage.blobs.delete(
         IMAGES[1]
     )  # as `imagefleet redo` does, and sends its job
@@ -373,8 +369,7 @@ async def test_a_stage_that_is_drawn_anew_leaves_the_later_ones_as_they_are(
 async def test_an_image_of_a_stage_carries_the_message_that_draws_it_again(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    await storage.queue.send([chained()])
-    await run_pipeline(Drawing())
+    await run_pipeline(Drawing(), sent=[chained()])
     for number, name in enumerate(IMAGES, 1):
         job = read_job(
             picture.message_in(await storage.blobs.read(name) or b"") or "", "another"

@@ -7,7 +7,6 @@ worker that died had in flight.
 import asyncio
 import contextlib
 import json
-import random
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -66,17 +65,14 @@ AT_ONCE = concurrency.RetryPolicy(
 class Life:
     """A worker's calls to blobs and poison queue, until it dies at one: before or after its effect.
 
-    With *chance*, others come in between each of them.
+    What comes of several workers side by side is asked by tests/chaos.
     """
 
-    def __init__(
-        self, dies_at: float, *, after: bool, chance: random.Random | None = None
-    ) -> None:
+    def __init__(self, dies_at: float, *, after: bool) -> None:
         self.calls = 0
         self.is_over = asyncio.Event()
         self._dies_at = dies_at
         self._after = after
-        self._chance = chance
 
     def wrap(self, storage: Storage) -> Storage:
         for name in ("queue", "poison", "blobs"):
@@ -85,8 +81,6 @@ class Life:
         return storage
 
     async def call(self, call: Callable[..., Any], arguments: Any, named: Any) -> Any:
-        if self._chance:
-            await asyncio.sleep(self._chance.uniform(0, 0.004))
         self.calls += 1
         if self.calls > self._dies_at or (
             self.calls == self._dies_at and not self._after
@@ -204,27 +198,3 @@ async def test_a_worker_that_dies_at_any_call_leaves_each_job_one_outcome(
         life = Life(dies_at, after=bool(dies_at % 2))
         async with Model(tmp_path / f"{dies_at}", jobs) as model:
             await live(model.settings("first"), life)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("case", CASES)
-async def test_workers_side_by_side_of_which_one_dies_leave_each_job_one_outcome(
-    tmp_path: Path, case: str, seed: int
-) -> None:
-    chance = random.Random(seed)
-    lives = [
-        Life(dies_at, after=chance.random() < 0.5, chance=chance)
-        for dies_at in (chance.randrange(3, 30), float("inf"))
-    ]
-
-    async def live_and_leave(model: Model, number: int) -> None:
-        await live(model.settings(f"w{number}"), lives[number])
-        deliver_again(
-            model.folder
-        )  # else the other waits for minutes until the leases end
-
-    async with Model(tmp_path / "storage", CASES[case]) as model:
-        await asyncio.gather(
-            *(live_and_leave(model, number) for number in range(len(lives)))
-        )

@@ -34,15 +34,14 @@ async def test_each_image_has_a_record_and_each_record_an_image(
     store_images: Callable[..., Any],
 ) -> None:
     await store_images(message(id="taken"), data=b"another's")
-    await storage.queue.send(
-        [
+    await run_pipeline(
+        sent=[
             message(id="one", prompt="a house", seed=7, metadata={"order": 5}),
             message(id="three", batch_size=3, campaign="spring"),
             message(id="taken"),
             message(id="bad", stepz=1),
         ]
     )
-    await run_pipeline()
 
     found = await records(storage) + await records(storage, "spring")
     stored = await blobs(storage) + await blobs(storage, "spring/")
@@ -107,8 +106,10 @@ async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_
 
     monkeypatch.setattr(storage.blobs, "create", slow)
     monkeypatch.setattr(InFlightJob, "image_failed", noted)
-    await storage.queue.send([message(id="j", seed=7, batch_size=2)])
-    pipeline = await run_pipeline(StandInEngine(capacity=1, draw=draw))
+    pipeline = await run_pipeline(
+        StandInEngine(capacity=1, draw=draw),
+        sent=[message(id="j", seed=7, batch_size=2)],
+    )
     assert pipeline.metrics.outcomes == {"failed": 1}
     assert [record.blob for record in await records(storage)] == await blobs(storage)
     assert await blobs(storage) == ["default/j.png"]
@@ -251,6 +252,8 @@ async def test_the_engine_draws_on_while_images_are_uploaded(
         return await create(name, *arguments, **options)
 
     monkeypatch.setattr(storage.blobs, "create", slow)
-    await storage.queue.send(message(id=f"j{number}") for number in range(40))
-    await run_pipeline(StandInEngine(capacity=4, draw=draw))
+    await run_pipeline(
+        StandInEngine(capacity=4, draw=draw),
+        sent=(message(id=f"j{number}") for number in range(40)),
+    )
     assert drawn == 40

@@ -243,8 +243,7 @@ async def test_the_engine_draws_on_while_the_first_image_is_stored_and_the_other
     engine = Drawing(capacity=4)
     held = Held(storage, monkeypatch)
     held.is_held = lambda _: len(engine.seeds) < 40
-    await storage.queue.send([message(id="j", seed=0, n_iter=40)])
-    await run_pipeline(engine)
+    await run_pipeline(engine, sent=[message(id="j", seed=0, n_iter=40)])
     assert held.created[0] == name(0)
     assert sorted(engine.seeds) == list(range(40))
     assert set(await blobs(storage)) == names(40)
@@ -259,10 +258,10 @@ async def test_of_two_batches_of_one_id_at_the_same_moment_one_is_completed(
 ) -> None:
     held = Held(storage, monkeypatch)
     held.is_held = lambda metadata: metadata["seed"] == str(later) and not held.created
-    await storage.queue.send(
-        [message(id="j", seed=seed, n_iter=3) for seed in (0, 100)]
+    await run_pipeline(
+        Drawing(capacity=6),
+        sent=[message(id="j", seed=seed, n_iter=3) for seed in (0, 100)],
     )
-    await run_pipeline(Drawing(capacity=6))
     metadata = [each.metadata async for each in storage.blobs.records("default/")]
     first = 100 - later
     assert sorted(int(each["seed"]) for each in metadata) == [
@@ -310,9 +309,8 @@ async def test_a_job_that_fails_with_every_image_is_given_up_after_a_few(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     engine = Drawing(lambda _: errors.TransientError("out of memory"), capacity=4)
-    await storage.queue.send([message(id="j", seed=0, n_iter=500)])
     pipeline = await run_pipeline(
-        engine, max_attempts=4
+        engine, sent=[message(id="j", seed=0, n_iter=500)], max_attempts=4
     )  # without being taken for a broken node
     assert pipeline.metrics.outcomes == {"retried": 3, "failed": 1}
     assert len(engine.seeds) < 100

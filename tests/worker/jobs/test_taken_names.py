@@ -70,8 +70,7 @@ async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
 ) -> None:
     bodies = {prompt: message(id="1", prompt=prompt) for prompt in ("a house", "a cat")}
     second = next(prompt for prompt in bodies if prompt != first)
-    await storage.queue.send([bodies[first]])
-    await run_pipeline(name="the first")
+    await run_pipeline(sent=[bodies[first]], name="the first")
     if is_lost:
         await redelivered(storage, bodies[second])
     else:
@@ -106,10 +105,8 @@ async def test_a_message_that_was_sent_twice_is_no_other_job(
         message(id="1", metadata={"row": 1}),
         message(id="1", metadata={"row": 2}),
     )
-    await storage.queue.send([once])
-    await run_pipeline()
-    await storage.queue.send([again])
-    pipeline = await run_pipeline()
+    await run_pipeline(sent=[once])
+    pipeline = await run_pipeline(sent=[again])
     assert pipeline.metrics.outcomes == {"duplicate": 1}
     assert await failed_jobs(storage) == []
 
@@ -136,10 +133,9 @@ async def test_images_of_a_job_and_ids_that_end_in_numbers_are_apart(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.queue.send([message(id="dup", batch_size=2, prompt="two")])
-    await storage.queue.send(
-        message(id=f"dup-{each}", prompt=f"{each}") for each in range(2)
+    pipeline = await run_pipeline(
+        sent=(message(id=f"dup-{each}", prompt=f"{each}") for each in range(2))
     )
-    pipeline = await run_pipeline()
     assert pipeline.metrics.outcomes == {"completed": 3}
     assert await prompts(storage) == {
         "default/dup.png": "two",
@@ -166,8 +162,7 @@ async def test_a_name_that_somebody_has_squatted_is_no_picture_of_its_job(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     await storage.blobs.create("default/1.png", b"squatted", "image/png", {"job": "1"})
-    await storage.queue.send([message(id="1")])
-    await run_pipeline()
+    await run_pipeline(sent=[message(id="1")])
     (record,) = await failed_jobs(storage)
     assert record.error == "NameTakenError"
     assert "of digest none, that an unknown worker stored at" in record.reason
@@ -268,8 +263,7 @@ async def test_an_image_whose_reply_was_lost_is_told_from_another_jobs(
         return is_written
 
     monkeypatch.setattr(storage.blobs, "create", losing)
-    await storage.queue.send([message(id="1", prompt="a dog")])
-    pipeline = await run_pipeline()
+    pipeline = await run_pipeline(sent=[message(id="1", prompt="a dog")])
     assert pipeline.metrics.outcomes == {"failed": 1}
     assert pipeline.metrics.images_stored == 0
     (record,) = await failed_jobs(storage)
@@ -282,8 +276,7 @@ async def test_a_second_drawing_of_another_job_is_none(
     store_images: StoreImages,
 ) -> None:
     await store_images(message(id="1", prompt="a cat", verify=True))
-    await storage.queue.send([message(id="1", prompt="a dog", verify=True)])
-    pipeline = await run_pipeline()
+    pipeline = await run_pipeline(sent=[message(id="1", prompt="a dog", verify=True)])
     assert pipeline.metrics.outcomes == {"unverified": 1}
     assert await failed_jobs(storage) == []
 

@@ -27,8 +27,7 @@ async def test_a_stage_that_nobody_may_draw_yet_fails_no_job_but_itself(
     forged = json.dumps(
         json.loads(chained()) | {"stage": {"number": 3, "message": "m"}}
     )
-    await storage.queue.send([forged])
-    pipeline = await run_pipeline(Drawing())
+    pipeline = await run_pipeline(Drawing(), sent=[forged])
     assert pipeline.metrics.outcomes == {"handed_back": 1, "failed": 1}
     (record,) = await failed_jobs(storage)
     assert (record.error, record.attempts) == ("UnknownStageError", 1)
@@ -38,8 +37,7 @@ async def test_a_stage_that_nobody_may_draw_yet_fails_no_job_but_itself(
         "stage 3 of job default/a begins with the image 'default/a~s2.png'"
         in record.reason
     )
-    await storage.queue.send([chained()])
-    await run_pipeline(Drawing())
+    await run_pipeline(Drawing(), sent=[chained()])
     assert await blobs(storage) == IMAGES
     (job,) = [
         each
@@ -65,11 +63,9 @@ async def test_a_stage_that_is_sent_too_early_waits_for_its_input(
 async def test_a_stage_is_not_drawn_from_another_jobs_image(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    await storage.queue.send([chained(prompt="a cat")])
-    await run_pipeline(Drawing(second_fails))
+    await run_pipeline(Drawing(second_fails), sent=[chained(prompt="a cat")])
     forged = json.loads(chained(prompt="a dog")) | {"stage": {"number": 2}}
-    await storage.queue.send([json.dumps(forged)])
-    await run_pipeline(Drawing())
+    await run_pipeline(Drawing(), sent=[json.dumps(forged)])
     assert await blobs(storage) == IMAGES[:1]
     assert {each.error for each in await failed_jobs(storage)} == {
         "JobError",

@@ -11,7 +11,7 @@ import polling
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
-from messages import RunPipeline
+from messages import RunPipeline, blobs, message
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node import checks, quarantine, suspects
@@ -33,14 +33,14 @@ class Weights:
 
 
 async def recorded(storage: Storage) -> list[dict[str, Any]]:
-    names = [name async for name in storage.blobs.names("-suspect/")]
-    return [json.loads(await storage.blobs.read(name) or b"") for name in names]
+    return [
+        json.loads(await storage.blobs.read(name) or b"")
+        for name in await blobs(storage, "-suspect/")
+    ]
 
 
 async def send(storage: Storage, jobs: int) -> None:
-    await storage.queue.send(
-        json.dumps({"prompt": "a cat", "id": str(number)}) for number in range(jobs)
-    )
+    await storage.queue.send(message(id=str(number)) for number in range(jobs))
 
 
 async def test_a_node_whose_weights_go_wrong_hands_its_jobs_back_and_its_images_are_recorded(
@@ -52,11 +52,8 @@ async def test_a_node_whose_weights_go_wrong_hands_its_jobs_back_and_its_images_
     weights = engine.self_check = Weights()
     running = asyncio.create_task(run_pipeline(engine))
 
-    async def stored() -> list[str]:
-        return [name async for name in storage.blobs.names("default/")]
-
-    await polling.until(stored)
-    good = set(await stored())
+    await polling.until(lambda: blobs(storage))
+    good = set(await blobs(storage))
     readings = weights.readings
     await polling.until(lambda: weights.readings > readings)
     weights.faults = ["unet", "unet"]
@@ -67,7 +64,7 @@ async def test_a_node_whose_weights_go_wrong_hands_its_jobs_back_and_its_images_
         assert record["since"] <= record["until"]
         assert not good & set(record["images"])
     depth = await storage.queue.depth()
-    assert depth.messages >= 60 - len(await stored())
+    assert depth.messages >= 60 - len(await blobs(storage))
     assert depth.leased == 0
 
 
@@ -119,7 +116,7 @@ async def test_a_record_has_what_was_generated_since_and_stays_bounded(
     (record,) = await recorded(storage)
     assert record["images"] == ["new.png"]
     assert set(record) == {"worker", "machine", "since", "until", "reason", "images"}
-    (name,) = [name async for name in storage.blobs.names("-suspect/")]
+    (name,) = await blobs(storage, "-suspect/")
     assert name.startswith("-suspect/odd_n_me/")
     made.images.extend((f"{number}.png", start + 4) for number in range(5))
     assert len(made.images) == 3
@@ -182,10 +179,7 @@ async def test_a_node_that_is_quarantined_while_it_works_hands_its_jobs_back(
         run_pipeline(StandInEngine(capacity=1, tick_seconds=0.01, draw=draw))
     )
 
-    async def images() -> list[str]:
-        return [name async for name in storage.blobs.names("default/")]
-
-    await polling.until(images)
+    await polling.until(lambda: blobs(storage))
     stored.set()
     await put_list(storage, listing("test-worker"))
     with pytest.raises(errors.NodeError, match="this node is quarantined"):

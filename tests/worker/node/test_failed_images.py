@@ -1,7 +1,6 @@
 """Failed images: a campaign's own fault costs no node, and a broken GPU is detected."""
 
 import asyncio
-import json
 import logging
 import threading
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import pytest
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.storage.open import Storage
-from messages import RunPipeline
+from messages import RunPipeline, blobs, message
 from worker.engine import contract
 
 Draw = Callable[[contract.ImageRequest], contract.Pixels]
@@ -44,10 +43,8 @@ def fails_jobs(by: Draw, plain_images: list[contract.ImageRequest]) -> Draw:
 
 
 async def send(storage: Storage, prompt: str, count: int) -> None:
-    await storage.queue.send(
-        json.dumps({"prompt": prompt, "id": f"{prompt}{number}"})
-        for number in range(count)
-    )
+    jobs = (message(prompt=prompt, id=f"{prompt}{at}") for at in range(count))
+    await storage.queue.send(jobs)
 
 
 @pytest.mark.parametrize("failing", [nan, black])
@@ -86,9 +83,7 @@ async def test_a_campaign_whose_images_all_fail_goes_to_the_poison_queue_and_cos
         assert line.endswith("the jobs are at fault, not this node")
 
     # A plain image is no job's.
-    assert {name async for name in storage.blobs.names("default/")} == {
-        f"default/good{number}.png" for number in range(6)
-    }
+    assert len(await blobs(storage, "default/good")) == len(await blobs(storage)) == 6
     assert pipeline.metrics.images_stored == 6
     sample = pipeline.metrics.registry.get_sample_value
     assert sample("imagefleet_images_total") == 6

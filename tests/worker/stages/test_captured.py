@@ -16,7 +16,7 @@ from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Check, FailedJob, Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-from messages import RunPipeline
+from messages import RunPipeline, failed_jobs
 
 JOB = Job(prompt="a house", id="hut", campaign="c")
 
@@ -39,9 +39,7 @@ async def elsewhere(
 
 
 async def failed(storage: Storage) -> FailedJob:
-    (message,) = [each async for each in storage.poison.browse()]
-    record = FailedJob.parse(message.body)
-    assert record is not None
+    (record,) = await failed_jobs(storage)
     assert record.error == "UntrustedJobError"
     return record
 
@@ -54,52 +52,36 @@ async def test_a_captured_message_that_is_sent_again_is_a_duplicate(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey
 ) -> None:
     body = JOB.to_message(JobSigner(key, storage.scope))
-    await storage.queue.send([body])
-    await run_pipeline(trusted_key=key.public)
+    await run_pipeline(sent=[body], trusted_key=key.public)
     stored = await storage.blobs.read("c/hut.png")
 
-    await storage.queue.send([body])
-    pipeline = await run_pipeline(trusted_key=key.public)
+    pipeline = await run_pipeline(sent=[body], trusted_key=key.public)
 
     assert "failed" not in pipeline.metrics.outcomes
     assert (await storage.poison.depth()).messages == 0
     assert await storage.blobs.read("c/hut.png") == stored
 
 
-async def test_a_captured_message_of_another_fleet_of_the_same_key_is_not_drawn(
+async def test_a_captured_message_of_another_fleet_or_queue_of_the_same_key_is_not_drawn(
     storage: Storage, elsewhere: Storage, run_pipeline: RunPipeline, key: SigningKey
 ) -> None:
-    await storage.queue.send([JOB.to_message(JobSigner(key, elsewhere.scope))])
-
-    pipeline = await run_pipeline(trusted_key=key.public)
-
-    assert pipeline.engine_thread.clock.images == 0
-    assert (
-        "is signed for the fleet " + elsewhere.scope.fleet()
-        in (await failed(storage)).reason
-    )
-
-
-async def test_a_captured_message_of_another_queue_of_the_fleet_is_not_drawn(
-    storage: Storage, run_pipeline: RunPipeline, key: SigningKey
-) -> None:
-    await storage.queue.send(
-        [JOB.to_message(scoped(key, storage.scope, queue="tests"))]
-    )
-
-    pipeline = await run_pipeline(trusted_key=key.public)
-
-    assert pipeline.engine_thread.clock.images == 0
-    assert "is signed for the queue tests, not for " in (await failed(storage)).reason
+    for signer, at in (
+        (JobSigner(key, elsewhere.scope), f"the fleet {elsewhere.scope.fleet()}"),
+        (scoped(key, storage.scope, queue="tests"), "the queue tests, not for "),
+    ):
+        await storage.queue.send([JOB.to_message(signer)])
+        pipeline = await run_pipeline(trusted_key=key.public)
+        assert pipeline.engine_thread.clock.images == 0
+        assert f"is signed for {at}" in (await failed_jobs(storage))[-1].reason
 
 
 async def test_a_message_is_not_drawn_after_its_date_until_a_replay_signs_it_again(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey
 ) -> None:
-    await storage.queue.send(
-        [JOB.to_message(scoped(key, storage.scope, now=signers.ahead(-31)))]
+    pipeline = await run_pipeline(
+        sent=[JOB.to_message(scoped(key, storage.scope, now=signers.ahead(-31)))],
+        trusted_key=key.public,
     )
-    pipeline = await run_pipeline(trusted_key=key.public)
     assert pipeline.engine_thread.clock.images == 0
     record = await failed(storage)
     assert "the job's signature held until " in record.reason
@@ -141,10 +123,10 @@ async def test_a_replay_signs_nothing_that_was_captured_elsewhere(
 async def test_a_signature_of_another_program_does_not_hold_for_ever(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey, days: float
 ) -> None:
-    await storage.queue.send(
-        [JOB.to_message(scoped(key, storage.scope, now=signers.ahead(days)))]
+    await run_pipeline(
+        sent=[JOB.to_message(scoped(key, storage.scope, now=signers.ahead(days)))],
+        trusted_key=key.public,
     )
-    await run_pipeline(trusted_key=key.public)
     assert "366 days are the most" in (await failed(storage)).reason
 
 
@@ -156,8 +138,9 @@ async def test_a_signature_outlasts_priorities_and_moves_between_models_queues(
     of_model = JOB.model_copy(update={"id": "b", "model": StandInEngine.model_name})
     await storage.models.send([of_model.to_message(signer)], "low")
     strays = [JOB.model_copy(update={"id": "c", "model": StandInEngine.model_name})]
-    await storage.queue.send([each.to_message(signer) for each in strays])
 
-    pipeline = await run_pipeline(trusted_key=key.public)
+    pipeline = await run_pipeline(
+        sent=[each.to_message(signer) for each in strays], trusted_key=key.public
+    )
 
     assert dict(pipeline.metrics.outcomes) == {"completed": 3}

@@ -8,7 +8,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import imagefleet
@@ -91,14 +90,6 @@ def test_a_source_that_never_ends_is_read_as_there_is_room(
     assert [
         len(result.images) for result in engine.draw([imagefleet.Job(prompt="a")])
     ] == [1]
-
-
-def test_the_same_seed_draws_the_same_picture(make: Callable[..., Engine]) -> None:
-    engine, job = make(), imagefleet.Job(prompt="a", seed=7, id="one")
-
-    first, second = (next(engine.draw([job])).images[0] for _ in range(2))
-
-    assert np.array_equal(np.asarray(first), np.asarray(second))
 
 
 async def test_a_slow_source_keeps_no_result_back(make: Callable[..., Engine]) -> None:

@@ -1,14 +1,12 @@
 """Second drawings and duplicates: what is stored beside the images, by whom, and how it counts."""
 
 import asyncio
-import io
 import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
@@ -16,20 +14,15 @@ from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_MESSAGE_BYTES
 from imagefleet.storage.open import Storage
-from messages import RunPipeline, message
+from messages import Drawing, RunPipeline, image, message
 from worker.engine import contract
 
 #: Beside images, what says something about jobs and workers.
 NOTES = ("-records/", "-models/", "-serving/")
 
 
-async def workers_of(storage: Storage) -> dict[str, str]:
-    """The worker of each blob."""
-    return {
-        each.name: each.metadata["worker"]
-        async for each in storage.blobs.records()
-        if not each.name.startswith(("-records/", "-models/", "-serving/"))
-    }
+async def drawings(storage: Storage) -> set[str]:
+    return {name async for name in storage.blobs.names() if not name.startswith(NOTES)}
 
 
 async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
@@ -45,14 +38,13 @@ async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
     await storage.queue.send([message(**job), message(**job, verify=True)])
     first, second = await asyncio.gather(run_pipeline(name="a"), run_pipeline(name="b"))
 
-    found = await workers_of(storage)
+    metadata = {each.name: each.metadata async for each in storage.blobs.records()}
+    found = {name: metadata[name]["worker"] for name in await drawings(storage)}
     assert set(found) == {"c/j.png", "c/j~1.png", "-checks/c/j.png"}
     assert found["c/j.png"] != found["-checks/c/j.png"]
-    pixels = [
-        np.asarray(Image.open(io.BytesIO(await storage.blobs.read(name) or b"")))
-        for name in ("c/j.png", "-checks/c/j.png")
-    ]
-    assert np.array_equal(*pixels)
+    names = ("c/j.png", "-checks/c/j.png")
+    one, two = [np.asarray(await image(storage, name)) for name in names]
+    assert np.array_equal(one, two)
     assert first.metrics.images_stored + second.metrics.images_stored == 2
     outcomes = first.metrics.outcomes + second.metrics.outcomes
     assert outcomes["completed"] == outcomes["verified"] == 1
@@ -68,12 +60,9 @@ async def test_a_lone_worker_draws_nothing_twice_and_still_ends(
         message(id=f"j{number}", seed=number, verify=True) for number in range(20)
     ]
     await storage.queue.send(jobs)
-    await storage.queue.send(checks)  # of one call, some may come before their jobs
-    pipeline = await run_pipeline()
+    pipeline = await run_pipeline(sent=checks)
 
-    assert set(await workers_of(storage)) == {
-        f"default/j{number}.png" for number in range(20)
-    }
+    assert await drawings(storage) == {f"default/j{number}.png" for number in range(20)}
     assert (
         pipeline.metrics.outcomes["completed"]
         == pipeline.metrics.outcomes["unverified"]
@@ -90,10 +79,9 @@ async def test_a_message_too_large_for_a_count_is_not_handed_back_for_ever(
     fields = {"prompt": "a" * 6000, "negative_prompt": ""}
     size = len(message(**fields, id="j", verify=True))
     fields["negative_prompt"] = "b" * (MAX_MESSAGE_BYTES - size)
-    await storage.queue.send(
-        [message(**fields, id="k"), message(**fields, id="k", verify=True)]
+    pipeline = await run_pipeline(
+        sent=[message(**fields, id="k"), message(**fields, id="k", verify=True)]
     )
-    pipeline = await run_pipeline()
     assert pipeline.metrics.outcomes["unverified"] == 1
     assert (await storage.queue.depth()).messages == 0
 
@@ -109,11 +97,9 @@ async def test_a_second_drawing_that_fails_is_no_failed_job(
 ) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.01)
 
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        raise error
-
-    await storage.queue.send([message(id="j", verify=True)])
-    pipeline = await run_pipeline(StandInEngine(draw=draw), max_attempts=2)
+    pipeline = await run_pipeline(
+        Drawing(lambda _: error), sent=[message(id="j", verify=True)], max_attempts=2
+    )
     assert (
         (await storage.poison.depth()).messages
         == (await storage.queue.depth()).messages
@@ -142,22 +128,16 @@ async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
     store_images: Callable[..., Any],
 ) -> None:
     await store_images(message(id="victim", seed=3), data=b"garbage")
-    await storage.queue.send([message(id="victim", seed=3)])
-    pipeline = await run_pipeline(name="../we/ird")
+    pipeline = await run_pipeline(sent=[message(id="victim", seed=3)], name="../we/ird")
 
     kept = "-duplicates/default/victim.png/_we_ird.png"
-    assert set(await workers_of_any(storage)) == {"default/victim.png", kept}
-    data = await storage.blobs.read(kept)
-    assert data is not None
+    assert await drawings(storage) == {"default/victim.png", kept}
+    drawn = np.asarray(await image(storage, kept))
     request = contract.ImageRequest(
         "a house", "", (), "euler_ancestral", 20, 7.0, 3, 16, 16
     )
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), draw_noise(request))
+    assert np.array_equal(drawn, draw_noise(request))
     assert dict(pipeline.metrics.outcomes) == {"duplicate": 1}
-
-
-async def workers_of_any(storage: Storage) -> list[str]:
-    return [name async for name in storage.blobs.names() if not name.startswith(NOTES)]
 
 
 async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_drawing(
@@ -167,11 +147,9 @@ async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_dra
 ) -> None:
     for each in (message(id="j"), message(id="j", verify=True)):
         await store_images(each, data=b"garbage")
-    await storage.queue.send([message(id="j"), message(id="j")])
-    await run_pipeline()
-    await storage.queue.send([message(id="j", verify=True)])
-    await run_pipeline(name="other")
-    assert set(await workers_of_any(storage)) == {
+    await run_pipeline(sent=[message(id="j"), message(id="j")])
+    await run_pipeline(sent=[message(id="j", verify=True)], name="other")
+    assert await drawings(storage) == {
         "default/j.png",
         "-checks/default/j.png",
         "-duplicates/default/j.png/test-worker.png",

@@ -1,6 +1,5 @@
 """A worker with a trusted key takes signed jobs and signed lists of files, and nothing else."""
 
-import asyncio
 import base64
 import hashlib
 import json
@@ -10,18 +9,16 @@ from typing import Any
 
 import pytest
 
-import polling
 import signers
-from evaluation.stand_in import StandInEngine, draw_noise
+from evaluation.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.deliveries import Deliveries
 from imagefleet.storage.open import Storage
-from messages import RunPipeline
+from messages import Drawing, RunPipeline, blobs
 from worker import process
-from worker.engine import contract
 from worker.files import manifest
 from worker.settings import WorkerSettings
 
@@ -56,10 +53,6 @@ async def poisoned(storage: Storage) -> dict[str, dead_letter.FailedJob]:
     return records
 
 
-async def stored(storage: Storage) -> list[str]:
-    return [name async for name in storage.blobs.names() if name.startswith("c/")]
-
-
 async def test_only_jobs_as_they_were_signed_are_generated(
     storage: Storage,
     run_pipeline: RunPipeline,
@@ -88,11 +81,10 @@ async def test_only_jobs_as_they_were_signed_are_generated(
             good, prompt="b", deliveries={"known": 1}
         ),
     }
-    await storage.queue.send([good, *bad.values()])
-    pipeline = await run_pipeline(trusted_key=key.public)
+    pipeline = await run_pipeline(sent=[good, *bad.values()], trusted_key=key.public)
     assert dict(pipeline.metrics.outcomes) == {"completed": 1, "failed": len(bad)}
     assert pipeline.engine_thread.clock.images == 1
-    assert await stored(storage) == ["c/good.png"]
+    assert await blobs(storage, "c/") == ["c/good.png"]
     records = await poisoned(storage)
     assert {record.error for record in records.values()} == {"UntrustedJobError"}
     assert {(record.campaign, record.attempts) for record in records.values()} == {
@@ -121,7 +113,7 @@ async def test_a_thief_who_renews_a_lease_cannot_change_the_job(
     pipeline = await run_pipeline(trusted_key=key.public)
     assert dict(pipeline.metrics.outcomes) == {"completed": 1, "failed": 2}
     assert pipeline.engine_thread.clock.images == 1
-    assert await stored(storage) == ["c/j2.png"]
+    assert await blobs(storage, "c/") == ["c/j2.png"]
     assert {each.error for each in (await poisoned(storage)).values()} == {
         "UntrustedJobError"
     }
@@ -142,19 +134,13 @@ async def test_a_job_suspected_of_killing_workers_must_be_signed_too(
 async def test_a_failed_job_keeps_the_signature_of_what_was_sent(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey, signer: JobSigner
 ) -> None:
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        if request.seed == 5:
-            raise errors.TransientError("the engine failed")
-        return draw_noise(request)
-
     sent = job("j", seed=5, metadata={"ü": 1}).to_message(signer)
     released = job("released", seed=5).to_message(signer)
     await storage.queue.send(
         [sent, Deliveries(known=2, failed=2).write_to(released) or ""]
     )
-    pipeline = await run_pipeline(
-        StandInEngine(draw=draw), trusted_key=key.public, max_attempts=1
-    )
+    engine = Drawing(lambda _: errors.TransientError("the engine failed"))
+    pipeline = await run_pipeline(engine, trusted_key=key.public, max_attempts=1)
     assert dict(pipeline.metrics.outcomes) == {"failed": 2}
     records = await poisoned(storage)
     assert sent in records, "to the byte"
@@ -172,13 +158,13 @@ async def test_both_keys_are_taken_while_keys_change(
     tmp_path: Path,
 ) -> None:
     new = SigningKey.create(tmp_path / "new.pem")
-    await storage.queue.send(
-        [
+    pipeline = await run_pipeline(
+        sent=[
             job("old").to_message(signer),
             job("new").to_message(JobSigner(new, storage.scope)),
-        ]
+        ],
+        trusted_key=f"{key.public},{new.public}",
     )
-    pipeline = await run_pipeline(trusted_key=f"{key.public},{new.public}")
     assert dict(pipeline.metrics.outcomes) == {"completed": 2}
 
 
@@ -203,108 +189,38 @@ async def test_a_worker_says_at_its_start_whose_jobs_it_takes(
     assert report.jobs == {"completed": 1, "failed": 1}
 
 
-async def put_loras(storage: Storage, content: bytes | None, **files: bytes) -> None:
-    for name, data in files.items():
-        await storage.files.create(
-            f"loras/{name}.safetensors", data, "application/x", {}
-        )
-    if content is not None:
-        version = await storage.files.read_part("loras/manifest.json", 0, 1)
-        assert await storage.files.replace(
-            "loras/manifest.json",
-            content,
-            "application/json",
-            version and version.version,
-        )
-
-
-async def test_only_loras_of_the_signed_list_are_used(
+@pytest.mark.parametrize("is_signed", [True, False])
+async def test_only_loras_of_the_signed_list_are_used_and_without_one_the_worker_ends(
     storage: Storage,
     run_pipeline: RunPipeline,
     key: SigningKey,
     signer: JobSigner,
     lora_bytes: LoraBytes,
+    is_signed: bool,
 ) -> None:
     listed = {"style": hashlib.sha256(lora_bytes("style")).hexdigest()}
-    content = manifest.encode("loras", listed, key)
-    await put_loras(
-        storage, content, style=lora_bytes("style"), planted=lora_bytes("planted")
-    )
+    content = manifest.encode("loras", listed, key if is_signed else None)
+    files = {
+        "style.safetensors": lora_bytes("style"),
+        "planted.safetensors": lora_bytes("planted"),
+        "manifest.json": content,
+    }
+    for name, data in files.items():
+        await storage.files.create(f"loras/{name}", data, "application/x", {})
+    names = ("style", "planted", "nowhere")
     jobs = [
-        Job(prompt=f"a house <lora:{name}:1>", id=name, campaign="c")
-        for name in ("style", "planted", "nowhere")
+        Job(prompt=f"a house <lora:{name}:1>", id=name, campaign="c") for name in names
     ]
     await storage.queue.send([each.to_message(signer) for each in jobs])
+    if not is_signed:
+        with pytest.raises(errors.SetupError, match="signed with the trusted key"):
+            await run_pipeline(trusted_key=key.public)
+        assert (await storage.queue.depth()).messages == 3
+        assert (await storage.poison.depth()).messages == 0
+        return
     pipeline = await run_pipeline(trusted_key=key.public)
     assert dict(pipeline.metrics.outcomes) == {"completed": 1, "failed": 2}
-    assert await stored(storage) == ["c/style.png"]
+    assert await blobs(storage, "c/") == ["c/style.png"]
     reasons = {each.id: each.reason for each in (await poisoned(storage)).values()}
     for name in ("planted", "nowhere"):
         assert f"does not list '{name}'" in reasons[name]
-
-
-@pytest.mark.parametrize("damage", ["missing", "plain", "cut"])
-async def test_a_list_that_is_not_signed_stops_the_worker_and_poisons_nothing(
-    storage: Storage,
-    run_pipeline: RunPipeline,
-    key: SigningKey,
-    signer: JobSigner,
-    lora_bytes: LoraBytes,
-    damage: str,
-) -> None:
-    good = manifest.encode("loras", {"style": "0" * 64}, key)
-    plain = manifest.encode("loras", {"style": "0" * 64}, None)
-    content = {"missing": None, "plain": plain, "cut": good[:-9]}[damage]
-    await put_loras(storage, content, style=lora_bytes("style"))
-    styled = (
-        Job(prompt="a <lora:style:1>", id=f"j{n}", campaign="c") for n in range(5)
-    )
-    await storage.queue.send([each.to_message(signer) for each in styled])
-    with pytest.raises(errors.SetupError, match="must be signed with the trusted key"):
-        await run_pipeline(trusted_key=key.public)
-    assert (await storage.queue.depth()).messages == 5
-    assert (await storage.poison.depth()).messages == 0
-
-
-async def test_a_lora_added_after_the_worker_began_is_used_at_once(
-    storage: Storage,
-    run_pipeline: RunPipeline,
-    key: SigningKey,
-    signer: JobSigner,
-    lora_bytes: LoraBytes,
-) -> None:
-    files = {name: lora_bytes(name) for name in ("first", "second")}
-    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    await put_loras(
-        storage,
-        manifest.encode("loras", {"first": hashes["first"]}, key),
-        first=files["first"],
-    )
-    bodies = {
-        name: Job(prompt=f"a <lora:{name}:1>", id=name, campaign="c").to_message(signer)
-        for name in files
-    }
-    await storage.queue.send([bodies["first"]])
-    stop = asyncio.Event()
-
-    async def add_the_second() -> None:
-        await polling.until(
-            lambda: stored(storage), lambda names: names == ["c/first.png"]
-        )
-        await put_loras(
-            storage, manifest.encode("loras", hashes, key), second=files["second"]
-        )
-        await storage.queue.send([bodies["second"]])
-
-        async def both() -> bool:
-            assert not (await storage.poison.depth()).messages
-            return len(await stored(storage)) == 2
-
-        await polling.until(both)
-        stop.set()
-
-    pipeline, _ = await asyncio.gather(
-        run_pipeline(stop=stop, until_empty=False, trusted_key=key.public),
-        add_the_second(),
-    )
-    assert dict(pipeline.metrics.outcomes) == {"completed": 2}

@@ -1,16 +1,11 @@
 import hashlib
-import io
 from collections.abc import Callable
 from pathlib import Path
 
-from PIL import Image
-
-from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet.job.noise import Noise
 from imagefleet.job.samplers import Options
 from imagefleet.storage.open import Storage
-from messages import RunPipeline, message
-from worker.engine import contract
+from messages import Drawing, RunPipeline, image, message
 
 
 async def test_an_image_states_what_its_job_asked_for_and_the_hashes_of_its_files(
@@ -24,25 +19,19 @@ async def test_an_image_states_what_its_job_asked_for_and_the_hashes_of_its_file
     await storage.files.create("loras/fox.safetensors", data, "text/plain", {})
     model = tmp_path / "m.safetensors"
     model.write_bytes(data)
-    asked: list[contract.ImageRequest] = []
-
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        asked.append(request)
-        return draw_noise(request)
-
+    engine = Drawing()
     settings = {"randn_source": "NV", "eta_ancestral": 0.5}
     prompt = "a <lora:fox:0.5> # not drawn\n:1.5"
-    await storage.queue.send(
-        [message(id="j", prompt=prompt, override_settings=settings)]
+    await run_pipeline(
+        engine,
+        sent=[message(id="j", prompt=prompt, override_settings=settings)],
+        model=str(model),
     )
-    await run_pipeline(StandInEngine(draw=draw), model=str(model))
-    (request,) = asked
+    (request,) = engine.drawn
     assert (request.cfg_scale, request.prompt.weights) == (7, (1.5,))
     assert request.noise == Noise("NV")
     assert request.sampler_options == Options(eta=0.5)
-    image = await storage.blobs.read("default/j.png")
-    assert image is not None
-    text = Image.open(io.BytesIO(image)).info["parameters"]
+    text = (await image(storage, "default/j.png")).info["parameters"]
     assert text.startswith("a <lora:fox:0.5> \n:1.5\n")
     assert f"Model hash: {hashlib.sha256(data).hexdigest()[:10]}, " in text
     assert f'Lora hashes: "fox: {hashlib.sha256(weights).hexdigest()[:12]}", ' in text
@@ -54,21 +43,15 @@ async def test_a_job_goes_before_the_worker_in_what_decodes_its_image(
     run_pipeline: RunPipeline,
     tmp_path: Path,
 ) -> None:
-    asked: dict[str, str | None] = {}
-
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        asked[str(request.prompt)] = request.decoder
-        return draw_noise(request)
-
+    engine = Drawing()
     for by in ("Full", "TAESD", None):
         settings = {"sd_vae_decode_method": by}
         await storage.queue.send(
             [message(id=f"{by}", prompt=f"{by}", override_settings=settings)]
         )
-    await run_pipeline(StandInEngine(draw=draw), taesd=tmp_path)
+    await run_pipeline(engine, taesd=tmp_path)
+    asked = {str(request.prompt): request.decoder for request in engine.drawn}
     assert asked == {"Full": "Full", "TAESD": "TAESD", "None": None}
     for by in asked:
-        image = await storage.blobs.read(f"default/{by}.png")
-        assert image is not None
-        text = Image.open(io.BytesIO(image)).info["parameters"]
+        text = (await image(storage, f"default/{by}.png")).info["parameters"]
         assert ("VAE Decoder: TAESD" in text) == (by != "Full")

@@ -5,12 +5,11 @@ import asyncio
 import pytest
 
 import polling
-from evaluation.stand_in import StandInEngine, draw_noise
+from evaluation.stand_in import StandInEngine
 from imagefleet import errors
-from imagefleet.storage import dead_letter
 from imagefleet.storage.deliveries import CONDEMNED_AFTER, Deliveries
 from imagefleet.storage.open import Storage
-from messages import RunPipeline, message
+from messages import Drawing, RunPipeline, failed_jobs, message, redelivered
 from worker.engine import contract
 from worker.stages.prepare import Isolation
 
@@ -34,9 +33,7 @@ async def test_a_job_that_killed_the_workers_that_had_it_alone_goes_to_the_poiso
     await vanish(storage, 2)
     await vanish(storage, CONDEMNED_AFTER, alone=True)
     pipeline = await run_pipeline()
-    (poisoned,) = [each async for each in storage.poison.browse()]
-    record = dead_letter.FailedJob.parse(poisoned.body)
-    assert record is not None
+    (record,) = await failed_jobs(storage)
     assert (
         "lost their leases 7 times, 5 of them while they generated nothing else"
         in record.reason
@@ -60,8 +57,11 @@ async def test_a_job_that_was_only_held_by_workers_that_vanished_is_generated_al
     engine.tick = counted_tick  # type: ignore[method-assign]
     await storage.queue.send([message(id="innocent", seed=100)])
     await vanish(storage, 9)
-    await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(12))
-    pipeline = await run_pipeline(engine, max_attempts=2)
+    pipeline = await run_pipeline(
+        engine,
+        sent=(message(id=f"j{seed}", seed=seed) for seed in range(12)),
+        max_attempts=2,
+    )
     assert dict(pipeline.metrics.outcomes) == {"completed": 13}
     assert company.pop(100) == 1
     assert max(company.values()) > 1
@@ -86,19 +86,15 @@ async def test_a_job_handed_back_by_many_workers_is_no_suspect(
 async def test_a_suspect_that_fails_leaves_the_way_free_for_the_others(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        if request.seed == 100:
-            raise errors.JobError("too large")
-        return draw_noise(request)
-
-    await storage.queue.send(
-        message(id=f"bad{number}", seed=100) for number in range(3)
-    )
-    for _ in range(3):
+    bad = [message(id=f"bad{number}", seed=100) for number in range(3)]
+    await redelivered(storage, *bad)
+    for _ in range(2):
         for leased in await storage.queue.receive(3, 30):
             await storage.queue.release(leased)
-    await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(5))
-    pipeline = await run_pipeline(StandInEngine(draw=draw))
+    pipeline = await run_pipeline(
+        Drawing(lambda each: errors.JobError("x") if each.seed == 100 else None),
+        sent=(message(id=f"j{seed}", seed=seed) for seed in range(5)),
+    )
     assert dict(pipeline.metrics.outcomes) == {"failed": 3, "completed": 5}
 
 

@@ -27,6 +27,7 @@ async def test_a_distant_storage_does_not_hold_up_the_fastest_engine(
         return await create(name, *rest, **more)
 
     monkeypatch.setattr(storage.blobs, "create", wait_and_create)
-    await storage.queue.send(message(id=f"j{number}") for number in range(2 * IMAGES))
-    pipeline = await run_pipeline()
+    pipeline = await run_pipeline(
+        sent=(message(id=f"j{number}") for number in range(2 * IMAGES))
+    )
     assert pipeline.metrics.outcomes == {"completed": 2 * IMAGES}
