@@ -206,18 +206,14 @@ class WorkerMetrics:
             (self.reallocations, ("granted", "refused")),
             (self.node_faults, get_args(NodeFault)),
             (self._kernels, get_args(Origin)),
-            (self.failed_jobs, _failures()),
         ):
             for value in values:
                 metric.labels(value)
-
-
-def _failures() -> Iterator[str]:
-    """The errors that send a job to the poison queue, by name."""
-    ends_job = errors.JobError, errors.TransientError
-    for name, each in vars(errors).items():
-        if isinstance(each, type) and issubclass(each, ends_job):
-            yield name
+        for name, each in vars(errors).items():  # that end in the poison queue
+            if isinstance(each, type) and issubclass(
+                each, errors.JobError | errors.TransientError
+            ):
+                self.failed_jobs.labels(name)
 
 
 class EngineCollector(Collector):
@@ -232,35 +228,59 @@ class EngineCollector(Collector):
         busy_seconds, rows = clock.busy_seconds, clock.cold_rows_per_second
         waited = dict.fromkeys(IDLE_REASONS, 0.0) | clock.idle_seconds.copy()
         yield _counter("gpu_busy_seconds", "Time the engine was busy.", busy_seconds)
-        what = "Time the engine was idle, by reason."
-        yield _counter("gpu_idle_seconds", what, dict(sorted(waited.items())), "reason")
-        what = "Time of each phase until this worker first drew at full speed; some overlap."
-        yield _gauge("start_phase_seconds", what, clock.start_phases, "phase")
+        yield _counter(
+            "gpu_idle_seconds",
+            "Time the engine was idle, by reason.",
+            dict(sorted(waited.items())),
+            "reason",
+        )
+        yield _gauge(
+            "start_phase_seconds",
+            "Time of each phase until this worker first drew at full speed; some overlap.",
+            clock.start_phases,
+            "phase",
+        )
         if rows:
-            what = "Rows of the UNet's calls per busy second until full speed."
-            yield _gauge("cold_rows_per_second", what, rows)
-        what = "Compilations after the warm-up; more than 0 is a bug."
-        yield _counter("engine_recompiles", what, getattr(engine, "recompiles", 0))
-        what = "Rows of the UNet's calls that images took: two a call with guidance, one without."
-        yield _counter("unet_rows", what, getattr(engine, "unet_rows", 0))
-        what = "1 while the engine compiles: it draws meanwhile, but more slowly."
-        yield _gauge("engine_compiling", what, getattr(engine, "is_compiling", False))
+            yield _gauge(
+                "cold_rows_per_second",
+                "Rows of the UNet's calls per busy second until full speed.",
+                rows,
+            )
+        yield _counter(
+            "engine_recompiles",
+            "Compilations after the warm-up; more than 0 is a bug.",
+            getattr(engine, "recompiles", 0),
+        )
+        yield _counter(
+            "unet_rows",
+            "Rows of the UNet's calls that images took: two a call with guidance, one without.",
+            getattr(engine, "unet_rows", 0),
+        )
+        yield _gauge(
+            "engine_compiling",
+            "1 while the engine compiles: it draws meanwhile, but more slowly.",
+            getattr(engine, "is_compiling", False),
+        )
         busy = self._engine_thread.in_engine
         slots = {"busy": busy, "free": max(0, self._engine_thread.capacity - busy)}
         yield _gauge("slots", "Slots of the engine by state.", slots, "state")
         in_memory = engine.lora_lookups if engine else {}
-        lookups = {
-            (cache, result): counts.get(result, 0)
-            for cache, counts in (
-                ("disk", self._library.lookups),
-                ("memory", in_memory),
-            )
-            for result in ("hit", "miss")
-        }
-        what = "LoRA cache lookups, on disk and in memory."
-        yield _counter("lora_cache", what, lookups, "cache", "result")
-        what = "LoRA files read that change nothing: all their deltas are zero."
-        yield _counter("loras_without_effect", what, in_memory.get("no_effect", 0))
+        lookups = {}
+        for cache, counts in (("disk", self._library.lookups), ("memory", in_memory)):
+            for result in ("hit", "miss"):
+                lookups[cache, result] = counts.get(result, 0)
+        yield _counter(
+            "lora_cache",
+            "LoRA cache lookups, on disk and in memory.",
+            lookups,
+            "cache",
+            "result",
+        )
+        yield _counter(
+            "loras_without_effect",
+            "LoRA files read that change nothing: all their deltas are zero.",
+            in_memory.get("no_effect", 0),
+        )
 
 
 def _family(
@@ -279,10 +299,8 @@ def _family(
     return family
 
 
-_counter, _gauge = (
-    partial(_family, CounterMetricFamily),
-    partial(_family, GaugeMetricFamily),
-)
+_counter = partial(_family, CounterMetricFamily)
+_gauge = partial(_family, GaugeMetricFamily)
 
 
 @dataclass(eq=False)
@@ -339,10 +357,8 @@ class CostMeter(Collector):
     def wasted_seconds(self) -> dict[str, float]:
         now = time.monotonic()
         ready_at = now if self._ready_at is None else self._ready_at
-        clock, tick_began_at = (
-            self._engine_thread.clock,
-            self._engine_thread.tick_began_at,
-        )
+        clock = self._engine_thread.clock
+        tick_began_at = self._engine_thread.tick_began_at
         in_tick = 0.0 if tick_began_at is None else now - tick_began_at
         # The engine's thread writes both while this reads them. Prometheus takes a counter that
         # decreases, even by one tick, for a reset and adds its whole value again.
@@ -361,36 +377,55 @@ class CostMeter(Collector):
             cost["gpu"] = gpu_dollars
             seconds = self.wasted_seconds()
             wasted = {each: self._dollars(seconds[each]) or 0.0 for each in seconds}
-            what = "GPU cost without a stored image, by reason."
-            yield _counter("wasted_dollars", what, wasted, "reason")
+            yield _counter(
+                "wasted_dollars",
+                "GPU cost without a stored image, by reason.",
+                wasted,
+                "reason",
+            )
             price = self._replica.dollars_per_hour
             yield _gauge(
                 "price_dollars_per_hour", "Price of this replica.", price or 0.0
             )
-        what = "Cost of this replica: its running time and its storage operations."
-        yield _counter("cost_dollars", what, cost, "kind")
+        yield _counter(
+            "cost_dollars",
+            "Cost of this replica: its running time and its storage operations.",
+            cost,
+            "kind",
+        )
         done = self._operations
         by_kind = {
             "queue": done.queue,
             "blob_write": done.blob_writes,
             "blob_read": done.blob_reads,
         }
-        what = "Billed storage operations by kind."
-        yield _counter("storage_operations", what, by_kind, "kind")
-        what = "How far the clock of this worker's machine is ahead of the storage's."
-        yield _gauge("clock_offset_seconds", what, self._clock.offset_seconds)
+        yield _counter(
+            "storage_operations", "Billed storage operations by kind.", by_kind, "kind"
+        )
+        yield _gauge(
+            "clock_offset_seconds",
+            "How far the clock of this worker's machine is ahead of the storage's.",
+            self._clock.offset_seconds,
+        )
         clock = self._engine_thread.clock
         paid = clock.paid_seconds(self._began_at, time.monotonic())
-        what = "Running time of this replica: before its first image, until full speed, and since."
-        yield _counter("paid_seconds", what, paid, "state")
+        yield _counter(
+            "paid_seconds",
+            "Running time of this replica: before its first image, until full speed, and since.",
+            paid,
+            "state",
+        )
         for name, until, at in (
             ("start_up", "until its engine was loaded", self._ready_at),
             ("first_image", "to its first image", clock.first_image_at),
             ("full_speed", "to its first image at full speed", clock.full_speed_at),
         ):
             if at is not None:
-                what = f"Time from this worker's start {until}."
-                yield _gauge(f"{name}_seconds", what, at - self._began_at)
+                yield _gauge(
+                    f"{name}_seconds",
+                    f"Time from this worker's start {until}.",
+                    at - self._began_at,
+                )
 
     def _dollars(self, seconds: float) -> float | None:
         price = self._replica.dollars_per_hour

@@ -19,8 +19,15 @@ from imagefleet.telemetry.settings import TelemetrySettings
 #: The settings of a worker by subject, in the order of the help and the documentation.
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "Model and LoRAs": (
-        *("model", "model_sha256", "config", "accelerator", "vae", "taesd"),
-        *("file_positions", "lora_directory", "embedding_directory"),
+        "model",
+        "model_sha256",
+        "config",
+        "accelerator",
+        "vae",
+        "taesd",
+        "file_positions",
+        "lora_directory",
+        "embedding_directory",
     ),
     "GPU": (
         "gpus",
@@ -32,24 +39,22 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "fp16_accumulate",
     ),
     "Jobs and leases": (
-        *(
-            "trusted_key",
-            "signing_key",
-            "input_campaigns",
-            "lease_seconds",
-            "max_attempts",
-        ),
-        *("prefetch_seconds", "grace_seconds", "until_empty"),
+        "trusted_key",
+        "signing_key",
+        "input_campaigns",
+        "lease_seconds",
+        "max_attempts",
+        "prefetch_seconds",
+        "grace_seconds",
+        "until_empty",
     ),
     "Node": (
-        *(
-            "cache",
-            "cache_megabytes",
-            "start_up_seconds",
-            "min_images_per_second",
-            "host",
-            "port",
-        ),
+        "cache",
+        "cache_megabytes",
+        "start_up_seconds",
+        "min_images_per_second",
+        "host",
+        "port",
     ),
     "Cost and labels": (
         "name",

@@ -319,25 +319,6 @@ async def test_every_stage_of_a_job_is_counted(
         StandInEngine(capacity=4),
         sent=(message(id=f"j{number}") for number in range(40)),
     )
-    text = {family.name for family in pipeline.metrics.registry.collect()}
-    assert text >= {
-        "imagefleet_images",
-        "imagefleet_jobs",
-        "imagefleet_stage_seconds",
-        "imagefleet_gpu_busy_seconds",
-        "imagefleet_gpu_idle_seconds",
-        "imagefleet_first_image_seconds",
-        "imagefleet_full_speed_seconds",
-        "imagefleet_start_phase_seconds",
-        "imagefleet_paid_seconds",
-        "imagefleet_engine_recompiles",
-        "imagefleet_engine_compiling",
-        "imagefleet_slots",
-        "imagefleet_cost_dollars",
-        "imagefleet_lora_cache",
-        "imagefleet_queue_messages",
-        "imagefleet_lease_renewals",
-    }
     sample = pipeline.metrics.registry.get_sample_value
     assert sample("imagefleet_images_total") == 40
     assert sample("imagefleet_jobs_total", {"outcome": "completed"}) == 40

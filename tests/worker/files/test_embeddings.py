@@ -136,30 +136,15 @@ async def test_a_list_that_cannot_be_read_leaves_the_last_one_in_force(
     names = await found.names()
     await replace(storage, "embeddings/manifest.json", b"{")
     assert await found.names() is names
+    with monkeypatch.context() as hanging:
+        hanging.setattr("worker.files.library.READ_SECONDS", 0.01)
+        hanging.setattr(storage.files, "read", lambda *_: asyncio.Event().wait())
+        assert await found.names() is names
     # A worker that starts then would draw names as words, or fail every job.
     with pytest.raises(
         errors.SetupError, match=r"embeddings/manifest\.json .* is not a JSON"
     ):
         await library().names()
-
-
-async def test_a_storage_that_hangs_holds_up_no_job(
-    storage: Storage,
-    library: Library,
-    lora_bytes: FileBytes,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    await put(storage, mist=lora_bytes("a"))
-    found = library()
-    names = await found.names()
-    monkeypatch.setattr("worker.files.library.LIST_SECONDS", -1.0)
-    monkeypatch.setattr("worker.files.library.READ_SECONDS", 0.01)
-
-    async def hang(*_: object) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(type(storage.files), "read", hang)
-    assert await found.names() is names
 
 
 async def test_names_that_lead_out_of_the_folder_are_left_out(

@@ -1,8 +1,6 @@
-import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,27 +135,10 @@ def test_a_driver_that_hangs_is_one_sentence(
     answers.set()
 
 
-def test_processes_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    settings = MachineSettings(model="m", device="cpu", gpus="0,1,2")
-    assert [each.environment(3) for each in choice.choose(settings)] == [
-        {"OMP_NUM_THREADS": "2"}
-    ] * 3
-
-
 @pytest.mark.parametrize("gpus", ["", ",", "0,,1", "0 1"])
-def test_what_is_no_list_is_refused(gpus: str, refuse: Callable[[str], None]) -> None:
-    refuse(gpus)
-
-
-@pytest.fixture
-def refuse() -> Callable[[str], None]:
-    def check(gpus: str) -> None:
-        with pytest.raises(ValueError, match="gpus"):
-            MachineSettings(model="m", gpus=gpus)
-
-    return check
+def test_what_is_no_list_is_refused(gpus: str) -> None:
+    with pytest.raises(ValueError, match="gpus"):
+        MachineSettings(model="m", gpus=gpus)
 
 
 def test_the_parent_needs_neither_torch_nor_numpy() -> None:

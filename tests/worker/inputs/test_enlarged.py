@@ -270,18 +270,3 @@ async def test_a_stage_that_failed_enlarges_once_it_is_replayed(
         f"default/{name}.png" for name in ("a", "a~s2", "b", "b~s2")
     ]
     assert (await image(storage, "default/a~s2.png")).size == (128, 128)
-
-
-async def test_another_worker_confirms_an_enlarged_image(
-    storage: Storage, run_pipeline: RunPipeline, model: Path
-) -> None:
-    await put(storage, "a.png", file_of(picture()))
-    for name, job in {
-        "one": upscaled(id="a"),
-        "two": upscaled(id="a", verify=True),
-    }.items():
-        await storage.queue.send([job])
-        await run_pipeline(load=loads(model), name=name)
-    first = await image(storage, "default/a.png")
-    second = await image(storage, "-checks/default/a.png")
-    assert np.array_equal(np.asarray(first), np.asarray(second))

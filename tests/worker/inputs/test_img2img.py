@@ -180,18 +180,6 @@ def test_every_pixel_is_as_in_a1111(number: int) -> None:
     assert np.array_equal(final, EXPECTED[f"{number}_final"])
 
 
-def test_what_is_not_masked_is_the_original_to_the_bit() -> None:
-    case = Case(image=(64, 48), size=(32, 32), mask="disc", padding=4)
-    _, overlay = begin(case)
-    assert overlay is not None
-    final = overlay.put_over(drawing(32, 32))
-    blurred = img2img.blur_mask(img2img.read_mask(mask_of(64, 48, "disc")), 4, 4)
-    kept = blurred == 0
-    assert 0.2 < kept.mean() < 0.9
-    assert np.array_equal(final[kept], np.asarray(picture(64, 48))[kept])
-    assert not np.array_equal(final[~kept], np.asarray(picture(64, 48))[~kept])
-
-
 def test_the_result_of_a_masked_part_is_as_large_as_the_image_and_so_limited() -> None:
     case = Case(image=(2560, 2048), size=(64, 64), mask="disc")
     with pytest.raises(
@@ -221,19 +209,3 @@ def test_the_engine_is_told_what_is_below_the_mask_at_first(
     case = Case(image=(64, 64), size=(64, 64), mask="disc", full_res=False, fill=fill)
     init, _ = begin(case)
     assert (init.masked_content, init.denoising_strength) == (content, 0.75)
-
-
-@pytest.mark.parametrize(
-    ("size", "sigma"),
-    [((64, 64), (4, 4)), ((5, 300), (64, 20)), ((1, 50), (3, 3)), ((9, 2), (7, 0))],
-)
-def test_a_blur_keeps_what_is_even_and_is_symmetric(
-    size: Size, sigma: tuple[int, int]
-) -> None:
-    even = np.full(size, 200, np.uint8)
-    assert np.array_equal(img2img.blur_mask(even, *sigma), even)
-    rough = np.random.default_rng(1).integers(0, 256, size, np.uint8)
-    assert np.array_equal(
-        img2img.blur_mask(rough[::-1, ::-1], *sigma),
-        img2img.blur_mask(rough, *sigma)[::-1, ::-1],
-    )

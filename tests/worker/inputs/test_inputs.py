@@ -442,16 +442,3 @@ async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job_and_one_tha
     assert pipeline.metrics.outcomes == outcomes
     for failed in await failed_jobs(storage):
         assert "cannot be read with this worker's credentials" in failed.reason
-
-
-async def test_images_that_begin_with_the_same_one_do_not_make_a_node_suspect(
-    storage: Storage, run_pipeline: RunPipeline
-) -> None:
-    same = np.asarray(picture(64, 64))
-    engine = StandInEngine(size=(64, 64), draw=lambda _: same)
-    source = in_base64(picture(64, 64))
-    jobs = [
-        message(id=f"j{seed}", seed=seed, init_images=[source]) for seed in range(8)
-    ]
-    pipeline = await run_pipeline(engine, sent=jobs)
-    assert pipeline.metrics.outcomes == {"completed": 8}

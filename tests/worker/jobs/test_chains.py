@@ -252,30 +252,6 @@ async def test_what_is_the_whole_jobs_cannot_be_changed_in_a_later_stage(
     assert "campaign is of the job as a whole, and this is a later stage" in reason
 
 
-async def test_a_cancelled_campaign_stops_its_chains(
-    storage: Storage,
-    run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("imagefleet.cancelled.LOAD_SECONDS", 1.0)
-    await storage.queue.send([chained(campaign="spring")])
-    loop = asyncio.get_running_loop()
-
-    def cancels(_: contract.ImageRequest) -> None:  # on the engine's thread
-        asyncio.run_coroutine_threadsafe(
-            cancelled.cancel(storage, "spring"), loop
-        ).result(10)
-
-    engine = Drawing(fails=cancels)
-    monkeypatch.setattr("imagefleet.cancelled.PERIOD_SECONDS", 0.0)
-    monkeypatch.setattr("worker.stages.prepare.MAX_LIST_AGE_SECONDS", 0.0)
-    await run_pipeline(engine)
-    assert engine.steps == [11]
-    assert await blobs(storage, "spring/") == ["spring/a.png"]
-    found = await reader.counts(storage, "spring")
-    assert (found.images, found.completed, found.cancelled) == (1, 0, 1)
-
-
 @local_only
 async def test_a_campaign_that_is_cancelled_while_the_queue_does_not_answer_goes_no_further(
     storage: Storage,

@@ -229,31 +229,3 @@ def test_records_of_short_leases_wait_no_longer_than_the_leases_allow() -> None:
     assert stage.flush_seconds(120, is_billed=True) == 15
     assert stage.flush_seconds(4, is_billed=True) == 0.5
     assert stage.flush_seconds(120, is_billed=False) == 1
-
-
-async def test_the_engine_draws_on_while_images_are_uploaded(
-    storage: Storage,
-    run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drawn, enough, create = 0, asyncio.Event(), storage.blobs.create
-    loop = asyncio.get_running_loop()
-
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        nonlocal drawn
-        drawn += 1
-        if drawn == 12:
-            loop.call_soon_threadsafe(enough.set)
-        return draw_noise(request)
-
-    async def slow(name: str, *arguments: Any, **options: Any) -> bool:
-        if name.startswith("default/"):
-            await enough.wait()
-        return await create(name, *arguments, **options)
-
-    monkeypatch.setattr(storage.blobs, "create", slow)
-    await run_pipeline(
-        StandInEngine(capacity=4, draw=draw),
-        sent=(message(id=f"j{number}") for number in range(40)),
-    )
-    assert drawn == 40

@@ -98,19 +98,6 @@ async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
     assert image.digest == jobs[first].stage_digest
 
 
-async def test_a_message_that_was_sent_twice_is_no_other_job(
-    storage: Storage, run_pipeline: RunPipeline
-) -> None:
-    once, again = (
-        message(id="1", metadata={"row": 1}),
-        message(id="1", metadata={"row": 2}),
-    )
-    await run_pipeline(sent=[once])
-    pipeline = await run_pipeline(sent=[again])
-    assert pipeline.metrics.outcomes == {"duplicate": 1}
-    assert await failed_jobs(storage) == []
-
-
 @pytest.mark.parametrize("single_first", [True, False])
 async def test_a_job_of_several_images_and_one_of_a_single_one_meet(
     storage: Storage, run_pipeline: RunPipeline, single_first: bool

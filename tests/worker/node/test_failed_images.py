@@ -1,8 +1,6 @@
 """Failed images: a campaign's own fault costs no node, and a broken GPU is detected."""
 
-import asyncio
 import logging
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -115,37 +113,3 @@ async def test_a_gpu_that_fails_every_image_is_a_broken_node_named_with_the_coun
         await run_pipeline(StandInEngine(draw=draw))
     assert plain_images == 1
     assert (await storage.queue.depth()).messages == 30
-
-
-class LosesPlainImages(StandInEngine):
-    """Never finishes a plain image."""
-
-    def __init__(self, draw: Draw) -> None:
-        super().__init__(tick_seconds=0.01, draw=draw)
-        self.has_plain = threading.Event()
-
-    def tick(self) -> list[contract.Finished]:
-        lost = [
-            (ticket, request) for ticket, request in self._admitted if is_plain(request)
-        ]
-        finished = super().tick()
-        if lost:
-            self.has_plain.set()
-        self._admitted.extend(lost)
-        return [each for each in finished if each.ticket not in dict(lost)]
-
-
-@local_only
-async def test_a_drain_does_not_wait_for_a_plain_image(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("worker.node.watchdog.FAILURES_IN_A_ROW", 4)
-    engine, stop = LosesPlainImages(nan), asyncio.Event()
-    await send(storage, "bad", 4)
-    running = asyncio.create_task(
-        run_pipeline(engine, stop=stop, until_empty=False, grace_seconds=3600)
-    )
-    await asyncio.to_thread(engine.has_plain.wait)
-    stop.set()
-    pipeline = await running
-    assert set(pipeline.metrics.outcomes) <= {"retried", "handed_back"}

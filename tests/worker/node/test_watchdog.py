@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from evaluation.stand_in import StandInEngine, draw_noise
+from evaluation.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
 from imagefleet.storage.open import Storage
@@ -239,35 +239,3 @@ async def test_a_node_whose_reallocation_is_refused_works_on(
     stop.set()
     await running
     assert set(pipeline.metrics.outcomes) <= {"completed", "handed_back"}
-
-
-@local_only
-async def test_a_campaign_whose_images_fail_for_several_windows_costs_no_node(
-    storage: Storage,
-    run_watched: Callable[..., Any],
-    salad_metadata_service: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.01)
-
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        if str(request.prompt) == "x":
-            raise errors.TransientError("the image came out as NaN")
-        return draw_noise(request)
-
-    await fill(storage)
-    stop = asyncio.Event()
-    pipeline, running = run_watched(
-        StandInEngine(size=(512, 512), tick_seconds=0.02, draw=draw), stop
-    )
-    windows = pipeline.metrics.registry.get_sample_value
-    await until(
-        lambda: (
-            (windows("imagefleet_node_watch_windows_total", {"result": "passed"}) or 0)
-            >= 4
-        )
-    )
-    stop.set()
-    await running
-    assert salad_metadata_service.reasons == []
-    assert windows("imagefleet_node_watch_windows_total", {"result": "failed"}) == 0

@@ -150,24 +150,6 @@ async def test_a_failed_job_keeps_the_signature_of_what_was_sent(
         assert "deliveries" not in body
 
 
-async def test_both_keys_are_taken_while_keys_change(
-    storage: Storage,
-    run_pipeline: RunPipeline,
-    key: SigningKey,
-    signer: JobSigner,
-    tmp_path: Path,
-) -> None:
-    new = SigningKey.create(tmp_path / "new.pem")
-    pipeline = await run_pipeline(
-        sent=[
-            job("old").to_message(signer),
-            job("new").to_message(JobSigner(new, storage.scope)),
-        ],
-        trusted_key=f"{key.public},{new.public}",
-    )
-    assert dict(pipeline.metrics.outcomes) == {"completed": 2}
-
-
 async def test_a_worker_says_at_its_start_whose_jobs_it_takes(
     storage: Storage,
     worker_settings: Callable[..., WorkerSettings],

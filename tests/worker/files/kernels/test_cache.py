@@ -102,37 +102,6 @@ async def test_a_truncated_file_in_the_image_is_named_and_the_storage_asked(
     assert f"left out: {packed} is damaged" in caplog.text
 
 
-async def test_a_file_of_another_torch_under_this_ones_name_is_not_unpacked(
-    storage: Storage,
-    packed: Path,
-    kernels: KernelCache,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    archive.pack(kernels.folder.with_name("there"), OTHER, packed)
-    await put(storage, packed)
-    assert await fetch(kernels, storage, packed.parent) is None
-    assert caplog.text.count("is for driver 595, torch 2.13.0") == 2
-    assert not (kernels.folder / GRAPH).exists()
-
-
-async def test_with_none_for_its_key_a_worker_compiles(
-    storage: Storage, tmp_path: Path, packed: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    await put(storage, packed)
-    kernels = KernelCache(tmp_path / "here", OTHER)
-    assert await fetch(kernels, storage, packed.parent) is None
-    assert f"no kernels are stored for {OTHER.name}" in caplog.text
-
-
-async def test_a_storage_without_any_kernels_costs_a_few_requests(
-    storage: Storage, kernels: KernelCache
-) -> None:
-    reads = storage.operations.blob_reads
-    assert await fetch(kernels, storage) is None
-    assert storage.operations.blob_reads <= reads + 5
-
-
 async def test_a_file_that_was_changed_in_the_storage_is_not_unpacked(
     storage: Storage,
     packed: Path,
@@ -158,15 +127,6 @@ async def test_a_file_that_no_list_names_is_not_even_downloaded(
     )
     assert await fetch(kernels, storage) is None
     assert not (kernels.folder / GRAPH).exists()
-
-
-async def test_a_listed_file_that_is_gone_stops_nobody(
-    storage: Storage, kernels: KernelCache, caplog: pytest.LogCaptureFixture
-) -> None:
-    content = manifest.encode("kernels", {NAME: "0" * 64}, None)
-    await storage.files.create("kernels/manifest.json", content, "application/json", {})
-    assert await fetch(kernels, storage) is None
-    assert "`imagefleet files add kernels` stores it" in caplog.text
 
 
 async def test_with_a_trusted_key_only_kernels_of_a_signed_list_are_loaded(

@@ -173,41 +173,6 @@ async def test_of_two_that_compile_the_same_at_once_one_adds_nothing(
     }
 
 
-async def test_a_compiler_goes_on_with_the_first_while_more_are_fetched(
-    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with working(storage, tmp_path / "a") as first:
-        await compile_here(first, UNET, "fabc")
-        await polling.until(lambda: numbers(storage))
-    await put(storage, 2, packed(tmp_path, "fbcd"))
-    take, never = SharedKernels._take, asyncio.Event()
-
-    async def slowly(self: SharedKernels, number: int, record: object) -> bool:
-        if number > 1:
-            await never.wait()
-        return await take(self, number, record)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(SharedKernels, "_take", slowly)
-    async with working(storage, tmp_path / "b") as other:
-        assert not await compile_here(other, UNET, "fabc")
-
-
-async def test_what_arrives_while_something_is_found_on_the_disk_is_not_taken_for_compiled(
-    storage: Storage, tmp_path: Path
-) -> None:
-    data, loop = packed(tmp_path, "fabc"), asyncio.get_running_loop()
-    async with working(storage, tmp_path / "b") as kernels:
-
-        def run() -> None:
-            with kernels.compiling(UNET):
-                asyncio.run_coroutine_threadsafe(put(storage, 1, data), loop).result()
-                kernels._tell(kernels._asked)
-                polling.until_in_thread(lambda: kernels.origin)
-
-        await asyncio.to_thread(run)
-        assert kernels.origin == "store"
-
-
 async def test_a_download_that_hangs_is_waited_for_once(
     storage: Storage,
     tmp_path: Path,
