@@ -113,7 +113,7 @@ class VictoriaMetrics:
 class FakeSaladMetadata:
     """SaladCloud's metadata service as specified, over real HTTP.
 
-    *reasons* and *deletion_costs* record the requests; *broken* may answer in its place.
+    *reasons* records the requests; *broken* may answer in its place.
     """
 
     url: str = ""
@@ -121,7 +121,6 @@ class FakeSaladMetadata:
     ready: bool = True
     started: bool = True
     reasons: list[str] = field(default_factory=list)
-    deletion_costs: list[int] = field(default_factory=list)
     broken: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -139,7 +138,6 @@ class FakeSaladMetadata:
         answers: dict[str, dict[str, Any]] = {
             "/v1/token": {"jwt": self.jwt},
             "/v1/status": {"ready": self.ready, "started": self.started},
-            "/v1/deletion-cost": {"deletion_cost": [0, *self.deletion_costs][-1]},
         }
         if path in answers:
             return web.json_response(answers[path])
@@ -147,10 +145,6 @@ class FakeSaladMetadata:
 
     def _change(self, method: str, path: str, body: dict[str, Any]) -> web.Response:
         match method, path, body:
-            case "PUT", "/v1/deletion-cost", {"deletion_cost": int(cost)} if (
-                abs(cost) < 2**31
-            ):
-                self.deletion_costs.append(cost)
             case "POST", "/v1/reallocate", {"reason": str(reason)} if (
                 1 <= len(reason) <= 1000
             ):

@@ -160,7 +160,6 @@ class _Worker:
                 job="imagefleet-worker",
                 instance=self._member.assignment.instance if self._member else None,
             ),
-            salad.updating_deletion_cost(self._container, self._jobs_in_flight),
             tasks.background(self._show_progress(), "show progress"),
             tasks.background(self._report_to_parent(), "report to the parent"),
         ):
@@ -286,11 +285,6 @@ class _Worker:
         self._waiting_for = "waiting for the operator" if is_waiting else None
         self._has_started = True
 
-    def _jobs_in_flight(self) -> int:
-        return (
-            len(self._pipeline.settler.in_flight) if self._pipeline is not None else 0
-        )
-
     def _measured(self, messages: int) -> None:
         self._meter.measured(time.monotonic(), messages, self._counts())
 
@@ -301,14 +295,17 @@ class _Worker:
             and (gpu_dollars := pipeline.cost.gpu_dollars) is not None
         ):
             dollars = gpu_dollars + pipeline.cost.storage_dollars
-        recording = pipeline.settler.pending.jobs if pipeline is not None else 0
+        in_flight = recording = 0
+        if pipeline is not None:
+            settler = pipeline.settler
+            in_flight, recording = len(settler.in_flight), settler.pending.jobs
         return Counts(
             images=self._metrics.images_stored,
             ended_jobs=sum(self._metrics.outcomes[outcome] for outcome in _ENDED)
             + recording,
             failed_jobs=self._metrics.outcomes["failed"],
             cancelled_jobs=self._metrics.outcomes["cancelled"],
-            jobs_in_flight=max(0, self._jobs_in_flight() - recording),
+            jobs_in_flight=max(0, in_flight - recording),
             dollars=dollars,
         )
 

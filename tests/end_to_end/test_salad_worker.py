@@ -13,18 +13,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 import forks
-from evaluation.stand_in import StandInEngine
 from fleet import health
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from polling import until
-from worker import process
-from worker.metrics import Outcome
-from worker.node import salad
-from worker.settings import WorkerSettings
 
 pytestmark = pytest.mark.slow
 
@@ -366,91 +360,6 @@ async def test_a_broken_node_without_a_metadata_service_exits_at_once_with_that_
 
     assert worker.returncode == 3, output
     assert "reallocation_failed" in output
-
-
-async def test_the_deletion_cost_follows_the_jobs_in_flight(
-    local_storage: Storage, start: Program, salad_metadata_service: Any
-) -> None:
-    await local_storage.queue.send(
-        f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(12)
-    )
-    start(
-        "from worker.node import salad; salad.COST_SECONDS = 0.1",
-        engine="StandInEngine(capacity=4, tick_seconds=0.3)",
-    )
-    await until(lambda: salad_metadata_service.deletion_costs[-1:] == [0])
-
-    costs = salad_metadata_service.deletion_costs
-    assert max(costs) >= 4
-    assert costs.index(0) == len(costs) - 1
-    assert len(costs) <= 6, "updated although it hardly changed"
-
-
-async def absent(_: web.Request) -> web.StreamResponse:
-    raise ConnectionResetError
-
-
-async def slow(_: web.Request) -> web.StreamResponse:
-    await asyncio.Event().wait()
-    return web.Response()
-
-
-def answering(status: int) -> Callable[[web.Request], Any]:
-    async def answer(_: web.Request) -> web.StreamResponse:
-        return web.Response(
-            status=status, text="<html>no</html>", content_type="text/html"
-        )
-
-    return answer
-
-
-@local_only
-@pytest.mark.parametrize(
-    "broken",
-    [absent, slow, answering(403), answering(500), answering(200)],
-    ids=["absent", "slow", "403", "500", "html"],
-)
-async def test_a_metadata_service_that_fails_costs_no_image(
-    broken: Any,
-    storage: Storage,
-    storage_settings: StorageSettings,
-    salad_metadata_service: Any,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("worker.node.salad.COST_SECONDS", 0.02)
-    monkeypatch.setattr(
-        "worker.node.salad.find_metadata",
-        lambda: salad.SaladMetadata(salad_metadata_service.url, timeout_seconds=0.1),
-    )
-    salad_metadata_service.broken = broken
-    await storage.queue.send(
-        f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(20)
-    )
-    ends: list[Outcome] = []
-
-    def settled(outcome: Outcome) -> None:
-        ends.append(outcome)
-        if len(ends) == 20:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    report = await process.run_worker(
-        WorkerSettings(
-            **storage_settings.model_dump(),
-            model=Path("stand-in"),
-            device="cpu",
-            cache=tmp_path / "cache",
-        ),
-        load=lambda: StandInEngine(tick_seconds=0.1),
-        on_settled=settled,
-    )
-
-    assert report.jobs == {"completed": 20}
-    warnings = [
-        record for record in caplog.records if "deletion cost" in record.getMessage()
-    ]
-    assert len(warnings) == 1, "a failure is logged once"
 
 
 def line_of(output: str, action: str) -> str:

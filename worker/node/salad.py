@@ -7,12 +7,11 @@ redirects.
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import aiohttp
 from prometheus_client import Counter
@@ -31,18 +30,8 @@ TIMEOUT_SECONDS = 3.0
 #: The service rejects longer texts.
 MAX_REASON_CHARACTERS = 1000
 
-#: The limit of SaladCloud's own API (the metadata service takes any 32-bit integer).
-MAX_DELETION_COST = 100_000
-
 #: A token has 1,000 characters at most; the page of another service may have any number.
 _MAX_ANSWER_BYTES = 65_536
-
-#: Seconds between two updates of the deletion cost, sent only when it has changed: a group is made
-#: smaller every quarter of an hour at most.
-COST_SECONDS = 15.0
-
-#: A smaller change does not matter when replicas are compared.
-_MATERIAL_FACTOR = 2
 
 #: SaladCloud may take minutes to stop a container; one that is still running then exits.
 REALLOCATION_SECONDS = 600.0
@@ -80,11 +69,6 @@ class SaladMetadata:
                 "SaladCloud's metadata service answers without a token"
             )
         return jwt
-
-    async def set_deletion_cost(self, cost: int) -> None:
-        """Replicas of the lowest cost are stopped first when the group is made smaller."""
-        body = {"deletion_cost": max(0, min(cost, MAX_DELETION_COST))}
-        await self._request("PUT", "/v1/deletion-cost", body)
 
     async def reallocate(self, reason: str) -> None:
         """Requests another node; the *reason*, cut off, goes to SaladCloud's support."""
@@ -167,44 +151,6 @@ def _field(answer: bytes, name: str) -> Any:
         return json.loads(answer)[name]
     except (ValueError, KeyError, TypeError):
         return None
-
-
-@contextlib.asynccontextmanager
-async def updating_deletion_cost(
-    metadata: SaladMetadata | None, jobs_in_flight: Callable[[], int]
-) -> AsyncIterator[None]:
-    """Keeps the deletion cost at the number of jobs in flight while the block runs.
-
-    It matters only for intended reductions; an owner who returns stops any replica.
-    """
-    if metadata is None:
-        yield
-        return
-    async with tasks.background(_update(metadata, jobs_in_flight), "deletion cost"):
-        yield
-
-
-async def _update(
-    metadata: SaladMetadata, jobs_in_flight: Callable[[], int]
-) -> NoReturn:
-    current = 0  # a new container's
-    warning = logs.Occasion(seconds=3600)
-    while True:
-        cost = jobs_in_flight()
-        if cost != current and max(cost, current) >= _MATERIAL_FACTOR * min(
-            cost, current
-        ):
-            try:
-                await metadata.set_deletion_cost(cost)
-            except errors.TransientError as error:
-                if warning.is_due():
-                    log.warning(
-                        f"the deletion cost is not updated, the work goes on: {error}",
-                        action="deletion_cost_failed",
-                    )
-            else:
-                current = cost
-        await asyncio.sleep(concurrency.jitter(COST_SECONDS, 0.8, 1.2))
 
 
 async def retry_until_fixed(

@@ -15,9 +15,7 @@ async def test_each_call_is_one_that_the_service_accepts(
     metadata = SaladMetadata(salad_metadata_service.url + "/")
     assert await metadata.token() == "header.claims.signature"
     await metadata.reallocate("too slow")
-    await metadata.set_deletion_cost(7)
     assert salad_metadata_service.reasons == ["too slow"]
-    assert salad_metadata_service.deletion_costs == [7]
 
 
 async def test_no_proxy_comes_between(
@@ -32,16 +30,13 @@ async def test_no_proxy_comes_between(
     )
 
 
-async def test_long_reasons_and_high_costs_are_cut(
+async def test_long_reasons_are_cut(
     salad_metadata_service: Any,
 ) -> None:
     metadata = SaladMetadata(salad_metadata_service.url)
     await metadata.reallocate("x" * 2000)
-    await metadata.set_deletion_cost(10**9)
-    await metadata.set_deletion_cost(-1)
 
     assert salad_metadata_service.reasons == ["x" * 1000]
-    assert salad_metadata_service.deletion_costs == [100_000, 0]
 
 
 async def slow(_: web.Request) -> web.StreamResponse:
@@ -85,7 +80,6 @@ async def test_every_other_answer_is_a_transient_error(
 
     for call in (
         metadata.token(),
-        metadata.set_deletion_cost(1),
         metadata.reallocate("slow"),
     ):
         with pytest.raises(errors.TransientError, match=says):
