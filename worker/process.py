@@ -22,7 +22,7 @@ from worker.engine import contract, load, phases
 from worker.files import check, model
 from worker.files.kernels import cache as kernels
 from worker.gpu_thread import THREAD_NAME, Take
-from worker.gpus.child import Member
+from worker.gpus.child import HURRY, Member
 from worker.inputs.reader import JobFiles
 from worker.metrics import Outcome, WorkerMetrics
 from worker.models import checkpoints
@@ -324,10 +324,14 @@ class _Worker:
         )
 
     async def _report_to_parent(self) -> None:
+        """Every second; once the parent is gone, hands back the jobs in flight and ends."""
         while self._member is not None:
-            self._member.report(
-                is_ready=self._pipeline is not None and self._pipeline.ready
-            )
+            is_ready = self._pipeline is not None and self._pipeline.ready
+            if not self._member.report(is_ready=is_ready):
+                log.error("the parent of this worker is gone", action="parent_gone")
+                self._hurry.set()
+                self._stop.set()
+                return
             await asyncio.sleep(SAMPLE_SECONDS)
 
     async def _show_progress(self) -> NoReturn:
@@ -416,16 +420,17 @@ def _signals(
 ) -> Iterator[tuple[asyncio.Event, asyncio.Event, list[signal.Signals]]]:
     """The first SIGTERM or SIGINT sets *stop*, the second *hurry*; the list has those received.
 
-    A *member*'s parent decides instead: a supervisor may send the same signal to both.
+    For a *member* they are its parent's STOP and HURRY: a supervisor may send SIGTERM to both.
     """
     stop, hurry = asyncio.Event(), asyncio.Event()
     received: list[signal.Signals] = []
 
-    def on_signal(number: signal.Signals, *, hurries: bool = member is None) -> None:
+    def on_signal(number: signal.Signals) -> None:
+        hurries = stop.is_set() if member is None else number is HURRY
         if stop.is_set() and not hurries:
             return
         received.append(number)
-        if stop.is_set() or (member is not None and hurries):
+        if hurries:
             hurry.set()
         stop.set()
         what = (
@@ -435,10 +440,5 @@ def _signals(
         )
         log.info(f"{number.name}: {what}", action="signal")
 
-    if member is not None:
-        member.listen(
-            asyncio.get_running_loop(),
-            lambda hurries: on_signal(signal.SIGTERM, hurries=hurries),
-        )
     with tasks.on_signals(on_signal):
         yield stop, hurry, received

@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import math
 import os
+import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from pydantic import BaseModel
 
@@ -37,16 +36,12 @@ VARIABLE = "_IMAGEFLEET_GPU"
 #: What a worker reports: that it starts, and that it draws.
 STARTING, READY = b"starting\n", b"ready\n"
 
-#: What the parent sends. Not signals, which a supervisor may send to the parent and to its
-#: children: the second one would count as another.
-STOP, HURRY = b"stop\n", b"hurry\n"
+#: What the parent sends. A supervisor may send the first to all processes, so it means the same
+#: however often it comes; Ctrl-C reaches the parent alone.
+STOP, HURRY = signal.SIGTERM, signal.SIGINT
 
 #: Seconds in which a killed process has ended, unless its driver hangs.
 KILLED_SECONDS = 5.0
-
-#: Seconds to hand jobs back after the parent's death, which takes ten seconds if the storage does
-#: not answer. A new parent may have started on the same GPU already.
-LAST_SECONDS = 15.0
 
 
 class Assignment(BaseModel):
@@ -71,9 +66,8 @@ class Child:
     _assignment: Assignment
     is_ready: bool = False
     _process: asyncio.subprocess.Process | None = None
-    _control: asyncio.StreamWriter | None = None
     _hangs_at: float = math.inf
-    _words: list[bytes] = field(default_factory=list)
+    _told: signal.Signals | None = None
 
     @property
     def is_running(self) -> bool:
@@ -105,9 +99,9 @@ class Child:
             gpu=self.gpu.name,
             process_id=process.pid,
         )
-        reader, self._control = await asyncio.open_connection(sock=ours)
-        for word in self._words:  # which came before the process
-            self._control.write(word)
+        if self._told is not None:  # before there was the process
+            process.send_signal(self._told)
+        reader, writer = await asyncio.open_connection(sock=ours)
         try:
             async with tasks.background(self._read(reader), "read from a worker"):
                 return await process.wait()
@@ -116,20 +110,22 @@ class Child:
                 self.kill()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), KILLED_SECONDS)
-            self._control.close()
-            self._process = self._control = None
+            writer.close()
+            self._process = None
             self.is_ready = False
 
-    def say(self, word: bytes) -> None:
+    def tell(self, number: signal.Signals) -> None:
         """Sends STOP or HURRY, to a process that is yet to start as well."""
-        self._words.append(word)
-        if self._control is not None:
-            self._control.write(word)
+        self._told = number
+        self._send(number)
 
     def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                self._process.send_signal(number)
 
     def kill_if_hung(self) -> bool:
         """Kills the worker, and returns True, if it has not reported for too long.
@@ -163,9 +159,6 @@ class Member:
         self.assignment = assignment
         self._control = socket.socket(fileno=assignment.control)
         self._control.set_inheritable(False)
-        self._on_word: Future[Callable[[bool], object]] = Future()
-        # A thread: it also notices the parent's death while the event loop is busy or not there.
-        threading.Thread(target=self._read, name="parent", daemon=True).start()
 
     @classmethod
     def from_environment(cls) -> Member | None:
@@ -183,31 +176,13 @@ class Member:
             }
         )
 
-    def report(self, *, is_ready: bool) -> None:
-        """Tells the parent that this worker's event loop runs; to be called every second."""
-        with contextlib.suppress(OSError):  # the parent is gone
+    def report(self, *, is_ready: bool) -> bool:
+        """Tells the parent that this worker's event loop runs; False: the parent is gone.
+
+        To be called every second.
+        """
+        try:
             self._control.sendall(READY if is_ready else STARTING)
-
-    def listen(
-        self, loop: asyncio.AbstractEventLoop, on_word: Callable[[bool], object]
-    ) -> None:
-        """Calls *on_word* in *loop* for each word of the parent: True to end at once."""
-
-        def deliver(hurries: bool) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(on_word, hurries)
-
-        self._on_word.set_result(deliver)
-
-    def _read(self) -> None:
-        with (
-            self._control,
-            contextlib.suppress(OSError),
-            self._control.makefile("rb") as words,
-        ):
-            for word in words:
-                self._on_word.result()(word == HURRY)
-        with contextlib.suppress(TimeoutError):  # nobody listens yet
-            self._on_word.result(LAST_SECONDS)(True)
-        threading.Event().wait(LAST_SECONDS)
-        os._exit(1)
+        except OSError:
+            return False
+        return True

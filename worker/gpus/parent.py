@@ -220,11 +220,11 @@ class _Parent:
     async def _pass_on(self) -> None:
         await self._stop.wait()
         for child in self._children:
-            child.say(STOP)
+            child.tell(STOP)
         seconds = self._settings.grace_seconds + LAST_SECONDS
         await tasks.first_of(self._hurry.wait(), timeout_seconds=seconds)
         for child in self._children:
-            child.say(HURRY)
+            child.tell(HURRY)
         await asyncio.sleep(LAST_SECONDS)
         for _ in range(KILLS):
             for child in self._children:

@@ -18,12 +18,14 @@ from worker.gpus import child, parent
 from worker.gpus.choice import Gpu
 from worker.settings import MachineSettings
 
-#: What a worker does of the parent's words, in place of *{}*.
+#: What a worker does of the parent's signals, in place of the last line.
 WORKER = """
 import json, os, pathlib, signal, socket, sys, threading, time
+signals = {signal.SIGTERM, signal.SIGINT}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+def word(): return signal.sigwait(signals)
 assigned = json.loads(os.environ["_IMAGEFLEET_GPU"])
 gpu, control = assigned["gpu"], socket.socket(fileno=assigned["control"])
-words = control.makefile()
 runs = pathlib.Path("runs-" + gpu)
 runs.write_text((runs.read_text() if runs.exists() else "") + "x")
 pathlib.Path("pid-" + gpu).write_text(str(os.getpid()))
@@ -31,7 +33,6 @@ PAUSE = 0.01
 def until(look):
     while not look(): time.sleep(PAUSE)
 def hang(): threading.Event().wait()
-{}
 """
 
 
@@ -50,7 +51,7 @@ def run(tmp_path: Path) -> Callable[..., Any]:
     async def start(worker: str, **changes: Any) -> int:
         fields = {"model": "m", "storage": f"local:{tmp_path}", "name": "m", **changes}
         settings = MachineSettings(**fields)
-        command = [sys.executable, "-I", "-S", "-c", WORKER.format(worker)]
+        command = [sys.executable, "-I", "-S", "-c", WORKER + worker]
         return await parent.run_workers(settings, [Gpu("0"), Gpu("1")], command)
 
     return start
@@ -136,8 +137,9 @@ async def test_a_signal_ends_both_and_says_whether_the_queue_is_empty(
 ) -> None:
     worker = f"""
 pathlib.Path("ready-" + gpu).touch()
-assert words.readline() == "stop\\n"
+assert word() == signal.SIGTERM
 code = ({codes})[int(gpu)]
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
 """
     running = asyncio.create_task(run(worker, until_empty=until_empty))
@@ -152,9 +154,9 @@ async def test_a_second_signal_and_the_end_of_the_grace_time_hurry_the_workers(
 ) -> None:
     worker = """
 pathlib.Path("ready-" + gpu).touch()
-assert words.readline() == "stop\\n"
+assert word() == signal.SIGTERM
 pathlib.Path("stopping-" + gpu).touch()
-assert words.readline() == "hurry\\n"
+assert word() == signal.SIGINT
 pathlib.Path("hurrying-" + gpu).touch()
 hang()
 """
@@ -246,7 +248,7 @@ async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_t
 control.sendall(b"ready\\n")
 pathlib.Path("ready-" + gpu).touch()
 if gpu == "1": hang()
-words.readline()
+word()
 """
     running = asyncio.create_task(run(worker, grace_seconds=0))
     await both_are(tmp_path, running, "ready")
