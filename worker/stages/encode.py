@@ -98,27 +98,16 @@ class EncodeStage:
         job = text_for_image(image.owner.lease.message.body, image.job)
         try:
             with self.settler.metrics.stage_seconds["encode"].time():
-                drawn = pixels, image.owner.overlay, image.job.output, text, job
                 loop = asyncio.get_running_loop()
-                file = await loop.run_in_executor(self._threads, _encoded, drawn)
-        except (
-            errors.TransientError
-        ) as error:  # an image of one colour is the engine's failure
+                drawn = pixels, image.job.output, text, job, image.owner.overlay
+                file = await loop.run_in_executor(self._threads, encode, *drawn)
+        except errors.TransientError as error:
+            # An image of one colour is the engine's failure.
             if not image.owner.failures:
                 self.watchdog.image_failed(error)
             raise
         self.watchdog.failures_in_a_row = 0
         await self.upload.queue.put((image, file))
-
-
-def _encoded(
-    drawn: tuple[Pixels, Overlay | None, Output, str, str],
-) -> EncodedImage:
-    pixels, overlay, output, parameters, job = drawn
-    if overlay is not None:
-        refuse_one_colour(pixels)  # the engine's own
-        pixels = overlay.put_over(pixels)
-    return encode(pixels, output, parameters, job)
 
 
 async def _known(hashes: Mapping[str, Future[str | None]]) -> dict[str, str]:
@@ -134,17 +123,23 @@ async def _known(hashes: Mapping[str, Future[str | None]]) -> dict[str, str]:
 
 
 def encode(
-    pixels: Pixels, output: Output, parameters: str, job: str = ""
+    pixels: Pixels,
+    output: Output,
+    parameters: str,
+    job: str = "",
+    overlay: Overlay | None = None,
 ) -> EncodedImage:
     """Encodes one image, [height, width, 3] RGB, with its parameters and its job as text.
 
     A JPEG goes without the job where both are too long for it; parameters that are too long alone
     are a JobError. Raises as `refuse_one_colour`.
     """
-    refuse_one_colour(pixels)
-    parameters = parameters.replace(
-        "\0", ""
-    )  # from another's picture: no text of a PNG holds it
+    refuse_one_colour(pixels)  # the engine's own
+    if overlay is not None:
+        pixels = overlay.put_over(pixels)
+        refuse_one_colour(pixels)
+    # From another's picture; no text of a PNG holds it.
+    parameters = parameters.replace("\0", "")
     if output.format == "png":
         data = _png(pixels, parameters, job)
     else:

@@ -189,7 +189,7 @@ class PrepareStage:
                 job = self._files.accelerator.fit(job)
             requests = await self._requests(entry, job, images)
             loop = asyncio.get_running_loop()
-            prepare = self._engine.prepare
+            prepare = self._reader.engine.prepare
             prepared = await loop.run_in_executor(self._threads, prepare, requests[0])
         if entry.settled:
             return  # handed back meanwhile
