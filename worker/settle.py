@@ -485,11 +485,11 @@ class Settler:
                 f"will be delivered again: the storage does not answer: {error}",
                 "job_abandoned",
             )
+        self.keeper.drop(entry.lease)
         self._ended(entry, "lost")
         return "lost"
 
     def _ended(self, entry: InFlightJob, outcome: Outcome) -> None:
-        self.keeper.drop(entry.lease)
         self.in_flight.pop(entry, None)
         self.pending.job_ended()
         if not self.in_flight:

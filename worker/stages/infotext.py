@@ -124,7 +124,14 @@ def parameters(
 
 
 def _told(facts: Mapping[str, str | None]) -> str:
-    return ", ".join(f"{name}: {_quoted(fact)}" for name, fact in facts.items() if fact)
+    """The facts that there are; one that has a delimiter, or begins like it, as a JSON string."""
+    told = []
+    for name, fact in facts.items():
+        if fact and re.search(r'^\s*"|[,:\n]', fact):
+            told.append(f"{name}: {json.dumps(fact, ensure_ascii=False)}")
+        elif fact:
+            told.append(f"{name}: {fact}")
+    return ", ".join(told)
 
 
 def _refiner(job: Job, model_hash: str | None) -> dict[str, str | None]:
@@ -253,10 +260,3 @@ def _title(name: str | None, model_hash: str | None) -> str | None:
 
 def _number(value: float) -> str:
     return str(value).removesuffix(".0")
-
-
-def _quoted(fact: str) -> str:
-    """A fact, written as a JSON string if it contains a delimiter or begins like one."""
-    if re.search(r'^\s*"|[,:\n]', fact):
-        return json.dumps(fact, ensure_ascii=False)
-    return fact

@@ -4,12 +4,13 @@ import asyncio
 import time
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import NoReturn
 
 from imagefleet import concurrency, errors
 from imagefleet.job.names import duplicate_name
 from imagefleet.job.sizes import metadata_header
-from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record, of_job
+from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.telemetry import logs
 from worker.jobs import stored
 from worker.jobs.in_flight import EncodedImage, InFlightImage
@@ -186,9 +187,7 @@ class UploadStage:
             model=self.settler.model_name[:MAX_NAME_CHARACTERS],
             width=width,
             height=height,
-            embeddings=tuple(
-                Embedding(each.name, each.sha256) for each in image.embeddings
-            ),
+            embeddings=tuple(map(attrgetter("name", "sha256"), image.embeddings)),
             seconds=round(time.monotonic() - image.owner.pulled_at, 3),
         )
 
