@@ -111,27 +111,24 @@ class PrepareStage:
     async def run(self) -> NoReturn:
         while True:
             entry = await self.turns.next()
-            work = self._begin
-            if entry.requests:
-                work = self._go_on
-            elif entry.is_suspect:
+            work = self._go_on
+            if entry.is_suspect and not entry.requests:
                 work = self._generate_alone
             await self._settler.attempt(entry, partial(work, entry))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _begin(self, entry: InFlightJob) -> None:
-        async with self._isolation.shared:
-            await self._prepare(entry)
-        await self._go_on(entry)
-
     async def _go_on(self, entry: InFlightJob) -> None:
-        """Gives the engine the next image of a job; the others have to wait for their turns."""
-        if not entry.requests:
-            return
+        """Prepares a job that is not begun, and gives the engine its next image.
+
+        The others have to wait for their turns.
+        """
         async with self._isolation.shared:
-            await self._submit(entry)
+            if not entry.requests:
+                await self._prepare(entry)
+            if entry.requests:
+                await self._submit(entry)
         if entry.requests:
             self.turns.go_on(entry)
 

@@ -57,15 +57,13 @@ class PendingRecords:
     job: InFlightJob
     seconds: float
     due_at: float
+    count: int
+    """Number of the records when they came."""
     records: list[Record]
     again: list[Record]
     finish: Finish | None = None
     error: errors.TransientError | None = None
     """Why they could not be stored."""
-
-    @property
-    def count(self) -> int:
-        return len(self.records) + len(self.again)
 
 
 @dataclass(slots=True, eq=False)
@@ -164,14 +162,15 @@ class RecordStage:
         if job.job is not None and job.job.whole.awaited:  # by a client
             seconds = min(seconds, AWAITED_FLUSH_SECONDS)
         due_at = time.monotonic() + seconds
-        pending = PendingRecords(job, seconds, due_at, records, again, finish)
-        if not (pending.count or self._early):
+        count = len(records) + len(again)
+        pending = PendingRecords(job, seconds, due_at, count, records, again, finish)
+        if not (count or self._early):
             self._end(pending)
             return
         self._waiting.append(pending)
-        self._records += pending.count
-        if pending.due_at < self._due_at or self._is_all:
-            self._due_at = min(self._due_at, pending.due_at)
+        self._records += count
+        if due_at < self._due_at or self._is_all:
+            self._due_at = min(self._due_at, due_at)
             self._changed.set()
 
     async def _wait_for_room(self) -> None:
