@@ -42,7 +42,7 @@ COMMANDS: Mapping[str, str] = {
     "gate": "Compares images of the same jobs that were drawn in two ways.",
     "redo": "Has images drawn again, and replaces them.",
     "scale": "Scales a fleet on SaladCloud by its queue, within a budget.",
-    "prompt": "Shows a prompt's tokens, weights, LoRAs and embeddings.",
+    "prompt": "Shows a prompt's tokens, weights and LoRAs.",
     "failed": "Counts the failed jobs by error and lists them, or shows one.",
     "replay": "Puts failed jobs back into the job queue.",
     "discard": "Deletes failed jobs for good.",
