@@ -14,6 +14,7 @@ from PIL import Image
 from drawing import ROUNDING, difference, draw, make_request
 from families import tiny_families
 from imagefleet.storage.open import Storage
+from messages import message
 from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine.slots import engine as slots
@@ -72,7 +73,6 @@ def encoded(pixels: contract.Pixels) -> str:
 async def test_a_job_of_its_own_makes_four_times_its_image(
     storage: Storage,
     run_pipeline: Any,
-    message: Any,
     upscaler: Any,
     folder: Path,
     pixels: Any,
@@ -105,7 +105,6 @@ async def test_a_job_of_its_own_makes_four_times_its_image(
 async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     storage: Storage,
     run_pipeline: Any,
-    message: Any,
     make_engine: Any,
     upscaler: Any,
     folder: Path,
@@ -144,7 +143,6 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
 async def test_a_job_that_it_cannot_draw_fails_with_what_to_change(
     storage: Storage,
     run_pipeline: Any,
-    message: Any,
     upscaler: Any,
     pixels: Any,
     failures: Any,

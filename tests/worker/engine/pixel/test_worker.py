@@ -13,6 +13,7 @@ from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import read_job
 from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage.open import Storage
+from messages import message
 from pixel import tiny_cascade
 from worker.engine.pixel import text_stage, text_states
 from worker.files import manifest
@@ -30,7 +31,6 @@ FEW_STEPS: dict[str, Any] = {
 async def test_a_worker_draws_jobs_with_a_base_stage(
     storage: Storage,
     run_pipeline: Any,
-    message: Any,
     make_engine: Any,
     request_of: Any,
     stored: Any,
@@ -111,7 +111,6 @@ async def store_states(
 async def test_stages_without_a_text_encoder_draw_the_images_of_those_with_one(
     storage: Storage,
     run_pipeline: Any,
-    message: Any,
     make_engine: Any,
     cascade: Folders,
     small_cascade: Folders,
@@ -150,7 +149,6 @@ async def test_stages_without_a_text_encoder_draw_the_images_of_those_with_one(
 async def test_a_job_whose_text_states_are_missing_fails_with_the_command_that_makes_them(
     storage: Storage,
     run_pipeline: Any,
-    message: Any,
     make_engine: Any,
     cascade: Folders,
     small_cascade: Folders,
@@ -191,7 +189,6 @@ async def test_a_job_whose_text_states_are_missing_fails_with_the_command_that_m
 async def test_with_a_trusted_key_only_listed_text_states_are_used(
     storage: Storage,
     run_pipeline: Any,
-    message: Any,
     make_engine: Any,
     cascade: Folders,
     small_cascade: Folders,
