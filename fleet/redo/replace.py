@@ -7,10 +7,11 @@ not done yet. Marks are among the files, which workers only read: a forged copy 
 
 import contextlib
 import hashlib
+import itertools
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from imagefleet import concurrency, errors
@@ -95,7 +96,7 @@ def by_key(bodies: Iterable[str | None]) -> dict[str, str]:
 #: The folder of marks, empty files named as the copies are below `REPLACED`.
 MARKS = "redo/"
 
-#: Images whose files are in memory at the same time.
+#: Images whose files are in memory at the same time, beside the others of the last one's job.
 BATCH = 32
 
 _CONTENT_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp"}
@@ -172,10 +173,7 @@ async def replace(
     )
     if first := next(filter(None, notes), None):
         await log.open(first.campaign, "replaced")
-    # In this order a job's images are together, so that it is sent once.
-    names = sorted(images, key=lambda name: (images[name].get("job", ""), name))
-    for start in range(0, len(names), BATCH):
-        batch = names[start : start + BATCH]
+    for batch in _batches(images):
         prepared = await concurrency.gather(
             *(_prepare(storage, name, images[name], finder) for name in batch)
         )
@@ -187,6 +185,24 @@ async def replace(
         for _ in batch:
             on_image()
     return replaced
+
+
+def _batches(names: Iterable[str]) -> Iterator[list[str]]:
+    """Groups images; those of one job stay together.
+
+    It is sent once all of them are put aside: else it would find its own names taken.
+    """
+
+    def key(name: str) -> str:
+        return _key_of(original(name))
+
+    batch: list[str] = []
+    for _, of_job in itertools.groupby(sorted(names, key=key), key):
+        batch += of_job
+        if len(batch) >= BATCH:
+            yield batch
+            batch = []
+    yield batch
 
 
 async def _replace(

@@ -262,6 +262,24 @@ async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes
     assert kills >= 20 // stride
 
 
+async def test_a_job_of_several_images_is_sent_once_all_of_them_are_put_aside(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_worker: RunWorker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many images are replaced at a time: else it would find names that are taken."""
+    monkeypatch.setattr(replace, "BATCH", 2)
+    await storage.queue.send(messages(2, batch_size=3))
+    await run_worker("bad")
+
+    result = await redo(storage_settings, worker="bad")
+    await run_worker("good")
+
+    assert (result["replaced"], result["jobs"]) == (6, 2)
+    assert set((await workers(storage)).values()) == {"good"}
+
+
 async def below(storage: Storage, prefix: str) -> list[str]:
     return [name async for name in storage.blobs.names(prefix)]
 
