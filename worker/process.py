@@ -340,7 +340,7 @@ class _Worker:
         seconds = SAMPLE_SECONDS if self._on_progress else PROGRESS_SECONDS
         try:
             while True:
-                if self._on_progress is None or self._stop.is_set():
+                if self._stop.is_set():
                     await asyncio.sleep(seconds)
                 else:  # a drain shows at once
                     await tasks.first_of(self._stop.wait(), timeout_seconds=seconds)

@@ -36,7 +36,6 @@ from fleet import main
 from worker import process
 
 process._Worker._load_engine = lambda *_: StandInEngine(capacity=4, tick_seconds=0.2)
-process._Worker._import_engine = lambda worker: None
 main.main()
 """
 

@@ -264,7 +264,7 @@ class Layout:
         }
         # All numbers at once where they are of one type, as in most files.
         if len(numbers) > 1 or not all(map(safetensors.is_finite, numbers.values())):
-            safetensors.refuse_damaged(
+            _refuse_damaged(
                 {name: place.of(data) for name, place in self.places.items()}
             )
         for layer, found in self._layers.items():
@@ -281,6 +281,13 @@ class Layout:
                     tensor = F.pad(tensor, (0, 0, 0, 0, 0, missing))
                 views[view.name] = tensor
             yield layer, views
+
+
+def _refuse_damaged(tensors: Mapping[str, Tensor]) -> None:
+    """Raises UnusableError in the words that the console has, too."""
+    for name, tensor in tensors.items():
+        if not safetensors.is_finite(tensor):
+            raise lora.damaged(name)
 
 
 #: Inputs of the first layer of a model for inpainting, and of others: as AUTOMATIC1111 1.10, LoRAs
@@ -451,7 +458,7 @@ def _read_adapter(
     """Reads what only peft computes, as whole changes of the layers' weights."""
     places = safetensors.places(content.header, len(content.data))
     tensors = {key: place.of(content.data) for key, place in places.items()}
-    safetensors.refuse_damaged(tensors)
+    _refuse_damaged(tensors)
     deltas: dict[Network, dict[str, WeightDelta]] = {
         network: {} for network in get_args(Network)
     }

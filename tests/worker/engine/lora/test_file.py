@@ -107,8 +107,8 @@ def under_another_name(weights: Weights) -> Weights:
             "is damaged or of an unknown",
         ),
         (changed("alpha", lambda _: torch.ones(2)), "is damaged or of an unknown"),
-        (changed("alpha", lambda alpha: alpha * torch.nan), "holds NaN"),
-        (changed("lora_up.weight", lambda tensor: tensor / 0), "holds NaN"),
+        (changed("alpha", lambda alpha: alpha * torch.nan), "is damaged"),
+        (changed("lora_up.weight", lambda tensor: tensor / 0), "is damaged"),
         (changed("lora_up.weight", lambda tensor: tensor.to(torch.int8)), "is damaged"),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_number_that_is_not_finite_is_found_in_a_file_of_a_known_layout(
     cache.get(named(tmp_path / "good.safetensors"))
     weights[first(weights, ending)].view(-1)[-1] = value
     save_file(weights, tmp_path / "bad.safetensors")
-    with pytest.raises(errors.UnusableFileError, match="'bad' holds NaN") as refusal:
+    with pytest.raises(errors.UnusableFileError, match="'bad' is damaged") as refusal:
         cache.get(named(tmp_path / "bad.safetensors"))
     assert first(weights, ending) in refusal.value.message
 
