@@ -33,7 +33,7 @@ def load(worker, checkpoint):
     return StandInEngine(capacity=4, tick_seconds=0.2)
 
 process._Worker._load_engine = load
-process._Worker._import_engine = lambda worker: None
+process.load.import_libraries = lambda: None
 {changes}
 main.main()
 """

@@ -36,6 +36,7 @@ from fleet import main
 from worker import process
 
 process._Worker._load_engine = lambda *_: StandInEngine(capacity=4, tick_seconds=0.2)
+process.load.import_libraries = lambda: None
 main.main()
 """
 
