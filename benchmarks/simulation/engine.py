@@ -156,8 +156,7 @@ class SimulatedEngineThread(EngineThread):
                 self.clock.images += len(outcomes)
                 self.clock.last_at = ended_at
                 for finished in outcomes:
-                    admitted_at = self._admitted_at.pop(finished.ticket)
-                    await self._hand_over(Delivery(finished, admitted_at, ended_at))
+                    await self._hand_over(finished, ended_at)
         except errors.FleetError as error:
             self._ended.set_exception(error)
 
@@ -177,13 +176,14 @@ class SimulatedEngineThread(EngineThread):
     def _wait_for_work(self) -> None:
         raise _Nothing
 
-    async def _hand_over(self, delivery: Delivery) -> None:
-        if delivery.finished.ticket in self._drawing:
-            self._deliver([delivery])
+    async def _hand_over(self, finished: contract.Finished, ended_at: float) -> None:
+        if finished.ticket in self._drawing:
+            self._deliver([finished], ended_at)
             return
         began_at = self._loop.time()
         while not self._room.acquire(blocking=False):
             self._has_room.clear()
             await self._has_room.wait()
         self.clock.idle_seconds["backpressure"] += self._loop.time() - began_at
-        self._finished.put_nowait(delivery)
+        admitted_at = self._admitted_at.pop(finished.ticket)
+        self._finished.put_nowait(Delivery(finished, admitted_at, ended_at))
