@@ -136,7 +136,8 @@ class SlotConv(nn.Module):
         products = products.reshape(slots, -1, up.shape[2])
         changed = torch.bmm(products, up[:slots, 0])
         changed = changed.view(rows, *output.shape[2:], -1).permute(0, 3, 1, 2)
-        return output + changed
+        summed: Tensor = output + changed
+        return summed
 
 
 def _add_taps(

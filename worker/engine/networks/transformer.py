@@ -143,7 +143,8 @@ class Transformer(nn.Module):
             x = repeat_rows(x, rows)
         tokens = self.proj_out(tokens, call.per_slot)
         changed = tokens.view(rows, height, width, channels).permute(0, 3, 1, 2)
-        return changed + x
+        output: Tensor = changed + x
+        return output
 
 
 class _Block(nn.Module):
@@ -178,7 +179,8 @@ class _Block(nn.Module):
             x = x + first(self.norm1(x), call)
         x = x + self.attend_prompt(self.norm2(x), call)
         gated = gate(self.gate(self.norm3(x), per_slot))
-        return x + self.out(gated, per_slot)
+        output: Tensor = x + self.out(gated, per_slot)
+        return output
 
 
 class SelfAttention(nn.Module):
@@ -195,7 +197,8 @@ class SelfAttention(nn.Module):
             for each in self.qkv(x, per_slot).chunk(3, dim=-1)
         )
         attended = _merge_heads(self.kernel(q, k, v), len(x))
-        return self.out(attended, per_slot)
+        output: Tensor = self.out(attended, per_slot)
+        return output
 
     def select_and_attend(
         self,
@@ -229,7 +232,8 @@ class CrossAttention(nn.Module):
         k = context[..., self.keys].view(shape).transpose(1, 2)
         v = context[..., self.values].view(shape).transpose(1, 2)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask)
-        return self.out(_merge_heads(attended, len(x)), call.per_slot)
+        output: Tensor = self.out(_merge_heads(attended, len(x)), call.per_slot)
+        return output
 
 
 def _linear(paths: ModulePaths, *layers: Layer) -> SlotLinear:

@@ -190,11 +190,12 @@ class SlotUnet(SlotEncoder):
             x = x + last
         for block in self.up:
             x = block(x, time, skips, call)
-        return self.conv_out(
+        output: Tensor = self.conv_out(
             normalise_and_activate(x, self.norm_out, activates=True),
             call.slots,
             tiles=call.tiles,
         )
+        return output
 
     def close(self) -> None:
         self.keys_values.stacks.clear()
@@ -247,7 +248,10 @@ class _AddedEmbedding(nn.Module):
 
     def forward(self, pooled: Tensor, sizes: Tensor) -> Tensor:
         numbers = self.embed_numbers(sizes.flatten()).reshape(len(sizes), -1)
-        return self.embed(torch.cat([pooled, numbers.to(pooled.dtype)], dim=-1))
+        embedded: Tensor = self.embed(
+            torch.cat([pooled, numbers.to(pooled.dtype)], dim=-1)
+        )
+        return embedded
 
 
 class _TimeProjections(nn.Module):
@@ -316,7 +320,8 @@ class _Resnet(nn.Module):
         )
         changed = self.conv2(changed, slots, tiles=tiles)
         kept = x if self.conv_shortcut is None else self.conv_shortcut(x, slots)
-        return kept + changed
+        summed: Tensor = kept + changed
+        return summed
 
 
 class _Layers(nn.Module):

@@ -103,7 +103,8 @@ class ImageCoder:
         """
         images = self._finite(lambda vae: _decode(tiny or vae, latents), "the image is")
         levels = ((images / 2 + 0.5).clamp(0, 1) * 255).to(torch.uint8)
-        return levels[0].permute(1, 2, 0).cpu().numpy()
+        pixels: Pixels = levels[0].permute(1, 2, 0).cpu().numpy()
+        return pixels
 
     def clear(self) -> None:
         self._known.clear()
@@ -165,7 +166,8 @@ class Vaes(NetworkCache[ImageCoder]):
         assign(network, found, dtype)
         if self._overflows:
             checkpoint.scale_down(network)
-        return nn.Module.to(network, dtype=self._dtype)
+        loaded: AutoencoderKL = nn.Module.to(network, dtype=self._dtype)
+        return loaded
 
     def finish(self, network: AutoencoderKL, _path: Path) -> ImageCoder:
         if self._has_own_layers:
@@ -200,4 +202,5 @@ def _encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
     mean, _ = moments.float().chunk(2, dim=1)
     if vae.config.shift_factor:
         mean = mean - vae.config.shift_factor
-    return (mean * vae.config.scaling_factor)[0]
+    latents: Tensor = (mean * vae.config.scaling_factor)[0]
+    return latents

@@ -40,7 +40,8 @@ def karras(largest: float, smallest: float, steps: int) -> Tensor:
     """Karras et al. (2022), equation 5."""
     low = smallest ** (1 / _RHO)
     high = largest ** (1 / _RHO)
-    return (high + torch.linspace(0, 1, steps) * (low - high)) ** _RHO
+    sigmas: Tensor = (high + torch.linspace(0, 1, steps) * (low - high)) ** _RHO
+    return sigmas
 
 
 def churned(sigmas: Sigmas, options: Options) -> list[float]:

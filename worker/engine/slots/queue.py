@@ -226,7 +226,8 @@ class Costs:
     """Share of an uncompiled tick's seconds that compiling it saves."""
 
     def seconds(self, mode: WeightMode) -> float:
-        return getattr(self, f"{mode}_seconds")
+        found: float = getattr(self, f"{mode}_seconds")
+        return found
 
 
 def own_mode(convolutions: bool) -> WeightMode:
