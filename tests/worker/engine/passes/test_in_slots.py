@@ -94,7 +94,7 @@ def test_both_passes_share_calls_with_other_jobs_of_their_size(
     ]
     images = draw(engine, *requests)
     assert [image.shape[1] for image in images] == [72, 64, 72]
-    calls = [[(job.ticket, call.key.width) for job in call.jobs] for call in watched]
+    calls = [[(ticket, call.key.width) for ticket in call.tickets] for call in watched]
     assert any({(0, 64), (1, 64)} == set(call) for call in calls)
     assert any({(0, 72), (2, 72)} == set(call) for call in calls)
     in_first = [call for call in calls if (0, 64) in call]

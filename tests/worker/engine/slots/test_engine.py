@@ -91,7 +91,7 @@ def test_a_slot_is_refilled_the_tick_after_its_image_is_done(
     steps = [2, 5, 1, 3, 4, 2, 2]
     requests = [make_request(steps=count, seed=count) for count in steps]
     draw(engine, *requests)
-    busy = [len(call.jobs) for call in calls]
+    busy = [len(call.tickets) for call in calls]
     assert sum(busy) == sum(steps)
     assert busy[:-2] == [2] * (len(busy) - 2), "a slot may be empty only at the end"
 
@@ -132,7 +132,7 @@ def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
         make_request(seed=4, loras=(lora(path),)),
     ]
     images = draw(ours, *requests)
-    modes = [(call.mode, len(call.jobs)) for call in calls]
+    modes = [(call.mode, len(call.tickets)) for call in calls]
     first = modes.index(("shared", 2))
     assert modes[first : first + 4] == [("shared", 2)] * 4, "the others wait meanwhile"
     assert modes[:first] + modes[first + 4 :] == [("per_slot", 2)] * 4

@@ -44,8 +44,8 @@ def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
     assert engine.slots == 2
     assert engine.capacity == 4
     # One fewer at a time: whatever is given up is given up for good.
-    assert [len(call.jobs) for call in ticks[:3]] == [4, 3, 2]
-    assert max(len(call.jobs) for call in ticks[2:]) == 2
+    assert [len(call.tickets) for call in ticks[:3]] == [4, 3, 2]
+    assert max(len(call.tickets) for call in ticks[2:]) == 2
     assert_alike(images, sound)
 
 

@@ -7,24 +7,25 @@ import pytest
 import torch
 
 from worker.engine.slots import step
-from worker.engine.slots.queue import BatchKey, SlotJob
+from worker.engine.slots.queue import BatchKey
 
 OUT_OF_MEMORY = torch.cuda.OutOfMemoryError("CUDA out of memory")
 
 
 class Call(NamedTuple):
-    """One call: how it takes weights, of how many slots with how many rows, and their jobs."""
+    """One call: how it takes weights, of how many slots with how many rows, and of which jobs.
+
+    What it tells of them keeps nothing alive: networks that no job needs are dropped.
+    """
 
     mode: str
     slots: int
     slot_rows: int
     key: BatchKey
     is_compiled: bool
-    jobs: list[SlotJob]
-
-    @property
-    def seeds(self) -> list[int]:
-        return [job.prepared.request.seed for job in self.jobs]
+    tickets: list[int]
+    seeds: list[int]
+    changes_convolutions: set[bool]
 
 
 def watch_calls(
@@ -39,10 +40,19 @@ def watch_calls(
 
     def note(used: step.Step, mode: Any, slots: int) -> None:
         (lane,) = (each for each in engine._lanes if each.step is used)
-        rows, jobs = used.state.slot_rows, list(lane.active.values())
-        compiled = mode in used.compiled
-        calls.append(Call(mode, slots, rows, lane.batch_key, compiled, jobs))
-        if fails(calls[-1]):
+        jobs = lane.active.values()
+        call = Call(
+            mode,
+            slots,
+            used.state.slot_rows,
+            lane.batch_key,
+            is_compiled=mode in used.compiled,
+            tickets=[job.ticket for job in jobs],
+            seeds=[job.prepared.request.seed for job in jobs],
+            changes_convolutions={job.changes_convolutions for job in jobs},
+        )
+        calls.append(call)
+        if fails(call):
             raise error
         run(used, mode, slots)
 
