@@ -276,13 +276,20 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(smallest.isfinite()) and bool(largest.isfinite())
 
 
-def refuse_damaged(tensors: Mapping[str, Tensor]) -> None:
+def find_damaged(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor that holds NaN or infinity; None if none does."""
     for name, tensor in tensors.items():
         if not is_finite(tensor):
-            number_type = str(tensor.dtype).removeprefix("torch.")
-            raise UnusableError(
-                f"holds NaN, infinity or numbers too large for {number_type} in {name}"
-            )
+            return name
+    return None
+
+
+def refuse_damaged(tensors: Mapping[str, Tensor]) -> None:
+    if (name := find_damaged(tensors)) is not None:
+        number_type = str(tensors[name].dtype).removeprefix("torch.")
+        raise UnusableError(
+            f"holds NaN, infinity or numbers too large for {number_type} in {name}"
+        )
 
 
 def _incomplete(why: str) -> UnusableError:

@@ -285,9 +285,8 @@ class Layout:
 
 def _refuse_damaged(tensors: Mapping[str, Tensor]) -> None:
     """Raises UnusableError in the words that the console has, too."""
-    for name, tensor in tensors.items():
-        if not safetensors.is_finite(tensor):
-            raise lora.damaged(name)
+    if (name := safetensors.find_damaged(tensors)) is not None:
+        raise lora.damaged(name)
 
 
 #: Inputs of the first layer of a model for inpainting, and of others: as AUTOMATIC1111 1.10, LoRAs
