@@ -135,7 +135,7 @@ class NodeWatchdog:
         self._faults = metrics.node_faults
         self._uploads_in_flight = 0
         self._uploads_counted_at = time.monotonic()
-        self.failures_in_a_row = 0
+        self.images_failed_in_a_row = 0
         """Images that failed on the GPU since one succeeded."""
         self._alarms: asyncio.Queue[str] = asyncio.Queue()
         self._window = self._new_window()
@@ -158,9 +158,9 @@ class NodeWatchdog:
         """An image failed on the GPU; a JobError is its job's fault and does not count."""
         if not isinstance(error, errors.TransientError):
             return
-        self.failures_in_a_row += 1
+        self.images_failed_in_a_row += 1
         # Once: what fails while the alarm is diagnosed is part of it.
-        if self.failures_in_a_row == FAILURES_IN_A_ROW:
+        if self.images_failed_in_a_row == FAILURES_IN_A_ROW:
             self._alarms.put_nowait(
                 f"the engine failed {FAILURES_IN_A_ROW} images in a row, the last with: {error}"
             )
@@ -186,7 +186,7 @@ class NodeWatchdog:
             reason = await diagnose(await self._alarms.get())
             if reason is not None:
                 raise errors.NodeError(reason)
-            self.failures_in_a_row = 0
+            self.images_failed_in_a_row = 0
 
     async def wait_until_broken(self) -> str:
         self._window = self._new_window()

@@ -106,7 +106,7 @@ class EncodeStage:
             if not image.owner.failures:
                 self.watchdog.image_failed(error)
             raise
-        self.watchdog.failures_in_a_row = 0
+        self.watchdog.images_failed_in_a_row = 0
         await self.upload.queue.put((image, file))
 
 
