@@ -135,8 +135,8 @@ class PreparedRequest:
     def scales(self, call: int) -> tuple[float, ...]:
         """Guidance weights of all rows but the negative prompt's in a UNet call.
 
-        Without guidance, AUTOMATIC1111 takes the first
-        prompt that AND joins for it, at a scale of 1 (`CFGDenoiser.forward`).
+        Without guidance, AUTOMATIC1111 takes the first prompt that AND joins for it, at a scale of
+        1 (`CFGDenoiser.forward`).
         """
         if self.embeds_guidance:
             return (self.request.cfg_scale * self.weights[0],)
