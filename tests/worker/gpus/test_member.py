@@ -26,7 +26,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Member, socket.socke
     monkeypatch.setenv(VARIABLE, assignment.model_dump_json())
     member = Member.from_environment()
     assert member is not None
-    with ours:
+    with ours, member._control:
         yield member, ours
 
 
