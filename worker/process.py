@@ -339,6 +339,7 @@ class _Worker:
         show = self._on_progress or progress.log_progress
         seconds = SAMPLE_SECONDS if self._on_progress else PROGRESS_SECONDS
         try:
+            self._progress()  # the first line's rates are counted from here
             while True:
                 if self._stop.is_set():
                     await asyncio.sleep(seconds)

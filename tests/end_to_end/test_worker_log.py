@@ -263,7 +263,9 @@ async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_don
     code, log = await worker.end()
 
     assert code == 0, "a failed job changes it only with --fail-on-failed"
-    *lines, last = (line for line in log if line["action"] == "progress")
+    shown = [line for line in log if line["action"] == "progress"]
+    *lines, last = (line for line in shown if line["phase"] != "draining")
+    assert shown[-1]["phase"] == "draining", "a drain shows at once"
     working = next(line for line in lines if line["images"])
     assert working["phase"] == "generating"
     assert working["jobs_left"] == pytest.approx(40 - working["images"], abs=5)
