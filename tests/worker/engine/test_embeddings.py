@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
 from safetensors.torch import save, save_file
 
 from drawing import assert_alike, difference, draw, draw_alone, make_request
@@ -152,54 +150,6 @@ def test_an_embedding_is_never_cut_at_a_chunks_end(
 
 
 @torch.inference_mode()
-def test_the_states_are_those_of_diffusers_load_textual_inversion(
-    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
-) -> None:
-    width = clip.text_encoder.config.hidden_size
-    found = embedding("easynegative", 3, width)
-    pipe = StableDiffusionPipeline(
-        clip.vae,
-        copy.deepcopy(clip.text_encoder),
-        copy.deepcopy(clip.tokenizer),
-        clip.unet,
-        None,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        requires_safety_checker=False,
-    )
-    # In small letters: of a name with capitals it uses the first vector alone.
-    pipe.load_textual_inversion({"easynegative": found.vectors["clip_l"]})
-    prompts = ["a red house, easynegative and trees", "easynegative"]
-    expected, negative = pipe.encode_prompt(prompts[0], "cpu", 1, True, prompts[1])
-    context = encoder.encode([tokenizer.chunks(each, [found]) for each in prompts], 1)
-    torch.testing.assert_close(context.vectors, torch.cat([expected, negative]))
-    plain = encoder.encode([tokenizer.chunks(each) for each in prompts], 1)
-    assert not torch.allclose(context.vectors, plain.vectors, atol=1e-2)
-
-
-@torch.inference_mode()
-def test_weights_multiply_the_vectors_states_and_the_mean_is_restored(
-    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
-) -> None:
-    width = clip.text_encoder.config.hidden_size
-    mist = embedding("mist", 2, width)
-    vectors = encoder.encode(
-        [tokenizer.chunks("cat (mist:1.4), dog", [mist])], 1
-    ).vectors[0]
-    # The same with the vectors in the place of two words that are not in the prompt.
-    network = copy.deepcopy(clip.text_encoder)
-    network.get_input_embeddings().weight[[1000, 2000]] = mist.vectors["clip_l"]
-    cat, comma, dog = ids(tokenizer, "cat, dog")
-    row = [START, cat, 1000, 2000, comma, dog, *[END] * 71]
-    plain = network(torch.tensor([row])).last_hidden_state[0].double().numpy()
-    weights = np.ones(77)
-    weights[2:4] = 1.4
-    weighted = plain * weights[:, None]
-    expected = weighted * (plain.mean() / weighted.mean())
-    np.testing.assert_allclose(vectors.numpy(), expected, rtol=1e-4, atol=1e-5)
-
-
-@torch.inference_mode()
 def test_vectors_that_stay_behind_a_comma_are_in_place_of_the_padding(
     clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
 ) -> None:
@@ -238,23 +188,6 @@ def test_another_file_of_the_same_name_is_another_encoding(
     assert not [
         chunk for chunk in kept if isinstance(chunk, Chunk) and chunk.inserts
     ], "the cache keeps no vectors alive that no job has"
-
-
-@torch.inference_mode()
-def test_an_encoder_takes_its_own_vectors_of_an_embedding_for_two(
-    clip: Any, tokenizer: text.Tokenizer
-) -> None:
-    width = clip.text_encoder.config.hidden_size
-    for_l, for_g = vectors(2, width, 1), vectors(2, width, 2)
-    both = embeddings.Embedding("mist", "both", {"clip_l": for_l, "clip_g": for_g})
-    for name, own in (("clip_l", for_l), ("clip_g", for_g)):
-        encoder = text.Encoder([text.Reader(clip.text_encoder, name=name)], START, END)
-        alone = embeddings.Embedding("mist", name, {name: own})
-        found = [
-            encoder.encode([tokenizer.chunks("mist", [each])], 1)
-            for each in (both, alone)
-        ]
-        assert torch.equal(found[0].vectors, found[1].vectors)
 
 
 # What is drawn.

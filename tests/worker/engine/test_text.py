@@ -23,37 +23,6 @@ def test_a_short_prompt_without_weights_is_clips_own_output(
     )
 
 
-@torch.inference_mode()
-def test_prompts_of_different_lengths_in_one_call_match_separate_calls(
-    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
-) -> None:
-    prompts = [
-        tokenizer.chunks("a red house, " * 20),
-        tokenizer.chunks("blurry, (ugly:1.3)"),
-    ]
-    context = encoder.encode(prompts, 1)
-    assert context.vectors.shape[1] == 154
-    latents = torch.randn((2, 4, 8, 8), generator=torch.Generator().manual_seed(0))
-    times = torch.tensor([700.0, 700.0])
-    together = clip.unet(
-        latents, times, context.vectors, encoder_attention_mask=context.mask
-    ).sample
-    for row, prompt in enumerate(prompts):
-        alone = encoder.encode([prompt], 1)
-        assert alone.mask.all()
-        apart = clip.unet(
-            latents[row : row + 1], times[row : row + 1], alone.vectors
-        ).sample
-        torch.testing.assert_close(together[row : row + 1], apart, rtol=1e-5, atol=1e-5)
-    # Masked vectors have no influence.
-    noise = torch.randn_like(context.vectors) * 10
-    vectors = torch.where(context.mask[:, :, None], context.vectors, noise)
-    other = clip.unet(
-        latents, times, vectors, encoder_attention_mask=context.mask
-    ).sample
-    assert torch.equal(other, together)
-
-
 def test_a_wide_comma_and_curly_quotes_are_the_tokens_that_automatic1111_reads(
     tokenizer: text.Tokenizer,
 ) -> None:

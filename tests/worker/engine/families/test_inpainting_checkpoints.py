@@ -37,7 +37,6 @@ from worker.engine import contract, load
 from worker.engine.families import reading
 from worker.engine.families.table import SD1, find_prediction
 from worker.engine.passes import begin
-from worker.engine.slots import engine as slots
 
 #: Images that are no more different than this would show nothing.
 VISIBLE = 20
@@ -293,19 +292,6 @@ def test_images_are_the_same_in_company_and_alone(
     together = draw(make_engine(slot_weights=weights), *mixed, *reversed(mixed))
     assert_alike(together, [*alone, *reversed(alone)])
     assert difference(alone[2], alone[0]) > VISIBLE
-
-
-def test_the_memory_of_a_slot_counts_what_the_unet_takes_beside_the_latents(
-    make_engine: Any, make_slot_engine: Any
-) -> None:
-    def state(engine: slots.SlotEngine) -> Any:
-        return engine._runner.make_slot_state(engine._runner.native, 2, engine._unet)
-
-    own = state(make_engine())
-    assert own.conditioning.shape == (2, 5, 8, 8)
-    assert own.latents.shape == (2, 4, 8, 8)
-    assert own.first(1).conditioning.shape == (1, 5, 8, 8)
-    assert state(make_slot_engine()).conditioning is None
 
 
 def test_controlnets_see_the_latents_alone(

@@ -29,15 +29,10 @@ from drawing import ROUNDING, assert_alike, difference, draw, make_request
 from families import tiny_families
 from imagefleet import errors
 from imagefleet.job import clip
-from imagefleet.job.noise import Noise
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
 from worker.engine.families.table import X4_UPSCALER, of_folder
-from worker.engine.lora.merge import NO_CHANGES
-from worker.engine.networks.transformer import Call
 from worker.engine.networks.unet import SlotUnet
-from worker.engine.sampler import NoiseStream
-from worker.engine.samplers.philox import Philox
 from worker.engine.slots import engine as slots
 
 #: Images that are no more different than this would show nothing.
@@ -165,23 +160,6 @@ def test_the_noise_has_the_level_that_the_unet_is_told(
     assert difference(image, usual) > ROUNDING, "or the test shows nothing"
 
 
-def test_the_images_noise_is_drawn_before_that_of_the_latents() -> None:
-    """As diffusers does it, with the generators of a CPU and of a GPU."""
-    for source in ("CPU", "NV"):
-        settings = Noise(source=source)
-        stream = NoiseStream(7, (4, 8, 8), settings, factor=4, draws=1)
-        drawn = [stream.draw((3, 8, 8)), stream.first(), torch.empty(4, 8, 8)]
-        stream.fill(drawn[2])
-        generator = Philox(7) if source == "NV" else torch.Generator().manual_seed(7)
-        for each in drawn:
-            expected = (
-                generator.randn(tuple(each.shape))
-                if isinstance(generator, Philox)
-                else torch.randn(each.shape, generator=generator)
-            )
-            torch.testing.assert_close(each, expected, rtol=0, atol=0)
-
-
 def test_a_lora_changes_the_image_as_in_diffusers(
     engine: Any,
     folder: Path,
@@ -200,35 +178,6 @@ def test_a_lora_changes_the_image_as_in_diffusers(
     image, plain = draw(engine, request, request_of())
     assert difference(image, theirs) <= ROUNDING
     assert difference(image, plain) > VISIBLE
-
-
-@torch.no_grad()
-def test_unet_output_is_diffusers(folder: Path) -> None:
-    """Of slots with a level each."""
-    loaded = checkpoints.load_checkpoint(folder, torch.device("cpu"), torch.float32)
-    original = loaded.unet
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn((3, 7, 16, 16), generator=generator)
-    vectors = torch.randn(
-        (6, 154, original.config.cross_attention_dim), generator=generator
-    )
-    times, noise = torch.tensor([999.0, 401.5, 1.0]), torch.tensor([20, 100, 350])
-    expected = original(
-        x.repeat_interleave(2, dim=0),
-        times.repeat_interleave(2),
-        vectors,
-        class_labels=noise.repeat_interleave(2),
-    ).sample
-    unet = SlotUnet(original)
-    unet.resize(3)
-    for slot in range(3):
-        unet.load_slot(slot, NO_CHANGES)
-    context = torch.cat(
-        [unet.keys_values.compute(each, {}) for each in vectors.split(2)]
-    )
-    for per_slot in (False, True):
-        output = unet(x, times, Call(context, per_slot=per_slot), unet.added(noise))
-        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="session")
@@ -268,18 +217,6 @@ def test_compiled_ticks_read_what_is_written_into_the_slots_later(
     compiled.warm_up(requests[0])
     assert_alike(draw(compiled, *requests), draw(plain, *requests))
     assert compiled.recompiles == 0
-
-
-def test_the_memory_of_a_slot_counts_the_image_and_one_row_for_its_level(
-    make_engine: Any,
-) -> None:
-    made = make_engine()
-    assert made.default_size == (64, 64)
-    state = made._runner.make_slot_state(made._runner.native, 2, made._unet)
-    assert state.latents.shape == (2, 4, 16, 16)
-    assert state.conditioning.shape == (2, 3, 16, 16)
-    assert state.added.shape == (2, 128)
-    assert state.first(1).added.shape == (1, 128)
 
 
 MASK = np.zeros((16, 16), np.uint8)

@@ -3,12 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from safetensors.torch import save_file
 
-import key_names
-from drawing import ROUNDING, difference, draw, make_request
+from drawing import draw, make_request
 from worker.engine import contract
 
 
@@ -29,38 +26,6 @@ def test_weight_zero_is_the_base_model(engine: Any, lora_paths: list[Path]) -> N
     )
     assert (base == zero).all()
     assert (base == opposed).all()
-
-
-def test_each_network_has_its_own_weight(engine: Any, lora_paths: list[Path]) -> None:
-    base, text_only, unet_only, both = draw(
-        engine,
-        make_request(),
-        make_request(loras=(use(lora_paths[0], 1.0, 0.0),)),
-        make_request(loras=(use(lora_paths[0], 0.0, 1.0),)),
-        make_request(loras=(use(lora_paths[0], 1.0, 1.0),)),
-    )
-    images = [base, text_only, unet_only, both]
-    for at, image in enumerate(images):
-        assert all(difference(image, other) > ROUNDING for other in images[:at])
-
-
-@pytest.mark.parametrize("spelling", ["peft", "diffusers", "old diffusers"])
-def test_every_key_format_of_a_lora_draws_the_same_image(
-    engine: Any,
-    checkpoint: Path,
-    lora_paths: list[Path],
-    tmp_path: Path,
-    spelling: str,
-) -> None:
-    weights, metadata = key_names.respell(lora_paths[0], checkpoint, spelling)
-    other = tmp_path / "other.safetensors"
-    save_file(weights, other, metadata)
-    kohya, respelt = draw(
-        engine,
-        make_request(loras=(use(lora_paths[0]),)),
-        make_request(loras=(use(other),)),
-    )
-    assert (kohya == respelt).all()
 
 
 def test_a_hundred_merges_leave_the_checkpoints_weights_bit_exact(

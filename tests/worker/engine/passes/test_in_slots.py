@@ -163,29 +163,6 @@ def test_out_of_memory_in_either_pass_fails_no_image(
     assert next(failures) > 3, "or the test shows nothing"
 
 
-@pytest.mark.parametrize("width", [64, 96])
-def test_only_the_job_that_breaks_a_pass_fails(
-    width: int,
-    make_slot_engine: Any,
-    init: Any,
-    monkeypatch: Any,
-) -> None:
-    engine = make_slot_engine(slots=3)
-    requests = [make_request(seed=seed, hires=hires()) for seed in (1, 666, 3)]
-    requests.append(make_request(seed=4, init=init(masked=True)))
-    sound = draw(engine, *requests)
-    watch_calls(
-        monkeypatch,
-        engine,
-        lambda call: call.key.width == width and 666 in call.seeds,
-        RuntimeError("no kernel for this"),
-    )
-    images = draw(engine, *requests)
-    assert isinstance(images[1], errors.TransientError)
-    for at in (0, 2, 3):
-        assert difference(images[at], sound[at]) <= ROUNDING
-
-
 @pytest.mark.parametrize("upscaler", ["Latent", "Nearest"])
 def test_only_the_job_with_a_first_pass_of_nan_fails(
     upscaler: str,
@@ -281,16 +258,6 @@ def test_the_network_of_an_upscalers_file_enlarges_the_first_pass(
     (expected,) = draw(engine, make_request(hires=hires(256, 256, upscaler="Nearest")))
     assert enlarged[0].shape == (256, 256, 3)
     assert difference(image, expected) <= ROUNDING
-
-
-def test_a_damaged_file_of_an_upscaler_is_refused_before_anything_is_drawn(
-    slot_engine: Any, tmp_path: Path
-) -> None:
-    path = tmp_path / "4x.safetensors"
-    path.write_bytes(b"no model")
-    request = make_request(hires=hires(256, 256, upscaler="4x", upscaler_path=path))
-    with pytest.raises(errors.UnusableFileError, match="'4x' is not a complete"):
-        slot_engine.prepare(request)
 
 
 @pytest.mark.parametrize(

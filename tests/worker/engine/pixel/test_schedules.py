@@ -118,20 +118,6 @@ def test_dynamic_thresholding_is_that_of_diffusers(scale: float) -> None:
     assert torch.allclose(found, scheduler._threshold_sample(images), rtol=0, atol=1e-6)
 
 
-def test_the_rank_of_a_quantile_is_torchs_for_all_sizes() -> None:
-    random = torch.Generator().manual_seed(0)
-    for quantile, count in itertools.product(
-        (0.5, 0.95, 0.995, 1.0), (3, 768, 12288, 196608)
-    ):
-        values = torch.randn(count, generator=random).sort().values
-        noise = noise_schedule(dynamic_thresholding_ratio=quantile)
-        rank = schedules.limit_of(noise, count).keywords["rank"]
-        below = int(rank)
-        above = min(below + 1, count - 1)
-        found = torch.lerp(values[below], values[above], rank - below)
-        assert found == pytest.approx(torch.quantile(values, quantile).item(), abs=1e-6)
-
-
 def edm_sigmas(noise: DDPMScheduler) -> list[float]:
     largest, smallest = levels(noise.alphas_cumprod).ends
     return [*karras(min(80.0, largest), max(0.002, smallest), 30).tolist(), 0.0]

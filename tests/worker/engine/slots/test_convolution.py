@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from calls import watch_calls
 from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from worker.engine import contract
-from worker.engine.lora import merge
 from worker.engine.lora.file import adaptable_layers
 from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.transformer import Call
@@ -330,11 +329,3 @@ def test_a_job_runs_beside_others_when_memory_runs_out_for_its_change(
     images = draw(ours, *requests)
     assert ours.slots == 2
     assert_alike(images, draw_alone(engine, requests))
-
-
-def test_changes_of_no_layer_take_no_memory(slot_engine: slots.SlotEngine) -> None:
-    groups: merge.Groups = {**slot_engine._unet.changes.groups}
-    packed = merge.pack((), groups, dtype=torch.float32)
-    assert packed is not None
-    assert (packed.size_bytes, packed.ranks) == (0, {})
-    assert packed.of(packed.assemble()) == NO_CHANGES

@@ -3,7 +3,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -197,15 +196,6 @@ def test_a_closed_engine_holds_nothing(make_slot_engine: Any) -> None:
     engine.tick()
     engine.close()
     assert not engine.busy
-
-
-def test_images_have_the_requested_size(slot_engine: Any) -> None:
-    assert slot_engine.default_size == (64, 64)
-    assert slot_engine.model_name == "tiny"
-    (image,) = draw(slot_engine, make_request(width=88, height=40))
-    assert image.shape == (40, 88, 3)
-    assert image.dtype == np.uint8
-    assert image.std() > 20
 
 
 SIZES = ((64, 64), (64, 96), (96, 64))

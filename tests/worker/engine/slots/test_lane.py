@@ -168,15 +168,6 @@ def test_slots_of_one_row_are_as_many_as_there_are_weights_for(
     assert lanes.block_slots[lanes.choose_block(lane)] >= slots
 
 
-def test_a_rare_size_waits_no_longer_than_stated() -> None:
-    frequent, rare = SIZES[:2]
-    keys = [rare if at % 50 == 20 else frequent for at in range(400)]
-    drawing = Drawing(keys).run()
-    longest = max(drawing.waited(at) for at in range(20, 400, 50))
-    assert longest <= CALLS * (PATIENCE_TICKS + 2)
-    assert mean(drawing.fill) > 1 - 1 / PATIENCE_TICKS - 0.01
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_a_lane_with_few_images_takes_ticks_by_its_images_not_by_turns(
     seed: int,

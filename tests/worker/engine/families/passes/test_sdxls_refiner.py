@@ -4,7 +4,6 @@ What it is told comes from diffusers' own pipeline for it (`requires_aesthetics_
 """
 
 import dataclasses
-import gc
 import shutil
 from pathlib import Path
 from typing import Any
@@ -216,22 +215,6 @@ def test_words_of_embeddings_are_words_for_it(
     )
     assert difference(one[0], other[0]) == 0
     assert difference(one[1], other[1]) > ROUNDING, "or the embedding is none"
-
-
-def test_its_unet_leaves_the_device_once_no_job_needs_it(
-    engine: Any, refiner_folder: Path
-) -> None:
-    held = engine._stager._checkpoints
-    draw(engine, make_request(refiner=contract.Refiner(refiner_folder, SWITCH_AT)))
-    unet = sum(
-        each.numel() * 4 for each in next(iter(held._alive.values())).unet.parameters()
-    )
-    assert held.held_bytes > unet
-    draw(engine, make_request())
-    assert held.keep_only(())
-    gc.collect()
-    assert not held._alive
-    assert held.held_bytes == 0
 
 
 def test_it_is_no_model_of_its_own_and_fits_sdxls_alone(
