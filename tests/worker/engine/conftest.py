@@ -18,7 +18,6 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import save_file
 
-import batch_engine
 import key_names
 import tiny_model
 from families import tiny_controlnets
@@ -115,22 +114,23 @@ def _lines(seed: int, width: int, height: int) -> contract.Pixels:
 
 
 @pytest.fixture(scope="session")
-def engine(checkpoint: Path) -> batch_engine.BatchEngine:
-    """Shared by tests that leave it unchanged."""
-    return batch_engine.load_batch_engine(checkpoint, max_batch=4)
+def engine(checkpoint: Path) -> slots.SlotEngine:
+    """Draws images one by one; shared by tests that leave it unchanged."""
+    return load.load_engine(load.EngineSettings(checkpoint, "cpu", slots=1))
 
 
 @pytest.fixture(scope="session")
-def demo_engine() -> batch_engine.BatchEngine:
+def demo_engine() -> slots.SlotEngine:
     """On the trained demo model; shared by tests that leave it unchanged."""
     torch.set_num_threads(1)
-    return batch_engine.load_batch_engine(DEMO_MODEL)
+    return load.load_engine(load.EngineSettings(DEMO_MODEL, "cpu", slots=1))
 
 
 @pytest.fixture(scope="session")
-def clip(demo_engine: batch_engine.BatchEngine) -> checkpoints.Checkpoint:
+def clip() -> checkpoints.Checkpoint:
     """A checkpoint with CLIP's own vocabulary."""
-    return demo_engine.checkpoint
+    torch.set_num_threads(1)
+    return checkpoints.load_checkpoint(DEMO_MODEL, torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(scope="session")

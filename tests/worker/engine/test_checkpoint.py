@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import batch_engine
 import key_names
 import tiny_model
 from drawing import difference, draw, make_request
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
+from worker.engine import contract, load
 from worker.engine.families.table import SD1
 from worker.files import check, model
 from worker.settings import WorkerSettings
@@ -30,6 +30,11 @@ def load_checkpoint(
     return checkpoints.load_checkpoint(
         model, cpu, torch.float32, config, prediction_type
     )
+
+
+def load_engine(model: Path, config: Path | None = None) -> contract.Engine:
+    settings = load.EngineSettings(model, "cpu", config=config, slots=1)
+    return load.load_engine(settings)
 
 
 @pytest.fixture
@@ -55,7 +60,7 @@ def test_a_single_file_draws_the_same_as_the_folder(
     checkpoint: Path,
     single_file: Path,
 ) -> None:
-    single = batch_engine.load_batch_engine(single_file, config=checkpoint)
+    single = load_engine(single_file, checkpoint)
     assert single.model_name == "tiny"
     (image,) = draw(single, make_request())
     assert difference(image, draw(engine, make_request())[0]) == 0
@@ -192,7 +197,7 @@ def test_variants_of_single_files_draw_the_same(
     path = tmp_path / "variant.safetensors"
     save_file(change(key_names.original_layout(checkpoint)), path)
 
-    single = batch_engine.load_batch_engine(path, config=checkpoint)
+    single = load_engine(path, checkpoint)
 
     (image,) = draw(single, make_request())
     assert difference(image, draw(engine, make_request())[0]) <= (0 if same else 12)
@@ -299,7 +304,7 @@ def test_weights_in_several_files_are_read_and_no_other_files(
     index.write_text(json.dumps({"weight_map": places}))
     other = {key: torch.zeros_like(each) for key, each in weights.items()}
     save_file(other, whole.with_name("diffusion_pytorch_model.non_ema.safetensors"))
-    parts = batch_engine.load_batch_engine(copy)
+    parts = load_engine(copy)
     assert (draw(parts, make_request())[0] == draw(engine, make_request())[0]).all()
 
     index.unlink()
@@ -325,7 +330,7 @@ def test_key_names_of_older_folders_are_read(engine: Any, copy: Path) -> None:
                 key.replace(new, old, 1): weight for key, weight in weights.items()
             }
         save_file(weights, copy / name, {"format": "pt"})
-    older = batch_engine.load_batch_engine(copy)
+    older = load_engine(copy)
     assert (draw(older, make_request())[0] == draw(engine, make_request())[0]).all()
 
 

@@ -31,22 +31,15 @@ def test_weight_zero_is_the_base_model(engine: Any, lora_paths: list[Path]) -> N
 def test_a_hundred_merges_leave_the_checkpoints_weights_bit_exact(
     engine: Any, lora_paths: list[Path]
 ) -> None:
-    networks = (engine.checkpoint.unet, engine.checkpoint.text_encoder)
-    engine.activate({})
-    before = [network.state_dict(keep_vars=False) for network in networks]
-    before = [
-        {name: tensor.clone() for name, tensor in state.items()} for state in before
-    ]
+    unet, merger = engine.checkpoint.unet, engine._merger
+    merger.activate(())
+    before = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
     for at in range(100):
-        loras = (use(lora_paths[at % 3], 0.1 + at / 10), use(lora_paths[at % 2], -1.0))[
-            : 1 + at % 2
-        ]
-        engine.activate(engine.prepare(make_request(loras=loras)).loras)
-    changed = networks[0].state_dict()
-    assert not all(
-        torch.equal(changed[name], tensor) for name, tensor in before[0].items()
-    )
-    engine.activate({})
-    for network, state in zip(networks, before, strict=True):
-        after = network.state_dict()
-        assert all(torch.equal(after[name], tensor) for name, tensor in state.items())
+        loras = (use(lora_paths[at % 3], 0.1 + at / 10), use(lora_paths[at % 2], -1.0))
+        prepared = engine.prepare(make_request(loras=loras[: 1 + at % 2]))
+        merger.activate(prepared.loras["unet"])
+    changed = unet.state_dict()
+    assert not all(torch.equal(changed[name], before[name]) for name in before)
+    merger.activate(())
+    after = unet.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)

@@ -9,14 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import batch_engine
 import polling
 import tiny_model
 from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from imagefleet.job.samplers import Options
 from rows.process import decibels
 from worker.engine import checkpoint as checkpoints
-from worker.engine import contract
+from worker.engine import contract, load
 from worker.engine.contract import Settings
 from worker.engine.families.latents import of_latents
 from worker.engine.slots import compile_policy
@@ -71,7 +70,7 @@ def compiled_engine(drawn_meanwhile: Any) -> slot_engine.SlotEngine:
 
 @pytest.fixture(scope="module")
 def plain_engine(small_model: Path) -> contract.Engine:
-    return batch_engine.load_batch_engine(small_model)
+    return load.load_engine(load.EngineSettings(small_model, "cpu", slots=1))
 
 
 def test_images_drawn_while_torch_compiles_are_those_drawn_before_and_afterwards(

@@ -60,7 +60,7 @@ def mixed_requests(lora_paths: list[Path]) -> list[contract.ImageRequest]:
     ]
 
 
-def test_images_in_mixed_slots_match_the_oracle_whatever_their_slots(
+def test_images_in_mixed_slots_match_each_alone_whatever_their_slots(
     engine: Any, slot_engine: Any, mixed_requests: Any
 ) -> None:
     expected = draw_alone(engine, mixed_requests)

@@ -1,4 +1,4 @@
-"""LoRAs of a few tensors, and what the weights of the oracle's UNet are with them."""
+"""LoRAs of a few tensors, and what the weights of the UNet are with them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,9 +46,10 @@ def merged(engine: Any, lora: contract.Lora, *paths: str) -> list[Array]:
     """What the UNet's parameters are with a LoRA; the base's are restored bit-exactly."""
     found = {path: adaptable(engine.checkpoint.unet)[path] for path in paths}
     before = {path: each.detach().clone() for path, each in found.items()}
-    engine.activate(engine.prepare(make_request(loras=(lora,))).loras)
+    loras = engine.prepare(make_request(loras=(lora,))).loras
+    engine._merger.activate(loras["unet"])
     after = [each.detach().double().numpy().copy() for each in found.values()]
-    engine.activate({})
+    engine._merger.activate(())
     assert all(torch.equal(each, before[path]) for path, each in found.items())
     return after
 
