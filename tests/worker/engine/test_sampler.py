@@ -1,11 +1,10 @@
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from diffusers import DDIMScheduler, PNDMScheduler
 
-from drawing import difference, draw, make_request
+from drawing import assert_alike, draw, draw_alone, make_request
 from imagefleet import errors
 from imagefleet.job import samplers
 from sampling import alphas_cumprod, noises, relative_difference, sample, stand_in
@@ -158,41 +157,20 @@ def test_an_unknown_sampler_is_refused_listing_the_known_ones(name: str) -> None
 
 
 #: Restart is Heun's method below 20 steps, and DPM fast goes its own way whatever its schedule.
-SAME_AS_OTHERS = (
-    "restart_sgm_uniform",
-    "dpm_fast_sgm_uniform",
-    "dpm_adaptive_sgm_uniform",
-)
+SAME_AS_OTHERS = ("restart_sgm_uniform", "dpm_fast_sgm_uniform")
 
 
-def test_an_image_is_the_same_alone_and_with_other_samplers(engine: Any) -> None:
-    # At these steps all make seven UNet calls, so that they share the batch.
-    steps = {"plms": 6, "unipc": 7, "ddim": 7, "ddim_cfgpp": 7}
+def test_an_image_is_the_same_alone_and_with_other_samplers(slot_engine: Any) -> None:
     names = [
         each.key
         for each in samplers.SAMPLERS.values()
         if each.key == each.method or each.schedule == "sgm_uniform"
-        if each.key not in SAME_AS_OTHERS
+        if each.key not in SAME_AS_OTHERS and each.method != "dpm_adaptive"
     ]
-    requests = [
-        make_request(
-            seed=at,
-            sampler=name,
-            steps=steps.get(name, 4 if samplers.SAMPLERS[name].calls > 1 else 7),
-        )
-        for at, name in enumerate(names)
-    ]
-    calls = [len(engine.prepare(request).schedule.table) for request in requests]
-    requests = [
-        request for request, count in zip(requests, calls, strict=True) if count == 7
-    ]
-    assert len(requests) > 30
-    together = draw(engine, *requests)
-    for request, beside in zip(requests[::3], together[::3], strict=True):
-        (alone,) = draw(engine, request)
-        assert difference(alone, beside) <= 2
-    same_seed = draw(engine, *(dataclasses.replace(each, seed=1) for each in requests))
-    assert len({image.tobytes() for image in same_seed}) == len(requests)
+    requests = [make_request(sampler=name, steps=5) for name in names]
+    together = draw(slot_engine, *requests)
+    assert len({image.tobytes() for image in together}) == len(requests) > 30
+    assert_alike(together[::3], draw_alone(slot_engine, requests[::3]))
 
 
 @pytest.mark.parametrize("name", ["euler", "ddim"])

@@ -1,7 +1,6 @@
 """Jobs with ControlNets beside others: each image is what it is alone, whatever fails."""
 
 import dataclasses
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from drawing import (
 from imagefleet import errors
 from sampling import alphas_cumprod
 from worker.engine import contract
-from worker.engine.control import cache, network
+from worker.engine.control import network
 from worker.engine.passes import begin
 from worker.engine.samplers.schedule import make_schedule
 
@@ -134,27 +133,6 @@ def test_more_controlnets_than_work_at_once_are_refused(
 ) -> None:
     with pytest.raises(errors.JobError, match="has 4 ControlNets; at most 3"):
         slot_engine.prepare(make_request(controls=(make_control(),) * 4))
-
-
-def test_threads_that_prepare_the_same_file_read_it_once(
-    make_slot_engine: Any, make_control: Any, monkeypatch: Any
-) -> None:
-    engine = make_slot_engine(slots=2)
-    reads, load = [], cache.ControlNets.load
-    monkeypatch.setattr(
-        cache.ControlNets,
-        "load",
-        lambda nets, file: reads.append(file) or load(nets, file),
-    )
-    request = make_request(controls=(make_control(),))
-    threads = [
-        threading.Thread(target=engine.prepare, args=(request,)) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(reads) == 1
 
 
 @pytest.mark.parametrize("when", ["copying", "drawing"])

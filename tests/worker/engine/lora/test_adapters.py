@@ -144,10 +144,11 @@ def test_an_adapter_in_a_slot_draws_what_it_does_alone(
     assert difference(found[0], found[2]) > ROUNDING
 
 
+@pytest.mark.parametrize("kind", ["LOHA", "LORA with DoRA"])
 def test_a_convolution_is_changed_as_in_peft(
-    save: Any, checkpoint_unet: nn.Module, layers: lora_file.Layers
+    kind: str, save: Any, checkpoint_unet: nn.Module, layers: lora_file.Layers
 ) -> None:
-    model, folder = save("LOHA", target_modules=["conv1"])
+    model, folder = save(kind, target_modules=["conv1"])
     found = read(folder, layers)
     unet = copy.deepcopy(checkpoint_unet)
     Merger(unet).activate([AppliedLora(found.identity, found.deltas["unet"], 1.0)])

@@ -108,17 +108,6 @@ def test_a_file_larger_than_the_cache_is_not_kept(
     assert cache.lookups == {"miss": 2}
 
 
-def test_the_cache_evicts_the_least_recently_used_above_its_size(
-    layers: lora_file.Layers, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = lora_file.LoraCache(layers, 0).get(named(lora_paths[0])).size_bytes
-    cache = lora_file.LoraCache(layers, cache_bytes=2 * size)
-    files = [cache.get(named(lora_paths[at])) for at in (0, 1, 0, 2)]
-    assert cache.get(named(lora_paths[0])) is files[0]
-    assert cache.get(named(lora_paths[2])) is files[3]
-    assert cache.get(named(lora_paths[1])) is not files[1]
-
-
 def test_a_replaced_file_is_read_again(
     cache: lora_file.LoraCache, lora_paths: list[Path], tmp_path: Path
 ) -> None:

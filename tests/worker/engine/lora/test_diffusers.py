@@ -88,14 +88,14 @@ def test_without_a_lora_the_image_is_that_of_diffusers(base: Any) -> None:
     [pytest.param(ONE, marks=pytest.mark.slow), APART, TWO],
     ids=["one", "apart", "two"],
 )
-def test_loras_in_three_key_formats_match_diffusers(
+def test_loras_in_four_key_formats_match_diffusers(
     demo_engine: contract.Engine,
     base: Any,
     tmp_path: Path,
     uses: Uses,
 ) -> None:
     expected = draw_in_diffusers(load_in_diffusers(uses), request_of())
-    for spelling in ("kohya", "diffusers", "peft"):
+    for spelling in ("kohya", "diffusers", "old diffusers", "peft"):
         loras = []
         for name, text, unet in uses:
             path = DEMO_MODEL / "loras" / f"{name}.safetensors"

@@ -27,14 +27,7 @@ def numbers(*shapes: tuple[int, ...]) -> list[Array]:
 
 def tucker(core: Array, outer: Array, inner: Array) -> Array:
     """Core [rank, rank, h, w], outer [rank, out], inner [rank, in] to [out, in, h, w]."""
-    result = np.zeros((outer.shape[1], inner.shape[1], *core.shape[2:]))
-    for r in range(len(outer)):
-        for s in range(len(inner)):
-            result += (
-                outer[r][:, None, None, None]
-                * inner[s][None, :, None, None]
-                * core[r, s]
-            )
+    result: Array = np.einsum("rshw,ro,si->oihw", core, outer, inner)
     return result
 
 
@@ -47,9 +40,7 @@ def plain(weight: Array) -> tuple[Tensors, Array]:
 def locon(weight: Array) -> tuple[Tensors, Array]:
     outer, *rest = weight.shape
     down, up = numbers((RANK, *rest), (outer, RANK, 1, 1))
-    delta = np.zeros(weight.shape)
-    for r in range(RANK):
-        delta += up[:, r, 0, 0][:, None, None, None] * down[r]
+    delta = np.einsum("or,rihw->oihw", up[:, :, 0, 0], down)
     return {"lora_down.weight": down, "lora_up.weight": up}, delta
 
 
@@ -79,21 +70,15 @@ def loha_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
     return dict(zip(names, found, strict=True)), tucker(*found[:3]) * tucker(*found[3:])
 
 
-def kronecker(first: Array, second: Array, weight: Array) -> Array:
+def kronecker(first: Array, second: Array) -> Array:
     """Block (i, j) of the weight is first[i, j] * second, whatever the kernel."""
-    delta = np.zeros(weight.shape)
-    high, wide = second.shape[:2]
-    for i, j in np.ndindex(*first.shape):
-        delta[i * high : (i + 1) * high, j * wide : (j + 1) * wide] = (
-            first[i, j] * second
-        )
-    return delta
+    return np.kron(first.reshape(*first.shape, *[1] * (second.ndim - 2)), second)
 
 
 def lokr_of_wholes(weight: Array) -> tuple[Tensors, Array]:
     outer, inner, *kernel = weight.shape
     w1, w2 = numbers((4, 2), (outer // 4, inner // 2, *kernel))
-    return {"lokr_w1": w1, "lokr_w2": w2}, kronecker(w1, w2, weight)
+    return {"lokr_w1": w1, "lokr_w2": w2}, kronecker(w1, w2)
 
 
 def lokr(weight: Array) -> tuple[Tensors, Array]:
@@ -101,9 +86,7 @@ def lokr(weight: Array) -> tuple[Tensors, Array]:
     columns = inner // 2 * int(np.prod(kernel))
     w1, w2_a, w2_b = numbers((4, 2), (outer // 4, RANK), (RANK, columns))
     w2 = (w2_a @ w2_b).reshape(outer // 4, inner // 2, *kernel)
-    return {"lokr_w1": w1, "lokr_w2_a": w2_a, "lokr_w2_b": w2_b}, kronecker(
-        w1, w2, weight
-    )
+    return {"lokr_w1": w1, "lokr_w2_a": w2_a, "lokr_w2_b": w2_b}, kronecker(w1, w2)
 
 
 def lokr_of_four(weight: Array) -> tuple[Tensors, Array]:
@@ -114,9 +97,7 @@ def lokr_of_four(weight: Array) -> tuple[Tensors, Array]:
     w2 = (parts["lokr_w2_a"] @ parts["lokr_w2_b"]).reshape(
         outer // 4, inner // 2, *kernel
     )
-    return {**parts, "lokr_w1_a": w1_a, "lokr_w1_b": w1_b}, kronecker(
-        w1_a @ w1_b, w2, weight
-    )
+    return {**parts, "lokr_w1_a": w1_a, "lokr_w1_b": w1_b}, kronecker(w1_a @ w1_b, w2)
 
 
 def lokr_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
@@ -125,7 +106,7 @@ def lokr_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
         (4, 2), (RANK, RANK, *kernel), (RANK, outer // 4), (RANK, inner // 2)
     )
     parts = {"lokr_w1": w1, "lokr_t2": t2, "lokr_w2_a": w2_a, "lokr_w2_b": w2_b}
-    return parts, kronecker(w1, tucker(t2, w2_a, w2_b), weight)
+    return parts, kronecker(w1, tucker(t2, w2_a, w2_b))
 
 
 def difference_of_weights(weight: Array) -> tuple[Tensors, Array]:
@@ -176,35 +157,22 @@ def test_each_kind_changes_the_weight_as_defined(
 @pytest.mark.parametrize(
     ("layer", "kind"), [(LINEAR, plain), (CONV, locon), (LINEAR, lokr)]
 )
-@pytest.mark.parametrize("norms_of", ["outputs", "inputs", "peft"])
+@pytest.mark.parametrize("axis", [0, 1], ids=["outputs", "inputs"])
 def test_dora_rescales_the_changed_weight_to_its_norms(
     engine: Any,
     tmp_path: Path,
     layer: str,
     kind: Callable[[Array], tuple[Tensors, Array]],
-    norms_of: str,
+    axis: int,
 ) -> None:
     weight = base(engine, layer)
     parts, delta = kind(weight)
-    changed, shape = weight + delta, weight.shape
-    expected = np.empty(shape)
-    axis = 1 if norms_of == "inputs" else 0
-    (magnitudes,) = numbers((shape[axis],))
-    for at in range(shape[axis]):
-        where = (slice(None), at) if axis else (at,)
-        norm = np.sqrt((changed[where] ** 2).sum())
-        expected[where] = changed[where] / norm * magnitudes[at]
-    kernel = [1] * (len(shape) - 2)
-    parts |= {
-        "outputs": {"dora_scale": magnitudes.reshape(-1, 1, *kernel)},
-        "inputs": {"dora_scale": magnitudes.reshape(1, -1, *kernel)},
-        # peft's norms of outputs have a leading 1 for convolutions
-        "peft": {
-            "lora_magnitude_vector.weight": magnitudes.reshape(
-                (1, -1, *kernel) if kernel else (-1,)
-            )
-        },
-    }[norms_of]
+    changed = weight + delta
+    others = tuple(at for at in range(changed.ndim) if at != axis)
+    (magnitudes,) = numbers((changed.shape[axis],))
+    scale = np.expand_dims(magnitudes, others)
+    expected = scale * changed / np.sqrt((changed**2).sum(others, keepdims=True))
+    parts = {**parts, "dora_scale": scale}
     lora = write(tmp_path / "x.safetensors", prefixed(layer, parts))
     (found,) = merged(engine, lora, layer)
     np.testing.assert_allclose(

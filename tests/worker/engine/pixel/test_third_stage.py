@@ -70,38 +70,6 @@ def encoded(pixels: contract.Pixels) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-async def test_a_job_of_its_own_makes_four_times_its_image(
-    storage: Storage,
-    run_pipeline: Any,
-    upscaler: Any,
-    folder: Path,
-    pixels: Any,
-    request_of: Any,
-    stored: Any,
-) -> None:
-    """Of several images each has its own seed, and so its own noise on the image."""
-    fields = {
-        "prompt": "A red house",
-        "seed": 1,
-        "steps": 4,
-        "init_images": [encoded(pixels)],
-    }
-    fields |= {"denoising_strength": 0.1, "negative_prompt": "blurry", "cfg_scale": 7}
-    await storage.queue.send([message(**fields, id="one", n_iter=2)])
-    await storage.queue.send([message(**fields, id="sized", width=96, height=64)])
-    await run_pipeline(upscaler)
-    again = load.load_engine(load.EngineSettings(folder, "cpu", slots=3))
-    expected = draw(again, *(request_of(pixels, 0.1, seed=seed) for seed in (1, 2, 1)))
-    again.close()
-    for name, image in zip(("one", "one~1", "sized"), expected, strict=True):
-        drawn, text = await stored(name)
-        assert drawn.shape == (64, 96, 3)
-        assert difference(drawn, image) <= ROUNDING
-        assert "Size: 96x64" in text
-        assert "Denoising strength: 0.1" in text
-    assert difference(expected[0], expected[1]) > ROUNDING
-
-
 async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     storage: Storage,
     run_pipeline: Any,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, make_request
 from imagefleet import errors
 from imagefleet.job.prompt import read_negative_prompt, read_prompt
 from imagefleet.job.samplers import Options
@@ -70,26 +70,6 @@ def test_texts_that_say_the_same_change_nothing_whatever_the_job(
     mixed = [each for pair in zip(edited, plain, strict=True) for each in pair]
     for at, image in enumerate(draw(engine, *mixed)):
         assert difference(image, expected[at // 2]) <= ROUNDING
-
-
-def test_each_call_has_its_own_texts_and_no_image_its_neighbours(
-    make_slot_engine: Any,
-) -> None:
-    engine = make_slot_engine(slots=2)
-    words = [
-        "a cat",
-        "[a cat:a [b|c] house:1]",
-        "[a cat:a hut:2]",
-        "a cat AND a hut:0.5",
-    ]
-    requests = [make_request(prompt=read_prompt(each, steps=4)) for each in words]
-    alone = draw_alone(engine, requests)
-    assert len({image.tobytes() for image in alone}) == len(words)
-    for order in ([3, 1, 0, 2, 1, 3], [2, 2, 3, 0, 1]):
-        for at, image in zip(
-            order, draw(engine, *(requests[at] for at in order)), strict=True
-        ):
-            assert difference(image, alone[at]) <= ROUNDING
 
 
 @pytest.mark.parametrize(
