@@ -222,20 +222,6 @@ def test_memory_is_taken_at_the_first_locon_and_grows_with_the_rank(
     assert_alike(images, draw_alone(engine, requests))
 
 
-def test_equal_locons_are_merged_once_for_all(
-    slot_engine: slots.SlotEngine,
-    engine: Any,
-    write_lora: Write,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lora = write_lora()
-    requests = [make_request(seed=seed, loras=(lora,), steps=9) for seed in range(3)]
-    calls = watch_calls(monkeypatch, slot_engine)
-    images = draw(slot_engine, *requests)
-    assert {call.mode for call in calls} == {"shared"}
-    assert difference(images[1], draw(engine, requests[1])[0]) <= ROUNDING
-
-
 def _lokr(
     shape: torch.Size, rank: int, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:

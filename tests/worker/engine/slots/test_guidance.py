@@ -56,20 +56,11 @@ def mixed(make_control: Any, lora_paths: list[Path]) -> list[contract.ImageReque
     ],
 )
 def test_an_image_takes_a_row_less_of_each_call_without_guidance(
-    make_slot_engine: Any,
-    engine: Any,
-    changes: Any,
-    rows: int,
+    make_slot_engine: Any, changes: Any, rows: int
 ) -> None:
-    slots = make_slot_engine(slots=1)
-    request = make_request(steps=5, **changes)
-    (image,) = draw(slots, request)
-    assert slots.unet_rows == rows
-    # Diffusers' UNet draws both rows there, whatever the guidance.
-    (expected,) = draw(engine, request)
-    assert decibels(image, expected) >= LEAST_DECIBELS
-    (other,) = draw(slots, make_request(steps=5, cfg_scale=3.0))
-    assert decibels(image, other) < 30, "or the test shows nothing"
+    engine = make_slot_engine(slots=1)
+    draw(engine, make_request(steps=5, **changes))
+    assert engine.unet_rows == rows
 
 
 @pytest.mark.parametrize(
