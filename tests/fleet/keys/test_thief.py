@@ -352,15 +352,14 @@ TOGETHER = (
 )
 
 
-def alone() -> list[Any]:
-    return [
-        pytest.param([attack], role, id=f"{attack}-{role}", marks=pytest.mark.slow)
-        for attack in thief.ATTACKS
-        for role in ("worker", "chains")
-    ]
+#: One attack might hide another's harm. By the role that may do all that a plain worker's may.
+ALONE = [
+    pytest.param([attack], "chains", id=attack, marks=pytest.mark.slow)
+    for attack in thief.ATTACKS
+]
 
 
-@pytest.mark.parametrize(("attacks", "role"), [*TOGETHER, *alone()], indirect=["role"])
+@pytest.mark.parametrize(("attacks", "role"), [*TOGETHER, *ALONE], indirect=["role"])
 async def test_no_answer_about_honest_jobs_changes(
     attacks: list[str],
     role: Role,
