@@ -7,12 +7,13 @@ Of `prompt_parser.py`: texts by the denoiser's call, and the padding of what AND
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from drawing import make_request
 from imagefleet.job import prompt as prompts
 from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
@@ -35,29 +36,47 @@ LONG = "a red house in a meadow under a blue sky " * 9
 
 RED, BLUE = "a red house", "a blue house"
 
-#: Prompt, negative prompt, sampler, and changes of the request; what they say.
-CASES: Mapping[str, tuple[str, str, str, dict[str, Any], Sequence[Joined], Joined]] = {
-    "an edit after two steps": (
-        "a [red:blue:2] house",
-        "ugly",
-        *(
-            "euler",
-            {},
-            [(1.0, [(2, [(RED, 1)]), (5, [(BLUE, 1)])])],
-            (1.0, [(5, [("ugly", 1)])]),
-        ),
+UGLY: Joined = (1.0, [(STEPS, [("ugly", 1)])])
+
+NO_WORDS: Joined = (1.0, [(STEPS, [("", 1)])])
+
+
+def all_along(weight: float, words: str) -> Joined:
+    """The same words in all calls."""
+    return (weight, [(STEPS, [(words, 1)])])
+
+
+def edited(weight: float, *texts: tuple[int, str]) -> Joined:
+    """Words until a call, and the next until another."""
+    return (weight, [(call, [(words, 1)]) for call, words in texts])
+
+
+class Case(NamedTuple):
+    prompt: str
+    negative_prompt: str
+    joined: Sequence[Joined]
+    """What the prompt says."""
+    negative: Joined
+    """What the negative prompt says."""
+    sampler: str = "euler"
+    changes: Mapping[str, Any] = {}
+    """Of the request."""
+
+
+CASES: Mapping[str, Case] = {
+    "an edit after two steps": Case(
+        "a [red:blue:2] house", "ugly", [edited(1.0, (2, RED), (5, BLUE))], UGLY
     ),
-    "an edit by a share, with weights": (
+    "an edit by a share, with weights": Case(
         "[red (house:1.4)::0.5] cat",
         "(ugly:1.2)",
-        *("dpmpp_2m", {}),
         [(1.0, [(2, [("red ", 1), ("house", 1.4), (" cat", 1)]), (5, [(" cat", 1)])])],
         (1.0, [(5, [("ugly", 1.2)])]),
+        "dpmpp_2m",
     ),
-    "alternation": (
+    "alternation": Case(
         "[red|(blue:1.2)|] cat",
         "ugly",
-        *("euler_ancestral", {}),
         [
             (
                 1.0,
@@ -70,85 +89,79 @@ CASES: Mapping[str, tuple[str, str, str, dict[str, Any], Sequence[Joined], Joine
                 ],
             )
         ],
-        (1.0, [(5, [("ugly", 1)])]),
+        UGLY,
+        "euler_ancestral",
     ),
-    "AND with weights": (
+    "AND with weights": Case(
         "a cat :0.8 AND a dog:-0.4 AND (red:1.3) sky",
         "ugly",
-        *("euler", {}),
         [
-            (0.8, [(5, [("a cat", 1)])]),
-            (-0.4, [(5, [(" a dog", 1)])]),
+            all_along(0.8, "a cat"),
+            all_along(-0.4, " a dog"),
             (1.0, [(5, [(" ", 1), ("red", 1.3), (" sky", 1)])]),
         ],
-        (1.0, [(5, [("ugly", 1)])]),
+        UGLY,
     ),
-    "AND of other lengths": (
+    "AND of other lengths": Case(
         f"a cat AND [{LONG}:dog:3]",
         "",
-        *("euler", {}),
-        [
-            (1.0, [(5, [("a cat", 1)])]),
-            (1.0, [(3, [(" " + LONG, 1)]), (5, [(" dog", 1)])]),
-        ],
-        (1.0, [(5, [("", 1)])]),
+        [all_along(1.0, "a cat"), edited(1.0, (3, " " + LONG), (5, " dog"))],
+        NO_WORDS,
     ),
-    "an edit of other lengths": (
+    "an edit of other lengths": Case(
         f"[{LONG}{LONG}:a cat:0.4]",
         "ugly",
-        *("euler", {}),
-        [(1.0, [(2, [(LONG + LONG, 1)]), (5, [("a cat", 1)])])],
-        (1.0, [(5, [("ugly", 1)])]),
+        [edited(1.0, (2, LONG + LONG), (5, "a cat"))],
+        UGLY,
     ),
-    "a negative edit with a sampler of two calls": (
+    "a negative edit with a sampler of two calls": Case(
         "a cat",
         "[(ugly:1.3)::0.3]",
-        *("heun", {}, [(1.0, [(10, [("a cat", 1)])])]),
+        [edited(1.0, (10, "a cat"))],
         (1.0, [(3, [("ugly", 1.3)]), (10, [("", 1)])]),
+        "heun",
     ),
-    "AND without guidance": (
+    "AND without guidance": Case(
         "a cat:0.5 AND a dog:0.25 AND a tree",
         "ugly",
-        *("euler", {"cfg_scale": 1.0}),
         [
-            (0.5, [(5, [("a cat", 1)])]),
-            (0.25, [(5, [(" a dog", 1)])]),
-            (1.0, [(5, [(" a tree", 1)])]),
+            all_along(0.5, "a cat"),
+            all_along(0.25, " a dog"),
+            all_along(1.0, " a tree"),
         ],
-        (1.0, [(5, [("ugly", 1)])]),
+        UGLY,
+        changes={"cfg_scale": 1.0},
     ),
-    "AND whose weights leave nothing of the negative prompt": (
+    "AND whose weights leave nothing of the negative prompt": Case(
         "a cat:0.75 AND a dog:0.25",
         "ugly",
-        *("euler", {"cfg_scale": 1.0}),
-        [(0.75, [(5, [("a cat", 1)])]), (0.25, [(5, [(" a dog", 1)])])],
-        (1.0, [(5, [("ugly", 1)])]),
+        [all_along(0.75, "a cat"), all_along(0.25, " a dog")],
+        UGLY,
+        changes={"cfg_scale": 1.0},
     ),
-    "every other call without the negative prompt": (
+    "every other call without the negative prompt": Case(
         "a [cat|hut]:0.7 AND a dog:0.5",
         "ugly",
-        *("euler", {"sampler_options": Options(s_min_uncond=1000.0)}),
         [
-            (
+            edited(
                 0.7,
-                [
-                    (at, [(f"a {('cat', 'hut')[(at - 1) % 2]}", 1)])
-                    for at in range(1, 6)
-                ],
+                (1, "a cat"),
+                (2, "a hut"),
+                (3, "a cat"),
+                (4, "a hut"),
+                (5, "a cat"),
             ),
-            (0.5, [(5, [(" a dog", 1)])]),
+            all_along(0.5, " a dog"),
         ],
-        (1.0, [(5, [("ugly", 1)])]),
+        UGLY,
+        changes={"sampler_options": Options(s_min_uncond=1000.0)},
     ),
-    "CFG++": (
+    "CFG++": Case(
         "a cat AND a [dog:hut:2]:0.5",
         "ugly",
-        *("ddim_cfgpp", {}),
-        [
-            (1.0, [(5, [("a cat", 1)])]),
-            (0.5, [(2, [(" a dog", 1)]), (5, [(" a hut", 1)])]),
-        ],
-        (1.0, [(5, [("ugly", 1)])]),
+        [all_along(1.0, "a cat"), edited(0.5, (2, " a dog"), (5, " a hut"))],
+        UGLY,
+        "ddim_cfgpp",
     ),
 }
 
@@ -315,21 +328,17 @@ class Reference:
         return found
 
 
-def request_of(name: str, seed: int) -> contract.ImageRequest:
-    words, negative, sampler, changes, _, _ = CASES[name]
-    steps = samplers.editing_steps(sampler, STEPS)
-    request = contract.ImageRequest(
-        prompt=prompts.read_prompt(words, steps=steps),
-        negative_prompt=prompts.read_negative_prompt(negative, steps=steps),
-        loras=(),
-        sampler=sampler,
+def request_of(case: Case, seed: int) -> contract.ImageRequest:
+    steps = samplers.editing_steps(case.sampler, STEPS)
+    request = make_request(
+        prompt=prompts.read_prompt(case.prompt, steps=steps),
+        negative_prompt=prompts.read_negative_prompt(case.negative_prompt, steps=steps),
+        sampler=case.sampler,
         steps=STEPS,
         cfg_scale=4.0,
         seed=seed,
-        width=64,
-        height=64,
     )
-    return dataclasses.replace(request, **changes)
+    return dataclasses.replace(request, **case.changes)
 
 
 def draw_latents(
@@ -358,7 +367,6 @@ def draw_latents(
     return [latents[ticket] for ticket in range(len(requests))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
 def test_all_are_drawn_beside_each_other_and_plain_jobs_as_alone(
     family: str,
@@ -369,9 +377,10 @@ def test_all_are_drawn_beside_each_other_and_plain_jobs_as_alone(
 ) -> None:
     reference = Reference(family_pipeline(family), k_diffusion)
     expected, requests = [], []
-    for seed, (name, case) in enumerate(CASES.items(), start=1):
-        requests.append(request_of(name, seed))
-        expected.append(reference.draw(requests[-1], *case[4:])[0])
+    for seed, case in enumerate(CASES.values(), start=1):
+        requests.append(request_of(case, seed))
+        drawn = reference.draw(requests[-1], case.joined, case.negative)
+        expected.append(drawn[0])
         plain = dataclasses.replace(
             requests[-1], prompt="a boat", negative_prompt="", seed=seed
         )

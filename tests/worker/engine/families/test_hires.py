@@ -224,18 +224,3 @@ def test_the_second_pass_is_drawn_with_the_loras_of_its_own_prompt_alone(
             pipeline.unload_lora_weights()
     (image,) = draw(family_engine("sd1"), request)
     assert difference(image, reference.decode(latents)) <= ROUNDING
-
-
-def test_at_strength_0_the_upscaled_latents_stay_as_they_are(
-    family_engine: Any,
-    family_pipeline: Any,
-    k_diffusion: Any,
-) -> None:
-    request = request_of({"denoising_strength": 0.0})
-    pipeline = family_pipeline("sd1")
-    upscaled = a1111.interpolate(
-        first_pass(pipeline, request), 128, 128, mode="bilinear"
-    )
-    (image,) = draw(family_engine("sd1"), request)
-    theirs = a1111.Reference(pipeline, k_diffusion).decode(upscaled)
-    assert difference(image, theirs) <= ROUNDING

@@ -100,31 +100,6 @@ def test_each_kind_draws_as_with_merged_weights(
     assert difference(images["merged"], beside) > 20, "or the test shows nothing"
 
 
-def test_jobs_of_all_kinds_share_ticks_and_are_the_images_alone(
-    engines: dict[str, SlotEngine],
-    loras: dict[str, contract.Lora],
-) -> None:
-    engine = engines["factors"]
-    chosen: list[tuple[str, ...]] = [
-        ("small",),
-        ("large",),
-        (),
-        ("locon",),
-        ("dora",),
-        ("loha",),
-    ]
-    requests = [
-        make_request(
-            seed=at, steps=2 + at % 3, loras=tuple(loras[each] for each in names)
-        )
-        for at, names in enumerate(chosen)
-    ]
-    together = draw(engine, *requests)
-    for request, image in zip(requests, together, strict=True):
-        assert difference(draw(engine, request)[0], image) <= ROUNDING
-        assert difference(draw(engines["merged"], request)[0], image) <= ROUNDING
-
-
 def test_a_kind_without_low_rank_is_merged_and_undone_from_the_cpus_copy(
     engines: dict[str, SlotEngine],
     loras: dict[str, contract.Lora],

@@ -118,25 +118,6 @@ def test_no_kind_leaves_a_trace_in_its_slot_or_the_text_encoder(
         assert torch.equal(value, before[name]), name
 
 
-def test_a_loaded_slot_keeps_no_copy_of_its_loras_and_can_be_loaded_again(
-    slot_engine: Any,
-    lora_paths: list[Path],
-) -> None:
-    requests = [make_request(loras=(use(path),), steps=3) for path in lora_paths[:2]]
-    expected = draw(slot_engine, *requests)
-    for ticket, request in enumerate(requests):
-        slot_engine.admit(ticket, slot_engine.prepare(request))
-    images = {}
-    while slot_engine.busy:
-        images |= {each.ticket: each.outcome for each in slot_engine.tick()}
-        assert all(job.staged.loras is None for job in slot_engine._lanes.active)
-        for job in slot_engine._lanes.active:
-            job.has_weights = False
-        slot_engine._unet.resize(slot_engine.slots)
-    for ticket, image in enumerate(expected):
-        assert difference(images[ticket], image) == 0
-
-
 def test_slots_weights_in_several_tensors_make_the_same_images(
     make_slot_engine: Any,
     files: dict[str, Path],

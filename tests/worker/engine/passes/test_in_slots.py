@@ -102,22 +102,6 @@ def test_both_passes_share_calls_with_other_jobs_of_their_size(
     assert (len(in_first), len(in_second)) == (3, 3)
 
 
-def test_a_job_with_two_passes_is_one_ticket_until_its_end(
-    make_slot_engine: Any,
-) -> None:
-    engine = make_slot_engine(slots=2)
-    for ticket, upscaler in enumerate(["Latent", "Lanczos"]):
-        request = make_request(seed=ticket, steps=2, hires=hires(upscaler=upscaler))
-        engine.admit(ticket, engine.prepare(request))
-    finished, held = [], []
-    while engine.busy:
-        finished += engine.tick()
-        held.append(engine._lanes.jobs)
-    assert sorted(each.ticket for each in finished) == [0, 1]
-    assert held[:4] == [2] * 4, "both are held while they change lanes"
-    assert all(isinstance(each.outcome, np.ndarray) for each in finished)
-
-
 def test_the_images_of_a_job_share_what_was_prepared_and_what_was_encoded(
     make_slot_engine: Any, init: Any, monkeypatch: Any,
 ) -> None:  # fmt: skip

@@ -1,15 +1,11 @@
 """The x4 upscaler in a worker: jobs of its own, and the third stage of a cascade in pixels."""
 
-import base64
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from drawing import ROUNDING, difference, draw, make_request
 from families import tiny_families
@@ -58,18 +54,6 @@ def request_of() -> Any:
     return make
 
 
-@pytest.fixture(scope="session")
-def pixels() -> contract.Pixels:
-    small = np.random.default_rng(3).integers(0, 256, (4, 4, 3), np.uint8)
-    return np.asarray(Image.fromarray(small).resize((24, 16), Image.Resampling.BICUBIC))
-
-
-def encoded(pixels: contract.Pixels) -> str:
-    file = BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
-
-
 async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     storage: Storage,
     run_pipeline: Any,
@@ -106,36 +90,6 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     (expected,) = draw(again, request_of(small, 0.1, seed=1))
     again.close()
     assert difference(large, expected) <= ROUNDING
-
-
-async def test_a_job_that_it_cannot_draw_fails_with_what_to_change(
-    storage: Storage,
-    run_pipeline: Any,
-    upscaler: Any,
-    pixels: Any,
-    failures: Any,
-) -> None:
-    fields = {
-        "seed": 1,
-        "steps": 2,
-        "init_images": [encoded(pixels)],
-        "denoising_strength": 0.1,
-    }
-    await storage.queue.send(
-        [
-            message(**{**fields, "init_images": []}, id="text"),
-            message(**fields, id="small", width=128, height=128),
-            message(**{**fields, "denoising_strength": None}, id="noisy"),
-            message(**fields, id="second", enable_hr=True),
-        ]
-    )
-    await run_pipeline(upscaler)
-    reasons = await failures()
-    assert "the job needs init_images" in reasons["text"]
-    assert "it has 24x16 pixels, the job asks for 128x128" in reasons["small"]
-    assert "asks for 128x128: leave width and height out, or" in reasons["small"]
-    assert "knows levels up to 350" in reasons["noisy"]
-    assert reasons.keys() == {"text", "small", "noisy", "second"}
 
 
 def test_nodes_measure_their_speed_with_an_image_to_enlarge(
