@@ -112,17 +112,3 @@ def test_what_is_added_and_activated_in_the_same_kernel_is_what_torch_computes(
     values, gated = gates.chunk(2, dim=-1)
     ours = layers.gate(gates.to(device, dtype)).float().cpu()
     torch.testing.assert_close(ours, values * F.gelu(gated), atol=1e-2, rtol=1e-2)
-
-
-def test_a_network_keeps_its_parameters_and_their_names() -> None:
-    network = nn.Sequential(
-        nn.Conv2d(4, 8, 1), nn.Sequential(nn.GroupNorm(2, 8, eps=1e-6))
-    )
-    before = dict(network.named_parameters())
-    layers.replace_modules(network, layers.group_norm)
-    after = dict(network.named_parameters())
-    assert list(before) == list(after)
-    assert all(before[name] is after[name] for name in before)
-    norm = network[1][0]
-    assert isinstance(norm, layers.ChannelsLastGroupNorm)
-    assert norm.eps == 1e-6

@@ -35,14 +35,6 @@ def picture(height: int, width: int) -> contract.Pixels:
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def test_an_image_is_enlarged_by_the_network_itself(build: Build) -> None:
-    path, network = build()
-    upscaler = model.UpscalerCache(CPU).get(path)
-    pixels = picture(24, 40)
-    assert upscaler.scale == 4
-    assert np.array_equal(upscaler.enlarge(pixels), esrgan.enlarge(network, pixels))
-
-
 def test_tiles_become_smaller_while_the_memory_is_short(
     build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,16 +93,6 @@ def test_a_file_is_read_once_unless_it_is_replaced(build: Build) -> None:
 def test_a_file_that_has_gone_is_fetched_again(tmp_path: Path) -> None:
     with pytest.raises(errors.TransientError, match="'gone' cannot be read"):
         model.UpscalerCache(CPU).get(tmp_path / "gone.safetensors")
-
-
-@pytest.mark.parametrize("content", [b"", b"\x08", b"not a model at all, but a text"])
-def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "damaged.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(
-        errors.UnusableFileError, match=r"not a complete \.safetensors file"
-    ):
-        model.UpscalerCache(CPU).get(path)
 
 
 def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path) -> None:

@@ -100,29 +100,6 @@ def test_options_of_samplers_are_used(make_engine: Any, request_of: Any) -> None
     assert difference(plain, half) > 10
 
 
-# Faults.
-
-
-def test_an_image_that_is_nan_is_drawn_again_elsewhere_and_spoils_no_other(
-    make_engine: Any, request_of: Any
-) -> None:
-    engine = make_engine(slots=2)
-    sound = draw(engine, request_of(seed=2), request_of(seed=3))
-    broken = engine.prepare(request_of(seed=1))
-    broken.states[0, 0, 0] = float("nan")
-    engine.admit(0, broken)
-    engine.admit(1, engine.prepare(request_of(seed=2, prompt="A red house ")))
-    engine.admit(2, engine.prepare(request_of(seed=3)))
-    outcomes = {}
-    while engine.busy:
-        outcomes |= {each.ticket: each.outcome for each in engine.tick()}
-    assert isinstance(outcomes[0], errors.TransientError)
-    assert difference(outcomes[1], sound[0]) <= ROUNDING
-    assert difference(outcomes[2], sound[1]) <= ROUNDING, (
-        "in the slot of the broken one"
-    )
-
-
 # Compiling.
 
 

@@ -50,12 +50,6 @@ def test_states_are_those_of_diffusers_pipeline(
     assert torch.equal(text.encode([prompt]), expected)
 
 
-@pytest.mark.parametrize("prompt", PLAIN)
-def test_a_plain_prompt_is_read_as_it_is(prompt: str, text: Any, pipeline: Any) -> None:
-    expected, _ = pipeline("base").encode_prompt(prompt, clean_caption=False)
-    assert torch.equal(text.encode([prompt]), expected)
-
-
 def test_a_caption_is_cleaned_of_what_a_page_has_around_it() -> None:
     prompt = "<a href='x'>A House</a> by www.houses.com/a , “new” free shipping"
     assert text_stage.clean_caption(prompt) == 'a house by , "new"'

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawing import difference, draw
+from drawing import difference
 from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import read_job
 from imagefleet.signing import JobSigner, SigningKey
@@ -26,34 +26,6 @@ FEW_STEPS: dict[str, Any] = {
     "cfg_scale": 7,
     "sampler_name": "DDPM",
 }
-
-
-async def test_a_worker_draws_jobs_with_a_base_stage(
-    storage: Storage,
-    run_pipeline: Any,
-    make_engine: Any,
-    request_of: Any,
-    stored: Any,
-) -> None:
-    fields = {**FEW_STEPS, "prompt": "A red house", "negative_prompt": "blurry"}
-    fields |= {"steps": 8}
-    for name, sampler in (("one", "DDPM"), ("two", "Fast27"), ("three", "k_euler_a")):
-        await storage.queue.send(
-            [message(**{**fields, "id": name, "sampler_name": sampler})]
-        )
-    await storage.queue.send(
-        [message(**{**fields, "id": "bad", "sampler_name": "DDIM"})]
-    )
-    await run_pipeline(make_engine())
-    expected = draw(
-        make_engine(),
-        *(request_of(sampler=each) for each in ("ddpm", "fast27", "euler_ancestral")),
-    )
-    for name, image in zip(("one", "two", "three"), expected, strict=True):
-        drawn, parameters = await stored(name)
-        assert difference(drawn, image) <= 2
-        assert "Sampler: " in parameters
-    assert await storage.blobs.read("default/bad.png", max_bytes=2**20) is None
 
 
 Folders = dict[str, Path]

@@ -42,16 +42,6 @@ def test_in_float32_only_exponents_change(
     torch.testing.assert_close(
         scaled.decoder(latents), tiny_vae.decoder(latents), rtol=1e-5, atol=1e-6
     )
-    inside = {}
-    for name, each in {"before": tiny_vae, "after": scaled}.items():
-        watch = each.decoder.up_blocks[-1].register_forward_hook(
-            lambda _module, _inputs, output, name=name: inside.update(
-                {name: output.abs().max().item()}
-            )
-        )
-        each.decoder(latents)
-        watch.remove()
-    assert inside["after"] == pytest.approx(inside["before"] / 32, rel=1e-4)
 
 
 @torch.no_grad()
