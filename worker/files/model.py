@@ -55,12 +55,6 @@ def has_known_name(settings: WorkerSettings) -> bool:
     return find_fetched(_folder(settings, address), address) is not None
 
 
-def stored_blob(settings: WorkerSettings) -> str | None:
-    """The name of the model's blob in the container of files; None: it is elsewhere."""
-    address = addresses.of_model(settings)
-    return f"{kinds.MODEL.folder}/{address.blob}" if address and address.blob else None
-
-
 async def fetch(
     settings: WorkerSettings,
     blobs: protocol.BlobStore,

@@ -29,6 +29,10 @@ ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k"
 KOHYA = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
 
 
+#: A layer whose shape says nothing about the family.
+MID_BLOCK: Shapes = {"lora_unet_mid_block_attentions_0_proj_in.lora_up.weight": [4, 4]}
+
+
 def header(shapes: Mapping[str, list[int]], **metadata: str) -> safetensors.Header:
     entries: dict[str, object] = {
         name: {"dtype": "F16", "shape": shape, "data_offsets": [0, 0]}
@@ -37,14 +41,18 @@ def header(shapes: Mapping[str, list[int]], **metadata: str) -> safetensors.Head
     entries["__metadata__"] = {
         key.replace("__", "."): value for key, value in metadata.items()
     }
+    return read(entries)
+
+
+def read(entries: Mapping[str, object]) -> safetensors.Header:
     content = json.dumps(entries).encode()
     return safetensors.read_header(
         io.BytesIO(len(content).to_bytes(8, "little") + content)
     )
 
 
-def without(*names: str) -> Shapes:
-    return {name: shape for name, shape in SD1.items() if name not in names}
+def without(*names: str, whole: Shapes = SD1) -> Shapes:
+    return {name: shape for name, shape in whole.items() if name not in names}
 
 
 @pytest.mark.parametrize(
@@ -146,7 +154,7 @@ def test_checkpoints_of_other_families_are_accepted(
             "Stable Diffusion 2.x checkpoint",
         ),
         (
-            {name: shape for name, shape in REFINER.items() if name != VAE},
+            without(VAE, whole=REFINER),
             "an SDXL refiner checkpoint without its VAE",
         ),
         (
@@ -222,17 +230,17 @@ def test_what_is_no_such_checkpoint_is_called_by_its_name(
             "Diffusion 1.x",
         ),
         (
-            {"lora_unet_mid_block_attentions_0_proj_in.lora_up.weight": [4, 4]},
+            MID_BLOCK,
             {"ss_base_model_version": "sdxl_base_v1-0"},
             "for SDXL",
         ),
         (
-            {"lora_unet_mid_block_attentions_0_proj_in.lora_up.weight": [4, 4]},
+            MID_BLOCK,
             {"modelspec__architecture": "stable-diffusion-xl-v1-base/lora"},
             "for SDXL",
         ),
         (
-            {"lora_unet_mid_block_attentions_0_proj_in.lora_up.weight": [4, 4]},
+            MID_BLOCK,
             {"modelspec__architecture": "stable-diffusion-v1/lora"},
             "for Stable Diffusion 1.x",
         ),
@@ -295,18 +303,15 @@ def test_no_header_raises(shapes: Shapes, metadata: dict[str, str]) -> None:
     contents.prediction_type(found)
 
 
+def shaped(shape: list[object]) -> dict[str, object]:
+    return {"shape": shape, "data_offsets": [0, 0]}
+
+
 @pytest.mark.parametrize(
     "entries",
     [
-        {
-            f"{number}": {"shape": [], "data_offsets": [0, 0]}
-            for number in range(50_001)
-        },
-        {"a": {"shape": [1] * 9, "data_offsets": [0, 0]}},
-        {"a": {"shape": [-1], "data_offsets": [0, 0]}},
-        {"a": {"shape": [2**63], "data_offsets": [0, 0]}},
-        {"a": {"shape": [True], "data_offsets": [0, 0]}},
-        {"a": {"shape": [1.5], "data_offsets": [0, 0]}},
+        {f"{number}": shaped([]) for number in range(50_001)},
+        *({"a": shaped(shape)} for shape in ([1] * 9, [-1], [2**63], [True], [1.5])),
         {"a": {"shape": [1], "data_offsets": [4, 0]}},
         {"__metadata__": ["a list"]},
     ],
@@ -322,11 +327,8 @@ def test_no_header_raises(shapes: Shapes, metadata: dict[str, str]) -> None:
     ],
 )
 def test_a_header_beyond_the_bounds_is_refused(entries: dict[str, object]) -> None:
-    content = json.dumps(entries).encode()
     with pytest.raises(safetensors.MalformedError):
-        safetensors.read_header(
-            io.BytesIO(len(content).to_bytes(8, "little") + content)
-        )
+        read(entries)
 
 
 def test_a_header_that_claims_gigabytes_is_not_read() -> None:

@@ -1,6 +1,5 @@
 """Archives of models: files and folders alone, and none outside."""
 
-import io
 import os
 import tarfile
 from pathlib import Path
@@ -8,20 +7,9 @@ from pathlib import Path
 import pytest
 
 from imagefleet import errors
+from tar_files import tar_of
 from worker.files import model
 from worker.files.disk_cache import DiskCache
-
-
-def tar_of(names: dict[str, bytes], *others: tarfile.TarInfo) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for name, content in names.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-        for other in others:
-            tar.addfile(other)
-    return packed.getvalue()
 
 
 def entry_of(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:

@@ -2,10 +2,8 @@
 
 import asyncio
 import hashlib
-import io
 import json
 import os
-import tarfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
+from tar_files import tar_of
 from worker import tasks
 from worker.files import disk_cache, download, model
 from worker.settings import WorkerSettings
@@ -137,16 +136,6 @@ def client(
 def kept_in(folder: Path) -> set[str]:
     """All but the locks."""
     return {each.name for each in folder.iterdir() if each.suffix != ".lock"}
-
-
-def tar_of(names: dict[str, bytes]) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for name, content in names.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return packed.getvalue()
 
 
 async def test_a_path_is_used_as_it_is_and_nothing_is_fetched(

@@ -88,8 +88,7 @@ async def work(
     stop: asyncio.Event | None = None,
 ) -> Pipeline:
     pipeline = Pipeline(storage, None, settings)
-    running = pipeline.run(stop or asyncio.Event(), asyncio.Event(), models)
-    await running
+    await pipeline.run(stop or asyncio.Event(), asyncio.Event(), models)
     return pipeline
 
 
@@ -491,9 +490,6 @@ async def test_weights_are_read_for_the_engine_where_there_is_memory_for_them(
         read.append(checkpoint.name)
         return lambda: True
 
-    async def fetch(checkpoint: Checkpoint) -> Checkpoint:
-        return checkpoint
-
-    models = WorkerModels([second], fetch, engines.load, take_weights)
+    models = WorkerModels([second], engines.fetch, engines.load, take_weights)
     take = await models.prepare(second)
     assert (take is not None) == (free == 2) == (read == ["second"])
