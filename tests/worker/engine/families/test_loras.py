@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from diffusers_pipelines import draw_in_diffusers
 from drawing import ROUNDING, difference, draw, make_request
@@ -123,53 +123,6 @@ def test_loras_draw_as_in_diffusers_with_peft(
     ]
     for each in draw(engine, *(make_request(**words, loras=(one,)) for one in apart)):
         assert difference(image, each) > ROUNDING, "both networks count"
-
-
-def as_loha(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same changes as LyCORIS writes a LoHa: the other product is 1 everywhere."""
-    found: dict[str, torch.Tensor] = {}
-    for key, tensor in tensors.items():
-        layer, _, part = key.partition(".")
-        if part == "alpha":
-            found[key] = tensor
-        if part != "lora_down.weight":
-            continue
-        down, up = tensor.flatten(1), tensors[f"{layer}.lora_up.weight"].flatten(1)
-        ones = torch.zeros_like(up), torch.zeros_like(down)
-        ones[0][:, 0] = ones[1][0] = 1
-        for name, each in zip(
-            ("w1_a", "w1_b", "w2_a", "w2_b"), (up, down, *ones), strict=True
-        ):
-            found[f"{layer}.hada_{name}"] = each.contiguous()
-    return found
-
-
-def test_a_lycoris_file_for_sdxl_changes_the_unet_and_both_encoders(
-    family_engine: Any,
-    family_checkpoint: Any,
-    tmp_path: Path,
-) -> None:
-    lora = write_lora(
-        tmp_path / "lora.safetensors", family_checkpoint("sdxl"), "original"
-    )
-    tensors = load_file(lora)
-    loha = tmp_path / "loha.safetensors"
-    engine = family_engine("sdxl")
-    requests = [
-        make_request(seed=5, steps=2, loras=(contract.Lora(path.stem, path, 0.5, 0.3),))
-        for path in (lora, loha)
-    ]
-    (expected,) = draw(engine, requests[0])
-    for lost in ("", "lora_te1_", "lora_te2_"):
-        kept = {
-            key: each
-            for key, each in tensors.items()
-            if not lost or not key.startswith(lost)
-        }
-        save_file(as_loha(kept), loha)
-        (image,) = draw(engine, requests[1])
-        is_same = difference(image, expected) <= ROUNDING
-        assert is_same == (not lost), f"without {lost}"
 
 
 def test_each_text_encoder_takes_its_own_part(family_checkpoint: Any) -> None:
