@@ -1,16 +1,13 @@
 """The overview of all campaigns: how little is read again, and that it is never wrong."""
 
 import asyncio
-from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
 import pytest
-from pydantic import SecretStr
 
 import made_records
 import sent_jobs
-from fleet.keys import mint
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
@@ -20,6 +17,7 @@ from imagefleet.records.record import Record
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from tokens import by_tokens
 
 MANY = 20
 of_job = partial(made_records.image, digest=made_records.DIGEST)
@@ -143,9 +141,8 @@ async def test_tokens_that_only_read_use_what_others_stored_and_remember_the_res
         log = await fill(owner)
         await count(owner)
         await log.add([of_job("sent-0", "campaign-7")])
-    minted = mint.Minter(azurite_settings).mint(ROLES["monitor"], timedelta(hours=1))
-    given = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
-    async with open_storage(azurite_settings.model_copy(update=given)) as watching:
+    given = by_tokens(azurite_settings, ROLES["monitor"])
+    async with open_storage(given) as watching:
         overview, reads = Overview(watching), []
         for _ in range(3):
             before = watching.operations.blob_reads
@@ -161,9 +158,8 @@ async def test_a_worker_can_neither_write_nor_make_the_overview(
 ) -> None:
     async with open_storage(azurite_settings) as owner:
         await owner.create()
-    minted = mint.Minter(azurite_settings).mint(ROLES["worker"], timedelta(hours=1))
-    given = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
-    async with open_storage(azurite_settings.model_copy(update=given)) as worker:
+    given = by_tokens(azurite_settings, ROLES["worker"])
+    async with open_storage(given) as worker:
         with pytest.raises(errors.SetupError, match="may not"):
             await worker.files.replace(
                 "-counts/images.json", b"{}", "application/json", None

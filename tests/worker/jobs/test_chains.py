@@ -6,18 +6,15 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from pydantic import SecretStr
 
 import polling
 from evaluation.stand_in import draw_noise
-from fleet.keys import mint
 from imagefleet import cancelled, concurrency, errors
 from imagefleet.files import picture
 from imagefleet.job.change import Change
@@ -43,6 +40,7 @@ from messages import (
     records,
     redelivered,
 )
+from tokens import by_tokens
 from worker.engine import contract
 from worker.jobs import chains
 from worker.stages import encode
@@ -364,13 +362,8 @@ async def test_tokens_for_chains_suffice_and_those_for_workers_do_not(
     models = ["stand-in", "second"]
     body = chained({"model": "second", "steps": 12}, {"steps": 13}, model="stand-in")
     for role, images in ((worker.for_chains(), IMAGES), (worker, ["default/b.png"])):
-        minted = mint.Minter(storage_settings).mint(
-            role, timedelta(hours=1), None, models
-        )
-        tokens = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
-        async with AzureStorage(
-            storage_settings.model_copy(update=tokens), concurrency.NEVER
-        ) as opened:
+        given = by_tokens(storage_settings, role, models)
+        async with AzureStorage(given, concurrency.NEVER) as opened:
             await JobSender(storage).send([body])
             await run_pipeline(Drawing(), opened=opened)
             await run_pipeline(Drawing(model="second"), opened=opened)

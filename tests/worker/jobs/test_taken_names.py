@@ -4,13 +4,10 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from datetime import timedelta
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
-from fleet.keys import mint
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
@@ -29,6 +26,7 @@ from messages import (
     records,
     redelivered,
 )
+from tokens import by_tokens
 
 StoreImages = Callable[..., Any]
 
@@ -52,11 +50,8 @@ async def with_worker_tokens(
 ) -> AsyncIterator[Any]:
     """The storage as a worker's tokens open it."""
     worker = ROLES["worker"].for_chains() if role == "chains" else ROLES["worker"]
-    minted = mint.Minter(settings).mint(worker, timedelta(hours=1), None, ["stand-in"])
-    tokens = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
-    async with AzureStorage(
-        settings.model_copy(update=tokens), concurrency.NEVER
-    ) as opened:
+    given = by_tokens(settings, worker, ["stand-in"])
+    async with AzureStorage(given, concurrency.NEVER) as opened:
         yield opened
 
 

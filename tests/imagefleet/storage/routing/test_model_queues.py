@@ -9,9 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import SecretStr
 
-from fleet.keys import mint
 from imagefleet import aio, errors
 from imagefleet.job.message import Job
 from imagefleet.job.prompt import SAFE_NAME
@@ -21,6 +19,7 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import JobQueue
 from imagefleet.storage.routing.models import SERVED_FOLDER, named
 from imagefleet.storage.settings import PRIORITIES, StorageSettings, job_queue
+from tokens import by_tokens
 
 AZURE_RULE = re.compile(r"(?=.{3,63}$)[a-z0-9](-?[a-z0-9])*")
 
@@ -277,12 +276,7 @@ def test_a_job_that_moves_keeps_the_id_that_its_message_gave_it() -> None:
 async def test_tokens_of_a_model_serve_its_queues_and_no_other_models(
     azurite_settings: StorageSettings,
 ) -> None:
-    minted = mint.Minter(azurite_settings).mint(
-        ROLES["worker"], timedelta(hours=1), models=[A]
-    )
-    tokens = azurite_settings.model_copy(
-        update={"storage": minted.storage, "sas": SecretStr(minted.sas)}
-    )
+    tokens = by_tokens(azurite_settings, ROLES["worker"], [A])
     async with open_storage(azurite_settings) as owner, open_storage(tokens) as worker:
         await owner.create()
         await owner.models.send([job(A, id="a"), job(B, id="b")])
