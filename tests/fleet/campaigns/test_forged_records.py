@@ -1,17 +1,14 @@
 """What a worker's token can write says nothing of others: on Azurite, it is written with one."""
 
 from collections.abc import AsyncIterator
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
 import made_records
 import sent_jobs
 from fleet.campaigns.table import Campaigns
-from fleet.keys import mint
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.records import catalog, reader
 from imagefleet.records.catalog import Damaged
@@ -24,6 +21,7 @@ from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from made_records import store
+from tokens import by_tokens
 
 SHARD = "-records/spring/20261122T120000Z-thief-0.{}.jsonl.gz"
 ONE, OTHER = made_records.DIGEST, "2" * 64
@@ -46,9 +44,8 @@ async def worker(
     if not storage_settings.is_billed:
         yield RecordLog(storage.blobs, "worker")
         return
-    minted = mint.Minter(storage_settings).mint(ROLES["worker"], timedelta(hours=1))
-    given = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
-    async with open_storage(storage_settings.model_copy(update=given)) as theirs:
+    given = by_tokens(storage_settings, ROLES["worker"])
+    async with open_storage(given) as theirs:
         yield RecordLog(theirs.blobs, "worker")
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from azure.core.exceptions import HttpResponseError
-from pydantic import SecretStr
 
 import thief
 from evaluation.stand_in import StandInEngine
@@ -25,6 +24,7 @@ from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.proofs import machine_key
 from imagefleet.storage.settings import StorageSettings
+from tokens import by_tokens
 from worker import process
 from worker.jobs.stored import proven
 from worker.metrics import WorkerMetrics
@@ -132,9 +132,8 @@ async def test_an_honest_fleet_proves_all_that_it_stores(
     assert [(each["name"], each["images"]) for each in report["workers"]] == [
         (f"{M1}-17", 5)
     ]
-    monitor = mint.Minter(storage_settings).mint(ROLES["monitor"], timedelta(hours=1))
-    update = {"storage": monitor.storage, "sas": SecretStr(monitor.sas)}
-    async with open_storage(storage_settings.model_copy(update=update)) as looks_on:
+    monitor = by_tokens(storage_settings, ROLES["monitor"])
+    async with open_storage(monitor) as looks_on:
         assert await looks_on.proofs(), "a monitor's tokens are enough to judge"
 
 

@@ -13,9 +13,7 @@ from urllib.request import url2pathname
 
 import numpy as np
 import pytest
-from pydantic import SecretStr
 
-from fleet.keys import mint
 from fleet.report import figures as report_figures
 from fleet.report import page
 from fleet.report import records as report_records
@@ -27,6 +25,7 @@ from imagefleet.records.record import Record
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import LocalStorage, Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from tokens import by_tokens
 from worker.stages import encode
 
 Imagefleet = Callable[
@@ -361,10 +360,7 @@ async def test_a_link_to_an_image_on_azure_has_no_token(
     async with open_storage(azurite_settings) as owner:
         await owner.create()
         await keep(owner, "spring/a.png", b"x")
-    minted = mint.Minter(azurite_settings).mint(ROLES["monitor"], timedelta(hours=1))
-    settings = azurite_settings.model_copy(
-        update={"storage": minted.storage, "sas": SecretStr(minted.sas)}
-    )
+    settings = by_tokens(azurite_settings, ROLES["monitor"])
     async with open_storage(settings) as storage:
         text = await page_of(storage)
     assert f"/{azurite_settings.container}/spring/a.png" in text
