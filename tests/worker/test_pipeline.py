@@ -52,6 +52,8 @@ async def test_each_job_becomes_the_image_of_its_seed(
     ("body", "reason"),
     [
         ("nonsense", "not JSON"),
+        ("[]", "no object"),
+        ('{"prompt": "a", "steps": 100000}', "steps: should be less than"),
         ('{"prompt": "a", "stepz": 3}', "did you mean 'steps'"),
         ('{"prompt": "a <lora:../../etc/passwd:1>"}', "with no path"),
         ('{"prompt": "a <lora:nowhere:1>"}', "no LoRA nowhere.safetensors"),
