@@ -14,7 +14,6 @@ from urllib.parse import parse_qs
 import pytest
 from pydantic import SecretStr
 
-from cli import options
 from fleet.campaigns import job
 from fleet.keys import command as keys
 from fleet.keys import mint
@@ -315,30 +314,3 @@ def test_tokens_need_an_account_key(
     result = in_process("keys", "mint", "worker", "--storage", address)
     assert result.returncode == 2
     assert complaint in result.stderr
-
-
-# Checking
-
-
-def test_expired_tokens_are_one_line(
-    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
-) -> None:
-    minted = mint.Minter(azurite_settings).mint(ROLES["worker"], -ONE_HOUR)
-    settings = azurite_settings.model_copy(
-        update={"storage": minted.storage, "sas": SecretStr(minted.sas)}
-    )
-    result = in_process("status", *flags_of(settings))
-    assert result.returncode == 2
-    assert "expired on" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
-def flags_of(settings: StorageSettings) -> list[str]:
-    flags = ["--storage", settings.storage]
-    for name in ("queue", "container", "files_container"):
-        flags += [options.flag(name), getattr(settings, name)]
-    return (
-        flags
-        if settings.sas is None
-        else [*flags, "--sas", settings.sas.get_secret_value()]
-    )

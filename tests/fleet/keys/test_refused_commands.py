@@ -108,3 +108,4 @@ def test_every_command_with_expired_tokens_says_when_they_expired(
         assert re.search(
             rf"mint new ones with .*`imagefleet keys mint {role}`", result.stderr
         )
+        assert len(result.stderr.splitlines()) == 1

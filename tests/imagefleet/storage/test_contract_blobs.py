@@ -109,18 +109,9 @@ async def test_a_missing_blob_reads_as_none(storage: Storage) -> None:
     assert await storage.blobs.read("a/b.png/c") is None
 
 
-async def test_the_metadata_of_one_blob(storage: Storage) -> None:
-    assert await storage.blobs.metadata("a/fox.png") is None
-    await storage.blobs.create(
-        "a/fox.png", b"pixels", "image/png", {"seed": "7", "job": "fox"}
-    )
-    await storage.blobs.create("a/owl.png", b"pixels", "image/png", {})
-    assert await storage.blobs.metadata("a/fox.png") == {"seed": "7", "job": "fox"}
-    assert await storage.blobs.metadata("a/owl.png") == {}
-
-
 async def test_one_blob_is_looked_up_as_a_listing_has_it(storage: Storage) -> None:
     assert await storage.blobs.record("a/fox.png") is None
+    assert await storage.blobs.metadata("a/fox.png") is None
     assert await storage.blobs.record("a") is None
     await storage.blobs.create(
         "a/fox.png", b"pixels", "image/png", {"seed": "7", "job": "fox"}
@@ -129,6 +120,8 @@ async def test_one_blob_is_looked_up_as_a_listing_has_it(storage: Storage) -> No
     listed = {each.name: each async for each in storage.blobs.records("a/")}
     assert await storage.blobs.record("a/fox.png") == listed["a/fox.png"]
     assert await storage.blobs.record("a") is None, "a folder"
+    assert await storage.blobs.metadata("a/fox.png") == {"seed": "7", "job": "fox"}
+    assert await storage.blobs.metadata("a/fox.png.jpg") == {}
 
 
 async def test_a_deleted_blob_can_be_created_again(storage: Storage) -> None:

@@ -1,5 +1,4 @@
 import asyncio
-import dataclasses
 import signal
 import subprocess
 import sys
@@ -330,7 +329,3 @@ def test_sigkill_in_the_middle_of_a_replay_loses_no_job(tmp_path: Path) -> None:
     assert killed.returncode == -signal.SIGKILL
     assert 0 < len(queued) < 200
     assert len(queued) + failed_left >= 200
-
-
-def test_selections_are_values() -> None:
-    assert dataclasses.replace(Selection(id="a"), id=None) == Selection()
