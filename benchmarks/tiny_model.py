@@ -22,7 +22,7 @@ from imagefleet.job import clip
 _TEXT_WIDTH = 32
 
 #: kohya's default adapts the linear layers of both networks' transformer blocks.
-_ADAPTED_SUFFIXES = (
+ADAPTED_SUFFIXES = (
     "to_q",
     "to_k",
     "to_v",
@@ -119,7 +119,7 @@ def build_tiny_lora(
         prefix + name.removeprefix("text_model.").replace(".", "_"): module
         for prefix, network in networks.items()
         for name, module in network.named_modules()
-        if name.endswith(_ADAPTED_SUFFIXES)
+        if name.endswith(ADAPTED_SUFFIXES)
     }
     random_model.write_lora(
         path, layers, rank, alpha, torch.Generator().manual_seed(seed)

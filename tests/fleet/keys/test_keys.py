@@ -12,7 +12,6 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
-from pydantic import SecretStr
 
 from fleet.campaigns import job
 from fleet.keys import command as keys
@@ -27,6 +26,7 @@ from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.dead_letter import FailedJob, Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from tokens import by_tokens
 
 LEASE_SECONDS = 30
 ONE_HOUR = timedelta(hours=1)
@@ -48,14 +48,6 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
     async with open_storage(azurite_settings) as storage:
         await storage.create()
         yield storage
-
-
-def with_role(settings: StorageSettings, role: Role) -> StorageSettings:
-    """Settings with the tokens of a role and no key."""
-    minted = mint.Minter(settings).mint(role, ONE_HOUR)
-    return settings.model_copy(
-        update={"storage": minted.storage, "sas": SecretStr(minted.sas)}
-    )
 
 
 async def refused(request: Any) -> None:
@@ -84,7 +76,7 @@ async def test_load_adds_messages_counts_them_and_reads_what_is_cancelled(
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
     noticed: list[str] = []
-    storage = AzureStorage(with_role(azurite_settings, role), concurrency.NEVER)
+    storage = AzureStorage(by_tokens(azurite_settings, role), concurrency.NEVER)
     async with storage:
         source = sources.open_source(str(jobs), count=None, seed=None)
         checkpoint = tmp_path / "checkpoint.json"
@@ -115,7 +107,7 @@ async def test_a_monitor_reads_everything_and_changes_nothing(
     await owner.queue.send(["a job"])
     await owner.blobs.create("spring/fox.png", b"pixels", "image/png", {"job": "1"})
     async with AzureStorage(
-        with_role(azurite_settings, ROLES["monitor"]), concurrency.NEVER
+        by_tokens(azurite_settings, ROLES["monitor"]), concurrency.NEVER
     ) as storage:
         await storage.check()
         assert (await monitor.read_status(aio.Fleet(storage)))["queue"]["messages"] == 1
@@ -150,7 +142,7 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
     )
     await owner.poison.send([record.encode()] * 40)
     async with AzureStorage(
-        with_role(azurite_settings, ROLES["operator"]), concurrency.NEVER
+        by_tokens(azurite_settings, ROLES["operator"]), concurrency.NEVER
     ) as storage:
         await storage.check()
         everything = Selection()
@@ -175,7 +167,7 @@ async def test_an_operator_cancels_a_campaign_and_does_not_purge(
 ) -> None:
     await owner.queue.send(["a job"])
     async with AzureStorage(
-        with_role(azurite_settings, ROLES["operator"]), concurrency.NEVER
+        by_tokens(azurite_settings, ROLES["operator"]), concurrency.NEVER
     ) as storage:
         assert await cancelled.cancel(storage, "spring")
         with pytest.raises(errors.SetupError, match="takes the account key"):

@@ -116,6 +116,19 @@ def a_prompt(number: int) -> str:
 PROMPTS = [a_prompt(number) for number in range(200)]
 
 
+def test_the_prompts_cover_the_rules(clip: Any) -> None:
+    found = [chunks_by_the_rules(clip, prompt) for prompt in PROMPTS]
+    assert {1, 2, 3, 4} <= {len(chunks) for chunks in found}
+    weights = {
+        round(weight, 3) for chunks in found for chunk in chunks for _, weight in chunk
+    }
+    assert len(weights) > 20
+    shortened = [
+        chunk for chunks in found for chunk in chunks[:-1] if 55 < len(chunk) < 75
+    ]
+    assert len(shortened) > 20, "cut after a comma"
+
+
 def test_200_prompts_are_chunked_by_the_rules(
     clip: Any, tokenizer: text.Tokenizer
 ) -> None:

@@ -11,27 +11,11 @@ from diffusers_pipelines import draw_in_diffusers
 from drawing import ROUNDING, difference, draw, make_request
 from evaluation.bench import random_model
 from families import lora_kinds
+from tiny_model import ADAPTED_SUFFIXES
 from worker.engine import contract
 from worker.engine.lora import file as lora_file
 from worker.engine.lora.file import adaptable_layers
 from worker.engine.lora.original_names import original_names
-
-_ADAPTED = (
-    "to_q",
-    "to_k",
-    "to_v",
-    "to_out.0",
-    "ff.net.0.proj",
-    "ff.net.2",
-    "proj_in",
-    "proj_out",
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "out_proj",
-    "fc1",
-    "fc2",
-)
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,7 +33,7 @@ def write_lora(path: Path, checkpoint: Any, spelling: str, *, seed: int = 0) -> 
     originals = original_names(unet)
     layers: dict[str, Any] = {}
     for name, layer in unet.items():
-        if not name.endswith(_ADAPTED):
+        if not name.endswith(ADAPTED_SUFFIXES):
             continue
         if spelling == "diffusers":
             layers[f"unet.{name}"] = layer
@@ -64,7 +48,7 @@ def write_lora(path: Path, checkpoint: Any, spelling: str, *, seed: int = 0) -> 
             else "lora_te_text_model_"
         )
         for name, layer in adaptable_layers(encoder).items():
-            if not name.endswith(_ADAPTED):
+            if not name.endswith(ADAPTED_SUFFIXES):
                 continue
             short = name.removeprefix("text_model.")
             if spelling == "diffusers":
