@@ -142,7 +142,7 @@ options.PROJECT_SETTINGS.update(
             "`load`, `import`, `sweep`, `failed`, `files`",
         ),
         LoadSettings: ("Load generator", "`load`, `sweep`"),
-        MonitorSettings: ("Monitoring", "`status`, `exporter`, `report`, `scale`"),
+        MonitorSettings: ("Monitoring", "`status`, `exporter`, `scale`"),
         ExporterSettings: ("Exporter", "`exporter`"),
         BrokerSettings: ("Broker", "`broker`"),
         GatewaySettings: ("Gateway", "`serve`"),

@@ -85,12 +85,10 @@ async def ask(
         return None
 
 
-async def warn_of_unknown_fleet(
-    prometheus: Prometheus, at: datetime | None = None
-) -> None:
-    """Warns of a fleet that no worker has named in the days until *at*, where others have."""
+async def warn_of_unknown_fleet(prometheus: Prometheus) -> None:
+    """Warns of a fleet that no worker has named in the last days, where others have."""
     query = f"count by (fleet) (last_over_time(imagefleet_worker_info[{KNOWN_DAYS}d]))"
-    found = await prometheus.at(query, at or datetime.now(UTC))
+    found = await prometheus.at(query, datetime.now(UTC))
     fleets = sorted(each.labels.get("fleet", "") for each in found)
     if fleets and prometheus.fleet not in {None, *fleets}:
         hint = validation.suggestion(prometheus.fleet or "", fleets)

@@ -5,19 +5,18 @@ from pathlib import Path
 
 from cli import console, options, target
 from cli.options import option
-from fleet.monitor import prometheus, rates
 from fleet.report import figures as report_figures
 from fleet.report import page as report_page
 from fleet.report import records as report_records
-from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.pricing import prices
+from imagefleet.storage.settings import StorageSettings
 
 
 @options.flat
 async def command(
-    settings: MonitorSettings,
+    settings: StorageSettings,
     campaign: target.Campaign = DEFAULT_CAMPAIGN,
     *,
     price_per_hour: float | None = option(
@@ -35,12 +34,11 @@ async def command(
 ) -> None:
     """Writes a campaign's report: throughput, cost, failures.
 
-    It is made from the workers' records. With --prometheus, it also has what only the
-    metrics know: the whole cost and the waste.
+    It is made from the workers' records.
 
     imagefleet report spring
 
-    imagefleet report spring --prometheus http://localhost:9090 --json-file spring.json
+    imagefleet report spring --json-file spring.json
     """
     campaign = target.campaign(campaign)
     table = prices.read_table(prices_path)
@@ -59,27 +57,16 @@ async def command(
         sampled = await report_page.read_samples(storage.blobs, records)
         made_at = storage.blobs.clock.now()
     figures = report_figures.compute(records, storage.url, table)
-    metrics = None
-    if settings.prometheus is not None and figures["ended_at"] is not None:
-        async with prometheus.connected(
-            settings.prometheus, settings.queried_fleet
-        ) as server:
-            await rates.warn_of_unknown_fleet(server, figures["ended_at"])
-            metrics = await report_figures.read_metrics(server, figures)
     if records.damaged.count:
         console.print_warning(str(records.damaged))
-    facts = {
-        "made_at": made_at,
-        **figures,
-        "metrics": metrics,
-    }
+    facts = {"made_at": made_at, **figures}
     if json_file is not None:
         console.write_file(json_file, console.json_text(facts))
     if as_json:
         console.print_json(facts)
         return
     page = output or Path(f"{campaign}-report.html")
-    console.write_file(page, report_page.render(figures, metrics, sampled, made_at))
+    console.write_file(page, report_page.render(figures, sampled, made_at))
     rate = console.number(figures["images_per_second"], 2)
     per_dollar = console.number(figures["money"]["images_per_dollar"])
     images = console.counted(figures["images"], "image")

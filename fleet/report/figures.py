@@ -1,14 +1,11 @@
-"""A campaign's figures for the report's JSON and page: from its records, and from Prometheus."""
+"""A campaign's figures for the report's JSON and page, computed from its records."""
 
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
-from fleet.monitor import prometheus as queries
-from fleet.monitor.prometheus import Prometheus
 from fleet.report.records import Model, Records, Worker
 from imagefleet.pricing import prices
 
@@ -164,7 +161,7 @@ def _notes(
         "A worker's time runs from its start-up to its last image of the campaign, in full.",
         "Workers that stored nothing, and idle time before and after, are not included.",
         "Images that were replaced or drawn twice were paid, too, and are included.",
-        "Other wasted work leaves no record in storage; the metrics include it (--prometheus).",
+        "Other wasted work leaves no record in storage; the dashboards of Grafana show it.",
         f"Storage operations: {table.storage.source}; keeping the images is not included.",
     ]
     if records.cancelled:
@@ -178,83 +175,3 @@ def _notes(
             "An invalid message names no campaign: it counts as a failed job of 'default'."
         )
     return notes
-
-
-#: The last pushes follow the last image.
-TAIL_SECONDS = 120
-
-#: The stages, in the order of the pipeline.
-_STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
-
-
-async def read_metrics(prometheus: Prometheus, figures: Figures) -> Figures:
-    """Reads the whole fleet's totals from the campaign's first worker to after its last image.
-
-    Other campaigns are included. Of the *figures* of its records are the images that were replaced,
-    and what they cost: counters know neither.
-    """
-    began_at, last_at = figures["began_at"], figures["ended_at"]
-    split = figures["money"]["split"] or {"images_replaced": 0.0}
-    ended_at = last_at + timedelta(seconds=TAIL_SECONDS)
-    window = (ended_at - began_at).total_seconds()
-
-    async def gained(metric: str, label: str = "") -> dict[str, float]:
-        by = f" by ({label})" if label else ""
-        gain = queries.gained(f"{metric}{{$fleet}}", f"{window:.0f}s")
-        found = await prometheus.at(f"sum{by} {gain}", ended_at)
-        return {each.labels.get(label, ""): each.last for each in found}
-
-    images = (await gained("imagefleet_images_total")).get("", 0.0)
-    images -= figures["images_replaced"]
-    dollars = await gained("imagefleet_cost_dollars_total", "kind")
-    spent = await gained("imagefleet_stage_seconds_sum", "stage")
-    times = await gained("imagefleet_stage_seconds_count", "stage")
-    wasted = await gained("imagefleet_wasted_dollars_total", "reason")
-    idle = await gained("imagefleet_gpu_idle_seconds_total", "reason")
-    return {
-        "began_at": began_at,
-        "ended_at": ended_at,
-        "images": images,
-        "dollars": dollars,
-        "wasted_dollars": wasted,
-        "split": _split_of_metrics(dollars, wasted, idle, split["images_replaced"]),
-        "jobs": await gained("imagefleet_jobs_total", "outcome"),
-        "gpu_busy_seconds": (await gained("imagefleet_gpu_busy_seconds_total")).get(
-            "", 0.0
-        ),
-        "gpu_idle_seconds": idle,
-        "paid_seconds": await gained("imagefleet_paid_seconds_total", "state"),
-        "stage_mean_seconds": {
-            stage: spent[stage] / times[stage] for stage in _STAGES if times.get(stage)
-        },
-        "images_per_dollar_gpu_only": _quotient(images, dollars.get("gpu")),
-        "images_per_dollar": _quotient(images, sum(dollars.values())),
-    }
-
-
-def _split_of_metrics(
-    dollars: Mapping[str, float],
-    wasted: Mapping[str, float],
-    idle_seconds: Mapping[str, float],
-    replaced_dollars: float,
-) -> dict[str, float]:
-    """Dollars by what they paid for, in rows that add up, from the metrics."""
-    rest = dict(wasted)
-    idle, waited = rest.pop("idle", 0.0), sum(idle_seconds.values())
-    by_reason = {
-        f"idle_{each}": idle * idle_seconds[each] / waited
-        for each in idle_seconds
-        if waited
-    }
-    drawn = dollars.get("gpu", 0.0) - sum(wasted.values())
-    replaced = min(replaced_dollars, max(0.0, drawn))
-    return {
-        "images": drawn - replaced,
-        "images_replaced": replaced,
-        "images_doubled": rest.pop("duplicate", 0.0),
-        "failed_jobs": rest.pop("failed", 0.0),
-        "start_up": rest.pop("start_up", 0.0),
-        **rest,
-        **(by_reason or {"idle": idle}),
-        "storage_operations": dollars.get("storage", 0.0),
-    }

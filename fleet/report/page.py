@@ -61,7 +61,6 @@ def sample(record: Record, address: str, data: str | None) -> Mapping[str, Any]:
 
 def render(
     figures: Figures,
-    metrics: Figures | None,
     samples: Sequence[Mapping[str, Any]],
     made_at: datetime,
 ) -> str:
@@ -77,9 +76,8 @@ def render(
     return environment.get_template("page.html.jinja").render(
         counted=counted,
         figures=figures,
-        metrics=metrics,
         made_at=made_at,
-        plots=_plots(figures) | (_metrics_plots(metrics) if metrics else {}),
+        plots=_plots(figures),
         slowest=list(reversed(figures["workers"]))[:_MAX_WORKERS],
         samples=samples,
     )
@@ -91,7 +89,6 @@ class Bar(NamedTuple):
     name: str
     value: float
     label: str
-    is_waste: bool = False
 
 
 def _plots(figures: Figures) -> dict[str, list[Bar]]:
@@ -103,32 +100,15 @@ def _plots(figures: Figures) -> dict[str, list[Bar]]:
     costs = dict(sorted(dollars.items()))
     costs["storage operations"] = money["storage_dollars"]
     return {
-        "money": _bars(costs, _dollars),
-        "split": _bars(money["split"] or {}, _dollars),
+        "money": _bars(costs),
+        "split": _bars(money["split"] or {}),
     }
 
 
-def _metrics_plots(metrics: Figures) -> dict[str, list[Bar]]:
-    busy, idle = metrics["gpu_busy_seconds"], metrics["gpu_idle_seconds"]
-    total = busy + sum(idle.values())
-    paid = sum(metrics["dollars"].values())
-
-    def spent(amount: float) -> str:
-        return f"{_dollars(amount)}, {_share(amount, paid)}"
-
-    gpu_time = [Bar("busy", busy, _share(busy, total))]
-    for reason, seconds in idle.items():
-        name = f"idle: {_words(reason)}"
-        gpu_time.append(Bar(name, seconds, _share(seconds, total), is_waste=True))
-    return {
-        "spent": _bars(metrics["split"], spent),
-        "gpu_time": gpu_time,
-        "stages": _bars(metrics["stage_mean_seconds"], _seconds),
-    }
-
-
-def _bars(amounts: Mapping[str, float], label: Callable[[float], str]) -> list[Bar]:
-    return [Bar(_words(name), value, label(value)) for name, value in amounts.items()]
+def _bars(amounts: Mapping[str, float]) -> list[Bar]:
+    return [
+        Bar(_words(name), value, _dollars(value)) for name, value in amounts.items()
+    ]
 
 
 def gpu_name(recorded: str | None) -> str:
@@ -141,10 +121,6 @@ def _words(slug: str) -> str:
 
 def _dollars(value: float) -> str:
     return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${significant(value)}"  # noqa: PLR2004
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "0 %"
 
 
 def _seconds(value: float) -> str:

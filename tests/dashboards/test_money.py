@@ -1,4 +1,4 @@
-"""Money by the panels' own queries and by the report, on a real Prometheus that has a fleet's past.
+"""Money by the panels' own queries and by the records, on a real Prometheus with a fleet's past.
 
 What a fleet's processes would have exposed is written as blocks of Prometheus' storage.
 """
@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -55,18 +54,6 @@ class Past:
         async with prometheus.connected(self.url) as server:
             found = await server.at(query, BEGAN + timedelta(seconds=at))
         return {each.labels.get("campaign", ""): each.last for each in found}
-
-    async def report(self, end: float, **by_records: Any) -> dict[str, Any]:
-        """The metrics beside these figures of the records."""
-        period = {"began_at": BEGAN, "ended_at": BEGAN + timedelta(seconds=end)}
-        by_records = {
-            "images_replaced": 0,
-            "money": {"split": None},
-            **by_records,
-            **period,
-        }
-        async with prometheus.connected(self.url) as server:
-            return dict(await figures.read_metrics(server, by_records))
 
 
 @pytest.fixture
@@ -147,12 +134,6 @@ def panels() -> dict[str, list[str]]:
     }
 
 
-WASTE = ("start_up", "failed", "duplicate", "second_drawing", "down")
-WASTED_ROWS = {
-    "failed_jobs": "failed",
-    "images_doubled": "duplicate",
-    "start_up": "start_up",
-}
 ALL_IN = "Images per dollar in the time range, all in"
 DOLLARS = "Dollars in the time range"
 
@@ -168,15 +149,11 @@ async def test_what_a_process_counted_before_it_crashed_and_began_anew_at_its_ad
     dollars = sum(each.dollars for each in (crashed, anew, other))
     fleet = await past(crashed, anew, other)
 
-    report = await fleet.report(215)
     shown = await fleet.panel(DOLLARS, 220, 300)
     assert shown == pytest.approx(dollars, rel=1e-6)
     assert await fleet.panel(ALL_IN, 220, 300) == pytest.approx(
         images / dollars, rel=1e-6
     )
-    assert report["images"] == pytest.approx(images, rel=1e-6)
-    assert report["dollars"] == {"gpu": pytest.approx(dollars, rel=1e-6)}
-    assert report["images_per_dollar"] == pytest.approx(images / dollars, rel=1e-6)
 
 
 async def test_a_counter_that_begins_anew_within_its_series_adds_up_as_well(
@@ -185,12 +162,12 @@ async def test_a_counter_that_begins_anew_within_its_series_adds_up_as_well(
     crashed, anew = Process("a", 0, 1800), Process("a", 1815, 3600, images_per_second=2)
     anew.labels = crashed.labels
 
-    report = await (await past(crashed, anew)).report(3600)
+    fleet = await past(crashed, anew)
 
-    assert report["images"] == pytest.approx(crashed.images + anew.images, rel=0.01)
-    assert report["dollars"]["gpu"] == pytest.approx(
-        crashed.dollars + anew.dollars, rel=0.01
-    )
+    images, dollars = crashed.images + anew.images, crashed.dollars + anew.dollars
+    assert await fleet.panel(DOLLARS, 3660, 3720) == pytest.approx(dollars, rel=0.01)
+    per_dollar = await fleet.panel(ALL_IN, 3660, 3720)
+    assert per_dollar == pytest.approx(images / dollars, rel=0.01)
 
 
 async def test_dollars_per_hour_count_a_killed_worker_for_two_pushes_and_its_successor_at_once(
@@ -204,46 +181,6 @@ async def test_dollars_per_hour_count_a_killed_worker_for_two_pushes_and_its_suc
         assert await fleet.panel("$/h now", second) == pytest.approx(0.72 + 0.36), (
             second
         )
-
-
-async def test_what_the_metrics_say_was_paid_is_split_without_a_rest(
-    past: Callable[..., Awaitable[Past]],
-) -> None:
-    worker = Process("a", 0, 3600, dollars_per_hour=10)
-    worker.counts = {
-        **dict.fromkeys(
-            [f'imagefleet_wasted_dollars_total{{reason="{each}"}}' for each in WASTE],
-            0.5,
-        ),
-        'imagefleet_wasted_dollars_total{reason="idle"}': 2.0,
-        'imagefleet_gpu_idle_seconds_total{reason="queue_empty"}': 30.0,
-        'imagefleet_gpu_idle_seconds_total{reason="starved"}': 10.0,
-        'imagefleet_cost_dollars_total{kind="storage"}': 0.25,
-    }
-    fleet = await past(worker)
-
-    def money(replaced: float) -> dict[str, Any]:
-        return {"split": {"images_replaced": replaced}}
-
-    split = (await fleet.report(3600, images_replaced=36, money=money(1.5)))["split"]
-
-    assert split == pytest.approx(
-        {
-            "images": 10 - 2 - 5 * 0.5 - 1.5,
-            "images_replaced": 1.5,
-            "images_doubled": 0.5,
-            "failed_jobs": 0.5,
-            "start_up": 0.5,
-            "second_drawing": 0.5,
-            "down": 0.5,
-            "idle_queue_empty": 1.5,
-            "idle_starved": 0.5,
-            "storage_operations": 0.25,
-        }
-    )
-    assert sum(split.values()) == pytest.approx(10.25)
-    split = (await fleet.report(3600, images_replaced=36, money=money(99.0)))["split"]
-    assert sum(split.values()) == pytest.approx(10.25)
 
 
 async def test_a_campaign_has_its_images_and_its_part_of_what_their_workers_cost(
@@ -279,7 +216,7 @@ async def test_a_campaign_has_its_images_and_its_part_of_what_their_workers_cost
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_panels_report_records_and_raw_counters_agree_on_every_fleet(
+async def test_panels_records_and_raw_counters_agree_on_every_fleet(
     past: Callable[..., Awaitable[Past]], tmp_path: Path, seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -297,7 +234,6 @@ async def test_panels_report_records_and_raw_counters_agree_on_every_fleet(
     server = await past(*processes)
 
     by_records = figures.compute(records, "local", FREE)
-    metrics = await server.report(end, **by_records)
     shown = await server.panel(DOLLARS, end + 60, end + 120)
     per_dollar = await server.panel(ALL_IN, end + 60, end + 120)
 
@@ -313,17 +249,6 @@ async def test_panels_report_records_and_raw_counters_agree_on_every_fleet(
         sum(each["replaced"] for each in by_records["workers"]) == counted["replaced"]
     )
     assert sum(each["doubled"] for each in by_records["workers"]) == counted["doubled"]
-    assert metrics["images"] == about(kept)
-    assert metrics["images_per_dollar"] == about(kept / dollars)
-    for row, reason in WASTED_ROWS.items():
-        series = f'imagefleet_wasted_dollars_total{{reason="{reason}"}}'
-        assert metrics["split"][row] == about(
-            sum(each.counts[series] for each in processes)
-        )
-        assert counted["replayed"] > 0 < metrics["split"][row]
-    for split, whole in (
-        (by_records["money"]["split"], by_records["money"]["dollars"]),
-        (metrics["split"], sum(metrics["dollars"].values())),
-    ):
-        assert sum(split.values()) == pytest.approx(whole, rel=1e-6)
-        assert split["images_replaced"] > 0
+    split = by_records["money"]["split"]
+    assert sum(split.values()) == about(by_records["money"]["dollars"])
+    assert split["images_replaced"] > 0

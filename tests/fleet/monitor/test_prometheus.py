@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import pytest
 from aiohttp import web
 
 from fleet.monitor import prometheus, rates
-from fleet.report import figures
 from imagefleet import errors
 
 NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
@@ -151,11 +150,8 @@ async def test_every_query_asks_for_the_fleet_alone(
         await serve(response_of("vector", [])), fleet
     ) as server:
         await rates.fleet_rates(server)
-        period = {"began_at": NOON, "ended_at": NOON + timedelta(hours=1)}
-        by_records = {"images_replaced": 0, "money": {"split": None}}
-        await figures.read_metrics(server, by_records | period)
 
-    assert len(asked) > 15
+    assert len(asked) >= 8
     for query in asked:
         selectors = re.findall(r"imagefleet_\w+(\{[^}]*\})?", query)
         assert "$fleet" not in query

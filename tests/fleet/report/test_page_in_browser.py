@@ -89,24 +89,6 @@ def campaign(workers: int, failures: int) -> figures.Figures:
     return figures.compute(found, f"https://{LONG_WORD}", prices.BUILT_IN)
 
 
-def everything() -> figures.Figures:
-    return {
-        "began_at": NOON,
-        "ended_at": NOON,
-        "images": 2_345_678,
-        "dollars": {"gpu": 1234.5, "storage": 7.1},
-        "wasted_dollars": {"start_up": 10.1, "duplicate": 0.002},
-        "split": {"images": 1224.4, "start_up": 10.1, "images_doubled": 0.002},
-        "jobs": {"completed": 2_345_678, "failed": 1252},
-        "gpu_busy_seconds": 9e5,
-        "gpu_idle_seconds": {"queue_empty": 1e4, "backpressure": 20},
-        "paid_seconds": {"starting": 200, "warming_up": 900, "full_speed": 1e5},
-        "stage_mean_seconds": {"wait_gpu": 2.1, "acknowledge": 0.06},
-        "images_per_dollar_gpu_only": 19_000,
-        "images_per_dollar": 18_000,
-    }
-
-
 def picture(number: int) -> Mapping[str, Any]:
     prompts = ["a house", "a cat, " * 100, f"a rope <lora:{'x' * 100}:0.35>"]
     name = f"{number:04d}-{LONG_WORD}"
@@ -127,11 +109,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         pytest.skip(f"no browser: one of {', '.join(BROWSERS)} is needed")
     folder = tmp_path_factory.mktemp("pages")
     pages = {
-        "full": page.render(
-            campaign(40, 4), everything(), [picture(n) for n in range(6)], NOON
-        ),
-        "failures": page.render(campaign(0, 2), None, [], NOON),
-        "one worker": page.render(campaign(1, 0), None, [picture(0)], NOON),
+        "full": page.render(campaign(40, 4), [picture(n) for n in range(6)], NOON),
+        "failures": page.render(campaign(0, 2), [], NOON),
+        "one worker": page.render(campaign(1, 0), [picture(0)], NOON),
     }
     frames = "".join(
         f'<iframe title="{name}" style="width:{width}px;height:600px;border:0"'
@@ -167,7 +147,7 @@ def test_no_text_is_smaller_than_12_pixels(measured: list[dict[str, Any]]) -> No
 
 def test_the_style_sheet_has_no_width_beyond_a_phones() -> None:
     """Holds without a browser as well."""
-    text = page.render(campaign(1, 1), None, [], NOON)
+    text = page.render(campaign(1, 1), [], NOON)
     style = text[text.index("<style>") : text.index("</style>")]
     widths = re.findall(r"(?<!max-)(?:min-)?width: *([\d.]+)(px|rem)", style)
     assert widths
