@@ -26,7 +26,9 @@ ENCODE_SECONDS = 0.002
 _PICTURE = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
 _BLACK = np.zeros((2, 2, 3), np.uint8)
 _BYTES = bytes(IMAGE_BYTES)
-_FILE = EncodedImage(_BYTES, "image/png", hashlib.sha256(_BYTES).hexdigest())
+_FILE = EncodedImage(
+    _BYTES, "image/png", hashlib.sha256(_BYTES).hexdigest(), (512, 512)
+)
 
 
 def encode(pixels: contract.Pixels, *_: Any) -> EncodedImage:

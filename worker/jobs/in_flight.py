@@ -13,7 +13,6 @@ from typing import Any
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.records.record import Record
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
@@ -104,13 +103,7 @@ class InFlightJob:
         if request is not prepared.request:
             prepared = replace(prepared, request=request)
         size = request.width, request.height
-        if (last := request.upscale or request.hires) is not None:
-            final = last.width, last.height
-        elif self.overlay is not None and self.overlay.box is not None:
-            final = self.overlay.image.size
-        else:
-            final = sizes.whole_cells(*size)
-        image = InFlightImage(self, self.drawn, index, size, final, request.embeddings)
+        image = InFlightImage(self, self.drawn, index, size, request.embeddings)
         return image, prepared
 
     def image_written(self, metrics: WorkerMetrics, model: str) -> None:
@@ -276,15 +269,14 @@ class InFlightJob:
 class InFlightImage:
     """One image of a job in flight; *ready_at* is when it was ready for the engine.
 
-    *generated_at* is when the engine had finished it; both in monotonic seconds. *size* is that of
-    its first pass, or of what it enlarges, *final_size* that of its file: both (width, height).
+    *generated_at* is when the engine had finished it; both in monotonic seconds. *size* is the
+    (width, height) of its first pass, or of what it enlarges.
     """
 
     owner: InFlightJob
     job: Job
     index: int
     size: tuple[int, int]
-    final_size: tuple[int, int]
     embeddings: tuple[contract.Embedding, ...] = ()
     """The embeddings that the job's prompts name."""
     ready_at: float = field(default_factory=time.monotonic)
@@ -293,8 +285,9 @@ class InFlightImage:
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """A file's bytes, its media type, and the SHA-256 (hex) of its bytes."""
+    """A file's bytes, media type and SHA-256 (hex), and the size (width, height) of its image."""
 
     data: bytes
     content_type: str
     sha256: str
+    size: tuple[int, int]

@@ -144,9 +144,9 @@ def encode(
         data = _png(pixels, parameters, job)
     else:
         data = _with_pillow(pixels, output, parameters, job)
-    return EncodedImage(
-        data, f"image/{output.format}", hashlib.sha256(data).hexdigest()
-    )
+    height, width, _ = pixels.shape
+    sha256 = hashlib.sha256(data).hexdigest()
+    return EncodedImage(data, f"image/{output.format}", sha256, (width, height))
 
 
 def refuse_one_colour(pixels: Pixels) -> None:

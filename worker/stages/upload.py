@@ -173,7 +173,7 @@ class UploadStage:
         self, image: InFlightImage, file: EncodedImage, name: str, sha256: str | None
     ) -> Record:
         """The record of an image; *sha256* is of the file that is stored, as far as it is known."""
-        width, height = image.final_size
+        width, height = file.size
         return self.settler.record(
             image.owner,
             "completed",

@@ -213,23 +213,26 @@ class RoutedQueue:
             for route, answer in answers.items()
             if isinstance(answer, errors.FleetError)
         }
+        # After an outage none must wait for long.
         is_outage = self.main in failures or len(failures) == len(answers)
+        now, longest = self.clock(), rule.LONGEST_PAUSE_SECONDS
+        if is_idle:
+            longest = rule.LONGEST_IDLE_PAUSE_SECONDS
         for route, answer in answers.items():
-            if isinstance(answer, errors.FleetError):
-                if is_outage:  # after which none must wait for long
-                    route.pause(is_idle=is_idle)
-                else:
-                    route.set_missing(answer)
+            if route in failures and not is_outage:
+                route.set_missing(failures[route])
                 continue
-            route.is_missing = False
-            if answer:
+            route.is_missing = route.is_missing and route in failures
+            if answer and route not in failures:
                 route.empty_receives, route.due_at = 0, 0.0
                 route.last_receive = self._receives
             else:
-                route.pause(is_idle=is_idle)
+                pause = rule.FIRST_PAUSE_SECONDS * 2.0 ** min(route.empty_receives, 30)
+                route.due_at = now + min(pause, longest)
+                route.empty_receives += 1
         if is_idle:
             return
-        latest = self.clock() + rule.LONGEST_PAUSE_SECONDS
+        latest = now + longest
         for route in self.routes.values():
             if not route.is_missing:
                 route.due_at = min(route.due_at, latest)

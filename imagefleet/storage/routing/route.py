@@ -50,13 +50,6 @@ class Route:
     is_missing: bool = False
     """True if it did not exist, had no token or did not answer when it was asked last."""
 
-    def pause(self, *, is_idle: bool) -> None:
-        """Leaves it alone for a while, since it has nothing now; *is_idle*: nor has any other."""
-        longest = LONGEST_IDLE_PAUSE_SECONDS if is_idle else LONGEST_PAUSE_SECONDS
-        pause = FIRST_PAUSE_SECONDS * 2.0 ** min(self.empty_receives, 30)
-        self.due_at = self.clock() + min(pause, longest)
-        self.empty_receives += 1
-
     async def depth(self, *, must_exist: bool = False) -> protocol.QueueDepth | None:
         """The queue's size; None if it is missing, unless it *must_exist*."""
         try:
