@@ -16,7 +16,7 @@ def test_one_broken_picture_and_a_shift_of_all_fail_and_untouched_redraws_pass()
     None
 ):
     ended = subprocess.run(
-        [sys.executable, str(PROGRAM), "--json", "--count", "100"],
+        [sys.executable, str(PROGRAM), "--json", "--count", "100", "--trials", "10"],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
 
@@ -27,6 +27,6 @@ def test_one_broken_picture_and_a_shift_of_all_fail_and_untouched_redraws_pass()
     }
     assert seen["nothing", 0] == 0
     for single in ("wholly grey", "another job's picture", "noise in 1/16 of it"):
-        assert seen[single, 1] == 20
+        assert seen[single, 1] == 10
     for shared in ("blurred by 1/2 pixel", "brighter by 6 of 255", "moved by 1 pixel"):
-        assert seen[shared, 100] == 2
+        assert seen[shared, 100] == 1
