@@ -253,8 +253,8 @@ class WorkerSettings(TelemetrySettings):
         default=None,
         ge=0,
         le=1000,
-        description="A node below this speed is broken, measured at the start and over 15 minutes"
-        " of work in 512x512 images of 15 steps. By default an eighth of the GPU class's record on"
+        description="A node below this speed is broken, measured over 15 minutes of work in 512x512"
+        " images of 15 steps. By default an eighth of the GPU class's record on"
         " SaladCloud and 0, unchecked, elsewhere.",
     )
     host: str = Field(

@@ -267,35 +267,13 @@ async def test_a_signal_ends_the_waiting(start: Program) -> None:
     assert worker.returncode == 0, output
 
 
-async def test_a_node_that_is_too_slow_three_times_is_reallocated_once_before_any_job(
-    local_storage: Storage, start: Program, salad_metadata_service: Any
-) -> None:
-    await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
-    worker = start(
-        engine="StandInEngine(capacity=1, tick_seconds=0.05)",
-        min_images_per_second="100",
-    )
-    await until(lambda: salad_metadata_service.reasons)
-
-    assert (
-        "less than 100 (--min-images-per-second)" in salad_metadata_service.reasons[0]
-    )
-    assert (await local_storage.queue.receive(1, 30))[0].delivery_count == 1
-    worker.send_signal(signal.SIGTERM)
-    output = await end(worker)
-    # It stays until it is stopped: one that ends by itself has another code.
-    assert worker.returncode == 0, output
-    assert len(salad_metadata_service.reasons) == 1
-    assert json.loads(line_of(output, "node_check"))["passed"] is False
-
-
 async def test_a_node_that_works_too_slowly_in_three_windows_is_reallocated_once(
     local_storage: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
     await local_storage.queue.send(
         f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(200)
     )
-    # Fast enough for the start-up check, but 16x16 pixels are a thousandth of a standard image.
+    # 16x16 pixels are a thousandth of a standard image.
     worker = start(
         "from worker.node import watchdog; watchdog.WINDOW_SECONDS = 0.2",
         engine="StandInEngine(tick_seconds=0.02)",

@@ -1,9 +1,7 @@
 """The check of a node before its first job.
 
-Free disk space is measured everywhere; free GPU memory and the speed of the GPU only where there is
-a limit: on SaladCloud, or by a setting. The speed counts against a node after three failed
-measurements, since a node that is given up is kept from the group for 48 hours. The upload is
-measured while the node works (`worker.node.watchdog`).
+Free disk space is measured everywhere; free GPU memory only where there is a limit, on SaladCloud.
+The speeds of the GPU and of the upload are measured while the node works (`worker.node.watchdog`).
 """
 
 import asyncio
@@ -20,7 +18,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from imagefleet import errors
-from imagefleet.pricing import families
 from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.inputs import img2img
@@ -29,12 +26,6 @@ from worker.node.watchdog import NodeLimits
 from worker.settings import WorkerSettings
 
 log = logs.EventLog(__name__)
-
-#: Measurements below the limit before a node counts as broken.
-TRIES = 3
-
-#: The least share of its speed that an engine makes before it is compiled.
-UNCOMPILED_SHARE = 0.5
 
 #: An image's cost depends on its steps and its size alone.
 _STEPS = 15
@@ -47,7 +38,6 @@ _FINDINGS = {
     "seconds": "Start-up time, loading included.",
     "free_disk_bytes": "Free disk space for the cache.",
     "free_gpu_bytes": "GPU memory free before the model loads.",
-    "images_per_second": "Speed in 15-step 512x512 images.",
 }
 
 
@@ -66,13 +56,10 @@ class StartUpCheck(Collector):
         self._began_at = time.monotonic()
 
     def load(self, load: Callable[[], contract.Engine]) -> contract.Engine:
-        """Loads the engine between the checks before and after it; raises NodeError."""
+        """Loads the engine after the checks; raises NodeError."""
         self._check_disk()
         self._check_gpu()
-        engine = load()
-        if self._limits.images_per_second:
-            self._check_speed(engine)
-        return engine
+        return load()
 
     @contextlib.asynccontextmanager
     async def limited(self) -> AsyncIterator[None]:
@@ -152,19 +139,6 @@ class StartUpCheck(Collector):
                 "gpu_memory", f"the GPU has {free / 2**20:,.0f} MiB free; {needed}"
             )
 
-    def _check_speed(self, engine: contract.Engine) -> None:
-        """Generates batches until one is fast enough; the first also selects kernels."""
-        least = self._limits.images_per_second
-        if getattr(engine, "is_compiling", False):
-            least *= UNCOMPILED_SHARE
-        speed = 0.0
-        for _ in range(1 + TRIES):
-            speed = self.findings["images_per_second"] = _images_per_second(engine)
-            if speed >= least:
-                return
-        text = f"the GPU makes {speed:.3g} images/s, less than {least:.3g}"
-        raise self._broken("gpu_speed", f"{text} (--min-images-per-second)")
-
 
 def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:
     """An image that every healthy node can generate: the checkpoint's own size, no LoRA.
@@ -184,20 +158,3 @@ def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:
         height=height,
         init=img2img.sample(engine.family, width, height),
     )
-
-
-def _images_per_second(engine: contract.Engine) -> float:
-    """The speed of one full batch; a failed image does not count."""
-    requests = [plain_request(engine, seed) for seed in range(engine.capacity)]
-    began_at = time.monotonic()
-    for ticket, request in enumerate(requests):
-        engine.admit(ticket, engine.prepare(request))
-    generated = 0
-    while engine.busy:
-        for finished in engine.tick():
-            generated += not isinstance(finished.outcome, errors.FleetError)
-    seconds = time.monotonic() - began_at
-    # A smaller image is not worth less: the costs that do not depend on its size weigh more.
-    tflop = families.find(engine.family).image_tflop(*engine.default_size, _STEPS)
-    worth = max(1.0, tflop / families.SD1.image_tflop())
-    return generated * worth / max(seconds, 1e-9)
