@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -82,7 +81,6 @@ CALLS = {
 #: As long as Azure and SaladCloud allow.
 GROUP = f"sd15-batch-{'x' * 30}-0123abcd-12"
 QUEUE = "jobs-" + "q" * 51
-JOB = "0123456789abcdef01234567"
 
 
 def commands() -> dict[str, Any]:
@@ -117,26 +115,6 @@ def test_every_command_with_figures_has_json(name: str) -> None:
 
 def test_commands_without_json_exist_and_have_none() -> None:
     assert all(option(ALL[name], "--json") is None for name in WITHOUT_JSON)
-
-
-def test_figures_go_to_a_file_by_one_option() -> None:
-    files = {
-        flag
-        for command in ALL.values()
-        for each in command.params
-        if each.metavar == "FILE" and not each.hidden and "JSON" in (each.help or "")
-        for flag in each.opts
-    }
-
-    assert files == {"--json-file", "--bench"}  # the latter is read
-
-
-def test_a_dry_run_has_one_meaning() -> None:
-    runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
-
-    assert len(runs) == 12
-    for found in runs.values():
-        assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 
 
 def test_every_command_that_spends_or_deletes_asks_or_takes_yes() -> None:
@@ -179,19 +157,6 @@ def test_json_is_one_document_and_nothing_else(
 
     assert ended.returncode == plain.returncode == console.EXIT_DONE, ended.stderr
     assert isinstance(json.loads(ended.stdout), dict)
-
-
-@pytest.mark.parametrize("name", ["failed", "status", "deploy status", "report"])
-def test_an_error_leaves_stdout_empty_with_json_too(
-    salad: Any, in_process: Imagefleet, name: str
-) -> None:
-    ended = in_process(
-        *name.split(), "--json", "--queue" if "salad" not in name else "--file", "x"
-    )
-
-    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert ended.stdout == ""
-    assert ended.stderr.startswith("error: ")
 
 
 def test_a_watch_with_json_is_a_document_per_line(filled: Path) -> None:

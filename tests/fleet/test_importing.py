@@ -310,10 +310,6 @@ def graph(**nodes: Any) -> str:
     )
 
 
-def test_the_graph_of_the_next_test_is_a_job() -> None:
-    assert comfyui.read(graph()).job["prompt"] == "a cat"
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

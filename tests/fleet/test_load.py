@@ -1,5 +1,4 @@
 import asyncio
-import gzip
 import json
 import os
 import signal
@@ -13,12 +12,8 @@ from typing import IO
 import pytest
 
 import polling
-import signers
 from cli import console
-from imagefleet.job.message import Job, read_job
-from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings, job_queue
 from imagefleet.submit import BATCH
 from loadgen.load import Checkpoint
@@ -56,39 +51,6 @@ def settings_for(folder: Path) -> StorageSettings:
     return StorageSettings(storage=f"local:{folder / 'imagefleet-data'}")
 
 
-def test_a_template_fills_the_queue(
-    in_process: Imagefleet, template: Path, storage_settings: StorageSettings
-) -> None:
-    result = in_process("load", "t.yaml", "--json", *flags(storage_settings))
-
-    summary = json.loads(result.stdout)
-    assert result.returncode == console.EXIT_DONE
-    assert (summary["sent"], summary["total"], summary["finished"]) == (250, 250, True)
-    assert len(ids_in(storage_settings)) == 250
-
-
-def test_with_a_signing_key_every_job_is_signed(
-    in_process: Imagefleet,
-    template: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    key = SigningKey.create(tmp_path / "key.pem")
-    monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
-    result = in_process("load", "t.yaml")
-    assert result.returncode == console.EXIT_DONE, result.stderr
-
-    async def jobs() -> list[Job]:
-        async with open_storage(settings_for(tmp_path)) as storage:
-            trusted = signers.trusted(key, storage.scope)
-            bodies = [each.body async for each in storage.queue.browse()]
-            return [read_job(body, "m", trusted) for body in bodies]
-
-    read = asyncio.run(jobs())
-    assert {job.id for job in read} == set(ids_in(settings_for(tmp_path)))
-    assert len(read) == 250
-
-
 def test_a_dry_run_prints_ten_jobs_and_touches_nothing(
     in_process: Imagefleet, template: Path, tmp_path: Path
 ) -> None:
@@ -98,24 +60,6 @@ def test_a_dry_run_prints_ten_jobs_and_touches_nothing(
     assert len({job["id"] for job in jobs}) == 10
     assert first.stdout == again.stdout
     assert list(tmp_path.iterdir()) == [template]
-
-
-def test_payloads_get_their_apis_defaults_or_a_line_on_what_differs(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
-    payload = {"prompt": "a", "sampler_index": "DPM++ 2M", "send_images": True}
-    (tmp_path / "jobs.jsonl").write_text(f"{json.dumps(payload)}\n" * 3)
-    plain = in_process("load", "jobs.jsonl", "--dry-run")
-    (told,) = [
-        line for line in plain.stderr.splitlines() if "--defaults a1111-1.10" in line
-    ]
-    assert "sampler dpmpp_2m_karras, steps 50" in told
-    theirs = in_process("load", "jobs.jsonl", "--dry-run", "--defaults", "a1111-1.10")
-    assert "--defaults" not in theirs.stderr
-    jobs = [read_job(line, "none") for line in theirs.stdout.splitlines()]
-    assert {(job.sampler, job.steps, job.randn_source) for job in jobs} == {
-        ("dpmpp_2m_karras", 50, "GPU")
-    }
 
 
 def test_a_finished_load_is_repeated_only_on_request(
@@ -133,50 +77,6 @@ def test_a_finished_load_is_repeated_only_on_request(
     restarted = in_process("load", "t.yaml", "--restart", "--json")
     assert json.loads(restarted.stdout)["sent"] == 250
     assert set(ids_in(settings_for(tmp_path)).values()) == {1, 2}
-
-
-def test_a_load_of_a_compressed_table_resumes_at_its_checkpoint(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
-    name, prompts = "jobs.csv.gz", [f"house {number}" for number in range(100)]
-    content = "prompt\n" + "\n".join(prompts)
-    (tmp_path / name).write_bytes(gzip.compress(content.encode()))
-    first = in_process("load", name, "--count", "40", "--json")
-    rest = in_process("load", name, "--json")
-
-    assert json.loads(first.stdout)["sent"] == 40
-    assert (json.loads(rest.stdout)["sent"], json.loads(rest.stdout)["total"]) == (
-        60,
-        100,
-    )
-    assert set(ids_in(settings_for(tmp_path)).values()) == {1}
-    assert len(ids_in(settings_for(tmp_path))) == 100
-
-
-def test_a_dry_run_of_a_sweep_says_how_many_jobs_it_is(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
-    (tmp_path / "sweep.yaml").write_text(
-        "prompt: a\njob: {steps: [10, 20, 30, 40, 50], cfg_scale: [5, 7], size: 512x512}"
-    )
-    result = in_process("load", "sweep.yaml", "--dry-run")
-
-    assert result.returncode == console.EXIT_DONE
-    assert "10 jobs: 10 combinations of 2 cfg_scale x 5 steps" in result.stderr
-    assert len({json.loads(line)["id"] for line in result.stdout.splitlines()}) == 10
-
-
-def test_another_seed_is_refused_while_there_is_a_checkpoint(
-    in_process: Imagefleet, template: Path
-) -> None:
-    in_process("load", "t.yaml")
-    other = in_process("load", "t.yaml", "--seed", "5")
-
-    assert other.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "--restart" in other.stderr
-    assert (
-        in_process("load", "t.yaml", "--seed", "5", "--state", "c.json").returncode == 0
-    )
 
 
 def test_a_checkpoint_whose_queue_is_gone_is_reported(
@@ -369,22 +269,6 @@ def test_jobs_come_from_standard_input(
     assert "mine" in ids_in(settings_for(tmp_path))
 
 
-def test_two_jobs_of_one_id_from_standard_input_are_named_with_their_lines(
-    start: Callable[..., subprocess.Popen[str]],
-) -> None:
-    ids = [f"j{number}" for number in range(1, 40)] + ["j2"]
-    rows = [f"{name},a fox {number}\n" for number, name in enumerate(ids)]
-    process = start("-", "--format", "csv", stdin=subprocess.PIPE)
-    _, printed = process.communicate("id,prompt\n" + "".join(rows), timeout=1100)
-
-    assert process.returncode == console.EXIT_OPERATOR_MUST_ACT
-    said = " ".join(printed.split())
-    assert (
-        "row 3 and row 41 are two jobs with one id, default/j2; nothing was sent"
-        in said
-    )
-
-
 def test_an_invalid_line_of_standard_input_ends_the_load_before_it_begins(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -394,21 +278,6 @@ def test_an_invalid_line_of_standard_input_ends_the_load_before_it_begins(
     assert process.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "standard input has invalid jobs; nothing was sent" in printed
     assert "line 131: " in printed
-
-
-def test_one_message_is_one_job(
-    in_process: Imagefleet, template: Path, storage_settings: StorageSettings
-) -> None:
-    once = ("--verify-share", "0")
-    in_process(
-        "load", "t.yaml", "--count", "3", "--quiet", *once, *flags(storage_settings)
-    )
-
-    async def receive() -> int:
-        async with open_storage(storage_settings) as storage:
-            return len(await storage.queue.receive(MAX_RECEIVE, 10))
-
-    assert asyncio.run(receive()) == 3
 
 
 def test_a_priority_chooses_the_queue(
@@ -451,14 +320,6 @@ def test_the_queues_that_jobs_of_models_are_sent_to_are_named(
     result = in_process("load", str(file), "--restart", "--json", *ours)
     queues = json.loads(result.stdout)["queues"]
     assert (len(queues), sum(queues.values()), queues[of_one]) == (8, 9, 2)
-
-
-def test_an_unknown_priority_names_the_three(
-    in_process: Imagefleet, template: Path
-) -> None:
-    result = in_process("load", "t.yaml", "--priority", "urgent")
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "--priority: 'urgent' is not one of 'high', 'normal', 'low'" in result.stderr
 
 
 def test_a_workers_priority_on_saladcloud_is_not_that_of_the_jobs(

@@ -1,7 +1,6 @@
 """The console command as a whole, each time in a new process."""
 
 import json
-import re
 import resource
 import subprocess
 import sys
@@ -37,31 +36,6 @@ def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
     assert [row[1] for row in rows] == COMMANDS
     assert not any(row[-2].endswith("…") for row in rows), "a description is cut off"
     assert result.returncode == console.EXIT_DONE
-
-
-def _subjects(help_text: str) -> dict[str, list[str]]:
-    """The flags in a help text by the heading of their box."""
-    subjects: dict[str, list[str]] = {}
-    for line in help_text.splitlines():
-        if heading := re.match(r"╭─ (.*?) ─", line):
-            flags = subjects[heading[1]] = []
-        elif flag := re.match(r"│ [* ]*(--[a-z0-9-]+)", line):
-            flags.append(flag[1])
-    return subjects
-
-
-def test_the_flags_of_a_command_are_grouped_by_subject(imagefleet: Imagefleet) -> None:
-    worker = _subjects(imagefleet("worker", "--help").stdout)
-    subjects = ["Model and LoRAs", "GPU", "Jobs and leases", "Node", "Cost and labels"]
-    assert list(worker) == ["Options", "Storage", "Metrics and logs", *subjects]
-    assert {"--push-url", "--log-format"} <= set(worker["Metrics and logs"])
-    assert worker["Model and LoRAs"][0] == "--model"
-    assert max(map(len, worker.values())) <= 10, "a list that nobody reads"
-    assert worker["Options"] == ["--fail-on-failed", "--help"]
-
-    failed = _subjects(imagefleet("failed", "--help").stdout)
-    assert list(failed) == ["Arguments", "Options", "Storage", "Signatures"]
-    assert {"--error", "--help"} <= set(failed["Options"])
 
 
 @pytest.mark.parametrize(
@@ -244,19 +218,6 @@ def test_the_version_lists_the_versions_for_a_bug_report(
     assert names == ["imagefleet", "torch", "diffusers", "python"]
     assert result.returncode == console.EXIT_DONE
     assert list(json.loads(imagefleet("--version", "--json").stdout)) == names
-
-
-def test_the_demo_sends_the_reference_message_verbatim() -> None:
-    message = json.loads(
-        (ROOT / "imagefleet" / "files" / "reference-job.json").read_text(
-            encoding="utf-8"
-        )
-    )
-
-    assert message["sampler_name"] == "k_euler_a"
-    assert message["prompt"].startswith(
-        "photo of a jump rope, <lora:magic-fantasy-forest-v2:0.35>"
-    )
 
 
 def test_ctrl_c_during_the_imports_is_no_traceback(

@@ -9,7 +9,6 @@ import pytest
 import made_records
 import sent_jobs
 from fleet.campaigns.table import Campaigns
-from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.records import catalog, reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.follower import Follower
@@ -117,23 +116,6 @@ async def test_a_short_shard_cannot_say_that_it_holds_a_billion_records(
     counted = await reader.counts(storage, "spring")
 
     assert (counted.images, counted.completed) == (1, 1)
-
-
-async def test_sizes_and_numbers_that_no_image_has_do_not_fit(
-    storage: Storage, worker: RecordLog
-) -> None:
-    good = image(1, size_bytes=MAX_IMAGE_BYTES)
-    lines = [
-        good.model_copy(update={"size_bytes": MAX_IMAGE_BYTES + 1}),
-        image(2, index=1, images=1),
-        good,
-    ]
-    await worker.add(lines)
-    damaged = Damaged()
-
-    assert await images(storage, damaged) == ["job-1"]
-    assert damaged.count == 2
-    assert "size_bytes" in str(damaged)
 
 
 async def test_no_more_jobs_have_ended_than_were_sent(
@@ -284,23 +266,6 @@ async def test_a_job_that_was_sent_again_after_its_failure_has_one_outcome(
     assert (counted.completed, counted.failed) == (1, 0)
     assert (counted.pending, counted.unknown) == (0, 0)
     assert await failures(storage) == []
-
-
-async def test_campaigns_that_nobody_has_sent_do_not_push_the_others_off_the_screen(
-    storage: Storage, worker: RecordLog
-) -> None:
-    await send(storage, 1)
-    await worker.add([image(1)])
-    await worker.add(
-        image(1, campaign=f"made-up-{n}", blob=f"made-up-{n}/job-1.png")
-        for n in range(9)
-    )
-    campaigns = Campaigns(storage)
-
-    await campaigns.refresh()
-
-    assert len(campaigns.rows) == 10
-    assert campaigns.rows[0][0] == "spring"
 
 
 async def test_what_is_said_of_a_job_that_waits_is_believed_until_its_image_is_stored(

@@ -21,17 +21,6 @@ def opened(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data)).convert("RGB")
 
 
-def test_the_sheets_size_follows_from_its_rows_and_columns() -> None:
-    sheet = opened(
-        contact_sheet.draw_contact_sheet([(picture(64, 64), "a house")] * 13)
-    )
-
-    cell = contact_sheet.TILE_PIXELS + contact_sheet.MARGIN_PIXELS
-    caption = contact_sheet.CAPTION_LINES * contact_sheet.LINE_PIXELS
-    assert sheet.width == contact_sheet.MARGIN_PIXELS + contact_sheet.COLUMNS * cell
-    assert sheet.height == contact_sheet.MARGIN_PIXELS + 3 * (cell + caption)
-
-
 def test_each_image_is_enlarged_with_its_caption_below() -> None:
     sheet = opened(contact_sheet.draw_contact_sheet([(picture(64, 64), "a house")]))
 

@@ -1,11 +1,9 @@
 """`imagefleet export`: shards that are complete or absent, verified, and the same each time."""
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -15,19 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import exported
-import polling
 import sent_jobs
-from cli import files
-from fleet.export import formats, plan, shards
-from imagefleet.job.message import SUFFIXES, image_stem, job_key
+from fleet.export import plan, shards
 from imagefleet.job.names import duplicate_name
-from imagefleet.records.catalog import image_name
 from imagefleet.records.log import Totals, shard_part
-from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from storage_flags import flags
@@ -171,40 +162,6 @@ async def test_an_export_that_is_killed_at_any_step_goes_on_and_comes_out_the_sa
     assert killed >= 12
 
 
-async def test_a_process_that_is_killed_resumes(
-    local_settings: StorageSettings, store_images: Add, export: Run, tmp_path: Path
-) -> None:
-    async with open_storage(local_settings) as storage:
-        await store_images(storage, *(f"{number:04}" for number in range(16)))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fleet.entry", "export", "spring"),
-        *(
-            "--storage",
-            local_settings.storage,
-            "--shard-size",
-            "2",
-            str(tmp_path / "killed"),
-        ),
-        stdout=asyncio.subprocess.DEVNULL,
-    )
-    await polling.until(
-        lambda: process.returncode is not None or _complete_shards(tmp_path / "killed")
-    )
-    process.kill()
-    assert await process.wait() == -signal.SIGKILL
-    done = _complete_shards(tmp_path / "killed")
-
-    await export("killed")
-    await export("undisturbed")
-
-    assert 0 < done < 8
-    assert content(tmp_path / "killed") == content(tmp_path / "undisturbed")
-
-
-def _complete_shards(folder: Path) -> int:
-    return len(list(folder.glob("*.tar")))
-
-
 @pytest.mark.parametrize("form", FORMATS)
 async def test_missing_and_changed_images_are_named_and_left_out(
     stored: list[Any],
@@ -298,34 +255,6 @@ async def test_a_squatted_name_exports_the_drawing_that_was_kept_aside(
     assert "1 image not as recorded or damaged: spring/2.png" in result.stderr
 
 
-#: Ids that are alike: other characters than letters, and what looks like a number or a format.
-_IDS = st.from_regex(r"[aA0][aA0._-]{0,3}", fullmatch=True)
-_IMAGES = st.tuples(
-    _IDS, st.sampled_from([(0, 1), (1, 1), (2, 1), (12, 1), (0, 2), (0, 9)]),
-    st.sampled_from(["png", "jpeg", "webp"]),
-)  # fmt: skip
-
-
-@given(st.lists(st.tuples(_IDS, _IMAGES), min_size=2, max_size=30, unique=True))
-def test_no_two_images_have_one_name_in_the_storage_a_download_or_an_export(
-    places: list[tuple[str, tuple[str, tuple[int, int], str]]],
-) -> None:
-    """Of ids, indices, stages, formats and campaigns; keys of WebDataset end at the first dot."""
-    blobs, keys, folders = set(), set(), set()
-    for number, (campaign, (job_id, (index, stage), form)) in enumerate(places):
-        blob = f"{image_stem(job_key(campaign, job_id), index, stage)}.{SUFFIXES[form]}"
-        assert image_name(blob, campaign) is not None
-        record = Record(
-            outcome="completed", id=job_id, blob=blob, at="2026-11-01T12:00:00Z"
-        )
-        sample = formats.Sample(f"00000{number:04}", record, b"")
-        blobs.add(blob)
-        keys.add(f"{sample.key}.{form}".partition(".")[0])
-        folders.add((campaign, files.without_case(sample.name).lower()))
-        assert duplicate_name(blob, "a/b") != duplicate_name(blob, "a.b")
-    assert len(blobs) == len(keys) == len(folders) == len(places)
-
-
 async def test_a_disk_that_changes_what_it_stores_is_noticed(
     stored: list[Any], export: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,28 +346,6 @@ async def test_a_folder_of_something_else_is_refused(
     assert (
         "00001.tar is not as manifest.json says" in (await export("out", code=2)).stderr
     )
-
-
-async def test_the_plan_is_sorted(store_images: Add, storage: Storage) -> None:
-    (record,) = await store_images(storage, "0")
-    names = [f"{number * 7919 % 100:02}" for number in range(100)]
-
-    async def records() -> Any:
-        for name in names:
-            yield [record.model_copy(update={"id": name, "blob": f"spring/{name}.png"})]
-
-    from imagefleet.records.catalog import Damaged
-
-    wanted = plan.ExportPlan(campaign="spring", format="webdataset", shard_size=40)
-    with contextlib.closing(plan.PlanDatabase("")) as work:
-        blobs = storage.blobs.records("spring/")
-        made = await work.make(records(), blobs, wanted, Damaged(), lambda _: None)
-        planned = [
-            record.id for number in range(3) for (record,) in work.records(number, 40)
-        ]
-
-    assert (made.images, made.shard_count) == (100, 3)
-    assert planned == sorted(names)
 
 
 async def test_what_workers_have_stored_is_listed_and_exported(

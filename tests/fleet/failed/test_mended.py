@@ -140,55 +140,6 @@ def test_a_mended_job_leaves_the_list_once_it_is_completed(
     assert listing["unrecorded"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
-async def test_the_columns_of_a_campaign_add_up_at_each_step_of_its_mending(
-    storage: Storage,
-    storage_settings: StorageSettings,
-    run_worker: Callable[..., Any],
-    imagefleet: Imagefleet,
-    tmp_path: Path,
-) -> None:
-    async def call(*arguments: str) -> Any:
-        ended = await asyncio.to_thread(
-            imagefleet, *arguments, IMAGEFLEET_STORAGE=storage_settings.storage
-        )
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout
-
-    async def columns() -> list[int]:
-        (row,) = json.loads(await call("status", "--json"))["campaigns"]
-        names = ("completed", "failed", "cancelled", "discarded", "pending")
-        found = [row[name] for name in names]
-        assert sum(found) == row["sent"] == 12
-        assert row["images"] == row["completed"]
-        return found
-
-    jobs = [
-        {"id": f"j{number}", "campaign": "spring", "prompt": "a cat"}
-        for number in range(12)
-    ]
-    for each in jobs[8:]:
-        each["prompt"] = "a cat <lora:nowhere:1>"
-    (tmp_path / "jobs.jsonl").write_text(
-        "".join(f"{json.dumps(each)}\n" for each in jobs)
-    )
-    await call("load", "jobs.jsonl")
-    assert await columns() == [0, 0, 0, 0, 12]
-    await run_worker("w1")
-    assert await columns() == [8, 4, 0, 0, 0]
-
-    failed = (await call("failed", "--export")).replace(" <lora:nowhere:1>", "")
-    (tmp_path / "first.jsonl").write_text("".join(failed.splitlines(keepends=True)[:3]))
-    await call("load", "first.jsonl")
-    await columns()
-    await run_worker("w2")
-    assert await columns() == [11, 1, 0, 0, 0]
-    await call("discard", "spring", "--yes")
-    assert await columns() == [11, 0, 0, 1, 0]
-    assert (await storage.queue.depth()).messages == 0
-
-
 def trusting(key: SigningKey) -> Callable[[Storage], Coroutine[Any, Any, Job]]:
     """Reads the one job in the queue, which has to be signed with the key."""
 

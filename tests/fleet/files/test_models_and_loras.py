@@ -13,9 +13,8 @@ from aiohttp import web
 
 import tiny_model
 from cli import console
-from families import tiny_families
 from fleet.files import add, stored
-from header_files import REFINER, SD1, file_of, lora_of
+from header_files import SD1, file_of, lora_of
 from imagefleet.files import kinds
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -90,22 +89,6 @@ def test_a_checkpoint_is_stored_under_its_name_with_the_workers_flags(
     assert blobs_in(storage_settings, "models/dreams.safetensors") == [content]
 
 
-def test_sdxls_refiner_is_stored_with_the_field_that_names_it(
-    in_process: Imagefleet,
-    flags: list[str],
-    storage_settings: StorageSettings,
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "xl-refiner.safetensors"
-    path.write_bytes(file_of(*REFINER))
-    result = in_process("files", "add", "model", path.name, *flags)
-    assert result.returncode == console.EXIT_DONE, result.stderr
-    assert "SDXL refiner" in result.stderr
-    assert "jobs with SDXL name it as refiner_checkpoint" in result.stderr
-    assert result.stdout == "xl-refiner\n"
-    assert blobs_in(storage_settings, f"models/{path.name}") == [path.read_bytes()]
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -171,22 +154,6 @@ def test_a_folder_is_packed_and_loads_where_it_is_unpacked(
     assert not any("safety" in name for name in names)
     check.check_path(tmp_path / "unpacked")
     assert list((tmp_path / "cache" / "added").iterdir()) == []
-
-
-def test_a_folder_of_sdxl_is_stored_with_both_text_encoders(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
-    tiny_families.build(tmp_path / "xl", "sdxl")
-    result = in_process("files", "add", "model", "xl", "--json", "--cache", "cache")
-    assert result.returncode == console.EXIT_DONE, result.stderr
-    with tarfile.open(
-        tmp_path / "imagefleet-data" / "files" / "models" / "xl.tar"
-    ) as tar:
-        tar.extractall(tmp_path / "unpacked", filter="data")
-    check.check_path(tmp_path / "unpacked")
-    assert check.family(tmp_path / "unpacked") == "SDXL"
-    listed = json.loads(in_process("files", "list", "model", "--json").stdout)
-    assert [each["content"] for each in listed["files"]] == ["SDXL"]
 
 
 def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The Prometheus client with a fake server."""
 
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 
@@ -140,23 +139,3 @@ async def test_a_mistyped_fleet_is_not_one_that_stands_still(
     said = capsys.readouterr().err
     assert warning in said
     assert bool(said) == bool(warning)
-
-
-@pytest.mark.parametrize("fleet", ["acme/jobs", None])
-async def test_every_query_asks_for_the_fleet_alone(
-    serve: Serve, asked: list[str], fleet: str | None
-) -> None:
-    async with prometheus.connected(
-        await serve(response_of("vector", [])), fleet
-    ) as server:
-        await rates.fleet_rates(server)
-
-    assert len(asked) >= 8
-    for query in asked:
-        selectors = re.findall(r"imagefleet_\w+(\{[^}]*\})?", query)
-        assert "$fleet" not in query
-        assert selectors
-        if fleet is None:
-            assert "fleet=" not in query
-        else:
-            assert all('fleet="acme/jobs"}' in each for each in selectors), query

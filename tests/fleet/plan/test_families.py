@@ -72,23 +72,6 @@ def test_every_family_that_the_worker_loads_has_its_operations() -> None:
     assert SDXL.image_tflop() == pytest.approx(281, rel=1e-2)
 
 
-def test_sdxl_is_planned_by_its_own_speed_and_called_an_estimate(
-    in_process: Imagefleet,
-) -> None:
-    sd1, sdxl = (
-        plan(in_process, "--jobs", "1000", *more) for more in ((), ("--family", "sdxl"))
-    )
-
-    assert sdxl["hours"] == pytest.approx(sd1["hours"] * 10.55 / SDXL.rate, rel=1e-2)
-    speed = sdxl["mix"][0]["images_per_second"]
-    assert speed["kind"] == "estimated"
-    assert "assumed to take as long as SD1.5's" in speed["source"]
-    shown = in_process(
-        "plan", "--jobs", "1000", "--family", "sdxl", "--gpu", "4090"
-    ).stdout
-    assert "SDXL images/s: estimated: 281.1 TFLOP" in " ".join(shown.split())
-
-
 def test_jobs_of_several_models_are_priced_by_family(
     in_process: Imagefleet, jobs: Write
 ) -> None:

@@ -243,17 +243,6 @@ def test_a_report_may_be_the_last_line_of_a_log(
     assert estimate.read_bench(path, prices.BUILT_IN).images_per_second.value == 3.0
 
 
-def test_a_deadline_gives_the_replicas(in_process: Imagefleet) -> None:
-    result = in_process(
-        "plan", "--jobs", "1000000", "--gpu", "4090", "--deadline", "24"
-    )
-
-    assert result.returncode == 0, result.stderr
-    # 3.75 images/s are 324,000 images/day: four GPUs.
-    assert "replicas 4" in " ".join(result.stdout.split())
-    assert "assumed" in result.stdout
-
-
 def test_prices_can_come_from_a_file(tmp_path: Path, in_process: Imagefleet) -> None:
     path = tmp_path / "prices.yaml"
     path.write_text(

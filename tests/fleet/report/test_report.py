@@ -22,10 +22,8 @@ from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, Output
 from imagefleet.pricing import prices
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
-from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import LocalStorage, Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-from tokens import by_tokens
 from worker.stages import encode
 
 Imagefleet = Callable[
@@ -329,19 +327,6 @@ async def test_a_sample_shows_its_id_its_prompt_and_its_loras(
     assert f"</summary>{words}</details>" in text, "the whole prompt is on the page"
     assert "<li>outline-style 0.8</li>" in text
     assert "blurry" not in text
-
-
-async def test_a_link_to_an_image_on_azure_has_no_token(
-    azurite_settings: StorageSettings,
-) -> None:
-    async with open_storage(azurite_settings) as owner:
-        await owner.create()
-        await keep(owner, "spring/a.png", b"x")
-    settings = by_tokens(azurite_settings, ROLES["monitor"])
-    async with open_storage(settings) as storage:
-        text = await page_of(storage)
-    assert f"/{azurite_settings.container}/spring/a.png" in text
-    assert "sig=" not in text
 
 
 async def test_what_is_no_image_or_of_another_program_is_listed_as_well(

@@ -103,24 +103,6 @@ async def test_people_see_the_table_and_then_what_is_new(
     assert last.startswith("0002  0  32x32  20  1.5  w1  a house 0002")
 
 
-@pytest.mark.parametrize("already_there", [0, 1])
-async def test_people_see_no_more_than_the_limit(
-    already_there: int, local_settings: StorageSettings, start: Start, store_images: Add
-) -> None:
-    async with open_storage(local_settings) as storage:
-        await store_images(storage, *["0001"][:already_there])
-        await sent_jobs.note(storage, "spring", 9, ids=IDS)
-        running = await start("--limit", "2")
-        await store_images(storage, "0002", "0003", "0004")
-        result = await running
-
-    shown = [
-        number for number in range(1, 5) if f"a house 000{number}" in result.stdout
-    ]
-    assert shown == ([1, 2] if already_there else [2, 3])
-    assert result.returncode == 0
-
-
 async def test_images_are_downloaded_as_they_arrive(
     local_settings: StorageSettings, start: Start, store_images: Add, tmp_path: Path
 ) -> None:

@@ -161,15 +161,6 @@ async def test_people_see_counts_and_some_results(
     assert "4 of 5 results shown: --limit COUNT" in result.stderr
 
 
-async def test_a_hostile_record_controls_no_terminal(
-    stored: Storage, results: Callable[..., Any], store_images: Add
-) -> None:
-    await store_images(stored, "0009", prompt=HOSTILE, worker=HOSTILE, size_bytes=2**25)
-
-    for arguments in ((), ("--json",), ("--format", "csv")):
-        assert not set((await results(*arguments)).stdout) & set("\x1b\x07\u202e")
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -1,7 +1,6 @@
 """`imagefleet deploy` against a fake SaladCloud."""
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -398,33 +397,3 @@ def test_an_unknown_project_is_reported_with_where_it_stands(
 
     assert ended.returncode == 2
     assert "check the organization and the project of the fleet file" in ended.stderr
-
-
-def test_no_output_shows_a_secret(
-    salad: Any, salad_module: Any, in_process: Imagefleet, tmp_path: Path
-) -> None:
-    secret = os.environ["SAS"]
-    echo = json.dumps(
-        {"title": "Bad", "detail": f"'{secret}' or {salad_module.KEY} is refused"}
-    )
-    salad.faults = [salad_module.Fault(400, echo, method="POST")]
-    outputs = [
-        in_process("deploy", *arguments)
-        for arguments in (
-            ["apply", "--yes"],
-            ["apply", "--yes"],
-            ["apply", "--render"],
-            ["apply", "--render", "--json"],
-            ["status"],
-            ["status", "--json"],
-            ["apply", "--replicas", "10"],
-            ["drain", "--yes"],
-            ["drain", "--delete", "--yes"],
-        )
-    ]
-
-    assert "(secret)" in outputs[0].stderr
-    for ended in outputs:
-        for text in (ended.stdout, ended.stderr):
-            assert "sig=" not in text
-            assert salad_module.KEY not in text

@@ -84,15 +84,6 @@ def test_the_fake_answers_as_the_sdk_expects(
         assert model._unmap(record)._map() == record
 
 
-def test_the_sdk_refuses_an_invalid_group() -> None:
-    """Otherwise the tests above prove nothing."""
-    body = salad_groups.plain(rendered(salad_file.read_file(EXAMPLE))[0])
-    body["name"] = "Not A Name"
-
-    with pytest.raises(Exception, match="name"):
-        models.ContainerGroupCreationRequest._unmap(body)
-
-
 @given(st.integers(0, 6_000), st.integers(1, 20))
 def test_replicas_are_spread_evenly_within_the_limit(
     replicas: int, groups: int

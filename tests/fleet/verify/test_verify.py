@@ -15,7 +15,7 @@ from fleet.verify import pairs
 from imagefleet import errors
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
-from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from storage_flags import flags
 from worker.engine import contract
@@ -24,7 +24,6 @@ from worker.node import quarantine
 RunWorker = Callable[..., Any]  # the fixtures of conftest.py
 Imagefleet = Callable[..., Any]
 
-SIZE = 64
 DIGEST = "d" * 64
 
 
@@ -109,27 +108,6 @@ async def test_garbage_under_a_jobs_name_is_found_by_the_duplicate_kept_aside(
     (pair,) = await compared(storage)
     assert (pair.image, pair.result) == ("default/j0.png", "different")
     assert pair.workers == (pairs.NO_RECORD, "good")
-
-
-async def test_images_of_many_good_workers_give_no_false_alarm(
-    local_settings: StorageSettings, draw_good: Callable[[int], contract.Pixels]
-) -> None:
-    """Each drawing differs from the others by rounding."""
-    count, workers = 80, 7
-    async with open_storage(local_settings) as storage:
-        await storage.create()
-        for number in range(count):
-            for place, prefix in enumerate(("", "-checks/")):
-                file = io.BytesIO()
-                Image.fromarray(draw_good(number)).save(file, "WEBP", quality=90)
-                worker = {"worker": f"w{(number + place) % workers}", "digest": DIGEST}
-                await storage.blobs.create(
-                    f"{prefix}default/j{number}.webp",
-                    file.getvalue(),
-                    "image/webp",
-                    worker,
-                )
-        assert {pair.result for pair in await compared(storage)} == {"alike"}
 
 
 async def test_pairs_that_prove_nothing_are_counted_apart(storage: Storage) -> None:

@@ -396,27 +396,3 @@ def test_no_event_is_larger_than_receivers_take() -> None:
     assert len(forged.body()) < 1_000
     assert "." not in found.id
     assert json.loads(found.body())["data"]["id"] == "i" * 128
-
-
-def test_a_job_whose_images_are_recorded_one_by_one_is_complete_once() -> None:
-    images = {"images": 200, "completes": False}
-    for index in range(199):
-        image = record(1, **images, index=index, blob=name("job-1", index))
-        assert events.job_ended("acme/jobs", image) is None
-    last = images | {
-        "completes": True,
-        "index": 199,
-        "blob": name("job-1", 199),
-        "seed": 200,
-    }
-    found, again = (events.job_ended("acme/jobs", record(1, **last)) for _ in range(2))
-    assert found is not None
-    assert again is not None
-    assert found.id == again.id, (
-        "a second worker that finds it complete sends the same event"
-    )
-    data = found.data
-    assert data["images"] == [
-        name("job-1", index) for index in range(events.MAX_IMAGES)
-    ]
-    assert (data["image_count"], data["seed"]) == (200, 1)
