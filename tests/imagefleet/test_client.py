@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import hashlib
 import json
 import re
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 
 import imagefleet
 import polling
-from evaluation.stand_in import draw_noise
 from imagefleet import Job, aio, cancelled, errors
 from imagefleet.job.message import read_job
 from imagefleet.storage.settings import StorageSettings
@@ -54,37 +52,6 @@ async def test_results_come_with_their_images(fleet: aio.Fleet, work: Work) -> N
     assert await collect(batch) == results, "a batch can be asked again"
 
 
-async def test_a_failed_job_is_a_result_with_its_reason(
-    fleet: aio.Fleet, work: Work
-) -> None:
-    jobs = [Job(prompt=prompt, id=prompt) for prompt in ("good", "broken", "fine")]
-    batch = await fleet.submit(jobs)
-    await work()
-    results = await collect(batch)
-
-    statuses = {name: result.status for name, result in results.items()}
-    assert statuses == {"good": "completed", "broken": "failed", "fine": "completed"}
-    assert results["broken"].reason == "the prompt is broken"
-    with pytest.raises(
-        errors.JobError, match="job broken has no image: the prompt is broken"
-    ):
-        await results["broken"].data()
-
-
-async def test_a_replayed_job_completes(fleet: aio.Fleet, work: Work) -> None:
-    batch = await fleet.submit([Job(prompt="broken", id="a")], campaign="spring")
-    await work()
-    failed = [result async for result in fleet.failed(campaign="spring")]
-    assert [result.reason for result in failed] == ["the prompt is broken"]
-    assert (await fleet.depth()).failed.messages == 1
-
-    assert (await fleet.replay(id="b")).done == 0
-    assert (await fleet.replay(campaign="spring")).done == 1
-    assert await fleet.job("spring/a").status() == "pending"
-    await work(draw_noise)
-    assert (await collect(batch))["a"].status == "completed"
-
-
 async def test_a_job_is_replayed_with_other_values(
     fleet: aio.Fleet, work: Work
 ) -> None:
@@ -108,18 +75,6 @@ async def test_a_job_is_replayed_with_other_values(
     assert (await collect(batch))["a"].records[0].prompt == "a house"
 
 
-async def test_an_old_failure_does_not_count_for_a_resubmitted_job(
-    fleet: aio.Fleet, work: Work
-) -> None:
-    await fleet.submit([Job(prompt="broken", id="a")])
-    await work()
-    batch = await fleet.submit([Job(prompt="broken", id="a")])
-    with pytest.raises(TimeoutError, match="1 of 1 jobs are not done after 0 seconds"):
-        await collect(batch, 0)
-    await work()
-    assert (await collect(batch))["a"].status == "failed"
-
-
 async def test_the_same_jobs_without_ids_are_different_images(fleet: aio.Fleet) -> None:
     batches = [await fleet.submit([Job(prompt="a house")] * 2) for _ in range(2)]
 
@@ -128,32 +83,6 @@ async def test_the_same_jobs_without_ids_are_different_images(fleet: aio.Fleet) 
     bodies = [message.body async for message in fleet.storage.queue.browse()]
     assert {read_job(body, "message").id for body in bodies} == set(ids)
     assert len({json.loads(body)["seed"] for body in bodies}) == 4
-
-
-async def test_a_job_of_several_images_is_completed_when_all_are_there(
-    fleet: aio.Fleet, work: Work
-) -> None:
-    batch = await fleet.submit([Job(prompt="a house", id="a", seed=3, batch_size=3)])
-    blobs = fleet.storage.blobs
-    (sent,) = [message.body async for message in fleet.storage.queue.browse()]
-    facts = {
-        "job": "a",
-        "seed": "4",
-        "images": "3",
-        "digest": read_job(sent, "m").digest,
-    }
-    facts["sha256"] = hashlib.sha256(data := b"by a worker that died").hexdigest()
-    await blobs.create("default/a~1.png", data, "image/png", facts)
-    with pytest.raises(TimeoutError):
-        await collect(batch, 0.1)
-    assert await fleet.job("a").status() == "pending"
-
-    await work()
-    result = (await collect(batch))["a"]
-    assert result.blobs == ("default/a.png", "default/a~1.png", "default/a~2.png")
-    assert await result.data(1) == b"by a worker that died"
-    found = await fleet.job("a").result()
-    assert (found.status, found.seed, found.blobs) == ("completed", 3, result.blobs)
 
 
 async def test_an_unknown_job_is_unknown_and_not_waited_for(fleet: aio.Fleet) -> None:
@@ -233,14 +162,6 @@ async def test_a_jobs_own_campaign_has_precedence(fleet: aio.Fleet, work: Work) 
     await work()
     blobs = [result.blobs async for result in batch.results(0)]
     assert sorted(blobs) == [("autumn/a.png",), ("spring/a.png",)]
-
-
-@local_only
-async def test_two_jobs_of_one_id_are_refused(fleet: aio.Fleet) -> None:
-    with pytest.raises(errors.JobError, match="two jobs have the id default/a"):
-        await fleet.submit(
-            [Job(prompt="a house", id="a"), Job(prompt="a tree", id="a")]
-        )
 
 
 @local_only

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 import polling
-from imagefleet import concurrency, errors
+from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
@@ -82,22 +82,6 @@ async def test_a_send_that_fails_for_good_leaves_a_correct_count(
     assert sender.progress.confirmed == 2 * BATCH
     assert set(wanted(0, 2 * BATCH)) <= set(await numbers_in(storage))
     assert len(asyncio.all_tasks()) == 1
-
-
-async def test_a_transient_error_is_retried(storage: Storage) -> None:
-    send = storage.queue.send
-    faults = iter([True, True])
-
-    async def fail_twice(bodies: Iterable[str]) -> None:
-        if next(faults, False):
-            raise errors.TransientError
-        await send(bodies)
-
-    storage.queue.send = fail_twice  # type: ignore[method-assign]
-    retries = concurrency.RetryPolicy(tries=5, first_wait_seconds=0.001)
-    await BulkSender(storage.queue.send, numbers(0, BATCH), retry_policy=retries).run()
-
-    assert await numbers_in(storage) == wanted(0, BATCH)
 
 
 async def test_no_more_sends_are_in_flight_than_allowed(storage: Storage) -> None:

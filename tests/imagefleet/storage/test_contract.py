@@ -67,15 +67,6 @@ async def test_messages_of_one_sender_are_received_in_order(storage: Storage) ->
     assert [message.body for message in received] == list("abcdef")
 
 
-async def test_each_message_of_a_batch_is_received_once(storage: Storage) -> None:
-    bodies = [f"job {number}" for number in range(70)]
-    await storage.queue.send(iter(bodies))
-    received = []
-    while page := await storage.queue.receive(32, LEASE_SECONDS):
-        received += [message.body for message in page]
-    assert sorted(received) == sorted(bodies)
-
-
 async def test_receive_returns_at_most_max_messages(storage: Storage) -> None:
     await storage.queue.send(["a", "b", "c", "d"])
     assert len(await storage.queue.receive(3, LEASE_SECONDS)) == 3

@@ -1,11 +1,5 @@
-import asyncio
-import signal
-import subprocess
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +8,8 @@ from imagefleet.job.message import Job, read_job
 from imagefleet.records.log import RecordLog
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
-from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import JobQueue, LeasedMessage
-from imagefleet.storage.settings import StorageSettings
 
 MISSING = errors.MissingFileError("there is no LoRA 'forest'")
 UNUSABLE = errors.UnusableFileError("the LoRA 'oil' does not fit")
@@ -129,22 +122,6 @@ async def test_a_record_sent_again_after_a_lost_reply_is_one_failed_job(
     assert (await storage.poison.depth()).messages == 0
 
 
-async def test_a_job_that_fails_again_after_its_replay_is_another_failure(
-    storage: Storage,
-) -> None:
-    await add(storage, "a")
-    await dead_letter_queue.replay(storage, Selection())
-    [message] = await storage.queue.receive(1, 60)
-    await dead_letter.add(
-        storage, message, read_job(message.body, message.id), MISSING, "w"
-    )
-    await add(storage, "a")
-    assert (
-        len([each async for each in dead_letter_queue.browse(storage, Selection())])
-        == 2
-    )
-
-
 async def test_a_foreign_message_is_shown_and_kept(storage: Storage) -> None:
     await add(storage, "a")
     await storage.poison.send(["what is this?"])
@@ -206,30 +183,6 @@ async def test_a_replay_ends_even_if_the_jobs_fail_again_meanwhile(
     assert len(await ids(storage.poison)) == 10
 
 
-class Crashed(BaseException):
-    """Simulates a crash: no code may catch it."""
-
-
-async def test_a_crash_between_the_two_queues_repeats_jobs_and_loses_none(
-    storage: Storage,
-) -> None:
-    await add(storage, "a", "b", "c")
-    delete = storage.poison.delete
-
-    async def killed(message: LeasedMessage) -> None:
-        raise Crashed
-
-    storage.poison.delete = killed  # type: ignore[method-assign]
-    with pytest.raises(Crashed):
-        await dead_letter_queue.replay(storage, Selection())
-    storage.poison.delete = delete  # type: ignore[method-assign]
-
-    assert set(await ids(storage.queue)) == {"a", "b", "c"}
-    swept = await dead_letter_queue.replay(storage, Selection())
-    assert swept.done + len(await ids(storage.poison)) == 3
-    assert await ids(storage.queue) <= Counter({"a": 2, "b": 2, "c": 2})
-
-
 async def test_a_failed_send_to_the_job_queue_leaves_the_failed_jobs_visible(
     storage: Storage,
 ) -> None:
@@ -282,50 +235,3 @@ async def test_a_damaged_record_stays_and_the_others_are_replayed(
     assert swept.done == 1
     assert [each.id for each in swept.refused] == [record.id]
     assert set(await ids(storage.poison)) == {record.id}
-
-
-def test_sigkill_in_the_middle_of_a_replay_loses_no_job(tmp_path: Path) -> None:
-    settings = StorageSettings(storage=f"local:{tmp_path}")
-    job_ids = {f"job-{number}" for number in range(200)}
-
-    async def prepare() -> None:
-        async with open_storage(settings) as storage:
-            await storage.create()
-            await add(storage, *job_ids)
-
-    async def count() -> tuple[Counter[str], int]:
-        async with open_storage(settings) as storage:
-            return await ids(storage.queue), (await storage.poison.depth()).messages
-
-    asyncio.run(prepare())
-    program = textwrap.dedent(f"""
-        import asyncio, os, signal
-        from imagefleet.storage import dead_letter_queue
-        from imagefleet.storage.dead_letter import Selection
-        from imagefleet.storage.open import open_storage
-        from imagefleet.storage.settings import StorageSettings
-
-        async def main():
-            settings = StorageSettings(storage="local:{tmp_path}")
-            async with open_storage(settings) as storage:
-                delete = storage.poison.delete
-                deleted = 0
-
-                async def counting(message):
-                    nonlocal deleted
-                    deleted += 1
-                    if deleted == 100:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    await delete(message)
-
-                storage.poison.delete = counting
-                await dead_letter_queue.replay(storage, Selection())
-
-        asyncio.run(main())
-    """)
-    killed = subprocess.run([sys.executable, "-c", program], check=False, timeout=1100)
-
-    queued, failed_left = asyncio.run(count())
-    assert killed.returncode == -signal.SIGKILL
-    assert 0 < len(queued) < 200
-    assert len(queued) + failed_left >= 200

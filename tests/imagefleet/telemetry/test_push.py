@@ -4,7 +4,6 @@ import gzip
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 import pytest
@@ -212,21 +211,6 @@ async def test_a_bug_in_a_collector_is_logged_and_does_not_end_the_worker(
         monkeypatch.setattr(counter, "collect", lambda: 1 / 0)
 
     assert "ZeroDivisionError" in caplog.text
-
-
-async def test_victoria_metrics_stores_the_samples_with_their_labels(
-    victoria_metrics: Any, images: tuple[CollectorRegistry, Counter]
-) -> None:
-    # It answers 204 to what it cannot parse, too: only a query shows what it stored.
-    registry, counter = images
-    settings = TelemetrySettings(push_url=victoria_metrics.push_url)
-    async with push.pushing(registry, settings, job="test-push"):
-        counter.inc(42)
-
-    await victoria_metrics.arrived()
-    (series,) = await victoria_metrics.ask('imagefleet_images_total{job="test-push"}')
-    assert series["value"][1] == "42"
-    assert len(series["metric"]["instance"]) == 12
 
 
 def test_a_push_of_a_worker_is_small(images: tuple[CollectorRegistry, Counter]) -> None:

@@ -6,7 +6,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,8 @@ from evaluation.stand_in import draw_noise
 from imagefleet import cancelled, concurrency, errors
 from imagefleet.files import picture
 from imagefleet.job.change import Change
-from imagefleet.job.message import Job, Output, read_job
+from imagefleet.job.message import Output, read_job
 from imagefleet.records import outcomes, reader
-from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.azure.storage import AzureStorage
@@ -297,27 +295,6 @@ async def test_a_chain_whose_next_stage_cannot_be_sent_is_delivered_again(
     engine = Drawing()
     await run_pipeline(engine)
     assert engine.steps == [12, 13]
-    assert await blobs(storage) == IMAGES
-
-
-async def test_a_signed_chain_goes_on_at_workers_without_the_signing_key(
-    storage: Storage, run_pipeline: RunPipeline, tmp_path: Path
-) -> None:
-    key = SigningKey.create(tmp_path / "key.pem")
-    then = ({"steps": 12}, {"steps": 13})
-    job = Job(prompt="a house", id="a", steps=11, then=then)
-    await storage.queue.send([job.to_message(JobSigner(key, storage.scope))])
-    engine = Drawing(
-        lambda each: errors.UnusableFileError("x") if each.steps == 13 else None
-    )
-    await run_pipeline(engine, trusted_key=key.public)
-    assert engine.steps == [11, 12, 13]
-    (record,) = await failed_jobs(storage)
-    assert (record.error, record.stage) == ("UnusableFileError", 3)
-    await dead_letter_queue.replay(storage, Selection())
-    again = Drawing()
-    await run_pipeline(again, trusted_key=key.public)
-    assert again.steps == [13]
     assert await blobs(storage) == IMAGES
 
 

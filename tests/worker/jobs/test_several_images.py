@@ -327,25 +327,6 @@ async def test_a_thousand_images_in_one_message_hold_little_memory_and_keep_thei
 
 
 @local_only
-async def test_a_long_job_and_others_take_turns_and_no_slot_is_empty(
-    storage: Storage, run_pipeline: RunPipeline
-) -> None:
-    others = [message(id=f"s{seed}", seed=seed) for seed in range(1000, 1010)]
-    await storage.queue.send(
-        [*others[:5], message(id="j", seed=0, n_iter=60), *others[5:]]
-    )
-    engine = Counting(capacity=4, tick_seconds=0.02)
-    await run_pipeline(engine)
-    places = [place for place, seed in enumerate(engine.seeds) if seed >= 1000]
-    assert len(places) == 10
-    assert places[-1] < 40, "the last of the other jobs waited for all of the long one"
-    assert engine.seeds[:20].count(0) == 1, "the long job waited for all others"
-    assert sum(engine.batches[1:-1]) >= 0.8 * 4 * len(engine.batches[1:-1]), (
-        engine.batches
-    )
-
-
-@local_only
 async def test_a_worker_takes_images_for_seconds_not_messages(
     storage: Storage, run_pipeline: RunPipeline
 ) -> None:

@@ -121,19 +121,6 @@ async def test_a_token_that_may_not_even_create_is_not_told_that_the_name_is_tak
                 await storage.blobs.create(name, b"pixels", "image/png", {})
 
 
-async def test_an_expired_token_is_refused_by_the_check(
-    azurite_settings: StorageSettings, owner: Storage
-) -> None:
-    expired = queue_sas(
-        azurite_settings, azurite_settings.queue, "pu", expires_in=-ONE_HOUR
-    )
-    async with AzureStorage(
-        with_tokens(azurite_settings, queue=expired), NEVER
-    ) as storage:
-        with pytest.raises(errors.SetupError, match=r"expired on .* UTC, 1 hour ago"):
-            await storage.check()
-
-
 @pytest.mark.parametrize("key", ["a2V5", "not base64!"])
 async def test_a_wrong_key_is_refused_by_the_check(
     azurite_settings: StorageSettings, key: str

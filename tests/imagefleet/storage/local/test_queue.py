@@ -147,38 +147,6 @@ async def test_no_frequent_statement_scans_or_sorts_the_queue(
     ]
 
 
-async def test_a_deep_queue_is_as_fast_as_a_shallow_one(
-    file: QueueFile, queue: LocalQueue, clock: Clock
-) -> None:
-    def fill(connection: sqlite3.Connection) -> None:
-        connection.execute(
-            "WITH RECURSIVE numbers(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers LIMIT ?)"
-            " INSERT INTO messages (queue, enqueued_at, id, body)"
-            " SELECT 'jobs', 0, n, printf('job %d', n) FROM numbers",
-            (200_000,),
-        )
-
-    await file.run(fill)
-    steps = 0
-
-    def stop_a_scan() -> int:
-        nonlocal steps
-        steps += 1
-        return steps > 1_000  # 700 calls that each scan every row would take 100,000
-
-    await file.run(
-        lambda connection: connection.set_progress_handler(stop_a_scan, 10_000)
-    )
-    for _ in range(20):
-        page = await queue.receive(32, LEASE_SECONDS)
-        assert len(page) == 32
-        await queue.renew(page[0], LEASE_SECONDS)
-        for message in page[1:]:
-            await queue.delete(message)
-    await file.run(lambda connection: connection.set_progress_handler(None, 0))
-    assert (await queue.depth()).messages == 200_000 - 20 * 31
-
-
 # Many processes
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imagefleet import aio, errors
-from imagefleet.job.message import Job
+from imagefleet import errors
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.enqueue import JobSender
@@ -218,21 +217,6 @@ async def test_without_a_model_in_the_storage_no_job_is_refused(
 ) -> None:
     await JobSender(storage).send([job(A)])
     assert (await storage.models.of(A)["normal"].depth()).messages == 1
-
-
-async def test_the_client_sends_each_job_to_its_model_and_refuses_unknown_ones(
-    storage: Storage,
-) -> None:
-    await storage.files.create("models/known.safetensors", b"", "x/y", {})
-    fleet = aio.Fleet(storage)
-    await fleet.submit(
-        [Job(prompt="a", id="1", model="known"), Job(prompt="b", id="2")]
-    )
-    assert await ids(storage.models.of("known")["normal"]) == ["1"]
-    with pytest.raises(errors.JobError, match="'unknown'"):
-        await fleet.submit([Job(prompt="a", model="unknown")])
-    await fleet.submit([Job(prompt="a", id="3", model="unknown")], models=["unknown"])
-    assert await ids(storage.models.of("unknown")["normal"]) == ["3"]
 
 
 @pytest.mark.parametrize(

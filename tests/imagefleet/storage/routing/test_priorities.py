@@ -1,10 +1,8 @@
 """Three queues as one: their order, that none starves, and what polling them costs."""
 
 import logging
-import re
 from collections import Counter
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -19,7 +17,7 @@ from imagefleet.storage.routing import route
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.storage.settings import PRIORITIES, Priority, StorageSettings
 from unused_queue import UnusedQueue
-from worker import metrics, pull
+from worker import pull
 
 LEASE_SECONDS = 30
 
@@ -281,27 +279,6 @@ async def test_an_idle_worker_asks_the_other_queues_half_as_often() -> None:
     assert asked["jobs-high"] == asked["jobs-low"]
     assert asked["jobs-high"] <= 6_500
     assert sum(asked.values()) == pytest.approx(23_000, rel=0.1), "as the comment says"
-
-
-async def test_idle_workers_cost_what_the_page_says() -> None:
-    fleet = StandIns()
-    of_model = {each: StandInQueue(f"jobs-a-{each}") for each in PRIORITIES}
-    fleet.queue.add("a", of_model)
-    own = await idle_receives_a_day(fleet)
-    receives = sum(own.values()) + sum(each.asked for each in of_model.values())
-    # Of each queue and the poison queue; an empty one is one request.
-    looks = 7 * DAY_SECONDS / metrics.DEPTH_SECONDS
-    text = (Path(__file__).parents[4] / "docs" / "storage.md").read_text("utf-8")
-    stated = re.search(
-        r"makes ([\d,]+) operations, and 750 of them (\d+) million, for ([\d.]+)", text
-    )
-    assert stated is not None
-    operations, millions, dollars = (
-        float(each.replace(",", "")) for each in stated.groups()
-    )
-    assert receives + looks == pytest.approx(operations, rel=0.05)
-    assert 750 * operations / 1e6 == pytest.approx(millions, rel=0.03)
-    assert 0.01 / 200_000 * 750 * operations == pytest.approx(dollars, rel=0.03)
 
 
 async def test_an_idle_worker_finds_a_job_in_the_stated_time() -> None:
