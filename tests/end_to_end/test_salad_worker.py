@@ -51,17 +51,6 @@ except typer.Exit as ended:
     console.leave(ended.exit_code)
 """
 
-#: Prints how long the worker pauses after each poll, with pauses as from afar.
-PRINT_PAUSES = """
-from types import SimpleNamespace
-from imagefleet import concurrency
-pull.LOCAL_PAUSE_SECONDS = 1.0
-def backoff(*arguments):
-    seconds = concurrency.backoff(*arguments)
-    print("pause", seconds, flush=True)
-    return seconds
-pull.concurrency = SimpleNamespace(**{**vars(concurrency), "backoff": backoff})
-"""
 
 #: The error of an expired SAS token, once.
 EXPIRED_ONCE = """
@@ -75,7 +64,6 @@ async def expired_once(self, *arguments):
 queue.RoutedQueue.receive = expired_once
 """
 
-local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
 Program = Callable[..., forks.Fork]  # the fixture below
 
@@ -165,23 +153,6 @@ async def line_with(worker: forks.Fork, words: str) -> str:
     raise AssertionError(f"the worker ended without printing {words!r}")
 
 
-async def test_an_empty_queue_is_polled_ever_more_rarely_and_does_not_end_a_worker(
-    local_storage: Storage, start: Program
-) -> None:
-    worker = start(PRINT_PAUSES, until_empty="yes")
-    pauses = [float((await line_with(worker, "pause ")).split()[1]) for _ in range(8)]
-    assert worker.poll() is None, "the worker ended at an empty queue"
-    worker.send_signal(signal.SIGTERM)
-    output = await end(worker)
-
-    assert worker.returncode == 0, output
-    assert pauses[0] <= 0.2
-    assert all(0.5 <= pause <= 1.0 for pause in pauses[4:]), pauses
-    assert len({round(pause, 2) for pause in pauses[4:]}) > 1, (
-        "all workers poll in step"
-    )
-
-
 async def test_a_worker_waits_for_missing_storage_and_reports_it_to_the_probes(
     local_settings: StorageSettings, start: Program, port: int
 ) -> None:
@@ -243,27 +214,6 @@ async def test_a_worker_waits_for_a_new_token_and_works_on(
     assert len(series) == len(set(series)), "the first pipeline is still in the metrics"
     worker.send_signal(signal.SIGTERM)
     output = await end(worker)
-    assert worker.returncode == 0, output
-
-
-async def test_a_worker_without_storage_ends_after_a_while_without_blaming_the_node(
-    start: Program, salad_metadata_service: Any
-) -> None:
-    worker = start("salad.GIVE_UP_SECONDS = 1")
-    output = await end(worker)
-
-    assert worker.returncode == 0, output
-    assert output.count("setup_awaited") >= 2
-    assert "setup_given_up" in output
-    assert salad_metadata_service.reasons == []
-
-
-async def test_a_signal_ends_the_waiting(start: Program) -> None:
-    worker = start("salad.FIRST_PAUSE_SECONDS = 60")
-    await line_with(worker, "setup_awaited")
-    worker.send_signal(signal.SIGTERM)
-    output = await end(worker)
-
     assert worker.returncode == 0, output
 
 

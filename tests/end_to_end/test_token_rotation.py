@@ -6,16 +6,13 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-import polling
 from fleet.keys import mint as keys_mint
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
@@ -46,8 +43,6 @@ settings = WorkerSettings(
 asyncio.run(process.run_worker(settings, load=lambda: StandInEngine(tick_seconds=0.6)))
 """
 
-#: The engine needs no GPU.
-NO_NODE_CHECKS = {"IMAGEFLEET_DEVICE": "cpu", "IMAGEFLEET_MIN_IMAGES_PER_SECOND": "0"}
 
 Mint = Callable[[], str]
 
@@ -143,37 +138,3 @@ async def test_a_worker_survives_tokens_that_are_rotated_in_a_file_sometimes_too
         await check_that_each_job_was_done_once(storage, output)
     assert rotations > 3
     assert "waiting for the file" in output, "no token expired: this proves nothing"
-
-
-async def test_a_worker_gets_new_tokens_from_a_broker_that_is_down_for_a_while(
-    azurite_settings: StorageSettings,
-    mint: Mint,
-    start: Any,
-    broker: Any,
-    salad_metadata_service: Any,
-) -> None:
-    answers: Counter[int] = Counter()
-
-    def answer() -> web.Response:
-        # The third and fourth request fail, until the current tokens have expired.
-        status = 503 if 2 <= answers.total() < 4 else 200
-        answers[status] += 1
-        return web.Response(status=status, text=mint() if status == 200 else "")
-
-    broker.answer = answer
-    async with open_storage(azurite_settings) as storage:
-        await fill(storage)
-        process = start(
-            IMAGEFLEET_BROKER_URL=broker.url,
-            SSL_CERT_FILE=str(broker.certificate),
-            SALAD_METADATA_URL=salad_metadata_service.url,
-            **NO_NODE_CHECKS,
-        )
-        await polling.until(storage.queue.depth, lambda depth: not depth.messages)
-        process.terminate()  # on SaladCloud, an empty queue does not end a worker
-        output, _ = await asyncio.to_thread(process.communicate, timeout=1100)
-        assert process.returncode == 0, output
-        await check_that_each_job_was_done_once(storage, output)
-    assert answers[200] > 3
-    assert "waiting for the broker" in output, "no token expired: this proves nothing"
-    assert set(broker.identity_tokens) == {salad_metadata_service.jwt}

@@ -321,16 +321,6 @@ async def test_on_saladcloud_failed_jobs_are_not_the_nodes_fault(
     assert log[-1]["failed_jobs"] == 1
 
 
-async def test_without_failed_jobs_fail_on_failed_changes_nothing(
-    storage: Storage, start: Start
-) -> None:
-    await storage.queue.send(['{"prompt": "a house"}'])
-
-    code, _ = await start("--until-empty", "--fail-on-failed").end()
-
-    assert code == 0
-
-
 async def test_a_worker_that_wakes_after_its_leases_are_gone_works_on(
     storage: Storage, start: Start
 ) -> None:

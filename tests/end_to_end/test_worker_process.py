@@ -4,7 +4,6 @@ import asyncio
 import re
 import signal
 import subprocess
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,18 +131,6 @@ async def test_a_signal_while_the_model_loads_ends_the_worker_too(
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
-async def test_two_workers_share_the_jobs_and_generate_none_twice(
-    storage: Storage, tiny_model: Path, fork: Start
-) -> None:
-    expected = await fill(storage, steps=4)
-    processes = [fork(*worker(tiny_model, "--until-empty")) for _ in range(2)]
-    outputs = [await end(process) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert await names(storage) == expected
-    assert not any("duplicate" in output for output in outputs), outputs
-
-
 def value(metrics: str, series: str) -> float:
     """The value of a process's series in the text of its metrics; 0 where it is missing."""
     metrics = re.sub(',process="[^"]*"', "", metrics)
@@ -179,52 +166,3 @@ async def test_a_worker_serves_probes_and_metrics_while_it_works(
         metrics, 'imagefleet_cost_dollars_total{fleet="storage/jobs",kind="gpu"}'
     )
     assert 0 < dollars < 0.03
-
-
-@pytest.mark.slow
-@local_only
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--model", "nowhere"], "nowhere"),
-        (["--model", "TINY", "--queue", "no-such-queue"], "no-such-queue"),
-        (
-            ["--model", "TINY", "--storage", "ftp://somewhere"],
-            "address is not understood",
-        ),
-        (["--model", "TINY", "--lease-seconds", "soon"], "--lease-seconds"),
-        (["--model", "TINY", "--slots", "0"], "IMAGEFLEET_SLOTS"),
-        ([], "--model"),
-    ],
-)
-async def test_what_the_operator_has_to_fix_is_one_line_and_exit_code_2(
-    storage: Storage, tiny_model: Path, fork: Start, flags: list[str], sentence: str
-) -> None:
-    process = fork(
-        "worker", *(str(tiny_model) if flag == "TINY" else flag for flag in flags)
-    )
-    output = await end(process)
-    assert process.returncode == 2, output
-    complaints = [line for line in output.splitlines() if line.startswith("error:")]
-    assert len(complaints) == 1, output
-    assert sentence in complaints[0]
-    assert "Traceback" not in output
-
-
-@pytest.mark.slow
-@local_only
-async def test_a_model_fetched_from_the_storage_works_like_any_other(
-    storage: Storage, tiny_model: Path, fork: Start, tmp_path: Path
-) -> None:
-    packed = tmp_path / "tiny.tar"
-    with tarfile.open(packed, "w") as tar:
-        tar.add(tiny_model, "tiny")
-    await storage.files.create(
-        "models/tiny.tar", packed.read_bytes(), "application/x-tar", {}
-    )
-    await storage.queue.send(['{"prompt": "a house", "id": "j", "steps": 2}'])
-    cache = tmp_path / "cache"
-    process = fork(*worker("store:tiny.tar", "--cache", cache, "--until-empty"))
-    assert "1 completed" in await end(process)
-    assert "default/j.png" in await names(storage)
-    assert list(cache.glob("models/*/tiny/model_index.json"))

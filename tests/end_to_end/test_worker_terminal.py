@@ -5,7 +5,6 @@ import fcntl
 import os
 import pty
 import re
-import signal
 import struct
 import subprocess
 import termios
@@ -222,22 +221,6 @@ stage.UploadStage._metadata = talk
     )
 
 
-async def test_a_terminal_that_becomes_narrower_shows_every_figure_still(
-    storage: Storage, start: Start
-) -> None:
-    await fill(storage, 400)
-    terminal, process = start("--price-per-hour", "0.10")
-    await until(lambda: terminal.shown and "to go" in terminal.shown[-1])
-    terminal.resize(60)
-    await until(lambda: len(log_and_rest(terminal)[1]) == 2)
-    before = terminal.shown
-    await until(lambda: terminal.shown[-1] != before[-1])
-
-    assert len(terminal.shown) == len(before), "rows are left behind"
-    process.send_signal(signal.SIGINT)
-    assert await end(terminal, process) == 0
-
-
 async def test_ctrl_c_drains_and_says_so(storage: Storage, start: Start) -> None:
     await fill(storage, 400)
     slow = """
@@ -259,27 +242,6 @@ SLOW = 3
     assert any("SIGINT: finishing what has begun" in row for row in terminal.all)
     assert terminal.shown[-1].startswith("images per dollar")
     assert not terminal.screen.cursor.hidden
-
-
-async def test_the_phases_of_a_start_up_are_named(
-    storage: Storage, start: Start, tmp_path: Path
-) -> None:
-    is_seen = tmp_path / "loading-is-seen"
-    seen = f"lambda: pathlib.Path({str(is_seen)!r}).exists()"
-    loading = f"[time.sleep(LOOK) for _ in iter({seen}, True)]"
-    changes = "import pathlib; LOOK = 0.01"
-    terminal, process = start(program={"changes": changes, "loading": loading})
-
-    def state() -> str:
-        assert process.poll() is None, terminal.all
-        return terminal.shown[-1][2:].partition(" | ")[0] if terminal.shown else ""
-
-    await until(lambda: state() == "loading the model")
-    is_seen.touch()
-    await until(lambda: state() == "waiting for jobs: the queue is empty")
-    process.send_signal(signal.SIGTERM)
-
-    assert await end(terminal, process) == 0
 
 
 async def test_an_error_is_one_red_line_where_the_live_line_was(start: Start) -> None:

@@ -110,29 +110,6 @@ async def test_a_container_of_loras_that_is_gone_sends_no_job_to_the_poison_queu
     assert (depth.messages, depth.leased) == (5, 0)
 
 
-async def test_a_lora_that_is_still_being_copied_is_waited_for(
-    local_settings: StorageSettings,
-    jobs: Jobs,
-    work: Work,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.1)
-    path = tmp_path / "style.safetensors"
-    path.write_bytes(CONTENT[:50_000])
-
-    def copied(outcome: str) -> None:
-        path.write_bytes(CONTENT)
-
-    async with open_storage(local_settings) as storage:
-        await storage.create()
-        await storage.queue.send(jobs(1, prompt="a house <lora:style:1>"))
-        pipeline = await work(
-            local_settings, lora_directory=tmp_path, on_settled=copied
-        )
-    assert dict(pipeline.metrics.outcomes) == {"retried": 1, "completed": 1}
-
-
 # Sources of jobs
 
 
