@@ -2,18 +2,13 @@
 
 import asyncio
 import dataclasses
-import gzip
-import json
 import random
-import sys
 import time
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
 from azure.core import exceptions
 
-import fleet_sim
 from fleet.plan import estimate
 from fleet.plan.estimate import Input, Part
 from imagefleet.records.log import Totals, shard_part
@@ -21,11 +16,9 @@ from imagefleet.storage.protocol import Clock
 from imagefleet.storage.routing.route import Route
 from simulation import (
     account,
-    clients,
     clock,
     fleet,
     measure,
-    measured,
     nodes,
     reference,
 )
@@ -90,35 +83,6 @@ def test_a_run_depends_on_its_seed_alone() -> None:
     assert run(1) != run(3)
 
 
-def test_records_with_other_times_and_names_do_not_take_another_time_to_send() -> None:
-    sizes: list[int] = []
-
-    class Container:
-        async def request(self, method: str, act: object, size: int) -> None:
-            sizes.append(size)
-
-    async def append(names: list[str]) -> None:
-        blob = clients.BlobClient(Container(), "records")  # type: ignore[arg-type]
-        lines = "".join(f'{{"image": "{name}"}}\n' for name in names)
-        await blob.append_block(gzip.compress(lines.encode()), appendpos_condition=0)
-
-    random_names = [random.Random(number).randbytes(20).hex() for number in range(40)]
-    for names in (["a"] * 20, random_names[:20], random_names):
-        asyncio.run(append(names))
-    assert sizes[0] == sizes[1] < sizes[2]
-
-
-def test_one_queues_limit_is_named() -> None:
-    plan = Scenario(4, [CARD], FINE, queue_limit=12)
-    one = measure.measure(plan, 150, 300)
-    assert one.bottleneck == measure.QUEUE
-    assert one.busiest_queue_per_second == pytest.approx(12, rel=0.06)
-    assert one.refused_per_second > 0
-    # Its operations are not spent on renewing the leases of ever more jobs, until these end.
-    assert one.images_per_second > 9
-    assert one.redeliveries < one.images / 50
-
-
 def test_a_request_without_an_image_is_not_kept_by_those_that_have_one() -> None:
     with clock.simulated_time() as loop:
         line = Line(0.0, 8e6, random.Random(0), failure_share=0.0)
@@ -165,32 +129,6 @@ def test_paid_time_at_full_speed_falls_with_interruptions_and_is_what_a_plan_say
         )
     often = nodes.warm_up(Weather(90.0), 300, day, seed=0)["unlike_jobs"]
     assert often["full_speed"] < 0.8, "nodes last an hour"
-
-
-def test_runs_of_several_seeds_are_one_row(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_sim, "ALONE_SECONDS", 30.0)
-    one = _run(capsys, monkeypatch, "--replicas", "2", "--seed", "1")
-    both = _run(capsys, monkeypatch, "--replicas", "2", "--seeds", "2")
-    assert both["seeds"] == 2
-    # An image or two depend on the order of sets.
-    by_seed = both["linear_fraction_by_seed"]
-    assert by_seed[1] == pytest.approx(one["linear_fraction"], abs=0.05)
-    assert both["linear_fraction"] == pytest.approx(
-        sum(both["linear_fraction_by_seed"]) / 2
-    )
-    assert both["linear_fraction_deviation"] > 0
-    assert both["seconds"] == 2 * one["seconds"]
-
-
-def test_the_warm_up_of_a_day_is_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = _run(capsys, monkeypatch, "--warm-up")
-    assert (
-        found["unlike_jobs"]["full_speed"] < found["fetched_kernels"]["full_speed"] < 1
-    )
 
 
 def test_a_slow_cards_slots_do_not_run_empty_before_more_jobs_are_pulled() -> None:
@@ -300,26 +238,6 @@ def test_the_public_run_comes_out_as_published_from_its_seconds_per_job(
     monkeypatch.setattr(reference, "SECONDS_PER_JOB", 14.0)
     slower = reference.replay(0, hours=0.5)
     assert slower.images == pytest.approx(replayed.images / 2, rel=0.02)
-
-
-def test_a_card_gets_the_measured_share_of_its_own_limit() -> None:
-    share = json.loads(measured.ENGINE.read_text())["matrix_limit_fraction"]
-    expected = 165.2 / 26.64 * share
-    found = measured.images_per_second("RTX 4090 24GB")
-    assert found == pytest.approx(expected, rel=0.01)
-
-
-def _run(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str
-) -> dict[str, Any]:
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["fleet_sim.py", "--hours", "0.005", "--warm-seconds", "44", *arguments],
-    )
-    fleet_sim.main()
-    report: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return report
 
 
 def test_a_replica_that_ends_by_a_defect_ends_the_simulation(

@@ -21,7 +21,6 @@ from imagefleet.job import clip, message, prompt
 from worker.engine import contract, load
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo_model"
-LORAS = sorted((DEMO_MODEL / "loras").glob("*.safetensors"))
 
 #: Right most of the time is what this model promises (its card says how often), so a test asks for
 #: pictures whose seeds are known to come out.
@@ -130,28 +129,6 @@ def test_diffusers_loads_it_with_the_packages_tokenizer(critic: judge.Judge) -> 
     assert (found[0].shape, found[0].colour) == ("house", "red")
 
 
-@pytest.mark.parametrize("path", LORAS, ids=lambda path: path.stem)
-def test_a_lora_is_in_kohyas_format_with_alpha(path: Path) -> None:
-    with safe_open(path, framework="pt") as file:
-        keys = set(file.keys())
-        ranks = {
-            file.get_slice(key).get_shape()[0]
-            for key in keys
-            if key.endswith("down.weight")
-        }
-    layers = {key.split(".")[0] for key in keys}
-
-    assert keys == {
-        f"{layer}.{part}"
-        for layer in layers
-        for part in ("lora_down.weight", "lora_up.weight", "alpha")
-    }
-    encoder = set() if path.stem == "few-steps" else {"lora_te"}
-    assert {layer[:7] for layer in layers} == {"lora_un"} | encoder
-    assert len(ranks) == 1
-    assert 4 <= ranks.pop() <= 32
-
-
 def test_the_demos_jobs_are_valid_and_each_has_a_seed() -> None:
     lines = (DEMO_MODEL / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
     messages = demo.messages()
@@ -207,40 +184,6 @@ def test_it_draws_the_object_in_the_colour_that_the_prompt_names(
         for findings in answers.find(critic, images)
     ]
     assert found == [(colour, shape) for colour, shape, _ in wanted]
-
-
-@pytest.mark.slow
-def test_emphasis_gives_a_thing_more_of_the_picture(
-    engine: contract.Engine, critic: judge.Judge
-) -> None:
-    pairs = [("star", "house"), ("fish", "cup"), ("tree", "car"), ("heart", "boat")]
-    weak = draw(engine, [f"a ({first}:0.6) and a {second}" for first, second in pairs])
-    strong = draw(
-        engine, [f"a ({first}:1.4) and a {second}" for first, second in pairs]
-    )
-
-    columns = [critic.shapes.index(first) for first, _ in pairs]
-    rows = range(len(pairs))
-    gains = (
-        answers.object_scores(critic, strong)[rows, columns]
-        - answers.object_scores(critic, weak)[rows, columns]
-    )
-    assert (gains > 0).sum() >= 3, gains
-
-
-@pytest.mark.slow
-def test_a_negative_prompt_keeps_its_colours_away(
-    engine: contract.Engine, critic: judge.Judge
-) -> None:
-    prompts = ["a circle", "a square", "a triangle"]
-    chosen = [
-        findings[0].colour for findings in answers.find(critic, draw(engine, prompts))
-    ]
-
-    images = draw(engine, prompts, negative_prompt=", ".join(chosen))
-
-    others = [findings[0].colour for findings in answers.find(critic, images)]
-    assert not set(others) & set(chosen), (chosen, others)
 
 
 def _whiteness(images: torch.Tensor, critic: judge.Judge) -> float:

@@ -52,37 +52,6 @@ def test_docker_compose_accepts_the_files(
     }
 
 
-def test_webhooks_yaml_adds_a_service_that_keeps_its_state(
-    read: Callable[..., Services],
-    parse_command: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setenv("WEBHOOK_URL", "https://example.com/hook")
-    monkeypatch.setenv("WEBHOOK_SECRET", str(tmp_path / "secret.txt"))
-    services = read("compose.yaml", "webhooks.yaml")
-    added = services.pop("webhooks")
-    assert services.keys() == read("compose.yaml").keys()
-    assert parse_command(added["command"], added["environment"])
-    (state,) = added["volumes"]
-    assert (state["type"], state["target"]) == ("volume", "/state")
-    assert "--state=/state/webhooks.json" in added["command"]
-    assert added["read_only"] is True
-
-
-def test_only_gpu_yaml_requests_the_gpu(read: Callable[..., Services]) -> None:
-    without = read("compose.yaml")["worker"]
-    assert not without["deploy"].get("resources")
-    assert without["build"]["args"]["CUDA"] == "none"
-    worker = read("compose.yaml", "gpu.yaml")["worker"]
-    assert worker["build"]["args"]["CUDA"] == "12.8"
-    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
-    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
-    assert device["count"] in {"all", -1}
-    assert worker["environment"]["IMAGEFLEET_GPUS"] == "all"
-    assert "IMAGEFLEET_GPUS" not in without["environment"]
-
-
 def test_every_mounted_file_and_build_folder_exists(
     read: Callable[..., Services], repository: Path
 ) -> None:

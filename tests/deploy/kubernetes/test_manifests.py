@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from imagefleet.storage.azure.roles import (
@@ -33,38 +32,6 @@ DIGEST = "sha256:" + 64 * "1"
 def test_every_manifest_is_valid(manifests: Any, errors_of: Errors) -> None:
     assert len(manifests) >= 9
     assert errors_of(manifests) == []
-
-
-@pytest.mark.parametrize(
-    "break_it",
-    [
-        lambda found: found["Deployment"]["spec"]["template"]["spec"].update(volums=[]),
-        lambda found: found["ScaledObject"]["spec"]["triggers"][0]["metadata"].update(
-            length="5"
-        ),
-        lambda found: found["ScaledObject"]["spec"]["advanced"][
-            "scalingModifiers"
-        ].update(target=500),
-        lambda found: found["TriggerAuthentication"]["spec"]["podIdentity"].pop(
-            "provider"
-        ),
-        lambda found: found["PodMonitor"]["spec"]["podMetricsEndpoints"][0].update(
-            intervall="15s"
-        ),
-        lambda found: found["PodMonitor"]["spec"]["podMetricsEndpoints"][0].update(
-            interval="15"
-        ),
-        lambda found: found["CronJob"]["spec"]["jobTemplate"]["spec"].update(
-            backOffLimit=5
-        ),
-    ],
-)
-def test_a_mistake_in_a_manifest_is_found(
-    break_it: Callable[[dict[str, Any]], object], render: Render, errors_of: Errors
-) -> None:
-    manifests = render("pod-monitor")
-    break_it({manifest["kind"]: manifest for manifest in manifests})
-    assert len(errors_of(manifests)) == 1
 
 
 def test_the_kustomization_has_every_file_of_the_base(repository: Path) -> None:
