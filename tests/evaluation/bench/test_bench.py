@@ -17,13 +17,7 @@ from imagefleet import errors
 from imagefleet.job.message import read_job
 from worker.engine import contract
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings(
-        # diffusers converts torch tensors to numpy in a way that numpy deprecates
-        "ignore:__array__ implementation:DeprecationWarning"
-    ),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -84,16 +78,9 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
     assert report["images_per_dollar"] == pytest.approx(
         10_000 * report["worker_images_per_second"]
     )
-    assert report["unguided_images_per_dollar"] == pytest.approx(
-        10_000 * report["unguided_images_per_second"]
-    )
     assert report["steps"] == 4
     # 1 where so few images are all drawn before the first is stored.
     assert 0 <= report["idle_fraction"] <= 1
-    of_images = (
-        report["unguided_images_per_second"] / report["no_lora_images_per_second"]
-    )
-    assert report["unguided_over_no_lora"] == pytest.approx(of_images)
     assert report["recompiles_after_warmup"] == 0
     assert "images per dollar" in ended.stdout
 
@@ -159,14 +146,6 @@ def test_jobs_differ_in_loras_sizes_lengths_and_seeds_in_turn(tmp_path: Path) ->
     assert json.loads(mixed.message(1))["prompt"].startswith("1 red red red")
 
 
-def test_mixed_steps_are_equally_frequent(tmp_path: Path) -> None:
-    steps = tuple(jobs.MIXED_STEPS)
-    mixed = jobs.Workload("a", "b", ((16, 16),), tmp_path, steps=steps)
-    assert sorted(mixed.request(number).steps for number in range(len(steps))) == list(
-        steps
-    )
-
-
 def test_a_rate_counts_whole_rounds_after_the_first() -> None:
     finished_at = [1.0, 1.0, 3.0, 3.0, 5.0, 5.0, 5.5]
     rate = work.rate_of(finished_at, 2, [10, 10, 20, 20, 30, 30, 99], [5] * 7)
@@ -207,8 +186,6 @@ def test_drive_keeps_the_engine_full_and_leaves_it_empty(
     rate = work.drive(engine, workload.requests(), 0.2)
     assert not engine.busy
     assert rate.images % 4 == 0
-    assert rate.seconds >= 0.2
-    assert rate.images_per_second < 200
 
 
 def test_a_failed_image_fails_the_measurement(workload: jobs.Workload) -> None:

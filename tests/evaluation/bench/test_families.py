@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
 
 from evaluation.bench import baseline, engine, machine
-from families import measure, tiny_families
+from families import tiny_families
 from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families
@@ -78,26 +78,12 @@ def test_an_unknown_family_and_a_cpu_are_refused(tmp_path: Path) -> None:
         engine.prepare(None, tmp_path, "cpu", family="sdxl")
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_the_baseline_draws_sdxl(tiny_sdxl: Path) -> None:
     plain = baseline.PlainDiffusers(tiny_sdxl, torch.device("cpu"), torch.float32)
     fields = {"loras": (), "sampler": "euler_ancestral", "cfg_scale": 7.0, "seed": 1}
     request = contract.ImageRequest("a", "b", steps=1, width=64, height=64, **fields)  # type: ignore[arg-type]
     (image,) = plain.draw([request])
     assert image.shape == (64, 64, 3)
-
-
-def test_the_figures_follow_from_the_rows_and_are_none_without_them() -> None:
-    rows = {
-        "sdxl": {"mixed_images_per_second": 1.5, "no_lora_images_per_second": 1.6},
-        "plain": {"images_per_second": 0.4},
-        "sdxl_capped_7": {"error": "the GPU has 0.5 GiB left"},
-    }
-    figures = measure.summarise(rows)
-    assert figures["sdxl_mixed_over_diffusers_peft"] == 3.75
-    assert figures["sdxl_mixed_over_no_lora"] == 0.9375
-    assert figures["sdxl_capped_7_images_per_second"] is None
-    assert figures["company_psnr_db"] is None
 
 
 def test_the_plan_counts_what_encoding_and_a_controlnet_take() -> None:

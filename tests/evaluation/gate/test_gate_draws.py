@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ def float16(in_process: Imagefleet, drawn: Path) -> tuple[int, dict[str, Any]]:
     result = drawn / "gate.json"
     if not result.exists():
         (drawn / "captions.jsonl").write_text(CAPTIONS)
-        ended: subprocess.CompletedProcess[str] = in_process(
+        ended = in_process(
             "gate",
             "float32",
             "float16",

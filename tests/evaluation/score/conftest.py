@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -111,6 +112,16 @@ def stored(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> StorageSet
     asyncio.run(fill(settings, drawn, "curve", swept=True))
     asyncio.run(fill(settings, drawn, "plain", swept=False))
     return settings
+
+
+@pytest.fixture
+def score_command(in_process: Any, stored: StorageSettings) -> Any:
+    """Runs `imagefleet score ARGUMENTS` in one process."""
+
+    def run(*arguments: str, storage: str = stored.storage) -> Any:
+        return in_process("score", *arguments, "--storage", storage, "--processes", "1")
+
+    return run
 
 
 @pytest.fixture

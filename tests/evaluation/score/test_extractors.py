@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from PIL import Image
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
-from demo_world import captions, world
 from evaluation.score import extractors, metrics
 from evaluation.score.networks import load
 from imagefleet import errors
@@ -150,15 +148,10 @@ def test_clip_has_the_features_of_transformers(clip_folder: Path) -> None:
     np.testing.assert_allclose(score, 100 * cosines.clamp_min(0), atol=0.2)
 
 
-def test_the_judge_prefers_what_the_caption_names() -> None:
+def test_the_judge_prefers_what_the_caption_names(drawn: Any) -> None:
     found = load.load_text_extractor("demo")
-    scenes, texts = [], []
-    rng = random.Random(5)
-    for _ in range(24):
-        scene = world.sample_scene(rng, world.SceneOptions(emphasis_share=0))
-        scenes.append(world.draw_scene(scene))
-        texts.append(captions.plain_caption(scene, rng))
-    images, words = found.features(scenes), found.text_features(texts)
+    images = found.features(drawn.pictures)
+    words = found.text_features(drawn.captions)
     right = metrics.clip_score(images, words).mean()
     wrong = metrics.clip_score(images, np.roll(words, 1, axis=0)).mean()
     assert right > 60

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluation.score import plan, reference, run
+from evaluation.score import run
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
@@ -30,33 +29,15 @@ Figures = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def figures(
-    in_process: Imagefleet, stored: StorageSettings, means_onnx: Path
-) -> Figures:
+def figures(score_command: Any, means_onnx: Path) -> Figures:
     """The groups of `imagefleet score plain --reference FOLDER`, in one state folder or another."""
+    networks = ("--extractor", str(means_onnx), "--reference")
 
     def score(
-        reference: Path,
-        *arguments: str,
-        state: str = "state",
-        storage: str = stored.storage,
+        reference: Path, *arguments: str, state: str = "state", **where: str
     ) -> Any:
-        ended = in_process(
-            "score",
-            "plain",
-            "--extractor",
-            str(means_onnx),
-            "--reference",
-            str(reference),
-            "--storage",
-            storage,
-            "--state",
-            state,
-            "--processes",
-            "1",
-            "--json",
-            *arguments,
-        )
+        given = ("--state", state, "--json", *arguments)
+        ended = score_command("plain", *networks, str(reference), *given, **where)
         assert ended.returncode == 0, ended.stderr
         return json.loads(ended.stdout)["groups"]
 
@@ -87,8 +68,7 @@ def test_new_pictures_under_old_names_and_times_are_another_reference(
 
 
 def test_a_picture_that_changes_after_it_was_hashed_is_left_out(
-    in_process: Imagefleet,
-    stored: StorageSettings,
+    score_command: Any,
     pictures: Path,
     means_onnx: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -101,62 +81,18 @@ def test_a_picture_that_changes_after_it_was_hashed_is_left_out(
         extract(*arguments)
 
     monkeypatch.setattr(run, "extract", change)
-    ended = in_process(
-        "score",
-        "plain",
-        "--extractor",
-        str(means_onnx),
-        "--reference",
-        str(pictures),
-        "--storage",
-        stored.storage,
-        "--processes",
-        "1",
-        "--json",
-    )
+    networks = ("--extractor", str(means_onnx), "--reference", str(pictures))
+    ended = score_command("plain", *networks, "--json")
     assert json.loads(ended.stdout)["reference_images"] == 23
     assert f"or changed meanwhile: train/{first.name}" in ended.stderr
 
 
+@pytest.mark.parametrize("hashed", [True, False])
 def test_an_image_drawn_again_in_as_many_bytes_is_computed_again(
-    figures: Figures, stored: StorageSettings, pictures: Path, tmp_path: Path
+    figures: Figures, pictures: Path, tmp_path: Path, hashed: bool
 ) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(stored.storage.removeprefix("local:"), copy)
-    before = figures(pictures, storage=f"local:{copy}")
-
-    small = next(pictures.rglob("000.png")).read_bytes()
-
-    async def draw_again() -> None:
-        async with open_storage(StorageSettings(storage=f"local:{copy}")) as storage:
-            name = "plain/cfg-1.5_000003.png"
-            size = len(await storage.blobs.read(name) or b"")
-            assert len(small) < size
-            data = small + bytes(size - len(small))
-            await storage.blobs.delete(name)
-            digest = sha256(data).hexdigest()
-            await storage.blobs.create(name, data, "image/png", {"sha256": digest})
-            known = {"campaign": "plain", "size_bytes": size, "sha256": digest}
-            record = Record(
-                outcome="completed",
-                id="cfg-1.5_000003",
-                at=datetime.now(UTC),
-                blob=name,
-                **known,  # type: ignore[arg-type]
-            )
-            await RecordLog(storage.blobs, "w2").add([record])
-
-    asyncio.run(draw_again())
-    after = figures(pictures, storage=f"local:{copy}")
-
-    assert after != before
-    assert after == figures(pictures, state="fresh", storage=f"local:{copy}")
-
-
-def test_an_image_whose_record_has_no_hash_is_never_taken_for_what_it_was(
-    figures: Figures, pictures: Path, tmp_path: Path
-) -> None:
-    address = f"local:{tmp_path / 'unhashed'}"
+    """One whose record has no hash is never taken for what it was."""
+    address = f"local:{tmp_path / 'drawn'}"
     files = [path.read_bytes() for path in sorted(pictures.rglob("*.png"))[:4]]
     size = max(map(len, files))
     padded = [data + bytes(size - len(data)) for data in files]
@@ -168,38 +104,24 @@ def test_an_image_whose_record_has_no_hash_is_never_taken_for_what_it_was(
             for number, data in enumerate(drawn):
                 name = f"plain/{number}.png"
                 await storage.blobs.delete(name)
-                await storage.blobs.create(name, data, "image/png", {})
-                now = datetime.now(UTC)
+                found = sha256(data).hexdigest()
+                await storage.blobs.create(name, data, "image/png", {"sha256": found})
                 record = Record(
-                    outcome="completed", id=f"{number}", at=now, campaign="plain"
+                    outcome="completed",
+                    id=f"{number}",
+                    at=datetime.now(UTC),
+                    campaign="plain",
+                    blob=name,
+                    size_bytes=size,
+                    sha256=found if hashed else None,
                 )
-                records.append(
-                    record.model_copy(update={"blob": name, "size_bytes": size})
-                )
-            if not known:
-                await RecordLog(storage.blobs, "w1").add(records)
+                records.append(record)
+            if hashed or not known:
+                await RecordLog(storage.blobs, f"w{known}").add(records)
 
     asyncio.run(store(padded[:3], known=False))
     before = figures(pictures, storage=address)
     asyncio.run(store(padded[1:], known=True))
-    assert figures(pictures, storage=address) != before
-
-
-def test_the_content_of_a_folder_has_one_name_whatever_its_files_are_called(
-    pictures: Path, tmp_path: Path
-) -> None:
-    renamed = tmp_path / "renamed"
-    renamed.mkdir()
-    for number, path in enumerate(sorted(pictures.rglob("*.png"), reverse=True)):
-        shutil.copy(path, renamed / f"{number}.png")
-
-    found = []
-    for folder in (pictures, renamed):
-        names = plan.pictures(folder)
-        chunks = plan.of_folder(folder, names, tmp_path / folder.name, lambda _: None)
-        found.append(
-            reference.hash_of_all(
-                str(row.sha256) for each in chunks for row in each.rows()
-            )
-        )
-    assert found[0] == found[1]
+    after = figures(pictures, storage=address)
+    assert after != before
+    assert after == figures(pictures, state="fresh", storage=address)

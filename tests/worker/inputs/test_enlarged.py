@@ -11,19 +11,14 @@ from PIL import Image
 
 import tiny_model
 from evaluation.stand_in import StandInEngine
-from imagefleet import errors
 from imagefleet.files.picture import message_in, parameters
-from imagefleet.storage import dead_letter_queue
-from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage
 from messages import (
     Drawing,
     RunPipeline,
-    blobs,
     failures,
     file_of,
     image,
-    message,
     records,
 )
 from tests.worker.engine.support import esrgan
@@ -154,9 +149,7 @@ async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
     assert plain.info["parameters"] == facts
     assert parameters(kept, 1000) == f"a hut\nSteps: 9, {facts}"
     data = await storage.blobs.read("default/a.png")
-    assert data is not None
     again = message_in(data)
-    assert again is not None
     assert json.loads(again)["upscaler_1"] == "4x_Tiny"
     for record in await records(storage):
         assert (record.width, record.height, record.steps, record.sampler) == (
@@ -177,8 +170,6 @@ async def test_a_prompt_of_a_stage_that_enlarges_needs_none_of_its_files(
     )
     assert dict(pipeline.metrics.outcomes) == {"completed": 1}
     (request,) = engine.drawn
-    assert request.upscale is not None
-    assert request.init is not None
     assert (request.width, request.height, request.loras) == (64, 48, ())
     assert request.upscale.whole == (256, 192)
     ((name, path),) = request.upscale.upscalers
@@ -237,36 +228,3 @@ async def test_one_colour_after_a_cut_is_the_jobs_fault_and_not_the_nodes(
     assert (await failures(storage))[
         "a"
     ].reason == "what is left of the image is all one colour"
-
-
-async def test_a_stage_that_failed_enlarges_once_it_is_replayed(
-    storage: Storage,
-    run_pipeline: RunPipeline,
-    network: tuple[Path, Any],
-) -> None:
-    faults: list[errors.FleetError] = [errors.TransientError("a bad moment")] * 2
-
-    def fails(request: contract.ImageRequest) -> errors.FleetError | None:
-        return faults.pop() if request.upscale is not None and faults else None
-
-    then = [{"upscaler_1": "4x_Later", "upscaling_resize": 2}]
-    pipeline = await run_pipeline(
-        Drawing(fails, size=(64, 64)),
-        sent=[
-            message(id="a", then=then),
-            message(id="b", then=[{"upscaler_1": "4x_Tiny"}]),
-        ],
-    )
-    assert pipeline.metrics.outcomes["retried"] == 2
-    (failed,) = (await failures(storage)).values()
-    assert failed.reason.startswith("stage 2 of 2: no upscaler 4x_Later.safetensors")
-    data = network[0].read_bytes()
-    await storage.files.create(
-        "upscalers/4x_Later.safetensors", data, "application/x", {}
-    )
-    assert (await dead_letter_queue.replay(storage, Selection())).done == 1
-    await run_pipeline(Drawing(fails, size=(64, 64)))
-    assert await blobs(storage) == [
-        f"default/{name}.png" for name in ("a", "a~s2", "b", "b~s2")
-    ]
-    assert (await image(storage, "default/a~s2.png")).size == (128, 128)

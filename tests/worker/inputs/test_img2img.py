@@ -39,14 +39,14 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(image=(40, 24), size=(32, 32), mode=0),
+    Case(image=(40, 24), size=(32, 32)),
     Case(image=(40, 24), size=(32, 32), mode=1),
     Case(image=(40, 24), size=(32, 32), mode=2),
     Case(image=(23, 61), size=(48, 40), mode=2),
     Case(image=(23, 61), size=(48, 40), mode=1),
-    Case(image=(30, 30), size=(30, 30), image_mode="RGBA", mode=0),
+    Case(image=(30, 30), size=(30, 30), image_mode="RGBA"),
     Case(image=(48, 40), size=(48, 40), mask="disc", full_res=False, fill=1),
-    Case(image=(48, 40), size=(32, 32), mask="disc", mode=1, full_res=False, fill=0),
+    Case(image=(48, 40), size=(32, 32), mask="disc", mode=1, full_res=False),
     Case(
         image=(48, 40),
         size=(32, 32),
@@ -56,22 +56,18 @@ CASES = [
         full_res=False,
         fill=2,
     ),
-    Case(image=(64, 48), size=(32, 40), mask="disc", full_res=True, padding=3, fill=1),
+    Case(image=(64, 48), size=(32, 40), mask="disc", padding=3, fill=1),
     Case(
         image=(64, 48),
         size=(40, 32),
         mask="corner",
         blur=(0, 0),
-        full_res=True,
-        padding=0,
-        fill=0,
     ),
     Case(
         image=(64, 48),
         size=(32, 64),
         mask="corner",
         blur=(1, 1),
-        full_res=True,
         padding=8,
         fill=3,
     ),
@@ -81,11 +77,9 @@ CASES = [
         mask="disc",
         invert=1,
         blur=(5, 0),
-        full_res=True,
-        fill=0,
     ),
-    Case(image=(64, 48), size=(32, 32), mask="none", full_res=True, fill=0),
-    Case(image=(64, 48), size=(32, 32), mask="none", full_res=False, fill=0),
+    Case(image=(64, 48), size=(32, 32), mask="none"),
+    Case(image=(64, 48), size=(32, 32), mask="none", full_res=False),
     Case(
         image=(50, 40), size=(40, 40), mask="alpha", blur=(0, 3), full_res=False, fill=1
     ),
@@ -103,7 +97,6 @@ CASES = [
         size=(32, 32),
         mask="disc",
         mask_size=(40, 30),
-        full_res=True,
         padding=2,
         fill=1,
     ),
@@ -173,7 +166,6 @@ def test_every_pixel_is_as_in_a1111(number: int) -> None:
     if expected_mask is None:
         assert init.mask is None
     else:
-        assert init.mask is not None
         assert np.array_equal(init.mask, expected_mask)
     drawn = drawing(*case.size)
     final = drawn if overlay is None else overlay.put_over(drawn)

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from messages import (
 )
 from messages import file_of as image_file
 from worker.engine import contract
-from worker.inputs import img2img, pictures
+from worker.inputs import pictures
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -82,7 +81,6 @@ async def test_an_image_may_be_a_file_a_result_or_in_the_message(
     assert len(engine.drawn) == 6
     for request in engine.drawn:
         init = request.init
-        assert init is not None
         assert np.array_equal(init.pixels, np.asarray(images[str(request.prompt)]))
         assert (init.denoising_strength, init.mask) == (0.4, None)
     found = await image(storage, "default/own~1.png")
@@ -123,36 +121,6 @@ async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_i
             in failed.reason
         )
         assert "--input-campaigns secret" in failed.reason
-
-
-async def test_a_masked_part_is_put_back_into_its_image_of_another_size(
-    storage: Storage, run_pipeline: RunPipeline
-) -> None:
-    source, mask = picture(200, 120), disc(200, 120)
-    await put(storage, "inputs/a.png", image_file(source))
-    await put(storage, "inputs/mask.png", image_file(mask))
-    fields = {
-        "init_images": ["a.png"],
-        "mask": "mask.png",
-        "inpaint_full_res_padding": 8,
-    }
-    await storage.queue.send([message(id="j", seed=3, inpainting_fill=1, **fields)])
-    engine = Drawing(size=(64, 64))
-    await run_pipeline(engine)
-    (request,) = engine.drawn
-    assert (request.width, request.height) == (64, 64)
-    found = await image(storage, "default/j.png")
-    pixels = np.asarray(found)
-    kept = img2img.blur_mask(np.asarray(mask), 4, 4) == 0
-    assert np.array_equal(pixels[kept], np.asarray(source)[kept])
-    assert not np.array_equal(pixels[~kept], np.asarray(source)[~kept])
-    written = "Size: 64x64, Model: stand-in, Denoising strength: 0.75, RNG: CPU, Mask blur: 4,"
-    assert (
-        f"{written} Inpaint area: Only masked, Masked area padding: 8,"
-        in (found.info["parameters"])
-    )
-    (record,) = await records(storage)
-    assert (record.width, record.height) == (200, 120)
 
 
 async def test_an_image_has_whole_cells_of_the_size_that_is_asked_for(
@@ -202,7 +170,6 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
     passes = {request.hires for request in engine.drawn}
     (found,) = (each for each in passes if each and each.upscaler_path)
     (plain,) = (each for each in passes if each and not each.upscaler_path)
-    assert found.upscaler_path is not None
     assert found.upscaler_path.read_bytes() == lora_bytes("weights")
     assert (found.width, found.height, found.steps) == (128, 128, 9)
     assert (found.sampler, found.prompt.weights) == ("dpmpp_2m_karras", (1.5,))
@@ -230,7 +197,7 @@ async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
     data = lora_bytes("weights")
     await put(storage, "vaes/sharp.safetensors", data)
     settings = {"sd_vae": "sharp.safetensors"}
-    jobs: list[dict[str, object]] = [
+    jobs = [
         {"override_settings": {**settings, "tiling": True}},
         {"sd_vae": "Automatic", "tiling": None},
         {"sd_vae": "sharpe"},
@@ -271,7 +238,7 @@ async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is
     for name, data in files.items():
         await put(storage, f"models/{name}.safetensors", data)
     second = {"enable_hr": True, "width": 64, "height": 64}
-    jobs: list[dict[str, object]] = [
+    jobs = [
         {
             "refiner_checkpoint": "late.safetensors [0123456789]",
             "refiner_switch_at": 0.7,
@@ -361,7 +328,7 @@ async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
     await put(storage, "inputs/truncated.png", good[:2000])
     await put(storage, "inputs/huge.png", image_file(picture(200, 200)))
     unit = {"image": in_base64(picture(64, 64)), "model": "nowhere"}
-    jobs: dict[str, tuple[dict[str, Any], str]] = {
+    jobs = {
         "missing": (
             {"init_images": ["nowhere/a.png"]},
             "init_images: there is no 'inputs/nowhere/a.png' in the container",

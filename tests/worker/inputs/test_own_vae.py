@@ -30,7 +30,6 @@ async def test_images_name_it_unless_their_job_names_another(
     await run_pipeline(sent=[*sent.values()], vae="sharp")
     for name, each in sent.items():
         data = await storage.blobs.read(read_job(each, "m").blob_name(0))
-        assert data is not None
         text = Image.open(io.BytesIO(data)).info["parameters"]
         assert f", VAE: {name}.safetensors" in text
         hashes[name] = text.partition("VAE hash: ")[2].partition(",")[0]
@@ -58,6 +57,5 @@ async def test_the_engine_gets_the_files_of_the_settings(
         settings = worker_settings(vae=given, model=demo.TRAINED)
         paths = await JobFiles(storage, settings).own_paths()
         made = engine_settings(settings, **paths).vae
-        assert made is not None
         assert made.name == "sharp.safetensors"
         assert made.exists() == (given == "sharp")

@@ -117,17 +117,6 @@ def test_damaged_exif_data_leave_a_picture_as_it_is(kind: str, exif: bytes) -> N
     assert (read.mode, read.size) == ("RGB", (40, 24))
 
 
-@pytest.mark.parametrize("mode", [0, 1, 2])
-@pytest.mark.parametrize(
-    "image_size", [(40, 24), (1, 300), (300, 1), (24, 40), (64, 64)]
-)
-def test_every_size_becomes_the_asked_one(
-    mode: int, image_size: tuple[int, int]
-) -> None:
-    assert pictures.resize(mode, picture(*image_size), (64, 32)).size == (64, 32)
-    assert pictures.control(picture(*image_size), mode, (64, 32)).shape == (32, 64, 3)
-
-
 @pytest.mark.parametrize("image_size", [(1, 200_000), (200_000, 1)])
 def test_cutting_a_long_thin_image_takes_no_gigabytes(
     image_size: tuple[int, int],

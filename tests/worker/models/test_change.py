@@ -29,13 +29,15 @@ from worker.settings import WorkerSettings
 #: What does not depend on the storage is tested on one.
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
+MakeSettings = Callable[..., WorkerSettings]
+
 MODELS = ("first", "second", "third")
 
 
 class Engines:
     """Loads stand-ins that leave their model's own grey in a corner."""
 
-    def __init__(self, settings: Callable[..., WorkerSettings], *names: str) -> None:
+    def __init__(self, settings: MakeSettings, *names: str) -> None:
         self.loaded: list[str] = []
         self.closed: list[str] = []
         self.fetched: list[str] = []
@@ -101,7 +103,6 @@ async def greys(storage: Storage) -> dict[str, int]:
     found = {}
     async for name in storage.blobs.names("default/"):
         data = await storage.blobs.read(name)
-        assert data is not None
         pixel = Image.open(io.BytesIO(data)).getpixel((0, 0))
         assert isinstance(pixel, tuple)
         found[name.removeprefix("default/").rpartition("-")[0]] = pixel[0]
@@ -109,7 +110,7 @@ async def greys(storage: Storage) -> dict[str, int]:
 
 
 async def test_each_job_is_drawn_with_the_model_that_it_names(
-    storage: Storage, worker_settings: Callable[..., WorkerSettings]
+    storage: Storage, worker_settings: MakeSettings
 ) -> None:
     engines = Engines(worker_settings, *MODELS)
     for model in (None, *MODELS):
@@ -133,7 +134,7 @@ async def test_each_job_is_drawn_with_the_model_that_it_names(
 @local_only
 async def test_a_worker_whose_queues_run_dry_does_not_wait_for_its_next_look_at_the_others(
     storage: Storage,
-    worker_settings: Callable[..., WorkerSettings],
+    worker_settings: MakeSettings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(change, "LOOK_SECONDS", 60.0)
@@ -146,7 +147,7 @@ async def test_a_worker_whose_queues_run_dry_does_not_wait_for_its_next_look_at_
 
 @local_only
 async def test_an_image_names_the_hash_of_its_own_model(
-    storage: Storage, worker_settings: Callable[..., WorkerSettings]
+    storage: Storage, worker_settings: MakeSettings
 ) -> None:
     for model in MODELS:
         await storage.models.send([job(1, model)])
@@ -154,14 +155,13 @@ async def test_an_image_names_the_hash_of_its_own_model(
     for model in MODELS:
         (name,) = [each async for each in storage.blobs.names(f"default/{model}-1")]
         data = await storage.blobs.read(name)
-        assert data is not None
         parameters = Image.open(io.BytesIO(data)).info["parameters"]
         sha256 = hashlib.sha256(f"weights of {model}".encode()).hexdigest()
         assert f"Model hash: {sha256[:10]}, Model: {model}," in parameters
 
 
 async def test_a_job_in_the_wrong_queue_is_moved_to_its_models_and_keeps_id_and_priority(
-    storage: Storage, worker_settings: Callable[..., WorkerSettings]
+    storage: Storage, worker_settings: MakeSettings
 ) -> None:
     await storage.queues["high"].send(['{"prompt": "a", "model": "second"}'])
     async for message in storage.queues["high"].browse():
@@ -185,7 +185,7 @@ async def test_a_job_in_the_wrong_queue_is_moved_to_its_models_and_keeps_id_and_
 @local_only
 async def test_a_job_that_cannot_be_moved_is_handed_back_and_never_poison(
     storage: Storage,
-    worker_settings: Callable[..., WorkerSettings],
+    worker_settings: MakeSettings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def refuse(*_: object) -> None:
@@ -218,7 +218,7 @@ async def test_a_job_that_cannot_be_moved_is_handed_back_and_never_poison(
 
 @local_only
 async def test_a_model_that_cannot_be_loaded_leaves_its_jobs_to_others(
-    storage: Storage, worker_settings: Callable[..., WorkerSettings]
+    storage: Storage, worker_settings: MakeSettings
 ) -> None:
     engines = Engines(worker_settings, "first", "second")
     engines.broken = {"second"}
@@ -234,7 +234,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_its_jobs_to_others(
 
 @local_only
 async def test_a_worker_begins_with_a_model_whose_jobs_wait_and_fetches_no_other(
-    storage: Storage, worker_settings: Callable[..., WorkerSettings]
+    storage: Storage, worker_settings: MakeSettings
 ) -> None:
     engines = Engines(worker_settings, "first", "second")
     await storage.models.send([job(1, "second")])
@@ -248,24 +248,13 @@ async def test_a_worker_begins_with_a_model_whose_jobs_wait_and_fetches_no_other
 
 
 @local_only
-@pytest.mark.parametrize("fails_to", ["fetch", "load"])
 async def test_a_worker_whose_beginning_fails_goes_on_with_the_model_of_jobs_without_one(
-    storage: Storage, worker_settings: Callable[..., WorkerSettings], fails_to: str
+    storage: Storage, worker_settings: MakeSettings
 ) -> None:
     engines = Engines(worker_settings, "first", "second")
+    engines.broken = {"second"}
     await storage.models.send([job(1, "second")])
     models = engines.models()
-    if fails_to == "load":
-        engines.broken = {"second"}
-    else:
-        fetch = engines.fetch
-
-        async def broken(checkpoint: Checkpoint) -> Checkpoint:
-            if checkpoint.name == "second":
-                raise errors.SetupError("it is damaged")
-            return await fetch(checkpoint)
-
-        models._fetch = broken
     await models.begin(storage.models.served(models.names))
     await storage.models.send([job(2)])
     await work(storage, worker_settings(), models)
@@ -278,7 +267,7 @@ async def test_a_worker_whose_beginning_fails_goes_on_with_the_model_of_jobs_wit
 @local_only
 async def test_the_next_models_weights_are_read_while_the_last_images_are_drawn(
     storage: Storage,
-    worker_settings: Callable[..., WorkerSettings],
+    worker_settings: MakeSettings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.models.change.SHORTEST_STAY_SECONDS", 0.05)
@@ -304,13 +293,13 @@ async def test_the_next_models_weights_are_read_while_the_last_images_are_drawn(
 @local_only
 async def test_a_long_job_is_put_off_for_another_model_and_loses_no_image_that_is_begun(
     storage: Storage,
-    worker_settings: Callable[..., WorkerSettings],
+    worker_settings: MakeSettings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.models.change.SHORTEST_STAY_SECONDS", 0.05)
     monkeypatch.setattr("worker.models.change.STAY_PER_CHANGE", 0)
     monkeypatch.setattr("worker.pipeline.FINISH_SECONDS", 0.3)
-    drawn: list[int] = []
+    drawn = []
 
     plain = draw_noise
 
@@ -331,7 +320,7 @@ async def test_a_long_job_is_put_off_for_another_model_and_loses_no_image_that_i
 
 @local_only
 async def test_a_stop_during_a_change_loses_nothing(
-    storage: Storage, worker_settings: Callable[..., WorkerSettings]
+    storage: Storage, worker_settings: MakeSettings
 ) -> None:
     engines, stop = Engines(worker_settings, "first", "second"), asyncio.Event()
     loading, go_on = threading.Event(), threading.Event()
@@ -361,7 +350,7 @@ async def test_a_stop_during_a_change_loses_nothing(
 
 @local_only
 async def test_all_models_of_the_storage_are_found_by_a_star(
-    storage: Storage, worker_settings: Callable[..., WorkerSettings]
+    storage: Storage, worker_settings: MakeSettings
 ) -> None:
     for name in ("b.safetensors", "a.tar", "manifest.json", "a.txt"):
         await storage.files.create(f"models/{name}", b"", "x/y", {})
@@ -394,7 +383,7 @@ async def test_all_models_of_the_storage_are_found_by_a_star(
 )
 async def test_models_that_cannot_be_told_apart_are_refused(
     storage: Storage,
-    worker_settings: Callable[..., WorkerSettings],
+    worker_settings: MakeSettings,
     changes: dict[str, Any],
     message: str,
 ) -> None:
@@ -404,7 +393,7 @@ async def test_models_that_cannot_be_told_apart_are_refused(
 
 @local_only
 async def test_one_path_with_a_comma_is_one_model(
-    worker_settings: Callable[..., WorkerSettings], tmp_path: Path
+    worker_settings: MakeSettings, tmp_path: Path
 ) -> None:
     (tmp_path / "a,b").mkdir()
     assert checkpoints.given(worker_settings(model=tmp_path / "a,b")) == [
@@ -443,7 +432,7 @@ def _fail() -> contract.Engine:
 async def test_an_engine_that_takes_the_next_model_stays_and_one_that_cannot_is_closed() -> (
     None
 ):
-    closed: list[int] = []
+    closed = []
 
     class Engine(StandInEngine):
         def close(self) -> None:
@@ -474,7 +463,7 @@ async def test_an_engine_that_takes_the_next_model_stays_and_one_that_cannot_is_
 @pytest.mark.parametrize("free", [2, 1])
 async def test_weights_are_read_for_the_engine_where_there_is_memory_for_them(
     storage: Storage,
-    worker_settings: Callable[..., WorkerSettings],
+    worker_settings: MakeSettings,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     free: int,
@@ -484,7 +473,7 @@ async def test_weights_are_read_for_the_engine_where_there_is_memory_for_them(
     path.write_bytes(bytes(1000))
     second = Checkpoint("second", worker_settings(model=path))
     monkeypatch.setattr(host, "free_memory_bytes", lambda: 1000 * free)
-    read: list[str] = []
+    read = []
 
     def take_weights(checkpoint: Checkpoint) -> Callable[[], bool]:
         read.append(checkpoint.name)
