@@ -87,16 +87,6 @@ class Puller:
         """True if the queues had no jobs when they were last asked, and none is left here."""
         return self._queue_was_empty and not self._ahead
 
-    @property
-    def seconds_per_job(self) -> float:
-        """Seconds of the engine's time for a job; 0 where it is not known yet."""
-        clock = self.engine_thread.clock
-        return (
-            clock.busy_seconds / clock.images * self._images_per_job
-            if clock.images
-            else 0.0
-        )
-
     def restart(self) -> None:
         """Lets `run` be called again after `stop`."""
         self._stopped.clear()

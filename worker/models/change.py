@@ -7,8 +7,6 @@ The rule:
    always full, changes take a sixteenth of the time at most.
 2. Then, or as soon as its own queues are empty, it takes the model that has waited longest: since
    its oldest job was sent, or since this worker left it, whichever is later. So it takes turns.
-3. While its own queues have jobs, it leaves them only for a model whose jobs are worth the change:
-   they take as long to draw as the change itself, or they have waited for `stay_seconds`.
 
 So of N models, none waits longer for this worker than N times (`stay_seconds` and one change).
 
@@ -91,31 +89,17 @@ class ModelChoice:
         """True once it has stayed long enough to leave jobs behind."""
         return self.clock() - self._since >= self.stay_seconds
 
-    def following(
-        self, waiting: Mapping[str, Waiting], *, is_idle: bool, seconds_per_job: float
-    ) -> str | None:
+    def following(self, waiting: Mapping[str, Waiting], *, is_idle: bool) -> str | None:
         """The model to change to; None: stay. *is_idle*: there are no jobs of the present one."""
         if not (is_idle or self.may_leave):
             return None
-        others = {
-            model: count
-            for model, count in waiting.items()
-            if model != self.current and count.jobs
-        }
+        now = self.clock()
         waited = {
-            model: min(
-                each.age_seconds, self.clock() - self._left_at.get(model, -math.inf)
-            )
-            for model, each in others.items()
+            model: min(each.age_seconds, now - self._left_at.get(model, -math.inf))
+            for model, each in waiting.items()
+            if model != self.current and each.jobs
         }
-        worth = [
-            model
-            for model, other in others.items()
-            if is_idle
-            or other.jobs * seconds_per_job >= self.longest_change_seconds
-            or waited[model] >= self.stay_seconds
-        ]
-        return max(worth, key=lambda model: waited[model], default=None)
+        return max(waited, key=lambda model: waited[model], default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +226,7 @@ class WorkerModels:
             looked_at = time.monotonic()
             idle_looks += 1
             waiting = await self._measured(puller.queue)
-            if name := self._choice.following(
-                waiting, is_idle=puller.is_idle, seconds_per_job=puller.seconds_per_job
-            ):
+            if name := self._choice.following(waiting, is_idle=puller.is_idle):
                 return self._checkpoints[name]
 
     async def _measured(self, queue: RoutedQueue) -> dict[str, Waiting]:

@@ -58,9 +58,7 @@ class Worker:
                 model: Waiting(len(queue), self.now - queue[0] if queue else 0)
                 for model, queue in self.queues.items()
             }
-            following = self.choice.following(
-                waiting, is_idle=not own, seconds_per_job=SECONDS_PER_JOB
-            )
+            following = self.choice.following(waiting, is_idle=not own)
             if following is not None:
                 self._pass(self.change_seconds)
                 self.changing_seconds += self.change_seconds
@@ -129,24 +127,17 @@ def test_an_idle_worker_changes_at_once() -> None:
     assert worker.drawn["b"] > 10
 
 
-def test_a_worker_stays_with_its_jobs_for_a_while_and_not_for_one_job_of_another() -> (
-    None
-):
+def test_a_worker_stays_with_its_jobs_for_a_while() -> None:
     now = 0.0
     choice = ModelChoice("a", lambda: now)
     choice.longest_change_seconds = 10.0
     assert choice.stay_seconds == 10 * STAY_PER_CHANGE
-    many, one = Waiting(1000, 50.0), Waiting(1, 50.0)
+    waiting = {"b": Waiting(1, 50.0)}
     now = choice.stay_seconds - 1
-    assert choice.following({"b": many}, is_idle=False, seconds_per_job=1) is None
+    assert choice.following(waiting, is_idle=False) is None
     now = choice.stay_seconds
-    assert choice.following({"b": one}, is_idle=False, seconds_per_job=1) is None
-    assert choice.following({"b": many}, is_idle=False, seconds_per_job=1) == "b"
-    old = Waiting(1, choice.stay_seconds)
-    assert choice.following({"b": old}, is_idle=False, seconds_per_job=1) == "b"
-    assert (
-        choice.following({"b": Waiting(0, 0)}, is_idle=True, seconds_per_job=1) is None
-    )
+    assert choice.following(waiting, is_idle=False) == "b"
+    assert choice.following({"b": Waiting(0, 0)}, is_idle=True) is None
 
 
 @pytest.mark.parametrize(
