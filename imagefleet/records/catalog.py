@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Any, TypeVar
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
@@ -38,15 +37,8 @@ _PARSED = 2_000
 _READ_TOGETHER = 8
 CONCURRENT_READS = 16
 
-_Result = TypeVar("_Result")
-
 #: The fewest bytes of a compressed record; totals that say more records than that are not believed.
 _LEAST_RECORD_BYTES = 4
-#: Those of most, about.
-_RECORD_BYTES = 100
-
-#: To hand so few lines to a thread takes as long as to read them: most of many campaigns have few.
-_FEW_LINES = 20
 
 #: A name that a worker gives an image: that of its job, a number, a stage, and its format.
 _IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,199}")
@@ -212,7 +204,7 @@ async def lines(
     part = part or await blobs.read_part(name, offset, part_bytes)
     while part and part.data:
         offset += len(part.data)
-        yield await computed(len(part.data) // _RECORD_BYTES, decoder.lines, part.data)
+        yield await asyncio.to_thread(decoder.lines, part.data)
         if decoder.is_damaged:
             damaged.add(name, _DAMAGED)
             break
@@ -231,15 +223,6 @@ async def lines_of_all(
         for each, start in zip(some, await concurrency.gather(*reads), strict=True):
             async for found in lines(each, ShardDecoder(), damaged, start):
                 yield each, found
-
-
-async def computed(lines: int, function: Callable[..., _Result], *args: Any) -> _Result:
-    """Calls *function*, on a thread if there are *lines* enough to be worth one."""
-    return (
-        await asyncio.to_thread(function, *args)
-        if lines > _FEW_LINES
-        else function(*args)
-    )
 
 
 async def records(
@@ -262,7 +245,7 @@ async def records_in(
 ) -> AsyncGenerator[list[Record]]:
     for first in range(0, len(lines), _PARSED):
         some = lines[first : first + _PARSED]
-        yield await computed(len(some), parsed, some, shard, damaged)
+        yield await asyncio.to_thread(parsed, some, shard, damaged)
 
 
 def size_bytes(shards: Iterable[StoredShard]) -> int:

@@ -64,7 +64,7 @@ class ImageRecords:
         first, second, count = await _twice(shards, self._damaged)
         rivals = Rivals(count)
         async for _, lines in first:
-            await catalog.computed(len(lines), rivals.note, lines)
+            await asyncio.to_thread(rivals.note, lines)
         async for shard, lines in second:
             async for part in catalog.records_in(shard, lines, self._damaged):
                 records = self._replaced.without(part, once=True)

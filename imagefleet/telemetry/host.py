@@ -42,13 +42,10 @@ def _read(name: str) -> int:
     return int((_CONTROL_GROUP / name).read_text(encoding="ascii"))
 
 
-#: A clock that goes on while the machine sleeps, as leases do. macOS has no other that does.
-CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-
-
 def uptime() -> float:
     """Seconds since this machine started, which nobody sets and all of its processes share."""
-    return time.clock_gettime(CLOCK)
+    # Also while the machine sleeps. macOS has no other clock that does.
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def boot_id() -> str | None:

@@ -1,7 +1,6 @@
 """The SQLite file: its schema and statements, how it is created and opened, and its errors."""
 
 import contextlib
-import os
 import shutil
 import sqlite3
 import uuid
@@ -18,7 +17,7 @@ BUSY_TIMEOUT_SECONDS = 30
 CHECKPOINT_PAGES = 4_000
 
 #: Tells the file from those of other programs; another schema takes another number.
-_APPLICATION = 0x1F1EE700
+_APPLICATION = 0x1F1EE701
 
 _SCHEMA = f"""
 PRAGMA journal_mode = WAL;
@@ -35,7 +34,6 @@ CREATE TABLE messages (
     body TEXT NOT NULL
 );
 CREATE INDEX messages_in_order ON messages (queue, visible_at, sequence);
-CREATE TABLE clock (boot TEXT PRIMARY KEY, ahead REAL NOT NULL);
 """
 
 SEND = "INSERT INTO messages (queue, enqueued_at, id, body) VALUES (?, ?, ?, ?)"
@@ -76,9 +74,6 @@ SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY seq
 COUNT = "SELECT count(*), count(nullif(visible_at, 0)) FROM messages WHERE queue = ?"
 EXISTS = "SELECT 1 FROM queues WHERE name = ?"
 
-#: SQLite's limit, 512 with the suffix of its journal.
-_MOST_PATH_BYTES = 504
-
 #: An I/O error with less room than this is one of a full disk.
 _LEAST_FREE_BYTES = 2**18
 
@@ -103,7 +98,6 @@ _START_ANEW = (
 def create(path: Path) -> None:
     """Creates a file without queues, in one step, unless there is one, or a lost one's log."""
     log = log_of(path)
-    _check_length(path)
     draft = path.with_name(f".{uuid.uuid4().hex}"[: len(path.name)])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +130,6 @@ def create(path: Path) -> None:
 
 def connect(path: Path) -> sqlite3.Connection:
     """Opens an existing file; a typo in a worker's address must not create an empty queue."""
-    _check_length(path)
     try:
         size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -166,16 +159,6 @@ def _check_application(connection: sqlite3.Connection, path: Path) -> None:
         raise errors.SetupError(
             f"{path} is not a queue file, but the database of another program or version:"
             " choose another folder with --storage, or move it away"
-        )
-
-
-def _check_length(path: Path) -> None:
-    """Raises SetupError for a path that SQLite would call missing."""
-    size = len(os.fsencode(os.path.realpath(path)))
-    if size > _MOST_PATH_BYTES:
-        raise errors.SetupError(
-            f"the path of the storage is too long for SQLite: {size:,} bytes with {path.name}, of"
-            f" {_MOST_PATH_BYTES} at most: choose a shorter one with --storage"
         )
 
 

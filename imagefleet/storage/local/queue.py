@@ -4,9 +4,6 @@
 are read in the order of the sends, expired leases are reset to 0 through the same index, so that a
 returned message comes first again. No frequent statement reads more rows than it returns. A receipt
 is the sequence number and version of the row; each lease increments the version.
-
-The clock of the leases is the machine's uptime plus a constant that the first process after a start
-of the machine writes into the file: a lease ends when it should although somebody sets the time.
 """
 
 import asyncio
@@ -24,7 +21,6 @@ from imagefleet import errors
 from imagefleet.job import sizes
 from imagefleet.storage import protocol
 from imagefleet.storage.local import file as sqlite_file
-from imagefleet.telemetry import host
 
 _Result = TypeVar("_Result")
 
@@ -41,7 +37,6 @@ class QueueFile:
         )
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
-        self._clock_ahead = 0.0
 
     async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         """Does *work* in the thread of the file.
@@ -65,10 +60,6 @@ class QueueFile:
 
         await self._in_thread(work)
 
-    def now(self) -> float:
-        """The clock of the leases; only for *work*."""
-        return self._clock_ahead + time.clock_gettime(host.CLOCK)
-
     async def close(self) -> None:
         await self._in_thread(self._close)
         self._thread.shutdown()
@@ -86,13 +77,8 @@ class QueueFile:
             # Deleted, or replaced: its jobs are gone, and new ones are in the new file.
             self._close()
         if self._connection is None:
-            connection = sqlite_file.connect(self.path)
-            try:
-                self._clock_ahead = _clock_ahead(connection)
-            except BaseException:
-                connection.close()
-                raise
-            self._connection, self._identity = connection, identity
+            self._connection = sqlite_file.connect(self.path)
+            self._identity = identity
         return self._connection
 
     def _close(self) -> None:
@@ -139,7 +125,6 @@ class LocalQueue:
         self.name = name
         self._operations = operations
         self._clock = time.time
-        self._lease_clock = file.now
 
     async def create(self) -> bool:
         await self._file.create(self.name)
@@ -166,7 +151,7 @@ class LocalQueue:
         self, max_messages: int, lease_seconds: float
     ) -> list[protocol.LeasedMessage]:
         def receive(connection: sqlite3.Connection) -> list[Any]:
-            now = self._lease_clock()
+            now = self._clock()
             # An idle worker polls, and must not take the write lock each time.
             if (
                 connection.execute(sqlite_file.ANY_VISIBLE, (self.name, now)).fetchone()
@@ -247,7 +232,7 @@ class LocalQueue:
         self, message: protocol.LeasedMessage, seconds: float, body: str | None
     ) -> None:
         def values() -> tuple[object, ...]:
-            visible_at = self._lease_clock() + seconds if seconds > 0 else 0
+            visible_at = self._clock() + seconds if seconds > 0 else 0
             return visible_at, body, *_key(message)
 
         await self._change(sqlite_file.UPDATE, values)
@@ -296,7 +281,7 @@ class LocalQueue:
 
     def _sweep(self, connection: sqlite3.Connection) -> None:
         """Makes messages with expired leases visible, for reads that lease nothing."""
-        now = self._lease_clock()
+        now = self._clock()
         if (
             connection.execute(sqlite_file.ANY_EXPIRED, (self.name, now)).fetchone()
             is not None
@@ -314,25 +299,6 @@ def _key(message: protocol.LeasedMessage) -> tuple[int, int, str]:
     """Row, version and id: in a file that replaced another, the row may be another message's."""
     sequence, _, version = message.receipt.partition(".")
     return int(sequence), int(version), message.id
-
-
-def _clock_ahead(connection: sqlite3.Connection) -> float:
-    """Seconds the file's clock is ahead of the uptime; when a machine restarts, all leases end."""
-    ahead = time.time() - host.uptime()
-    if (boot := host.boot_id()) is None:
-        return ahead
-    find = "SELECT ahead FROM clock WHERE boot = ?"
-    if found := connection.execute(find, (boot,)).fetchone():
-        return float(found[0])
-    with transaction(connection):
-        if found := connection.execute(find, (boot,)).fetchone():
-            return float(found[0])
-        if connection.execute("DELETE FROM clock").rowcount:
-            connection.execute(
-                "UPDATE messages SET visible_at = 0 WHERE visible_at > 0"
-            )
-        connection.execute("INSERT INTO clock VALUES (?, ?)", (boot, ahead))
-    return ahead
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

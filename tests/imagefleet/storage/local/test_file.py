@@ -4,18 +4,15 @@ import asyncio
 import contextlib
 import os
 import sqlite3
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-import polling
 from imagefleet import errors
 from imagefleet.storage.local import file as sqlite_file
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
 from imagefleet.storage.protocol import Message, Operations
-from imagefleet.telemetry import host
 
 LEASE_SECONDS = 30
 
@@ -232,67 +229,6 @@ async def test_whoever_still_had_the_deleted_file_open_leaves_the_log_of_the_new
     assert [message.body async for message in other.browse()] == ["a new job"]
 
 
-# Clocks
-
-
-class Wall:
-    """The time of day, which somebody sets."""
-
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def wall(monkeypatch: pytest.MonkeyPatch) -> Wall:
-    wall = Wall()
-    monkeypatch.setattr("imagefleet.storage.local.queue.time.time", wall)
-    return wall
-
-
-HOUR = 3600.0
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="other systems have no id of their start"
-)
-@pytest.mark.parametrize("jump", [24 * HOUR, -24 * HOUR])
-async def test_a_clock_that_is_set_neither_ends_a_lease_nor_prolongs_it(
-    opened: Opened, wall: Wall, jump: float
-) -> None:
-    file, queue = opened()
-    await file.create("jobs")
-    await queue.send(["held", "dropped"])
-    (held,) = await queue.receive(1, LEASE_SECONDS)
-    (dropped,) = await queue.receive(1, 1)
-    wall.now += jump
-    _, other = opened()
-    held = await queue.renew(held, LEASE_SECONDS)
-    (again,) = await polling.until(lambda: other.receive(2, LEASE_SECONDS))
-    assert again.id == dropped.id
-    await queue.delete(held)
-
-
-async def test_after_a_restart_of_the_machine_the_leases_of_dead_workers_are_over(
-    opened: Opened, wall: Wall, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "boot_id", lambda: "first")
-    file, queue = opened()
-    await file.create("jobs")
-    await queue.send(["held", "waiting"])
-    await queue.receive(1, 7 * 24 * HOUR)
-    monkeypatch.setattr(host, "boot_id", lambda: "second")
-    wall.now -= 24 * HOUR  # the clock's battery is empty
-    _, after = opened()
-    assert [each.body for each in await after.receive(2, LEASE_SECONDS)] == [
-        "held",
-        "waiting",
-    ]
-    assert await opened()[1].receive(2, LEASE_SECONDS) == []
-
-
 # Access
 
 
@@ -308,26 +244,3 @@ async def test_a_locked_file_is_reported_with_its_name(
         await queue.receive(1, LEASE_SECONDS)
     other.close()
     assert len(await queue.receive(1, LEASE_SECONDS)) == 1
-
-
-@pytest.mark.parametrize(("size", "fits"), [(504, True), (505, False), (5_000, False)])
-async def test_a_path_that_is_too_long_for_sqlite_is_not_called_missing(
-    tmp_path: Path, size: int, fits: bool
-) -> None:
-    path = tmp_path
-    rest = size - len(os.fsencode(tmp_path)) - len("/queue.sqlite")
-    while rest > 0:
-        part = rest - 1 if rest <= 200 else min(150, rest - 3)
-        path /= "a" * part
-        rest -= part + 1
-    path /= "queue.sqlite"
-    assert len(os.fsencode(path)) == size
-    if fits:
-        sqlite_file.create(path)
-        sqlite_file.connect(path).close()
-        return
-    for make in (sqlite_file.create, sqlite_file.connect):
-        with pytest.raises(
-            errors.SetupError, match=f"too long for SQLite: {size:,} bytes"
-        ):
-            make(path)

@@ -52,7 +52,6 @@ async def file(tmp_path: Path) -> AsyncIterator[QueueFile]:
 def queue(file: QueueFile, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> LocalQueue:
     queue = LocalQueue(file, "jobs", Operations())
     monkeypatch.setattr(queue, "_clock", clock)
-    monkeypatch.setattr(queue, "_lease_clock", clock)
     return queue
 
 
