@@ -54,15 +54,6 @@ class Source:
     """One of these keys must list the files."""
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A folder of such files on this machine, and its manifest."""
-
-    path: Path
-    manifest: Manifest
-    must_exist: bool = True
-
-
 def check_content(
     what: str, file: BufferedReader | BytesIO, size: int, sha256: str | None
 ) -> None:
@@ -114,7 +105,11 @@ class FileLibrary:
         self.lookups: Counter[str] = Counter()
         self._blobs = source.blobs
         self._kind = kind
-        self._folders = [own_folder(kind, directory)] if directory else []
+        self._directory = directory
+        self._folders: dict[Path, Manifest | None] = {}
+        """Folders of such files on this machine, each with the list that they must match."""
+        if directory:
+            self._folders[directory] = None
         self._cache = DiskCache(
             source.cache / kind.folder, min(source.cache_bytes, kind.cached_bytes)
         )
@@ -157,7 +152,7 @@ class FileLibrary:
     async def _named_otherwise(self, name: str) -> set[str]:
         """The names of the files that *name* is an alias of, in the first place that has any."""
         stored = local_path(self._blobs, self._kind.folder)
-        for folder in (*(folder.path for folder in self._folders), stored):
+        for folder in (*self._folders, stored):
             if folder and (
                 found := (await asyncio.to_thread(aliases, folder)).get(name)
             ):
@@ -175,16 +170,14 @@ class FileLibrary:
         return checked and checked[0]
 
     async def _in_folders(self, name: str) -> Path | None:
-        for folder in self._folders:
-            path = folder.path / f"{name}{SUFFIX}"
+        for folder, listed in self._folders.items():
+            path = folder / f"{name}{SUFFIX}"
             try:
                 if not path.is_file():
                     continue
             except OSError as error:
-                raise unreadable(self._kind, folder.path, error.strerror) from error
-            await self._verify(
-                folder.manifest, name, partial(self._check, name, path, rested)
-            )
+                raise unreadable(self._kind, folder, error.strerror) from error
+            await self._verify(listed, name, partial(self._check, name, path, rested))
             return path
         return None
 
@@ -217,11 +210,10 @@ class FileLibrary:
         )
         if data is None:
             await self._blobs.check()  # without its container, the job is not at fault
-            for folder in self._folders:
-                if folder.must_exist and not folder.path.is_dir():
-                    # Unmounted, say: the jobs are not at fault.
-                    raise unreadable(kind, folder.path, "it does not exist")
-            places = "".join(f"{folder.path} or " for folder in self._folders)
+            if self._directory and not self._directory.is_dir():
+                # Unmounted, say: the jobs are not at fault.
+                raise unreadable(kind, self._directory, "it does not exist")
+            places = "".join(f"{folder} or " for folder in self._folders)
             raise errors.MissingFileError(
                 f"no {kind.noun} {name}{SUFFIX} in {places}{kind.folder}/ of the container"
                 f" {self._blobs.name!r}"
@@ -241,13 +233,14 @@ class FileLibrary:
         return f"the {self._kind.noun} {name}{SUFFIX}"
 
     async def _verify(
-        self, listed: Manifest, name: str, check: Callable[[str | None], None]
+        self, listed: Manifest | None, name: str, check: Callable[[str | None], None]
     ) -> None:
-        sha256 = await listed.sha256(name)
+        sha256 = await listed.sha256(name) if listed else None
         try:
             await asyncio.to_thread(check, sha256)
         except errors.TransientError:
-            listed.forget()  # one of the two may be old
+            if listed:
+                listed.forget()  # one of the two may be old
             raise
 
     def _check(
@@ -273,23 +266,6 @@ class FileLibrary:
         self._checked[path] = seen, sha256
 
 
-def own_folder(kind: FileKind, path: Path) -> Folder:
-    """The folder of a worker's setting, whose manifest need not be signed."""
-
-    def read() -> bytes | None:
-        try:
-            listed = path / manifest.NAME
-            with whole(rested(listed)), listed.open("rb") as file:
-                return file.read(manifest.MAX_BYTES + 1)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise unreadable(kind, path, error.strerror) from error
-
-    where = f"{path}/{manifest.NAME}"
-    return Folder(path, Manifest(where, lambda: asyncio.to_thread(read), kind))
-
-
 def unreadable(kind: FileKind, path: Path, reason: str | None) -> errors.SetupError:
     return errors.SetupError(f"{kind.flag} {path} cannot be read: {reason}")
 
@@ -300,8 +276,7 @@ class EmbeddingLibrary(FileLibrary):
     def __init__(self, source: Source, directory: Path | None = None) -> None:
         super().__init__(source, EMBEDDING, directory)
         if path := local_path(source.blobs, EMBEDDING.folder):
-            self._folders.append(Folder(path, self._storage_manifest, must_exist=False))
-        self._own = directory
+            self._folders[path] = self._storage_manifest
         # With a trusted key, only the manifest counts.
         self._listed = [
             each for each in (directory, None if source.trusted else path) if each
@@ -376,7 +351,7 @@ class EmbeddingLibrary(FileLibrary):
         try:
             files = list(folder.iterdir())
         except FileNotFoundError:
-            if folder != self._own:
+            if folder != self._directory:
                 return []
             raise unreadable(EMBEDDING, folder, "it does not exist") from None
         except OSError as error:

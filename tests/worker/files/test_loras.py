@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,23 +240,6 @@ async def test_a_job_is_retried_between_the_replacements_of_a_lora_and_its_manif
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("new"), (
         "read again at once"
     )
-
-
-async def test_a_folder_may_have_a_manifest_too(
-    library: Library, lora_bytes: LoraBytes, tmp_path: Path
-) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "style.safetensors").write_bytes(lora_bytes("a"))
-    (folder / "manifest.json").write_text(
-        json.dumps({"style": sha256(lora_bytes("b"))})
-    )
-    loras = library(folder)
-    with pytest.raises(errors.TransientError, match=r"SHA-256 .* is not the one"):
-        await loras.resolve("style")
-    (folder / "style.safetensors").write_bytes(lora_bytes("b"))
-    os.utime(folder / "style.safetensors", ns=(0, 1))
-    assert await loras.resolve("style") == folder / "style.safetensors"
 
 
 class ReadingEngine(StandInEngine):
