@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
@@ -32,7 +32,6 @@ from worker.metrics import (
 )
 from worker.models.change import Following, WorkerModels, make_queues, note_served
 from worker.node.checks import NodeChecks
-from worker.node.salad import SaladMetadata
 from worker.node.watchdog import NO_LIMITS, NodeLimits
 from worker.progress import Phase
 from worker.pull import Puller
@@ -67,8 +66,6 @@ class Machine:
     began_at: float | None = None
     """Start of its bill (monotonic seconds); None: with the pipeline."""
     limits: NodeLimits = NO_LIMITS
-    container: SaladMetadata | None = None
-    """Asked for another node if this one does not meet the limits."""
 
 
 class Pipeline:
@@ -136,7 +133,6 @@ class Pipeline:
             self.engine_thread,
             retry_policy,
         )
-        self._container = machine.container
         self.puller = Puller(self._queue, self.settler, self.engine_thread)
         self._pull: asyncio.Task[None] | None = None
         """The pull of one model's jobs; None: the node is still checked."""
@@ -397,23 +393,15 @@ class Pipeline:
                             action="hand_back_failed",
                         )
 
-    async def _watch_node(self) -> None:
-        """Finishes the jobs in flight on a broken node; works on if no other node is granted.
-
-        Raises NodeError if one is on its way, or there is no service to ask for one.
-        """
-        while True:
-            reason = await self._checks.watchdog.wait_until_broken()
-            self.puller.pause()
-            self.ready = False
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_JOBS_SECONDS):
-                    await self.settler.nothing_in_flight.wait()
-            requests = self.metrics.reallocations
-            if self._container is None or await self._container.leave(reason, requests):
-                raise errors.NodeError(reason)
-            self.puller.resume()
-            self.ready = True
+    async def _watch_node(self) -> NoReturn:
+        """Side task: raises NodeError for a broken node, once its jobs in flight are done."""
+        reason = await self._checks.watchdog.wait_until_broken()
+        self.puller.pause()
+        self.ready = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_JOBS_SECONDS):
+                await self.settler.nothing_in_flight.wait()
+        raise errors.NodeError(reason)
 
     def _settled(self, entry: InFlightJob, outcome: Outcome) -> None:
         self.puller.not_ahead(entry)

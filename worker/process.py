@@ -217,7 +217,6 @@ class _Worker:
                     limits_of(
                         self._settings, runs_on.gpu, on_salad=self._metadata is not None
                     ),
-                    self._container,
                 ),
             )
             # After the pipeline, whose metrics name this worker also while it waits.

@@ -98,12 +98,8 @@ class Puller:
         self._less_ahead.set()
 
     def pause(self) -> None:
-        """Receives nothing until `resume`; a receive in flight still leases its messages."""
+        """Receives nothing more; a receive in flight still leases its messages."""
         self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
-        self._less_ahead.set()
 
     async def run(self, put: Callable[[InFlightJob], Awaitable[None]]) -> None:
         """Pulls until it is stopped, or with --until-empty until nothing is left."""

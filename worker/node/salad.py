@@ -59,7 +59,6 @@ class SaladMetadata:
     ) -> None:
         self._address = address.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
-        self._is_leaving = False
 
     async def token(self) -> str:
         """A JWT that identifies this container, valid for 2 to 5 minutes."""
@@ -76,16 +75,13 @@ class SaladMetadata:
         await self._request("POST", "/v1/reallocate", body)
 
     async def leave(self, reason: str, requests: Counter) -> bool:
-        """Asks for another node unless that is granted already; returns whether it is granted.
+        """Asks for another node; returns whether it is granted.
 
         SaladCloud moves a container that ends with a code other than 0 as well, but without a
         reason. Either way the node is kept from the group for 48 hours. So a worker asks, then
         waits to be stopped: if it exited too, that could count against a node a second time. A
-        request whose reply is lost counts as refused: the next one comes a quarter of an hour
-        later. *requests* counts them by result.
+        request whose reply is lost counts as refused. *requests* counts them by result.
         """
-        if self._is_leaving:
-            return True
         try:
             await self.reallocate(reason)
         except errors.TransientError as error:
@@ -96,7 +92,6 @@ class SaladMetadata:
                 reason=reason,
             )
             return False
-        self._is_leaving = True
         requests.labels("granted").inc()
         log.warning(
             f"requested another node, waiting to be stopped: {reason}",

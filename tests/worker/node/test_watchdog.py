@@ -5,17 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from evaluation.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
 from imagefleet.storage.open import Storage
-from polling import until
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node import watchdog
-from worker.node.salad import SaladMetadata
 from worker.node.watchdog import NodeLimits, NodeWatchdog
 from worker.pipeline import Machine, Pipeline
 from worker.settings import WorkerSettings
@@ -164,10 +161,9 @@ def test_storage_that_is_down_is_not_the_nodes_fault(node: Node) -> None:
 def run_watched(
     storage: Storage,
     worker_settings: MakeSettings,
-    salad_metadata_service: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Any]:
-    """Starts a pipeline on a SaladCloud node with short windows."""
+    """Starts a pipeline on a node with a limit and short windows."""
     monkeypatch.setattr(watchdog, "WINDOW_SECONDS", 0.15)
 
     def start(engine: contract.Engine, stop: asyncio.Event) -> tuple[Pipeline, Any]:
@@ -177,10 +173,7 @@ def run_watched(
             lambda: engine,
             worker_settings(until_empty=False, lease_seconds=300, prefetch_seconds=0),
             metrics=metrics,
-            machine=Machine(
-                limits=NodeLimits(images_per_second=1.0),
-                container=SaladMetadata(salad_metadata_service.url),
-            ),
+            machine=Machine(limits=NodeLimits(images_per_second=1.0)),
         )
         return pipeline, asyncio.create_task(pipeline.run(stop, asyncio.Event()))
 
@@ -198,44 +191,15 @@ def slow_engine() -> StandInEngine:
     return StandInEngine(tick_seconds=0.02)
 
 
-async def test_a_node_that_fails_three_times_is_reallocated_once_and_pulls_no_more(
-    storage: Storage, run_watched: Callable[..., Any], salad_metadata_service: Any
+async def test_a_node_that_fails_three_times_finishes_its_jobs_and_is_given_up(
+    storage: Storage, run_watched: Callable[..., Any]
 ) -> None:
     await fill(storage)
     pipeline, running = run_watched(slow_engine(), asyncio.Event())
-    await until(lambda: bool(salad_metadata_service.reasons))
-    assert not pipeline.settler.in_flight, (
-        "requested before the jobs in flight were finished"
-    )
-    settled = pipeline.metrics.outcomes.total()
-    with pytest.raises(errors.NodeError, match="images/s"):
+    with pytest.raises(errors.NodeError, match="images/s, less than 1"):
         await running
 
-    assert len(salad_metadata_service.reasons) == 1
-    assert "images/s, less than 1" in salad_metadata_service.reasons[0]
-    assert pipeline.metrics.outcomes == {"completed": settled}, "it pulled again"
+    settled = pipeline.metrics.outcomes.total()
+    assert pipeline.metrics.outcomes == {"completed": settled}, "it handed jobs back"
     assert not pipeline.ready
     assert (await storage.queue.depth()).messages == 200 - settled
-
-
-@local_only
-async def test_a_node_whose_reallocation_is_refused_works_on(
-    storage: Storage, run_watched: Callable[..., Any], salad_metadata_service: Any
-) -> None:
-    asked = []
-
-    async def refuse(request: web.Request) -> web.StreamResponse:
-        asked.append(request.path)
-        return web.Response(status=500, text="<html>", content_type="text/html")
-
-    salad_metadata_service.broken = refuse
-    await fill(storage)
-    stop = asyncio.Event()
-    pipeline, running = run_watched(slow_engine(), stop)
-    await until(lambda: bool(asked))
-    settled = pipeline.metrics.outcomes.total()
-    await until(lambda: pipeline.metrics.outcomes.total() > settled)
-    await until(lambda: pipeline.ready)
-    stop.set()
-    await running
-    assert set(pipeline.metrics.outcomes) <= {"completed", "handed_back"}
