@@ -64,7 +64,6 @@ STAGE_SECONDS_BUCKETS = tuple(0.001 * 2**power for power in range(17))
 IDLE_REASONS = ("queue_empty", "starved", "backpressure", "switch")
 
 NodeFault = Literal[
-    "disk",
     "gpu_memory",
     "engine",
     "start_up_time",

@@ -2,7 +2,7 @@
 
 | check | when | finds |
 | --- | --- | --- |
-| `start_up` | before the first job | a full disk, an occupied GPU |
+| `start_up` | before the first job | an occupied GPU, a start that takes too long |
 | weights | at the start, every 5 minutes, after an alarm | a flipped bit in the GPU's memory |
 | `watchdog` | every 5 minutes of work | a GPU or a line that became slow |
 | failed images | 10 in a row, then a plain one | an engine that draws nothing any more |

@@ -1,14 +1,12 @@
 """The check of a node before its first job.
 
-Free disk space is measured everywhere; free GPU memory only where there is a limit, on SaladCloud.
-The speeds of the GPU and of the upload are measured while the node works (`worker.node.watchdog`).
+Free GPU memory is measured where there is a limit, on SaladCloud. A full disk is found as files are
+fetched, slow GPUs and uploads while the node works (`worker.node.watchdog`).
 """
 
 import asyncio
 import contextlib
 import logging
-import os
-import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -27,8 +25,6 @@ from worker.settings import WorkerSettings
 
 log = logs.EventLog(__name__)
 
-#: An image's cost depends on its steps and its size alone.
-_STEPS = 15
 _PROMPT = "photo of a house by a lake, volumetric light"
 
 
@@ -36,7 +32,6 @@ _PROMPT = "photo of a house by a lake, volumetric light"
 _FINDINGS = {
     "passed": "1 if this node passed its start-up check.",
     "seconds": "Start-up time, loading included.",
-    "free_disk_bytes": "Free disk space for the cache.",
     "free_gpu_bytes": "GPU memory free before the model loads.",
 }
 
@@ -56,8 +51,7 @@ class StartUpCheck(Collector):
         self._began_at = time.monotonic()
 
     def load(self, load: Callable[[], contract.Engine]) -> contract.Engine:
-        """Loads the engine after the checks; raises NodeError."""
-        self._check_disk()
+        """Loads the engine after a check of the GPU; raises NodeError."""
         self._check_gpu()
         return load()
 
@@ -112,19 +106,6 @@ class StartUpCheck(Collector):
                     f"imagefleet_node_check_{name}", what, value=self.findings[name]
                 )
 
-    def _check_disk(self) -> None:
-        folder = self._settings.cache.expanduser().absolute()
-        existing = next(
-            each for each in (folder, *folder.parents) if os.access(each, os.F_OK)
-        )
-        free = self.findings["free_disk_bytes"] = shutil.disk_usage(existing).free
-        if free < self._limits.free_disk_bytes:
-            needed = f"a worker needs {self._limits.free_disk_bytes / 2**20:,.0f}"
-            raise self._broken(
-                "disk",
-                f"the disk of {folder} has {free / 2**20:,.0f} MiB free; {needed}",
-            )
-
     def _check_gpu(self) -> None:
         least, device = self._limits.free_gpu_bytes, self._settings.device
         # Without a limit no GPU is rented: `auto` may mean the CPU.
@@ -143,7 +124,7 @@ class StartUpCheck(Collector):
 def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:
     """An image that every healthy node can generate: the checkpoint's own size, no LoRA.
 
-    Of one row a step where the engine compiles for that, and of twice the steps: as much work.
+    It takes one row a step where the engine compiles for that.
     """
     width, height = engine.default_size
     return contract.ImageRequest(
@@ -151,7 +132,7 @@ def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:
         negative_prompt="",
         loras=(),
         sampler="euler_ancestral",
-        steps=2 * _STEPS if engine.is_unguided else _STEPS,
+        steps=15,
         cfg_scale=1 if engine.is_unguided else 7,
         seed=seed,
         width=width,

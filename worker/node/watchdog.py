@@ -48,9 +48,6 @@ START_UP_SECONDS = 1200.0
 #: SD1.5 in float16 with room for a small batch; a desktop may hold some of a 6 GB card.
 FREE_GPU_BYTES = 3 * 2**30
 
-#: Room for LoRAs, compiled kernels and logs.
-FREE_DISK_BYTES = 2**30
-
 Diagnose = Callable[[str], Awaitable[str | None]]
 """Returns what is wrong with the node after an alarm; None: nothing, the jobs are at fault."""
 
@@ -80,7 +77,6 @@ class NodeLimits:
     upload_bits_per_second: float = 0.0
     start_up_seconds: float = 0.0
     free_gpu_bytes: int = 0
-    free_disk_bytes: int = 0
 
 
 #: The limits of a machine that is not rented by the hour.
@@ -92,9 +88,7 @@ def limits_of(settings: WorkerSettings, gpu: str, *, on_salad: bool) -> NodeLimi
     limits = NO_LIMITS
     if on_salad:
         upload = 1e6 * MIN_UPLOAD_MEGABITS
-        limits = NodeLimits(
-            broken_below(gpu), upload, START_UP_SECONDS, FREE_GPU_BYTES, FREE_DISK_BYTES
-        )
+        limits = NodeLimits(broken_below(gpu), upload, START_UP_SECONDS, FREE_GPU_BYTES)
     if settings.min_images_per_second is not None:
         limits = replace(limits, images_per_second=settings.min_images_per_second)
     if settings.start_up_seconds is not None:

@@ -48,19 +48,15 @@ async def test_the_findings_are_one_log_line_and_the_metrics(
         if vars(line).get("action") == "node_check"
     )
     assert facts["passed"] is True
-    assert facts["free_disk_bytes"] > 0
     assert facts["limits"]["start_up_seconds"] == 100
     samples = {family.name: family.samples[0].value for family in found.collect()}
     assert samples["imagefleet_node_check_passed"] == 1
-    free = samples["imagefleet_node_check_free_disk_bytes"]
-    assert free == facts["free_disk_bytes"]
     assert "imagefleet_node_check_free_gpu_bytes" not in samples
 
 
 @pytest.mark.parametrize(
     ("limits", "error", "fault"),
     [
-        ({"free_disk_bytes": 2**60}, "disk", "disk"),
         ({"start_up_seconds": 0.01}, "--start-up-seconds", "start_up_time"),
         ({}, "the GPU miscalculates", "engine"),
     ],
