@@ -229,10 +229,9 @@ class InputReader:
                     f" --model FOLDER` makes and stores those of a file of jobs ({error.message})"
                 ) from None
 
-        return await concurrency.gather(
-            find("prompt", str(job.parsed_prompt)),
-            find("negative prompt", str(job.parsed_negative_prompt)),
-        )
+        positive = await find("prompt", str(job.parsed_prompt))
+        negative = await find("negative prompt", str(job.parsed_negative_prompt))
+        return positive, negative
 
     def _refuse_others(self, job: Job, field: str, source: str, campaign: str) -> None:
         own = job.campaign or DEFAULT_CAMPAIGN
