@@ -79,15 +79,7 @@ class LeaseKeeper:
         """Renews the lease and replaces the message's text."""
         async with lease.lock:
             lease.check()
-            asked_at = time.monotonic()
-            try:
-                lease.message = await self.queue.renew(
-                    lease.message, self.lease_seconds, body
-                )
-            except errors.LeaseLost:
-                self._mark_lost(lease)
-                raise
-            lease.expires_at = asked_at + self.lease_seconds
+            await self._extend(lease, body)
 
     async def release(
         self, lease: Lease, delay_seconds: float = 0, body: str | None = None
@@ -115,13 +107,9 @@ class LeaseKeeper:
         async with lease.lock, self._slots:
             if lease not in self._leases:  # it has ended, or is lost
                 return
-            asked_at = time.monotonic()
             try:
-                lease.message = await self.queue.renew(
-                    lease.message, self.lease_seconds
-                )
+                await self._extend(lease)
             except errors.LeaseLost:
-                self._mark_lost(lease)
                 self.on_renewal("lost")
             except errors.TransientError as error:
                 # Neither held nor lost: the reply may have been lost after the renewal.
@@ -133,8 +121,18 @@ class LeaseKeeper:
                         in_flight=len(self._leases),
                     )
             else:
-                lease.expires_at = asked_at + self.lease_seconds
                 self.on_renewal("renewed")
+
+    async def _extend(self, lease: Lease, body: str | None = None) -> None:
+        asked_at = time.monotonic()
+        try:
+            lease.message = await self.queue.renew(
+                lease.message, self.lease_seconds, body
+            )
+        except errors.LeaseLost:
+            self._mark_lost(lease)
+            raise
+        lease.expires_at = asked_at + self.lease_seconds
 
     def _mark_lost(self, lease: Lease) -> None:
         lease.is_lost = True
