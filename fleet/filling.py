@@ -18,8 +18,7 @@ from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from loadgen.campaigns import changes_of, shown
 from loadgen.caption_sweep import SweepSource
-from loadgen.file_source import FileSource
-from loadgen.load import Checkpoint, Load, Refusals, Summary
+from loadgen.load import Load, Refusals, Summary
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
 from worker.progress import duration
@@ -62,7 +61,6 @@ def fill(
     settings: LoadSettings,
     source: Source | SweepSource,
     file: str,
-    path: Path | None,
     sending: Sending,
     reading: Reading | None = None,
     *,
@@ -80,7 +78,6 @@ def fill(
         storage,
         source,
         settings,
-        path,
         refusals=refusals,
         on_notice=console.print_note,
         restart=sending.restart,
@@ -88,7 +85,8 @@ def fill(
         models=sending.model or (),
         **terms,
     )
-    _announce(load, file, path)
+    if not source.count:
+        console.print_note(f"{file} is empty: nothing was sent")
     if reading is not None:
         with reading("checking"):
             load.check()  # before the event loop begins: Ctrl-C can interrupt a long file
@@ -100,26 +98,24 @@ def fill(
     if as_json:
         console.print_json({**asdict(summary), **told})
     elif not quiet:
-        _print_summary(summary, path, told)
+        _print_summary(summary, told)
         found = (
             summary.changed
             or summary.as_before
             or summary.cancelled
             or told.get("invalid")
         )
-        if not (load.is_done or summary.sent) and summary.finished:
+        if source.count and not summary.sent and summary.finished:
             where = "" if found else f"no jobs in {file}: "
-            console.print_note(f"{where}nothing was sent")
+            again = "; --restart sends them again" if summary.as_before else ""
+            console.print_note(f"{where}nothing was sent{again}")
     if not summary.finished:
         raise typer.Exit(console.EXIT_INTERRUPTED)
 
 
-def preview(settings: LoadSettings, source: Source, path: Path | None) -> str:
+def preview(settings: LoadSettings, source: Source) -> str:
     """Checks the jobs, and tells which of them were sent before; creates and sends nothing."""
-    if isinstance(source, FileSource) and path and (found := Checkpoint.read(path)):
-        source.ids = found.ids
-
-    source.check(0)
+    source.check()
 
     async def compare() -> str:
         try:
@@ -150,19 +146,6 @@ async def _send(storage: Storage, load: Load, show: Callable[[int], None]) -> Su
             loop.remove_signal_handler(signal.SIGINT)
 
 
-def _announce(load: Load, file: str, path: Path | None) -> None:
-    jobs = console.counted(load.confirmed, "job")
-    if load.is_done and not load.confirmed:
-        console.print_note(f"{file} is empty: nothing was sent")
-    elif load.is_done:
-        console.print_note(
-            f"nothing to send: {file} is already loaded ({jobs}), according to {path}; --restart"
-            " sends it again"
-        )
-    elif load.confirmed:
-        console.print_note(f"resuming after {jobs}, according to {path}")
-
-
 @contextlib.contextmanager
 def showing(
     load: Load, total: int, *, is_live: bool, quiet: bool
@@ -183,7 +166,7 @@ def showing(
         # The last minute's rate: a storage that asks to slow down shows at once.
         speed_estimate_period=60,
     )
-    bar.add_task("", total=total, completed=load.confirmed, rate="")
+    bar.add_task("", total=total, rate="")
     (task,) = bar.tasks
 
     def show(confirmed: int) -> None:
@@ -209,9 +192,7 @@ def showing(
         yield show
 
 
-def _print_summary(
-    summary: Summary, path: Path | None, told: Mapping[str, Any]
-) -> None:
+def _print_summary(summary: Summary, told: Mapping[str, Any]) -> None:
     if summary.sent:
         second = summary.second_drawings
         also = f" and {console.counted(second, 'second drawing')}" if second else ""
@@ -234,12 +215,12 @@ def _print_summary(
     if skipped := told.get("invalid"):
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")
     for campaign, jobs in summary.cancelled.items():
-        again = "; --restart sends all its jobs again" if path else ""
         console.print_note(
-            f"{console.counted(jobs, 'job')} not sent: campaign {campaign} was cancelled{again}"
+            f"{console.counted(jobs, 'job')} not sent: campaign {campaign} was cancelled; the same"
+            " command sends them"
         )
     if not summary.finished:
-        resume = "; the same command resumes there" if path else ""
         console.print_note(
-            f"stopped after {console.counted(summary.confirmed, 'job')}{resume}"
+            f"stopped after {console.counted(summary.confirmed, 'job')}; the same command goes on"
+            " there"
         )

@@ -17,7 +17,6 @@ from fleet.redo import replace
 from imagefleet import errors
 from imagefleet.storage.open import signer_of
 from loadgen import sources
-from loadgen.load import default_path
 from loadgen.rejects import MOST_SHOWN, Rejected, Report
 from loadgen.settings import LoadSettings
 
@@ -62,9 +61,6 @@ class Sending(filling.Sending):
         "Have such jobs drawn again, as `redo` does, which needs the operator's rights.",
         default=False,
     )
-    state: Path | None = option(
-        "The checkpoint; default: next to FILE.", metavar="PATH"
-    )
 
 
 @options.flat
@@ -91,8 +87,8 @@ def command(
 ) -> None:
     """Fills the job queue from a template or a file of jobs.
 
-    The same file and seed give the same jobs. After an interruption, the same command resumes at
-    its checkpoint.
+    The same file and seed give the same jobs. What was sent is noted in the storage: the same
+    command again adds nothing, and after an interruption it goes on where it was.
 
     imagefleet load templates/demo.yaml --dry-run
 
@@ -105,7 +101,6 @@ def command(
     if sending.new_only and sending.replace:
         raise errors.SetupError("choose one: --new-only or --replace")
     target.check_name("--campaign", jobs.campaign)
-    path = _checkpoint(settings, jobs.file, sending)
     file, rejects = Path(jobs.file), jobs.rejects
     is_shown = not (sending.quiet or as_json)
     read = functools.partial(filling.reading, file, is_shown=is_shown)
@@ -125,25 +120,30 @@ def command(
             )
         if jobs.rejects:
             with read("checking"):
-                source.check(0, lambda *_: None)  # all of it, whatever was sent before
+                source.check()
         if check:
             elsewhere = missing.Elsewhere(lora_directory, sending.model or ())
             _check(settings, source, report, elsewhere, read, as_json=as_json)
         elif dry_run:
             with read("checking"):
-                changes = filling.preview(settings, source, path)
+                changes = filling.preview(settings, source)
             if not sending.quiet:
                 console.print_note(f"{source.describe()}; {changes}")
             for body in source.examples(DRY_RUN_JOBS):
                 console.print_json_line(json.loads(body))
         else:
-            in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
-            with console.only_one(path, in_use) if path else contextlib.nullcontext():
+            alone = file.with_name(f"{file.name}.{settings.queue}")
+            in_use = f"another `imagefleet load` is at work with {file}"
+            is_input = jobs.file == "-"
+            with (
+                contextlib.nullcontext()
+                if is_input
+                else console.only_one(alone, in_use)
+            ):
                 filling.fill(
                     settings,
                     source,
                     jobs.file,
-                    path,
                     sending,
                     read,
                     as_json=as_json,
@@ -188,16 +188,6 @@ def reporting(path: Path | None, *, skips: bool, as_json: bool) -> Iterator[Repo
                 console.print_note(f"rows that are no jobs: {report.summary}")
 
 
-def _checkpoint(settings: LoadSettings, file: str, sending: Sending) -> Path | None:
-    if file != "-":
-        return sending.state or default_path(Path(file), settings.queue)
-    if sending.state or sending.restart:
-        raise errors.SetupError(
-            "--state and --restart need a FILE: standard input cannot be resumed"
-        )
-    return None
-
-
 def _check(
     settings: LoadSettings,
     source: sources.Source,
@@ -210,7 +200,7 @@ def _check(
     """Reads all jobs, and tells what they name that workers would not find."""
     uses = missing.Uses()
     with read("checking"):
-        source.check(0, uses.add)
+        source.check(uses.add)
     found = console.run(missing.look(settings, uses, elsewhere))
     if as_json:
         console.print_json(missing.summary(uses, found) | {"invalid": report.count})

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -42,7 +42,8 @@ class FileJobs:
     def __init__(self) -> None:
         self.digests: dict[str, Digests] = {}
         self._positions: dict[str, Digests] = {}
-        self._again = 0
+        self.again = 0
+        """Jobs that are in the file more than once."""
 
     def add(self, position: int, job: SentJob) -> int | None:
         """Takes in the job at a position; returns the earlier one that has its id and differs."""
@@ -58,12 +59,12 @@ class FileJobs:
         elif before != digest:
             return int.from_bytes(positions.get(key) or b"")
         else:
-            self._again += 1
+            self.again += 1
         return None
 
     async def compared(self, ledgers: Ledgers, changed: list[int]) -> Counter[Compared]:
         """Counts jobs by whether they were sent; *changed* gets positions of those that differ."""
-        counts: Counter[Compared] = Counter({"as_before": self._again})
+        counts: Counter[Compared] = Counter({"as_before": self.again})
         for campaign in self.digests:
             ledger = ledgers.of(campaign)
             await ledger.read()
@@ -84,8 +85,8 @@ class FileJobs:
         return counts
 
 
-def jobs_of(source: FileSource, start: int) -> FileJobs:
-    """The jobs of a file from a position on; raises SetupError for two of one id that differ."""
+def jobs_of(source: FileSource) -> FileJobs:
+    """The jobs of a file; raises SetupError for two of one id that differ."""
     jobs = FileJobs()
 
     def add(position: int, body: str) -> None:
@@ -98,7 +99,7 @@ def jobs_of(source: FileSource, start: int) -> FileJobs:
                 f" {job_key(job.campaign, job.id)}; nothing was sent: give one of them another id"
             )
 
-    source.check(start, on_body=add)
+    source.check(on_body=add)
     return jobs
 
 
@@ -111,11 +112,11 @@ async def changes_of(
     """
     ledgers = Ledgers(storage)
     if isinstance(source, FileSource):
-        return await jobs_of(source, 0).compared(ledgers, [])
+        return await jobs_of(source).compared(ledgers, [])
     if source.count and await ledgers.of(source.campaign).is_new():
         return Counter({"new": source.count})
     jobs = FileJobs()
-    for position, body in enumerate(source.bodies(0)):
+    for position, body in enumerate(source.bodies()):
         jobs.add(position, job_of(body or ""))
     return await jobs.compared(ledgers, [])
 
@@ -127,8 +128,6 @@ class LoadedCampaigns:
     cancelled: CancelledCampaigns
     ledgers: Ledgers
     notice: Callable[[str], None]
-    known: Mapping[str, datetime]
-    """The cancellations of before this load, which are none of its own."""
     only: str | None
     """The campaign of all jobs, whose ids are then the source's own: none is there twice."""
     total: int
@@ -138,8 +137,8 @@ class LoadedCampaigns:
     position: int = 0
     counts: Counter[Compared] = field(default_factory=Counter, init=False)
     left_out: Counter[str] = field(default_factory=Counter, init=False)
-    noted: int = field(default=0, init=False)
-    """The positions below are in the ledgers."""
+    known: Mapping[str, datetime] = field(default_factory=dict, init=False)
+    """The cancellations of before this load, which are none of its own."""
     _is_compared: bool = field(default=True, init=False)
     _in_flight: deque[tuple[str, bytes] | None] = field(
         default_factory=deque, init=False
@@ -153,24 +152,13 @@ class LoadedCampaigns:
         cancelled_at = self.cancelled.times.get(campaign)
         return cancelled_at is not None and cancelled_at != self.known.get(campaign)
 
-    async def begin(
-        self, sent: Iterable[str | None], noted: int, confirmed: int
-    ) -> None:
-        """Begins at position *confirmed*; *sent* are the messages from *noted* on, to be noted."""
-        self.position = self._confirmed = confirmed
-        self.noted = noted
+    async def begin(self) -> None:
+        self.known = dict(self.cancelled.times)
         if self.only is not None:
             try:
                 self._is_compared = not await self.ledgers.of(self.only).is_new()
             except errors.SetupError as error:
                 self._refuse(error)
-        for body in sent:
-            if body is not None and (job := job_of(body)).entry:
-                ledger = await self._ledger(job.campaign)
-                is_left_out = ledger.compare(job.entry) == "changed"
-                if not (is_left_out or self.is_cancelled(job.campaign)):
-                    ledger.pending += job.entry
-        await self.note()
 
     async def choose(self, body: str | None) -> str | None:
         """The next message; None if it is not sent.
@@ -238,16 +226,14 @@ class LoadedCampaigns:
 
     async def note(self) -> None:
         """Notes which jobs are sent; where that fails, the load goes on."""
-        position = self._confirmed
-        if not self._is_refused:
-            try:
-                await self.ledgers.note()
-            except errors.SetupError as error:
-                self._refuse(error)
-            except errors.TransientError as error:
-                self.notice(f"which jobs are sent is not noted yet: {error.message}")
-                return
-        self.noted = position
+        if self._is_refused:
+            return
+        try:
+            await self.ledgers.note()
+        except errors.SetupError as error:
+            self._refuse(error)
+        except errors.TransientError as error:
+            self.notice(f"which jobs are sent is not noted yet: {error.message}")
 
     def _refuse(self, error: errors.SetupError) -> None:
         self._is_refused = True

@@ -17,7 +17,7 @@ from imagefleet.job.prompt import read_words
 from imagefleet.signing import JobSigner
 from imagefleet.sweep import Group, Sweep
 from loadgen import file_source
-from loadgen.file_source import UnchangedFile, digest
+from loadgen.file_source import UnchangedFile
 from loadgen.formats.json_array import CocoCaptions
 from loadgen.formats.lines import Entry, Format, FormatError
 from loadgen.sweep import slug
@@ -62,11 +62,10 @@ class CaptionFile:
         if not self.facts.count:
             raise errors.SetupError(f"{path} holds no captions")
 
-    def read(self, start: int = 0) -> Iterator[str]:
-        """The captions from number *start* on."""
+    def read(self) -> Iterator[str]:
         with self._file.opened() as stream:
-            entries = self._form.entries(stream, 0)
-            yield from itertools.islice(self._captions(entries), start, self._count)
+            captions = self._captions(self._form.entries(stream))
+            yield from itertools.islice(captions, self._count)
 
     def _captions(self, entries: Iterable[Entry]) -> Iterator[str]:
         for entry in entries:
@@ -177,20 +176,20 @@ class SweepSource:
         self.campaign = campaign
         self.path = captions.path
         self.count = self.sweep.images
-        self.identity = digest(self.sweep.model_dump_json().encode())
         self._captions = captions
         self._signer = signer
         for _ in self.first_jobs():
             pass
 
-    def check(self, start: int) -> None:
-        """Checks each caption that is still to be sent, in the first group: groups were checked."""
-        first = start // len(self.sweep.groups)
-        for number, caption in enumerate(self._captions.read(first), first):
+    def check(self) -> None:
+        """Checks each caption in the first group: groups were checked."""
+        for number, caption in enumerate(self._captions.read()):
             self._body(self.sweep.groups[0], number, caption)
 
-    def bodies(self, start: int) -> Iterator[str]:
-        return itertools.starmap(self._body, self._images(start))
+    def bodies(self) -> Iterator[str]:
+        for number, caption in enumerate(self._captions.read()):
+            for group in self.sweep.groups:
+                yield self._body(group, number, caption)
 
     def first_jobs(self) -> Iterator[Job]:
         """A job of each group, which stands for all of them: only the captions differ."""
@@ -203,16 +202,6 @@ class SweepSource:
             f"{self.sweep.captions.count:,} caption{'s' * (self.sweep.captions.count != 1)} x"
             f" {groups_of:,} group{'s' * (groups_of != 1)}: {self.count:,} jobs"
         )
-
-    def _images(self, start: int) -> Iterator[tuple[Group, int, str]]:
-        first, skipped = divmod(start, len(self.sweep.groups))
-        numbered = enumerate(self._captions.read(first), first)
-        images = (
-            (group, number, caption)
-            for number, caption in numbered
-            for group in self.sweep.groups
-        )
-        return itertools.islice(images, skipped, None)
 
     def _job(self, group: Group, number: int, caption: str) -> Job:
         prompt = prompt_of(caption)

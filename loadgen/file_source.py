@@ -14,13 +14,13 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TypedDict, Unpack, cast
 
 from imagefleet import errors
 from imagefleet.job import message, settings_table, sizes
 from imagefleet.job.message import Job
+from imagefleet.records.ledger import HASH_BYTES, Digests, id_hash
 from imagefleet.signing import MAX_SIGNATURE_BYTES, JobSigner
 from imagefleet.storage.deliveries import without_deliveries
 from loadgen.formats.json_array import JsonArray
@@ -151,7 +151,11 @@ class Terms(TypedDict, total=False):
 
 
 class FileSource:
-    """A file of jobs; ids come from the content and the entry's number, with or without a job."""
+    """A file of jobs.
+
+    The id of a job without one comes from the file's name, the job's content, and how often that
+    came before, so that rows which are added or removed later change no other.
+    """
 
     def __init__(
         self,
@@ -174,20 +178,12 @@ class FileSource:
         """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
         self.empty = 0
         """Positions so far that hold no job, an empty line say."""
-        # The same bytes are other jobs in another format.
-        person = b"" if form.name == "jsonl" else form.name.encode()
-        with self._opened() as stream:
-            new_hash = partial(hashlib.blake2b, digest_size=16, person=person)
-            hasher = hashlib.file_digest(stream, new_hash)
+        self._ids = digest(
+            f"{path.name.removesuffix('.gz')} {self._campaign} {self._defaults}".encode()
+        )
+        """Basis of the ids of jobs without one."""
         with self._opened() as stream:
             entries = form.count(stream)
-        if self._campaign is not None:
-            hasher.update(f" campaign={self._campaign}".encode())
-        if self._defaults is not None:
-            hasher.update(f" defaults={self._defaults}".encode())
-        self.identity = hasher.hexdigest()
-        self.ids = self.identity
-        """Basis of the ids of jobs without one: this identity, or that of earlier content."""
         count = terms.get("count")
         self.count = entries if count is None else min(count, entries)
 
@@ -197,24 +193,20 @@ class FileSource:
             f"{self._name}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
         )
 
-    def check(
-        self, start: int, on_job: OnJob | None = None, on_body: OnBody | None = None
-    ) -> None:
-        """Checks each entry that is to be sent, for *on_job*; or raises SetupError.
+    def check(self, on_job: OnJob | None = None, on_body: OnBody | None = None) -> None:
+        """Checks each entry, for *on_job*; or raises SetupError.
 
         *on_body* gets the position and the message of each, unsigned.
         """
-        read = self._read(start, self.report.reject, on_job or (lambda *_: None))
-        for position, body in enumerate(read, start):
+        read = self._read(self.report.reject, on_job or (lambda *_: None))
+        for position, body in enumerate(read):
             if body is not None and on_body is not None:
                 on_body(position, body)
         if self.report.count and not self.report.skips:
             raise errors.SetupError(self.report.sentence(self._name))
 
-    def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(
-            start, self.report.reject if self.report.skips else self._refuse
-        )
+    def bodies(self) -> Iterator[str | None]:
+        return self._read(self.report.reject if self.report.skips else self._refuse)
 
     def _refuse(self, rejected: Rejected) -> None:
         self.report.reject(rejected)
@@ -225,29 +217,25 @@ class FileSource:
     def place(self, position: int) -> str:
         """The line or the row of the entry at *position*, as messages name it."""
         with self._opened() as stream:
-            return next(iter(self._form.entries(stream, position))).place
+            entries = self._form.entries(stream)
+            return next(itertools.islice(entries, position, None)).place
 
     def examples(self, most: int) -> Iterator[str]:
         return itertools.islice(
-            (body for body in self.bodies(0) if body is not None), most
+            (body for body in self.bodies() if body is not None), most
         )
 
     def _read(
-        self,
-        start: int,
-        on_rejected: Callable[[Rejected], None],
-        on_job: OnJob | None = None,
+        self, on_rejected: Callable[[Rejected], None], on_job: OnJob | None = None
     ) -> Iterator[str | None]:
-        """The messages from position *start* on; with *on_job* they are only checked."""
+        """The messages; with *on_job* they are only checked."""
+        repeats = Digests()
         with self._opened() as stream:
-            entries = itertools.islice(
-                self._form.entries(stream, start), max(0, self.count - start)
-            )
-            for number, entry in enumerate(entries, start + 1):
+            for entry in itertools.islice(self._form.entries(stream), self.count):
                 problem, body = entry.problem, None
                 try:
                     if entry.text:
-                        body = self._message(entry, f"{self.ids}:{number}", on_job)
+                        body = self._message(entry, repeats, on_job)
                 except errors.JobError as error:
                     problem = error.message
                 if problem:
@@ -257,9 +245,12 @@ class FileSource:
                 self.empty += on_job is None and not (problem or entry.text)
                 yield body
 
-    def _message(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
+    def _message(self, entry: Entry, repeats: Digests, on_job: OnJob | None) -> str:
         text, has_failed = _without_failure(entry.text)
-        job_id = digest(id_text.encode())
+        content = id_hash(text)
+        repeat = int.from_bytes(repeats.get(content) or b"") + 1
+        repeats.put(content + repeat.to_bytes(HASH_BYTES))
+        job_id = digest(f"{self._ids} {repeat} {text}".encode(errors="surrogatepass"))
         job = message.read_job(text, job_id, defaults=self._defaults)
         if self._to_compare:
             self._compare_defaults(entry.place, text, job)
@@ -309,7 +300,7 @@ class StandardInput(FileSource):
             shutil.copyfileobj(sys.stdin.buffer, copy)
         weakref.finalize(self, os.unlink, copy.name)
         super().__init__(Path(copy.name), form, name="standard input", **terms)
-        self.identity = self.ids = uuid.uuid4().hex
+        self._ids = uuid.uuid4().hex
 
 
 def _without_failure(text: str) -> tuple[str, bool]:

@@ -21,7 +21,7 @@ class LoadSettings(SignerSettings):
         default=BATCH,
         ge=1,
         le=512,
-        description="Jobs in flight at once; after a kill, at most so many are sent again.",
+        description="Jobs in flight at once.",
     )
     rate: float | None = Field(
         default=None,

@@ -83,20 +83,19 @@ class TemplateSource:
             return jobs
         return f"{jobs}: {self.combinations:,} combinations of {self._sweep.describe()}"
 
-    def check(self, start: int, on_job: OnJob | None = None) -> None:
+    def check(self, on_job: OnJob | None = None) -> None:
         """Checks every entry of every list once, and the first jobs; all with *on_job*."""
         for turn in range(self._patterns.longest):
             self._body(0, self._patterns.draw_in_turn(turn))
         if on_job is None:
-            for _ in itertools.islice(self.bodies(start), _SAMPLE_JOBS):
+            for _ in itertools.islice(self.bodies(), _SAMPLE_JOBS):
                 pass
             return
-        for index in range(start, self.count):
+        for index in range(self.count):
             on_job(f"job {index + 1}", self._job(index, self._draws(index)))
 
-    def bodies(self, start: int) -> Iterator[str]:
-        for index in range(start, self.count):
-            yield self.body(index)
+    def bodies(self) -> Iterator[str]:
+        return map(self.body, range(self.count))
 
     def examples(self, most: int) -> Iterator[str]:
         """The first messages; those of a sweep from all over it."""
@@ -162,7 +161,7 @@ class TemplateSource:
         return validation.as_error(errors.SetupError, before, Job.model_fields)
 
 
-#: Messages by position, None for a position without one; the same identity means the same messages.
+#: Messages by position, None for a position without one.
 Source = TemplateSource | FileSource
 
 

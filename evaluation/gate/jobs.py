@@ -20,10 +20,10 @@ def of_file(path: Path | None, count: int | None, steps: int | None) -> list[Job
     """The first jobs of a file, or of the demo's; raises SetupError if one is not valid."""
     name = path or demo.find_checkpoint() / "demo_jobs.jsonl"
     source = open_source(str(name), count=count or COUNT)
-    source.check(0)
+    source.check()
     jobs = [
         read_job(body, f"{number:06}")
-        for number, body in enumerate(source.bodies(0), 1)
+        for number, body in enumerate(source.bodies(), 1)
         if body is not None
     ]
     if not jobs:

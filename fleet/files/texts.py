@@ -64,9 +64,8 @@ def make(
                 prompts[text_states.stem(text, encoder)] = text
 
     with reading(Path(jobs), "reading", is_shown=not quiet):
-        open_source(jobs, form=given.form, count=given.count, seed=given.seed).check(
-            0, note
-        )
+        source = open_source(jobs, form=given.form, count=given.count, seed=given.seed)
+        source.check(note)
     making = _make(settings, encoder, prompts, given, dry_run=dry_run, quiet=quiet)
     lacking, is_listed = console.run(making)
     stored = 0 if dry_run else len(lacking)

@@ -126,7 +126,7 @@ def of_source(source: Source, models: Models) -> list[ModelJobs]:
         except errors.JobError as error:
             raise errors.SetupError(f"{place}: {error.message}") from None
 
-    source.check(0, add)
+    source.check(add)
     if not found:
         raise errors.SetupError("there are no jobs in the file: nothing to plan")
     for work in found.values():

@@ -112,7 +112,7 @@ def command(
     given = {}
     if jobs is not None:
         source = sources.open_source(str(jobs), signer=signer_of(settings))
-        given = replace.by_key(source.bodies(0))
+        given = replace.by_key(source.bodies())
     result = console.run(
         _run(settings, which, given, dry_run=dry_run, yes=yes, quiet=as_json)
     )

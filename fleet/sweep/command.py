@@ -120,7 +120,7 @@ def command(
                 " that workers have a model from elsewhere; they say what is drawn with"
             )
     with reading("checking"):
-        source.check(0)
+        source.check()
     if sending.dry_run:
         _show_groups(source, as_json=as_json)
         return
@@ -128,7 +128,7 @@ def command(
         console.print_note(source.describe())
     console.run(_note(settings, source, sending))
     name, facts = str(source.path), functools.partial(_facts, source)
-    filling.fill(settings, source, name, None, sending, as_json=as_json, facts=facts)
+    filling.fill(settings, source, name, sending, as_json=as_json, facts=facts)
 
 
 async def _note(settings: LoadSettings, source: SweepSource, sending: Sending) -> None:

@@ -18,12 +18,12 @@ class JsonArray(Format):
     suffixes = (".json",)
     unit = "job"
 
-    def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
+    def entries(self, stream: BinaryIO) -> Iterator[Entry]:
         whole = _read(stream)
         jobs = [whole] if isinstance(whole, dict) else whole
         if not isinstance(jobs, list):
             raise FormatError("it holds neither an array of jobs nor a job")
-        for number, job in enumerate(jobs[start:], start + 1):
+        for number, job in enumerate(jobs, 1):
             yield Entry(f"job {number}", json.dumps(job))
 
 
@@ -34,12 +34,12 @@ class CocoCaptions(Format):
     suffixes = (".json",)
     unit = "annotation"
 
-    def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
+    def entries(self, stream: BinaryIO) -> Iterator[Entry]:
         whole = _read(stream)
         captions = whole.get("annotations") if isinstance(whole, dict) else None
         if not isinstance(captions, list):
             raise FormatError("it is no object with the array 'annotations'")
-        for number, caption in enumerate(captions[start:], start + 1):
+        for number, caption in enumerate(captions, 1):
             yield Entry(f"annotations {number}", json.dumps(caption))
 
 

@@ -39,11 +39,11 @@ class Format(abc.ABC):
     """True if it is read from its first byte to its last, so that it can come from a pipe."""
 
     @abc.abstractmethod
-    def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
-        """The entries from position *start* on."""
+    def entries(self, stream: BinaryIO) -> Iterator[Entry]:
+        """The entries, a job or none for each position."""
 
     def count(self, stream: BinaryIO) -> int:
-        return sum(1 for _ in self.entries(stream, 0))
+        return sum(1 for _ in self.entries(stream))
 
 
 def lines(stream: BinaryIO) -> Iterator[bytes]:
@@ -70,10 +70,8 @@ class JsonLines(Format):
     def count(self, stream: BinaryIO) -> int:
         return sum(1 for _ in lines(stream))
 
-    def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
-        for number, line in enumerate(
-            itertools.islice(lines(stream), start, None), start + 1
-        ):
+    def entries(self, stream: BinaryIO) -> Iterator[Entry]:
+        for number, line in enumerate(lines(stream), 1):
             place = f"line {number}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()

@@ -153,12 +153,10 @@ class CsvRows(Format):
         _, _, rows = _open(stream)
         return sum(1 for _ in rows)
 
-    def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
+    def entries(self, stream: BinaryIO) -> Iterator[Entry]:
         columns, delimiter, rows = _open(stream)
         # The names are row 1.
-        for number, (line, cells) in enumerate(
-            itertools.islice(rows, start, None), start + 2
-        ):
+        for number, (line, cells) in enumerate(rows, 2):
             place = f"row {number}"
             if line != number:
                 place += f", line {line}"
@@ -256,7 +254,7 @@ class ParquetRows(Format):
             Columns(file.schema_arrow.names)
             return int(file.metadata.num_rows)
 
-    def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
+    def entries(self, stream: BinaryIO) -> Iterator[Entry]:
         with _opened(stream) as file:
             columns = Columns(file.schema_arrow.names)
             rows = (
@@ -264,7 +262,7 @@ class ParquetRows(Format):
                 for batch in file.iter_batches(_BATCH_ROWS)
                 for row in batch.to_pylist()
             )
-            for number, row in itertools.islice(enumerate(rows, 1), start, None):
+            for number, row in enumerate(rows, 1):
                 yield columns.entry(f"row {number}", row.values())
 
 

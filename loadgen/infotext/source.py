@@ -36,7 +36,7 @@ def entries(path: Path) -> Iterator[tuple[Entry, Callable[[], Reading]]]:
         return
     form = file_source.find_format(path, other_suffixes=SUFFIXES)
     with file_source.UnchangedFile(path, form).opened() as stream:
-        for entry in form.entries(stream, 0):
+        for entry in form.entries(stream):
             if entry.text or entry.problem:
                 yield (
                     entry._replace(place=f"{path}, {entry.place}"),

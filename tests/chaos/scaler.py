@@ -89,7 +89,7 @@ class KilledScaler:
     async def _scale_once(self) -> int:
         return await self._imagefleet(60, *self._arguments, "--once")
 
-    def _has_called(self, calls: int) -> bool:
+    async def _has_called(self, calls: int) -> bool:
         return len(self.cloud.requests) > calls
 
     async def _imagefleet(

@@ -25,15 +25,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import forks
 import storm_clashes
 import storm_worker
+from imagefleet.records import ledger
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from proxy import Fault, FaultProxy
@@ -313,24 +313,25 @@ class Storm:
             both += self.jobs()
         self.random.shuffle(both)
         jobs.write_text("".join(f"{json.dumps(job)}\n" for job in both))
-        checkpoint = self.folder / "load.checkpoint"
         rate = self.tally.jobs / FILL_SECONDS
-        command = ["load", jobs, "--state", checkpoint, "--rate", str(rate), "--json"]
+        command = ["load", jobs, "--rate", str(rate), "--json"]
+
+        async def noted() -> int:
+            """Bytes of the ledgers."""
+            ledgers = (await ledger.listed(storage)).values()
+            return sum(blob.size_bytes for blobs in ledgers for blob in blobs)
+
         for sending_seconds in (
             self.random.uniform(0.1, 0.8),
             self.random.uniform(0.1, 0.8),
         ):
-            began_at = time.time()
-            await self._command(
-                sending_seconds,
-                *command,
-                has_begun=partial(_is_newer, checkpoint, began_at),
-            )
-        if await self._command(
-            STUCK_SECONDS,
-            *command,
-            progress=lambda: checkpoint.exists() and checkpoint.read_text(),
-        ):
+            before = await noted()
+
+            async def has_begun(before: int = before) -> bool:
+                return await noted() > before
+
+            await self._command(sending_seconds, *command, has_begun=has_begun)
+        if await self._command(STUCK_SECONDS, *command, progress=noted):
             raise RuntimeError(
                 f"imagefleet load failed: {self.log.read_text()[-2000:]}"
             )
@@ -344,8 +345,8 @@ class Storm:
         self,
         kill_after_seconds: float,
         *arguments: str | Path,
-        has_begun: Callable[[], bool] = lambda: True,
-        progress: Callable[[], object] = lambda: None,
+        has_begun: Callable[[], Awaitable[bool]] | None = None,
+        progress: Callable[[], Awaitable[object]] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> int:
         """Runs the console; kills it some time after it has begun. Returns its exit code.
@@ -354,13 +355,13 @@ class Storm:
         """
         process = self._start(*arguments, variables=environment)
         try:
-            while process.poll() is None and not has_begun():
+            while has_begun and process.poll() is None and not await has_begun():
                 await asyncio.sleep(forks.PAUSE_SECONDS)
             async with asyncio.timeout(kill_after_seconds) as limit:
-                reached = progress()
+                reached = await progress() if progress else None
                 while process.poll() is None:
                     await asyncio.sleep(forks.PAUSE_SECONDS)
-                    if (now := progress()) != reached:
+                    if progress and (now := await progress()) != reached:
                         reached = now
                         limit.reschedule(
                             asyncio.get_running_loop().time() + kill_after_seconds
@@ -386,10 +387,6 @@ class Storm:
             output=self.log,
             program=program,
         )
-
-
-def _is_newer(path: Path, moment: float) -> bool:
-    return path.exists() and path.stat().st_mtime > moment
 
 
 @contextlib.asynccontextmanager

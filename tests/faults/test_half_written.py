@@ -120,13 +120,13 @@ def test_a_file_of_jobs_that_changes_while_it_is_loaded_is_an_error_not_a_shorte
     path = tmp_path / "jobs.jsonl"
     path.write_text("".join(f"{job}\n" for job in jobs(2000)))
     source = FileSource(path)
-    bodies = source.bodies(0)
+    bodies = source.bodies()
     assert json.loads(next(bodies) or "")["id"] == "j0"
     content = path.read_text()
     if change == "another":
         path.unlink()
         path.write_text(content)
-        bodies = source.bodies(1)
+        bodies = source.bodies()
     else:
         lines = content.splitlines(keepends=True)
         path.write_text("".join(lines[:1500] if change == "cut off" else lines * 2))

@@ -241,7 +241,7 @@ def _fleet_file(data: bytes) -> None:
 def _template(suffix: str) -> Callable[[bytes], None]:
     def read(data: bytes) -> None:
         source = sources.TemplateSource(InMemory(data, f"jobs.{suffix}"), count=3)  # type: ignore[arg-type]
-        for body in source.bodies(0):
+        for body in source.bodies():
             message.read_job(body, "an-id")
 
     return read

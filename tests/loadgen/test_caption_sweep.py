@@ -31,10 +31,8 @@ def source_of(
     )
 
 
-def jobs(source: SweepSource, start: int = 0) -> list[Job]:
-    return [
-        read_job(body, "unused") for body in source.bodies(start) if body is not None
-    ]
+def jobs(source: SweepSource) -> list[Job]:
+    return [read_job(body, "unused") for body in source.bodies()]
 
 
 def test_each_caption_comes_in_each_group_under_an_id_that_says_both(
@@ -150,18 +148,9 @@ def test_a_lora_of_strength_0_is_none_and_others_are_in_the_prompt(path: Path) -
     assert with_lora.metadata == without.metadata == {"caption": "a (blue) boat"}
 
 
-def test_a_later_position_gives_what_follows(path: Path) -> None:
-    source = source_of(path)
-    everything = list(source.bodies(0))
-
-    assert [list(source.bodies(start)) for start in range(7)] == [
-        everything[start:] for start in range(7)
-    ]
-
-
 def test_jobs_are_signed_where_there_is_a_key(path: Path, tmp_path: Path) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    bodies = list(source_of(path, signer=signers.signer(key)).bodies(0))
+    bodies = list(source_of(path, signer=signers.signer(key)).bodies())
 
     trusted = signers.trusted(key)
     assert len([read_job(str(body), "unused", trusted) for body in bodies]) == 6
@@ -173,7 +162,7 @@ def test_a_caption_too_long_for_a_message_is_named_before_anything_is_sent(
     path.write_text("short\n" + "long " * 14_000)
 
     with pytest.raises(errors.SetupError, match=r"caption 1.*prompt"):
-        source_of(path).check(0)
+        source_of(path).check()
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,7 @@ import signers
 from imagefleet.job.message import read_job
 from imagefleet.job.sizes import MAX_MESSAGE_BYTES
 from imagefleet.signing import SigningKey
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.settings import StorageSettings
 from loadgen.campaigns import Sample
-from loadgen.file_source import FileSource
-from loadgen.load import Checkpoint, Load, Summary
 from loadgen.settings import LoadSettings
 
 BODIES = [
@@ -101,36 +97,3 @@ def test_a_share_is_the_default_where_workers_are_strangers() -> None:
     assert LoadSettings(storage=azure, verify_share=0).second_drawings == 0
     with pytest.raises(ValueError, match="verify_share"):
         LoadSettings(verify_share=1.5)
-
-
-async def test_a_load_that_resumes_chooses_the_same_and_counts_jobs_as_before(
-    local_settings: StorageSettings, tmp_path: Path
-) -> None:
-    path, checkpoint = tmp_path / "jobs.jsonl", tmp_path / "c.json"
-    path.write_text("\n".join(BODIES[:1000]))
-    settings = LoadSettings(storage=local_settings.storage, verify_share=0.1)
-
-    async def load() -> Summary:
-        async with open_storage(local_settings) as storage:
-            source = FileSource(path)
-            return await Load(storage, source, settings, checkpoint, restart=False).run(
-                print
-            )
-
-    first = await load()
-    kept = Checkpoint.read(checkpoint)
-    assert kept is not None
-    # Killed, it would be so.
-    kept.model_copy(update={"confirmed": 900, "noted": 900}).write(checkpoint)
-    async with open_storage(local_settings) as storage:
-        assert await storage.files.delete("-sent/images/default/0000")
-    second = await load()
-
-    async with open_storage(local_settings) as storage:
-        bodies = [message.body async for message in storage.queue.browse()]
-    ids = [job.id for body in bodies if (job := read_job(body, "")).verify]
-    assert (first.sent, first.confirmed, second.sent) == (1000, 1000, 100)
-    assert len(bodies) == 1100 + first.second_drawings + second.second_drawings
-    assert len(ids) == first.second_drawings + second.second_drawings
-    assert len(set(ids)) == first.second_drawings
-    assert 50 < first.second_drawings < 150

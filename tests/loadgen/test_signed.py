@@ -37,20 +37,20 @@ def trusted(key: SigningKey) -> TrustedJobs:
     return signers.trusted(key)
 
 
-def test_a_templates_jobs_are_signed_and_the_same_after_a_resume(
+def test_a_templates_jobs_are_signed_and_the_same_each_time(
     signer: JobSigner, trusted: TrustedJobs, tmp_path: Path
 ) -> None:
     path = tmp_path / "t.yaml"
     path.write_text(TEMPLATE)
     signed = TemplateSource(path, signer=signer)
-    bodies = list(signed.bodies(0))
-    resumed = TemplateSource(path, signer=signer).bodies(200)
+    bodies = list(signed.bodies())
+    again = TemplateSource(path, signer=signer).bodies()
     digests = [
         [read_job(body, "m", trusted).digest for body in some]
-        for some in (bodies, resumed)
+        for some in (bodies, again)
     ]
-    assert digests[1] == digests[0][200:]
-    for body, plain in zip(bodies, TemplateSource(path).bodies(0), strict=True):
+    assert digests[1] == digests[0]
+    for body, plain in zip(bodies, TemplateSource(path).bodies(), strict=True):
         assert read_job(body, "m", trusted) == read_job(plain, "m")
 
 
@@ -62,13 +62,12 @@ def test_a_files_jobs_get_ids_and_are_signed(
         '{"prompt": "a"}\n\n{"prompt": "b", "id": "own", "save_images": true}\n'
     )
     with_key = FileSource(path, signer=signer)
-    with_key.check(0)
-    bodies = [body for body in with_key.bodies(0) if body]
+    with_key.check()
+    bodies = [body for body in with_key.bodies() if body]
     jobs = [read_job(body, "m", trusted) for body in bodies]
     assert [job.id for job in jobs][1:] == ["own"]
-    plain = [read_job(body, "m") for body in FileSource(path).bodies(0) if body]
+    plain = [read_job(body, "m") for body in FileSource(path).bodies() if body]
     assert jobs == plain
-    assert list(FileSource(path, signer=signer).bodies(2)) == bodies[1:]
 
 
 def test_a_job_without_room_for_its_signature_stops_the_load_before_it_begins(
@@ -82,11 +81,11 @@ def test_a_job_without_room_for_its_signature_stops_the_load_before_it_begins(
     plain = Job(prompt="", id="a", seed=1).to_message()
     room = MAX_MESSAGE_BYTES - message_bytes(plain) - MAX_SIGNATURE_BYTES
     full = file_of(room)
-    full.check(0)
-    (body,) = full.bodies(0)
+    full.check()
+    (body,) = full.bodies()
     assert message_bytes(body or "") <= MAX_MESSAGE_BYTES
     with pytest.raises(errors.SetupError, match="line 1: the message has 65,537 bytes"):
-        file_of(room + 1).check(0)
+        file_of(room + 1).check()
 
 
 def test_a_line_that_somebody_signed_is_sent_as_it_is_or_signed_anew(
@@ -100,6 +99,6 @@ def test_a_line_that_somebody_signed_is_sent_as_it_is_or_signed_anew(
     )
     path = tmp_path / "jobs.jsonl"
     path.write_text(theirs)
-    assert list(FileSource(path).bodies(0)) == [theirs]
-    (body,) = FileSource(path, signer=signer).bodies(0)
+    assert list(FileSource(path).bodies()) == [theirs]
+    (body,) = FileSource(path, signer=signer).bodies()
     assert read_job(body or "", "m", trusted).id == "a"

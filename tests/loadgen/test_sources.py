@@ -55,7 +55,7 @@ def template(path: Path, text: str) -> TemplateSource:
 def test_the_jobs_of_a_template_never_change(path: Path) -> None:
     """Other values here would mean other jobs for everyone's templates."""
     jobs = [
-        json.loads(body) for body in itertools.islice(TemplateSource(path).bodies(0), 3)
+        json.loads(body) for body in itertools.islice(TemplateSource(path).bodies(), 3)
     ]
 
     assert [job["prompt"] for job in jobs] == PROMPTS
@@ -81,7 +81,7 @@ def test_a_placeholder_has_one_value_in_a_job_and_its_second_draw_another(
         "prompt: '{n}/{n}/{n:2}'\nnegative_prompt: '{n}'\nlists: {n: [a, b, c, d, e, f, g, h]}\n"
         "job: {metadata: {n: '{n}'}}",
     )
-    jobs = [read_job(body, "unused") for body in source.bodies(0)]
+    jobs = [read_job(body, "unused") for body in source.bodies()]
 
     for job in jobs:
         first, again, _ = job.prompt.split("/")
@@ -91,7 +91,7 @@ def test_a_placeholder_has_one_value_in_a_job_and_its_second_draw_another(
 
 def test_weights_are_how_often_an_entry_is_drawn(path: Path) -> None:
     source = TemplateSource(path)
-    jobs = [json.loads(body) for body in source.bodies(0)]
+    jobs = [json.loads(body) for body in source.bodies()]
     nouns = Counter(job["metadata"]["noun"] for job in jobs)
 
     assert 0.22 < nouns["cat"] / 5000 < 0.28
@@ -103,7 +103,7 @@ def test_a_lora_has_a_strength_in_its_range_and_its_trigger_words(path: Path) ->
         path,
         "prompt: a {lora}\nlists: {lora: [{lora: forest, strength: [0.2, 0.6], text: magic}]}",
     )
-    jobs = [json.loads(body)["prompt"] for body in source.bodies(0)]
+    jobs = [json.loads(body)["prompt"] for body in source.bodies()]
     strengths = {float(prompt.split(":")[2].split(">")[0]) for prompt in jobs}
 
     assert all(
@@ -155,7 +155,7 @@ def test_a_template_that_generates_invalid_jobs_is_refused_before_the_first(
     path: Path, text: str, sentence: str
 ) -> None:
     with pytest.raises(errors.SetupError) as caught:
-        template(path, text).check(0)
+        template(path, text).check()
 
     assert sentence in caught.value.message
     assert "t.yaml" in caught.value.message
@@ -176,8 +176,8 @@ def lines(tmp_path: Path, text: str | bytes, **options: object) -> FileSource:
 
 def test_lines_without_an_id_get_one_that_is_the_same_each_time(tmp_path: Path) -> None:
     text = '{"prompt":"a"}\n{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n'
-    first = [read_job(body, "x").id for body in lines(tmp_path, text).bodies(0) if body]
-    again = [read_job(body, "x").id for body in lines(tmp_path, text).bodies(0) if body]
+    first = [read_job(body, "x").id for body in lines(tmp_path, text).bodies() if body]
+    again = [read_job(body, "x").id for body in lines(tmp_path, text).bodies() if body]
 
     assert first == again
     assert len(set(first)) == 3
@@ -188,9 +188,9 @@ def test_empty_lines_carriage_returns_and_a_byte_order_mark_are_accepted(
     tmp_path: Path,
 ) -> None:
     source = lines(tmp_path, b'\xef\xbb\xbf{"prompt":"a"}\r\n\r\n  \n{"prompt":"b"}')
-    source.check(0)
+    source.check()
 
-    bodies = list(source.bodies(0))
+    bodies = list(source.bodies())
     assert source.count == len(bodies) == 4
     assert [body is None for body in bodies] == [False, True, True, False]
 
@@ -201,7 +201,7 @@ def test_the_same_standard_input_twice_makes_new_jobs(
     ids = set()
     for _ in range(2):
         stdin(b'{"prompt":"a"}\n{"prompt":"a"}')
-        bodies = sources.open_source("-").bodies(0)
+        bodies = sources.open_source("-").bodies()
         ids |= {read_job(str(body), "x").id for body in bodies}
 
     assert len(ids) == 4
@@ -226,16 +226,19 @@ def test_a_file_that_cannot_be_a_source_is_refused(
 def test_defaults_are_those_of_jobs_that_have_none_and_of_other_ids(path: Path) -> None:
     jobs = path.with_suffix(".jsonl")
     jobs.write_text('{"prompt": "a"}\n{"prompt": "b", "steps": 7}\n')
-    plain, theirs = FileSource(jobs), FileSource(jobs, defaults="a1111-1.10")
-    assert plain.identity != theirs.identity
-    read = [read_job(body or "", "none") for body in theirs.bodies(0)]
+    plain, read = (
+        [
+            read_job(body or "", "none")
+            for body in FileSource(jobs, defaults=defaults).bodies()
+        ]
+        for defaults in (None, "a1111-1.10")
+    )
+    assert {job.id for job in plain}.isdisjoint(job.id for job in read)
     assert [(job.steps, job.sampler, job.randn_source) for job in read] == [
         (50, "euler", "GPU"),
         (7, "euler", "GPU"),
     ]
-    drawn = read_job(
-        next(TemplateSource(path, defaults="a1111-1.10").bodies(0)), "none"
-    )
+    drawn = read_job(next(TemplateSource(path, defaults="a1111-1.10").bodies()), "none")
     assert (drawn.steps, drawn.sampler) == (15, "euler")
 
 
@@ -243,7 +246,7 @@ def test_a_job_that_was_read_before_keeps_its_defaults(path: Path) -> None:
     message = read_job('{"prompt": "a"}', "one").to_message()
     jobs = path.with_suffix(".jsonl")
     jobs.write_text(message + "\n")
-    (body,) = FileSource(jobs, defaults="a1111-1.10").bodies(0)
+    (body,) = FileSource(jobs, defaults="a1111-1.10").bodies()
     assert read_job(body or "", "two").steps == 20
 
 
@@ -269,8 +272,8 @@ def test_a_file_of_payloads_is_told_once_which_defaults_differ(
     file = path.with_suffix(".jsonl")
     file.write_text("\n".join(jobs))
     source = FileSource(file, report=Report(on_notice=notices.append))
-    source.check(0)
-    list(source.bodies(0))
+    source.check()
+    list(source.bodies())
     assert len(notices) == bool(told)
     assert told in "".join(notices)
     assert not told or "--defaults a1111-1.10 takes them" in notices[0]

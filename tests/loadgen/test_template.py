@@ -98,7 +98,7 @@ def test_invalid_toml_and_missing_files_are_setup_errors(tmp_path: Path) -> None
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
 def test_the_shipped_templates_are_valid(path: Path) -> None:
     source = TemplateSource(path)
-    source.check(0)
+    source.check()
 
     assert source.count
 
@@ -111,12 +111,12 @@ def test_the_templates_of_the_documentation_are_valid(tmp_path: Path) -> None:
     drawn, sweep = (TemplateSource(write(tmp_path, block)) for block in blocks)
 
     for source in (drawn, sweep):
-        source.check(0)
+        source.check()
     assert drawn.count == 1000
     assert sweep.describe() in page
 
 
 def test_a_message_of_a_template_may_ask_for_several_images(tmp_path: Path) -> None:
     source = TemplateSource(write(tmp_path, "prompt: a\ncount: 3\njob: {n_iter: 1000}"))
-    source.check(0)
-    assert [images_of(body) for body in source.bodies(0)] == [1000] * 3
+    source.check()
+    assert [images_of(body) for body in source.bodies()] == [1000] * 3

@@ -79,13 +79,10 @@ async def test_load_adds_messages_counts_them_and_reads_what_is_cancelled(
     storage = AzureStorage(by_tokens(azurite_settings, role), concurrency.NEVER)
     async with storage:
         source = sources.open_source(str(jobs), count=None, seed=None)
-        checkpoint = tmp_path / "checkpoint.json"
         load = Load(
             storage,
             source,
             LoadSettings(),
-            checkpoint,
-            restart=False,
             on_notice=noticed.append,
         )
         summary = await load.run(lambda _confirmed: None)

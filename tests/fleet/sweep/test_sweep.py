@@ -241,7 +241,7 @@ async def test_the_images_of_a_sweep_say_their_group_in_their_records(
     source = SweepSource(
         CaptionFile(captions), groups([1.5, 7], ["PLMS"], [50]), "curve"
     )
-    await storage.queue.send(str(body) for body in source.bodies(0))
+    await storage.queue.send(str(body) for body in source.bodies())
     await run_worker("w1")
 
     found = [record async for record in reader.images(storage, "curve")]

@@ -12,8 +12,8 @@ from loadgen.formats.lines import Entry, FormatError
 from loadgen.formats.tables import CsvRows
 
 
-def entries(text: str, start: int = 0) -> list[Entry]:
-    return list(CsvRows().entries(io.BytesIO(text.encode()), start))
+def entries(text: str) -> list[Entry]:
+    return list(CsvRows().entries(io.BytesIO(text.encode())))
 
 
 def rows(first: int, last: int) -> str:
