@@ -18,7 +18,7 @@ from imagefleet.files.kinds import KINDS
 from imagefleet.job import message
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
-from loadgen import sweep
+from loadgen import caption_sweep
 from loadgen.infotext import source
 from loadgen.infotext.reading import Named, Reading
 from loadgen.rejects import Rejected
@@ -198,7 +198,7 @@ def _checked(
     for named in reading.models:
         if named.kind == "embedding" and named.name:
             uses.note(place, named.kind, named.name)
-    start = sweep.slug(Path(place).stem)[:_ID_CHARACTERS]
+    start = caption_sweep.slug(Path(place).stem)[:_ID_CHARACTERS]
     job_id = f"{start or 'picture'}-{job.digest[:8]}"
     ids[job_id] += 1
     return {

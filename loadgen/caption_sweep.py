@@ -20,7 +20,6 @@ from loadgen import file_source
 from loadgen.file_source import UnchangedFile
 from loadgen.formats.json_array import CocoCaptions
 from loadgen.formats.lines import Entry, Format, FormatError
-from loadgen.sweep import slug
 
 FORMATS: Mapping[str, Format] = {
     "coco": CocoCaptions(),
@@ -231,6 +230,11 @@ class SweepSource:
         with validation.as_error(errors.SetupError, f"caption {number}: "):
             (body,) = sizes.checked_messages([job.to_message(self._signer)])
         return body
+
+
+def slug(text: str) -> str:
+    """Writes a text in letters, digits, full stops and underscores."""
+    return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_.")
 
 
 def _slug(name: str | None) -> str:

@@ -1,7 +1,6 @@
 """Sources of jobs: a template, a file, standard input.
 
-Job n of a template is a function of the file's content, the seed and n. One with lists of fields is
-a sweep: job n has combination n modulo their number, and the words and the seed of n divided by it.
+Job n of a template is a function of the file's content, the seed and n.
 """
 
 import hashlib
@@ -14,14 +13,12 @@ from typing import Unpack
 from imagefleet import errors, validation
 from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
-from loadgen import file_source, sweep, template
+from loadgen import file_source, template
 from loadgen.file_source import FileSource, OnJob, StandardInput, Terms
 from loadgen.template import Draw, Patterns
 
 #: First jobs of a template that are checked before sending, besides each entry of each list.
 _SAMPLE_JOBS = 200
-
-_MAX_ID_CHARACTERS = 128
 
 
 class TemplateSource:
@@ -33,7 +30,7 @@ class TemplateSource:
         self._signer = terms.get("signer")
         read, content = template.read_template(path)
         self._seed = read.seed if seed is None else seed
-        self._fixed, self._sweep = sweep.read(read.job)
+        self._fixed = dict(read.job)
         content += f" seed={self._seed}"
         if campaign is not None and not self._fixed.get("campaign"):
             self._fixed["campaign"] = campaign
@@ -63,25 +60,15 @@ class TemplateSource:
             }
         except errors.SetupError as error:
             raise errors.SetupError(f"{path}: {error.message}") from None
-        #: Jobs that differ only in what is swept.
-        self.combinations = self._sweep.combinations
         count = read.count if count is None else count
-        if count is None and not self.is_sweep:
+        if count is None:
             raise errors.SetupError(
                 f"{path} has no number of jobs: add `count:` or --count"
             )
-        self.count = self.combinations if count is None else count
-
-    @property
-    def is_sweep(self) -> bool:
-        return self.combinations > 1
+        self.count = count
 
     def describe(self) -> str:
-        """`60 jobs: 12 combinations of 3 steps x 4 cfg_scale`."""
-        jobs = f"{self.count:,} job{'s' * (self.count != 1)}"
-        if not self.is_sweep:
-            return jobs
-        return f"{jobs}: {self.combinations:,} combinations of {self._sweep.describe()}"
+        return f"{self.count:,} job{'s' * (self.count != 1)}"
 
     def check(self, on_job: OnJob | None = None) -> None:
         """Checks every entry of every list once, and the first jobs; all with *on_job*."""
@@ -98,51 +85,24 @@ class TemplateSource:
         return map(self.body, range(self.count))
 
     def examples(self, most: int) -> Iterator[str]:
-        """The first messages; those of a sweep from all over it."""
-        number = min(most, self.count)
-        for example in range(number):
-            yield self.body(
-                example * self.count // number if self.is_sweep else example
-            )
+        return itertools.islice(self.bodies(), most)
 
     def body(self, index: int) -> str:
         """Message *index*, whatever comes before it; raises SetupError for an invalid job."""
         return self._body(index, self._draws(index))
 
     def _draws(self, index: int) -> list[Draw]:
-        """The words of job *index*: those of its round."""
-        return self._patterns.draw(self._seed, index // self.combinations)
-
-    def _swept(self, index: int) -> tuple[dict[str, object], str]:
-        """The fields of job *index* that are its own, and how its id says what differs."""
-        if not (chosen := self._sweep.combination(index % self.combinations)):
-            return {}, ""
-        labels = [
-            sweep.label(name, value)
-            for name, value in chosen.items()
-            if len(self._sweep.values[name]) > 1
-        ]
-        fields = sweep.as_job_fields(chosen)
-        if self.is_sweep and "seed" not in {*fields, *self._fixed}:
-            # One seed for all points of a turn: pictures differ by what is swept alone.
-            data = f"{self.identity} seed {index // self.combinations}".encode()
-            fields["seed"] = int.from_bytes(
-                hashlib.blake2b(data, digest_size=4).digest()
-            )
-        return fields, "-".join(filter(None, labels))
+        return self._patterns.draw(self._seed, index)
 
     def _job(self, index: int, draws: list[Draw]) -> Job:
         render = self._patterns.render
         id_of = self._id_of.copy()
         id_of.update(index.to_bytes(8))
-        swept, label = self._swept(index)
-        job_id = f"{id_of.hexdigest()}-{label}" if label else id_of.hexdigest()
         fields: dict[str, object] = {
             **self._fixed,
-            **swept,
             "prompt": render(self._prompt, draws),
             "negative_prompt": render(self._negative_prompt, draws),
-            "id": job_id[:_MAX_ID_CHARACTERS],
+            "id": id_of.hexdigest(),
         }
         if self._metadata:
             drawn = {key: render(slot, draws) for key, slot in self._templated.items()}

@@ -29,8 +29,7 @@ from pydantic import (
 
 from imagefleet import errors, redaction, validation, yaml_file
 from imagefleet.job import prompt
-from imagefleet.job.message import SafeFileName
-from loadgen import sweep as sweeping
+from imagefleet.job.message import Job, SafeFileName
 
 SUFFIXES = frozenset({".yaml", ".yml", ".toml"})
 
@@ -118,7 +117,8 @@ class Template(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
         for name in _GENERATED_FIELDS:
             if name in fields:
                 raise ValueError(f"{name} is filled in for each job; remove it here")
-        sweeping.read(fields)
+        with validation.as_error(ValueError, known=Job.model_fields):
+            Job.model_validate({"prompt": "", **fields})
         return fields
 
 

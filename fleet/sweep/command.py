@@ -15,7 +15,7 @@ from imagefleet.job.change import Change
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import open_storage, signer_of
 from imagefleet.sweep import Group
-from loadgen import caption_sweep, sweep
+from loadgen import caption_sweep
 from loadgen.caption_sweep import CaptionFile, SweepSource
 from loadgen.settings import LoadSettings
 
@@ -75,7 +75,7 @@ def command(
     sending: Sending,
     fields: list[str] | None = option(
         "Values with commas of cfg_scale, sampler_name, steps or lora_strength, which are"
-        " combined; or the value of all jobs of lora, size or another field of a job."
+        " combined; or the value of all jobs of lora or another field of a job."
         " Repeatable.",
         None,
         "--set",
@@ -167,7 +167,7 @@ def _groups_and_shared(
 ) -> tuple[tuple[Group, ...], dict[str, Any]]:
     """The groups of all combinations, and what jobs share; raises SetupError for invalid texts."""
     given = _given(texts)
-    size, lora = given.pop(sweep.SIZE, None), given.pop("lora", None)
+    lora = given.pop("lora", None)
     if "lora_strength" in given and not lora:
         raise errors.SetupError("--set lora_strength goes with --set lora=NAME")
     combined = {
@@ -183,12 +183,7 @@ def _groups_and_shared(
         combined["lora_strength"] if lora else [None],
     )
     shared = Change.read(f"{name}={text}" for name, text in given.items()).values
-    try:
-        return groups, shared | (
-            sweep.as_job_fields({sweep.SIZE: size}) if size else {}
-        )
-    except ValueError as error:
-        raise errors.SetupError(f"--set {error}") from None
+    return groups, shared
 
 
 def _given(texts: Iterable[str]) -> dict[str, str]:
