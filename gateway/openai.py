@@ -20,8 +20,14 @@ _DEFAULT_MODEL = "default"
 #: Fields that change nothing here.
 _WITHOUT_EFFECT = frozenset(
     (
-        *("quality", "style", "user", "background", "moderation", "input_fidelity"),
-        *("partial_images", "output_compression"),
+        "quality",
+        "style",
+        "user",
+        "background",
+        "moderation",
+        "input_fidelity",
+        "partial_images",
+        "output_compression",
     )
 )
 

@@ -102,8 +102,12 @@ class Index:
             "INSERT INTO rows(key, outcome, place, worker, loras, text) VALUES(?, ?, ?, ?, ?, ?)"
             " ON CONFLICT DO NOTHING",
             (
-                *(key, record.outcome, place, record.worker),
-                *("".join(f"\n{name}\n" for name in loras), text),
+                key,
+                record.outcome,
+                place,
+                record.worker,
+                "".join(f"\n{name}\n" for name in loras),
+                text,
             ),
         )
         if inserted.rowcount:

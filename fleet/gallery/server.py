@@ -118,7 +118,9 @@ class Gallery:
         found = await asyncio.to_thread(shown.index.records, seqs)
         rows = [
             [
-                *(seq, records[0].id, _prompt(records)[:_TILE_CHARACTERS]),
+                seq,
+                records[0].id,
+                _prompt(records)[:_TILE_CHARACTERS],
                 reason(records[0])[:_TILE_CHARACTERS] or None,
             ]
             for seq, records in found.items()
@@ -223,16 +225,18 @@ def _printable(value: Any) -> Any:
 
 
 _DRAWING = (
-    *(
-        "campaign",
-        "prompt",
-        "negative_prompt",
-        "model",
-        "sampler",
-        "steps",
-        "cfg_scale",
-    ),
-    *("clip_skip", "width", "height", "seed", "metadata"),
+    "campaign",
+    "prompt",
+    "negative_prompt",
+    "model",
+    "sampler",
+    "steps",
+    "cfg_scale",
+    "clip_skip",
+    "width",
+    "height",
+    "seed",
+    "metadata",
 )
 
 

@@ -212,7 +212,9 @@ def show(plan: estimate.BatchPlan, table: prices.PriceTable) -> None:
     console.print_tables(console.totals(rows))
     of_gpus = [
         (
-            *(part.gpu, part.replicas, f"{part.images_in(1):,.2f}"),
+            part.gpu,
+            part.replicas,
+            f"{part.images_in(1):,.2f}",
             f"{part.replicas * part.dollars_per_hour.value:,.2f}",
             console.number(part.images_per_dollar_gpu_only),
         )
@@ -220,8 +222,11 @@ def show(plan: estimate.BatchPlan, table: prices.PriceTable) -> None:
     ]
     of_models = [
         (
-            *(model.model, families.find(model.family).name, model.images),
-            *(f"{model.gpu_hours:,.2f}", f"{model.gpu_dollars:,.2f}"),
+            model.model,
+            families.find(model.family).name,
+            model.images,
+            f"{model.gpu_hours:,.2f}",
+            f"{model.gpu_dollars:,.2f}",
             console.number(model.images_per_dollar_gpu_only),
         )
         for model in plan.models

@@ -36,16 +36,17 @@ PNG_KEYWORD = "imagefleet"
 #: The word of an image's text before JSON of the fields for which AUTOMATIC1111 has none.
 OWN_WORD = "imagefleet"
 OWN_FIELDS = img2img.OWN_FIELDS | {
-    *("prompt", "negative_prompt", "enable_prompt_comments", "sd_vae_decode_method"),
-    *(
-        "alwayson_scripts",
-        "init_images",
-        "eta",
-        "s_churn",
-        "s_tmin",
-        "s_tmax",
-        "s_noise",
-    ),
+    "prompt",
+    "negative_prompt",
+    "enable_prompt_comments",
+    "sd_vae_decode_method",
+    "alwayson_scripts",
+    "init_images",
+    "eta",
+    "s_churn",
+    "s_tmin",
+    "s_tmax",
+    "s_noise",
 }
 
 #: JSON in ASCII takes three times the bytes of a message at most (`\ud83d\ude00` for four bytes).

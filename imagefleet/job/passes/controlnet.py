@@ -32,10 +32,22 @@ _RESIZE_MODES = {
 
 #: Fields of preprocessors, of saving and of memory.
 WITHOUT_EFFECT = {
-    *("processor_res", "threshold_a", "threshold_b", "pixel_perfect", "guess_mode"),
-    *("batch_images", "is_ui", "loopback", "output_dir", "save_detected_map"),
-    *("low_vram", "lowvram", "hr_option", "inpaint_crop_input_image"),
-    *("pulid_mode", "union_control_type"),
+    "processor_res",
+    "threshold_a",
+    "threshold_b",
+    "pixel_perfect",
+    "guess_mode",
+    "batch_images",
+    "is_ui",
+    "loopback",
+    "output_dir",
+    "save_detected_map",
+    "low_vram",
+    "lowvram",
+    "hr_option",
+    "inpaint_crop_input_image",
+    "pulid_mode",
+    "union_control_type",
 }
 
 #: The values that switch off what is refused.
