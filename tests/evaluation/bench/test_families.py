@@ -23,16 +23,6 @@ def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_families.build(tmp_path_factory.mktemp("model") / "tiny", "sdxl")
 
 
-def test_the_operations_of_an_sdxl_image_include_its_added_inputs(
-    tiny_sdxl: Path,
-) -> None:
-    one, two, three = (
-        machine.count_image_flops(tiny_sdxl, 64, 64, calls) for calls in (1, 2, 3)
-    )
-    assert three - two == two - one > 0
-    assert one > two - one, "text encoders and VAE"
-
-
 def tflop(call: Callable[[], object]) -> float:
     """Counts the operations of a call on the meta device."""
     with machine.FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -126,7 +126,7 @@ async def test_a_folder_is_a_reference_for_fid(tmp_path: Path) -> None:
     )
 
 
-def test_the_clip_score_is_that_of_captions_without_loras(tmp_path: Path) -> None:
+def test_the_clip_score_is_that_of_captions_without_loras() -> None:
     from evaluation.gate.images import Drawing
     from imagefleet.job.message import read_job
 

@@ -20,7 +20,9 @@ from safetensors.torch import save_file
 
 import key_names
 import tiny_model
+from drawing import make_request
 from families import tiny_controlnets
+from imagefleet.job.samplers import Options
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, device, load, text
 from worker.engine.contract import Settings
@@ -83,11 +85,17 @@ def lora_paths(
 
 
 @pytest.fixture(scope="session")
+def styles(lora_paths: list[Path]) -> list[contract.Lora]:
+    """The same as jobs name them."""
+    return [contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths]
+
+
+@pytest.fixture(scope="session")
 def make_control(
     tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
 ) -> Callable[..., contract.Control]:
     """A tiny ControlNet for the checkpoint in a folder, and an image of lines of a seed's own."""
-    files: dict[tuple[Path, int], Path] = {}
+    files = {}
 
     def make(
         seed: int = 0, folder: Path = checkpoint, *, image: int = 0, **changes: Any
@@ -102,6 +110,50 @@ def make_control(
         return dataclasses.replace(control, **changes)
 
     return make
+
+
+LONG = "a red house in a meadow, (under a blue sky:1.2), " * 5
+
+#: Every other step goes without the negative prompt.
+EVERY_OTHER = Options(s_min_uncond=1000.0)
+
+
+@pytest.fixture
+def mixed(
+    make_control: Any, styles: list[contract.Lora]
+) -> list[contract.ImageRequest]:
+    """Jobs of all kinds: passes, masks, LoRAs, ControlNets, with and without guidance."""
+    style, other, _ = styles
+    hires = contract.HiresPass(
+        64, 64, denoising_strength=0.7, steps=3, upscaler="Latent"
+    )
+    mask = np.zeros((64, 64), np.uint8)
+    mask[:, 32:] = 255
+    masked = contract.InitImage(_lines(5, 64, 64), 0.6, mask)
+    return [
+        make_request(),
+        make_request(seed=2, cfg_scale=1.0, init=masked),
+        make_request(seed=3, cfg_scale=1.0, loras=(style,), negative_prompt=LONG),
+        make_request(
+            seed=4, loras=(style, other), steps=3, clip_skip=2, prompt=LONG * 2
+        ),
+        make_request(
+            seed=5, sampler_options=EVERY_OTHER, steps=6, sampler="dpmpp_2m_karras"
+        ),
+        make_request(
+            seed=6, sampler_options=EVERY_OTHER, loras=(style,), sampler="plms"
+        ),
+        make_request(seed=7, cfg_scale=1.0, hires=hires, loras=(other,), prompt=LONG),
+        make_request(seed=8, sampler_options=EVERY_OTHER, controls=(make_control(),)),
+        make_request(seed=9, cfg_scale=1.0, controls=(make_control(),)),
+        make_request(seed=10, init=masked, sampler="ddim", steps=8, loras=(style,)),
+        make_request(
+            seed=11,
+            width=96,
+            height=96,
+            hires=dataclasses.replace(hires, upscaler="Lanczos"),
+        ),
+    ]
 
 
 def _lines(seed: int, width: int, height: int) -> contract.Pixels:

@@ -15,13 +15,7 @@ from worker.engine import contract
 
 CPU = torch.device("cpu")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings(
-        # diffusers converts torch tensors to numpy in a way that numpy deprecates
-        "ignore:__array__ implementation:DeprecationWarning"
-    ),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +60,3 @@ def test_a_sampler_without_a_scheduler_is_refused(plain: Any) -> None:
 def test_an_image_of_sd15_takes_26_64_tflop(tmp_path: Path) -> None:
     flops = machine.count_image_flops(tmp_path / "no folder: SD1.5", 512, 512, 15)
     assert flops == pytest.approx(26.64e12, rel=1e-3)
-
-
-def test_the_machine_is_described() -> None:
-    # The wheel may have the local version (+cu130) in its name or not.
-    assert (
-        machine.versions()["torch"].partition("+")[0]
-        == torch.__version__.partition("+")[0]
-    )
-    assert machine.hardware(CPU)["device"]
-    assert machine.peak_memory_bytes(CPU) > 2**20

@@ -7,7 +7,6 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 
-from imagefleet.job.passes.first import VaeDecoder
 from worker.engine import decoder
 from worker.engine.passes.images import ImageCoder
 
@@ -19,7 +18,7 @@ SMALL, LARGE = torch.Size((4, 2, 2)), torch.Size((4, 2, 4))
 @pytest.fixture
 def slices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The shapes that are decoded, told apart if by the VAE."""
-    seen: list[tuple[Any, ...]] = []
+    seen = []
 
     def decode(vae: Any, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append((*latents.shape, "VAE") if vae is VAE else tuple(latents.shape))
@@ -67,7 +66,7 @@ def test_a_part_of_a_slice_waits_longer_where_lanes_take_turns(
 
 def test_a_slice_is_of_one_decoder(slices: Any) -> None:
     waiting = make_decoder(SMALL)
-    by: tuple[VaeDecoder | None, ...] = (None, "Full", "TAESD", "Full", "Full")
+    by = (None, "Full", "TAESD", "Full", "Full")
     for ticket, each in enumerate(by):
         waiting.add(ticket, torch.zeros(SMALL), each)
     waiting.run(flush=False)
@@ -77,9 +76,7 @@ def test_a_slice_is_of_one_decoder(slices: Any) -> None:
 
 
 def test_a_vae_with_a_shift_encodes_and_decodes_as_diffusers_does() -> None:
-    vae: Any = AutoencoderKL(
-        block_out_channels=(8,), norm_num_groups=4, shift_factor=0.25
-    )
+    vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, shift_factor=0.25)
     pixels = np.arange(4 * 4 * 3, dtype=np.uint8).reshape(4, 4, 3)
     images = torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 127.5 - 1
     with torch.no_grad():

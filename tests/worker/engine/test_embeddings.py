@@ -195,19 +195,18 @@ def test_another_file_of_the_same_name_is_another_encoding(
 def test_jobs_with_embeddings_loras_and_without_are_drawn_together_as_alone(
     slot_engine: Any,
     engine: Any,
-    lora_paths: list[Path],
+    styles: list[contract.Lora],
     write: Write,
 ) -> None:
     width = slot_engine.checkpoint.text_encoder.config.hidden_size
     one, other = (
         write(name, {"v": 3 * vectors(4, width, len(name))}) for name in ("mist", "ash")
     )
-    lora = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     long = "a (mist:1.3), " * 12
     requests = [
         make_request(prompt="a mist", steps=2),
         make_request(
-            prompt="a mist", steps=2, embeddings=(one,), loras=(lora,), clip_skip=2
+            prompt="a mist", steps=2, embeddings=(one,), loras=(styles[0],), clip_skip=2
         ),
         make_request(
             prompt=long, negative_prompt="ash", steps=2, embeddings=(one, other)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pynvml
 import pytest
@@ -163,7 +162,7 @@ def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
 ) -> None:
     gpu("13.0", "580.95.05", works=False)
     settings = WorkerSettings(model=str(checkpoint), device="cuda")
-    worker: Any = SimpleNamespace(
+    worker = SimpleNamespace(
         _settings=settings, _member=member, _kernels=None, _own_files={}
     )
     with pytest.raises(fault, match="CUDA GPU"):
@@ -231,7 +230,7 @@ def test_auto_precision_is_float32_on_a_cpu(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    engine: Any = load.load_engine(load.EngineSettings(checkpoint))
+    engine = load.load_engine(load.EngineSettings(checkpoint))
     assert engine.checkpoint.unet.dtype == torch.float32
 
 

@@ -61,12 +61,11 @@ def test_a_flipped_bit_is_found_in_what_is_made_of_the_weights(
 
 def test_merged_loras_are_no_fault_and_a_flipped_bit_beside_them_is(
     make_slot_engine: Callable[..., slots.SlotEngine],
-    lora_paths: list[Path],
+    styles: list[contract.Lora],
 ) -> None:
     engine = make_slot_engine("float32")
-    lora = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     # So many steps of one job that merging its LoRA for all slots pays.
-    (image,) = draw(engine, make_request(loras=(lora,), steps=9))
+    (image,) = draw(engine, make_request(loras=(styles[0],), steps=9))
     assert not isinstance(image, Exception)
     assert engine._merger.originals
     assert engine.self_check.find_fault() is None
@@ -105,7 +104,7 @@ async def test_a_bit_that_flips_while_a_worker_draws_ends_it_and_its_images_are_
     await storage.queue.send(map(json.dumps, jobs))
     engine = load.load_engine(load.EngineSettings(DEMO_MODEL, "cpu", slots=4))
     vae = engine.checkpoint.vae
-    finished: list[str] = []
+    finished = []
 
     def settled(outcome: str) -> None:
         finished.append(outcome)

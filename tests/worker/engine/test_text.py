@@ -12,17 +12,6 @@ from worker.engine import text
 START, END = 49406, 49407
 
 
-@torch.inference_mode()
-def test_a_short_prompt_without_weights_is_clips_own_output(
-    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
-) -> None:
-    inputs = clip.tokenizer("A photo!", padding="max_length", return_tensors="pt")
-    expected = clip.text_encoder(inputs.input_ids).last_hidden_state
-    torch.testing.assert_close(
-        encoder.encode([tokenizer.chunks("A photo!")], 1).vectors, expected
-    )
-
-
 def test_a_wide_comma_and_curly_quotes_are_the_tokens_that_automatic1111_reads(
     tokenizer: text.Tokenizer,
 ) -> None:

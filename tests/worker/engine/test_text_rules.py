@@ -5,7 +5,6 @@ follows that comma goes into the next. Chunks are filled up with end tokens and 
 Vectors are multiplied by their weights, and each chunk's mean is restored.
 """
 
-import itertools
 import json
 import random
 from pathlib import Path
@@ -29,10 +28,10 @@ Chunks = list[list[tuple[int, float]]]
 
 
 def chunks_by_the_rules(clip: Any, prompt: str) -> Chunks:
-    found: Chunks = []
+    found = []
     sections = weighted_parts(prompt)
     for section in sections:
-        tokens: list[tuple[int, float]] = []
+        tokens = []
         for part in section:
             ids = clip.tokenizer(
                 part.text, add_special_tokens=False, verbose=False
@@ -116,19 +115,6 @@ def a_prompt(number: int) -> str:
 PROMPTS = [a_prompt(number) for number in range(200)]
 
 
-def test_the_prompts_cover_the_rules(clip: Any) -> None:
-    found = [chunks_by_the_rules(clip, prompt) for prompt in PROMPTS]
-    assert {1, 2, 3, 4} <= {len(chunks) for chunks in found}
-    weights = {
-        round(weight, 3) for chunks in found for chunk in chunks for _, weight in chunk
-    }
-    assert len(weights) > 20
-    shortened = [
-        chunk for chunks in found for chunk in chunks[:-1] if 55 < len(chunk) < 75
-    ]
-    assert len(shortened) > 20, "cut after a comma"
-
-
 def test_200_prompts_are_chunked_by_the_rules(
     clip: Any, tokenizer: text.Tokenizer
 ) -> None:
@@ -142,13 +128,9 @@ def test_200_prompts_are_chunked_by_the_rules(
 
 
 @torch.inference_mode()
-def test_200_prompts_are_encoded_by_the_rules(
-    clip: Any, tokenizer: text.Tokenizer
-) -> None:
+def test_prompts_are_encoded_by_the_rules(clip: Any, tokenizer: text.Tokenizer) -> None:
     encoder = text.Encoder([text.Reader(clip.text_encoder)], START, END)
-    for first, clip_skip in zip(
-        range(0, 200, 20), itertools.cycle([1, 2]), strict=False
-    ):
+    for first, clip_skip in ((0, 1), (20, 2), (40, 1)):
         prompts = PROMPTS[first : first + 20]
         context = encoder.encode(
             [tokenizer.chunks(prompt) for prompt in prompts], clip_skip

@@ -128,7 +128,7 @@ async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
 
 
 async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
-    storage: Storage, run_pipeline: RunPipeline, network: tuple[Path, Any]
+    storage: Storage, run_pipeline: RunPipeline
 ) -> None:
     exif = Image.Exif()
     exif.get_ifd(0x8769)[0x9286] = b"UNICODE\0" + "a hut\nSteps: 9".encode("utf-16-be")

@@ -75,7 +75,7 @@ def family_pipeline(family_folder: Any) -> Callable[..., Any]:
         last = CLIPTokenizer.from_pretrained(clip.TOKENIZER, **padding)
         if family == "sdxl":
             first = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
-            pipeline: Any = StableDiffusionXLPipeline.from_pretrained(
+            pipeline = StableDiffusionXLPipeline.from_pretrained(
                 folder,
                 scheduler=scheduler,
                 tokenizer=first,

@@ -13,10 +13,7 @@ from drawing import ROUNDING, difference, draw, make_request
 from imagefleet import errors
 from worker.engine import contract
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
+pytestmark = pytest.mark.slow
 
 
 NAMES = {"text_encoder": "clip_l", "text_encoder_2": "clip_g"}

@@ -41,7 +41,7 @@ def open_clip(folder: Path, prefix: str, *, layers: int) -> Weights:
     weights = {
         key.removeprefix("text_model."): each for key, each in load_file(file).items()
     }
-    found: Weights = {}
+    found = {}
     for key, weight in weights.items():
         if key == "text_projection.weight":
             found["text_projection"] = weight.T.contiguous()
@@ -69,7 +69,7 @@ def unet_of(folder: Path, unet: torch.nn.Module) -> Weights:
     names = original_names.original_names(adaptable_layers(unet))
     names["class_embedding"] = "label_emb"
     (file,) = (folder / "unet").glob("*.safetensors")
-    weights: Weights = {}
+    weights = {}
     for key, weight in load_file(file).items():
         path, kind = key.rsplit(".", 1)
         weights[

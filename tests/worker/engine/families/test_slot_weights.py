@@ -1,7 +1,6 @@
 """Slots draw the same images however they hold LoRAs, for every kind of LoRA."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -40,7 +39,7 @@ def loras(
 ) -> dict[str, contract.Lora]:
     folder = tmp_path_factory.mktemp("loras")
     found = {}
-    kinds: list[tuple[str, lora_kinds.LoraFormat, int]] = [
+    kinds = [
         ("small", "lora", 4),
         ("large", "lora", 40),
         ("locon", "locon", 8),
@@ -56,27 +55,9 @@ def loras(
             rank=rank,
             kind=kind,
         )
-        path: Path = folder / name / f"{file}.safetensors"
+        path = folder / name / f"{file}.safetensors"
         found[name] = contract.Lora(name, path, 0.2, 0.2)
     return found
-
-
-def test_a_low_rank_slot_takes_a_fraction_of_the_memory(
-    engines: dict[str, SlotEngine],
-) -> None:
-    merged, low_rank = (engines[each]._unet for each in ("merged", "factors"))
-    assert {name: engine.savings.weights for name, engine in engines.items()} == {
-        name: name for name in engines
-    }
-    assert not low_rank._stacks
-    assert {use for use, _, _ in low_rank.groups} == {"prompt"}
-    assert merged._stacks
-    transformers = {shape for shape in low_rank.changes.groups if shape.of_transformers}
-    expected = sum(
-        len(low_rank.changes.groups[shape]) * (shape.inputs + shape.outputs) * 32 * 4
-        for shape in transformers
-    )
-    assert low_rank.slot_bytes == expected, "rank 32, and no convolutions"
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,7 @@ from tests.worker.engine.families.test_hires import first_pass
 from worker.engine import contract
 from worker.engine.passes import begin
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -79,6 +79,14 @@ def test_a_damaged_header_is_refused(tmp_path: Path, header: Any) -> None:
         read(write(tmp_path / "a.safetensors", header))
 
 
+def test_a_tensor_that_is_not_aligned_is_read(tmp_path: Path) -> None:
+    """The library sorts tensors by their types' sizes; other writers need not."""
+    header = {"a": entry(0, 1, (1,), "F8_E4M3"), "b": entry(1, 9)}
+    data = bytes(1) + torch.ones(4).half().numpy().tobytes()
+    found, _ = read(write(tmp_path / "a.safetensors", header, data))
+    assert found["b"].tolist() == [1.0] * 4
+
+
 def test_an_unknown_type_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", {"a": entry(dtype="F6_E2M3")})
     with pytest.raises(safetensors.UnusableError, match="F6_E2M3"):

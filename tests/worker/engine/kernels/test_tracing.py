@@ -27,7 +27,7 @@ def during(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], 
         monkeypatch.setattr(
             compile.Compiled, "trace", lambda _compiled: seen.append(look())
         )
-        seen: list[Any] = []
+        seen = []
         compile.trace_on_thread(make(torch.ones(2)), torch.device("cpu")).result()
         return seen[0]
 

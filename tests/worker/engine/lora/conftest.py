@@ -9,8 +9,7 @@ from worker.engine.lora import file as lora_file
 
 @pytest.fixture(scope="module")
 def layers(engine: Any) -> lora_file.Layers:
-    layers: lora_file.Layers = engine._preparer._lora_cache._layers
-    return layers
+    return engine._preparer._lora_cache._layers
 
 
 @pytest.fixture

@@ -187,31 +187,6 @@ def test_kohyas_oft_has_a_prefix_of_its_own(engine: Any, tmp_path: Path) -> None
     np.testing.assert_allclose(found, weight + STRENGTH * change, rtol=1e-5, atol=1e-5)
 
 
-def test_jobs_with_every_kind_draw_in_slots_what_they_draw_alone(
-    engine: Any,
-    slot_engine: Any,
-    tmp_path: Path,
-) -> None:
-    """Norms and biases, which slots cannot hold, are merged for their jobs alone."""
-    loras = []
-    of_text = {
-        f"lora_te_text_model_encoder_layers_0_{name}": drawn(width)
-        for name, width in (("layer_norm1.w_norm", 32), ("layer_norm1.b_norm", 32))
-    }
-    for path, kind in KINDS:
-        parts, _ = kind(base(engine, path))
-        tensors = {**prefixed(path, parts), **(of_text if kind is glora else {})}
-        loras.append(write(tmp_path / f"{kind.__name__} {path}.safetensors", tensors))
-    requests = [make_request(loras=(lora,), steps=2) for lora in loras]
-    together = draw(slot_engine, *requests, make_request(steps=2))
-    for request, image in zip(requests, together, strict=False):
-        assert difference(image, draw(engine, request)[0]) <= 2, request.loras
-    assert difference(together[-1], draw(engine, make_request(steps=2))[0]) <= 2
-    assert (
-        sum(difference(image, together[-1]) > 2 for image in together) > len(KINDS) // 2
-    )
-
-
 def test_a_lora_of_a_plain_model_changes_the_same_inputs_of_one_for_inpainting(
     engine: Any, tmp_path: Path
 ) -> None:
@@ -334,13 +309,12 @@ def test_embeddings_in_a_loras_file_are_words_of_its_jobs(
         {"loras": (alone,), "embeddings": (own,)},
         {"loras": (both,), "embeddings": (other,)},
         {"loras": (alone,), "embeddings": (other,)},
-        {"loras": (alone,)},
     ]
     requests = [make_request(prompt="a mist", steps=2, **each) for each in changes]
     images = draw(slot_engine, *requests)
     assert difference(images[0], images[1]) <= 1
     assert difference(images[2], images[3]) <= 1
-    assert min(difference(images[0], images[at]) for at in (2, 4)) > 2
+    assert difference(images[0], images[2]) > 2
 
     def second_pass(**changes: Any) -> contract.HiresPass:
         return contract.HiresPass(64, 64, 0.7, 2, "Latent", prompt="a mist", **changes)

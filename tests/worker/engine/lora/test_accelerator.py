@@ -24,15 +24,13 @@ def accelerated(checkpoint: Path, lora_paths: list[Path]) -> Any:
 def test_an_accelerator_is_as_a_lora_of_every_job(
     slot_engine: Any,
     accelerated: Any,
-    lora_paths: list[Path],
+    styles: list[contract.Lora],
 ) -> None:
-    shared, style, other = (
-        contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths
-    )
+    shared, style, other = styles
     own = [(), (style,), (other, style), (shared,)]
     engine = load.load_engine(accelerated)
     images = draw(engine, *(make_request(loras=loras) for loras in own))
-    twice = contract.Lora(shared.name, shared.path, 2.0, 2.0)
+    twice = replace(shared, text_encoder_weight=2.0, unet_weight=2.0)
     tagged = [(shared,), (shared, style), (shared, other, style), (twice,)]
     for image, loras in zip(images, tagged, strict=True):
         assert (
@@ -56,7 +54,6 @@ def test_a_model_that_is_changed_to_has_the_accelerator_too(accelerated: Any) ->
     engine = load.load_engine(accelerated)
     (expected,) = draw(engine, make_request())
     take = load.read_beside(engine, accelerated)
-    assert take is not None
     assert take()
     assert (draw(engine, make_request())[0] == expected).all()
 
@@ -64,7 +61,7 @@ def test_a_model_that_is_changed_to_has_the_accelerator_too(accelerated: Any) ->
 @pytest.mark.parametrize("has_style", [False, True])
 def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_beside_it(
     make_slot_engine: Any,
-    lora_paths: list[Path],
+    styles: list[contract.Lora],
     monkeypatch: pytest.MonkeyPatch,
     has_style: bool,
 ) -> None:
@@ -75,9 +72,7 @@ def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_besid
         "activate",
         lambda *given: merged.append(len(given[1])) or activate(*given),
     )
-    shared, style = (
-        contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths[:2]
-    )
+    shared, style, _ = styles
     styles = [
         (replace(style, unet_weight=0.1 * at),) if has_style else ()
         for at in range(1, 13)

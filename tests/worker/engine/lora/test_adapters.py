@@ -13,11 +13,9 @@ import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor, nn
 
-from drawing import ROUNDING, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from imagefleet.files import adapter, kinds
 from imagefleet.files.safetensors import UnusableError, identify
-from worker.engine import contract
 from worker.engine.lora import file as lora_file
 from worker.engine.lora.merge import AppliedLora
 from worker.engine.lora.shared import Merger
@@ -123,25 +121,6 @@ def test_a_network_computes_with_an_adapter_what_it_does_in_peft(
     assert (expected - plain).abs().max() > 1e-3, "the adapter changes nothing"
     torch.testing.assert_close(outputs(unet), expected, rtol=1e-5, atol=1e-5)
     assert not found.skipped
-
-
-def test_an_adapter_in_a_slot_draws_what_it_does_alone(
-    engine: Any,
-    slot_engine: Any,
-    save: Any,
-) -> None:
-    _, folder = save("BOFT")
-    packed = folder.with_suffix(".safetensors")
-    adapter.pack(folder, packed)
-    requests = [
-        make_request(loras=(contract.Lora("style", packed, weight, weight),), steps=2)
-        for weight in (1.0, 0.5)
-    ]
-    plain = make_request(steps=2)
-    expected = draw_alone(engine, (*requests, plain))
-    found = draw(slot_engine, *requests, plain)
-    assert max(map(difference, found, expected)) <= ROUNDING
-    assert difference(found[0], found[2]) > ROUNDING
 
 
 @pytest.mark.parametrize("kind", ["LOHA", "LORA with DoRA"])

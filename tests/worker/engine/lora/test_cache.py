@@ -22,8 +22,8 @@ def named(path: Path) -> contract.Lora:
 
 def slowed(calls: int, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Records the reads of files, the first of which lasts until there were so many calls."""
-    reads: list[object] = []
-    called: list[object] = []
+    reads = []
+    called = []
     read, identify = lora_file.read_lora, lora_file.identify
 
     def slow_read(*arguments: Any) -> lora_file.LoraFile:
@@ -51,7 +51,7 @@ def test_concurrent_reads_of_one_file_read_it_once(
     cache: lora_file.LoraCache, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = slowed(6, monkeypatch)
-    got: list[lora_file.LoraFile] = []
+    got = []
     in_threads(6, lambda: got.append(cache.get(named(lora_paths[0]))))
     assert len(reads) == 1
     assert len(got) == 6
@@ -68,7 +68,7 @@ def test_concurrent_reads_of_a_bad_file_all_fail_and_the_next_read_retries(
     path = tmp_path / "bad.safetensors"
     path.write_bytes(b"bad")
     slowed(6, monkeypatch)
-    refusals: list[str] = []
+    refusals = []
 
     def get() -> None:
         with pytest.raises(errors.UnusableFileError) as refusal:

@@ -1,77 +1,37 @@
+from typing import Any
+
 import pytest
 import torch
 
+from tests.worker.engine.lora import test_formats as formats
 from worker.engine.lora import file, kinds
 
 OUT, IN = 24, 16
 
 
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-#: A convolution's change of each kind, with the highest rank that it may have.
+#: A convolution's change of each kind, and the highest rank that it may have.
 LOW_RANK = {
-    "LoCon": (3, {"down": noise(3, IN, 3, 3), "up": noise(OUT, 3, 1, 1)}),
-    "Tucker": (
-        4,
-        {
-            "down": noise(2, IN, 1, 1),
-            "mid": noise(4, 2, 3, 3),
-            "up": noise(OUT, 4, 1, 1),
-        },
-    ),
-    "LoHa": (
-        6,
-        {
-            "hada_w1_a": noise(OUT, 2),
-            "hada_w1_b": noise(2, IN * 9),
-            "hada_w2_a": noise(OUT, 3),
-            "hada_w2_b": noise(3, IN * 9),
-        },
-    ),
-    "LoHa with cores": (
-        4,
-        {
-            "hada_w1_a": noise(2, OUT),
-            "hada_w1_b": noise(2, IN),
-            "hada_t1": noise(2, 2, 3, 3),
-            "hada_w2_a": noise(2, OUT),
-            "hada_w2_b": noise(2, IN),
-            "hada_t2": noise(2, 2, 3, 3),
-        },
-    ),
-    "LoKr": (
-        8,
-        {
-            "lokr_w1": noise(4, 4),
-            "lokr_w2_a": noise(6, 2),
-            "lokr_w2_b": noise(2, 4 * 9),
-        },
-    ),
-    "LoKr with a core": (
-        6,
-        {
-            "lokr_w1_a": noise(4, 3),
-            "lokr_w1_b": noise(3, 4),
-            "lokr_w2_a": noise(2, 6),
-            "lokr_w2_b": noise(2, 4),
-            "lokr_t2": noise(2, 2, 3, 3),
-        },
-    ),
-    "LoKr with whole halves": (
-        12,
-        {"lokr_w1": noise(4, 2), "lokr_w2": noise(6, 8, 3, 3)},
-    ),
+    formats.locon: 3,
+    formats.locon_in_tucker_form: 3,
+    formats.loha: 9,
+    formats.loha_in_tucker_form: 9,
+    formats.lokr: 6,
+    formats.lokr_of_four: 9,
+    formats.lokr_in_tucker_form: 6,
+    formats.lokr_of_wholes: 12,
 }
 
 
+def tensors_of(kind: Any) -> dict[str, torch.Tensor]:
+    parts = formats.parts_of(kind, OUT, IN, 3, 3)
+    return {name: torch.from_numpy(part).float() for name, part in parts}
+
+
 @pytest.mark.parametrize("kind", LOW_RANK)
-def test_factors_multiply_to_the_whole_change(kind: str) -> None:
-    rank, tensors = LOW_RANK[kind]
-    delta = file.make_delta(tensors, alpha=1.5)
+def test_factors_multiply_to_the_whole_change(kind: Any) -> None:
+    rank = LOW_RANK[kind]
+    delta = file.make_delta(tensors_of(kind), alpha=1.5)
     factors = kinds.factorise(delta.tensors, rank)
-    assert factors is not None
     up, down = factors
     assert up.shape == (OUT, rank)
     assert down.shape == (rank, IN * 9)
@@ -84,10 +44,9 @@ def test_factors_multiply_to_the_whole_change(kind: str) -> None:
 def test_small_factors_do_not_underflow_in_float16() -> None:
     tensors = {
         name: tensor * (1e-3 if name.endswith("_b") else 1.0)
-        for name, tensor in LOW_RANK["LoHa"][1].items()
+        for name, tensor in tensors_of(formats.loha).items()
     }
-    factors = kinds.factorise(tensors, 6)
-    assert factors is not None
+    factors = kinds.factorise(tensors, 9)
     up, down = (each.half().float() for each in factors)
     expected = file.make_delta(tensors, alpha=None).compute(torch.zeros(OUT, IN, 3, 3))
     error = (up @ down).view_as(expected) - expected
@@ -96,5 +55,5 @@ def test_small_factors_do_not_underflow_in_float16() -> None:
 
 @pytest.mark.parametrize("extra", ["dora_scale", "magnitude"])
 def test_a_rescaled_weight_has_no_factors(extra: str) -> None:
-    tensors = {**LOW_RANK["LoCon"][1], extra: torch.ones(OUT)}
+    tensors = {**tensors_of(formats.locon), extra: torch.ones(OUT)}
     assert kinds.factorise(tensors, 128) is None

@@ -4,13 +4,11 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drawing import make_request
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import file as lora_file
@@ -310,9 +308,3 @@ def test_the_header_may_set_alpha_per_layer(
     assert {name.rsplit(".", 1)[1] for name in odd} == {"to_k"}
     assert changes["text_encoder"]["encoder.layers.0.mlp.fc1"].scale == 0.25
     assert changes["text_encoder"]["encoder.layers.1.mlp.fc1"].scale == 1.0
-
-
-def test_prepare_reads_a_lora_even_at_weight_zero(engine: Any, tmp_path: Path) -> None:
-    gone = contract.Lora("gone", tmp_path / "gone.safetensors", 0.0, 0.0)
-    with pytest.raises(errors.TransientError, match="'gone'"):
-        engine.prepare(make_request(loras=(gone,)))

@@ -1,6 +1,6 @@
 """Each kind of LoRA against its definition in numpy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ def numbers(*shapes: tuple[int, ...]) -> list[Array]:
 
 def tucker(core: Array, outer: Array, inner: Array) -> Array:
     """Core [rank, rank, h, w], outer [rank, out], inner [rank, in] to [out, in, h, w]."""
-    result: Array = np.einsum("rshw,ro,si->oihw", core, outer, inner)
-    return result
+    return np.einsum("rshw,ro,si->oihw", core, outer, inner)
 
 
 def plain(weight: Array) -> tuple[Tensors, Array]:
@@ -132,6 +131,13 @@ KINDS = [
 ]
 #: They have no rank to divide the alpha by.
 UNRANKED = (lokr_of_wholes, difference_of_weights)
+
+
+def parts_of(kind: Any, *shape: int) -> Iterator[tuple[str, Array]]:
+    """The tensors of a change of so large a layer, by their roles."""
+    parts, _ = kind(np.zeros(shape))
+    for name, part in parts.items():
+        yield name.removeprefix("lora_").removesuffix(".weight"), part
 
 
 @pytest.mark.parametrize(("layer", "kind"), KINDS)

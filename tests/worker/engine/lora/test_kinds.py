@@ -1,61 +1,41 @@
 """LoRAs of any kind, packed and merged into stacks of layers, against one layer after the other."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from tests.worker.engine.lora import test_formats as formats
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
 from worker.engine.lora.merge import StackedChange
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-OUT, IN, RANK = 12, 8, 3
+OUT, IN = 12, 8
 GROUP = ("layers", OUT, IN)
 PATHS = ["zero", "one", "two", "three", "four"]
 GROUPS = {GROUP: PATHS}
 
-LORA: Shapes = {"down": (RANK, IN), "up": (OUT, RANK)}
-LOHA: Shapes = {
-    **{f"hada_w{half}_a": (OUT, RANK) for half in (1, 2)},
-    **{f"hada_w{half}_b": (RANK, IN) for half in (1, 2)},
-}
-LOKR: Shapes = {
-    "lokr_w1": (4, 2),
-    "lokr_w2_a": (OUT // 4, RANK),
-    "lokr_w2_b": (RANK, IN // 2),
-}
+
+def shapes_of(kind: Any, *kernel: int) -> Shapes:
+    return {name: part.shape for name, part in formats.parts_of(kind, OUT, IN, *kernel)}
+
+
+LORA, LOHA, LOKR = map(shapes_of, (formats.plain, formats.loha, formats.lokr))
 
 #: The shapes of each kind's tensors; those with a kernel are of 1x1 convolutions.
 KINDS: Mapping[str, Shapes] = {
     "lora": LORA,
-    "lora of a 1x1 convolution": {"down": (RANK, IN, 1, 1), "up": (OUT, RANK, 1, 1)},
-    "lora in Tucker form": {
-        "down": (RANK, IN, 1, 1),
-        "mid": (RANK, RANK, 1, 1),
-        "up": (OUT, RANK, 1, 1),
-    },
+    "lora of a 1x1 convolution": shapes_of(formats.locon, 1, 1),
+    "lora in Tucker form": shapes_of(formats.locon_in_tucker_form, 1, 1),
     "loha": LOHA,
-    "loha in Tucker form": {
-        **{f"hada_t{half}": (RANK, RANK, 1, 1) for half in (1, 2)},
-        **{f"hada_w{half}_a": (RANK, OUT) for half in (1, 2)},
-        **{f"hada_w{half}_b": (RANK, IN) for half in (1, 2)},
-    },
+    "loha in Tucker form": shapes_of(formats.loha_in_tucker_form, 1, 1),
     "lokr": LOKR,
-    "lokr of wholes": {"lokr_w1": (4, 2), "lokr_w2": (OUT // 4, IN // 2, 1, 1)},
-    "lokr of four": {
-        "lokr_w1_a": (4, RANK),
-        "lokr_w1_b": (RANK, 2),
-        "lokr_w2_a": (OUT // 4, RANK),
-        "lokr_w2_b": (RANK, IN // 2),
-    },
-    "lokr in Tucker form": {
-        "lokr_w1": (4, 2),
-        "lokr_t2": (RANK, RANK, 1, 1),
-        "lokr_w2_a": (RANK, OUT // 4),
-        "lokr_w2_b": (RANK, IN // 2),
-    },
+    "lokr of wholes": shapes_of(formats.lokr_of_wholes, 1, 1),
+    "lokr of four": shapes_of(formats.lokr_of_four),
+    "lokr in Tucker form": shapes_of(formats.lokr_in_tucker_form, 1, 1),
     "full difference": {"diff": (OUT, IN)},
     "dora": {**LORA, "dora_scale": (OUT, 1)},
     "dora of the inputs": {**LORA, "dora_scale": (1, IN)},
@@ -95,7 +75,6 @@ def unpack(
     loras: Sequence[merge.AppliedLora], dtype: torch.dtype = torch.float32
 ) -> StackedChange:
     packed = merge.pack(loras, GROUPS, dtype=dtype)
-    assert packed is not None
     # As a device would have them: no tensor of the file itself, and another copy of the bytes.
     return packed.of(packed.assemble().clone()).stacked[GROUP]
 
@@ -165,24 +144,9 @@ def test_layers_of_one_file_may_differ_in_kind_rank_alpha_and_factors() -> None:
     change = unpack(parts)
     found = merged(change, original)
     torch.testing.assert_close(found, expected(parts, original), rtol=1e-5, atol=1e-5)
-    assert change.low_rank is not None
     assert change.low_rank[0].shape == (5, OUT, 8), (
         "matrix products need aligned operands"
     )
-
-
-def test_1x1_convolutions_are_merged_together_with_linear_layers() -> None:
-    """SD1.5's proj_in and proj_out are some; apart, each stack takes its own launches."""
-    kernels = {name: (*shape, 1, 1) for name, shape in KINDS["dora"].items()}
-    parts = [
-        make_lora(KINDS["dora"], paths=["zero", "two", "three"]),
-        make_lora(kernels, paths=["one", "four"]),
-    ]
-    change, original = unpack(parts), draw(5, OUT, IN)
-    (stack,) = change.stacks
-    assert stack.positions == [0, 1, 2, 3, 4]
-    found = merged(change, original)
-    torch.testing.assert_close(found, expected(parts, original), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,7 +185,6 @@ def test_a_small_alpha_loses_no_digits_in_float16(others: int) -> None:
             for tensor in delta.tensors.values():
                 tensor.mul_(2e-3)
     change = unpack(loras, torch.float16)
-    assert change.low_rank is not None
     up, down = (factor.float() for factor in change.low_rank)
     found = change.strength * up[..., :128] @ down[:, :128]
     exact = expected(loras[:1], torch.zeros(5, OUT, IN))
@@ -233,9 +196,8 @@ def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_hold
 ):
     lora = make_lora(LORA, paths=["one", "a convolution"])
     assert merge.pack([lora], GROUPS, dtype=torch.float32) is None
-    groups: merge.Groups = {**GROUPS, merge.Shape(OUT, IN, 1): ["a convolution"]}
+    groups = {**GROUPS, merge.Shape(OUT, IN, 1): ["a convolution"]}
     packed = merge.pack([lora], groups, dtype=torch.float32)
-    assert packed is not None
     original = draw(5, OUT, IN)
     found = merged(packed.of(packed.assemble()).stacked[GROUP], original)
     torch.testing.assert_close(found, expected([lora], original), rtol=1e-5, atol=1e-5)
@@ -252,7 +214,6 @@ def test_a_gpu_merges_the_same(kind: str, dtype: torch.dtype) -> None:
     ]
     original = draw(5, OUT, IN).to(dtype)
     packed = merge.pack(loras, GROUPS, dtype=dtype)
-    assert packed is not None
     change = packed.of(packed.assemble().cuda()).stacked[GROUP]
     on_cpu, on_gpu = (
         merged(unpack(loras, dtype), original),

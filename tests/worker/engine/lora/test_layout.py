@@ -1,6 +1,4 @@
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -86,34 +84,3 @@ def test_the_largest_numbers_of_a_type_are_finite(
             )
     save_file(weights, tmp_path / "a.safetensors")
     cache.get(named(tmp_path / "a.safetensors"))
-
-
-def test_tensors_that_are_not_aligned_are_read(
-    cache: lora_file.LoraCache, weights: Weights, tmp_path: Path
-) -> None:
-    """The library sorts tensors by their types' sizes; other writers need not."""
-    halves = {name: tensor.half() for name, tensor in weights.items()}
-    odd = {first(weights, "alpha"): torch.float8_e4m3fn}
-    header: dict[str, Any] = {}
-    content = b""
-    for name in sorted(halves, key=lambda name: name not in odd):
-        tensor = halves[name].to(odd.get(name, torch.float16))
-        begin = len(content)
-        content += tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        header[name] = {
-            "dtype": "F8_E4M3" if name in odd else "F16",
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, len(content)],
-        }
-    text = json.dumps(header).encode()
-    (tmp_path / "odd.safetensors").write_bytes(
-        len(text).to_bytes(8, "little") + text + content
-    )
-    save_file(halves, tmp_path / "even.safetensors")
-    found, expected = (
-        tensors_of(cache.get(named(tmp_path / f"{name}.safetensors")))
-        for name in ("odd", "even")
-    )
-    assert found.keys() == expected.keys()
-    for place, tensor in expected.items():
-        assert torch.equal(found[place], tensor)

@@ -144,15 +144,6 @@ def test_what_every_worker_refuses_is_never_stored_and_for_the_same_reason(
     assert {of_worker(models[name], path) for name in ("sd1", "sd2", "inp")} == {reason}
 
 
-@pytest.mark.parametrize("metadata", ["[1]", '{"unet.lora_alpha": "much"}'])
-def test_damaged_metadata_is_refused_in_both_places(
-    models: dict[str, lora_file.Layers], tmp_path: Path, metadata: str
-) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(save(pair(), {"lora_adapter_metadata": metadata}))
-    assert of_console(kinds.LORA, path) == of_worker(models["sd1"], path) != ""
-
-
 @pytest.mark.parametrize("name", LAYOUTS["embeddings"])
 def test_each_layout_of_an_embedding_is_stored_and_drawn_or_refused_in_both_places(
     tmp_path: Path, name: str

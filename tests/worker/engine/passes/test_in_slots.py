@@ -1,6 +1,5 @@
 """Jobs that begin with an image, and those with a second pass, in slots beside others."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,7 @@ from drawing import (
     make_request,
 )
 from imagefleet import errors
-from tests.worker.engine.support import esrgan
 from worker.engine import contract, decoder
-from worker.engine.passes import upscaling
 from worker.engine.passes.images import ImageCoder
 
 
@@ -51,35 +48,6 @@ def init() -> Any:
 def hires(width: int = 96, height: int = 96, **changes: Any) -> contract.HiresPass:
     settings = {"denoising_strength": 0.7, "steps": 3, "upscaler": "Latent", **changes}
     return contract.HiresPass(width, height, **settings)
-
-
-@pytest.fixture
-def mixed(init: Any, lora_paths: list[Path]) -> list[contract.ImageRequest]:
-    style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
-    other = contract.Lora("other", lora_paths[1], 0.5, 1.5)
-    return [
-        make_request(),
-        make_request(seed=2, init=init()),
-        make_request(
-            seed=3, init=init(masked=True), sampler="ddim", steps=8, loras=(style,)
-        ),
-        make_request(seed=4, hires=hires(), loras=(other,)),
-        make_request(seed=5, init=init(masked=True), sampler="dpmpp_2m_karras"),
-        make_request(seed=6, width=96, height=96),
-        make_request(seed=7, hires=hires(upscaler="Lanczos"), sampler="plms"),
-        make_request(seed=8, init=init(96, 96, masked=True), width=96, height=96),
-        make_request(seed=9, hires=hires(64, 64), loras=(style,)),
-    ]
-
-
-def test_images_are_the_same_in_company_and_alone(
-    make_slot_engine: Any, mixed: list[Any]
-) -> None:
-    engine = make_slot_engine(slots=3, blocks=2)
-    alone = draw_alone(engine, mixed)
-    for order in ([4, 8, 0, 2, 6, 1, 3, 7, 5], [3, 6, 7, 1, 2, 0, 5, 8, 4]):
-        together = draw(engine, *(mixed[at] for at in order))
-        assert_alike(together, [alone[at] for at in order])
 
 
 def test_both_passes_share_calls_with_other_jobs_of_their_size(
@@ -221,27 +189,6 @@ def test_a_first_pass_without_memory_to_decode_it_whole_is_decoded_in_stripes(
     (image,) = draw(engine, request)
     assert ways == [False, True, False]
     assert difference(image, sound) <= ROUNDING
-
-
-def test_the_network_of_an_upscalers_file_enlarges_the_first_pass(
-    make_slot_engine: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = make_slot_engine(slots=2)
-    path, network = esrgan.build(tmp_path / "4x.safetensors")
-    request = make_request(hires=hires(256, 256, upscaler="4x", upscaler_path=path))
-    (image,) = draw(engine, request)
-    enlarged: list[contract.Pixels] = []
-
-    def enlarge(pixels: contract.Pixels, _: float) -> contract.Pixels:
-        enlarged.append(esrgan.enlarge(network, pixels))
-        return enlarged[-1]
-
-    monkeypatch.setitem(upscaling.IMAGE_UPSCALERS, "Nearest", enlarge)
-    (expected,) = draw(engine, make_request(hires=hires(256, 256, upscaler="Nearest")))
-    assert enlarged[0].shape == (256, 256, 3)
-    assert difference(image, expected) <= ROUNDING
 
 
 @pytest.mark.parametrize(

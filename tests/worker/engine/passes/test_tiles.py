@@ -21,7 +21,7 @@ def picture(height: int, width: int) -> contract.Pixels:
 
 
 def seen_by(network: Network) -> tuple[Network, list[contract.Pixels]]:
-    tiles: list[contract.Pixels] = []
+    tiles = []
 
     def run(tile: contract.Pixels) -> np.ndarray:
         tiles.append(tile)
@@ -95,28 +95,6 @@ def test_tiles_of_swinir_and_scunet_are_averaged_before_they_are_rounded() -> No
     run, tiles = seen_by(by_call(0.5))
     in_tiles(run, picture(100, 100), 1, 192, averaged=True)
     assert tiles[0].shape == (100, 100, 3)
-
-
-def test_a_network_gets_blue_first_and_its_image_is_turned_back() -> None:
-    class Descriptor:
-        scale, supports_half, supports_bfloat16 = 1, False, False
-
-        class architecture:  # noqa: N801 - an attribute of spandrel's
-            id = "ESRGAN"
-
-        def eval(self) -> Descriptor:
-            return self
-
-        def to(self, *_: object) -> Descriptor:
-            return self
-
-        def __call__(self, image: torch.Tensor) -> torch.Tensor:
-            return image * torch.tensor([1.0, 0.5, 0.0])[:, None, None]
-
-    image = picture(200, 200)
-    found = upscaling.Upscaler("x", Descriptor(), torch.device("cpu")).enlarge(image)
-    assert not found[..., 0].any()
-    assert np.array_equal(found[..., 2], image[..., 2])
 
 
 def test_a_network_of_a_file_runs_in_these_tiles(tmp_path: Path) -> None:

@@ -59,28 +59,6 @@ def enlarging(network: Any) -> Enlarging:
     return make
 
 
-def test_a_network_is_applied_until_the_size_is_reached(
-    slot_engine: SlotEngine, enlarging: Enlarging, network: Any
-) -> None:
-    (found,) = draw(slot_engine, enlarging(whole=(240, 144), scale=6.0))
-    twice = esrgan.enlarge(network[1], esrgan.enlarge(network[1], picture()))
-    expected = Image.fromarray(twice).resize((240, 144), Image.Resampling.LANCZOS)
-    assert np.array_equal(found, np.asarray(expected))
-
-
-def test_a_network_of_restoration_runs_at_a_scale_of_one(
-    slot_engine: SlotEngine, enlarging: Enlarging, network: Any
-) -> None:
-    (found,) = draw(slot_engine, enlarging(whole=(40, 24), scale=1.0))
-    once = Image.fromarray(esrgan.enlarge(network[1], picture()))
-    assert np.array_equal(
-        found, np.asarray(once.resize((40, 24), Image.Resampling.LANCZOS))
-    )
-    (smaller,) = draw(slot_engine, enlarging(whole=(32, 16), scale=0.8))
-    expected = Image.fromarray(picture()).resize((32, 16), Image.Resampling.LANCZOS)
-    assert np.array_equal(smaller, np.asarray(expected))
-
-
 def test_two_upscalers_are_blended_and_cut_at_both_sides(
     slot_engine: SlotEngine, enlarging: Enlarging, network: Any
 ) -> None:

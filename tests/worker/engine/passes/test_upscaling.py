@@ -56,7 +56,7 @@ def test_an_upscaler_that_enlarges_too_little_is_applied_again_and_one_too_much_
 
 
 def test_an_upscaler_that_leaves_images_as_they_are_is_applied_once() -> None:
-    asked: list[float] = []
+    asked = []
 
     def idle(pixels: contract.Pixels, scale: float) -> contract.Pixels:
         asked.append(scale)

@@ -59,7 +59,7 @@ def remove_encoder() -> Callable[[Path, Path], Path]:
 def without_encoder(
     stage: Any, remove_encoder: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    folder: Path = tmp_path_factory.mktemp("small") / "base"
+    folder = tmp_path_factory.mktemp("small") / "base"
     return remove_encoder(stage("base"), folder)  # type: ignore[no-any-return]
 
 
@@ -69,7 +69,6 @@ def stored(storage: Storage) -> Callable[[str], Awaitable[tuple[contract.Pixels,
 
     async def read(name: str) -> tuple[contract.Pixels, str]:
         data = await storage.blobs.read(f"default/{name}.png", max_bytes=2**20)
-        assert data is not None
         with Image.open(BytesIO(data)) as image:
             return np.asarray(image.convert("RGB")), image.info["parameters"]
 
@@ -140,7 +139,7 @@ def request_of(low_image: contract.Pixels) -> Callable[..., contract.ImageReques
 
     def make(name: str = "base", **changes: Any) -> contract.ImageRequest:
         side = tiny_cascade.BASE_SIDE if name == "base" else tiny_cascade.SR_SIDE
-        fields: dict[str, Any] = {
+        fields = {
             "prompt": PROMPT,
             "negative_prompt": NEGATIVE,
             "loras": (),
@@ -162,7 +161,7 @@ def draw_floats(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.Ten
     """Draws requests; returns their images [3, height, width] before they are rounded."""
 
     def run(engine: SlotEngine, *requests: contract.ImageRequest) -> list[torch.Tensor]:
-        found: Images = {}
+        found = {}
         add = engine._decoder.add
 
         def note(ticket: int, image: torch.Tensor, *decoder: object) -> None:

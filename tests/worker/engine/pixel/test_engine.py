@@ -125,9 +125,7 @@ def test_compiled_ticks_draw_the_same_images_and_are_compiled_once(
 # Loading.
 
 
-def test_an_engine_is_found_by_what_the_model_is(
-    stage: Any, checkpoint: Path, monkeypatch: Any
-) -> None:
+def test_an_engine_is_found_by_what_the_model_is(stage: Any, checkpoint: Path) -> None:
     base, sr = (
         load.load_engine(load.EngineSettings(stage(name), "cpu", slots=2))
         for name in ("base", "sr")
@@ -145,7 +143,7 @@ def test_an_engine_is_found_by_what_the_model_is(
 
 
 def test_requests_of_another_engine_are_refused(
-    make_engine: Any, request_of: Any
+    make_engine: Any,
 ) -> None:
     with pytest.raises(TypeError, match="prepared by another engine"):
         make_engine().admit(0, object())

@@ -1,8 +1,6 @@
 import itertools
-import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler
@@ -36,22 +34,10 @@ def table(name: str, steps: int = 20, **changes: Any) -> torch.Tensor:
     ).table
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [
-        *(("fast27", 27), ("smart27", 27), ("smart50", 50), ("smart100", 100)),
-        *(("smart185", 185), ("super27", 27), ("super40", 40), ("super100", 100)),
-    ],
-)
-def test_the_named_lists_of_timesteps_are_those_of_diffusers(
-    name: str, steps: int
-) -> None:
-    assert list(schedules.LISTS[name]) == getattr(deepfloyd_if, f"{name}_timesteps")
+@pytest.mark.parametrize("name", schedules.LISTS)
+def test_the_named_lists_of_timesteps_are_those_of_diffusers(name: str) -> None:
     found = table(name)[:, sampler.TIMESTEP].tolist()
     assert found == getattr(deepfloyd_if, f"{name}_timesteps")
-    assert len(found) == steps
-    assert found[0] == 999
-    assert found[-1] == 0
 
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
@@ -113,7 +99,6 @@ def test_dynamic_thresholding_is_that_of_diffusers(scale: float) -> None:
     images = scale * torch.randn(4, 3, 9, 7, generator=torch.Generator().manual_seed(0))
     images[1] *= 10
     limit = schedules.limit_of(noise_schedule(), 3 * 9 * 7)
-    assert limit is not None
     found = limit(images)
     assert torch.allclose(found, scheduler._threshold_sample(images), rtol=0, atol=1e-6)
 
@@ -167,21 +152,6 @@ def test_edm_is_algorithm_1_of_karras(prediction: str) -> None:
         drawn += weights[1] * earlier + weights[-1] * before
         image, before, earlier = drawn, image, estimate
     assert torch.allclose(image, x, rtol=0, atol=1e-4), (image - x).abs().max()
-
-
-def test_edm_goes_from_80_to_the_least_sigma_that_the_unet_knows() -> None:
-    noise = noise_schedule()
-    sigmas = edm_sigmas(noise)
-    least = math.sqrt(
-        (1 - noise.alphas_cumprod[0].item()) / noise.alphas_cumprod[0].item()
-    )
-    assert sigmas[0] == pytest.approx(80)
-    assert sigmas[-2] == pytest.approx(max(0.002, least))
-    assert sigmas[-1] == 0
-    times = table(schedules.EDM, 30)[:, sampler.TIMESTEP].numpy()
-    assert times[0] < 999
-    assert times[-1] == pytest.approx(0, abs=1e-3)
-    assert (np.diff(times) <= 0).all()
 
 
 @pytest.mark.parametrize(

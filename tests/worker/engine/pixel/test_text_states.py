@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drawing import difference, draw
 from imagefleet import errors
 from pixel import tiny_cascade
 from worker.engine.pixel import text_stage, text_states
@@ -150,28 +149,6 @@ def test_a_file_that_cannot_be_read_is_read_again_later(
         text_states.read(path, "a", NAME, WIDTH)
     with pytest.raises(errors.TransientError, match="cannot be read"):
         text_states.read(tmp_path / "missing", "a", NAME, WIDTH)
-
-
-def test_a_stage_without_an_encoder_draws_from_files(
-    without_encoder: Path,
-    make_engine: Any,
-    request_of: Any,
-    text: Any,
-    tmp_path: Path,
-) -> None:
-    prompts = "a red house", "blurry"
-    paths = tuple(
-        write(tmp_path, each, NAME, text.encode([each])[0]) for each in prompts
-    )
-    engine = make_engine(folder=without_encoder)
-    (image,) = draw(engine, request_of(text_states=paths))
-    assert difference(image, draw(make_engine(), request_of())[0]) <= 4, "float16"
-    with pytest.raises(errors.JobError, match="the prompt's text states are missing"):
-        engine.prepare(request_of(prompt="another"))
-    with pytest.raises(
-        errors.JobError, match="does not have the text states of this prompt"
-    ):
-        engine.prepare(request_of(prompt="another", text_states=paths))
 
 
 def test_a_folder_without_a_text_encoder_is_refused(without_encoder: Path) -> None:

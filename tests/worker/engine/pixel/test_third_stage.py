@@ -14,7 +14,6 @@ from messages import message
 from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine.slots import engine as slots
-from worker.files import check
 from worker.node import start_up
 
 pytestmark = pytest.mark.slow
@@ -46,10 +45,7 @@ def request_of() -> Any:
             "height": 4 * height,
         }
         init = contract.InitImage(pixels, strength)
-        made: contract.ImageRequest = make_request(
-            **{**fields, "init": init, **changes}
-        )
-        return made
+        return make_request(**{**fields, "init": init, **changes})
 
     return make
 
@@ -64,7 +60,7 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     stored: Any,
 ) -> None:
     base, middle = make_engine(), make_engine("sr")
-    fields: dict[str, Any] = {
+    fields = {
         "prompt": "A red house",
         "negative_prompt": "blurry",
         "seed": 1,
@@ -100,8 +96,3 @@ def test_nodes_measure_their_speed_with_an_image_to_enlarge(
         width, height = engine.default_size
         assert image.shape == (height, width, 3)
     assert start_up.plain_request(make_engine(), seed=0).init is None
-
-
-def test_its_files_are_known_by_their_headers(folder: Path) -> None:
-    assert check.family(folder) == "SD x4 upscaler"
-    check.check_path(folder)

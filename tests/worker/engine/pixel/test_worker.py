@@ -137,7 +137,7 @@ async def test_a_job_whose_text_states_are_missing_fails_with_the_command_that_m
         [message(**FEW_STEPS, **jobs[name], id=name) for name in jobs]
     )
     engine = make_engine("base", folder=small_cascade["base"])
-    on_engine: list[Any] = []
+    on_engine = []
     prepare = engine.prepare
     engine.prepare = lambda request: (on_engine.append(request), prepare(request))[1]
     await run_pipeline(engine)

@@ -1,5 +1,6 @@
 """DPM adaptive in slots: images whose number of calls nobody knows, beside others."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,25 +8,17 @@ import pytest
 
 from drawing import difference, draw, make_request
 from imagefleet import errors
-from imagefleet.job.samplers import Options
 from worker.engine import contract
 
-
-def requests() -> list[contract.ImageRequest]:
-    return [
-        make_request(seed=1, sampler="dpm_adaptive"),
-        make_request(seed=2, sampler="dpm_adaptive", sampler_options=Options(eta=0.0)),
-        make_request(seed=3, sampler="heun", steps=9),
-        make_request(
-            seed=4, sampler="dpm_adaptive", sampler_options=Options(s_min_uncond=5.0)
-        ),
-        make_request(seed=5, sampler="euler_ancestral", steps=12),
-        make_request(seed=6, sampler="dpm_adaptive", cfg_scale=1.0),
-    ]
+adaptive = partial(make_request, sampler="dpm_adaptive", width=32, height=32)
 
 
 def test_an_image_of_unknown_calls_is_what_it_is_alone(slot_engine: Any) -> None:
-    asked = requests()
+    asked = [
+        adaptive(seed=1),
+        adaptive(seed=3, sampler="heun", steps=9),
+        adaptive(seed=6, cfg_scale=1.0),
+    ]
     together = draw(slot_engine, *asked)
     assert len({image.tobytes() for image in together}) == len(asked)
     for request, image in zip(asked, together, strict=True):
@@ -40,21 +33,18 @@ def test_its_second_pass_and_the_steps_that_are_given_change_what_they_change(
     slot_engine: Any,
 ) -> None:
     hires = contract.HiresPass(
-        96, 96, denoising_strength=0.6, steps=3, upscaler="Latent"
+        64, 64, denoising_strength=0.6, steps=3, upscaler="Latent"
     )
     plain, longer, enlarged = draw(
-        slot_engine,
-        make_request(sampler="dpm_adaptive", steps=4),
-        make_request(sampler="dpm_adaptive", steps=40),
-        make_request(sampler="dpm_adaptive", steps=4, hires=hires),
+        slot_engine, adaptive(), adaptive(steps=40), adaptive(hires=hires)
     )
     assert np.array_equal(plain, longer), "it has no number of steps, there either"
-    assert enlarged.shape[:2] == (96, 96)
+    assert enlarged.shape[:2] == (64, 64)
 
 
 def test_a_failed_image_begins_again_with_its_first_row(make_slot_engine: Any) -> None:
     engine = make_slot_engine()
-    request = make_request(seed=3, sampler="dpm_adaptive")
+    request = adaptive(seed=3)
     (whole,) = draw(engine, request)
     engine.admit(0, engine.prepare(request))
     for _ in range(7):
@@ -65,13 +55,13 @@ def test_a_failed_image_begins_again_with_its_first_row(make_slot_engine: Any) -
     assert (job.call, job.calls) == (0, 3)
     del next(iter(engine._lanes)).active[0]
     engine._add(job)
-    finished: list[Any] = []
+    finished = []
     while not finished:
         finished = list(engine.tick())
     assert difference(finished[0].outcome, whole) <= 2
 
 
 def test_it_cannot_be_controlled(slot_engine: Any, make_control: Any) -> None:
-    request = make_request(sampler="dpm_adaptive", controls=(make_control(0),))
+    request = adaptive(controls=(make_control(0),))
     with pytest.raises(errors.JobError, match="DPM adaptive cannot be controlled"):
         slot_engine.prepare(request)

@@ -45,7 +45,7 @@ def test_the_noise_of_an_image_is_k_diffusions_to_the_bit(
     k_diffusion: Any, theirs: Any, method: str, schedule: str, steps: int, seed: int
 ) -> None:
     """At the sigmas of k-diffusion, in its order, from the image's own seed."""
-    asked: list[tuple[Any, Any]] = []
+    asked = []
 
     def remember(sigma: Any, following: Any) -> torch.Tensor:
         asked.append((sigma, following))
@@ -58,7 +58,6 @@ def test_the_noise_of_an_image_is_k_diffusions_to_the_bit(
     )
     name = method if schedule == "uniform" else f"{method}_{schedule}"
     made = make_schedule(name, steps, alphas_cumprod(), "epsilon")
-    assert made.brownian is not None
     stream = NoiseStream(
         seed, SHAPE, Noise("CPU"), factor=8, draws=len(asked), brownian=made.brownian
     )
@@ -71,22 +70,9 @@ def test_the_noise_of_an_image_is_k_diffusions_to_the_bit(
         assert torch.equal(out, sampler(sigma, following)[0])
 
 
-def test_increments_of_parts_add_up_whatever_was_asked_before() -> None:
-    tree, other = (BrownianTree(3, (0.03, 14.6), cpu) for _ in range(2))
-    (whole,) = tree.noise([(10.0, 2.0)])
-    first, second = other.noise([(3.0, 2.0), (10.0, 3.0)])
-    torch.testing.assert_close(
-        whole * 8**0.5, first + second * 7**0.5, rtol=0, atol=2e-5
-    )
-    asked = [(14.0, 0.05), (5.0, 4.0), (5.0, 4.5), (5.0, 4.0), (99.0, 14.6)]
-    together = other.noise(asked)
-    for interval, found in zip(asked, together, strict=True):
-        assert torch.equal(tree.noise([interval])[0], found)
-
-
 @pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**40 + 3])
 def test_the_seed_of_every_place_is_numpys(seed: int) -> None:
-    seeds: list[int] = []
+    seeds = []
 
     def remember(drawn: int) -> torch.Tensor:
         seeds.append(drawn)

@@ -23,11 +23,6 @@ from worker.engine import sampler
 from worker.engine.samplers import by_timestep
 from worker.engine.samplers.schedule import make_schedule
 
-#: diffusers converts torch tensors to numpy in a way that numpy deprecates
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
-)
-
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 COUNTS = [1, 2, 3, 4, 5, 8, 12, 16, 25, 50]
 
@@ -143,7 +138,7 @@ def test_ddim_cfgpp_puts_the_noise_without_the_prompt_back(
     def noise_of(
         unet: Any, latents: torch.Tensor, timestep: int, alpha: float
     ) -> torch.Tensor:
-        output: torch.Tensor = unet(latents, torch.tensor(timestep))
+        output = unet(latents, torch.tensor(timestep))
         if prediction == "epsilon":
             return output
         return math.sqrt(alpha) * output + math.sqrt(1 - alpha) * latents

@@ -68,8 +68,7 @@ def test_an_inpainting_of_the_end_of_a_schedule_is_k_diffusions(
     reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
 
     def masked(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = reference.model(x, sigma) * (1 - kept) + image * kept
-        return found
+        return reference.model(x, sigma) * (1 - kept) + image * kept
 
     theirs = reference.draw_end(method, masked, image, 15, t_enc, noise)
     made = make_schedule(method, 15, alphas_cumprod(), "epsilon", t_enc=t_enc)

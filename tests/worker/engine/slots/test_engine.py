@@ -15,7 +15,6 @@ from drawing import (
     difference,
     draw,
     draw_alone,
-    draw_prepared,
     make_request,
 )
 from imagefleet import errors
@@ -32,56 +31,6 @@ def lora(
     return contract.Lora(path.stem, path, text, weight)
 
 
-@pytest.fixture(scope="session")
-def mixed_requests(lora_paths: list[Path]) -> list[contract.ImageRequest]:
-    """One to three chunks, every sampler, different steps, guidance scales and LoRAs."""
-    soft, strong, both = (
-        lora(lora_paths[0], 0.4),
-        lora(lora_paths[1], 2.0),
-        lora(lora_paths[2]),
-    )
-    return [
-        make_request(),
-        make_request(seed=2, loras=(strong,), steps=6, cfg_scale=3.0),
-        make_request(seed=3, loras=(soft, both), steps=2, prompt="a castle, " * 12),
-        make_request(
-            seed=4, sampler="plms", steps=5, prompt="a castle on a hill, " * 11
-        ),
-        make_request(
-            seed=5, sampler="dpmpp_2m_karras", loras=(soft,), negative_prompt="b, " * 40
-        ),
-        make_request(
-            seed=6, sampler="ddim", steps=3, clip_skip=2, prompt="a red castle"
-        ),
-        make_request(
-            seed=7, sampler="euler", steps=7, loras=(lora(lora_paths[0], -0.7),)
-        ),
-        make_request(seed=8, loras=(lora(lora_paths[1], 0.0, 1.5),), steps=1),
-    ]
-
-
-def test_images_in_mixed_slots_match_each_alone_whatever_their_slots(
-    engine: Any, slot_engine: Any, mixed_requests: Any
-) -> None:
-    expected = draw_alone(engine, mixed_requests)
-    for order in (range(8), [5, 2, 7, 0, 6, 3, 1, 4]):
-        images = draw(slot_engine, *(mixed_requests[at] for at in order))
-        assert_alike(images, [expected[at] for at in order])
-
-
-def test_the_images_of_a_job_may_share_what_was_prepared_for_its_first(
-    slot_engine: Any,
-    lora_paths: list[Path],
-) -> None:
-    requests = [
-        make_request(seed=seed, loras=(lora(lora_paths[0], 2.0),)) for seed in (1, 2, 3)
-    ]
-    apart = draw(slot_engine, *requests)
-    shared = draw_prepared(slot_engine, requests)
-    assert_alike(shared, apart)
-    assert difference(shared[0], shared[1]) > 30
-
-
 def test_a_slot_is_refilled_the_tick_after_its_image_is_done(
     make_slot_engine: Any, monkeypatch: Any
 ) -> None:
@@ -93,18 +42,6 @@ def test_a_slot_is_refilled_the_tick_after_its_image_is_done(
     busy = [len(call.tickets) for call in calls]
     assert sum(busy) == sum(steps)
     assert busy[:-2] == [2] * (len(busy) - 2), "a slot may be empty only at the end"
-
-
-def test_an_image_is_returned_as_soon_as_its_steps_are_done(
-    make_slot_engine: Any,
-) -> None:
-    engine = make_slot_engine(slots=3)
-    for ticket, steps in enumerate([4, 1, 2]):
-        engine.admit(ticket, engine.prepare(make_request(steps=steps)))
-    ticks = []
-    while engine.busy:
-        ticks.append([finished.ticket for finished in engine.tick()])
-    assert ticks == [[1], [2], [], [0]]
 
 
 def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
@@ -138,20 +75,6 @@ def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
     assert_alike(images, draw_alone(engine, requests))
 
 
-def test_free_counts_down_from_capacity_and_comes_back(make_slot_engine: Any) -> None:
-    engine = make_slot_engine(slots=2)
-    assert engine.slots == 2
-    assert engine.free == engine.capacity == 4
-    for ticket in range(4):
-        engine.admit(ticket, engine.prepare(make_request(steps=1)))
-    assert engine.free == 0
-    assert {finished.ticket for finished in engine.tick()} == {0, 1}
-    assert engine.free == 2
-    engine.tick()
-    assert not engine.busy
-    assert engine.tick() == []
-
-
 def test_only_a_nan_image_fails_and_its_slot_recovers(
     make_slot_engine: Any,
     monkeypatch: Any,
@@ -167,11 +90,10 @@ def test_only_a_nan_image_fails_and_its_slot_recovers(
     monkeypatch.setattr(PreparedRequest, "first_latents", first_latents)
     seeds = [1, 666, 1, 2]
     images = draw(engine, *(make_request(seed=seed) for seed in seeds))
-    assert isinstance(images[1], errors.TransientError)
-    assert "NaN" in images[1].message
-    assert difference(images[0], sound[0]) <= ROUNDING
-    assert difference(images[2], sound[0]) <= ROUNDING
-    assert difference(images[3], sound[1]) <= ROUNDING
+    failed = images.pop(1)
+    assert isinstance(failed, errors.TransientError)
+    assert "NaN" in failed.message
+    assert_alike(images, [sound[0], *sound])
 
 
 def test_only_a_job_that_cannot_start_fails(slot_engine: Any, monkeypatch: Any) -> None:
@@ -188,14 +110,6 @@ def test_only_a_job_that_cannot_start_fails(slot_engine: Any, monkeypatch: Any) 
         at for at, image in enumerate(images) if isinstance(image, errors.JobError)
     ]
     assert failed == [1, 5]
-
-
-def test_a_closed_engine_holds_nothing(make_slot_engine: Any) -> None:
-    engine = make_slot_engine()
-    engine.admit(1, engine.prepare(make_request()))
-    engine.tick()
-    engine.close()
-    assert not engine.busy
 
 
 SIZES = ((64, 64), (64, 96), (96, 64))
@@ -234,7 +148,7 @@ def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
     images = {}
     for blocks in (1, 2):
         engine = make_slot_engine(slots=2, blocks=blocks)
-        loads: list[int] = []
+        loads = []
         load = engine._unet.load_slot
 
         def count(
@@ -257,7 +171,7 @@ def test_lanes_with_equal_loras_share_them_and_others_do_not_merge_in_turns(
 ) -> None:
     engine = make_slot_engine(blocks=2)
     calls = watch_calls(monkeypatch, engine)
-    merges: list[object] = []
+    merges = []
     activate = engine._merger.activate
     monkeypatch.setattr(
         engine._merger,
@@ -318,12 +232,6 @@ def test_a_lane_of_large_images_has_fewer_slots(make_slot_engine: Any) -> None:
     ):
         engine.admit(ticket, engine.prepare(request))
     assert [each.slots for each in engine._lanes] == [6, 4, 2, 3]
-
-
-def test_the_third_chunk_of_a_long_prompt_counts(slot_engine: Any) -> None:
-    long = "a castle on a hill, " * 11
-    requests = [make_request(prompt=long + colour) for colour in ("red", "blue")]
-    assert difference(*draw(slot_engine, *requests)) > ROUNDING
 
 
 @pytest.mark.parametrize(

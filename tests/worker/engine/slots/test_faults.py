@@ -1,3 +1,4 @@
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -8,12 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from calls import OUT_OF_MEMORY, watch_calls
+from calls import OUT_OF_MEMORY, Call, watch_calls
 from drawing import ROUNDING, assert_alike, difference, draw, finish, make_request
 from imagefleet import errors
 from worker.engine import contract, decoder
 from worker.engine.networks.linear import SlotLinear
 from worker.engine.slots.weights import Weights
+
+
+def draw_again(
+    monkeypatch: pytest.MonkeyPatch,
+    engine: Any,
+    requests: list[contract.ImageRequest],
+    fails: Callable[[Call], bool],
+    error: Exception = OUT_OF_MEMORY,
+) -> list[Call]:
+    """The calls of a second drawing in which some fail; its images are those of the first."""
+    sound = draw(engine, *requests)
+    calls = watch_calls(monkeypatch, engine, fails, error)
+    assert_alike(draw(engine, *requests), sound)
+    return calls
 
 
 def limit_decoding(
@@ -38,15 +53,12 @@ def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
 ) -> None:
     engine = make_slot_engine(slots=4)
     requests = [make_request(seed=seed, steps=2 + seed) for seed in range(5)]
-    sound = draw(engine, *requests)
-    ticks = watch_calls(monkeypatch, engine, lambda call: len(call.seeds) > 2)
-    images = draw(engine, *requests)
+    ticks = draw_again(monkeypatch, engine, requests, lambda call: len(call.seeds) > 2)
     assert engine.slots == 2
     assert engine.capacity == 4
     # One fewer at a time: whatever is given up is given up for good.
     assert [len(call.tickets) for call in ticks[:3]] == [4, 3, 2]
     assert max(len(call.tickets) for call in ticks[2:]) == 2
-    assert_alike(images, sound)
 
 
 def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
@@ -87,35 +99,28 @@ def test_unfinished_images_restart_after_out_of_memory(
     requests = [
         make_request(seed=seed, sampler=sampler, steps=steps) for seed in (1, 2)
     ]
-    sound = draw(engine, *requests)
-    count = iter(range(100))
-    watch_calls(monkeypatch, engine, lambda call: next(count) == steps - 2)
-    images = draw(engine, *requests)
+    count = itertools.count()
+    draw_again(monkeypatch, engine, requests, lambda call: next(count) == steps - 2)
     assert engine.slots == 1
-    assert_alike(images, sound)
 
 
 def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slots(
     make_slot_engine: Any,
-    lora_paths: Any,
+    styles: list[contract.Lora],
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=4, blocks=2)
-    styles = [contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths]
     requests = [
         make_request(
             seed=seed, width=64 + 32 * (seed % 2), loras=(styles[seed % 3],), steps=2
         )
         for seed in range(8)
     ]
-    sound = draw(engine, *requests)
     assert engine._lanes.blocks == 2
-    count = iter(range(1000))
-    watch_calls(monkeypatch, engine, lambda call: next(count) in (2, 5))
-    images = draw(engine, *requests)
+    count = itertools.count()
+    draw_again(monkeypatch, engine, requests, lambda call: next(count) in (2, 5))
     assert engine._lanes.blocks == 1
     assert engine.slots == 3
-    assert_alike(images, sound)
 
 
 def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
@@ -126,17 +131,14 @@ def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
     requests = [
         make_request(seed=seed, width=128 if seed == 1 else 64) for seed in (1, 2, 3)
     ]
-    sound = draw(engine, *requests)
 
     def is_too_much(call: Any) -> bool:
         drawing = sum(1 for lane in engine._lanes if lane.active)
         isolated = any(lane.batch_key.isolated == 0 for lane in engine._lanes)
         return drawing > 1 and 1 in call.seeds and not isolated
 
-    watch_calls(monkeypatch, engine, is_too_much)
-    images = draw(engine, *requests)
+    draw_again(monkeypatch, engine, requests, is_too_much)
     assert engine.slots == 2
-    assert_alike(images, sound)
 
 
 def test_a_failed_tick_restarts_no_image_of_another_lane(
@@ -148,16 +150,17 @@ def test_a_failed_tick_restarts_no_image_of_another_lane(
         make_request(seed=seed, width=64 + 32 * (seed % 2), steps=3)
         for seed in range(6)
     ]
-    sound = draw(engine, *requests)
-    count = iter(range(1000))
+    count = itertools.count()
     once = RuntimeError("no kernel for this")
-    ticks = watch_calls(
-        monkeypatch, engine, lambda call: 1 in call.seeds and next(count) == 1, once
+    ticks = draw_again(
+        monkeypatch,
+        engine,
+        requests,
+        lambda call: 1 in call.seeds and next(count) == 1,
+        once,
     )
-    images = draw(engine, *requests)
     assert [0 in call.seeds for call in ticks].count(True) == 3, "not restarted"
     assert [1 in call.seeds for call in ticks].count(True) == 2 + 3
-    assert_alike(images, sound)
 
 
 def test_an_image_too_large_for_the_memory_is_a_transient_error(
@@ -181,7 +184,11 @@ def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
 ) -> None:
     lasts = math.inf
     engine = make_slot_engine(
-        model=small_model, slots=1, backend="eager", queue_seconds=lambda: lasts
+        model=small_model,
+        slots=1,
+        backend="eager",
+        queue_seconds=lambda: lasts,
+        compiled_modes=("shared",),
     )
     large, ordinary = make_request(width=128), make_request()
     (sound,) = draw(make_slot_engine(model=small_model, slots=1), large)
@@ -237,7 +244,7 @@ def test_a_broken_gpu_is_a_node_error(make_slot_engine: Any, monkeypatch: Any) -
 
 def test_a_failed_merge_affects_no_other_image(
     make_slot_engine: Any,
-    lora_paths: Any,
+    styles: list[contract.Lora],
     monkeypatch: Any,
 ) -> None:
     from worker.engine.lora import shared as lora
@@ -253,8 +260,7 @@ def test_a_failed_merge_affects_no_other_image(
             raise RuntimeError("half way")
 
     monkeypatch.setattr(lora.Merger, "_merge", merge)
-    style = contract.Lora("style", lora_paths[0], 0.0, 1.0)
-    outcomes = draw(engine, make_request(loras=(style,), steps=9), make_request())
+    outcomes = draw(engine, make_request(loras=styles[:1], steps=9), make_request())
     assert isinstance(outcomes[0], np.ndarray | errors.TransientError)
     assert difference(outcomes[1], plain) <= ROUNDING
     assert difference(draw(engine, make_request())[0], plain) == 0
@@ -267,7 +273,7 @@ def test_out_of_memory_while_decoding_reduces_the_slices(
     engine = make_slot_engine(slots=3)
     requests = [make_request(seed=seed) for seed in range(3)]
     sound = draw(engine, *requests)
-    sizes: list[int] = []
+    sizes = []
 
     def fails(latents: torch.Tensor, _in_stripes: bool) -> bool:
         sizes.append(len(latents))

@@ -15,7 +15,7 @@ class _Ready:
 def queue(*lora_keys: Any, max_overtakes: int = 2) -> Lane:
     """Jobs of one batch key with their position as ticket."""
     batch_key = slot_queue.BatchKey(512, 512, 160, None, None)
-    jobs: list[Any] = [
+    jobs = [
         slot_queue.SlotJob(at, _Ready(key), batch_key)  # type: ignore[arg-type]
         for at, key in enumerate(lora_keys)
     ]

@@ -35,7 +35,7 @@ def watch_calls(
     error: Exception = OUT_OF_MEMORY,
 ) -> list[Call]:
     """The calls from now on, those that fail with the *error* included."""
-    calls: list[Call] = []
+    calls = []
     run = engine._runner.run
 
     def note(used: step.Step, mode: Any, slots: int) -> None:

@@ -55,7 +55,4 @@ def merged(engine: Any, lora: contract.Lora, *paths: str) -> list[Array]:
 
 
 def base(engine: Any, path: str) -> Array:
-    found: Array = (
-        adaptable(engine.checkpoint.unet)[path].detach().double().numpy().copy()
-    )
-    return found
+    return adaptable(engine.checkpoint.unet)[path].detach().double().numpy().copy()

@@ -32,7 +32,7 @@ def make_request(**changes: Any) -> contract.ImageRequest:
 def draw(engine: contract.Engine, *requests: contract.ImageRequest) -> list[Any]:
     """Draws requests as the pipeline does; returns the outcomes in their order."""
     waiting = list(enumerate(requests))
-    outcomes: dict[int, contract.Outcome] = {}
+    outcomes = {}
     while waiting or engine.busy:
         while waiting and engine.free:
             ticket, request = waiting.pop(0)
@@ -45,7 +45,7 @@ def draw(engine: contract.Engine, *requests: contract.ImageRequest) -> list[Any]
 
 def finish(engine: contract.Engine) -> dict[int, Any]:
     """The outcomes of all that was admitted, by ticket and in the order they are done."""
-    outcomes: dict[int, Any] = {}
+    outcomes = {}
     while engine.busy:
         outcomes |= {each.ticket: each.outcome for each in engine.tick()}
     return outcomes

@@ -37,5 +37,4 @@ def enlarge(network: Any, pixels: contract.Pixels) -> contract.Pixels:
         (enlarged.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
     )
     scale = levels.shape[0] // padded.shape[0]
-    found: contract.Pixels = levels[missing[0] * scale :, missing[1] * scale :, ::-1]
-    return found
+    return levels[missing[0] * scale :, missing[1] * scale :, ::-1]

@@ -103,19 +103,15 @@ class Reference:
         if method in _SDE:
             given.setdefault("noise_sampler", lambda *_: torch.randn_like(begun))
         function = getattr(self.sampling, f"sample_{name}")
-        drawn: torch.Tensor = function(denoise, begun, *path, disable=True, **given)
-        return drawn
+        return function(denoise, begun, *path, disable=True, **given)
 
     def sigmas(self, schedule: str, steps: int) -> torch.Tensor:
         """By k-diffusion where it has the schedule, else by its definition."""
         if schedule in ("karras", "exponential", "polyexponential"):
-            found: torch.Tensor = getattr(self.sampling, f"get_sigmas_{schedule}")(
-                steps, *self.ends
-            )
-            return found
+            return getattr(self.sampling, f"get_sigmas_{schedule}")(steps, *self.ends)
         if schedule == "uniform":
             return self.model.get_sigmas(steps)
-        made: list[float] = getattr(self, f"_{schedule}")(steps)
+        made = getattr(self, f"_{schedule}")(steps)
         end = [] if schedule == "kl_optimal" else [0.0]
         return torch.tensor([*made, *end])
 
@@ -158,8 +154,7 @@ class Reference:
         """
         low, high = (torch.tensor(end).atan() for end in self.ends)
         shares = torch.linspace(0, 1, steps + 1)
-        found: list[float] = ((1 - shares) * high + shares * low).tan().tolist()
-        return found
+        return ((1 - shares) * high + shares * low).tan().tolist()
 
     def _align_your_steps(self, steps: int) -> list[float]:
         """Interpolated in log sigma, by the paper's recipe."""

@@ -1,6 +1,6 @@
 """Runs schedules without an engine, on a function in place of the UNet."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -79,5 +79,5 @@ def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def taking(noise: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Draws these in their order, whatever it is asked for."""
-    fresh: Iterator[torch.Tensor] = iter(noise)
+    fresh = iter(noise)
     return lambda *_, **__: next(fresh)

@@ -31,10 +31,7 @@ from worker.engine import contract, load
 from worker.engine.passes import begin
 from worker.engine.passes.checkpoints import CachedCheckpoint
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
@@ -228,8 +225,10 @@ def test_hires_fix_goes_on_with_another_checkpoint_and_its_vae(
     assert difference(image, theirs.decode(expected)) <= ROUNDING
 
 
-@pytest.mark.parametrize("family", ["sd1", "sdxl"])
-@pytest.mark.parametrize("slot_weights", ["merged", "factors", "reloaded"])
+@pytest.mark.parametrize(
+    ("family", "slot_weights"),
+    [("sd1", "merged"), ("sdxl", "factors"), ("sd1", "reloaded")],
+)
 def test_from_the_first_call_on_it_draws_as_an_engine_of_that_checkpoint_with_the_same_loras(
     family: str,
     slot_weights: Any,
@@ -356,7 +355,6 @@ def test_they_are_dropped_once_no_job_needs_them_and_the_engine_may_take_another
     held.kept_bytes = 0
     draw(engine, mixed[0], mixed[4], mixed[0])
     swap = load.read_beside(engine, load.EngineSettings(other_folder("sd1", 3)))
-    assert swap is not None
     assert swap()
     gc.collect()
     assert len(held._alive) == 1

@@ -194,7 +194,6 @@ def test_a_workers_own_is_that_of_all_jobs_that_name_none(
     settings = load.EngineSettings(family_folder(family), "cpu", slots=3, vae=own.path)
     engine = load.load_engine(settings)
     for take in (lambda: True, load.read_beside(engine, settings)):
-        assert take is not None
         assert take()
         assert_alike(draw(engine, *requests), expected, within=1)
     assert difference(expected[0], draw(usual, requests[0])[0]) > 20, (
