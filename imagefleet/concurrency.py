@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import tenacity
 
@@ -34,6 +34,9 @@ log = logs.EventLog(__name__)
 #: A container's limit of processor time: microseconds, of so many.
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
+First = TypeVar("First")
+Second = TypeVar("Second")
+Third = TypeVar("Third")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 
@@ -51,7 +54,20 @@ def cores() -> int:
         return found
 
 
-async def gather(*works: Coroutine[Any, Any, Result]) -> tuple[Result, ...]:
+@overload
+async def gather(
+    first: Coroutine[Any, Any, First], second: Coroutine[Any, Any, Second], /
+) -> tuple[First, Second]: ...
+@overload
+async def gather(
+    first: Coroutine[Any, Any, First],
+    second: Coroutine[Any, Any, Second],
+    third: Coroutine[Any, Any, Third],
+    /,
+) -> tuple[First, Second, Third]: ...
+@overload
+async def gather(*works: Coroutine[Any, Any, Result]) -> tuple[Result, ...]: ...
+async def gather(*works: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:
     """The results of *works*; the first error cancels the others, and is raised once they ended."""
     task = asyncio.current_task()
     cancels = task.cancelling() if task else 0

@@ -83,7 +83,7 @@ class Exporter:
             fetched: Sequence[Sample] = []
             while batch := list(itertools.islice(keyed, _BATCH)):
                 # The next images are read while these are written.
-                fetched, _ = await asyncio.gather(
+                fetched, _ = await concurrency.gather(
                     self._fetch(batch, contents),
                     asyncio.to_thread(written.write, fetched),
                 )

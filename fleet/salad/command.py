@@ -1,6 +1,5 @@
 """`imagefleet deploy`: turns a fleet file into container groups, and keeps them in sync."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from fleet.salad import changes, deployment, gpus, groups
 from fleet.salad import file as salad_file
 from fleet.salad.file import File, FleetFile, WaitMinutes
 from fleet.salad.groups import Group, Quota
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from imagefleet.pricing import prices
 
 app = typer.Typer(
@@ -65,7 +64,7 @@ async def apply(
     if prices_path is not None:
         raise errors.SetupError("--price-file goes with --render")
     async with deployment.connected(fleet_file) as fleet:
-        known, existing, quota = await asyncio.gather(
+        known, existing, quota = await concurrency.gather(
             fleet.client.gpu_classes(),
             fleet.groups(),
             fleet.client.quota(),
@@ -202,7 +201,7 @@ async def status(
     fleet_file = salad_file.read_file(file)
     async with deployment.connected(fleet_file) as fleet:
         # Read once: they hardly change, and each refresh counts against the rate limit.
-        known, quota = await asyncio.gather(
+        known, quota = await concurrency.gather(
             fleet.client.gpu_classes(), fleet.client.quota()
         )
         await watching.show(

@@ -229,9 +229,10 @@ class InputReader:
                     f" --model FOLDER` makes and stores those of a file of jobs ({error.message})"
                 ) from None
 
-        positive = await find("prompt", str(job.parsed_prompt))
-        negative = await find("negative prompt", str(job.parsed_negative_prompt))
-        return positive, negative
+        return await concurrency.gather(
+            find("prompt", str(job.parsed_prompt)),
+            find("negative prompt", str(job.parsed_negative_prompt)),
+        )
 
     def _refuse_others(self, job: Job, field: str, source: str, campaign: str) -> None:
         own = job.campaign or DEFAULT_CAMPAIGN

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from urllib.parse import parse_qs
 
 import aiohttp
@@ -62,6 +62,10 @@ _REASONS: Mapping[str, str] = {
     "KeyBasedAuthenticationNotPermitted": "the account permits neither its key nor SAS tokens"
     " signed with it: use a workload identity",
 }
+
+#: Clocks differ by seconds. Azure allows 15 minutes to requests that are signed with a key, and
+#: nothing to a token's times.
+_NOTABLE_SKEW = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,29 +228,37 @@ class Refusal:
 
     def sentence(self) -> str:
         """Why it was refused, and what to do."""
-        used, answer = self.credential, f"({self.code}, HTTP {self.status})"
-        if used.token:
+        resource, answer = (
+            self.credential.resource,
+            f"({self.code}, HTTP {self.status})",
+        )
+        if self.credential.token:
             return self._of_token(answer)
         reason = "the account key is wrong, or was regenerated"
-        if used.is_identity:
-            if self.code in LESS_PERMISSION and used.resource is not None:
-                role = roles.azure_role(used.resource, self.permission)
+        if self.credential.is_identity:
+            if self.code in LESS_PERMISSION and resource is not None:
+                role = roles.azure_role(resource, self.permission)
                 return (
                     f"the pod's identity may not {self._doing()} of {self.what} {answer}:"
                     f" assign it the Azure role {role!r}"
                 )
             reason = "the pod's identity is not accepted: does it belong to the account's tenant?"
         reason = _REASONS.get(self.code, reason)
-        return f"Azure refuses access to {self.what}: {reason} {answer}"
+        return f"Azure refuses access to {self.what}: {reason}{self._skew()} {answer}"
 
     def _of_token(self, answer: str) -> str:
         used, token = self.credential, f"the SAS token of {self.what}"
-        renewal = ": mint new ones with `imagefleet keys mint ROLE`"
-        if used.is_from_broker:
-            renewal = ""
-        ends_at = sas.moment(used.token, "se")
+        ends_at, begins_at = sas.moment(used.token, "se"), sas.moment(used.token, "st")
         if ends_at and ends_at <= self.at:
-            return f"{token} expired on {ends_at.astimezone(UTC):%Y-%m-%d %H:%M} UTC{renewal}"
+            since = f"{_moment(ends_at)}, {_span(self.at - ends_at)} ago{self._skew()}"
+            return f"{token} expired on {since}{self._renewal()}"
+        if begins_at and begins_at > self.at:
+            wait = (
+                f"{_moment(begins_at)}, in {_span(begins_at - self.at)}{self._skew()}"
+            )
+            return (
+                f"{token} is not valid before {wait}: wait, or mint one without a start"
+            )
         allowed = used.field("sp")
         is_denied = allowed and self.permission not in allowed + roles.ANY_PERMISSION
         if self.code in LESS_PERMISSION or is_denied:
@@ -256,12 +268,15 @@ class Refusal:
             return (
                 f"Azure refuses access to {self.what}: {_REASONS[self.code]} {answer}"
             )
-        return (
-            f"Azure does not accept {token} {answer}: it is not valid yet, not signed with the"
-            " account's present key, for another resource or damaged, its stored policy has"
-            " ended (then mint with another --policy NAME), or the firewall of the storage"
-            f" account excludes this machine{renewal}"
+        reason = (
+            "it is not signed with the account's present key, "
+            "or for another resource, or damaged"
         )
+        if policy := used.field("si"):
+            reason = f"its stored policy {policy!r} has ended or was revoked, or {reason[6:]}"
+        elif self.code == "AuthorizationFailure":
+            reason += "; or the firewall of the storage account excludes this machine"
+        return f"Azure does not accept {token} {answer}: {reason}{self._renewal()}"
 
     def _doing(self) -> str:
         resource = self.credential.resource
@@ -270,6 +285,25 @@ class Refusal:
         if self.permission == roles.ANY_PERMISSION:
             return "be used for it"
         return roles.explain(resource, self.permission)[0].partition(",")[0]
+
+    def _renewal(self) -> str:
+        used = self.credential
+        if used.is_from_broker:
+            return ""
+        found = roles.of_token(used.resource, used.field("sp")) if used.resource else []
+        # A policy of the same name would bring the revoked tokens back.
+        end = " --policy NAME" if used.field("si") else ""
+        names = [role.name for role in found] or ["ROLE"]
+        commands = " or ".join(f"`imagefleet keys mint {name}{end}`" for name in names)
+        return f": mint new ones with {commands}"
+
+    def _skew(self) -> str:
+        """The error of this machine's clock, if it is large."""
+        ahead = datetime.now(UTC) - self.at
+        if abs(ahead) < _NOTABLE_SKEW:
+            return ""
+        side = "ahead of" if ahead > timedelta() else "behind"
+        return f"; this machine's clock is {_span(abs(ahead))} {side} Azure's"
 
 
 def remedy(resource: Resource | None, permission: str) -> str:
@@ -287,3 +321,20 @@ def remedy(resource: Resource | None, permission: str) -> str:
         f"`imagefleet keys mint {role.name}` for {role.what}" for role in able
     )
     return f": mint new ones with {choices}"
+
+
+def _moment(at: datetime) -> str:
+    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _span(span: timedelta) -> str:
+    seconds = span.total_seconds()
+    for unit, length in (
+        ("day", 86_400),
+        ("hour", 3600),
+        ("minute", 60),
+        ("second", 1),
+    ):
+        if (count := int(seconds // length)) >= 1:
+            return f"{count} {unit}" + "s" * (count > 1)
+    return "less than a second"

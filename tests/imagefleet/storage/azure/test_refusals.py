@@ -97,10 +97,27 @@ async def test_an_expired_token_says_when_it_expired_and_how_to_get_a_new_one(
         f"the queue '{created.poison_queue}'",
         f"the container '{created.container}'",
     )
-    for name, complaint in zip(names, await complaints(settings), strict=True):
+    # Whose tokens of the same are the same.
+    trusted, load = (
+        f" or `imagefleet keys mint {role}`" for role in ("trusted-worker", "load")
+    )
+    also = (trusted, trusted, trusted + load)
+    for name, role, complaint in zip(
+        names, also, await complaints(settings), strict=True
+    ):
         assert complaint == (
-            f"the SAS token of {name} expired on {ended:%Y-%m-%d %H:%M} UTC: mint new ones with"
-            " `imagefleet keys mint ROLE`"
+            f"the SAS token of {name} expired on {ended:%Y-%m-%d %H:%M} UTC, 2 days ago: mint new"
+            f" ones with `imagefleet keys mint worker`{role}"
+        )
+
+
+async def test_a_token_of_the_future_says_from_when_on_it_is_valid(
+    created: StorageSettings,
+) -> None:
+    settings = with_tokens(created, timedelta(hours=3, minutes=1), timedelta(hours=9))
+    for complaint in await complaints(settings):
+        assert re.search(
+            r"is not valid before 20\d\d-.* UTC, in 3 hours: wait", complaint
         )
 
 
@@ -112,7 +129,7 @@ async def test_a_damaged_token_is_not_called_expired(created: StorageSettings) -
     }
     for complaint in await complaints(having(settings, damaged)):
         assert complaint.startswith("Azure does not accept the SAS token of the ")
-        assert "not signed with the account's present key" in complaint
+        assert "it is not signed with the account's present key" in complaint
 
 
 async def test_a_missing_token_is_named_and_the_role_that_has_one(
@@ -161,7 +178,7 @@ async def test_a_token_in_a_connection_string_is_explained_as_well(
         update={"storage": f"{endpoints};SharedAccessSignature={expired}"}
     )
     async with AzureStorage(settings, NEVER) as storage:
-        with pytest.raises(errors.SetupError, match=r"expired on .* UTC: mint"):
+        with pytest.raises(errors.SetupError, match=r"expired on .*, 1 hour ago"):
             await storage.queue.receive(1, 30)
 
 
@@ -170,9 +187,34 @@ def token(**fields: str) -> str:
     return "&".join(f"{name}={quote(value)}" for name, value in known.items())
 
 
-def sentence(credential: Credential, permission: str, code: str) -> str:
-    what = "the queue 'jobs'"
-    return Refusal(what, credential, permission, code, 403, NOON).sentence()
+def sentence(
+    credential: Credential, permission: str, code: str, at: datetime = NOON
+) -> str:
+    return Refusal("the queue 'jobs'", credential, permission, code, 403, at).sentence()
+
+
+def test_azures_clock_decides_and_a_wrong_one_of_this_machine_is_named() -> None:
+    behind = datetime.now(UTC) + timedelta(days=3, minutes=1)  # Azure's time
+    ends = behind - timedelta(hours=5)
+    text = sentence(
+        Credential("queue", token(se=f"{ends:%Y-%m-%dT%H:%M:%SZ}")),
+        "p",
+        "AuthenticationFailed",
+        behind,
+    )
+    assert (
+        "UTC, 5 hours ago; this machine's clock is 3 days behind Azure's: mint" in text
+    )
+    key = sentence(
+        Credential("queue"), "p", "AuthenticationFailed", behind - timedelta(days=4)
+    )
+    assert "this machine's clock is 23 hours ahead of Azure's" in key
+
+
+def test_the_tokens_of_a_revoked_policy_need_another_name() -> None:
+    text = sentence(Credential("queue", "sig=x&si=spring"), "p", "AuthenticationFailed")
+    assert "its stored policy 'spring' has ended or was revoked" in text
+    assert "`imagefleet keys mint ROLE --policy NAME`" in text
 
 
 def test_the_tokens_of_a_broker_are_not_minted_by_hand() -> None:
@@ -232,3 +274,5 @@ def test_every_permission_of_every_role_has_words_and_a_role() -> None:
             for letter in role.letters(resource):
                 assert roles.explain(resource, letter) != [letter]
                 assert role in roles.with_permission(resource, letter)
+            if letters := role.letters(resource):
+                assert role in roles.of_token(resource, letters)
