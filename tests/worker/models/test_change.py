@@ -39,7 +39,6 @@ class Engines:
 
     def __init__(self, settings: MakeSettings, *names: str) -> None:
         self.loaded: list[str] = []
-        self.closed: list[str] = []
         self.fetched: list[str] = []
         self.broken: set[str] = set()
         self.drawing = threading.Event()
@@ -50,13 +49,6 @@ class Engines:
         if checkpoint.name in self.broken:
             raise errors.SetupError("it is damaged")
         grey = MODELS.index(checkpoint.name)
-        engines = self
-
-        class Engine(StandInEngine):
-            model_name = checkpoint.name
-
-            def close(self) -> None:
-                engines.closed.append(checkpoint.name)
 
         def draw(request: contract.ImageRequest) -> contract.Pixels:
             self.drawing.set()
@@ -64,7 +56,9 @@ class Engines:
             image[:4, :4] = grey
             return image
 
-        return Engine(draw=draw, tick_seconds=0.01, capacity=2)
+        engine = StandInEngine(draw=draw, tick_seconds=0.01, capacity=2)
+        engine.model_name = checkpoint.name
+        return engine
 
     async def fetch(self, checkpoint: Checkpoint) -> Checkpoint:
         self.fetched.append(checkpoint.name)

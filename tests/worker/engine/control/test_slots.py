@@ -1,7 +1,6 @@
 """Jobs with ControlNets beside others: each image is what it is alone, whatever fails."""
 
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +28,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def mixed(make_control: Any, lora_paths: list[Path]) -> list[Any]:
+def mixed(make_control: Any, styles: list[contract.Lora]) -> list[Any]:
     """Requests of three ControlNets in all ways."""
-    styles = [contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths]
     pixels = make_control(image=9).pixels
     mask = np.zeros((64, 64), np.uint8)
     mask[:, 32:] = 255
@@ -115,6 +113,20 @@ def test_the_steps_are_those_of_sd_webui_controlnet(
     weights = begin.control_weights(control, made.finished, 8)
     assert [at for at, weight in enumerate(weights) if weight == 0.5] == steered
     assert {weights[at] for at in range(len(weights)) if at not in steered} <= {0.0}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "steered"), [("euler", [3, 4, 5]), ("ddim", [3, 4]), ("plms", [4, 5])]
+)
+def test_img2img_is_steered_in_the_steps_that_automatic1111_counts(
+    sampler: str, steered: list[int], slot_engine: Any, make_control: Any
+) -> None:
+    """Of the steps that are taken: seven of eight; DDIM and PLMS end two earlier."""
+    control = make_control(start=0.2, end=0.6)
+    init = contract.InitImage(control.pixels, 0.8)
+    request = make_request(sampler=sampler, steps=8, init=init, controls=(control,))
+    (prepared,) = slot_engine.prepare(request).controls
+    assert [at for at, weight in enumerate(prepared.weights) if weight] == steered
 
 
 def test_controlnets_without_effect_take_no_lane_and_load_nothing_on_the_device(
@@ -222,7 +234,7 @@ def test_their_memory_is_taken_from_the_room_for_the_next_jobs_loras(
     draw(engine, make_request(controls=(make_control(),)))
     taken = engine._control_nets.held_bytes
     assert taken > 0
-    jobs: list[Any] = [SimpleNamespace(prepared=SimpleNamespace(lora_bytes=taken))] * 4
+    jobs = [SimpleNamespace(prepared=SimpleNamespace(lora_bytes=taken))] * 4
     for room, fitting in ((3, 2), (0.5, 1)):
         engine._stager.room_bytes = room * taken
         assert len(engine._stager.first_with_room(jobs)) == fitting

@@ -1,8 +1,4 @@
-"""Images with ControlNets are those of diffusers' pipelines and networks, in float32.
-
-diffusers' DPM++ 2M rounds timesteps, and AUTOMATIC1111's DDIM and PLMS end one earlier: with these,
-the reference is `a1111.Reference` on diffusers' UNet and ControlNet.
-"""
+"""Images with ControlNets are those of diffusers' pipelines and networks, in float32."""
 
 from dataclasses import replace
 from functools import cache
@@ -10,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from diffusers import (
     ControlNetModel,
     MultiControlNetModel,
@@ -19,20 +14,15 @@ from diffusers import (
 )
 from PIL import Image
 
-import a1111
 from diffusers_pipelines import EULERS, draw_in_diffusers, with_parts_of
 from drawing import ROUNDING, difference, draw, make_request
 from families import tiny_controlnets
 from worker.engine import contract
-from worker.engine.passes import begin
 
 #: Steered images that are no more different than this would show nothing.
 VISIBLE = 20
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
@@ -52,8 +42,8 @@ def draw_steered(family_pipeline: Any) -> Any:
         pipeline = with_parts_of(
             family_pipeline(family), kind, request.sampler, controlnet=network
         )
-        images: Any = [Image.fromarray(each.pixels) for each in request.controls]
-        scales: Any = [each.weight for each in request.controls]
+        images = [Image.fromarray(each.pixels) for each in request.controls]
+        scales = [each.weight for each in request.controls]
         if not isinstance(network, MultiControlNetModel):
             (images,), (scales,) = images, scales
         return draw_in_diffusers(
@@ -163,99 +153,3 @@ def test_shuffle_steers_the_prompt_alone_and_by_means(
     assert difference(image, draw_steered("sd1", pooled, request)) <= ROUNDING
     plain = draw_steered("sd1", network("sd1"), request)
     assert difference(image, plain) > ROUNDING
-
-
-class SteeredUnet:
-    """diffusers' UNet and ControlNet; steered at the calls in which AUTOMATIC1111 would."""
-
-    def __init__(
-        self,
-        unet: Any,
-        network: Any,
-        request: contract.ImageRequest,
-        taken: begin.Steps,
-    ) -> None:
-        self._unet, self._network, self._request, self._taken = (
-            unet,
-            network,
-            request,
-            taken,
-        )
-        self.timesteps: list[float] = []
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        timestep: torch.Tensor,
-        vectors: torch.Tensor,
-        **extra: Any,
-    ) -> Any:
-        (control,) = self._request.controls
-        self.timesteps.append(float(timestep[0]))
-        calls = len(self.timesteps)
-        # PLMS' second call belongs to its first step; the callback comes after a step.
-        step = calls - 1 - (self._request.sampler == "plms" and calls > 1)
-        share = max(0, step - 1) / (self._taken.t_enc + 1)
-        weight = control.weight if control.start <= share <= control.end else 0.0
-        hint = (
-            torch.from_numpy(control.pixels.copy()).permute(2, 0, 1)[None].float() / 255
-        )
-        down, middle = self._network(
-            x,
-            timestep,
-            vectors,
-            hint.expand(2, -1, -1, -1),
-            weight,
-            return_dict=False,
-            **extra,
-        )
-        return self._unet(
-            x,
-            timestep,
-            vectors,
-            down_block_additional_residuals=down,
-            mid_block_additional_residual=middle,
-            **extra,
-        )
-
-
-class SteeredPipeline:
-    def __init__(self, pipeline: Any, unet: SteeredUnet) -> None:
-        self._pipeline, self.unet = pipeline, unet
-        if hasattr(pipeline, "text_encoder_2"):
-            self.text_encoder_2 = pipeline.text_encoder_2
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pipeline, name)
-
-
-@pytest.mark.parametrize(
-    "sampler", ["euler_ancestral", "dpmpp_2m", "dpmpp_2m_karras", "ddim", "plms"]
-)
-@pytest.mark.parametrize("family", ["sd1", "sdxl"])
-def test_img2img_is_steered_in_the_steps_that_automatic1111_counts(
-    family: str,
-    sampler: str,
-    family_engine: Any,
-    family_pipeline: Any,
-    network: Any,
-    steered: Any,
-    k_diffusion: Any,
-) -> None:
-    init = contract.InitImage(steered(0, family, image=7).pixels, 0.8)
-    control = steered(0, family, weight=0.8, start=0.2, end=0.6)
-    request = request_of(control, sampler=sampler, steps=8, init=init)
-    (image,) = draw(family_engine(family), request)
-    taken = begin.img2img(8, 0.8)
-    pipeline = family_pipeline(family)
-    unet = SteeredUnet(pipeline.unet, network(family), request, taken)
-    reference = a1111.Reference(SteeredPipeline(pipeline, unet), k_diffusion)
-    latents = reference.img2img(
-        request, reference.encode(init.pixels), **taken._asdict()
-    )
-    assert difference(image, reference.decode(latents)) <= ROUNDING
-    for other in ({}, {"start": 0.2, "end": 0.3}, {"end": 0.6}):
-        widened = request_of(
-            steered(0, family, weight=0.8, **other), sampler=sampler, steps=8, init=init
-        )
-        assert difference(image, draw(family_engine(family), widened)[0]) > ROUNDING

@@ -9,11 +9,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPipeline
-from PIL import Image
 
 import a1111
 import tiny_model
@@ -21,16 +19,13 @@ from diffusers_pipelines import draw_in_diffusers, with_parts_of
 from drawing import ROUNDING, difference, draw, make_request
 from imagefleet.job.prompt import read_prompt
 from worker.engine import contract
-from worker.engine.passes import begin
+from worker.engine.passes import begin, upscaling
 
 HIRES = contract.HiresPass(
     width=128, height=128, denoising_strength=0.7, steps=5, upscaler="Latent"
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
+pytestmark = pytest.mark.slow
 
 
 def request_of(hires: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -41,8 +36,7 @@ def request_of(hires: dict[str, Any] | None = None, **changes: Any) -> Any:
 
 def first_pass(pipeline: Any, request: Any) -> torch.Tensor:
     """Latents [1, 4, height, width]."""
-    latents: torch.Tensor = draw_in_diffusers(pipeline, request, output_type="latent")
-    return latents
+    return draw_in_diffusers(pipeline, request, output_type="latent")
 
 
 @pytest.mark.parametrize(
@@ -144,39 +138,23 @@ def test_a_target_of_another_shape_is_cut_out_of_the_middle(
 
 
 @pytest.mark.parametrize(
-    ("upscaler", "resampling"),
-    [
-        ("None", Image.Resampling.LANCZOS),
-        ("Lanczos", Image.Resampling.LANCZOS),
-        ("Nearest", Image.Resampling.NEAREST),
-    ],
+    ("upscaler", "whole"), [("Lanczos", (135, 130)), ("Nearest", (128, 128))]
 )
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
-@pytest.mark.parametrize("whole", [(128, 128), (135, 130)])
 def test_other_upscalers_take_the_decoded_image(
     family: str,
     upscaler: str,
-    resampling: Image.Resampling,
     whole: tuple[int, int],
     family_engine: Any,
     family_pipeline: Any,
     k_diffusion: Any,
 ) -> None:
-    """An image of no whole cells is encoded as it is."""
+    """Enlarged as in `passes/test_upscaling`; one of no whole cells is encoded as it is."""
     request = request_of({"upscaler": upscaler, "whole": whole})
     pipeline = family_pipeline(family)
     reference = a1111.Reference(pipeline, k_diffusion)
     small = reference.decode(first_pass(pipeline, request), rounds=False)
-    enlarged = Image.fromarray(small)
-    if upscaler != "None":
-        by_scale = int(64 * max(whole) / 64)
-        for size in ((by_scale, by_scale), (128, 128)):
-            if enlarged.size != size:
-                enlarged = enlarged.resize(size, resampling)
-            resampling = Image.Resampling.LANCZOS
-    if enlarged.size != whole:
-        enlarged = enlarged.resize(whole, Image.Resampling.LANCZOS)
-    large = np.asarray(enlarged)
+    large = upscaling.find(request.hires, lambda path: None).enlarge_pixels(small)
     second = dataclasses.replace(request, width=128, height=128)
     taken = begin.second_pass(5, 0.7)._asdict()
     latents = reference.img2img(second, reference.encode(large), **taken, told=whole)
@@ -186,11 +164,7 @@ def test_other_upscalers_take_the_decoded_image(
     assert difference(image, other) > 20, "or the test shows nothing"
 
 
-@pytest.mark.parametrize("of_first", [True, False])
-@pytest.mark.parametrize("of_second", [True, False])
 def test_the_second_pass_is_drawn_with_the_loras_of_its_own_prompt_alone(
-    of_first: bool,
-    of_second: bool,
     family_folder: Any,
     family_engine: Any,
     family_pipeline: Any,
@@ -205,22 +179,14 @@ def test_the_second_pass_is_drawn_with_the_loras_of_its_own_prompt_alone(
         for seed in (1, 2)
     ]
     first, second = (contract.Lora(path.stem, path, 1.0, 1.0) for path in paths)
-    own = (second,) if of_second else ()
-    request = request_of({"loras": own}, loras=(first,) if of_first else ())
+    request = request_of({"loras": (second,)}, loras=(first,))
     pipeline = copy.deepcopy(family_pipeline("sd1"))
     reference = a1111.Reference(pipeline, k_diffusion)
-    begins = None
-    for path, is_used in zip(paths, (of_first, of_second), strict=True):
-        if is_used:
-            pipeline.load_lora_weights(path.parent, weight_name=path.name)
-        if begins is None:
-            begins = first_pass(pipeline, request)
-            small = a1111.interpolate(begins, 128, 128, mode="bilinear")
-        else:
-            larger = dataclasses.replace(request, width=128, height=128)
-            taken = begin.second_pass(5, 0.7)._asdict()
-            latents = reference.img2img(larger, small, **taken)
-        if is_used:
-            pipeline.unload_lora_weights()
+    pipeline.load_lora_weights(tmp_path, weight_name=first.path.name)
+    begins = a1111.interpolate(first_pass(pipeline, request), 128, 128, mode="bilinear")
+    pipeline.unload_lora_weights()
+    pipeline.load_lora_weights(tmp_path, weight_name=second.path.name)
+    larger = dataclasses.replace(request, width=128, height=128)
+    latents = reference.img2img(larger, begins, **begin.second_pass(5, 0.7)._asdict())
     (image,) = draw(family_engine("sd1"), request)
     assert difference(image, reference.decode(latents)) <= ROUNDING
