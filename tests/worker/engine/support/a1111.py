@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers.models.upsampling import Upsample2D
+from PIL import Image
 
 from worker.engine import contract
+from worker.engine.passes import begin
 
 Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -81,8 +83,7 @@ class Reference:
                 torch.cat([x, x]), timestep.expand(2), vectors, **extra
             ).sample
             cond, uncond = both.chunk(2)
-            guided: torch.Tensor = uncond + request.cfg_scale * (cond - uncond)
-            return guided
+            return uncond + request.cfg_scale * (cond - uncond)
 
         return predict
 
@@ -141,7 +142,7 @@ class Reference:
         )
 
         def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-            denoised: torch.Tensor = wrapped(x, sigma)
+            denoised = wrapped(x, sigma)
             return mask.blend(denoised) if mask else denoised
 
         sampling = self.k_diffusion.sampling
@@ -153,10 +154,7 @@ class Reference:
             )
         taken = sigmas[steps - t_enc - 1 :]
         sample = getattr(sampling, f"sample_{name}")
-        latents: torch.Tensor = sample(
-            denoise, init + noise * taken[0], taken, disable=True
-        )
-        return latents
+        return sample(denoise, init + noise * taken[0], taken, disable=True)
 
     def _by_timesteps(
         self,
@@ -174,7 +172,7 @@ class Reference:
         alpha = alphas[timesteps[t_enc]]
         x = (init * alpha.sqrt() + noise * (1 - alpha).sqrt()).float()
         timesteps = timesteps[:t_enc]
-        earlier: list[torch.Tensor] = []
+        earlier = []
 
         def model(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
             return predict(mask.blend(x) if mask else x, timestep.float())
@@ -238,8 +236,25 @@ class Reference:
         images = torch.from_numpy(np.asarray(pixels, np.float32) / 255).permute(
             2, 0, 1
         )[None]
-        latents: torch.Tensor = vae.encode(images * 2 - 1).latent_dist.mode()
+        latents = vae.encode(images * 2 - 1).latent_dist.mode()
         return latents * vae.config.scaling_factor
+
+    def keep(self, init: contract.InitImage, seed: int) -> Mask:
+        """The mask in cells of the latents, and the latents with what its content begins with.
+
+        *seed* is that of the noise which is the content, if it is.
+        """
+        small = Image.fromarray(init.mask).convert("RGB").resize((8, 8))
+        cells = np.around(np.asarray(small, np.float32)[..., 0] / 255)
+        drawn = torch.from_numpy(cells).expand(1, 4, -1, -1)
+        latents = self.encode(begin.prepare_image(init, 8).pixels)
+        if init.masked_content == "latent noise":
+            generator = torch.Generator().manual_seed(seed)
+            noise = torch.randn(latents.shape, generator=generator)
+            latents = latents * (1 - drawn) + noise * drawn
+        elif init.masked_content == "latent nothing":
+            latents = latents * (1 - drawn)
+        return Mask(drawn, latents)
 
     @torch.no_grad()
     def decode(
