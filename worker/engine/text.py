@@ -161,8 +161,7 @@ class Tokenizer:
         cleaned = [clip.cleaned(each) for each in texts]
         with self._lock:
             encoded = self._tokenizer(cleaned, add_special_tokens=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+        return encoded["input_ids"]
 
 
 def _key(chunk: Chunk) -> Hashable:

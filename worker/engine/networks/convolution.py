@@ -32,10 +32,10 @@ _KERNEL = 3
 class LowRankChange(nn.Module):
     """Each slot's own change of layers of one shape with the same input."""
 
-    down: Tensor | None
+    down: Any
     """[slots, layers * taps * rank, in]; None until a job changes such a layer."""
-    up: Tensor | None
-    """[slots, layers, rank, out]"""
+    up: Any
+    """[slots, layers, rank, out]; None together with `down`."""
 
     def __init__(
         self, layers: Mapping[str, nn.Module], *, of_transformers: bool = False
@@ -51,7 +51,7 @@ class LowRankChange(nn.Module):
 
     def forward(self, x: Tensor, slots: int) -> Tensor:
         """The layers' change [rows, layers * out] of inputs [rows, in], equally many per slot."""
-        if self.down is None or self.up is None:
+        if self.down is None:
             return x.new_zeros(len(x), len(self.paths) * self.shape.outputs)
         if len(x) > slots:
             return self.of_tokens(x.view(slots, -1, x.shape[1])).flatten(0, 1)
@@ -61,29 +61,25 @@ class LowRankChange(nn.Module):
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """The layers' change [slots, tokens, layers * out] of inputs [slots, tokens, in]."""
-        slots, (up, down) = len(x), self._factors()
-        products = torch.bmm(x, down[:slots].transpose(1, 2))
+        slots = len(x)
+        up = self.up[:slots]
+        products = torch.bmm(x, self.down[:slots].transpose(1, 2))
         if len(self.paths) == 1:
-            return torch.bmm(products, up[:slots, 0])
+            return torch.bmm(products, up[:, 0])
         # [slots, layers, tokens, rank] by [slots, layers, rank, out]
         by_layer = products.view(slots, x.shape[1], len(self.paths), -1)
         by_layer = by_layer.transpose(1, 2)
-        return torch.matmul(by_layer, up[:slots]).transpose(1, 2).flatten(2)
+        return torch.matmul(by_layer, up).transpose(1, 2).flatten(2)
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
         """Adds `of_tokens` to *output* in place, without memory for it."""
-        slots, (up, down) = len(x), self._factors()
-        products = torch.bmm(x, down[:slots].transpose(1, 2))
+        slots = len(x)
+        products = torch.bmm(x, self.down[:slots].transpose(1, 2))
         layers = len(self.paths)
         parts = zip(output.chunk(layers, -1), products.chunk(layers, -1), strict=True)
         for layer, (part, product) in enumerate(parts):
-            part.baddbmm_(product, up[:slots, layer])
+            part.baddbmm_(product, self.up[:slots, layer])
         return output
-
-    def _factors(self) -> Factors:
-        if self.down is None or self.up is None:
-            raise RuntimeError("there are no changes of this layer")
-        return self.up, self.down
 
 
 class SlotConv(nn.Module):
@@ -113,16 +109,13 @@ class SlotConv(nn.Module):
 
         *tiles*: see `convolve`.
         """
-        output: Tensor
         if isinstance(self.layer, Upsampler):
             output = self.layer(x, size, tiles=tiles)
         else:
             output = convolve(self.layer, x, tiles=tiles)
-        if not slots:
-            return output
         down = self.change.down
         up = self.change.up
-        if down is None or up is None:
+        if not slots or down is None:
             return output
         rows, channels, height, width = x.shape
         pixels = x.permute(0, 2, 3, 1).reshape(slots, -1, channels)
@@ -136,8 +129,7 @@ class SlotConv(nn.Module):
         products = products.reshape(slots, -1, up.shape[2])
         changed = torch.bmm(products, up[:slots, 0])
         changed = changed.view(rows, *output.shape[2:], -1).permute(0, 3, 1, 2)
-        summed: Tensor = output + changed
-        return summed
+        return output + changed
 
 
 def _add_taps(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -143,8 +143,7 @@ class Transformer(nn.Module):
             x = repeat_rows(x, rows)
         tokens = self.proj_out(tokens, call.per_slot)
         changed = tokens.view(rows, height, width, channels).permute(0, 3, 1, 2)
-        output: Tensor = changed + x
-        return output
+        return changed + x
 
 
 class _Block(nn.Module):
@@ -179,8 +178,7 @@ class _Block(nn.Module):
             x = x + first(self.norm1(x), call)
         x = x + self.attend_prompt(self.norm2(x), call)
         gated = gate(self.gate(self.norm3(x), per_slot))
-        output: Tensor = x + self.out(gated, per_slot)
-        return output
+        return x + self.out(gated, per_slot)
 
 
 class SelfAttention(nn.Module):
@@ -193,12 +191,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rows: int, per_slot: bool) -> Tensor:
         q, k, v = (
-            _split_heads(each, rows, self.heads)
+            split_heads(each, rows, self.heads)
             for each in self.qkv(x, per_slot).chunk(3, dim=-1)
         )
-        attended = _merge_heads(self.kernel(q, k, v), len(x))
-        output: Tensor = self.out(attended, per_slot)
-        return output
+        attended = merge_heads(self.kernel(q, k, v), len(x))
+        return self.out(attended, per_slot)
 
     def select_and_attend(
         self,
@@ -227,17 +224,24 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
         context = call.context
-        q = _split_heads(self.to_q(x, call.per_slot), len(context), self.heads)
-        shape = (*context.shape[:2], self.heads, -1)
-        k = context[..., self.keys].view(shape).transpose(1, 2)
-        v = context[..., self.values].view(shape).transpose(1, 2)
+        rows = len(context)
+        q = split_heads(self.to_q(x, call.per_slot), rows, self.heads)
+        k = split_heads(context[..., self.keys], rows, self.heads)
+        v = split_heads(context[..., self.values], rows, self.heads)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask)
-        output: Tensor = self.out(_merge_heads(attended, len(x)), call.per_slot)
-        return output
+        return self.out(merge_heads(attended, len(x)), call.per_slot)
 
 
 def _linear(paths: ModulePaths, *layers: Layer) -> SlotLinear:
     return SlotLinear({paths[layer]: layer for layer in layers})
+
+
+Kind = TypeVar("Kind", bound=nn.Module)
+
+
+def modules_of(network: nn.Module, kind: type[Kind]) -> list[Kind]:
+    """All modules of a network that are of a class."""
+    return [module for module in network.modules() if isinstance(module, kind)]
 
 
 def repeat_rows(x: Tensor, rows: int) -> Tensor:
@@ -248,13 +252,13 @@ def repeat_rows(x: Tensor, rows: int) -> Tensor:
     return channels_last.repeat_interleave(rows // len(x), dim=0).movedim(-1, 1)
 
 
-def _split_heads(x: Tensor, rows: int, heads: int) -> Tensor:
+def split_heads(x: Tensor, rows: int, heads: int) -> Tensor:
     """[slots, tokens of all rows, width] to a view [rows, heads, tokens, head width]."""
     width = x.shape[2]
     return x.view(rows, -1, heads, width // heads).transpose(1, 2)
 
 
-def _merge_heads(x: Tensor, slots: int) -> Tensor:
+def merge_heads(x: Tensor, slots: int) -> Tensor:
     """[rows, heads, tokens, head width] back to [slots, tokens of all rows, width]."""
     _, heads, _, width = x.shape
     return x.transpose(1, 2).reshape(slots, -1, heads * width)

@@ -39,6 +39,7 @@ from worker.engine.networks.transformer import (
     SelfAttention,
     SlotNetwork,
     Transformer,
+    modules_of,
     repeat_rows,
 )
 from worker.engine.slots.memory import SlotWeights
@@ -73,15 +74,9 @@ class SlotEncoder(SlotNetwork):
 
     def _join(self, paths: ModulePaths, *, saves_memory: bool = False) -> None:
         """Makes one product each of what all layers compute of the time and of the prompt."""
-        crosses = [
-            module for module in self.modules() if isinstance(module, CrossAttention)
-        ]
-        self.time_projections = _TimeProjections(
-            [module for module in self.modules() if isinstance(module, _Resnet)], paths
-        )
-        self._self_attentions = [
-            module for module in self.modules() if isinstance(module, SelfAttention)
-        ]
+        self.time_projections = _TimeProjections(modules_of(self, _Resnet), paths)
+        self._self_attentions = modules_of(self, SelfAttention)
+        crosses = modules_of(self, CrossAttention)
         self.keys_values = KeysValues(crosses, paths, saves_memory=saves_memory)
         self.context_width = self.keys_values.width
 
@@ -141,9 +136,7 @@ class SlotUnet(SlotEncoder):
         self.up = nn.ModuleList(_Up(block, paths) for block in unet.up_blocks)
         self.norm_out = unet.conv_norm_out
         self.conv_out = _conv(paths, unet.conv_out)
-        linears = [
-            module for module in self.modules() if isinstance(module, SlotLinear)
-        ]
+        linears = modules_of(self, SlotLinear)
         if weights == "factors":
             for linear in linears:
                 linear.keep_apart()
@@ -152,13 +145,9 @@ class SlotUnet(SlotEncoder):
         else:
             self._stacks = stack_by_shape(WeightStack, "slots", linears)
         self._join(paths, saves_memory=weights != "merged")
-        self._upsamplers = [
-            module for module in self.modules() if isinstance(module, Upsampler)
-        ]
-        self.changes = SlotChanges(
-            (module for module in self.modules() if isinstance(module, LowRankChange)),
-            unet.conv_out.weight.detach(),
-        )
+        self._upsamplers = modules_of(self, Upsampler)
+        changes = modules_of(self, LowRankChange)
+        self.changes = SlotChanges(changes, unet.conv_out.weight.detach())
 
     @property
     def groups(self) -> dict[Group, list[str]]:
@@ -190,16 +179,29 @@ class SlotUnet(SlotEncoder):
             x = x + last
         for block in self.up:
             x = block(x, time, skips, call)
-        output: Tensor = self.conv_out(
+        return self.conv_out(
             normalise_and_activate(x, self.norm_out, activates=True),
             call.slots,
             tiles=call.tiles,
         )
-        return output
 
     def close(self) -> None:
         self.keys_values.stacks.clear()
         super().close()
+
+
+class _ChangedLinear(nn.Module):
+    """A linear layer of the time with shared weights and each slot's own change."""
+
+    def __init__(self, layer: nn.Module, paths: ModulePaths) -> None:
+        super().__init__()
+        self.layer = layer
+        self.change = LowRankChange({paths[layer]: layer})
+
+    def forward(self, x: Tensor, slots: int) -> Tensor:
+        if slots:
+            return self.layer(x) + self.change(x, slots)
+        return self.layer(x)
 
 
 class _TimeEmbedding(nn.Module):
@@ -208,25 +210,16 @@ class _TimeEmbedding(nn.Module):
         if original.post_act is not None:
             raise errors.SetupError(UNKNOWN_UNET)
         self.embed_guidance = original.cond_proj
-        self.first = original.linear_1
+        self.first = _ChangedLinear(original.linear_1, paths)
         self.act = original.act
-        self.second = original.linear_2
-        self.first_change = LowRankChange({paths[self.first]: self.first})
-        self.second_change = LowRankChange({paths[self.second]: self.second})
+        self.second = _ChangedLinear(original.linear_2, paths)
 
     def forward(self, x: Tensor, slots: int, guidance: Tensor | None = None) -> Tensor:
         """*guidance*: the scales [slots], of which LCM's models take more than their rows."""
         if self.embed_guidance is not None and guidance is not None:
             scales = _sines(guidance - 1, self.embed_guidance.in_features)
             x = x + self.embed_guidance(scales.to(x.dtype))
-        hidden = self.first(x)
-        if slots:
-            hidden = hidden + self.first_change(x, slots)
-        hidden = self.act(hidden)
-        output: Tensor = self.second(hidden)
-        if slots:
-            output = output + self.second_change(hidden, slots)
-        return output
+        return self.second(self.act(self.first(x, slots)), slots)
 
 
 def _sines(scales: Tensor, width: int) -> Tensor:
@@ -248,10 +241,7 @@ class _AddedEmbedding(nn.Module):
 
     def forward(self, pooled: Tensor, sizes: Tensor) -> Tensor:
         numbers = self.embed_numbers(sizes.flatten()).reshape(len(sizes), -1)
-        embedded: Tensor = self.embed(
-            torch.cat([pooled, numbers.to(pooled.dtype)], dim=-1)
-        )
-        return embedded
+        return self.embed(torch.cat([pooled, numbers.to(pooled.dtype)], dim=-1))
 
 
 class _TimeProjections(nn.Module):
@@ -283,7 +273,7 @@ class _TimeProjections(nn.Module):
 
     def forward(self, time: Tensor, slots: int) -> Tensor:
         time = F.silu(time)
-        projected: Tensor = F.linear(time, self.weight, self.bias)
+        projected = F.linear(time, self.weight, self.bias)
         if slots:
             changed = [change(time, slots) for change in self.changes]
             projected = projected + torch.cat(changed, dim=1)
@@ -320,8 +310,7 @@ class _Resnet(nn.Module):
         )
         changed = self.conv2(changed, slots, tiles=tiles)
         kept = x if self.conv_shortcut is None else self.conv_shortcut(x, slots)
-        summed: Tensor = kept + changed
-        return summed
+        return kept + changed
 
 
 class _Layers(nn.Module):

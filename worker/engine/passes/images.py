@@ -103,8 +103,7 @@ class ImageCoder:
         """
         images = self._finite(lambda vae: _decode(tiny or vae, latents), "the image is")
         levels = ((images / 2 + 0.5).clamp(0, 1) * 255).to(torch.uint8)
-        pixels: Pixels = levels[0].permute(1, 2, 0).cpu().numpy()
-        return pixels
+        return levels[0].permute(1, 2, 0).cpu().numpy()
 
     def clear(self) -> None:
         self._known.clear()
@@ -166,8 +165,7 @@ class Vaes(NetworkCache[ImageCoder]):
         assign(network, found, dtype)
         if self._overflows:
             checkpoint.scale_down(network)
-        loaded: AutoencoderKL = nn.Module.to(network, dtype=self._dtype)
-        return loaded
+        return nn.Module.to(network, dtype=self._dtype)
 
     def finish(self, network: AutoencoderKL, _path: Path) -> ImageCoder:
         if self._has_own_layers:
@@ -193,14 +191,9 @@ def _decode(vae: decoder.Vae, latents: Tensor) -> Tensor:
 
 
 def _encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
-    x = images.to(vae.dtype)
-    if x.device.type == "cuda":
-        x = x.contiguous(memory_format=torch.channels_last)
-    moments = vae.encoder(x)
+    moments = vae.encoder(layers.channels_last(images.to(vae.dtype)))
     if vae.quant_conv is not None:
         moments = vae.quant_conv(moments)
     mean, _ = moments.float().chunk(2, dim=1)
-    if vae.config.shift_factor:
-        mean = mean - vae.config.shift_factor
-    latents: Tensor = (mean * vae.config.scaling_factor)[0]
-    return latents
+    shift = vae.config.shift_factor or 0.0
+    return ((mean - shift) * vae.config.scaling_factor)[0]

@@ -349,10 +349,7 @@ class Upscaler:
             torch.from_numpy(tile[..., ::-1].copy()).to(self._device).permute(2, 0, 1)
         )
         levels = self._network(image[None].to(self._dtype) / 255)[0].float()
-        found: npt.NDArray[np.float32] = (
-            levels.permute(1, 2, 0).cpu().numpy()[..., ::-1]
-        )
-        return found
+        return levels.permute(1, 2, 0).cpu().numpy()[..., ::-1]
 
 
 class UpscalerCache:

@@ -18,6 +18,7 @@ from worker.engine.contract import Settings
 from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.files.safetensors import ReadOnce
+from worker.engine.kernels import layers
 from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.networks.transformer import SlotState
@@ -139,9 +140,9 @@ def tick(
     As in diffusers' pipelines the noise is guided, and the variance is the prompt's own.
     """
     rows = state.rows[..., None, None, None]
-    x = sampler.scale_input(state.rows, state.latents).to(unet.dtype)
-    if x.device.type == "cuda":
-        x = x.contiguous(memory_format=torch.channels_last)
+    x = layers.channels_last(
+        sampler.scale_input(state.rows, state.latents).to(unet.dtype)
+    )
     if state.conditioning is not None:
         x = torch.cat([x, state.conditioning], dim=1)
     output = unet(x, state.rows[:, sampler.TIMESTEP], state.context, state.added)

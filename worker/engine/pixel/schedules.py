@@ -1,17 +1,14 @@
 """The samplers of pixel stages, as tables with one row per UNet call (`engine.sampler`).
 
-Beside the samplers of latent models that work on sigmas there are `ddpm` (Ho et al. 2020) with the
+Beside the samplers of latent models that work on sigmas there is `ddpm` (Ho et al. 2020) with the
 variance that the UNet has learned between the logarithms of its two bounds (Nichol and Dhariwal
 2021, equation 15), at the timesteps of the checkpoint's scheduler or at one of DeepFloyd IF's lists
-of them, in float32 in the order of diffusers' `DDPMScheduler`; and `edm`, the deterministic sampler
-of Karras et al. (2022), algorithm 1: Heun's method, from sigma 80 to 0.002 or as far as the
-checkpoint's table goes, at fractions of timesteps whose log sigma is interpolated.
+of them, in float32 in the order of diffusers' `DDPMScheduler`.
 """
 
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from diffusers import DDPMScheduler
@@ -23,11 +20,9 @@ from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
 from worker.engine import sampler
 from worker.engine.sampler import Schedule
-from worker.engine.samplers import by_sigma, schedule
-from worker.engine.samplers.by_sigma import karras
-from worker.engine.samplers.schedule import levels
+from worker.engine.samplers import schedule
 
-DDPM, EDM = "ddpm", "edm"
+DDPM = "ddpm"
 
 #: DeepFloyd IF's lists of timesteps.
 LISTS: Mapping[str, Sequence[int]] = {
@@ -35,9 +30,6 @@ LISTS: Mapping[str, Sequence[int]] = {
     for name, value in vars(named).items()
     if name.endswith("_timesteps")
 }
-
-#: Karras et al. (2022), table 1: the largest and the smallest sigma.
-_SIGMAS = (80.0, 0.002)
 
 #: How the variance is found: learned between two bounds, or one of them.
 _VARIANCES = ("learned_range", "fixed_small", "fixed_small_log", "fixed_large")
@@ -92,8 +84,6 @@ def make_schedule(
         own = copy.copy(noise)  # it keeps the timesteps, and several threads ask
         own.set_timesteps(steps)
         return _ddpm(own.timesteps.tolist(), noise)
-    if name == EDM:
-        return _edm(steps, noise)
     known = samplers.SAMPLERS.get(name)
     if known is not None and not known.draws_pixels:
         raise errors.JobError(
@@ -145,18 +135,6 @@ def _ddpm_row(at: int, following: int, noise: DDPMScheduler) -> Tensor:
         row[sampler.SMALL_LOG] = large if variance == "fixed_large" else small
         row[sampler.LARGE_LOG] = small if variance.startswith("fixed_small") else large
     return row
-
-
-def _edm(steps: int, noise: DDPMScheduler) -> Schedule:
-    """Karras et al. (2022), equation 5, within the sigmas that the UNet knows; the last is 0."""
-    known = levels(noise.alphas_cumprod)
-    predicted = noise.config.prediction_type
-    largest, smallest = known.ends
-    ends = min(_SIGMAS[0], largest), max(_SIGMAS[1], smallest)
-    sigmas = [*karras(*ends, steps).tolist(), 0.0]
-    moves = by_sigma.make_moves("heun", sigmas, samplers.DEFAULT_OPTIONS)
-    made = schedule.of_moves(samplers.SAMPLERS["heun"], moves, known, predicted)
-    return replace(made, initial_scale=sigmas[0])
 
 
 def threshold(images: Tensor, limit: float, rank: float) -> Tensor:

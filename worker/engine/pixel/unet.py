@@ -13,7 +13,12 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from worker.engine.kernels import layers
-from worker.engine.networks.transformer import SlotNetwork, repeat_rows
+from worker.engine.networks.transformer import (
+    SlotNetwork,
+    merge_heads,
+    repeat_rows,
+    split_heads,
+)
 
 
 class TextAttention(nn.Module):
@@ -47,23 +52,20 @@ class TextAttention(nn.Module):
         own = self.original
         x = hidden_states
         tokens = own.group_norm(x).flatten(2).transpose(1, 2)
-        query = self._split(own.to_q(tokens))
-        middle = self.start + self.width
-        end = middle + self.width
-        key = self._split(encoder_hidden_states[..., self.start : middle])
-        value = self._split(encoder_hidden_states[..., middle:end])
+        end = self.start + 2 * self.width
+        columns = encoder_hidden_states[..., self.start : end]
+        key, value = columns.chunk(2, dim=-1)
         if not own.only_cross_attention:
-            key = torch.cat([key, self._split(own.to_k(tokens))], dim=2)
-            value = torch.cat([value, self._split(own.to_v(tokens))], dim=2)
+            key = torch.cat([key, own.to_k(tokens)], dim=1)
+            value = torch.cat([value, own.to_v(tokens)], dim=1)
+        rows = len(x)
+        query, key, value = (
+            split_heads(each, rows, self.heads)
+            for each in (own.to_q(tokens), key, value)
+        )
         attended = F.scaled_dot_product_attention(query, key, value)
-        attended = own.to_out[0](attended.transpose(1, 2).flatten(2))
-        summed: Tensor = x + attended.transpose(1, 2).reshape(x.shape)
-        return summed
-
-    def _split(self, tokens: Tensor) -> Tensor:
-        """[rows, tokens, width] to [rows, heads, tokens, head width]."""
-        rows, count, width = tokens.shape
-        return tokens.view(rows, count, self.heads, width // self.heads).transpose(1, 2)
+        attended = own.to_out[0](merge_heads(attended, rows))
+        return x + attended.transpose(1, 2).reshape(x.shape)
 
 
 class PixelUnet(SlotNetwork):
@@ -154,8 +156,7 @@ class PixelUnet(SlotNetwork):
             )
         if unet.conv_norm_out is not None:
             x = unet.conv_act(unet.conv_norm_out(x))
-        output: Tensor = unet.conv_out(x)
-        return output
+        return unet.conv_out(x)
 
 
 def _text_of(block: Any, context: Tensor) -> dict[str, Tensor]:

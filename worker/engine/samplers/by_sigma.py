@@ -40,8 +40,7 @@ def karras(largest: float, smallest: float, steps: int) -> Tensor:
     """Karras et al. (2022), equation 5."""
     low = smallest ** (1 / _RHO)
     high = largest ** (1 / _RHO)
-    sigmas: Tensor = (high + torch.linspace(0, 1, steps) * (low - high)) ** _RHO
-    return sigmas
+    return (high + torch.linspace(0, 1, steps) * (low - high)) ** _RHO
 
 
 def churned(sigmas: Sigmas, options: Options) -> list[float]:
@@ -215,19 +214,16 @@ def _third_order(
 
 
 def _lms(sigmas: Sigmas, _: Options) -> _Steps:
-    """Adams-Bashforth's method of the noise, over uneven steps: two points are exact for cubics."""
-    points, weights = np.polynomial.legendre.leggauss(2)
+    """Adams-Bashforth's method over uneven steps: the integral of a polynomial of the noise."""
     for at, (sigma, following) in enumerate(pairwise(sigmas)):
         oldest = max(0, at + 1 - _LMS_ORDER)
         known = sigmas[oldest : at + 1][::-1]
-        half = (following - sigma) / 2
-        places = sigma + half * (points + 1)
         latents = LATENTS
         for this, estimate in zip(known, ESTIMATES, strict=False):
-            others = [other for other in known if other != this]
-            factors = [(places - other) / (this - other) for other in others]
-            basis = np.prod([points**0, *factors], axis=0)
-            latents = latents + half * (weights @ basis) * estimate
+            basis = np.poly1d([other for other in known if other != this], r=True)
+            integral = basis.integ()
+            weight = (integral(following) - integral(sigma)) / basis(this)
+            latents = latents + weight * estimate
         yield [Move(sigma, latents)]
 
 
@@ -257,7 +253,7 @@ def _dpm_fast(sigmas: Sigmas, options: Options) -> _Steps:
         yield [*first, last._replace(noise=noise)]
 
 
-def solver_step(order: int, sigma: float, end: float) -> _Step:
+def solver_step(order: int, sigma: float, end: float) -> Sequence[Move]:
     """The calls of DPM-Solver's singlestep of an order, by its section 3; the last one arrives."""
     if order == 1:
         return _euler_step(sigma, end, None)

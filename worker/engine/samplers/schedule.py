@@ -108,7 +108,11 @@ def _of_sigmas(
         first = Try(taken[0], taken[-1], options)
         made = _of_tries(sampler, first, (), known, prediction_type)
     else:
-        made = of_moves(sampler, moves, known, prediction_type, options)
+        called = [_called(sampler, move, known, prediction_type) for move in moves]
+        called = called or [_NO_STEP]
+        # In AUTOMATIC1111, LCM's are places among its fifty sigmas as well.
+        nearest = [int((known.sigmas - move.level).abs().argmin()) for move in called]
+        made = replace(_tabulate(called, options), timesteps=tuple(nearest))
     churn = None
     if "s_churn" in sampler.options and options.s_churn > 0:
         churned = by_sigma.churned(sigmas, options)
@@ -151,21 +155,6 @@ def _of_tries(
         return _of_tries(sampler, following, moves, known, prediction_type)
 
     return replace(made, extend=extend)
-
-
-def of_moves(
-    sampler: Sampler,
-    moves: Sequence[Move],
-    known: Levels,
-    prediction_type: str,
-    options: Options = samplers.DEFAULT_OPTIONS,
-) -> Schedule:
-    """The table of a sampler's moves between sigmas; the first latents are left to the caller."""
-    called = [_called(sampler, move, known, prediction_type) for move in moves]
-    called = called or [_NO_STEP]
-    # In AUTOMATIC1111, LCM's are places among its fifty sigmas as well.
-    nearest = [int((known.sigmas - move.level).abs().argmin()) for move in called]
-    return replace(_tabulate(called, options), timesteps=tuple(nearest))
 
 
 def _called(sampler: Sampler, move: Move, known: Levels, prediction_type: str) -> Move:

@@ -263,9 +263,7 @@ class SlotEngine:
             return None
         computing = {**model.networks, model.family.backbone: self._unet}
         lock = self._stager.text_encoder_lock
-        return SelfCheck(
-            model, self._merger, computing, lock, self._weights.without_own
-        )
+        return SelfCheck(model, computing, lock, self._weights.without_own)
 
     def _add(self, job: SlotJob) -> None:
         job.batch_key = self._runner.place(job, is_first=not self._lanes.jobs)
@@ -438,7 +436,6 @@ class SlotEngine:
         latents = step.state.latents[slot].clone()
         history = step.state.history[:, slot].clone()
         job.staged = replace(job.data, latents=latents, history=history)
-        job.has_weights = False
         job.batch_key = job.batch_key.at(job.prepared, job.call)
         self._lanes.add(job.batch_key, [job], first=True)
 

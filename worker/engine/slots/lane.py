@@ -73,7 +73,7 @@ class Lane:
         """Removes the next job, one with the LoRAs *preferred* if it may overtake the others."""
         at = 0
         for place, job in enumerate(self.waiting if preferred is not None else ()):
-            if job.prepared.lora_key == preferred:
+            if job.lora_key == preferred:
                 at = place
                 break
             if job.overtakes >= self.max_overtakes:

@@ -221,7 +221,7 @@ class Preparer:
 
     def __init__(self, device: torch.device) -> None:
         self.upscalers = UpscalerCache(device)
-        self.lora_lookups: Mapping[str, int] = {"hit": 0, "miss": 0, "no_effect": 0}
+        self.lora_lookups: Mapping[str, int] = {"hit": 0, "miss": 0}
         self._may_go_on = threading.Event()
         self._may_go_on.set()
 
@@ -358,15 +358,18 @@ class RequestPreparer(Preparer):
     ) -> PreparedRequest:
         """Prepares the second pass, with the first pass' LoRAs if it has no own."""
         own = first.request
-        names = ("prompt", "negative_prompt", "sampler", "loras")
-        of_its_own = {name: getattr(hires, name) for name in names}
+        of_its_own = {
+            name: value
+            for name in ("prompt", "negative_prompt", "sampler", "loras")
+            if (value := getattr(hires, name)) is not None
+        }
         request = replace(
             own,
             width=hires.width,
             height=hires.height,
             steps=hires.steps or own.steps,
             hires=None,
-            **{name: value for name, value in of_its_own.items() if value is not None},
+            **of_its_own,
         )
         taken = begin.second_pass(request.steps, hires.denoising_strength)
         checkpoint = self._check_checkpoint(hires.checkpoint)

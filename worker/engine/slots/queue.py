@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -156,8 +156,11 @@ class SlotJob:
     """The event after the tick that drew these latents."""
     begun_with: PreparedRequest | None = None
     """The original of `prepared`, before its schedule was extended."""
-    has_weights: bool = False
-    """True once its slot holds its weights; not needed while the shared ones serve all slots."""
+    lora_key: LoraKey = field(init=False)
+    """LoRAs of the network that draws; () for none."""
+
+    def __post_init__(self) -> None:
+        self.lora_key = self.prepared.lora_key
 
     @property
     def data(self) -> Staged:
@@ -197,14 +200,13 @@ class SlotJob:
 
     def forget_loras(self) -> None:
         """Frees the copy of what its slot holds now; not if its texts change, which take it too."""
-        if not self.prepared.is_edited:
+        if self.data.loras is not None and not self.prepared.is_edited:
             self.staged = replace(self.data, loras=None, changes=NO_CHANGES)
 
     def restart(self) -> None:
         """Back to the seed; in the second pass to that pass' beginning."""
         self.prepared = self.begun_with or self.prepared
         self.call = self.prepared.begins
-        self.has_weights = False
         self.batch_key = self.batch_key.at(self.prepared, self.call)
         self.assembling = self.staging = self.staged = None
 
@@ -226,8 +228,7 @@ class Costs:
     """Share of an uncompiled tick's seconds that compiling it saves."""
 
     def seconds(self, mode: WeightMode) -> float:
-        found: float = getattr(self, f"{mode}_seconds")
-        return found
+        return getattr(self, f"{mode}_seconds")
 
 
 def own_mode(convolutions: bool) -> WeightMode:

@@ -18,6 +18,7 @@ from worker.engine.control.network import ControlState, SlotControlNet, residual
 from worker.engine.kernels.compile import Compiled
 from worker.engine.kernels.layers import (
     KernelSelector,
+    channels_last,
     fastest_seconds,
     time_convolutions,
 )
@@ -57,18 +58,18 @@ def tick(
     coefficients = state.rows[:, : sampler.COLUMNS]
     image = sampler.Inpainting(state.kept, state.original)
     seen = sampler.mask_input(coefficients, state.latents, image)
-    x = sampler.scale_input(coefficients, seen).to(unet.dtype)
-    if x.device.type == "cuda":
-        x = x.contiguous(memory_format=torch.channels_last)
+    x = channels_last(sampler.scale_input(coefficients, seen).to(unet.dtype))
     times = coefficients[:, sampler.TIMESTEP]
-    slots = len(x) if weight_mode == "per_slot_convolutions" else 0
     controlled = _GUIDANCE + state.slot_rows
     scales = state.rows[:, _GUIDANCE:controlled]
-    is_per_slot = weight_mode != "shared"
-    rows = state.slot_rows
-    guidance = scales[:, 0]
     call = Call(
-        state.context, state.mask, is_per_slot, slots, rows, guidance, state.tiles
+        state.context,
+        state.mask,
+        per_slot=weight_mode != "shared",
+        slots=len(x) if weight_mode == "per_slot_convolutions" else 0,
+        slot_rows=state.slot_rows,
+        guidance=scales[:, 0],
+        tiles=state.tiles,
     )
     steering: Sequence[Tensor] = ()
     if controls:
@@ -103,7 +104,7 @@ class InputFeeder:
         """*copied*: the events after the last copies of all feeders."""
         self._state = state
         self._copied = copied
-        self._pinned = state.rows.device.type == "cuda"
+        self._pinned = state.rows.is_cuda
 
         def host_copy(of: Tensor) -> Tensor:
             return torch.zeros(of.shape, dtype=of.dtype, pin_memory=self._pinned)
@@ -434,13 +435,9 @@ class StepRunner:
         zeros = functools.partial(torch.zeros, dtype=torch.float32, device=self._device)
         conditioning = None
         if model.conditioning_channels:
-            conditioning = zeros(
-                slots, model.conditioning_channels, *sides, dtype=unet.dtype
+            conditioning = channels_last(
+                zeros(slots, model.conditioning_channels, *sides, dtype=unet.dtype)
             )
-            if self._device.type == "cuda":
-                conditioning = conditioning.contiguous(
-                    memory_format=torch.channels_last
-                )
         return SlotState(
             latents=zeros(*shape),
             history=zeros(sampler.HISTORY, *shape),
