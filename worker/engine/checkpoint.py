@@ -140,15 +140,8 @@ def load_checkpoint(
     vae = networks["vae"]
     first, *others = (networks[each] for each in family.networks)
     tokenizer = _find_tokenizer(folder, first.config.vocab_size)
-    scheduler = _read_scheduler(folder, "scheduler", family)
+    scheduler = reading.read_json(folder / "scheduler" / "scheduler_config.json")
     _check_architecture(model, family, networks, tokenizer)
-    image_noise = None
-    if family.enlarges_image:
-        image_noise = reading.image_noise(
-            reading.read_json(folder / "model_index.json"),
-            _read_scheduler(folder, "low_res_scheduler", family),
-            unet.config.num_class_embeds,
-        )
     predicted = reading.prediction_type(model, scheduler, prediction_type, found.keys)
     predicted = predicted or family.find_prediction(unet)
     factor = vae_factor(vae)
@@ -183,7 +176,6 @@ def load_checkpoint(
         default_size=(side, side),
         weight_sums=weight_sums,
         family=family,
-        image_noise=image_noise,
     )
 
 
@@ -442,16 +434,15 @@ def _check_architecture(
     if family.has_size_ids:
         numbers = len(family.size_ids(0, 0)) * (unet.addition_time_embed_dim or 0)
         added = numbers + encoders[-1].projection_dim
-    # Beside the latents, inpainting takes as many and a mask.
     latents = unet.out_channels
-    beside = {table.IMAGE_CHANNELS} if family.enlarges_image else {0, latents + 1}
     if (
         unet.cross_attention_dim != width
         or unet.addition_embed_type != added_type
         or (added and unet.projection_class_embeddings_input_dim != added)
         or unet.class_embed_type is not None
-        or (unet.num_class_embeds is not None) != family.enlarges_image
-        or unet.in_channels - latents not in beside
+        or unet.num_class_embeds is not None
+        # Beside the latents, inpainting takes as many and a mask.
+        or unet.in_channels not in {latents, 2 * latents + 1}
     ):
         raise errors.SetupError(
             f"{str(model)!r} does not have {family.name}'s architecture"
@@ -465,10 +456,3 @@ def _check_architecture(
         raise errors.SetupError(
             f"the tokenizer of {str(model)!r} belongs to another text encoder"
         )
-
-
-def _read_scheduler(folder: Path, part: str, family: Family) -> Mapping[str, Any]:
-    return (
-        reading.read_json(folder / part / "scheduler_config.json")
-        or family.scheduler_config
-    )

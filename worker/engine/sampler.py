@@ -246,8 +246,7 @@ class NoiseStream:
     brownian: BrownianNoise | None = None
 
     def __post_init__(self) -> None:
-        self.draw = self._make(self._seed)
-        """Also the noise of an image that an upscaler enlarges, before all other."""
+        self._draw = self._make(self._seed)
         self._tree: BrownianTree | None = None
         self._intervals = iter(self.brownian.intervals if self.brownian else ())
         self._ready = deque[Tensor]()
@@ -261,15 +260,15 @@ class NoiseStream:
         if settings.resize_from is not None:
             width, height = settings.resize_from
             noise_shape = (shape[0], height // self.factor, width // self.factor)
-        draw = self.draw if noise_shape == shape else self._make(self._seed)
+        draw = self._draw if noise_shape == shape else self._make(self._seed)
         noise = draw(noise_shape)
         if settings.subseed_strength:
             other = self._make(settings.subseed)(noise_shape)
             noise = _interpolate(noise, other, settings.subseed_strength)
         if noise_shape != shape:
-            noise = _put_into_middle(noise, self.draw(shape))
+            noise = _put_into_middle(noise, self._draw(shape))
         if settings.seed_delta:
-            self.draw = self._make(self._seed + settings.seed_delta)
+            self._draw = self._make(self._seed + settings.seed_delta)
         if self.brownian is not None:
             self._tree = BrownianTree(
                 self._seed, self.brownian.span, lambda at: self._make(at)(shape)
@@ -288,7 +287,7 @@ class NoiseStream:
 
     def _draw_some(self, count: int) -> list[Tensor]:
         if self._tree is None:
-            return [self.draw(self._shape) for _ in range(count)]
+            return [self._draw(self._shape) for _ in range(count)]
         return self._tree.noise(list(islice(self._intervals, count)))
 
     def _draw_ahead(self) -> None:

@@ -11,7 +11,6 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
 from imagefleet import errors
-from imagefleet.job.prompt import MAX_SUBPROMPTS
 from worker.engine.kernels.layers import (
     Attend,
     KernelSelector,
@@ -153,29 +152,25 @@ class _Block(nn.Module):
         if (
             original.norm_type != "layer_norm"
             or original.attn2 is None
+            or original.only_cross_attention
             or original.pos_embed
         ):
             raise errors.SetupError(UNKNOWN_UNET)
         self.norm1 = original.norm1
         self.norm2 = original.norm2
         self.norm3 = original.norm3
-        kind = CrossAttention if original.only_cross_attention else SelfAttention
-        self.attend_first = kind(original.attn1, paths)
+        self.attend_image = SelfAttention(original.attn1, paths)
         self.attend_prompt = CrossAttention(original.attn2, paths)
         self.gate = _linear(paths, gate.proj)
         self.out = _linear(paths, original.ff.net[2])
 
     def forward(self, x: Tensor, rows: int, call: Call) -> Tensor:
         """[slots, tokens of *rows* rows, width] to [slots, tokens of all rows, width]."""
-        first = self.attend_first
         per_slot = call.per_slot
         all_rows = len(call.context)
-        if isinstance(first, SelfAttention):
-            x = x + first(self.norm1(x), rows, per_slot)
+        x = x + self.attend_image(self.norm1(x), rows, per_slot)
         if rows < all_rows:
             x = x.repeat(1, all_rows // rows, 1)
-        if isinstance(first, CrossAttention):
-            x = x + first(self.norm1(x), call)
         x = x + self.attend_prompt(self.norm2(x), call)
         gated = gate(self.gate(self.norm3(x), per_slot))
         return x + self.out(gated, per_slot)
@@ -285,8 +280,7 @@ class SlotState(NamedTuple):
     mask: Tensor | None
     """[rows, 1, 1, tokens], if prompts may be shorter than that."""
     added: Tensor | None
-    """[rows * slots, width], added to the embedded timesteps in UNets with such inputs: one row of
-    each slot or all, as the UNet's `added_rows` says."""
+    """[rows, width], added to the embedded timesteps in UNets with such inputs."""
     conditioning: Tensor | None
     """[slots, channels, height, width], which some UNets take beside the latents: five channels for
     inpainting, three of the image that an upscaler enlarges."""
@@ -297,12 +291,6 @@ class SlotState(NamedTuple):
     def slot_rows(self) -> int:
         """Rows of each slot: 2 with guidance, 1 without; one more for each prompt after AND."""
         return len(self.context) // len(self.latents)
-
-    @property
-    def added_rows(self) -> int:
-        if self.added is None:
-            return 0
-        return len(self.added) // len(self.latents)
 
     def first(self, slots: int) -> SlotState:
         """Views of the first slots."""
@@ -323,8 +311,6 @@ class SlotNetwork(nn.Module):
     """Numbers that the cross-attentions take of each token."""
     added_width: int
     """Number of values the network takes beside the timestep; 0 if it takes none."""
-    added_rows: int = MAX_SUBPROMPTS + 1
-    """Most rows of a slot in `added`: 1 unless each prompt of a slot has one of its own."""
 
     def __init__(self, like: Tensor, weights: SlotWeights = "merged") -> None:
         """*like* has the device and the type; *weights*: how slots hold LoRAs of transformers."""
@@ -351,9 +337,9 @@ class SlotNetwork(nn.Module):
         """Computes what a slot's calls take of its prompts, into the last two tensors.
 
         *vectors* [rows, tokens, width] of the prompt, and of the negative one if it has a row;
-        *added*: pooled vectors and size ids by row, or of an image that is enlarged its level of
-        noise [1]; LoRA *changes* of the slot; *context* [slot rows, tokens, `context_width`]: the
-        keys and values of all cross-attentions; *added_rows* [`added_rows`, `added_width`] are
+        *added*: pooled vectors and size ids by row, or the level of the noise on an image that is
+        enlarged; LoRA *changes* of the slot; *context* [slot rows, tokens, `context_width`]: the
+        keys and values of all cross-attentions; *added_rows* [slot rows, `added_width`] are
         added to the embedded timesteps.
         """
         raise NotImplementedError

@@ -58,15 +58,11 @@ class SlotEncoder(SlotNetwork):
         super().__init__(original.conv_in.weight, weights)
         self.time_proj = original.time_proj
         self.time_embedding = _TimeEmbedding(original.time_embedding, paths)
-        takes_sizes = original.config.addition_embed_type is not None
-        # The second part of the timestep's embedding: SDXL's, or that of the noise on an image.
-        self.added = (
-            _AddedEmbedding(original) if takes_sizes else original.class_embedding
-        )
-        width = original.time_embedding.linear_2.out_features
-        self.added_width = 0 if self.added is None else width
-        if not takes_sizes:
-            self.added_rows = 1
+        self.added: _AddedEmbedding | None = None
+        self.added_width = 0
+        if original.config.addition_embed_type is not None:
+            self.added = _AddedEmbedding(original)
+            self.added_width = original.time_embedding.linear_2.out_features
         self.conv_in = _conv(paths, original.conv_in)
         self.down = nn.ModuleList(_Down(block, paths) for block in original.down_blocks)
         self.mid = _Layers(original.mid_block, original.mid_block.resnets[1:], paths)
@@ -165,7 +161,7 @@ class SlotUnet(SlotEncoder):
     ) -> Tensor:
         """The UNet's output [rows, 4, height, width].
 
-        x [slots, 4, height, width]; times [slots]. *added* [added_rows * slots, width] is added to
+        x [slots, 4, height, width]; times [slots]. *added* [rows, width] is added to
         the embedded timesteps, in UNets with such inputs. *residuals* of ControlNets are added to
         the outputs of all layers of the first half, the middle's last.
         """

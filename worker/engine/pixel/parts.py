@@ -22,7 +22,6 @@ from worker.engine.kernels import layers
 from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.networks.transformer import SlotState
-from worker.engine.passes import begin
 from worker.engine.passes.begin import LowResolution
 from worker.engine.pixel import schedules, text_stage, text_states
 from worker.engine.pixel.checkpoint import CHANNELS, PixelCheckpoint
@@ -73,11 +72,28 @@ class StagePreparer(Preparer):
                 f"{request.width}x{request.height} pixels cannot be drawn: this stage draws"
                 f" {size[0]}x{size[1]} alone"
             )
-        if request.loras:
-            raise errors.JobError(
-                "this model is a stage of IF: it does not support LoRAs"
-            )
-        begin.refuse_unsupported(request, "is a stage of IF")
+        prompts = [
+            each
+            for each in (request.prompt, request.negative_prompt)
+            if isinstance(each, Prompt)
+        ]
+        unsupported = {
+            "LoRAs": request.loras,
+            "AND or prompt editing": any(
+                len(prompt.subprompts) * len(prompt.states) > 1 for prompt in prompts
+            ),
+            "a second pass (hires fix)": request.hires,
+            "ControlNets": request.controls,
+            "a VAE by name (sd_vae)": request.vae,
+            "tiling": request.tiling,
+            "a refiner": request.refiner,
+            "a mask": request.init is not None and request.init.mask is not None,
+        }
+        for name, value in unsupported.items():
+            if value:
+                raise errors.JobError(
+                    f"this model is a stage of IF: it does not support {name}"
+                )
         upscales = self._checkpoint.image_noise is not None
         if upscales and request.init is None:
             raise errors.JobError(
@@ -116,8 +132,8 @@ class StagePreparer(Preparer):
 
         The level is the denoising strength as a share of all timesteps: IF's own, 250, is 0.25.
         """
-        noise = self._checkpoint.image_noise
-        if init is None or noise is None:
+        scheduler = self._checkpoint.image_noise
+        if init is None or scheduler is None:
             return None
         pixels = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1)[None].float()
         pixels.div_(127.5).sub_(1)  # in place: the largest image takes 200 MB
@@ -125,8 +141,9 @@ class StagePreparer(Preparer):
         upscaled = F.interpolate(
             pixels, (height, width), mode="bilinear", align_corners=True
         )
-        level = round(init.denoising_strength * noise.timesteps)
-        return LowResolution(upscaled[0], noise, max(0, min(noise.max_level, level)))
+        timesteps = int(scheduler.config.num_train_timesteps)
+        level = round(init.denoising_strength * timesteps)
+        return LowResolution(upscaled[0], scheduler, max(0, min(timesteps - 1, level)))
 
 
 def tick(
@@ -175,18 +192,20 @@ class PixelStager(Stager):
     @torch.no_grad()
     def _load(self, job: SlotJob, _loras: AssembledLoras) -> Staged:
         prepared = job.prepared
+        states = prepared.states
+        assert states is not None  # noqa: S101 - a stage's requests have text states
         noise = prepared.noise(self._channels, self._factor)
         images = prepared.first_latents(noise)
         conditioning = added = None
         if prepared.enlarged is not None:
             drawn = torch.empty_like(images)
             noise.fill(drawn)
-            conditioning, added = self._copy_enlarged(prepared.enlarged, drawn)
-        if prepared.states is None:
-            raise RuntimeError("a stage's requests have text states")
+            conditioning = self._copy(prepared.enlarged.with_noise(drawn))
+            level = torch.tensor([prepared.enlarged.level] * len(states))
+            added = (self._copy(level),)
         return Staged(
             self._copy(images),
-            self._copy(prepared.states),
+            self._copy(states),
             noise,
             added=added,
             conditioning=conditioning,

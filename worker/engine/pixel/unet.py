@@ -109,9 +109,7 @@ class PixelUnet(SlotNetwork):
         embedded = self.unet.add_embedding(vectors)
         if added is not None:
             (level,) = added
-            embedded = embedded + self.unet.get_class_embed(
-                vectors, level.expand(len(vectors))
-            )
+            embedded = embedded + self.unet.get_class_embed(vectors, level)
         encoded = self.unet.process_encoder_hidden_states(vectors, {})
         context.copy_(
             torch.cat([each.text_columns(encoded) for each in self.attentions], dim=-1)

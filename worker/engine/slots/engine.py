@@ -258,8 +258,7 @@ class SlotEngine:
 
     def _make_self_check(self) -> SelfCheck | None:
         model = self.checkpoint
-        # Images that enlarge the same one may be alike, whatever their seeds and LoRAs.
-        if model.weight_sums is None or model.family.enlarges_image:
+        if model.weight_sums is None:
             return None
         computing = {**model.networks, model.family.backbone: self._unet}
         lock = self._stager.text_encoder_lock
@@ -376,14 +375,8 @@ class SlotEngine:
         vectors = of_rows(staged.vectors)
         if state.mask is not None and staged.mask is not None:
             state.mask[rows].copy_(of_rows(staged.mask))
-        added = staged.added
-        embedded = None
-        if added is not None and len(added[0]) > 1:  # not the level of an image's noise
-            added = tuple(map(of_rows, added))
-        if state.added is not None:
-            embedded = state.added[
-                state.added_rows * slot : state.added_rows * (slot + 1)
-            ]
+        added = staged.added and tuple(map(of_rows, staged.added))
+        embedded = None if state.added is None else state.added[rows]
         is_shared = lane.weight_mode == "shared"
         changes = {} if is_shared else self._stager.changes_of(job).stacked
         step.unet.compute_prompt(vectors, added, changes, state.context[rows], embedded)

@@ -77,7 +77,7 @@ class PreparedRequest:
     """Upscaling that a second pass begins with; None for a first pass."""
     controls: tuple[PreparedControl, ...] = ()
     enlarged: begin.LowResolution | None = None
-    """The image that an upscaling checkpoint enlarges."""
+    """The image that a stage in pixels enlarges."""
     vae: Identity | None = None
     """The file of the VAE that the request names."""
     checkpoint: Identity | None = None
@@ -306,12 +306,7 @@ class RequestPreparer(Preparer):
         init = request.init
         image = None
         steps = request.steps
-        enlarged = None
-        if (image_noise := self._checkpoint.image_noise) is not None:
-            enlarged = begin.prepare_enlarged(
-                request, image_noise, self._checkpoint.factor
-            )
-        if init is None or enlarged is not None:
+        if init is None:
             schedule = self._schedule(request, request.steps)
         else:
             taken = begin.img2img(request.steps, init.denoising_strength)
@@ -340,7 +335,6 @@ class RequestPreparer(Preparer):
             packs=self._pack(loras),
             image=image,
             controls=self._controls(request, schedule, steps),
-            enlarged=enlarged,
             vae=self._check_file(self._vaes, vae.name, vae.path) if vae else None,
             embeds_guidance=self._checkpoint.unet.config.time_cond_proj_dim is not None,
         )

@@ -83,7 +83,7 @@ class BatchKey(NamedTuple):
 
 AddedInputs = tuple[Tensor, ...]
 """Extra inputs of some UNets beside the texts' vectors: pooled vectors [texts, width] and
-`Family.size_ids` [texts, numbers]; or the level [1] of the noise on an enlarged image."""
+`Family.size_ids` [texts, numbers]; or the level [texts] of the noise on an enlarged image."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.cache import ControlNets
 from worker.engine.families.table import Family, Model
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges
-from worker.engine.passes.begin import LowResolution
 from worker.engine.passes.checkpoints import CheckpointCache, Coders
 from worker.engine.passes.images import ImageCoder, Vaes
 from worker.engine.passes.upscaling import Upscaling
@@ -189,13 +188,6 @@ class Stager:
         """Begins to copy a job's data, and computes what it starts from."""
         raise NotImplementedError
 
-    def _copy_enlarged(
-        self, enlarged: LowResolution, drawn: Tensor
-    ) -> tuple[Tensor, AddedInputs]:
-        """The image that is enlarged, with the noise that was *drawn*, and the noise's level."""
-        level = self._copy(torch.tensor([enlarged.level]))
-        return self._copy(enlarged.with_noise(drawn)), (level,)
-
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
 
@@ -215,10 +207,7 @@ class LatentStager(Stager):
         self._tiny = tiny
         self._checkpoints = checkpoints
         self._dtype = checkpoint.unet.dtype
-        self._is_inpainting = (
-            checkpoint.conditioning_channels > 0
-            and not checkpoint.family.enlarges_image
-        )
+        self._is_inpainting = checkpoint.conditioning_channels > 0
         self._own = Coders(checkpoint)
         self._images = self._own.images
 
@@ -274,9 +263,6 @@ class LatentStager(Stager):
                 checkpoint=other,
             )
         conditioning = None
-        if prepared.enlarged is not None:
-            drawn = noise.draw(prepared.enlarged.image.shape)
-            conditioning, added = self._copy_enlarged(prepared.enlarged, drawn)
         latents = self._copy(prepared.first_latents(noise))
         images = self._coder_of(prepared, prepared.begun_by) or self._images
         original = self._image_of(job, images)

@@ -428,7 +428,6 @@ class StepRunner:
         model = self._model
         tokens = batch_key.tokens
         rows = slots * batch_key.slot_rows
-        added_rows = slots * min(batch_key.slot_rows, unet.added_rows)
         sides = batch_key.height // model.factor, batch_key.width // model.factor
         shape = (slots, model.channels, *sides)
 
@@ -451,7 +450,7 @@ class StepRunner:
             mask=zeros(rows, 1, 1, tokens, dtype=unet.dtype)
             if batch_key.is_masked
             else None,
-            added=zeros(added_rows, unet.added_width, dtype=unet.dtype)
+            added=zeros(rows, unet.added_width, dtype=unet.dtype)
             if unet.added_width
             else None,
             conditioning=conditioning,
