@@ -52,8 +52,12 @@ _INPUTS = "model.diffusion_model.input_blocks.0.0.weight"
 
 #: Any of them makes a folder a single file's configuration.
 _CONFIGURATION = (
-    *("tokenizer", "unet/config.json", "vae/config.json", "text_encoder/config.json"),
-    *("text_encoder_2/config.json", "scheduler/scheduler_config.json"),
+    "tokenizer",
+    "unet/config.json",
+    "vae/config.json",
+    "text_encoder/config.json",
+    "text_encoder_2/config.json",
+    "scheduler/scheduler_config.json",
 )
 
 
@@ -309,13 +313,11 @@ def _read_folder(folder: Path) -> _Read:
         for part in ("unet", "text_encoder")
     )
     family = table.of_folder(unet, text_encoder)
-    return _Read(
-        family,
-        {
-            name: reading.read_network(network, folder / name)
-            for name, (network, _) in _parts(family).items()
-        },
-    )
+    networks = {
+        name: reading.read_network(network, folder / name)
+        for name, (network, _) in _parts(family).items()
+    }
+    return _Read(family, networks)
 
 
 def _config_folder(model: Path, config: Path | None) -> Path:
@@ -388,20 +390,16 @@ def _number_positions(
     found = next(
         (weights[key] for key in weights if key.endswith("position_ids")), None
     )
-    module = next(
-        (each for each in network.modules() if hasattr(each, "position_ids")), None
-    )
-    if found is None or module is None or found.numel() != module.position_ids.numel():
-        return
+    module = next(each for each in network.modules() if hasattr(each, "position_ids"))
     right = module.position_ids
+    if found is None or found.numel() != right.numel():
+        return
     numbers = found.to(torch.int64).clamp(0, right.numel() - 1).view_as(right)
     if wrong := int((numbers != right).sum()):
         module.position_ids = numbers if file_positions else right
-        used = (
-            "are drawn with"
-            if file_positions
-            else "are put right (see --file-positions)"
-        )
+        used = "are put right (see --file-positions)"
+        if file_positions:
+            used = "are drawn with"
         log.warning(
             f"{wrong} of the position_ids of {path.name!r} are damaged, and {used}",
             action="positions_damaged",

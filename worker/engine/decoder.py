@@ -238,10 +238,8 @@ class Decoder:
         self.forget_compiled()
 
     def _slice_size(self, shape: torch.Size) -> int:
-        return max(
-            1,
-            min(self.max_images, _MAX_IMAGES, self.slice_pixels // self._pixels(shape)),
-        )
+        fitting = self.slice_pixels // self._pixels(shape)
+        return max(1, min(self.max_images, _MAX_IMAGES, fitting))
 
     def _pixels(self, shape: torch.Size) -> int:
         return int(shape[1] * shape[2]) * self._pixels_per_latent
@@ -348,6 +346,12 @@ def to_pixels(images: Tensor) -> tuple[Tensor, Tensor]:
     return levels.permute(0, 2, 3, 1).contiguous(), images.isfinite().flatten(1).all(
         dim=1
     )
+
+
+def to_levels(pixels: contract.Pixels, device: torch.device) -> Tensor:
+    """An image's pixels [1, 3, height, width] on a device, from 0 to 1."""
+    levels = torch.from_numpy(pixels.copy()).to(device).permute(2, 0, 1)[None]
+    return levels.float() / 255
 
 
 @dataclass(frozen=True, slots=True)

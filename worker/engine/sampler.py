@@ -222,6 +222,8 @@ class Move(NamedTuple):
     input_scale: float = 1.0
     kept: tuple[float, float] = (1.0, 0.0)
     """Coefficients of the estimate inside the kept area: of the original and of the latents."""
+    variance_logs: tuple[float, float] = (0.0, 0.0)
+    """Logarithms of the bounds of the variance that a UNet of pixels predicts."""
 
 
 def towards(ratio: float, estimate: Combination = ESTIMATES[0]) -> Combination:

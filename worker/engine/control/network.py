@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from worker.engine import contract
+from worker.engine import contract, decoder
 from worker.engine.kernels.layers import channels_last
 from worker.engine.networks.linear import SlotLinear
 from worker.engine.networks.transformer import Call, modules_of, repeat_rows
@@ -61,8 +61,8 @@ class SlotControlNet(SlotEncoder):
     @torch.no_grad()
     def embed(self, pixels: contract.Pixels) -> Tensor:
         """The control image [channels, height, width] of the latents' size."""
-        levels = torch.from_numpy(pixels.copy()).to(self.device).permute(2, 0, 1)[None]
-        return self.hint((levels.float() / 255).to(self.dtype))[0]
+        levels = decoder.to_levels(pixels, self.device)
+        return self.hint(levels.to(self.dtype))[0]
 
     def record_stream(self) -> None:
         """Keeps the network's memory allocated until the current stream's pending work is done."""

@@ -86,10 +86,7 @@ class ImageCoder:
 
     def _images_of(self, pixels: Pixels) -> Tensor:
         """[1, 3, height, width] on the device, from -1 to 1."""
-        levels = (
-            torch.from_numpy(pixels.copy()).to(self._vae.device).permute(2, 0, 1)[None]
-        )
-        return levels.float() / 255 * 2 - 1
+        return decoder.to_levels(pixels, self._vae.device) * 2 - 1
 
     def _to_latents(self, images: Tensor) -> Tensor:
         return self._finite(

@@ -84,8 +84,7 @@ class Upscaling:
 
     def enlarge_latents(self, latents: Tensor, factor: int) -> Tensor:
         """Latents [4, height, width] in the size; *factor*: pixels for each of their rows."""
-        if self.latent_mode is None:
-            raise RuntimeError("this upscaler is for images")
+        assert self.latent_mode is not None  # noqa: S101 - else `enlarge_pixels` is called
         mode, antialias = self.latent_mode
         width, height = self.size
         sides = height // factor, width // factor

@@ -8,7 +8,9 @@ of them, in float32 in the order of diffusers' `DDPMScheduler`.
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from diffusers import DDPMScheduler
@@ -18,8 +20,7 @@ from torch import Tensor
 from imagefleet import errors
 from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
-from worker.engine import sampler
-from worker.engine.sampler import Schedule
+from worker.engine.sampler import ESTIMATES, LATENTS, Move, Schedule
 from worker.engine.samplers import schedule
 
 DDPM = "ddpm"
@@ -100,14 +101,15 @@ def make_schedule(
 
 
 def _ddpm(timesteps: Sequence[int], noise: DDPMScheduler) -> Schedule:
-    rows = [
-        _ddpm_row(at, following, noise)
-        for at, following in zip(timesteps, [*timesteps[1:], -1], strict=True)
+    moves = [
+        _ddpm_move(at, following, noise)
+        for at, following in itertools.pairwise([*timesteps, -1])
     ]
-    return Schedule(1.0, torch.stack(rows), tuple(at > 0 for at in timesteps))
+    made = schedule.tabulate(moves, samplers.DEFAULT_OPTIONS)
+    return replace(made, initial_scale=1.0)
 
 
-def _ddpm_row(at: int, following: int, noise: DDPMScheduler) -> Tensor:
+def _ddpm_move(at: int, following: int, noise: DDPMScheduler) -> Move:
     """Ho et al. (2020), equation 7, by `DDPMScheduler.step`, in float32 as there."""
     alphas = noise.alphas_cumprod
     alpha = alphas[at]
@@ -116,25 +118,22 @@ def _ddpm_row(at: int, following: int, noise: DDPMScheduler) -> Tensor:
     next_rest = 1 - next_alpha
     kept = alpha / next_alpha
     beta = 1 - kept
-    row = torch.zeros(sampler.COLUMNS)
-    row[sampler.TIMESTEP] = at
-    row[sampler.INPUT_SCALE] = 1
+    estimate = alpha**0.5, -(rest**0.5)
     if noise.config.prediction_type == "epsilon":
-        row[sampler.FROM_LATENTS] = 1 / alpha**0.5
-        row[sampler.FROM_OUTPUT] = -(rest**0.5) / alpha**0.5
-    else:
-        row[sampler.FROM_LATENTS] = alpha**0.5
-        row[sampler.FROM_OUTPUT] = -(rest**0.5)
-    row[sampler.KEEP] = kept**0.5 * next_rest / rest
-    row[sampler.FIRST_WEIGHT] = next_alpha**0.5 * beta / rest
-    if at > 0:
-        small = torch.clamp(next_rest / rest * beta, min=_LEAST_VARIANCE).log()
-        large = beta.log()
-        variance = noise.config.variance_type
-        row[sampler.NOISE_SCALE] = 1
-        row[sampler.SMALL_LOG] = large if variance == "fixed_large" else small
-        row[sampler.LARGE_LOG] = small if variance.startswith("fixed_small") else large
-    return row
+        estimate = 1 / alpha**0.5, -(rest**0.5) / alpha**0.5
+    keep = float(kept**0.5 * next_rest / rest)
+    gain = float(next_alpha**0.5 * beta / rest)
+    move = Move(at, keep * LATENTS + gain * ESTIMATES[0], estimate=estimate)
+    if at == 0:
+        return move
+    small = torch.clamp(next_rest / rest * beta, min=_LEAST_VARIANCE).log()
+    large = beta.log()
+    variance = noise.config.variance_type
+    if variance == "fixed_large":
+        small = large
+    elif variance.startswith("fixed_small"):
+        large = small
+    return move._replace(noise=1.0, variance_logs=(small, large))
 
 
 def threshold(images: Tensor, limit: float, rank: float) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from worker.engine.kernels import layers
 from worker.engine.networks.transformer import (
+    Call,
     SlotNetwork,
     merge_heads,
     repeat_rows,
@@ -121,15 +122,17 @@ class PixelUnet(SlotNetwork):
         self,
         x: Tensor,
         times: Tensor,
-        context: Tensor,
+        call: Call,
         added: Tensor | None,
+        _residuals: object = (),
     ) -> Tensor:
         """The noise and the variance of all rows [rows, 6, height, width].
 
         x [slots, channels, height, width] in the UNet's type; times [slots] may be fractions;
-        *context* and *added*: see `compute_prompt`, of all slots.
+        *call*'s context and *added*: see `compute_prompt`, of all slots.
         """
         unet = self.unet
+        context = call.context
         embedded = unet.time_embedding(unet.time_proj(times).to(x.dtype))
         embedded = repeat_rows(embedded, len(context))
         if added is not None:

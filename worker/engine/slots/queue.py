@@ -121,17 +121,9 @@ class Staged:
 
     @property
     def tensors(self) -> list[Tensor]:
-        found = [
-            self.latents,
-            self.history,
-            self.vectors,
-            self.mask,
-            self.conditioning,
-            self.loras,
-        ]
-        found += self.added or ()
-        found += self.inpainting or ()
-        found += self.hints
+        found = [self.latents, self.history, self.vectors, self.mask]
+        found += [self.conditioning, self.loras, *self.hints]
+        found += (*(self.added or ()), *(self.inpainting or ()))
         return [tensor for tensor in found if tensor is not None]
 
 
@@ -165,8 +157,7 @@ class SlotJob:
     @property
     def data(self) -> Staged:
         """What it is drawn with, on the device."""
-        if self.staged is None:
-            raise RuntimeError("a job is drawn only once it is staged")
+        assert self.staged is not None  # noqa: S101 - a job is drawn only once it is staged
         return self.staged
 
     @property

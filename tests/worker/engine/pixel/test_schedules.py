@@ -10,7 +10,8 @@ from imagefleet.job.samplers import Options
 from pixel import tiny_cascade
 from worker.engine import sampler
 from worker.engine.networks.transformer import SlotState
-from worker.engine.pixel import parts, schedules
+from worker.engine.pixel import schedules
+from worker.engine.slots import step
 
 pytestmark = pytest.mark.slow
 
@@ -82,11 +83,12 @@ def run_step(
     history = torch.zeros(sampler.HISTORY, *image.shape)
     rows = torch.cat([row, torch.tensor([7.0])])[None]
     stepped = image.clone()
-    unused = torch.zeros(2, 1, 1)
+    nothing = torch.zeros_like(image)
+    context = torch.zeros(2, 1, 1)
     state = SlotState(
-        stepped, history, rows, noise, unused, unused, unused, None, unused, None
+        stepped, history, rows, noise, nothing, nothing, context, None, context, None
     )
-    parts.tick(Unet(), "shared", state, ())  # type: ignore[arg-type]
+    step.tick(Unet(), "shared", state, ())  # type: ignore[arg-type]
     return stepped
 
 
