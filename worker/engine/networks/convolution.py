@@ -100,19 +100,15 @@ class SlotConv(nn.Module):
     def forward(
         self,
         x: Tensor,
-        slots: int,
+        call: Any,
         size: torch.Size | None = None,
-        *,
-        tiles: bool = False,
     ) -> Tensor:
-        """*slots* adds each slot's own change, 0 none; *size* is for upsampling.
-
-        *tiles*: see `convolve`.
-        """
+        """*call* (`transformer.Call`) adds each slot's own change or none; *size*: upsampled."""
+        slots = call.slots
         if isinstance(self.layer, Upsampler):
-            output = self.layer(x, size, tiles=tiles)
+            output = self.layer(x, size, tiles=call.tiles)
         else:
-            output = convolve(self.layer, x, tiles=tiles)
+            output = convolve(self.layer, x, tiles=call.tiles)
         down = self.change.down
         up = self.change.up
         if not slots or down is None:
@@ -125,7 +121,9 @@ class SlotConv(nn.Module):
             if size is not None:
                 products = F.interpolate(products.permute(0, 3, 1, 2), scale_factor=2.0)
                 products = products.permute(0, 2, 3, 1)
-            products = _add_taps(products, output.shape[2:], self._stride, tiles=tiles)
+            products = _add_taps(
+                products, output.shape[2:], self._stride, tiles=call.tiles
+            )
         products = products.reshape(slots, -1, up.shape[2])
         changed = torch.bmm(products, up[:slots, 0])
         changed = changed.view(rows, *output.shape[2:], -1).permute(0, 3, 1, 2)

@@ -101,14 +101,11 @@ class SlotEncoder(SlotNetwork):
 
         As `SlotUnet.forward`; *hint* [slots, channels, height, width] is added to the first one.
         """
-        slots = call.slots
-        time = self.time_embedding(
-            self.time_proj(times).to(x.dtype), slots, call.guidance
-        )
+        time = self.time_embedding(self.time_proj(times).to(x.dtype), call)
         if added is not None:
             time = repeat_rows(time, len(added)) + added
-        time = self.time_projections(time, slots)
-        x = self.conv_in(x, slots, tiles=call.tiles)
+        time = self.time_projections(time, call.slots)
+        x = self.conv_in(x, call)
         if hint is not None:
             x = x + hint
         if added is not None:
@@ -175,11 +172,8 @@ class SlotUnet(SlotEncoder):
             x = x + last
         for block in self.up:
             x = block(x, time, skips, call)
-        return self.conv_out(
-            normalise_and_activate(x, self.norm_out, activates=True),
-            call.slots,
-            tiles=call.tiles,
-        )
+        x = normalise_and_activate(x, self.norm_out, activates=True)
+        return self.conv_out(x, call)
 
     def close(self) -> None:
         self.keys_values.stacks.clear()
@@ -210,12 +204,12 @@ class _TimeEmbedding(nn.Module):
         self.act = original.act
         self.second = _ChangedLinear(original.linear_2, paths)
 
-    def forward(self, x: Tensor, slots: int, guidance: Tensor | None = None) -> Tensor:
-        """*guidance*: the scales [slots], of which LCM's models take more than their rows."""
-        if self.embed_guidance is not None and guidance is not None:
-            scales = _sines(guidance - 1, self.embed_guidance.in_features)
+    def forward(self, x: Tensor, call: Call) -> Tensor:
+        """Of the guidance scales, LCM's models take more than their rows."""
+        if self.embed_guidance is not None and call.guidance is not None:
+            scales = _sines(call.guidance - 1, self.embed_guidance.in_features)
             x = x + self.embed_guidance(scales.to(x.dtype))
-        return self.second(self.act(self.first(x, slots)), slots)
+        return self.second(self.act(self.first(x, call.slots)), call.slots)
 
 
 def _sines(scales: Tensor, width: int) -> Tensor:
@@ -296,16 +290,14 @@ class _Resnet(nn.Module):
         self.time_emb_proj = original.time_emb_proj
 
     def forward(self, x: Tensor, times: Tensor, call: Call) -> Tensor:
-        slots = call.slots
-        tiles = call.tiles
         time = repeat_rows(times[:, self.time], len(x))
         changed = normalise_and_activate(x, self.norm1, activates=True)
-        changed = self.conv1(changed, slots, tiles=tiles)
+        changed = self.conv1(changed, call)
         changed = normalise_and_activate(
             changed, self.norm2, added=time, activates=True
         )
-        changed = self.conv2(changed, slots, tiles=tiles)
-        kept = x if self.conv_shortcut is None else self.conv_shortcut(x, slots)
+        changed = self.conv2(changed, call)
+        kept = x if self.conv_shortcut is None else self.conv_shortcut(x, call)
         return kept + changed
 
 
@@ -336,7 +328,7 @@ class _Down(_Layers):
                 x = attend(x, call)
             skips.append(x)
         for sampler in self.samplers:
-            x = sampler(x, call.slots, tiles=call.tiles)
+            x = sampler(x, call)
             skips.append(x)
         return x
 
@@ -358,7 +350,7 @@ class _Up(_Layers):
             if attend is not None:
                 x = attend(x, call)
         for sampler in self.samplers:
-            x = sampler(x, call.slots, skips[-1].shape[2:], tiles=call.tiles)
+            x = sampler(x, call, skips[-1].shape[2:])
         return x
 
 

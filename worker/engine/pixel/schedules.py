@@ -118,9 +118,9 @@ def _ddpm_move(at: int, following: int, noise: DDPMScheduler) -> Move:
     next_rest = 1 - next_alpha
     kept = alpha / next_alpha
     beta = 1 - kept
-    estimate = alpha**0.5, -(rest**0.5)
+    estimate = float(alpha**0.5), float(-(rest**0.5))
     if noise.config.prediction_type == "epsilon":
-        estimate = 1 / alpha**0.5, -(rest**0.5) / alpha**0.5
+        estimate = float(1 / alpha**0.5), float(-(rest**0.5) / alpha**0.5)
     keep = float(kept**0.5 * next_rest / rest)
     gain = float(next_alpha**0.5 * beta / rest)
     move = Move(at, keep * LATENTS + gain * ESTIMATES[0], estimate=estimate)
@@ -133,7 +133,7 @@ def _ddpm_move(at: int, following: int, noise: DDPMScheduler) -> Move:
         small = large
     elif variance.startswith("fixed_small"):
         large = small
-    return move._replace(noise=1.0, variance_logs=(small, large))
+    return move._replace(noise=1.0, variance_logs=(float(small), float(large)))
 
 
 def threshold(images: Tensor, limit: float, rank: float) -> Tensor:
