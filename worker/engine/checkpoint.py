@@ -66,18 +66,16 @@ class Checkpoint(Model):
     """The networks of a model of latents on their device, and their noise schedule."""
 
     tokenizer: CLIPTokenizer
-    text_encoder: CLIPTextModel
-    """The first, and of SDXL's refiner the only one."""
-    text_encoder_2: CLIPTextModelWithProjection | None = None
+    text_encoders: Mapping[Network, Any]
+    """The text encoders, in the order of their vectors."""
     vae: AutoencoderKL
     alphas_cumprod: Tensor
     prediction_type: str
 
     @property
-    def text_encoders(self) -> dict[Network, Any]:
-        """The text encoders, in the order of their vectors."""
-        encoders = self.text_encoder, self.text_encoder_2
-        return dict(zip(self.family.networks, encoders, strict=False))
+    def text_encoder(self) -> Any:
+        """The first, and of SDXL's refiner the only one."""
+        return next(iter(self.text_encoders.values()))
 
     @property
     def has_text_on_cpu(self) -> bool:
@@ -104,8 +102,9 @@ class Checkpoint(Model):
         for module in self.vae.modules():
             if isinstance(module, Upsampler):
                 module.fold()
-        networks: dict[str, Any] = self.networks
-        return replace(other, **networks)
+        return replace(
+            other, unet=self.unet, vae=self.vae, text_encoders=self.text_encoders
+        )
 
 
 def load_checkpoint(
@@ -142,7 +141,8 @@ def load_checkpoint(
         )
     unet = networks[family.backbone]
     vae = networks["vae"]
-    first, *others = (networks[each] for each in family.networks)
+    text_encoders = {name: networks[name] for name in family.networks}
+    first = text_encoders[family.networks[0]]
     tokenizer = _find_tokenizer(folder, first.config.vocab_size)
     scheduler = reading.read_json(folder / "scheduler" / "scheduler_config.json")
     _check_architecture(model, family, networks, tokenizer)
@@ -170,8 +170,7 @@ def load_checkpoint(
     return Checkpoint(
         name=name,
         tokenizer=tokenizer,
-        text_encoder=first,
-        text_encoder_2=others[0] if others else None,
+        text_encoders=text_encoders,
         unet=unet,
         vae=vae,
         alphas_cumprod=reading.alphas_cumprod(model, scheduler, found.keys),

@@ -266,7 +266,7 @@ class SlotEngine:
 
     def _add(self, job: SlotJob) -> None:
         job.batch_key = self._runner.place(job, is_first=not self._lanes.jobs)
-        self._lanes.add(job.batch_key, [job])
+        self._lanes.add(job)
 
     def _open_lane(self, batch_key: BatchKey) -> tuple[Lane, Step]:
         lane = self._lanes.lane_of(batch_key)
@@ -430,7 +430,7 @@ class SlotEngine:
         history = step.state.history[:, slot].clone()
         job.staged = replace(job.data, latents=latents, history=history)
         job.batch_key = job.batch_key.at(job.prepared, job.call)
-        self._lanes.add(job.batch_key, [job], first=True)
+        self._lanes.add(job, first=True)
 
     def _end_pass(self, job: SlotJob, latents: Tensor, history: Tensor) -> None:
         """Passes latents on: to the decoder, or to the lane of the job's next pass."""
