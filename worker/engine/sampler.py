@@ -218,7 +218,7 @@ class Move(NamedTuple):
     from_uncond: float = 0.0
     """Weight of the output without the prompt, less the one with guidance."""
     timestep: float | None = None
-    """What the UNet is told; None: the level is a timestep."""
+    """Timestep that the UNet is called with; None: the level is one."""
     input_scale: float = 1.0
     kept: tuple[float, float] = (1.0, 0.0)
     """Coefficients of the estimate inside the kept area: of the original and of the latents."""

@@ -205,7 +205,7 @@ class _TimeEmbedding(nn.Module):
         self.second = _ChangedLinear(original.linear_2, paths)
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
-        """Of the guidance scales, LCM's models take more than their rows."""
+        """The embedded timesteps [slots, width]; LCM's models also embed the guidance scales."""
         if self.embed_guidance is not None and call.guidance is not None:
             scales = _sines(call.guidance - 1, self.embed_guidance.in_features)
             x = x + self.embed_guidance(scales.to(x.dtype))

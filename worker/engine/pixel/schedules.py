@@ -120,7 +120,9 @@ def _ddpm_move(at: int, following: int, noise: DDPMScheduler) -> Move:
     beta = 1 - kept
     estimate = float(alpha**0.5), float(-(rest**0.5))
     if noise.config.prediction_type == "epsilon":
-        estimate = float(1 / alpha**0.5), float(-(rest**0.5) / alpha**0.5)
+        from_latents = 1 / alpha**0.5
+        from_output = -(rest**0.5) / alpha**0.5
+        estimate = float(from_latents), float(from_output)
     keep = float(kept**0.5 * next_rest / rest)
     gain = float(next_alpha**0.5 * beta / rest)
     move = Move(at, keep * LATENTS + gain * ESTIMATES[0], estimate=estimate)

@@ -71,7 +71,8 @@ class Try:
         has left them; *draw* fills a tensor with noise.
         """
         end, down = self._ends
-        known = torch.cat([history[-1:], history[:-1], latents[None]])
+        begun_with, estimates = history[-1:], history[:-1]
+        known = torch.cat([begun_with, estimates, latents[None]])
 
         def solution(weights: Combination) -> Tensor:
             factors = torch.tensor(weights, dtype=known.dtype, device=known.device)

@@ -128,7 +128,7 @@ def _in_steps(
     intervals: Callable[[Sigmas, Options], _Intervals],
     step: Callable[[float, float, float | None], _Step],
 ) -> _Steps:
-    """The same *step* over each of the *intervals*, but Euler's to sigma 0."""
+    """Takes the same *step* over each of the *intervals*, but Euler's to sigma 0."""
     for sigma, following, noise in intervals(sigmas, options):
         yield (step if following else _euler_step)(sigma, following, noise)
 
@@ -261,7 +261,8 @@ def solver_step(order: int, sigma: float, end: float) -> Sequence[Move]:
     first = sigma * math.exp(-length / order)
     begun = Move(sigma, towards(first / sigma))
     if order == 2:  # noqa: PLR2004
-        return [begun, Move(first, BEFORE + (end - sigma) * (LATENTS - NEW) / first)]
+        slope = (LATENTS - NEW) / first
+        return [begun, Move(first, BEFORE + (end - sigma) * slope)]
     second = sigma * math.exp(-2 * length / 3)
     slope = (BEFORE - LAST) / sigma
     change = (LATENTS - NEW) / first - slope
@@ -271,7 +272,8 @@ def solver_step(order: int, sigma: float, end: float) -> Sequence[Move]:
     slope = (BEFORE - ESTIMATES[2]) / first  # the same: its call's step went along it
     change = (LATENTS - NEW) / second - slope
     straight = BEFORE + (sigma - first) * slope + (end - sigma) * slope
-    return [begun, middle, Move(second, straight - end * 1.5 * bend(length) * change)]
+    arrived = straight - end * 1.5 * bend(length) * change
+    return [begun, middle, Move(second, arrived)]
 
 
 def bend(length: float) -> float:

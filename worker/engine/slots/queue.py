@@ -143,7 +143,7 @@ class SlotJob:
     staged: Staged | None = None
     call: int = 0
     first_pass: Staged | None = None
-    """What the pass before was drawn with, and its latents; None in a first pass."""
+    """Data of the pass before, with its latents; None in a first pass."""
     drawn: torch.cuda.Event | None = None
     """The event after the tick that drew these latents."""
     begun_with: PreparedRequest | None = None
@@ -156,7 +156,7 @@ class SlotJob:
 
     @property
     def data(self) -> Staged:
-        """What it is drawn with, on the device."""
+        """The job's data on the device."""
         assert self.staged is not None  # noqa: S101 - a job is drawn only once it is staged
         return self.staged
 
