@@ -245,12 +245,11 @@ def _dpm_fast(sigmas: Sigmas, options: Options) -> _Steps:
     for order, (sigma, following) in zip(orders, pairwise(ends), strict=False):
         down, _ = ancestral(sigma, following, options)
         down = max(smallest, down)
-        if options.eta is not None and options.eta <= 0:
-            yield solver_step(order, sigma, following)
-            continue
-        noise = options.s_noise * math.sqrt(max(0.0, following**2 - down**2))
         *first, last = solver_step(order, sigma, down)
-        yield [*first, last._replace(noise=noise)]
+        if options.eta is None or options.eta > 0:
+            up = math.sqrt(max(0.0, following**2 - down**2))
+            last = last._replace(noise=options.s_noise * up)
+        yield [*first, last]
 
 
 def solver_step(order: int, sigma: float, end: float) -> Sequence[Move]:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -247,21 +248,20 @@ class LatentStager(Stager):
         coders = other.coders if other else self._own
         vectors, mask, added = self._encode(job, loras, coders)
         noise = prepared.noise(self._channels, self._factor)
-        coder = self._coder_of(prepared, prepared.checkpoint)
+        drawn_with: dict[str, Any] = {
+            "vectors": vectors,
+            "noise": noise,
+            "mask": mask,
+            "added": added,
+            "loras": copied,
+            "changes": changes,
+            "coder": self._coder_of(prepared, prepared.checkpoint),
+            "checkpoint": other,
+        }
         if job.first_pass is not None and prepared.begins:
             self._spend(noise, prepared)
-            return replace(
-                job.first_pass,
-                vectors=vectors,
-                noise=noise,
-                mask=mask,
-                added=added,
-                loras=copied,
-                changes=changes,
-                hints=job.first_pass.hints[: len(prepared.controls)],
-                coder=coder,
-                checkpoint=other,
-            )
+            hints = job.first_pass.hints[: len(prepared.controls)]
+            return replace(job.first_pass, **drawn_with, hints=hints)
         conditioning = None
         latents = self._copy(prepared.first_latents(noise))
         images = self._coder_of(prepared, prepared.begun_by) or self._images
@@ -279,17 +279,10 @@ class LatentStager(Stager):
             conditioning = images.condition(image, request.width, request.height)
         return Staged(
             latents,
-            vectors,
-            noise,
-            mask=mask,
-            added=added,
-            loras=copied,
-            changes=changes,
+            **drawn_with,
             inpainting=kept,
             hints=hints,
             conditioning=conditioning,
-            coder=coder,
-            checkpoint=other,
         )
 
     def _spend(self, noise: NoiseStream, prepared: PreparedRequest) -> None:
