@@ -226,9 +226,9 @@ class Move(NamedTuple):
     """Logarithms of the bounds of the variance that a UNet of pixels predicts."""
 
 
-def towards(ratio: float, estimate: Combination = ESTIMATES[0]) -> Combination:
+def towards(ratio: float) -> Combination:
     """*ratio* of the latents, and the rest of the estimate: a step by the ratio of its sigmas."""
-    return ratio * LATENTS + (1 - ratio) * estimate
+    return ratio * LATENTS + (1 - ratio) * ESTIMATES[0]
 
 
 @dataclass(eq=False)

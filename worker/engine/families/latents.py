@@ -44,10 +44,14 @@ def _read_tiny(folder: Path, checkpoint: Checkpoint) -> AutoencoderTiny:
     return tiny
 
 
+def _read_none(_path: Path, like: Checkpoint) -> Checkpoint:
+    raise errors.SetupError(f"{like.name!r} draws alone")
+
+
 def of_latents(
-    checkpoint: Checkpoint, settings: Settings, read: Read | None = None
+    checkpoint: Checkpoint, settings: Settings, read: Read = _read_none
 ) -> Parts:
-    """*read*: another checkpoint of its kind; None: it draws with this alone."""
+    """*read* reads another checkpoint of its kind."""
     device = checkpoint.unet.device
     is_large = checkpoint.family.has_large_layers
     # Quicker on a GPU, compiled or not; a CPU keeps to what diffusers computes.
@@ -59,10 +63,8 @@ def of_latents(
     tiny = None if settings.taesd is None else _read_tiny(settings.taesd, checkpoint)
     overflows = checkpoint.family.overflows_in_float16
     vaes = Vaes(checkpoint.vae, overflows=overflows, has_own_layers=has_own_layers)
-    checkpoints = read and CheckpointCache(
-        checkpoint, read, has_own_layers=has_own_layers
-    )
-    stager = LatentStager(checkpoint, control_nets, tiny, vaes, checkpoints)
+    checkpoints = CheckpointCache(checkpoint, read, has_own_layers=has_own_layers)
+    stager = LatentStager(checkpoint, control_nets, vaes, checkpoints, tiny)
     layer_bytes = linear.transformer_bytes(checkpoint.unet)
     weights = settings.slot_weights or memory.choose_weights(
         device, layer_bytes, settings.slots, is_large=is_large
@@ -102,7 +104,7 @@ def of_latents(
         unet=unet,
         preparer=preparer,
         control_nets=control_nets,
-        caches=[each for each in (control_nets, vaes, checkpoints) if each],
+        caches=[control_nets, vaes, checkpoints],
         checkpoints=checkpoints,
         stager=stager,
         merger=merger,

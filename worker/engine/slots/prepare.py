@@ -262,8 +262,8 @@ class RequestPreparer(Preparer):
         checkpoint: Checkpoint,
         groups: Mapping[Network, merge.Groups],
         control_nets: ControlNets,
-        vaes: Vaes | None = None,
-        checkpoints: CheckpointCache | None = None,
+        vaes: Vaes,
+        checkpoints: CheckpointCache,
     ) -> None:
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
@@ -292,8 +292,7 @@ class RequestPreparer(Preparer):
     def use(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
-        if self._checkpoints is not None:
-            self._checkpoints.stand_beside(checkpoint)
+        self._checkpoints.stand_beside(checkpoint)
 
     def find_embeddings(
         self, prompts: Iterable[Prompt | str], names: Collection[str]
@@ -367,7 +366,7 @@ class RequestPreparer(Preparer):
         )
         taken = begin.second_pass(request.steps, hires.denoising_strength)
         checkpoint = self._check_checkpoint(hires.checkpoint)
-        if self._is_sdxls_refiner(checkpoint):
+        if self._checkpoints.is_refiner(checkpoint):
             raise errors.JobError(
                 "hr_checkpoint_name: SDXL's refiner only goes on with images"
             )
@@ -407,7 +406,7 @@ class RequestPreparer(Preparer):
         if checkpoint == drawn.checkpoint or at == len(drawn.schedule.table):
             return drawn
         rest = replace(drawn, checkpoint=checkpoint, begins=at)
-        if self._is_sdxls_refiner(checkpoint):
+        if self._checkpoints.is_refiner(checkpoint):
             loras = self._read_loras(())
             rest = replace(
                 rest,
@@ -422,11 +421,6 @@ class RequestPreparer(Preparer):
 
     def _check_checkpoint(self, path: Path | None) -> Identity | None:
         return self._check_file(self._checkpoints, path.stem, path) if path else None
-
-    def _is_sdxls_refiner(self, checkpoint: Identity | None) -> bool:
-        return self._checkpoints is not None and self._checkpoints.is_refiner(
-            checkpoint
-        )
 
     def _text_rows(
         self, request: ImageRequest, named: Sequence[embeddings.Embedding]
@@ -475,11 +469,7 @@ class RequestPreparer(Preparer):
             is_xl=self._checkpoint.family.has_sdxl_steps,
         )
 
-    def _check_file(
-        self, cache: NetworkCache[Any] | None, name: str, path: Path
-    ) -> Identity | None:
-        if cache is None:
-            return None
+    def _check_file(self, cache: NetworkCache[Any], name: str, path: Path) -> Identity:
         self._may_go_on.wait()
         return cache.check_file(name, path)
 

@@ -57,11 +57,8 @@ class Stager:
     `begin_within` and `try_to_stage` are for the engine's thread.
     """
 
-    def __init__(
-        self, model: Model, control_nets: ControlNets, vaes: Vaes | None = None
-    ) -> None:
+    def __init__(self, model: Model, control_nets: ControlNets) -> None:
         self._control_nets = control_nets
-        self._vaes = vaes
         self._device: torch.device = model.unet.device
         self._channels = model.channels
         self._factor = model.factor
@@ -79,12 +76,14 @@ class Stager:
 
     def first_with_room(self, jobs: Sequence[SlotJob]) -> Sequence[SlotJob]:
         """The first of *jobs* whose LoRAs have room on the device together; at least one."""
-        held_bytes = self._control_nets.held_bytes + (
-            self._vaes.held_bytes if self._vaes else 0
-        )
-        room_bytes = max(0.0, self.room_bytes - held_bytes)
+        room_bytes = max(0.0, self.room_bytes - self._held_bytes)
         taken = itertools.accumulate(job.prepared.lora_bytes for job in jobs)
         return jobs[: max(1, bisect_right(list(taken), room_bytes))]
+
+    @property
+    def _held_bytes(self) -> int:
+        """Size of the networks of files that are on the device."""
+        return self._control_nets.held_bytes
 
     def begin(self, jobs: Iterable[SlotJob]) -> None:
         """Starts to stage jobs; their prompts are encoded together."""
@@ -200,17 +199,22 @@ class LatentStager(Stager):
         self,
         checkpoint: Checkpoint,
         control_nets: ControlNets,
-        tiny: AutoencoderTiny | None = None,
-        vaes: Vaes | None = None,
-        checkpoints: CheckpointCache | None = None,
+        vaes: Vaes,
+        checkpoints: CheckpointCache,
+        tiny: AutoencoderTiny | None,
     ) -> None:
-        super().__init__(checkpoint, control_nets, vaes)
+        super().__init__(checkpoint, control_nets)
+        self._vaes = vaes
         self._tiny = tiny
         self._checkpoints = checkpoints
         self._dtype = checkpoint.unet.dtype
         self._is_inpainting = checkpoint.conditioning_channels > 0
         self._own = Coders(checkpoint)
         self._images = self._own.images
+
+    @property
+    def _held_bytes(self) -> int:
+        return super()._held_bytes + self._vaes.held_bytes
 
     def forget(self) -> None:
         self._own.forget()
@@ -243,7 +247,7 @@ class LatentStager(Stager):
             copied = self._copy(loras[prepared.family.backbone])
             changes = prepared.pack.of(copied)
         other = None
-        if prepared.checkpoint is not None and self._checkpoints is not None:
+        if prepared.checkpoint is not None:
             other = self._checkpoints.get(prepared.checkpoint)
         coders = other.coders if other else self._own
         vectors, mask, added = self._encode(job, loras, coders)
@@ -296,9 +300,9 @@ class LatentStager(Stager):
     ) -> ImageCoder | None:
         """The VAE of a request or else of a checkpoint; None: the engine's own as it is."""
         coder = None
-        if prepared.vae is not None and self._vaes is not None:
+        if prepared.vae is not None:
             coder = self._vaes.get(prepared.vae)
-        elif checkpoint is not None and self._checkpoints is not None:
+        elif checkpoint is not None:
             coder = self._checkpoints.get(checkpoint).coders.images
         if prepared.request.tiling:
             return (coder or self._images).tiling
