@@ -516,7 +516,7 @@ def test_the_gallery_serves_its_page_and_the_pictures(
             found = re.search(r"http://\S+/", gallery.stdout.readline())
             assert found
             for path, text in GALLERY.items():
-                with urllib.request.urlopen(found[0] + path, timeout=1100) as answer:
+                with urllib.request.urlopen(found[0] + path) as answer:
                     assert text in answer.read().decode()
         finally:
             gallery.terminate()
@@ -541,7 +541,7 @@ def test_the_demo_draws_its_pictures_away_from_the_checkout(
             lambda: demo.poll() is not None or any(pictures.glob("*/*.png"))
         )
         demo.send_signal(signal.SIGINT)
-        printed, _ = demo.communicate(timeout=1100)
+        printed, _ = demo.communicate()
     assert demo.returncode == 130, printed
     (first, *_) = pictures.glob("*/*.png")
     with Image.open(first) as image:

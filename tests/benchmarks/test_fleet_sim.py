@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import random
 import time
 from datetime import UTC, datetime
 
@@ -22,7 +21,6 @@ from simulation import (
     nodes,
     reference,
 )
-from simulation.clients import Line
 from simulation.fleet import Fleet, Scenario, stand_ins
 from simulation.nodes import Card, Weather
 from worker.settle import InFlightJob
@@ -31,8 +29,6 @@ pytestmark = pytest.mark.slow
 
 #: Faster than any card, so that a minute has thousands of images.
 CARD = Card("fast", 8.0, 1.0)
-
-FINE = Weather(0, 0, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -83,23 +79,6 @@ def test_a_run_depends_on_its_seed_alone() -> None:
     assert run(1) != run(3)
 
 
-def test_a_request_without_an_image_is_not_kept_by_those_that_have_one() -> None:
-    with clock.simulated_time() as loop:
-        line = Line(0.0, 8e6, random.Random(0), failure_share=0.0)
-
-        async def seconds(size: int) -> float:
-            await line.request(size, lambda: None)
-            return loop.time()
-
-        async def run() -> list[float]:
-            images = [seconds(1_000_000) for _ in range(10)]
-            return list(await asyncio.gather(*images, seconds(1_000)))
-
-        *images, small = clock.run(loop, run())
-    assert images[-1] == pytest.approx(10, abs=0.2)
-    assert small < 0.2
-
-
 def test_what_is_missing_is_told_apart_and_adds_up() -> None:
     slow = dataclasses.replace(CARD, images_per_second=1.0)
     plan = Scenario(6, [slow], Weather(600, 0.0, 0.3), seed=3)
@@ -129,23 +108,6 @@ def test_paid_time_at_full_speed_falls_with_interruptions_and_is_what_a_plan_say
         )
     often = nodes.warm_up(Weather(90.0), 300, day, seed=0)["unlike_jobs"]
     assert often["full_speed"] < 0.8, "nodes last an hour"
-
-
-def test_a_slow_cards_slots_do_not_run_empty_before_more_jobs_are_pulled() -> None:
-    slow = dataclasses.replace(CARD, images_per_second=2.5)
-    with clock.simulated_time() as loop, stand_ins():
-        replicas = Fleet(Scenario(1, [slow], FINE), loop)
-
-        async def run() -> float:
-            replicas.start()
-            await asyncio.sleep(500)
-            worker = replicas.places[0].pipeline
-            assert worker is not None
-            drawn = worker.engine_thread.clock
-            await replicas.stop()
-            return drawn.images / (drawn.busy_seconds * slow.images_per_second)
-
-        assert clock.run(loop, run()) > 0.985
 
 
 def test_a_replica_that_is_away_counts_against_the_fleet_but_costs_nothing() -> None:

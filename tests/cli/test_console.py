@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,6 @@ import typer
 
 from cli import console
 from imagefleet import errors
-from imagefleet.records.log import RecordLog
-from imagefleet.records.record import Record
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,59 +79,20 @@ def test_a_locale_without_a_prompts_letters_ends_no_command(
     tmp_path: Path, encoding: str
 ) -> None:
     prompt = "caf\u00e9 \u2192 \u732b \U0001f98a"
-    (tmp_path / "a.jsonl").write_text(
-        json.dumps({"prompt": prompt, "metadata": {"n": prompt}})
-    )
-    storage = open_storage(StorageSettings(storage=f"local:{tmp_path / 'data'}"))
-    blob = "default/a.png"
-    record = Record(
-        outcome="completed", id="a", blob=blob, prompt=prompt, at=datetime.now(UTC)
-    )
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt}))
+    variables = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
 
-    async def store() -> None:
-        async with storage:
-            await storage.create()
-            await RecordLog(storage.blobs, "w").add(
-                [record.model_copy(update={"blob": "default/a.png"})]
-            )
-            await storage.blobs.create(blob, b"x", "image/png", {})
+    def printed(*arguments: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-m", "fleet.entry", *arguments],
+            env={**os.environ, **variables},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            check=True,
+        ).stdout.decode(encoding)
 
-    asyncio.run(store())
-
-    program = """
-import json, sys
-from fleet import main
-for arguments in json.loads(sys.argv[1]):
-    sys.argv[1:] = arguments
-    try:
-        main.main()
-    except SystemExit as ended:
-        print("exit", ended.code or 0, file=sys.stderr)
-"""
-    commands = [
-        ["results", "default"],
-        ["results", "default", "--format", "csv"],
-        ["results", "default", "--json"],
-        ["load", "a.jsonl", "--dry-run"],
-    ]
-    given = [[*command, f"--storage={storage.url}"] for command in commands]
-    result = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(given)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding},
-        cwd=tmp_path,
-        capture_output=True,
-        check=True,
-    )
-
-    ends = [
-        line for line in result.stderr.decode().splitlines() if line.startswith("exit")
-    ]
-    assert ends == [f"exit {console.EXIT_DONE}"] * len(commands), result.stderr
-    lines = result.stdout.decode(encoding).splitlines()
-    assert sum("caf" in line for line in lines) == len(commands), lines
-    *_, line, job = lines
-    assert json.loads(line)["prompt"] == prompt
-    assert json.loads(job)["metadata"] == {"n": prompt}
+    assert "caf" in printed("prompt", prompt)
+    assert json.loads(printed("load", "a.jsonl", "--dry-run"))["prompt"] == prompt
 
 
 def test_half_a_surrogate_pair_in_a_record_is_escaped(

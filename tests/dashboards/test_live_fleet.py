@@ -380,7 +380,6 @@ def watch(
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=1100,
         check=False,
     )
     assert printed.returncode == 0, printed.stderr

@@ -93,7 +93,6 @@ async def running(
         [tool("promtool"), *make],
         check=True,
         capture_output=True,
-        timeout=1100,
     )
     (port,) = azurite.free_ports(1)
     flags = [

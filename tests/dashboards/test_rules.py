@@ -37,7 +37,6 @@ def promtool(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=1100,
         check=False,
     )
 

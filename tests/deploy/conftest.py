@@ -298,7 +298,7 @@ class Builder:
         def page(name: str) -> str:
             accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
             request = urllib.request.Request(f"{index}/{name}/", headers=accept)
-            with urllib.request.urlopen(request, timeout=1100, context=tls) as response:
+            with urllib.request.urlopen(request, context=tls) as response:
                 files = json.load(response)["files"]
             return "".join(
                 f'<a href="{urljoin(response.url, file["url"])}#sha256={file["hashes"]["sha256"]}">'

@@ -42,7 +42,6 @@ def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=1100,
         check=False,
     )
 
@@ -56,7 +55,7 @@ def interrupt_a_demo(demo: forks.Fork, cwd: Path) -> str:
         )
     )
     demo.send_signal(signal.SIGINT)
-    return demo.communicate(timeout=1100)[0]
+    return demo.communicate()[0]
 
 
 def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(

@@ -28,7 +28,7 @@ async def start_worker(fork: Start, model: Path) -> forks.Fork:
 
 
 async def exit_code(process: forks.Fork) -> int:
-    output, _ = await asyncio.to_thread(process.communicate, timeout=1100)
+    output, _ = await asyncio.to_thread(process.communicate)
     assert "Traceback" not in output
     return process.returncode
 

@@ -77,7 +77,7 @@ async def said(process: forks.Fork, text: str) -> str:
 
 async def finish(*processes: forks.Fork) -> None:
     for process in processes:
-        output, _ = await asyncio.to_thread(process.communicate, timeout=1100)
+        output, _ = await asyncio.to_thread(process.communicate)
         assert process.returncode == 0, output
 
 

@@ -136,7 +136,7 @@ async def local_storage(local_settings: StorageSettings) -> AsyncIterator[Storag
 
 
 async def end(worker: forks.Fork) -> str:
-    output, _ = await asyncio.to_thread(worker.communicate, timeout=1100)
+    output, _ = await asyncio.to_thread(worker.communicate)
     return output
 
 

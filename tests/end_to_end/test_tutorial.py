@@ -105,7 +105,6 @@ def test_the_first_tutorial_leads_from_an_empty_folder_to_a_data_set(
                 **shell,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                timeout=1100,
                 check=False,
             )
             assert result.returncode == 0, block + result.stdout

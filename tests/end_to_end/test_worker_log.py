@@ -142,7 +142,6 @@ async def run(
         command,
         env=environment,
         capture_output=True,
-        timeout=1100,
         check=False,
     )
     assert done.stdout == b""

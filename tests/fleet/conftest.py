@@ -24,7 +24,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import as_it_was, built, in_process
+from in_process import Imagefleet, as_it_was, built, in_process
 from salad_fake import fleet_file
 from worker.engine import contract
 from worker.pipeline import Machine, Pipeline
@@ -38,8 +38,6 @@ __all__ = ["as_it_was", "built", "in_process"]
 SECRET = "sv=2024-11-04&sp=up&sig=aB%2FcD3cReT%3D"
 
 NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
-
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")

@@ -25,14 +25,12 @@ from imagefleet.records.log import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from kernel_files import KEY, compile_into
 from worker.files.kernels import archive
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 #: Commands without --json, and why.
 WITHOUT_JSON = {
@@ -170,7 +168,7 @@ def test_a_watch_with_json_is_a_document_per_line(filled: Path) -> None:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(2)]
         process.send_signal(signal.SIGINT)
-        rest, complaints = process.communicate(timeout=1100)
+        rest, complaints = process.communicate()
 
     assert [json.loads(line)["failed"]["messages"] for line in lines] == [1, 1]
     assert (rest, complaints, process.returncode) == ("", "", console.EXIT_DONE)

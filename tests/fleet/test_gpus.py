@@ -2,21 +2,18 @@
 
 import os
 import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fleet.worker import command
+from in_process import Imagefleet
 from worker.gpus import choice
 from worker.gpus.choice import Gpu
 from worker.settings import MachineSettings
 
 ROOT = Path(__file__).parents[2]
-
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ import hashlib
 import io
 import json
 import struct
-import subprocess
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,13 @@ from header_files import file_of, lora_of
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from loadgen.infotext import comfyui, source
 from worker.files import manifest
 
 CASES = Path(__file__).parents[1] / "loadgen" / "infotext" / "cases"
 
 PARAMETERS = "Steps: 20, Sampler: Euler a, CFG scale: 7, Seed: 5, Size: 512x512"
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 
 def picture(

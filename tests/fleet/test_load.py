@@ -16,11 +16,11 @@ from cli import console
 from imagefleet.records.ledger import Ledger
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings, job_queue
+from in_process import Imagefleet
 from storage_flags import flags
 
 ROOT = Path(__file__).parents[2]
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
 TEMPLATE = """
 prompt: a {noun}
@@ -186,7 +186,7 @@ def test_ctrl_c_notes_what_was_sent_and_says_how_to_go_on(
     process = start("t.yaml", "--count", "30000", "--rate", "2000")
     wait_until_sent(settings_for(tmp_path), 1_000)
     process.send_signal(signal.SIGINT)
-    _, printed = process.communicate(timeout=1100)
+    _, printed = process.communicate()
 
     assert process.returncode == console.EXIT_INTERRUPTED
     sent = ids_in(settings_for(tmp_path)).total()
@@ -228,9 +228,7 @@ def test_jobs_come_from_standard_input(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = start("-", "--json", stdin=subprocess.PIPE)
-    printed, _ = process.communicate(
-        '{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n', timeout=1100
-    )
+    printed, _ = process.communicate('{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n')
 
     assert json.loads(printed)["sent"] == 2
     assert "mine" in ids_in(settings_for(tmp_path))
@@ -240,7 +238,7 @@ def test_an_invalid_line_of_standard_input_ends_the_load_before_it_begins(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = start("-", stdin=subprocess.PIPE)
-    _, printed = process.communicate('{"prompt":"a"}\n' * 130 + "bad\n", timeout=1100)
+    _, printed = process.communicate('{"prompt":"a"}\n' * 130 + "bad\n")
 
     assert process.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "standard input has invalid jobs; nothing was sent" in printed

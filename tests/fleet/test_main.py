@@ -4,7 +4,6 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import typer
 
 from cli import console
 from fleet import entry, main
+from in_process import Imagefleet
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
@@ -22,10 +22,6 @@ COMMANDS = [
     *("scale", "prompt", "failed", "replay", "discard", "keys", "deploy"),
     *("files", "bench", "health"),
 ]
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 
 def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:

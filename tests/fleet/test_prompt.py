@@ -1,7 +1,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +10,7 @@ from cli import console
 from fleet import prompt
 from imagefleet.files import demo
 from imagefleet.job import clip
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
+from in_process import Imagefleet
 
 
 def test_the_reference_message_has_77_and_70_tokens(in_process: Imagefleet) -> None:

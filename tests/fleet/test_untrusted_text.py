@@ -4,9 +4,8 @@ import asyncio
 import json
 import logging
 import re
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,11 +19,8 @@ from imagefleet.storage.local.blobs import METADATA_FOLDER
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
+from in_process import Imagefleet
 from salad_fake import fleet_file
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 #: Sets the title, clears the screen, colours, turns the direction; markup and emoji of rich.
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e[red]x[/] [/nonsense] :rocket:"

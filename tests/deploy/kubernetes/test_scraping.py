@@ -127,24 +127,6 @@ def test_running_workers_and_the_exporter_are_found_with_the_labels_that_dashboa
     }
 
 
-def test_promtool_accepts_all_but_the_discovery(
-    render: Render, tool: Tool, tmp_path: Path
-) -> None:
-    config = config_of(render("scrape-config"))
-    (scrape,) = config["scrape_configs"]
-    assert scrape.pop("kubernetes_sd_configs")
-    scrape["static_configs"] = [{"targets": ["localhost:8080"]}]
-    file = tmp_path / "prometheus.yaml"
-    file.write_text(yaml.safe_dump(config))
-    checked = subprocess.run(
-        [tool("promtool"), "check", "config", file],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-
-
 def test_the_pod_monitor_scrapes_the_same_pods_and_labels(render: Render) -> None:
     rendered = render("pod-monitor", "scrape-config")
     (monitor,) = rendered.of_kind("PodMonitor").values()

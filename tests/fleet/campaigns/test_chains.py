@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,10 @@ from imagefleet.job.message import Job
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from storage_flags import flags
 from worker.engine import contract
 
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 RunWorker = Callable[..., Awaitable[None]]  # the fixture of conftest.py
 
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)

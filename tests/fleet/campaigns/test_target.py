@@ -1,8 +1,6 @@
 """What commands act on: `CAMPAIGN[/ID]`, and names that do not exist, on both storages."""
 
 import asyncio
-import subprocess
-from collections.abc import Callable
 
 import pytest
 
@@ -11,10 +9,7 @@ from cli import console, target
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
+from in_process import Imagefleet
 
 #: Every command that acts on a campaign that must exist, with what else it needs.
 COMMANDS = (

@@ -9,10 +9,8 @@ import pytest
 
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
 Run = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
 

@@ -21,11 +21,9 @@ from imagefleet.job.names import duplicate_name
 from imagefleet.records.log import Totals, shard_part
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from storage_flags import flags
 
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
 Run = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
 

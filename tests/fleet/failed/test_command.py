@@ -3,7 +3,6 @@ import hashlib
 import json
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import PRIORITIES, StorageSettings
-
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+from in_process import Imagefleet
 
 MISSING = errors.MissingFileError("there is no LoRA 'forest' [bold]")
 
@@ -328,20 +326,6 @@ def test_what_a_thief_put_there_does_not_come_back_as_jobs(
         "refused": [],
     }
     assert depths(settings) == (2, 0)
-
-
-def test_the_list_says_which_failed_jobs_are_signed(
-    in_process: Imagefleet,
-    signed_jobs: tuple[StorageSettings, SigningKey],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert "signed" not in in_process("failed").stdout
-    monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", signed_jobs[1].public)
-    jobs = read(in_process("failed", "--json"))["jobs"]
-    assert [job["signed"] for job in jobs].count(True) == 2
-    shown = in_process("failed").stdout
-    assert re.search(r"^c/owl .* yes *$", shown, re.MULTILINE)
-    assert re.search(r"^spring/cat .* NO *$", shown, re.MULTILINE)
 
 
 def test_a_replay_chooses_the_priority_and_is_normal_without(

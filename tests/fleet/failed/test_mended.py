@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import re
-import subprocess
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,8 +20,8 @@ from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 Result = TypeVar("Result")
 Within = Callable[[Callable[[Storage], Coroutine[Any, Any, Result]]], Result]
 

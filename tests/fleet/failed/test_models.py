@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+from in_process import Imagefleet
 
 BODIES = (
     '{"prompt": "a", "id": "one", "model": "pony"}',

@@ -1,8 +1,6 @@
 """`imagefleet files add lora FOLDER` with an adapter that peft has saved."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,10 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from imagefleet.files import adapter, contents, safetensors
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
+from in_process import Imagefleet
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 

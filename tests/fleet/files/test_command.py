@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,8 @@ from header_files import lora_of
 from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from worker.files import manifest
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 
 @pytest.fixture

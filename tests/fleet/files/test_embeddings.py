@@ -3,8 +3,6 @@
 import asyncio
 import hashlib
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,8 @@ from header_files import LORA, file_of, shaped
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from worker.files.library import EmbeddingLibrary, Source
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 
 def used(

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import re
-import subprocess
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +15,12 @@ from imagefleet import concurrency
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from kernel_files import GRAPH, KEY, compile_into
 from worker.engine import load
 from worker.files.kernels import archive, cache
 from worker.files.kernels.cache import KernelCache
 from worker.files.kernels.shared import SharedKernels
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 NAME = f"{KEY.name}.tar.xz"
 DEMO = Path(__file__).parents[3] / "demo_model"

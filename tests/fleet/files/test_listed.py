@@ -3,8 +3,6 @@
 import asyncio
 import hashlib
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,8 @@ from imagefleet.signing import NO_KEYS, Keys, SigningKey, TrustedKeys
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from worker.files import manifest
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 LORAS = "loras/manifest.json"
 

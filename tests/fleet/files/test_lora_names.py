@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import subprocess
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,8 @@ from imagefleet.job.prompt import read_prompt
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from worker.files.library import EmbeddingLibrary, FileLibrary, Source
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 NAMES = (
     "Smith, John's style",

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,8 @@ from header_files import lora_of, shaped
 from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
+from in_process import Imagefleet
 from storage_flags import flags
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 JOBS = [
     {"prompt": "a <lora:known:0.5>, <lora:known:0.2>", "model": "sd-1.5"},

@@ -3,9 +3,8 @@
 import asyncio
 import hashlib
 import json
-import subprocess
 import tarfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,8 @@ from header_files import SD1, file_of, lora_of
 from imagefleet.files import kinds
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from worker.files import check
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 
 def sha256(data: bytes) -> str:

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,12 @@ from imagefleet.files.kinds import TEXT
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from pixel import tiny_cascade
 from storage_flags import flags
 from worker.engine.pixel import text_stage, text_states
 from worker.files import manifest
 from worker.files.library import FileLibrary, Source
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 JOBS = [
     {"prompt": "A Red House", "negative_prompt": "blurry"},

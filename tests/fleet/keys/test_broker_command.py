@@ -5,17 +5,15 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
 
 import pytest
 
 import polling
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
+from in_process import Imagefleet
 
 KEY = "DefaultEndpointsProtocol=https;AccountName=acme;AccountKey=a2V5a2V5"
-
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
@@ -102,7 +100,7 @@ def test_it_serves_until_it_is_told_to_stop(
 
         polling.until_in_thread(answers)
         broker.terminate()
-        _, log = broker.communicate(timeout=1100)
+        _, log = broker.communicate()
     assert broker.returncode == 0, log
     assert "imagefleet keys revoke broker ends them" in log
     assert "AccountKey" not in log
@@ -112,7 +110,7 @@ def test_a_missing_queue_ends_the_start_with_what_to_do(
     azurite_settings: StorageSettings, unused_port: int
 ) -> None:
     with start(azurite_settings, unused_port) as broker:
-        _, log = broker.communicate(timeout=1100)
+        _, log = broker.communicate()
     assert broker.returncode == 2
     assert azurite_settings.queue in log
     assert "Traceback" not in log

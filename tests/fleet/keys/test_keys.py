@@ -4,8 +4,7 @@ import itertools
 import json
 import shlex
 import stat
-import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.dead_letter import FailedJob, Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from tokens import by_tokens
 
 LEASE_SECONDS = 30
@@ -36,10 +36,6 @@ REAL_ACCOUNT = (
     "DefaultEndpointsProtocol=https;AccountName=pictures;AccountKey=a2V5a2V5;"
     "EndpointSuffix=core.windows.net"
 )
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import subprocess
 import uuid
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,9 @@ from imagefleet.storage.azure.roles import RESOURCES, ROLES
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 
 ONE_HOUR = timedelta(hours=1)
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 
 @pytest.fixture

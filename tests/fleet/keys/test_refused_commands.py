@@ -2,8 +2,6 @@
 
 import asyncio
 import re
-import subprocess
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -14,10 +12,7 @@ from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
+from in_process import Imagefleet
 
 FAILED_JOB = FailedJob(
     outcome="failed",

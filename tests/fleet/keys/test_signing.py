@@ -1,15 +1,10 @@
 """`imagefleet keys mint signing`, and keys in the wrong place."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 from imagefleet.signing import SigningKey
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
+from in_process import Imagefleet
 
 
 def secret_of(path: Path) -> str:

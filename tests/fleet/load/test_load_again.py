@@ -14,9 +14,9 @@ from imagefleet.job.message import fields_if_any
 from imagefleet.records import ledger
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from storage_flags import flags
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 Load = Callable[..., "subprocess.CompletedProcess[str]"]
 
 MONDAY = "id,prompt\n1,a red house\n2,a blue fish\n"

@@ -2,9 +2,7 @@ import codecs
 import os
 import pty
 import re
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +11,9 @@ import pytest
 
 from cli import console
 from fleet import filling
+from in_process import Imagefleet
 
 ROOT = Path(__file__).parents[3]
-
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture

@@ -1,16 +1,13 @@
 """`imagefleet load` and the rows that are no jobs: named, counted and kept to be mended."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli import console
-
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+from in_process import Imagefleet
 
 ROWS = """\
 id,prompt,steps,sampler_name,metadata.note

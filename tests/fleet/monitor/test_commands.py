@@ -4,11 +4,9 @@ import asyncio
 import json
 import re
 import signal
-import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,9 @@ import polling
 from fleet.monitor import prometheus, rates
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 
 def history(

@@ -3,7 +3,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,9 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import metrics
+from in_process import Imagefleet
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 
 async def test_depths_are_reported_as_far_as_the_storage_knows_them(
@@ -154,28 +150,6 @@ async def test_models_whose_jobs_wait_without_a_worker_are_named(
     screen = console.export_text()
     assert "2 jobs of the model a, which no worker serves" in screen
     assert storage.models.of("c")["normal"].name not in screen, "it is empty"
-
-
-async def test_each_queue_is_one_series(storage: Storage) -> None:
-    await storage.queue.send(["a job"] * 7)
-    registry = CollectorRegistry()
-    metrics.QueueGauges(registry).update(
-        storage.queue.name, await storage.queue.depth()
-    )
-    (messages,) = (
-        each for each in registry.collect() if each.name == "imagefleet_queue_messages"
-    )
-    names = {each.labels["queue"]: 0.0 for each in messages.samples}
-    for each in messages.samples:
-        names[each.labels["queue"]] += each.value
-    name = storage.queue.name
-    assert names == {f"{name}-high": 0, name: 7, f"{name}-low": 0}
-    (of_models,) = (
-        each
-        for each in registry.collect()
-        if each.name == "imagefleet_model_queue_messages"
-    )
-    assert [each.value for each in of_models.samples] == [7]
 
 
 def test_gauges_of_models_are_bounded() -> None:

@@ -1,7 +1,6 @@
 """Plans of other model families than SD1.x, and of several models at once."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,9 @@ from fleet.plan import estimate, work
 from imagefleet import errors
 from imagefleet.files import contents
 from imagefleet.pricing import families, prices
+from in_process import Imagefleet
 from loadgen.sources import open_source
 
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 Write = Callable[..., str]
 
 SDXL = families.FAMILIES["sdxl"]

@@ -1,5 +1,4 @@
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,7 @@ from fleet.plan import estimate
 from fleet.plan.estimate import Input
 from imagefleet import errors
 from imagefleet.pricing import prices
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
+from in_process import Imagefleet
 
 
 def part(

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,10 +15,8 @@ from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobRecord
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
 
 NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)

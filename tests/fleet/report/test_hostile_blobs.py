@@ -7,7 +7,7 @@ import resource
 import struct
 import subprocess
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,11 +20,8 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from worker.stages import encode
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
 PIXELS = np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3)

@@ -123,9 +123,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     file.write_text(f"<!doctype html><meta charset=utf-8><body>{frames}{MEASURE}")
     command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += [f"--user-data-dir={folder / 'profile'}", file.as_uri()]
-    dumped = subprocess.run(
-        command, capture_output=True, text=True, timeout=1100, check=True
-    )
+    dumped = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.search(r"\[\{.*\}\]", html.unescape(dumped.stdout), re.DOTALL)
     assert found, dumped.stdout[-2000:]
     return list(json.loads(found[0]))

@@ -3,7 +3,6 @@
 import html
 import json
 import re
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,11 +23,8 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import LocalStorage, Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from worker.stages import encode
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
 PIXELS = np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3)

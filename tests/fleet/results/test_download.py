@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
@@ -18,11 +17,9 @@ from imagefleet.records import catalog
 from imagefleet.records.log import RecordLog
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from storage_flags import flags
 
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
 
 

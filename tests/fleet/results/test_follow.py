@@ -18,10 +18,8 @@ from imagefleet.records import follower, reader
 from imagefleet.records.follower import Follower, follow
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
 Start = Callable[..., Awaitable["asyncio.Task[subprocess.CompletedProcess[str]]"]]
 

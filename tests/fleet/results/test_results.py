@@ -17,10 +17,8 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
 
 #: Sets the title, clears the screen, and is a formula to a spreadsheet.

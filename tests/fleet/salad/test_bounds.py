@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,8 @@ from hypothesis import strategies as st
 import polling
 from fleet.salad import file as salad_file
 from fleet.salad import gpus, groups
+from in_process import Imagefleet
 from salad_fake import Fault, Group, SaladFake, fleet_file
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 
 PRICES = {
     "RTX 3060 Ti (8 GB)": {"batch": "0.03", "high": "0.08"},

@@ -1,16 +1,12 @@
 """`imagefleet deploy` against a fake SaladCloud."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
+from in_process import Imagefleet
 
 
 def edit(folder: Path, old: str, new: str) -> None:
@@ -207,28 +203,6 @@ def test_new_replicas_wait_for_those_that_are_still_to_stop(
 
     assert "instances still to stop" in ended.stderr
     assert max(billed for billed, _ in salad.billed) == 750
-
-
-def test_the_plan_is_in_the_order_of_the_groups(
-    salad: Any, in_process: Imagefleet, tmp_path: Path
-) -> None:
-    """SaladCloud lists them in any order, as the fake does."""
-    in_process("deploy", "apply", "--yes", "--replicas", "5000")
-    names = sorted(salad.groups, key=lambda name: int(name.rpartition("-")[2]))
-    for number, name in enumerate(names):
-        salad.groups[name].body["replicas"] = 499 - number % 3
-
-    for _ in range(3):
-        ended = in_process("deploy", "apply", "--dry-run", "--replicas", "5000")
-        lines = [
-            line for line in ended.stderr.splitlines() if line.startswith("to change")
-        ]
-        assert lines == [f"to change: {name}, to 500 replicas" for name in names]
-
-    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
-    ended = in_process("deploy", "apply", "--dry-run", "--replicas", "1")
-    lines = [line for line in ended.stderr.splitlines() if line.startswith("to drain")]
-    assert lines == [f"to drain and delete: {name}" for name in names]
 
 
 def test_a_group_that_was_changed_in_the_portal_is_reported(

@@ -3,9 +3,7 @@
 import io
 import json
 import os
-import subprocess
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,7 @@ from fleet.salad import groups as salad_groups
 from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.signing import SigningKey
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
+from in_process import Imagefleet
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "salad" / "fleet.yaml"
 

@@ -1,8 +1,6 @@
 """Fleet files that say which models their workers serve."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,7 @@ from fleet.scale import command as scale
 from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.storage.settings import job_queue
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
+from in_process import Imagefleet
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "salad" / "sdxl.yaml"
 NAMES = ["illustrious-xl", "pony-v6"]

@@ -1,7 +1,5 @@
 """One decision, which somebody waits for."""
 
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +8,7 @@ import pytest
 from cli import console
 from fleet.salad import client
 from imagefleet.telemetry import logs
-
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
+from in_process import Imagefleet
 
 
 def test_one_decision_without_a_network_is_one_sentence_after_a_few_tries(

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from imagefleet.records import ledger, reader
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from loadgen.caption_sweep import CaptionFile, SweepSource, groups
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
 SETTINGS = (
     "--set",

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ from fleet.webhooks.endpoint import read_secrets, signed_headers
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import Imagefleet
 from stored_images import ImageLog
-
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
 SECRETS = [f"whsec_{base64.b64encode(bytes([n]) * 24).decode()}" for n in range(2)]
 

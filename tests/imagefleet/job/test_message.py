@@ -198,17 +198,6 @@ def test_a_misspelt_field_is_refused_with_a_suggestion() -> None:
         read(cfg_scael=7)
 
 
-def test_fields_that_do_not_change_the_image_are_accepted() -> None:
-    rows = settings_table.FIELDS.items()
-    neutral = {name: row.neutral[-1] for name, row in rows if row.neutral}
-
-    assert (
-        read(**neutral, save_images=True, hr_scale=2, denoising_strength=0.3) == read()
-    )
-    nothing = dict.fromkeys([*neutral, "eta", "s_churn", "s_tmax", "subseed"])
-    assert read(**nothing) == read()
-
-
 @pytest.mark.parametrize(
     "title",
     [
@@ -246,20 +235,6 @@ def test_an_override_that_contradicts_a_field_is_refused_naming_both(
         match=rf"override_settings\.{setting} contradicts the field {field}",
     ):
         read(**{field: value}, override_settings={setting: override})
-
-
-def test_override_settings_that_do_not_change_the_image_are_accepted() -> None:
-    rows = settings_table.SETTINGS.items()
-    neutral = {name: row.neutral[-1] for name, row in rows if row.neutral}
-    saving = {
-        "samples_save": True,
-        "save_txt": True,
-        "return_grid": False,
-        "outdir_grids": "x",
-    }
-
-    assert read(override_settings=neutral | saving) == read()
-    assert read(override_settings={"sd_model_checkpoint": None}) == read()
 
 
 def test_settings_of_samplers_and_noise_are_fields_of_the_job() -> None:

@@ -78,7 +78,6 @@ def test_json_is_logged_without_a_terminal_unless_text_is_set(
         capture_output=True,
         text=True,
         check=True,
-        timeout=1100,
     )
 
     (line,) = result.stderr.splitlines()

@@ -87,7 +87,7 @@ def test_a_lora_that_two_gpus_want_at_once_is_downloaded_once(
     workers = start(0.3, 0.3)
     for each in workers:
         begin(each)
-    said = sorted(each.communicate(timeout=1100)[0].split() for each in workers)
+    said = sorted(each.communicate()[0].split() for each in workers)
     assert said == [["begins", "style.safetensors"], ["style.safetensors"]]
     assert len(list((tmp_path / "cache" / "loras").glob("*.safetensors"))) == 1
 
@@ -100,7 +100,7 @@ def test_a_worker_killed_as_it_downloads_does_not_hold_up_the_others(
     assert line(killed) == "begins"
     begin(other)
     killed.kill()
-    assert other.communicate(timeout=1100)[0].split() == ["begins", "style.safetensors"]
+    assert other.communicate()[0].split() == ["begins", "style.safetensors"]
 
 
 async def test_a_worker_that_hangs_as_it_downloads_holds_up_the_others_for_a_time(

@@ -22,7 +22,7 @@ from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-from kernel_files import CUBIN, GRAPH, KEY, OTHER, compile_graph, compile_into
+from kernel_files import GRAPH, KEY, OTHER, compile_graph
 from worker.files.kernels import archive, cache, shared
 from worker.files.kernels.cache import KernelCache
 from worker.files.kernels.shared import SharedKernels
@@ -171,48 +171,6 @@ async def test_of_two_that_compile_the_same_at_once_one_adds_nothing(
         "fabc",
         "fbcd",
     }
-
-
-async def test_a_download_that_hangs_is_waited_for_once(
-    storage: Storage,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    monkeypatch.setattr(cache, "LONGEST_WAIT_SECONDS", 0.0)
-    never = asyncio.Event()
-    async with working(storage, tmp_path / "b") as kernels:
-        await compile_here(kernels, UNET, "fabc")
-        monkeypatch.setattr(SharedKernels, "fetch", lambda _: never.wait())
-        for size in ("a size", "a larger size", "the largest size"):
-            await compile_here(kernels, size, f"f{len(size)}")
-    assert caplog.text.count("stored kernels have not arrived") <= 2
-
-
-async def test_after_a_restart_nothing_is_fetched_or_stored_again(
-    storage: Storage, tmp_path: Path
-) -> None:
-    compile_into(tmp_path / "a")
-    await sharing(storage, tmp_path / "a").share(None)
-    assert await sharing(storage, tmp_path / "b").fetch()
-    assert (tmp_path / "b" / CUBIN).exists()
-    for name in "ab":
-        assert not await sharing(storage, tmp_path / name).fetch()
-        await sharing(storage, tmp_path / name).share(None)
-    assert await numbers(storage) == [1]
-
-
-async def test_what_the_operator_removed_hides_none_behind_it(
-    storage: Storage, tmp_path: Path
-) -> None:
-    for number, graph in ((1, "fabc"), (3, "fcde"), (5, "fdef")):
-        await put(storage, number, packed(tmp_path, graph))
-    assert await sharing(storage, tmp_path / "b").fetch()
-    assert len(list((tmp_path / "b").glob("fxgraph/*/*/*"))) == 3
-    compile_graph(tmp_path / "b", "fabcd")
-    await sharing(storage, tmp_path / "b").share(None)
-    assert await numbers(storage) == [1, 2, 3, 5]
 
 
 async def test_an_upload_that_broke_off_is_seen_by_nobody_and_done_by_the_next(
