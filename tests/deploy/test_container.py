@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from referencing import Registry, Resource
 
+from refused import assert_refused
 from worker.settings import WorkerSettings
 
 pytestmark = pytest.mark.slow
@@ -69,9 +70,9 @@ def test_the_light_image_loads_jobs_and_has_no_torch(
     assert f'"messages": {JOBS}' in status.stdout
     torch = light_image.run("python", "-c", "import torch", data=data, entrypoint=False)
     assert "No module named 'torch'" in torch.stderr
-    worker = light_image.run("worker", "--model", "x", data=data)
-    assert worker.returncode == 2
-    assert "torch is not installed" in worker.stderr
+    assert_refused(
+        light_image.run("worker", "--model", "x", data=data), "torch is not installed"
+    )
 
 
 @BUILDS

@@ -22,6 +22,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
 from loadgen.infotext import comfyui, source
+from refused import assert_refused
 from worker.files import manifest
 
 CASES = Path(__file__).parents[1] / "loadgen" / "infotext" / "cases"
@@ -150,9 +151,7 @@ def test_a_summary_for_programs_is_all_that_is_printed(
         ("model", "dreams")
     ]
     assert len(lines((tmp_path / "again.jsonl").read_text())) == 1
-    missing = in_process("import", "gone.png")
-    assert missing.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "'gone.png' does not exist" in missing.stderr
+    assert_refused(in_process("import", "gone.png"), "'gone.png' does not exist")
 
 
 def test_seeds_of_64_bits_are_those_of_32_with_the_same_noise(

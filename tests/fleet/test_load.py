@@ -17,6 +17,7 @@ from imagefleet.records.ledger import Ledger
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings, job_queue
 from in_process import Imagefleet
+from refused import assert_refused
 from storage_flags import flags
 
 ROOT = Path(__file__).parents[2]
@@ -82,9 +83,7 @@ def test_invalid_lines_are_refused_before_the_queue_is_created(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
     (tmp_path / "jobs.jsonl").write_text('{"prompt":"a"}\nnonsense\n{"prompt":"b"}\n')
-    refused = in_process("load", "jobs.jsonl")
-    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "line 2: the message is not JSON" in refused.stderr
+    assert_refused(in_process("load", "jobs.jsonl"), "line 2: the message is not JSON")
     assert [each.name for each in tmp_path.iterdir()] == ["jobs.jsonl"]
 
     skipped = in_process("load", "jobs.jsonl", "--skip-invalid", "--json")
@@ -118,8 +117,7 @@ def test_an_error_is_one_line_and_exit_code_2(
 ) -> None:
     result = in_process("load", *arguments)
 
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert sentence in result.stderr
+    assert_refused(result, sentence)
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -216,8 +214,7 @@ def test_a_load_that_runs_already_is_not_begun_again(
         second = in_process("load", "t.yaml")
         elsewhere = in_process("load", "t.yaml", "--queue", "other")
 
-    assert second.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "another `imagefleet load` is at work" in second.stderr
+    assert_refused(second, "another `imagefleet load` is at work")
     assert elsewhere.returncode == console.EXIT_DONE
     refused = in_process("load", "t.yaml")
     assert "sent before, but there is no queue" in refused.stderr

@@ -11,6 +11,7 @@ from fleet import prompt
 from imagefleet.files import demo
 from imagefleet.job import clip
 from in_process import Imagefleet
+from refused import assert_refused
 
 
 def test_the_reference_message_has_77_and_70_tokens(in_process: Imagefleet) -> None:
@@ -125,8 +126,7 @@ def test_unsupported_syntax_is_named_with_exit_code_2(
     for flags in ([], ["--json"]):
         result = in_process("prompt", *arguments, *flags)
 
-        assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-        assert reason in result.stderr
+        assert_refused(result, reason)
     read = json.loads(result.stdout)
     assert (
         sum(

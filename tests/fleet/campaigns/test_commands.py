@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import pytest
 
 import sent_jobs
-from cli import console
 from imagefleet import cancelled
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
+from refused import assert_refused
 from storage_flags import flags
 
 Result = TypeVar("Result")
@@ -220,9 +220,7 @@ def test_cancel_shows_what_it_would_do_asks_and_writes_the_list(
 
     call = ("cancel", "spring", *flags(filled))
     assert "2 jobs, less what is being drawn" in in_process(*call, "--dry-run").stdout
-    asked = in_process(*call)
-    assert asked.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "add --yes" in asked.stderr
+    assert_refused(in_process(*call), "add --yes")
     assert on(filled, times) == {}
     found = json.loads(in_process(*call, "--yes", "--json").stdout)
     assert (found["pending"], found["messages"]) == (2, 3)

@@ -5,11 +5,12 @@ import asyncio
 import pytest
 
 import sent_jobs
-from cli import console, target
+from cli import target
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
+from refused import assert_refused
 
 #: Every command that acts on a campaign that must exist, with what else it needs.
 COMMANDS = (
@@ -34,9 +35,7 @@ def test_an_unknown_campaign_is_not_acted_on(
 
     asyncio.run(fill())
     ended = in_process(*command, "--storage", local_settings.storage)
-    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "campaign 'nope' has no records" in ended.stderr
-    assert "did you mean 'note'?" in ended.stderr
+    assert_refused(ended, "campaign 'nope' has no records", "did you mean 'note'?")
     assert "cancelled" not in ended.stdout
 
 
@@ -90,5 +89,4 @@ def test_an_unknown_job_is_an_error(
         ended = in_process(
             *arguments, "spring/forst-7", "--storage", local_settings.storage
         )
-        assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-        assert "has no image, record or message" in ended.stderr
+        assert_refused(ended, "has no image, record or message")

@@ -17,6 +17,7 @@ from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import PRIORITIES, StorageSettings
 from in_process import Imagefleet
+from refused import assert_refused
 
 MISSING = errors.MissingFileError("there is no LoRA 'forest' [bold]")
 
@@ -144,10 +145,7 @@ def test_a_prompt_cannot_send_control_sequences_to_the_terminal(
 def test_an_unknown_id_is_one_line_and_exit_code_2(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    result = in_process("failed", "spring/none")
-
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "no failed job 'spring/none'" in result.stderr
+    assert_refused(in_process("failed", "spring/none"), "no failed job 'spring/none'")
 
 
 def test_replay_moves_only_the_selected_job(
@@ -176,8 +174,7 @@ def test_a_replay_of_several_jobs_shows_them_and_asks(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
     unasked = in_process("replay", "--all")
-    assert unasked.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "--yes" in unasked.stderr
+    assert_refused(unasked, "--yes")
     shown = in_process("replay", "--all", "--dry-run").stdout
     for printed in (unasked.stderr, shown):
         assert "2 failed jobs would be replayed" in printed
@@ -209,19 +206,14 @@ def test_an_unclear_selection_changes_nothing(
     command: str,
     filters: list[str],
 ) -> None:
-    result = in_process(command, *filters)
-
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "choose the failed jobs" in result.stderr
+    assert_refused(in_process(command, *filters), "choose the failed jobs")
     assert depths(failed_jobs) == (0, 4)
 
 
 def test_discard_asks_before_it_deletes(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    unasked = in_process("discard", "spring")
-    assert unasked.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "--yes" in unasked.stderr
+    assert_refused(in_process("discard", "spring"), "--yes")
     assert depths(failed_jobs) == (0, 4)
 
     assert read(in_process("discard", "spring", "--yes", "--json")) == {
@@ -339,10 +331,9 @@ def test_a_replay_chooses_the_priority_and_is_normal_without(
             }
 
     before = asyncio.run(waiting())
-    refused = in_process("replay", "spring/cat", "--priority", "urgent")
-    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert (
-        "--priority: 'urgent' is not one of 'high', 'normal', 'low'" in refused.stderr
+    assert_refused(
+        in_process("replay", "spring/cat", "--priority", "urgent"),
+        "--priority: 'urgent' is not one of 'high', 'normal', 'low'",
     )
     for arguments in (("spring/cat", "--priority", "low"), ("default/dog",)):
         assert (

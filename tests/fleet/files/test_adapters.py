@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from imagefleet.files import adapter, contents, safetensors
 from in_process import Imagefleet
+from refused import assert_refused
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 
@@ -51,7 +52,8 @@ def test_an_adapter_without_its_weights_is_refused_before_anything_is_stored(
 ) -> None:
     (folder / adapter.WEIGHTS).unlink()
     storage = f"--storage=local:{tmp_path / 'data'}"
-    refused = in_process("files", "add", "lora", str(folder), storage)
-    assert refused.returncode == 2
-    assert "save the adapter with peft's save_pretrained" in refused.stderr
+    assert_refused(
+        in_process("files", "add", "lora", str(folder), storage),
+        "save the adapter with peft's save_pretrained",
+    )
     assert not (tmp_path / "data").exists()

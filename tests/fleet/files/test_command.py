@@ -12,6 +12,7 @@ from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
+from refused import assert_refused
 from worker.files import manifest
 
 
@@ -79,8 +80,7 @@ def test_an_unknown_name_is_refused_with_one_like_it_and_nothing_is_removed(
 ) -> None:
     before = stored(storage_settings)
     refused = in_process("files", "remove", "lora", "night", name, "--yes", *flags)
-    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert f"no LoRA {name!r} in loras/{hint}" in refused.stderr
+    assert_refused(refused, f"no LoRA {name!r} in loras/{hint}")
     assert stored(storage_settings) == before
 
 
@@ -156,7 +156,5 @@ def test_a_name_that_two_files_have_is_to_be_given_with_its_suffix(
 def test_what_does_not_fit_the_kind_is_refused(
     in_process: Imagefleet, tmp_path: Path, arguments: str, reason: str
 ) -> None:
-    result = in_process("files", *arguments.split())
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert reason in result.stderr
+    assert_refused(in_process("files", *arguments.split()), reason)
     assert list(tmp_path.iterdir()) == []

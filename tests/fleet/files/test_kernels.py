@@ -17,6 +17,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
 from kernel_files import GRAPH, KEY, compile_into
+from refused import assert_refused
 from worker.engine import load
 from worker.files.kernels import archive, cache
 from worker.files.kernels.cache import KernelCache
@@ -87,9 +88,10 @@ def test_other_kernels_for_the_same_gpu_are_replaced_only_if_asked(
     in_process("files", "add", "kernels", "kernels", *flags)
     archive.pack(compile_into(tmp_path / "anew", b"a newer graph"), KEY, packed)
 
-    refused = in_process("files", "add", "kernels", "kernels", *flags)
-    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "is other kernels for this GPU: --replace" in refused.stderr
+    assert_refused(
+        in_process("files", "add", "kernels", "kernels", *flags),
+        "is other kernels for this GPU: --replace",
+    )
 
     replaced = in_process("files", "add", "kernels", "kernels", "--replace", *flags)
     assert f"kernels/{NAME}: replaced" in replaced.stderr
@@ -112,9 +114,7 @@ def test_what_no_worker_could_load_never_reaches_the_storage(
     (tmp_path / "empty").mkdir()
     (tmp_path / "cut.tar.xz").write_bytes(packed.read_bytes()[:-20])
     (tmp_path / "text.tar.xz").write_text("hello")
-    result = in_process("files", "add", "kernels", source)
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert reason in result.stderr
+    assert_refused(in_process("files", "add", "kernels", source), reason)
     assert not (tmp_path / "imagefleet-data").exists()
 
 
@@ -220,7 +220,5 @@ def test_a_build_that_compiled_nothing_says_so(
 
 def test_without_a_gpu_nothing_is_built(in_process: Imagefleet, tmp_path: Path) -> None:
     build = ("files", "make", "kernels", "--model", str(DEMO), "--device", "cpu")
-    result = in_process(*build)
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "compiled for NVIDIA GPUs, and here is none" in result.stderr
+    assert_refused(in_process(*build), "compiled for NVIDIA GPUs, and here is none")
     assert not (tmp_path / "kernels").exists()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from cli import console
 from fleet.files.stored import Listing
 from header_files import file_of, lora_of
 from imagefleet import errors
@@ -16,6 +15,7 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
+from refused import assert_refused
 from worker.files import manifest
 
 LORAS = "loras/manifest.json"
@@ -130,8 +130,9 @@ def test_add_lists_loras_and_models_and_signs_the_lists(
 
     monkeypatch.delenv("IMAGEFLEET_SIGNING_KEY")
     (tmp_path / "other.safetensors").write_bytes(lora_of("x"))
-    refused = in_process("files", "add", "lora", "other.safetensors")
-    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "set IMAGEFLEET_SIGNING_KEY" in refused.stderr
+    assert_refused(
+        in_process("files", "add", "lora", "other.safetensors"),
+        "set IMAGEFLEET_SIGNING_KEY",
+    )
     rows = json.loads(in_process("files", "list", "lora", "--json").stdout)["files"]
     assert len(rows) == 1, "nothing was uploaded"

@@ -18,6 +18,7 @@ from imagefleet.files import kinds
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
+from refused import assert_refused
 from worker.files import check
 
 
@@ -80,8 +81,7 @@ def test_a_checkpoint_is_stored_under_its_name_with_the_workers_flags(
 
     checkpoint.write_bytes(file_of(*SD1, "another"))
     refused = in_process("files", "add", "model", checkpoint.name, *flags)
-    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "exists and is another file" in refused.stderr
+    assert_refused(refused, "exists and is another file")
     assert blobs_in(storage_settings, "models/dreams.safetensors") == [content]
 
 
@@ -109,9 +109,7 @@ def test_what_is_no_checkpoint_never_reaches_the_storage(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "old.ckpt").touch()
-    result = in_process("files", "add", "model", *arguments)
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert reason in result.stderr
+    assert_refused(in_process("files", "add", "model", *arguments), reason)
     assert not (tmp_path / "imagefleet-data").exists()
 
 

@@ -17,6 +17,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
 from pixel import tiny_cascade
+from refused import assert_refused
 from storage_flags import flags
 from worker.engine.pixel import text_stage, text_states
 from worker.files import manifest
@@ -264,6 +265,5 @@ def test_without_a_text_encoder_nothing_is_read(
     result = in_process(
         "files", "make", "text", str(jobs), *arguments, *flags(local_settings)
     )
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert said in result.stderr
+    assert_refused(result, said)
     assert not Path(local_settings.storage.removeprefix("local:")).exists()

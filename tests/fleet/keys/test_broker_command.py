@@ -12,6 +12,7 @@ import polling
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
 from in_process import Imagefleet
+from refused import assert_refused
 
 KEY = "DefaultEndpointsProtocol=https;AccountName=acme;AccountKey=a2V5a2V5"
 
@@ -51,8 +52,7 @@ def test_a_wrong_setting_is_one_line(
     arguments: tuple[str, ...], reason: str, in_process: Imagefleet
 ) -> None:
     result = in_process("broker", *arguments)
-    assert result.returncode == 2
-    assert reason in result.stderr
+    assert_refused(result, reason)
     assert "a2V5a2V5" not in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -63,8 +63,7 @@ def test_without_pyjwt_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "jwt", None)
     result = in_process("broker", "--organization", "acme", "--storage", KEY)
-    assert result.returncode == 2
-    assert "pip install '.[broker]'" in result.stderr
+    assert_refused(result, "pip install '.[broker]'")
 
 
 def start(settings: StorageSettings, port: int) -> subprocess.Popen[str]:

@@ -26,6 +26,7 @@ from imagefleet.storage.dead_letter import FailedJob, Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
+from refused import assert_refused
 from tokens import by_tokens
 
 LEASE_SECONDS = 30
@@ -200,11 +201,9 @@ def test_tokens_that_do_not_fit_into_a_variable_of_saladcloud_are_an_error_befor
 
     monkeypatch.setattr(mint, "store_policy", store)
     policy = ("keys", "mint", "worker", "--storage", REAL_ACCOUNT, "--policy", "p" * 64)
-    result = in_process(*policy)
-    assert result.returncode == 2
-    assert (
-        "SaladCloud allows 1,000: use a shorter name of --policy, or --file"
-        in result.stderr
+    assert_refused(
+        in_process(*policy),
+        "SaladCloud allows 1,000: use a shorter name of --policy, or --file",
     )
     assert in_process(*policy, "--file", str(tmp_path / "tokens.json")).returncode == 0
 
@@ -296,6 +295,6 @@ def test_long_lived_tokens_come_with_a_warning(in_process: Imagefleet) -> None:
 def test_tokens_need_an_account_key(
     in_process: Imagefleet, address: str, complaint: str
 ) -> None:
-    result = in_process("keys", "mint", "worker", "--storage", address)
-    assert result.returncode == 2
-    assert complaint in result.stderr
+    assert_refused(
+        in_process("keys", "mint", "worker", "--storage", address), complaint
+    )

@@ -15,6 +15,7 @@ from imagefleet.records import ledger
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
+from refused import assert_refused
 from storage_flags import flags
 
 Load = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -67,11 +68,11 @@ def test_ids_of_monday_with_tuesdays_prompts_are_refused_and_none_is_sent(
     load: Load, storage_settings: StorageSettings
 ) -> None:
     load("monday.csv", MONDAY)
-    refused = load("tuesday.csv", TUESDAY)
-
-    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "2 changed, 0 new, 0 as before" in refused.stderr
-    assert "spring/1, spring/2; nothing was sent" in refused.stderr
+    assert_refused(
+        load("tuesday.csv", TUESDAY),
+        "2 changed, 0 new, 0 as before",
+        "spring/1, spring/2; nothing was sent",
+    )
     assert prompts_in(storage_settings) == ["a blue fish", "a red house"]
     assert sent_of(storage_settings) == 2
 
@@ -128,11 +129,9 @@ def test_a_file_of_changed_jobs_that_are_left_out_is_not_called_empty(
 def test_two_rows_of_one_id_are_refused_with_both_rows_named(
     load: Load, storage_settings: StorageSettings
 ) -> None:
-    refused = load("jobs.csv", "id,prompt\n1,a cat\n2,a fish\n1,a dog\n")
-    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert (
-        "row 2 and row 4 are two jobs with one id, spring/1; nothing was sent"
-        in refused.stderr
+    assert_refused(
+        load("jobs.csv", "id,prompt\n1,a cat\n2,a fish\n1,a dog\n"),
+        "row 2 and row 4 are two jobs with one id, spring/1; nothing was sent",
     )
     twice = load("jobs.csv", "id,prompt\n1,a cat\n1,a cat\n", "--json")
     assert json.loads(twice.stdout)["sent"] == 1, "the same job twice is one"
@@ -143,9 +142,9 @@ def test_changed_jobs_are_replaced_once_the_old_ones_have_ended(
     load: Load, storage_settings: StorageSettings
 ) -> None:
     load("monday.csv", MONDAY)
-    waits = load("tuesday.csv", TUESDAY, "--replace")
-    assert waits.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "have not ended: spring/1, spring/2" in waits.stderr
+    assert_refused(
+        load("tuesday.csv", TUESDAY, "--replace"), "have not ended: spring/1, spring/2"
+    )
 
     async def draw(storage: Storage) -> None:
         await storage.queue.clear()

@@ -14,6 +14,7 @@ from imagefleet.files import contents
 from imagefleet.pricing import families, prices
 from in_process import Imagefleet
 from loadgen.sources import open_source
+from refused import assert_refused
 
 Write = Callable[..., str]
 
@@ -132,19 +133,16 @@ def test_a_job_that_an_accelerator_refuses_is_not_planned_with_it(
 ) -> None:
     result = in_process("plan", jobs({"steps": 30}), "--accelerator", "lightning_4step")
 
-    assert result.returncode == 2
-    assert "line 1: steps is 30" in result.stderr
+    assert_refused(result, "line 1: steps is 30")
 
 
 def test_a_model_of_unknown_family_is_refused_by_name(
     in_process: Imagefleet, jobs: Write, tmp_path: Path
 ) -> None:
     path = jobs({"model": "pony"}, {"model": "pony"}, {"model": "dream"})
-    refused = in_process("plan", path, "--model", "dream=sd1")
-    assert refused.returncode == 2
-    assert (
-        "the family of the model pony is not known: give --model pony=sd1|sd2|sdxl"
-        in (refused.stderr)
+    assert_refused(
+        in_process("plan", path, "--model", "dream=sd1"),
+        "the family of the model pony is not known: give --model pony=sd1|sd2|sdxl",
     )
     assert (
         "did you mean 'sdxl'?" in in_process("plan", path, "--model", "pony=sdx").stderr
@@ -253,8 +251,7 @@ def test_what_cannot_be_planned_is_a_one_line_error(
         "plan", *(path if each == "FILE" else each for each in arguments)
     )
 
-    assert result.returncode == 2
-    assert message in result.stderr
+    assert_refused(result, message)
     assert result.stderr.count("\n") == 1
 
 

@@ -10,6 +10,7 @@ from fleet.plan.estimate import Input
 from imagefleet import errors
 from imagefleet.pricing import prices
 from in_process import Imagefleet
+from refused import assert_refused
 
 
 def part(
@@ -211,8 +212,7 @@ def test_an_unlisted_gpu_needs_a_report_and_a_price(
     refused = in_process(*arguments)
     result = in_process(*arguments, "--price-per-hour", "4", "--gpu", "H200", "--json")
 
-    assert refused.returncode == 2
-    assert "unknown GPU class" in refused.stderr
+    assert_refused(refused, "unknown GPU class")
     assert json.loads(result.stdout)["gpu_dollars"] == pytest.approx(4 * 1.025)
 
 
@@ -276,6 +276,5 @@ def test_contradictory_options_are_a_one_line_error(
 ) -> None:
     result = in_process("plan", "--jobs", "1", *arguments)
 
-    assert result.returncode == 2
-    assert message in result.stderr
+    assert_refused(result, message)
     assert result.stderr.count("\n") == 1

@@ -21,6 +21,7 @@ from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import open as opening
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
+from refused import assert_refused
 from worker.engine import contract
 
 RunWorker = Callable[..., Any]  # the fixtures of conftest.py
@@ -477,8 +478,7 @@ async def test_a_dry_run_counts_and_changes_nothing_and_without_yes_nothing_is_d
         True,
     )
     asked = await asyncio.to_thread(in_process, "redo", "--worker", "bad")
-    assert asked.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "add --yes" in asked.stderr
+    assert_refused(asked, "add --yes")
     async with open_storage(drawn) as storage:
         assert len(await workers(storage)) == 2
     done = await asyncio.to_thread(

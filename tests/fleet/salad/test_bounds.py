@@ -14,6 +14,7 @@ import polling
 from fleet.salad import file as salad_file
 from fleet.salad import gpus, groups
 from in_process import Imagefleet
+from refused import assert_refused
 from salad_fake import Fault, Group, SaladFake, fleet_file
 
 PRICES = {
@@ -189,8 +190,7 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
             salad.billed
         )
         if starts and case.others + case.replicas > case.quota:
-            assert ended.returncode == 2
-            assert "do not fit" in ended.stderr
+            assert_refused(ended, "do not fit")
             assert {method for method, _ in salad.requests} == {"GET"}
             return
         assert ended.returncode == 0, ended.stderr

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from in_process import Imagefleet
+from refused import assert_refused
 
 
 def edit(folder: Path, old: str, new: str) -> None:
@@ -26,9 +27,7 @@ def test_a_half_created_deployment_is_resumed(
     salad.faults = [
         salad_module.Fault(403, '{"title": "Forbidden"}', method="POST", skips=1)
     ]
-    first = in_process("deploy", "apply", "--yes")
-    assert first.returncode == 2
-    assert "Forbidden" in first.stderr
+    assert_refused(in_process("deploy", "apply", "--yes"), "Forbidden")
     assert replicas(salad) == [375]
 
     ended = in_process("deploy", "apply", "--yes")
@@ -78,11 +77,11 @@ def test_a_quota_that_is_too_small_is_reported_before_anything_is_created(
 ) -> None:
     salad.quota = 500
 
-    ended = in_process("deploy", "apply", "--yes")
-
-    assert ended.returncode == 2
-    assert "quota is 500 replicas" in ended.stderr
-    assert "750 do not fit" in ended.stderr
+    assert_refused(
+        in_process("deploy", "apply", "--yes"),
+        "quota is 500 replicas",
+        "750 do not fit",
+    )
     assert salad.count("POST") == 0
 
 
@@ -92,11 +91,9 @@ def test_a_misspelled_gpu_class_gets_a_suggestion(
     edit(tmp_path, "RTX 3060 Ti", "RTX 3060 Tii")
 
     for arguments in (["apply", "--yes"], ["apply", "--render"]):
-        ended = in_process("deploy", *arguments)
-
-        assert ended.returncode == 2
-        assert "did you mean" in ended.stderr
-        assert "RTX 3060 Ti 8GB" in ended.stderr
+        assert_refused(
+            in_process("deploy", *arguments), "did you mean", "RTX 3060 Ti 8GB"
+        )
 
 
 def test_a_gpu_class_that_is_not_in_our_table_comes_from_the_api(
@@ -213,10 +210,9 @@ def test_a_group_that_was_changed_in_the_portal_is_reported(
         "somebody/elses:latest"
     )
 
-    ended = in_process("deploy", "apply", "--yes")
-
-    assert ended.returncode == 2
-    assert "was changed elsewhere (image)" in ended.stderr
+    assert_refused(
+        in_process("deploy", "apply", "--yes"), "was changed elsewhere (image)"
+    )
 
 
 def test_resizing_spreads_over_the_groups(salad: Any, in_process: Imagefleet) -> None:
@@ -357,8 +353,7 @@ def test_an_api_key_of_no_use_is_reported_without_it(
 
     ended = in_process("deploy", "status")
 
-    assert ended.returncode == 2
-    assert said in ended.stderr
+    assert_refused(ended, said)
     assert secret not in ended.stderr
 
 
@@ -367,7 +362,7 @@ def test_an_unknown_project_is_reported_with_where_it_stands(
 ) -> None:
     edit(tmp_path, "project: default", "project: defualt")
 
-    ended = in_process("deploy", "status")
-
-    assert ended.returncode == 2
-    assert "check the organization and the project of the fleet file" in ended.stderr
+    assert_refused(
+        in_process("deploy", "status"),
+        "check the organization and the project of the fleet file",
+    )

@@ -22,6 +22,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
 from in_process import Imagefleet
+from refused import assert_refused
 
 GOAL = Goal(max_dollars=1000, max_replicas=750, dollars_per_hour=1000)
 
@@ -358,10 +359,8 @@ def test_two_scalers_with_one_ledger_are_refused(
             )
         )
 
-    assert ended.returncode == 2
-    assert (
-        "another `imagefleet scale` keeps the state sd15-batch-scale.json"
-        in ended.stderr
+    assert_refused(
+        ended, "another `imagefleet scale` keeps the state sd15-batch-scale.json"
     )
     assert not salad.requests
 
@@ -380,10 +379,10 @@ def test_a_deadline_that_is_no_time_is_refused_with_an_example(
 
 
 def test_a_goal_is_required(salad: Any, in_process: Imagefleet) -> None:
-    ended = in_process("scale", "--max-dollars", "5")
-
-    assert ended.returncode == 2
-    assert "--deadline, --dollars-per-hour or both" in ended.stderr
+    assert_refused(
+        in_process("scale", "--max-dollars", "5"),
+        "--deadline, --dollars-per-hour or both",
+    )
 
 
 @pytest.mark.parametrize(
@@ -396,9 +395,7 @@ def test_a_deadline_in_the_past_is_refused(
         "scale", "--deadline", "2020-01-31T08:00", "--max-dollars", "5", *also
     )
 
-    assert ended.returncode == 2
-    assert "--deadline 2020-01-31 08:00" in ended.stderr
-    assert "is in the past" in ended.stderr
+    assert_refused(ended, "--deadline 2020-01-31 08:00", "is in the past")
     assert not salad.requests
 
 
@@ -412,8 +409,7 @@ def test_without_a_terminal_scaling_needs_yes(
         "scale", *goal, "--max-dollars", "5", "--replicas", "7", "--once"
     )
 
-    assert ended.returncode == 2
-    assert "Spend up to $5.00 on sd15-batch, at most 7 replicas?" in ended.stderr
+    assert_refused(ended, "Spend up to $5.00 on sd15-batch, at most 7 replicas?")
     assert "without a terminal: add --yes" in " ".join(ended.stderr.split())
     assert not salad.requests
 

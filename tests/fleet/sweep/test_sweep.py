@@ -22,6 +22,7 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
 from loadgen.caption_sweep import CaptionFile, SweepSource, groups
+from refused import assert_refused
 
 pytestmark = pytest.mark.slow
 
@@ -160,8 +161,7 @@ def test_the_same_sweep_again_adds_nothing(
     numbers = [json.loads(each.stdout)["sent"] for each in (first, again)]
     assert numbers == [6, 0]
     assert len(bodies_in(local(tmp_path))) == 6
-    assert other.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "campaign curve is another sweep already: its seed" in other.stderr
+    assert_refused(other, "campaign curve is another sweep already: its seed")
 
     restarted = in_process("sweep", "c.txt", *SWEEP, "--restart", "--json")
     refused = in_process("sweep", "c.txt", *SWEEP, "--seed", "3", "--restart")
