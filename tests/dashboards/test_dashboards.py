@@ -95,27 +95,6 @@ def test_every_panel_queries_the_data_source_chosen_on_the_page(
         assert {source["uid"] for source in sources} == {"${datasource}"}
 
 
-def test_every_page_lets_choose_fleets_and_every_query_asks_for_those_alone(
-    page: dict[str, Any],
-) -> None:
-    (choice,) = [each for each in page["templating"]["list"] if each["name"] == "fleet"]
-    assert (choice["multi"], choice["includeAll"]) == (True, True)
-    assert choice["current"]["value"] == ["$__all"]
-    # Matches the workers of an older version, which have no such label, too.
-    assert choice["allValue"] == ".*"
-
-    asked = [target["expr"] for panel in panels(page) for target in panel["targets"]]
-    asked += [marks["expr"] for marks in page["annotations"]["list"]]
-    for expression in asked:
-        selectors = re.findall(
-            r"\b(?:ALERTS|imagefleet[_:][a-z0-9_:]+)(\{[^}]*\})?", expression
-        )
-        assert selectors, expression
-        assert all('fleet=~"$fleet"' in each for each in selectors), expression
-        for joined in re.findall(r"\bon \(([^)]+)\) group_left", expression):
-            assert joined.startswith("fleet"), expression
-
-
 def test_a_workers_name_in_a_table_leads_to_its_details(
     page: dict[str, Any], dashboards: Path
 ) -> None:

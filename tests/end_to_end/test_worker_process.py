@@ -1,14 +1,12 @@
 """Real worker processes, signals and engine on a tiny checkpoint, with both storages."""
 
 import asyncio
-import re
 import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 import forks
@@ -129,40 +127,3 @@ async def test_a_signal_while_the_model_loads_ends_the_worker_too(
     output = await end(process)
     assert process.returncode == 0, output
     assert "Traceback" not in output
-
-
-def value(metrics: str, series: str) -> float:
-    """The value of a process's series in the text of its metrics; 0 where it is missing."""
-    metrics = re.sub(',process="[^"]*"', "", metrics)
-    found = re.search(f"^{re.escape(series)} (\\S+)$", metrics, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
-@pytest.mark.slow
-@local_only
-async def test_a_worker_serves_probes_and_metrics_while_it_works(
-    storage: Storage, tiny_model: Path, start: Start
-) -> None:
-    await storage.queue.send(['{"prompt": "a house", "steps": 2}'])
-    process = start(*worker(tiny_model, "--price-per-hour", "0.03"))
-    assert process.stdout is not None
-    line = await asyncio.to_thread(process.stdout.readline)
-    address = line.split("metrics at ")[1].removesuffix("/metrics\n")
-    async with aiohttp.ClientSession(address) as client:
-
-        async def ask(path: str) -> tuple[int, str]:
-            async with client.get(path) as response:
-                return response.status, await response.text()
-
-        assert (await ask("/live"))[0] == 200
-        assert (await ask("/ready"))[0] == 503, "ready before the model was loaded"
-        await polling.until(lambda: ask("/ready"), lambda answer: answer[0] != 503)
-        completed = 'imagefleet_jobs_total{fleet="storage/jobs",outcome="completed"}'
-        _, metrics = await polling.until(
-            lambda: ask("/metrics"), lambda answer: value(answer[1], completed) == 1
-        )
-    assert value(metrics, 'imagefleet_images_total{fleet="storage/jobs"}') == 1
-    dollars = value(
-        metrics, 'imagefleet_cost_dollars_total{fleet="storage/jobs",kind="gpu"}'
-    )
-    assert 0 < dollars < 0.03

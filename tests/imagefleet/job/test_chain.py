@@ -109,15 +109,6 @@ def test_a_stage_that_asks_for_a_random_seed_gets_one_of_its_own_the_same_each_t
     assert at(body, 2).seed == seeds[1]
 
 
-def test_the_images_of_all_stages_have_names_that_no_other_job_can_have() -> None:
-    body = text({}, {"output": {"format": "jpeg"}}, campaign="c")
-    names = [each.blob_name(0) for each in read_job(body, "m").stages_left()]
-    assert names == ["c/0001.png", "c/0001~s2.png", "c/0001~s3.jpg"]
-    assert sorted(names) == names
-    with pytest.raises(errors.InvalidMessageError):
-        read_job(text(id="0001~2"), "m")
-
-
 @pytest.mark.parametrize(
     ("stage", "reason"),
     [

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import signers
-from evaluation.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.signing import JobSigner, SigningKey
@@ -18,9 +17,7 @@ from imagefleet.storage import dead_letter
 from imagefleet.storage.deliveries import Deliveries
 from imagefleet.storage.open import Storage
 from messages import Drawing, RunPipeline, blobs
-from worker import process
 from worker.files import manifest
-from worker.settings import WorkerSettings
 
 LoraBytes = Callable[[str], bytes]
 
@@ -148,27 +145,6 @@ async def test_a_failed_job_keeps_the_signature_of_what_was_sent(
         again = read_job(body, "m", signers.trusted(key, storage.scope))
         assert (again.id, again.campaign) == (record.id, "c")
         assert "deliveries" not in body
-
-
-async def test_a_worker_says_at_its_start_whose_jobs_it_takes(
-    storage: Storage,
-    worker_settings: Callable[..., WorkerSettings],
-    key: SigningKey,
-    signer: JobSigner,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A key that did not arrive is noticed by its absence."""
-    caplog.set_level("INFO")
-    await storage.queue.send(
-        [job("good").to_message(signer), job("unsigned").to_message()]
-    )
-    settings = worker_settings(trusted_key=key.public)
-    report = await process.run_worker(settings, load=StandInEngine)
-    assert (
-        f"pulling jobs signed with {key.public} from {storage.queue.name}"
-        in caplog.text
-    )
-    assert report.jobs == {"completed": 1, "failed": 1}
 
 
 @pytest.mark.parametrize("is_signed", [True, False])

@@ -1,9 +1,9 @@
 """The workload identity of a Kubernetes pod."""
 
-import ast
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -202,33 +202,13 @@ async def test_without_credentials_no_address_is_contacted(run: Run) -> None:
 
 
 def test_no_code_uses_a_credential_that_tries_several_sources() -> None:
-    """`DefaultAzureCredential` would contact another service on SaladCloud's nodes."""
-    searching = {
-        "DefaultAzureCredential",
-        "ManagedIdentityCredential",
-        "ChainedTokenCredential",
-    }
-    packages = (
-        "cli",
-        "evaluation",
-        "fleet",
-        "imagefleet",
-        "loadgen",
-        "worker",
-        "deploy",
+    """It would contact another service on SaladCloud's nodes; a comment may name one."""
+    searching = re.compile(
+        "(?<!`)(Default|Chained|ManagedIdentity)(Azure|Token)?Credential"
     )
-    for package in packages:
+    for package in ("cli", "fleet", "imagefleet", "loadgen", "worker"):
         for path in (ROOT / package).rglob("*.py"):
-            text = path.read_text(encoding="utf-8")
-            if not any(name in text for name in searching):  # a comment may name one
-                continue
-            for node in ast.walk(ast.parse(text)):
-                names = {getattr(node, "id", ""), getattr(node, "attr", "")}
-                if isinstance(node, ast.ImportFrom):
-                    names = {alias.name for alias in node.names}
-                assert not names & searching, (
-                    f"{path}, line {getattr(node, 'lineno', 0)}"
-                )
+            assert not searching.search(path.read_text(encoding="utf-8")), path
 
 
 def test_a_missing_azure_identity_is_named(
