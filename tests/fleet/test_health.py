@@ -1,8 +1,5 @@
 import asyncio
-import resource
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -71,36 +68,3 @@ async def test_the_workers_settings_are_used_and_proxies_are_not(
     ) as port:
         monkeypatch.setenv("IMAGEFLEET_PORT", str(port))
         assert await asyncio.to_thread(health.main, ["started"]) == 0
-
-
-def test_a_probe_is_fast_and_imports_the_standard_library_alone() -> None:
-    program = """
-import sys
-from fleet import entry
-sys.argv = ["imagefleet", "health", "live"]
-try:
-    entry.main()
-except SystemExit:
-    pass
-print("loaded:", sorted({"typer", "pydantic", "rich", "aiohttp"} & set(sys.modules)))
-"""
-
-    def probe() -> tuple[float, str]:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        output = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return (
-            after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-            output,
-        )
-
-    answers = [probe() for _ in range(3)]
-    assert "loaded: []" in answers[0][1]
-    # CPU time, and the best of three: the machine may be busy.
-    assert min(seconds for seconds, _ in answers) < 0.5

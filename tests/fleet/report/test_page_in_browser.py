@@ -141,17 +141,3 @@ def test_nothing_is_cut_off_at_any_width(measured: list[dict[str, Any]]) -> None
 def test_no_text_is_smaller_than_12_pixels(measured: list[dict[str, Any]]) -> None:
     for each in measured:
         assert each["smallest"] >= 12, (each["page"], each["width"], each["smallest"])
-
-
-def test_the_style_sheet_has_no_width_beyond_a_phones() -> None:
-    """Holds without a browser as well."""
-    text = page.render(campaign(1, 1), [], NOON)
-    style = text[text.index("<style>") : text.index("</style>")]
-    widths = re.findall(r"(?<!max-)(?:min-)?width: *([\d.]+)(px|rem)", style)
-    assert widths
-    for number, unit in widths:
-        assert float(number) * (16 if unit == "rem" else 1) <= 320
-    sizes = re.findall(r"font(?:-size)?: *([\d.]+)(px|rem)", style)
-    assert sizes
-    for number, unit in sizes:
-        assert float(number) * (16 if unit == "rem" else 1) >= 12

@@ -243,15 +243,6 @@ async def test_shards_of_a_short_campaign_are_read_once_for_its_images(
     }  # the second time for what they say
 
 
-async def test_campaigns_are_told_apart(storage: Storage, log: RecordLog) -> None:
-    await log.add([image(1), image(1, "autumn"), ended(2, "failed", "winter")])
-    assert await everything(reader.campaigns(storage)) == ["autumn", "spring", "winter"]
-    assert [record.campaign for record in await everything(reader.ended(storage))] == [
-        "winter"
-    ]
-    assert len(await everything(reader.images(storage, "autumn"))) == 1
-
-
 async def test_a_follower_gets_each_record_once_and_goes_on_from_its_position(
     storage: Storage, log: RecordLog
 ) -> None:

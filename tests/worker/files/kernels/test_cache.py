@@ -171,15 +171,6 @@ async def test_an_unreachable_storage_leaves_the_worker_to_compile(
     assert kernels.origin == "compiled"
 
 
-async def test_two_workers_at_once_download_once(
-    storage: Storage, packed: Path, tmp_path: Path
-) -> None:
-    await put(storage, packed)
-    both = [KernelCache(tmp_path / "shared", KEY) for _ in range(2)]
-    origins = await asyncio.gather(*(fetch(each, storage) for each in both))
-    assert sorted(map(str, origins)) == ["disk", "store"]
-
-
 async def test_a_worker_killed_while_unpacking_leaves_it_to_the_next(
     storage: Storage, packed: Path, kernels: KernelCache
 ) -> None:
