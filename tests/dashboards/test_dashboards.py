@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -59,27 +58,6 @@ def test_the_files_match_grafanas_published_schema(page: dict[str, Any]) -> None
 
     # Reading drops what the schema does not have.
     assert json.loads(json.dumps(understood, cls=JSONEncoder)) == page
-
-
-def test_panels_have_distinct_titles_and_do_not_overlap(page: dict[str, Any]) -> None:
-    everything = page["panels"]
-    assert len({panel["id"] for panel in everything}) == len(everything)
-    assert len({panel["title"] for panel in everything}) == len(everything)
-    for panel in panels(page):
-        assert panel["description"].endswith((".", "?")), (
-            f"{panel['title']} answers nothing"
-        )
-    for first, second in combinations([panel["gridPos"] for panel in everything], 2):
-        beside = (
-            first["x"] + first["w"] <= second["x"]
-            or second["x"] + second["w"] <= first["x"]
-        )
-        below = (
-            first["y"] + first["h"] <= second["y"]
-            or second["y"] + second["h"] <= first["y"]
-        )
-        assert beside or below
-        assert first["x"] + first["w"] <= 24
 
 
 def test_every_panel_queries_the_data_source_chosen_on_the_page(

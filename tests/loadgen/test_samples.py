@@ -61,24 +61,6 @@ def test_a_second_drawing_is_signed_where_jobs_are(tmp_path: Path) -> None:
     assert Sample(1, "k").second_drawing(signed) is None, "nobody could sign it"
 
 
-def test_a_load_that_resumes_a_day_later_compares_the_same_signed_jobs(
-    tmp_path: Path,
-) -> None:
-    key = SigningKey.create(tmp_path / "key.pem")
-    jobs = [
-        read_job(f'{{"prompt": "a", "id": "{number}"}}', "") for number in range(40)
-    ]
-
-    def chosen_on(day: int) -> list[bool]:
-        signer = signers.signer(key, signers.scope(days=day))
-        sample = Sample(0.5, "k", signer)
-        return [
-            sample.second_drawing(job.to_message(signer)) is not None for job in jobs
-        ]
-
-    assert chosen_on(0) == chosen_on(1)
-
-
 def test_jobs_of_few_steps_are_not_compared() -> None:
     assert chosen(
         1, bodies=['{"prompt":"a","steps":4}', '{"prompt":"a","steps":15}']

@@ -1,6 +1,5 @@
 """`imagefleet export`: shards that are complete or absent, verified, and the same each time."""
 
-import asyncio
 import hashlib
 import json
 import shutil
@@ -19,10 +18,8 @@ import sent_jobs
 from fleet.export import plan, shards
 from imagefleet.job.names import duplicate_name
 from imagefleet.records.log import Totals, shard_part
-from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
-from storage_flags import flags
 
 Add = Callable[..., Awaitable[Any]]
 Run = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
@@ -344,42 +341,6 @@ async def test_a_folder_of_something_else_is_refused(
     assert (
         "00001.tar is not as manifest.json says" in (await export("out", code=2)).stderr
     )
-
-
-async def test_what_workers_have_stored_is_listed_and_exported(
-    storage: Storage,
-    storage_settings: StorageSettings,
-    run_worker: Callable[[str], Awaitable[None]],
-    in_process: Imagefleet,
-    tmp_path: Path,
-) -> None:
-    await storage.create()
-    await storage.queue.send(
-        [
-            '{"id": "a", "campaign": "spring", "prompt": "a cat", "batch_size": 2, "seed": 7}',
-            '{"id": "b", "campaign": "spring", "prompt": "a dog", "metadata": {"order": 7}}',
-            '{"id": "c", "campaign": "spring", "prompt": "a fox, <lora:none:1>"}',
-        ]
-    )
-    await run_worker("w1")
-    common = ["spring", *flags(storage_settings)]
-    listed = await asyncio.to_thread(in_process, "results", *common, "--json")
-    done = await asyncio.to_thread(in_process, "export", *common, str(tmp_path / "out"))
-
-    lines = map(json.loads, listed.stdout.splitlines())
-    found = sorted(lines, key=lambda row: (row["id"], row["index"]))
-    assert [(row["id"], row["index"], row["outcome"]) for row in found[:2]] == [
-        ("a", 0, "completed"),
-        ("a", 1, "completed"),
-    ]
-    assert [row["seed"] for row in found[:2]] == [7, 8]
-    assert (found[2]["metadata"], found[2]["width"]) == ({"order": 7}, 64)
-    assert (found[3]["outcome"], found[3]["error"]) == ("failed", "MissingFileError")
-    assert done.returncode == 0, done.stderr
-    assert [(row["id"], row["caption"]) for row in rows(tmp_path / "out")] == [
-        *[("a", "a cat")] * 2,
-        ("b", "a dog"),
-    ]
 
 
 async def test_without_pyarrow_a_webdataset_is_written_and_parquet_says_what_to_install(

@@ -386,23 +386,3 @@ async def test_no_answer_about_honest_jobs_changes(
     changed = {way.split("/")[1] for way in found}
     assert changed <= CAN, found
     assert len(attacks) == 1 or changed == CAN, "SECURITY.md says that these do"
-
-
-async def test_the_second_job_of_a_name_fails_and_the_first_keeps_its_picture(
-    storage: Storage, run_worker: RunWorker
-) -> None:
-    first, second = (
-        json.dumps({"id": "a", "prompt": text}) for text in ("a fox", "an owl")
-    )
-    await storage.create()
-    for body in (first, second):
-        await storage.queue.send([body])
-        await run_worker("w1")
-
-    [message] = [each async for each in storage.poison.browse()]
-    failure = json.loads(message.body)
-    assert "NameTakenError" in message.body
-    assert "an owl" in message.body
-    assert failure
-    found = await storage.blobs.metadata("default/a.png") or {}
-    assert found["digest"] == read_job(first, "none").stage_digest
