@@ -352,14 +352,22 @@ TOGETHER = (
 )
 
 
-#: One attack might hide another's harm. By the role that may do all that a plain worker's may.
-ALONE = [
-    pytest.param([attack], "chains", id=attack, marks=pytest.mark.slow)
-    for attack in thief.ATTACKS
+#: One attack might hide another's harm: each is tried in the company of two others as well, by the
+#: role that may do all that a plain worker's may.
+IN_GROUPS = [
+    pytest.param(
+        [*thief.ATTACKS][group::7],
+        "chains",
+        id=f"group {group}",
+        marks=pytest.mark.slow,
+    )
+    for group in range(7)
 ]
 
 
-@pytest.mark.parametrize(("attacks", "role"), [*TOGETHER, *ALONE], indirect=["role"])
+@pytest.mark.parametrize(
+    ("attacks", "role"), [*TOGETHER, *IN_GROUPS], indirect=["role"]
+)
 async def test_no_answer_about_honest_jobs_changes(
     attacks: list[str],
     role: Role,
@@ -385,4 +393,6 @@ async def test_no_answer_about_honest_jobs_changes(
     found = differences(before, after)
     changed = {way.split("/")[1] for way in found}
     assert changed <= CAN, found
-    assert len(attacks) == 1 or changed == CAN, "SECURITY.md says that these do"
+    assert attacks != [*thief.ATTACKS] or changed == CAN, (
+        "SECURITY.md says that these do"
+    )

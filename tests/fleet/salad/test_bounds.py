@@ -166,7 +166,7 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
 ) -> None:
     path = tmp_path / "fleet.yaml"
 
-    @settings(max_examples=300)
+    @settings(max_examples=150)
     @given(cases())
     def check(case: Case) -> None:
         set_up(salad, case, path)
