@@ -79,17 +79,6 @@ def bad_picture() -> Callable[[contract.ImageRequest], contract.Pixels]:
     return draw_another
 
 
-@pytest.fixture
-def draw_good() -> Callable[[int], contract.Pixels]:
-    """The picture of a seed, as a good worker draws it."""
-
-    def draw(seed: int) -> contract.Pixels:
-        request = contract.ImageRequest("", "", (), "euler", 20, 7.0, seed, 64, 64)
-        return draw_picture(request)
-
-    return draw
-
-
 class RunWorker(Protocol):
     """Runs a worker until the queue is empty."""
 
