@@ -67,7 +67,6 @@ JOINED_FILES = {
     "tests/deploy/test_ten_commands.py": "tests/deploy/test_container.py",
     **dict.fromkeys(
         (
-            "tests/end_to_end/test_cascade_curve.py",
             "tests/end_to_end/test_demo.py",
             "tests/end_to_end/test_job_mode.py",
             "tests/end_to_end/test_models.py",

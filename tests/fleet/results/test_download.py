@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import signal
-import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import polling
 from imagefleet.job.names import duplicate_name
 from imagefleet.records import catalog
 from imagefleet.records.log import RecordLog
@@ -28,10 +25,6 @@ NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
 
 def names_in(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir())
-
-
-def matching(folder: Path, pattern: str) -> list[Path]:
-    return list(folder.glob(pattern))
 
 
 async def fetch(
@@ -165,38 +158,3 @@ async def test_no_record_writes_outside_of_the_folder(
 )
 def test_no_name_leads_out_of_a_folder(blob: str) -> None:
     assert catalog.image_name(blob, "spring") is None
-
-
-async def test_a_download_that_is_interrupted_leaves_whole_files(
-    local_settings: StorageSettings,
-    store_images: Add,
-    in_process: Imagefleet,
-    tmp_path: Path,
-) -> None:
-    async with open_storage(local_settings) as storage:
-        records = await store_images(
-            storage, *(f"{number:04}" for number in range(100))
-        )
-    command = [
-        *("results", "spring", "--storage", local_settings.storage),
-        *("--download", str(tmp_path / "images")),
-    ]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fleet.entry", *command),
-        stdout=asyncio.subprocess.DEVNULL,
-    )
-    await polling.until(
-        lambda: (
-            process.returncode is not None or matching(tmp_path / "images", "0*.png")
-        )
-    )
-    process.kill()
-    assert await process.wait() == -signal.SIGKILL
-
-    sizes = {f"{record.id}.png": record.size_bytes for record in records}
-    left = matching(tmp_path / "images", "0*.png")
-    assert 0 < len(left) < 100
-    assert all(path.stat().st_size == sizes[path.name] for path in left)
-    done = await fetch(in_process, local_settings)
-    assert (done["images"], done["already_there"]) == (100 - len(left), len(left))
-    assert len(names_in(tmp_path / "images")) == 100

@@ -14,18 +14,14 @@ from PIL import Image
 
 import polling
 from evaluation.stand_in import draw_noise
-from imagefleet import cancelled, concurrency, errors
+from imagefleet import cancelled, errors
 from imagefleet.files import picture
 from imagefleet.job.change import Change
 from imagefleet.job.message import Output, read_job
 from imagefleet.records import outcomes, reader
 from imagefleet.storage import dead_letter_queue
-from imagefleet.storage.azure.roles import ROLES
-from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.dead_letter import Check, Selection
-from imagefleet.storage.enqueue import JobSender
 from imagefleet.storage.open import Storage
-from imagefleet.storage.settings import StorageSettings
 from messages import (
     Drawing,
     RunPipeline,
@@ -38,7 +34,6 @@ from messages import (
     records,
     redelivered,
 )
-from tokens import by_tokens
 from worker.engine import contract
 from worker.jobs import chains
 from worker.stages import encode
@@ -327,28 +322,3 @@ async def test_an_image_of_a_stage_carries_the_message_that_draws_it_again(
         )
         assert (job.stage, job.blob_name(0)) == (number, name)
         assert job.place is None or job.place.message is None
-
-
-@pytest.mark.parametrize("storage_settings", ["azurite"], indirect=True)
-async def test_tokens_for_chains_suffice_and_those_for_workers_do_not(
-    storage: Storage,
-    storage_settings: StorageSettings,
-    run_pipeline: RunPipeline,
-) -> None:
-    worker = ROLES["worker"]
-    models = ["stand-in", "second"]
-    body = chained({"model": "second", "steps": 12}, {"steps": 13}, model="stand-in")
-    for role, images in ((worker.for_chains(), IMAGES), (worker, ["default/b.png"])):
-        given = by_tokens(storage_settings, role, models)
-        async with AzureStorage(given, concurrency.NEVER) as opened:
-            await JobSender(storage).send([body])
-            await run_pipeline(Drawing(), opened=opened)
-            await run_pipeline(Drawing(model="second"), opened=opened)
-        assert set(images) <= set(await blobs(storage))
-        body = json.dumps(json.loads(body) | {"id": "b"})
-    (record,) = await failed_jobs(storage)
-    assert (record.id, record.stage) == ("b", 2)
-    assert (
-        "cannot be read with this worker's credentials: give it tokens of `ima"
-        in record.reason
-    )
