@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-import signers
 from imagefleet import errors, sweep
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.record import Record
-from imagefleet.signing import SigningKey
 from loadgen.caption_sweep import CaptionFile, SweepSource, groups
 
 

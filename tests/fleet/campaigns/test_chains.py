@@ -115,50 +115,6 @@ async def test_downloads_and_exports_have_the_images_of_all_stages(
 
 
 @local_only
-async def test_a_check_and_a_plan_are_of_all_stages(
-    storage_settings: StorageSettings,
-    imagefleet: Imagefleet,
-    storage: Storage,
-    tmp_path: Path,
-) -> None:
-    await storage.files.create(
-        "models/first.safetensors", b"", "application/octet-stream", {}
-    )
-    then = [{"model": "second", "prompt": "<lora:fox:1> a fox"}, {}]
-    jobs = [
-        CHAIN | {"id": f"{number}", "model": "first", "then": then}
-        for number in range(4)
-    ]
-    (tmp_path / "jobs.jsonl").write_text(
-        "".join(json.dumps(each) + "\n" for each in jobs)
-    )
-    command = ["load", "jobs.jsonl", "--check", "--json", *flags(storage_settings)]
-    checked = await asyncio.to_thread(imagefleet, *command)
-    assert checked.returncode != 0
-    missing = json.loads(checked.stdout)["missing"]
-    assert {(each["kind"], each["name"], each["jobs"]) for each in missing} == {
-        ("model", "second", 4),
-        ("LoRA", "fox", 4),
-    }
-    sent = await asyncio.to_thread(
-        imagefleet, "load", "jobs.jsonl", *flags(storage_settings)
-    )
-    assert sent.returncode != 0
-    assert "no worker can have the model 'second'" in sent.stderr
-
-    command = ["plan", "jobs.jsonl", "--model", "first=sd1", "--model", "second=sdxl"]
-    planned = await asyncio.to_thread(
-        imagefleet, *command, "--gpu", "RTX 4090", "--json"
-    )
-    assert planned.returncode == 0, planned.stderr
-    models = json.loads(planned.stdout)["models"]
-    assert {each["model"]: each["images"] for each in models} == {
-        "first": 4,
-        "second": 8,
-    }
-
-
-@local_only
 async def test_a_webhook_tells_of_a_job_of_stages_once(
     storage: Storage, run_worker: RunWorker
 ) -> None:

@@ -124,12 +124,6 @@ def test_the_images_of_a_job_are_rows_of_their_own_and_one_job(index: Index) -> 
     assert index.counts()[1] == 1
 
 
-def test_rows_are_in_the_order_of_time(index: Index) -> None:
-    index.add([image(n, at=NOON - timedelta(minutes=n)) for n in range(4)])
-
-    assert jobs(index) == ["job-3", "job-2", "job-1", "job-0"]
-
-
 def test_a_row_that_comes_late_moves_no_other(index: Index) -> None:
     index.add([image(n, at=NOON + timedelta(minutes=n)) for n in range(2)])
     index.add(

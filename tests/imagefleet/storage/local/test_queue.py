@@ -90,21 +90,6 @@ async def test_a_message_released_with_a_delay_keeps_its_place(
     assert bodies([message async for message in queue.browse()]) == ["first", "second"]
 
 
-async def test_depth_reports_leased_messages_and_the_oldest_age(
-    queue: LocalQueue, clock: Clock
-) -> None:
-    await queue.send(["old"])
-    clock.now += 100
-    await queue.send(["young", "younger"])
-    await queue.receive(1, LEASE_SECONDS)
-    clock.now += 10
-    depth = await queue.depth()
-    assert (depth.messages, depth.leased, depth.oldest_age_seconds) == (3, 1, 10)
-    clock.now += LEASE_SECONDS
-    depth = await queue.depth()
-    assert (depth.messages, depth.leased, depth.oldest_age_seconds) == (3, 0, 140)
-
-
 async def test_browse_reads_all_pages(
     queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
