@@ -3,12 +3,12 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
 
-from imagefleet import cancelled, submit
+from imagefleet import cancelled, errors, submit
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings

@@ -146,14 +146,6 @@ def test_a_lora_of_strength_0_is_none_and_others_are_in_the_prompt(path: Path) -
     assert with_lora.metadata == without.metadata == {"caption": "a (blue) boat"}
 
 
-def test_jobs_are_signed_where_there_is_a_key(path: Path, tmp_path: Path) -> None:
-    key = SigningKey.create(tmp_path / "key.pem")
-    bodies = list(source_of(path, signer=signers.signer(key)).bodies())
-
-    trusted = signers.trusted(key)
-    assert len([read_job(str(body), "unused", trusted) for body in bodies]) == 6
-
-
 def test_a_caption_too_long_for_a_message_is_named_before_anything_is_sent(
     path: Path,
 ) -> None:
