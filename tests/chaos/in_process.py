@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 
+from cli import console
 from fleet import main
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -54,3 +55,10 @@ def in_process(
         )
 
     return run
+
+
+def assert_refused(ended: "subprocess.CompletedProcess[Any]", *sentences: str) -> None:
+    """A command ended with exit code 2, and its standard error has the sentences."""
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT, ended.stderr
+    for sentence in sentences:
+        assert sentence in ended.stderr

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 from referencing import Registry, Resource
 
-from refused import assert_refused
+from in_process import assert_refused
 from worker.settings import WorkerSettings
 
 pytestmark = pytest.mark.slow

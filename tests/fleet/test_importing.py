@@ -20,9 +20,8 @@ from header_files import file_of, lora_of
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
+from in_process import Imagefleet, assert_refused
 from loadgen.infotext import comfyui, source
-from refused import assert_refused
 from worker.files import manifest
 
 CASES = Path(__file__).parents[1] / "loadgen" / "infotext" / "cases"

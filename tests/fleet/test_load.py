@@ -16,8 +16,7 @@ from cli import console
 from imagefleet.records.ledger import Ledger
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings, job_queue
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 from storage_flags import flags
 
 ROOT = Path(__file__).parents[2]

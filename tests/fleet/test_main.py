@@ -11,8 +11,7 @@ import typer
 
 from cli import console
 from fleet import entry, main
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")

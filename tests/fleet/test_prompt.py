@@ -8,8 +8,7 @@ from cli import console
 from fleet import prompt
 from imagefleet.files import demo
 from imagefleet.job import clip
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 
 
 def test_the_reference_message_has_77_and_70_tokens(in_process: Imagefleet) -> None:

@@ -9,8 +9,7 @@ from cli import target
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 
 #: Every command that acts on a campaign that must exist, with what else it needs.
 COMMANDS = (

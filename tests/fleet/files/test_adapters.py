@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from imagefleet.files import adapter, contents, safetensors
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 

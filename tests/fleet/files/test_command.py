@@ -11,8 +11,7 @@ from header_files import lora_of
 from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 from worker.files import manifest
 
 

@@ -13,8 +13,7 @@ from header_files import LORA, file_of, shaped
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 from worker.files.library import EmbeddingLibrary, Source
 
 

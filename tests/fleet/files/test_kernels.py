@@ -15,9 +15,8 @@ from imagefleet import concurrency
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
+from in_process import Imagefleet, assert_refused
 from kernel_files import GRAPH, KEY, compile_into
-from refused import assert_refused
 from worker.engine import load
 from worker.files.kernels import archive, cache
 from worker.files.kernels.cache import KernelCache

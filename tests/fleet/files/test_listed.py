@@ -14,8 +14,7 @@ from imagefleet.signing import NO_KEYS, Keys, SigningKey, TrustedKeys
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 from worker.files import manifest
 
 LORAS = "loras/manifest.json"

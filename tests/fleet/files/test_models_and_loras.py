@@ -17,8 +17,7 @@ from header_files import SD1, file_of, lora_of
 from imagefleet.files import kinds
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 from worker.files import check
 
 

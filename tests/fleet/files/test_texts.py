@@ -15,9 +15,8 @@ from imagefleet.files.kinds import TEXT
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
+from in_process import Imagefleet, assert_refused
 from pixel import tiny_cascade
-from refused import assert_refused
 from storage_flags import flags
 from worker.engine.pixel import text_stage, text_states
 from worker.files import manifest

@@ -11,8 +11,7 @@ import pytest
 import polling
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 
 KEY = "DefaultEndpointsProtocol=https;AccountName=acme;AccountKey=a2V5a2V5"
 

@@ -25,8 +25,7 @@ from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.dead_letter import FailedJob, Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 from tokens import by_tokens
 
 LEASE_SECONDS = 30

@@ -18,8 +18,7 @@ from imagefleet.storage.azure.roles import RESOURCES, ROLES
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 
 ONE_HOUR = timedelta(hours=1)
 

@@ -14,8 +14,7 @@ from imagefleet.job.message import fields_if_any
 from imagefleet.records import ledger
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 from storage_flags import flags
 
 Load = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from cli import console
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 
 ROWS = """\
 id,prompt,steps,sampler_name,metadata.note

@@ -12,9 +12,8 @@ from fleet.plan import estimate, work
 from imagefleet import errors
 from imagefleet.files import contents
 from imagefleet.pricing import families, prices
-from in_process import Imagefleet
+from in_process import Imagefleet, assert_refused
 from loadgen.sources import open_source
-from refused import assert_refused
 
 Write = Callable[..., str]
 

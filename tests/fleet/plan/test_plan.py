@@ -9,8 +9,7 @@ from fleet.plan import estimate
 from fleet.plan.estimate import Input
 from imagefleet import errors
 from imagefleet.pricing import prices
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 
 
 def part(

@@ -21,7 +21,7 @@ from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import open as opening
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
-from refused import assert_refused
+from in_process import assert_refused
 from worker.engine import contract
 
 RunWorker = Callable[..., Any]  # the fixtures of conftest.py

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import polling
 from fleet.salad import file as salad_file
 from fleet.salad import gpus, groups
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 from salad_fake import Fault, Group, SaladFake, fleet_file
 
 PRICES = {

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 
 
 def edit(folder: Path, old: str, new: str) -> None:

@@ -21,8 +21,7 @@ from imagefleet import concurrency, errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 
 GOAL = Goal(max_dollars=1000, max_replicas=750, dollars_per_hour=1000)
 

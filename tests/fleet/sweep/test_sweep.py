@@ -20,9 +20,8 @@ from imagefleet.records import ledger, reader
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
+from in_process import Imagefleet, assert_refused
 from loadgen.caption_sweep import CaptionFile, SweepSource, groups
-from refused import assert_refused
 
 pytestmark = pytest.mark.slow
 

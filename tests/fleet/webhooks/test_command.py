@@ -22,8 +22,7 @@ from fleet.webhooks.endpoint import read_secrets, signed_headers
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
-from refused import assert_refused
+from in_process import Imagefleet, assert_refused
 from stored_images import ImageLog
 
 SECRETS = [f"whsec_{base64.b64encode(bytes([n]) * 24).decode()}" for n in range(2)]
