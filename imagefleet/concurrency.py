@@ -1,4 +1,4 @@
-"""Async helpers: gather, back-off, and the retry policy.
+"""Async helpers: gather, batching onto threads, back-off, and the retry policy.
 
 A transient error is tried again after exponential back-off with full jitter.
 """
@@ -9,20 +9,24 @@ import dataclasses
 import math
 import os
 import random
+import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
     Iterable,
+    Sequence,
 )
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import tenacity
 
@@ -39,6 +43,10 @@ Second = TypeVar("Second")
 Third = TypeVar("Third")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
+
+#: Calls that have ended wait so long for others to be answered with them: to answer a loop takes
+#: longer than many a call, as a thread that runs leaves Python to another after 5 ms.
+_PATIENCE_SECONDS = 0.006
 
 
 def cores() -> int:
@@ -111,6 +119,100 @@ async def beside(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(ended, Exception):
                 raise ended
+
+
+class _Call(NamedTuple, Generic[Item, Result]):
+    item: Item
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[Result]
+
+
+_Ended = tuple["asyncio.Future[Any]", object]
+
+
+@dataclass(eq=False)
+class Batches(Generic[Item, Result]):
+    """Does the items of many calls in a thread, together, in the order of the calls.
+
+    One that comes alone is done at once. Under load, calls share their way to the thread and back,
+    and whatever *work*, which returns results and errors, shares among its items: a transaction, or
+    the sync of a folder. It gets *most* items a batch, and one batch at a time.
+    """
+
+    work: Callable[[Sequence[Item]], Sequence[Result | Exception]]
+    thread: Executor
+    most: int
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[_Call[Item, Result]] = deque()
+        self._is_running = False
+
+    async def __call__(self, item: Item) -> Result:
+        loop = asyncio.get_running_loop()
+        call: _Call[Item, Result] = _Call(item, loop, loop.create_future())
+        with self._lock:
+            self._waiting.append(call)
+            if not self._is_running:
+                self._is_running = True
+                # What else the loop has to do now may call as well, and shares the way.
+                loop.call_soon(self._begin)
+        return await call.done
+
+    def _begin(self) -> None:
+        try:
+            self.thread.submit(self._run)
+        except RuntimeError as error:  # it is shut down
+            with self._lock:
+                self._is_running = False
+                calls = list(self._waiting)
+                self._waiting.clear()
+            _answer((call, error) for call in calls)
+
+    def _run(self) -> None:
+        ended: list[tuple[_Call[Item, Result], object]] = []
+        began_at = time.monotonic()
+        while batch := self._next():
+            outcomes: Sequence[Result | Exception]
+            try:
+                outcomes = self.work([call.item for call in batch])
+            except Exception as error:  # noqa: BLE001 - raised again by the calls
+                outcomes = [error] * len(batch)
+            ended += zip(batch, outcomes, strict=True)
+            if not self._waiting or time.monotonic() - began_at > _PATIENCE_SECONDS:
+                _answer(ended)
+                ended, began_at = [], time.monotonic()
+        _answer(ended)
+
+    def _next(self) -> list[_Call[Item, Result]]:
+        """The next batch; empty: nothing waits, and the thread is done."""
+        batch: list[_Call[Item, Result]] = []
+        with self._lock:
+            while self._waiting and len(batch) < self.most:
+                call = self._waiting.popleft()
+                if not call.done.cancelled():
+                    batch.append(call)
+            self._is_running = bool(batch)
+        return batch
+
+
+def _answer(ended: Iterable[tuple[_Call[Any, Any], object]]) -> None:
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Ended]] = defaultdict(list)
+    for call, outcome in ended:
+        by_loop[call.loop].append((call.done, outcome))
+    for loop, outcomes in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # it is closed: nobody waits
+            loop.call_soon_threadsafe(_end, outcomes)
+
+
+def _end(calls: Iterable[_Ended]) -> None:
+    for done, outcome in calls:
+        if done.done():  # its caller was cancelled
+            continue
+        if isinstance(outcome, Exception):
+            done.set_exception(outcome)
+        else:
+            done.set_result(outcome)
 
 
 def jitter(seconds: float, low: float = 0.5, high: float = 1.0) -> float:

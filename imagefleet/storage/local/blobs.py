@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -16,11 +17,13 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
+from imagefleet.concurrency import Batches
 from imagefleet.storage import protocol
 from imagefleet.storage.local.new_blobs import (
     METADATA_FOLDER,
     TEMPORARY_FOLDER,
-    create,
+    NewBlob,
+    NewBlobs,
     make_durable_folder,
     no_folder,
     sync,
@@ -41,6 +44,9 @@ _ABANDONED_SECONDS = 86_400.0
 
 _NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
+#: Blobs that are created together, and share the syncs of a slow disk.
+_MOST_AT_ONCE = 16
+
 _Result = TypeVar("_Result")
 
 
@@ -60,6 +66,11 @@ class LocalBlobs(protocol.BlobStore):
         self.clock = protocol.Clock()
         self._address = folder.absolute().as_uri()
         self._operations = operations
+        self._new = NewBlobs(folder)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="new-blobs")
+        self._creations: Batches[NewBlob, bool] = Batches(
+            self._new.create, thread, most=_MOST_AT_ONCE
+        )
 
     async def create_folder(self) -> None:
         def create() -> None:
@@ -85,9 +96,7 @@ class LocalBlobs(protocol.BlobStore):
         metadata: Mapping[str, str],
         on_doubt: Callable[[], None] = lambda: None,  # noqa: ARG002 - a disk leaves none
     ) -> bool:
-        return await self._create(
-            name, lambda file: file.write(data), content_type, metadata
-        )
+        return await self._creations(self._new_blob(name, data, content_type, metadata))
 
     async def upload(
         self,
@@ -97,8 +106,13 @@ class LocalBlobs(protocol.BlobStore):
         metadata: Mapping[str, str],
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> bool:
-        write = partial(_copy, file, on_progress)
-        return await self._create(name, write, content_type, metadata)
+        new = self._new_blob(
+            name, partial(_copy, file, on_progress), content_type, metadata
+        )
+        (outcome,) = await asyncio.to_thread(self._new.create, [new])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     async def replace(
         self, name: str, data: bytes, content_type: str, version: str | None
@@ -231,18 +245,18 @@ class LocalBlobs(protocol.BlobStore):
     def _sidecar(self, name: str) -> Path:
         return self.folder / METADATA_FOLDER / f"{name}.json"
 
-    async def _create(
+    def _new_blob(
         self,
         name: str,
-        write: Callable[[BinaryIO], object],
+        content: bytes | Callable[[BinaryIO], None],
         content_type: str,
         metadata: Mapping[str, str],
-    ) -> bool:
+    ) -> NewBlob:
         protocol.check_blob_name(name)
         protocol.check_metadata(metadata)
+        self._operations.blob_writes += 1
         details = _Details(content_type=content_type, metadata=dict(metadata))
-        sidecar = details.model_dump_json().encode()
-        return await self._writing(partial(create, self.folder, name, write, sidecar))
+        return NewBlob(name, content, details.model_dump_json().encode())
 
     def _record(self, name: str) -> protocol.BlobRecord:
         status = (self.folder / name).stat()

@@ -145,7 +145,6 @@ def connect(path: Path) -> sqlite3.Connection:
     try:
         _check_application(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         connection.execute("PRAGMA foreign_keys = ON")
     except BaseException:
