@@ -134,3 +134,16 @@ def test_a_few_bad_nodes_among_many_good_ones_do_not_fire_an_alert(
     output = result.stdout + result.stderr
     assert result.returncode == (1 if fires else 0), output
     assert ("4 nodes given up in an hour" in output) is fires
+
+
+def test_every_rule_keeps_the_fleets_apart(dashboards: Path) -> None:
+    for name in ("rules.yaml", "alerts.yaml"):
+        groups = yaml.safe_load((dashboards / "prometheus" / name).read_text())[
+            "groups"
+        ]
+        for rule in (rule for group in groups for rule in group["rules"]):
+            text = " ".join(rule["expr"].split())
+            for clause in re.findall(
+                r"\b(?:sum|avg|max|min|count|group|on)\b ?(.{14})", text
+            ):
+                assert re.match(r"(?:by )?\(fleet\b", clause), rule["expr"]

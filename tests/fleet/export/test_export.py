@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import exported
 import sent_jobs
-from fleet.export import plan, shards
+from cli import files
+from fleet.export import formats, plan, shards
+from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.job.names import duplicate_name
+from imagefleet.records.catalog import image_name
 from imagefleet.records.log import Totals, shard_part
+from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -352,3 +358,33 @@ async def test_without_pyarrow_a_webdataset_is_written_and_parquet_says_what_to_
     result = await export("other", "--format", "parquet", code=2)
 
     assert result.stderr == "error: Parquet needs pyarrow: pip install '.[parquet]'\n"
+
+
+#: Ids that are alike: other characters than letters, and what looks like a number or a format.
+_IDS = st.from_regex(r"[aA0][aA0._-]{0,3}", fullmatch=True)
+
+
+_IMAGES = st.tuples(
+    _IDS, st.sampled_from([(0, 1), (1, 1), (2, 1), (12, 1), (0, 2), (0, 9)]),
+    st.sampled_from(["png", "jpeg", "webp"]),
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(_IDS, _IMAGES), min_size=2, max_size=30, unique=True))
+def test_no_two_images_have_one_name_in_the_storage_a_download_or_an_export(
+    places: list[tuple[str, tuple[str, tuple[int, int], str]]],
+) -> None:
+    """Of ids, indices, stages, formats and campaigns; keys of WebDataset end at the first dot."""
+    blobs, keys, folders = set(), set(), set()
+    for number, (campaign, (job_id, (index, stage), form)) in enumerate(places):
+        blob = f"{image_stem(job_key(campaign, job_id), index, stage)}.{SUFFIXES[form]}"
+        assert image_name(blob, campaign) is not None
+        record = Record(
+            outcome="completed", id=job_id, blob=blob, at="2026-11-01T12:00:00Z"
+        )
+        sample = formats.Sample(f"00000{number:04}", record, b"")
+        blobs.add(blob)
+        keys.add(f"{sample.key}.{form}".partition(".")[0])
+        folders.add((campaign, files.without_case(sample.name).lower()))
+        assert duplicate_name(blob, "a/b") != duplicate_name(blob, "a.b")
+    assert len(blobs) == len(keys) == len(folders) == len(places)

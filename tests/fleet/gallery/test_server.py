@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from yarl import URL
 import polling
 import sent_jobs
 from fleet.keys import mint
-from imagefleet import errors
+from imagefleet import errors, redaction
 from imagefleet.job.message import read_job
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Lora, Record
@@ -390,3 +390,32 @@ async def test_a_storage_that_fails_is_told_and_comes_back(
         assert state["total"] == 1
         (tmp_path / "away").rename(records)
         await served.state_when(lambda state: not state["problem"], campaign="spring")
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every text in an answer."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.items() if isinstance(value, dict) else value:
+            yield from strings(list(each) if isinstance(each, tuple) else each)
+
+
+async def test_texts_of_jobs_control_nothing(
+    local: StorageSettings, serve: Serve
+) -> None:
+    async with serve(local) as served:
+        await served.state_when(lambda state: state["jobs"] == 2, campaign="spring")
+        answers = [
+            await served.get("/api/record", campaign="spring", seq=seq)
+            for seq in (1, 2)
+        ]
+        query = {"campaign": "spring", "from": 0, "count": 9}
+        answers += [
+            await served.get("/api/rows", **query, tab=tab)
+            for tab in ("images", "failed")
+        ]
+        for each in answers:
+            texts = [*strings(each)]
+            assert any("<img src=x" in text for text in texts)
+            assert not any(map(redaction.CONTROLS.search, texts))

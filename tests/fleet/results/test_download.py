@@ -1,7 +1,9 @@
 """`imagefleet results --download`: each file whole or absent, none twice, none elsewhere."""
 
 import asyncio
+import contextlib
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,9 +11,15 @@ from typing import Any
 
 import pytest
 
+import polling
+from cli import files
+from fleet.keys import mint
+from fleet.results import download
 from imagefleet.job.names import duplicate_name
 from imagefleet.records import catalog
+from imagefleet.records.catalog import Damaged
 from imagefleet.records.log import RecordLog
+from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
@@ -158,3 +166,97 @@ async def test_no_record_writes_outside_of_the_folder(
 )
 def test_no_name_leads_out_of_a_folder(blob: str) -> None:
     assert catalog.image_name(blob, "spring") is None
+
+
+async def test_names_that_differ_in_capitals_are_two_files_on_every_disk(
+    local_settings: StorageSettings,
+    store_images: Add,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_storage(local_settings) as storage:
+        first, second = await store_images(storage, "cat", "Cat")
+        monkeypatch.setattr(files, "ignores_case", lambda _: True)
+        with download.opened(tmp_path / "images", storage.blobs, Damaged()) as running:
+            await running.run([first, second], lambda: None)
+
+    (other,) = matching(tmp_path / "images", "Cat~*.png")
+    assert other.stat().st_size == second.size_bytes
+    assert (tmp_path / "images" / "cat.png").stat().st_size == first.size_bytes
+
+
+async def test_only_one_process_downloads_to_a_folder(
+    local_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+    tmp_path: Path,
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, "0001")
+        with download.opened(tmp_path / "images", storage.blobs, Damaged()):
+            command = ["results", "spring", *flags(local_settings)]
+            result = await asyncio.to_thread(
+                in_process, *command, "--download", "images"
+            )
+
+    assert result.returncode == 2
+    assert "images is being downloaded to: wait for it or end it first" in result.stderr
+
+
+async def test_a_download_that_is_interrupted_leaves_whole_files(
+    local_settings: StorageSettings,
+    store_images: Add,
+    in_process: Imagefleet,
+    tmp_path: Path,
+) -> None:
+    async with open_storage(local_settings) as storage:
+        records = await store_images(
+            storage, *(f"{number:04}" for number in range(100))
+        )
+    command = [
+        *("results", "spring", "--storage", local_settings.storage),
+        *("--download", str(tmp_path / "images")),
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "fleet.entry", *command),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    await polling.until(
+        lambda: (
+            process.returncode is not None or matching(tmp_path / "images", "0*.png")
+        )
+    )
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+    sizes = {f"{record.id}.png": record.size_bytes for record in records}
+    left = matching(tmp_path / "images", "0*.png")
+    assert all(path.stat().st_size == sizes[path.name] for path in left)
+    done = await fetch(in_process, local_settings)
+    assert (done["images"], done["already_there"]) == (100 - len(left), len(left))
+    assert len(names_in(tmp_path / "images")) == 100
+
+
+async def test_the_tokens_of_a_monitor_suffice(
+    azurite_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_storage(azurite_settings) as storage:
+        await store_images(storage, "0001", "0002")
+    minted = mint.Minter(azurite_settings).mint(ROLES["monitor"], timedelta(hours=1))
+    monkeypatch.setenv("IMAGEFLEET_SAS", minted.sas)
+    reader = azurite_settings.model_copy(update={"storage": minted.storage})
+
+    assert (await fetch(in_process, reader))["images"] == 2
+    command = ["export", "spring", *flags(reader), "shards"]
+    exported = await asyncio.to_thread(in_process, *command)
+
+    assert exported.returncode == 0, exported.stderr
+    assert "2 images" in exported.stdout
+
+
+def matching(folder: Path, pattern: str) -> list[Path]:
+    return list(folder.glob(pattern))

@@ -215,3 +215,12 @@ def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose() -> None:
         "proof",
     }
     assert set(Record.model_fields) - left_out == set(columns.COLUMNS) - {"address"}
+
+
+async def test_a_hostile_record_controls_no_terminal(
+    stored: Storage, results: Callable[..., Any], store_images: Add
+) -> None:
+    await store_images(stored, "0009", prompt=HOSTILE, worker=HOSTILE, size_bytes=2**25)
+
+    for arguments in ((), ("--json",), ("--format", "csv")):
+        assert not set((await results(*arguments)).stdout) & set("\x1b\x07\u202e")

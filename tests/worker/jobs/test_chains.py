@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from evaluation.stand_in import draw_noise
 from imagefleet import cancelled, errors
 from imagefleet.files import picture
 from imagefleet.job.change import Change
-from imagefleet.job.message import Output, read_job
+from imagefleet.job.message import Job, Output, read_job
 from imagefleet.records import outcomes, reader
+from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.open import Storage
@@ -322,3 +324,24 @@ async def test_an_image_of_a_stage_carries_the_message_that_draws_it_again(
         )
         assert (job.stage, job.blob_name(0)) == (number, name)
         assert job.place is None or job.place.message is None
+
+
+async def test_a_signed_chain_goes_on_at_workers_without_the_signing_key(
+    storage: Storage, run_pipeline: RunPipeline, tmp_path: Path
+) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    then = ({"steps": 12}, {"steps": 13})
+    job = Job(prompt="a house", id="a", steps=11, then=then)
+    await storage.queue.send([job.to_message(JobSigner(key, storage.scope))])
+    engine = Drawing(
+        lambda each: errors.UnusableFileError("x") if each.steps == 13 else None
+    )
+    await run_pipeline(engine, trusted_key=key.public)
+    assert engine.steps == [11, 12, 13]
+    (record,) = await failed_jobs(storage)
+    assert (record.error, record.stage) == ("UnusableFileError", 3)
+    await dead_letter_queue.replay(storage, Selection())
+    again = Drawing()
+    await run_pipeline(again, trusted_key=key.public)
+    assert again.steps == [13]
+    assert await blobs(storage) == IMAGES
