@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of SD2's and SDXL's architecture.
+"""Tiny random checkpoints of SD2's, SDXL's and the x4 upscaler's architecture.
 
 As `tiny_model` makes SD1.5's.
 """
@@ -18,6 +18,9 @@ from imagefleet.job import clip
 FamilyName = Literal["sd1", "sd2", "sdxl"]
 
 _WIDTH, _SECOND_WIDTH = 32, 48
+
+#: The noise of the published x4 upscaler, on latents and on the image alike.
+_UPSCALER_NOISE = {**tiny_model.SCHEDULER, "beta_start": 0.0001, "beta_end": 0.02}
 
 
 def build(
@@ -95,6 +98,45 @@ def build_inpainting(folder: Path, ordinary: Path) -> Path:
     index["_class_name"] = index["_class_name"].replace("Pipeline", "InpaintPipeline")
     (folder / "model_index.json").write_text(json.dumps(index))
     return folder
+
+
+def build_upscaler(folder: Path, *, size: int = 64) -> Path:
+    """Writes an x4 upscaler, as diffusers' `StableDiffusionUpscalePipeline` reads it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        networks: dict[str, Any] = {
+            "unet": _upscaler_unet(size),
+            "vae": tiny_model.make_vae(size, 0.08333, (16, 16, 32)),
+            "text_encoder": _text_encoder(_WIDTH, "gelu"),
+        }
+    schedulers: dict[str, dict[str, Any]] = {
+        "scheduler": {
+            "_class_name": "DDIMScheduler",
+            "prediction_type": "v_prediction",
+            "clip_sample": False,
+            "set_alpha_to_one": False,
+        },
+        "low_res_scheduler": {"_class_name": "DDPMScheduler"},
+    }
+    schedulers = {
+        part: {**_UPSCALER_NOISE, **each} for part, each in schedulers.items()
+    }
+    pipeline = "StableDiffusionUpscalePipeline"
+    tiny_model.save(folder, pipeline, networks, schedulers, max_noise_level=350)
+    return folder
+
+
+def _upscaler_unet(size: int) -> UNet2DConditionModel:
+    return tiny_model.make_unet(
+        size,
+        sample_size=size // 4,
+        in_channels=7,
+        down_block_types=("DownBlock2D", *["CrossAttnDownBlock2D"] * 3),
+        up_block_types=(*["CrossAttnUpBlock2D"] * 3, "UpBlock2D"),
+        num_class_embeds=1000,
+        only_cross_attention=(True, True, True, False),
+        use_linear_projection=True,
+    )
 
 
 def _sd2_unet(size: int) -> UNet2DConditionModel:

@@ -61,12 +61,13 @@ class PlainDiffusers:
             "scheduler": self._scheduler("euler_ancestral"),
         }
         self._pipeline: Any
-        if second := loaded.text_encoders.get("text_encoder_2"):
+        if loaded.text_encoder_2 is not None:
+            second = {
+                "text_encoder_2": loaded.text_encoder_2,
+                "tokenizer_2": loaded.tokenizer,
+            }
             self._pipeline = StableDiffusionXLPipeline(
-                **parts,
-                text_encoder_2=second,
-                tokenizer_2=loaded.tokenizer,
-                add_watermarker=False,
+                **parts, **second, add_watermarker=False
             )
         else:
             unused = {"safety_checker": None, "feature_extractor": None}

@@ -92,6 +92,7 @@ def add_stages(
 
     Raises JobError for impossible sizes, and for what contradicts the accelerator.
     """
+    before: families.Size | None = None
     for stage in job.stages_left():
         if models.accelerator is not None and not stage.only_upscales:
             stage = models.accelerator.fit(stage)  # noqa: PLW2901 - as the worker does
@@ -100,12 +101,13 @@ def add_stages(
             work = found[stage.model] = ModelJobs(
                 stage.model, models.family_of(stage.model)
             )
-        size = work.family.size_of(stage)
+        size = work.family.size_of(stage, before)
         passes = stage.passes(*size, enlarges=work.family.enlarges)
         images = jobs * stage.images
         work.jobs += jobs
         work.images += images
         work.tflop += images * work.family.passes_tflop(passes)
+        before = passes[-1].width, passes[-1].height
 
 
 def of_source(source: Source, models: Models) -> list[ModelJobs]:

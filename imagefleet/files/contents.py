@@ -32,6 +32,7 @@ class Content:
 SD1 = Content("a Stable Diffusion 1.x checkpoint", use="model", family="SD 1.x")
 SD2 = Content("a Stable Diffusion 2.x checkpoint", use="model", family="SD 2.x")
 SDXL = Content("an SDXL checkpoint", use="model", family="SDXL")
+X4_UPSCALER = Content("an x4 upscaler checkpoint", use="model", family="SD x4 upscaler")
 SD1_LORA = Content("a LoRA for Stable Diffusion 1.x", use="lora", family="SD 1.x")
 SD2_LORA = Content("a LoRA for Stable Diffusion 2.x", use="lora", family="SD 2.x")
 SDXL_LORA = Content("a LoRA for SDXL", use="lora", family="SDXL")
@@ -49,10 +50,6 @@ _EDITING = Content(
 _UNCLIP = Content(
     "a checkpoint that draws variations of a picture (unCLIP)",
     "imagefleet generates from text",
-)
-X4_UPSCALER = Content(
-    "an x4 upscaler checkpoint",
-    "imagefleet enlarges with the networks of 'files add upscaler'",
 )
 _EDM = Content(
     "a checkpoint of another noise than Stable Diffusion's (Playground v2.5, CosXL)"
@@ -259,15 +256,13 @@ def _with_unet(header: Header, names: str) -> Content:
         return Content(f"{content.name} without its text encoder", _WHOLE)
     if not _has(names, r"^(first_stage_model|vae)\."):
         return Content(f"{content.name} without its VAE", _ADD_VAE)
-    return content
+    return X4_UPSCALER if content is SD2 and inputs == _UPSCALER_INPUTS else content
 
 
 def _alike(content: Content, inputs: int, names: str) -> Content | None:
     """A checkpoint of another sort that has all the tensors of this one."""
     if inputs == _EDITING_INPUTS:
         return _EDITING
-    if inputs == _UPSCALER_INPUTS:
-        return X4_UPSCALER
     if content in {SD1, SD2} and _has(
         names, r"^model\.diffusion_model\.label_emb\.0\."
     ):

@@ -16,8 +16,6 @@ KNOWN: Mapping[str, str] = {
     "gpu_noise": "with randn_source GPU, a small GPU draws the noise of more than some 700,000"
     " pixels in another order than a large one, whose order is taken here, as by NV",
     "dotted_lora": "LoRAs in the names of diffusers or peft are drawn; there they change nothing",
-    "dora_outputs": "LoRAs with DoRA's norms of outputs are drawn as LyCORIS defines them; there"
-    " the norms are taken for those of inputs",
     "mixed_loras": "a DoRA, IA3, GLoRA or OFT beside other LoRAs changes the checkpoint's weights;"
     " there what the LoRAs before it made of them",
     "mojibake": "a prompt's text that was decoded wrongly is repaired there by ftfy, and not here:"

@@ -56,11 +56,20 @@ class Family:
     rate_source: str
     enlarges: bool = False
     """True if the family enlarges the image that a job begins with, in all of the job's steps."""
+    scale: int | None = None
+    """Times that each side of the image is enlarged; None: the image gets the family's own size."""
 
-    def size_of(self, job: Job) -> Size:
-        """Width and height of a job's first pass."""
-        width, height = job.size_to_begin_with
-        return width or self.width, height or self.height
+    def size_of(self, job: Job, before: Size | None = None) -> Size:
+        """Width and height of a job's first pass; *before* is the size of the stage before it."""
+        width, height = self.scaled(before) or (self.width, self.height)
+        given = job.size_to_begin_with
+        return given[0] or width, given[1] or height
+
+    def scaled(self, size: Size | None) -> Size | None:
+        """The size that an image gets; None if the family has its own for all images."""
+        if self.scale is None or size is None:
+            return None
+        return self.scale * size[0], self.scale * size[1]
 
     def image_tflop(
         self,

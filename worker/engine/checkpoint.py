@@ -52,12 +52,8 @@ _INPUTS = "model.diffusion_model.input_blocks.0.0.weight"
 
 #: Any of them makes a folder a single file's configuration.
 _CONFIGURATION = (
-    "tokenizer",
-    "unet/config.json",
-    "vae/config.json",
-    "text_encoder/config.json",
-    "text_encoder_2/config.json",
-    "scheduler/scheduler_config.json",
+    *("tokenizer", "unet/config.json", "vae/config.json", "text_encoder/config.json"),
+    *("text_encoder_2/config.json", "scheduler/scheduler_config.json"),
 )
 
 
@@ -66,16 +62,18 @@ class Checkpoint(Model):
     """The networks of a model of latents on their device, and their noise schedule."""
 
     tokenizer: CLIPTokenizer
-    text_encoders: Mapping[Network, Any]
-    """The text encoders, in the order of their vectors."""
+    text_encoder: CLIPTextModel
+    """The first, and of SDXL's refiner the only one."""
+    text_encoder_2: CLIPTextModelWithProjection | None = None
     vae: AutoencoderKL
     alphas_cumprod: Tensor
     prediction_type: str
 
     @property
-    def text_encoder(self) -> Any:
-        """The first, and of SDXL's refiner the only one."""
-        return next(iter(self.text_encoders.values()))
+    def text_encoders(self) -> dict[Network, Any]:
+        """The text encoders, in the order of their vectors."""
+        encoders = self.text_encoder, self.text_encoder_2
+        return dict(zip(self.family.networks, encoders, strict=False))
 
     @property
     def has_text_on_cpu(self) -> bool:
@@ -102,9 +100,8 @@ class Checkpoint(Model):
         for module in self.vae.modules():
             if isinstance(module, Upsampler):
                 module.fold()
-        return replace(
-            other, unet=self.unet, vae=self.vae, text_encoders=self.text_encoders
-        )
+        networks: dict[str, Any] = self.networks
+        return replace(other, **networks)
 
 
 def load_checkpoint(
@@ -141,11 +138,17 @@ def load_checkpoint(
         )
     unet = networks[family.backbone]
     vae = networks["vae"]
-    text_encoders = {name: networks[name] for name in family.networks}
-    first = text_encoders[family.networks[0]]
+    first, *others = (networks[each] for each in family.networks)
     tokenizer = _find_tokenizer(folder, first.config.vocab_size)
-    scheduler = reading.read_json(folder / "scheduler" / "scheduler_config.json")
+    scheduler = _read_scheduler(folder, "scheduler", family)
     _check_architecture(model, family, networks, tokenizer)
+    image_noise = None
+    if family.enlarges_image:
+        image_noise = reading.image_noise(
+            reading.read_json(folder / "model_index.json"),
+            _read_scheduler(folder, "low_res_scheduler", family),
+            unet.config.num_class_embeds,
+        )
     predicted = reading.prediction_type(model, scheduler, prediction_type, found.keys)
     predicted = predicted or family.find_prediction(unet)
     factor = vae_factor(vae)
@@ -170,7 +173,8 @@ def load_checkpoint(
     return Checkpoint(
         name=name,
         tokenizer=tokenizer,
-        text_encoders=text_encoders,
+        text_encoder=first,
+        text_encoder_2=others[0] if others else None,
         unet=unet,
         vae=vae,
         alphas_cumprod=reading.alphas_cumprod(model, scheduler, found.keys),
@@ -179,6 +183,7 @@ def load_checkpoint(
         default_size=(side, side),
         weight_sums=weight_sums,
         family=family,
+        image_noise=image_noise,
     )
 
 
@@ -312,11 +317,13 @@ def _read_folder(folder: Path) -> _Read:
         for part in ("unet", "text_encoder")
     )
     family = table.of_folder(unet, text_encoder)
-    networks = {
-        name: reading.read_network(network, folder / name)
-        for name, (network, _) in _parts(family).items()
-    }
-    return _Read(family, networks)
+    return _Read(
+        family,
+        {
+            name: reading.read_network(network, folder / name)
+            for name, (network, _) in _parts(family).items()
+        },
+    )
 
 
 def _config_folder(model: Path, config: Path | None) -> Path:
@@ -389,16 +396,20 @@ def _number_positions(
     found = next(
         (weights[key] for key in weights if key.endswith("position_ids")), None
     )
-    module = next(each for each in network.modules() if hasattr(each, "position_ids"))
-    right = module.position_ids
-    if found is None or found.numel() != right.numel():
+    module = next(
+        (each for each in network.modules() if hasattr(each, "position_ids")), None
+    )
+    if found is None or module is None or found.numel() != module.position_ids.numel():
         return
+    right = module.position_ids
     numbers = found.to(torch.int64).clamp(0, right.numel() - 1).view_as(right)
     if wrong := int((numbers != right).sum()):
         module.position_ids = numbers if file_positions else right
-        used = "are put right (see --file-positions)"
-        if file_positions:
-            used = "are drawn with"
+        used = (
+            "are drawn with"
+            if file_positions
+            else "are put right (see --file-positions)"
+        )
         log.warning(
             f"{wrong} of the position_ids of {path.name!r} are damaged, and {used}",
             action="positions_damaged",
@@ -431,15 +442,16 @@ def _check_architecture(
     if family.has_size_ids:
         numbers = len(family.size_ids(0, 0)) * (unet.addition_time_embed_dim or 0)
         added = numbers + encoders[-1].projection_dim
+    # Beside the latents, inpainting takes as many and a mask.
     latents = unet.out_channels
+    beside = {table.IMAGE_CHANNELS} if family.enlarges_image else {0, latents + 1}
     if (
         unet.cross_attention_dim != width
         or unet.addition_embed_type != added_type
         or (added and unet.projection_class_embeddings_input_dim != added)
         or unet.class_embed_type is not None
-        or unet.num_class_embeds is not None
-        # Beside the latents, inpainting takes as many and a mask.
-        or unet.in_channels not in {latents, 2 * latents + 1}
+        or (unet.num_class_embeds is not None) != family.enlarges_image
+        or unet.in_channels - latents not in beside
     ):
         raise errors.SetupError(
             f"{str(model)!r} does not have {family.name}'s architecture"
@@ -453,3 +465,10 @@ def _check_architecture(
         raise errors.SetupError(
             f"the tokenizer of {str(model)!r} belongs to another text encoder"
         )
+
+
+def _read_scheduler(folder: Path, part: str, family: Family) -> Mapping[str, Any]:
+    return (
+        reading.read_json(folder / part / "scheduler_config.json")
+        or family.scheduler_config
+    )

@@ -36,7 +36,7 @@ def sum_bits(tensors: Mapping[str, Tensor]) -> Sums:
     sums = {
         name: int(_bits(tensor).numpy().sum(dtype=np.int64))
         for name, tensor in tensors.items()
-        if tensor.is_cpu
+        if tensor.device.type == "cpu"
     }
     others = {name: each for name, each in tensors.items() if name not in sums}
     if others:

@@ -65,7 +65,7 @@ class HostCopy:
     @classmethod
     def begin(cls, pixels: Tensor, is_finite: Tensor, images: int) -> HostCopy:
         """Copies the first *images* of what `to_pixels` returns, once the stream is so far."""
-        on_gpu = pixels.is_cuda
+        on_gpu = pixels.device.type == "cuda"
         host_pixels = torch.empty(
             (images, *pixels.shape[1:]), dtype=torch.uint8, pin_memory=on_gpu
         )
@@ -238,8 +238,10 @@ class Decoder:
         self.forget_compiled()
 
     def _slice_size(self, shape: torch.Size) -> int:
-        fitting = self.slice_pixels // self._pixels(shape)
-        return max(1, min(self.max_images, _MAX_IMAGES, fitting))
+        return max(
+            1,
+            min(self.max_images, _MAX_IMAGES, self.slice_pixels // self._pixels(shape)),
+        )
 
     def _pixels(self, shape: torch.Size) -> int:
         return int(shape[1] * shape[2]) * self._pixels_per_latent
@@ -327,17 +329,20 @@ def to_images(vae: Vae | None, latents: Tensor, *, in_stripes: bool = False) -> 
     """The VAE's images of latents [images, 4, height, width], from -1 to 1, in float32."""
     if vae is None:
         return latents
-    scaled = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+    scaled = latents / vae.config.scaling_factor
+    if vae.config.shift_factor:
+        scaled = scaled + vae.config.shift_factor
     scaled = scaled.to(vae.dtype)
     if getattr(vae, "post_quant_conv", None) is not None:
         scaled = vae.post_quant_conv(scaled)
     # A tiny one takes far less memory, and the rows of an image that tiles have no end.
-    can_be_striped = (
-        isinstance(vae, AutoencoderKL) and vae.decoder.conv_in.padding_mode == "zeros"
+    in_stripes = in_stripes and isinstance(vae, AutoencoderKL)
+    in_stripes = in_stripes and vae.decoder.conv_in.padding_mode == "zeros"
+    images: Tensor
+    images = (
+        decode_in_stripes(vae.decoder, scaled) if in_stripes else vae.decoder(scaled)
     )
-    if in_stripes and can_be_striped:
-        return decode_in_stripes(vae.decoder, scaled).float()
-    return vae.decoder(scaled).float()
+    return images.float()
 
 
 def to_pixels(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -346,12 +351,6 @@ def to_pixels(images: Tensor) -> tuple[Tensor, Tensor]:
     return levels.permute(0, 2, 3, 1).contiguous(), images.isfinite().flatten(1).all(
         dim=1
     )
-
-
-def to_levels(pixels: contract.Pixels, device: torch.device) -> Tensor:
-    """An image's pixels [1, 3, height, width] on a device, from 0 to 1."""
-    levels = torch.from_numpy(pixels.copy()).to(device).permute(2, 0, 1)[None]
-    return levels.float() / 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,12 +386,14 @@ def decode_in_stripes(decoder: Any, latents: Tensor) -> Tensor:
     Upsampled images are never held: their rows are computed each time they are needed, three times
     in all.
     """
-    image = _Image(decoder.mid_block(decoder.conv_in(latents)))
+    x: Tensor = decoder.mid_block(decoder.conv_in(latents))
+    image: _Image = _Image(x)
     for block in decoder.up_blocks:
         for resnet in block.resnets:
-            image = _Image(_add_resnet(resnet, image))
+            x = _add_resnet(resnet, image)
+            image = _Image(x)
         for sampler in block.upsamplers or ():  # one at most
-            image = _Image(image.x, sampler.conv)
+            image = _Image(x, sampler.conv)
     return _join(
         _normalise_and_convolve(decoder.conv_norm_out, decoder.conv_out, image), image
     )
@@ -429,7 +430,8 @@ def _join(parts: Iterator[tuple[int, Tensor]], image: _Image) -> Tensor:
                 else torch.contiguous_format,
             )
         output[:, :, top : top + part.shape[2]] = part
-    assert output is not None  # noqa: S101 - an image has rows
+    if output is None:
+        raise ValueError("an image without rows")
     return output
 
 
@@ -465,22 +467,33 @@ def _convolve(conv: nn.Conv2d, part: Tensor, is_first: bool, is_last: bool) -> T
 def _scale_and_shift(norm: nn.GroupNorm, image: _Image) -> tuple[Tensor, Tensor]:
     """The norm of the whole image as a product and a sum in float32 [rows, channels, 1, 1].
 
-    The sums of all stripes are in float64, in which the squares' mean less the mean's square has
-    enough digits.
+    Stripes' means and squares are combined as by Chan, Golub and LeVeque (1979): one pass, without
+    the cancellation of a sum of squares.
     """
-    count = 0
-    total: Any = 0
-    squares: Any = 0
+    counts = []
+    means = []
+    squares = []
     for top, bottom in _stripes(image):
         part = image.part(top, bottom).float()
         grouped = part.view(len(part), norm.num_groups, -1, *part.shape[2:])
-        count += grouped[0, 0].numel()
-        total = total + grouped.sum((2, 3, 4), dtype=torch.float64)
-        squares = squares + grouped.square().sum((2, 3, 4), dtype=torch.float64)
-    mean = total / count
-    deviation = (squares / count - mean.square() + norm.eps).rsqrt()
-    per_group = norm.num_channels // norm.num_groups
-    by_channel = torch.stack([mean, deviation]).float().repeat_interleave(per_group, 2)
-    mean, deviation = by_channel[..., None, None]
-    scale = deviation * norm.weight.float()[:, None, None]
-    return scale, norm.bias.float()[:, None, None] - mean * scale
+        mean = grouped.mean((2, 3, 4))
+        deviations = grouped - mean[:, :, None, None, None]
+        counts.append(grouped[0, 0].numel())
+        means.append(mean)
+        squares.append(deviations.square_().sum((2, 3, 4)))
+    count = sum(counts)
+    weights = torch.tensor(counts, device=means[0].device)[:, None, None] / count
+    stripe_means = torch.stack(means)
+    mean = (weights * stripe_means).sum(0)
+    within = torch.stack(squares).sum(0) / count
+    between = (weights * (stripe_means - mean) ** 2).sum(0)
+    variance = within + between
+
+    def of_channels(values: Tensor) -> Tensor:
+        per_group = norm.num_channels // norm.num_groups
+        return values.repeat_interleave(per_group, dim=1)[:, :, None, None]
+
+    weight = norm.weight.float()[:, None, None]
+    bias = norm.bias.float()[:, None, None]
+    scale = of_channels((variance + norm.eps).rsqrt()) * weight
+    return scale, bias - of_channels(mean) * scale

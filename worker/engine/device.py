@@ -85,7 +85,8 @@ def find_device(name: str) -> torch.device:
 def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     """The type of the weights; 'auto' is float16 on a GPU and float32 on a CPU."""
     usual = "float16" if device.type == "cuda" else "float32"
-    return getattr(torch, usual if precision == "auto" else precision)
+    dtype: torch.dtype = getattr(torch, usual if precision == "auto" else precision)
+    return dtype
 
 
 def set_up(

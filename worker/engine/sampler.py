@@ -218,17 +218,15 @@ class Move(NamedTuple):
     from_uncond: float = 0.0
     """Weight of the output without the prompt, less the one with guidance."""
     timestep: float | None = None
-    """Timestep that the UNet is called with; None: the level is one."""
+    """What the UNet is told; None: the level is a timestep."""
     input_scale: float = 1.0
     kept: tuple[float, float] = (1.0, 0.0)
     """Coefficients of the estimate inside the kept area: of the original and of the latents."""
-    variance_logs: tuple[float, float] = (0.0, 0.0)
-    """Logarithms of the bounds of the variance that a UNet of pixels predicts."""
 
 
-def towards(ratio: float) -> Combination:
+def towards(ratio: float, estimate: Combination = ESTIMATES[0]) -> Combination:
     """*ratio* of the latents, and the rest of the estimate: a step by the ratio of its sigmas."""
-    return ratio * LATENTS + (1 - ratio) * ESTIMATES[0]
+    return ratio * LATENTS + (1 - ratio) * estimate
 
 
 @dataclass(eq=False)
@@ -248,7 +246,8 @@ class NoiseStream:
     brownian: BrownianNoise | None = None
 
     def __post_init__(self) -> None:
-        self._draw = self._make(self._seed)
+        self.draw = self._make(self._seed)
+        """Also the noise of an image that an upscaler enlarges, before all other."""
         self._tree: BrownianTree | None = None
         self._intervals = iter(self.brownian.intervals if self.brownian else ())
         self._ready = deque[Tensor]()
@@ -262,15 +261,15 @@ class NoiseStream:
         if settings.resize_from is not None:
             width, height = settings.resize_from
             noise_shape = (shape[0], height // self.factor, width // self.factor)
-        draw = self._draw if noise_shape == shape else self._make(self._seed)
+        draw = self.draw if noise_shape == shape else self._make(self._seed)
         noise = draw(noise_shape)
         if settings.subseed_strength:
             other = self._make(settings.subseed)(noise_shape)
             noise = _interpolate(noise, other, settings.subseed_strength)
         if noise_shape != shape:
-            noise = _put_into_middle(noise, self._draw(shape))
+            noise = _put_into_middle(noise, self.draw(shape))
         if settings.seed_delta:
-            self._draw = self._make(self._seed + settings.seed_delta)
+            self.draw = self._make(self._seed + settings.seed_delta)
         if self.brownian is not None:
             self._tree = BrownianTree(
                 self._seed, self.brownian.span, lambda at: self._make(at)(shape)
@@ -289,7 +288,7 @@ class NoiseStream:
 
     def _draw_some(self, count: int) -> list[Tensor]:
         if self._tree is None:
-            return [self._draw(self._shape) for _ in range(count)]
+            return [self.draw(self._shape) for _ in range(count)]
         return self._tree.noise(list(islice(self._intervals, count)))
 
     def _draw_ahead(self) -> None:

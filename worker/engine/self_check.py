@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from worker.engine import checksums
 from worker.engine.families.table import Model
+from worker.engine.lora import shared
 
 #: Buffers that are made of the weights when they are loaded. The slots' own change with every job.
 _DERIVED = "folded"
@@ -18,21 +19,23 @@ class SelfCheck:
     def __init__(
         self,
         checkpoint: Model,
+        merger: shared.Merger,
         computing: Mapping[str, nn.Module],
         text_encoder_lock: contextlib.AbstractContextManager[object],
-        restore: Callable[[], Mapping[str, Tensor]],
+        reloaded: Callable[[], Mapping[str, Tensor]],
     ) -> None:
         """*computing*: the modules that compute, with buffers made of the checkpoint's weights.
 
-        *restore*: puts the checkpoint's own weights in place; returns what computes in place of
+        *reloaded*: puts the checkpoint's own weights in place; returns what computes in place of
         parameters that are in the host's memory. Another thread may merge LoRAs into the text
         encoder, while it holds *text_encoder_lock*.
         """
         self._networks = checkpoint.networks
         self._backbone = checkpoint.family.backbone
+        self._merger = merger
         self._computing = computing
         self._text_encoder_lock = text_encoder_lock
-        self._restore = restore
+        self._reloaded = reloaded
         self._expected = dict(checkpoint.weight_sums or {})
         tensors = {**checksums.named_parameters(self._networks), **self._derived()}
         self._types = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -40,11 +43,15 @@ class SelfCheck:
     def find_fault(self) -> str | None:
         """Compares the bits of the weights on the device with those that the CPU read.
 
-        LoRAs that are merged now are taken out; the slots' own copies are not compared.
+        LoRAs that are merged now do not count; the slots' own copies are not compared.
         """
-        replaced = self._restore()
-        tensors = checksums.named_parameters(self._networks) | self._derived()
+        replaced = dict(self._reloaded())
+        originals = self._merger.originals
+        replaced |= {f"{path}.weight": weight for path, weight in originals.items()}
+        tensors = checksums.named_parameters(self._networks)
         tensors |= {f"{self._backbone}.{name}": each for name, each in replaced.items()}
+        if not originals:
+            tensors |= self._derived()
         # A VAE that overflowed was widened, which is exact in both directions.
         own = {
             name: each.to(self._types.get(name, each.dtype))
@@ -52,8 +59,9 @@ class SelfCheck:
         }
         with self._text_encoder_lock:
             found = checksums.sum_bits(own)
-        # The first ones are what they have to stay.
-        self._expected = found | self._expected
+        if not originals:
+            # The first ones are what they have to stay.
+            self._expected = found | self._expected
         differing = [
             name for name, total in found.items() if self._expected[name] != total
         ]

@@ -161,7 +161,8 @@ class Tokenizer:
         cleaned = [clip.cleaned(each) for each in texts]
         with self._lock:
             encoded = self._tokenizer(cleaned, add_special_tokens=False, verbose=False)
-        return encoded["input_ids"]
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
 
 
 def _key(chunk: Chunk) -> Hashable:

@@ -44,7 +44,6 @@ _PIPELINES = (
     ("StableDiffusion3", "a Stable Diffusion 3 checkpoint"),
     ("StableDiffusionInstructPix2Pix", "a checkpoint that edits pictures"),
     ("StableDiffusionDepth", "a depth-to-image checkpoint"),
-    ("StableDiffusionUpscale", "an x4 upscaler checkpoint"),
 )
 
 #: The stages of DeepFloyd IF, by the class of their pipeline, and their family's title.
@@ -69,8 +68,8 @@ _VAE_SUFFIXES = (".vae.pt", ".vae.ckpt", ".vae.safetensors")
 _REFINER_WIDTH = 1280
 
 _ONLY_THESE = (
-    "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL, and with stages"
-    " of DeepFloyd IF"
+    "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL, with its x4"
+    " upscaler, and with stages of DeepFloyd IF"
 )
 
 
@@ -141,6 +140,8 @@ def family(path: Path) -> str:
         return contents.REFINER.family
     if _is_sdxl(unet):
         return contents.SDXL.family
+    if unet.get("num_class_embeds") is not None:
+        return contents.X4_UPSCALER.family
     width = unet.get("cross_attention_dim")
     by_width = {1024: contents.SD2, 2048: contents.SDXL}
     return next(

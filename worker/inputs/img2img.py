@@ -48,7 +48,7 @@ _CONTENT: Mapping[
 #: The sides of what is drawn are this many times those of a sample.
 _SAMPLE_SHARE = 4
 
-#: The level of the noise on it.
+#: The level of the noise on it that DeepFloyd IF's third stage has.
 _SAMPLE_NOISE = 0.1
 
 

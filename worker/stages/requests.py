@@ -61,6 +61,10 @@ class RequestReader:
             inputs = await self.files.inputs.read(
                 job, size, self.engine, is_enlarged=family.enlarges
             )
+            if inputs.init is not None:
+                height, width = inputs.init.pixels.shape[:2]
+                scaled = family.scaled((width, height)) or self.engine.default_size
+                size = job.width or scaled[0], job.height or scaled[1]
             second, _ = job.hires_prompts
             if inputs.hires and second and second.loras != job.parsed_prompt.loras:
                 own = tuple(map(loras.__getitem__, second.loras))

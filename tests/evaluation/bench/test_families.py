@@ -13,7 +13,7 @@ from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families
 from worker.engine import contract
-from worker.engine.families.table import SDXL
+from worker.engine.families.table import SDXL, X4_UPSCALER
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +41,22 @@ def test_the_plan_counts_the_operations_that_sdxl_has() -> None:
         counted = tflop(lambda: unet(*inputs, context, added_cond_kwargs=added))
     calls = planned.image_tflop(steps=2) - planned.image_tflop(steps=1)
     assert 2 * counted == pytest.approx(calls, rel=0.02)
+
+
+@pytest.mark.parametrize("side", [512, 1024])
+def test_the_plan_counts_the_operations_that_the_x4_upscaler_has(side: int) -> None:
+    planned = families.FAMILIES[X4_UPSCALER.slug]
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**X4_UPSCALER.unet_config)
+        vae = AutoencoderKL(**X4_UPSCALER.vae_config)
+        inputs = torch.empty(1, 7, side // 4, side // 4), torch.empty(1)
+        context = torch.empty(1, 77, unet.config.cross_attention_dim)
+        level = torch.empty(1, dtype=torch.long)
+        call = tflop(lambda: unet(*inputs, context, class_labels=level))
+        decoding = tflop(lambda: vae.decode(inputs[0][:, :4]))
+    one, two = (planned.image_tflop(side, side, steps) for steps in (1, 2))
+    assert 2 * call == pytest.approx(two - one, rel=0.01)
+    assert decoding == pytest.approx(2 * one - two - 2 * planned.text_tflop, rel=0.01)
 
 
 def test_an_unknown_family_and_a_cpu_are_refused(tmp_path: Path) -> None:

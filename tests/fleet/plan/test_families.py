@@ -61,7 +61,7 @@ def plan(imagefleet: Imagefleet, *arguments: str) -> dict[str, Any]:
 
 def test_every_family_that_the_worker_loads_has_its_operations() -> None:
     loaded = {kind.family for kind in (contents.SD1, contents.SD2, contents.SDXL)}
-    loaded |= {"DeepFloyd IF", "DeepFloyd IF super-resolution"}
+    loaded |= {"DeepFloyd IF", "DeepFloyd IF super-resolution", "SD x4 upscaler"}
     assert {each.title for each in families.FAMILIES.values()} == loaded
     assert families.SD1.image_tflop() == pytest.approx(26.64, rel=1e-3), (
         "as benchmarks/results"
@@ -133,6 +133,33 @@ def test_a_job_that_an_accelerator_refuses_is_not_planned_with_it(
     result = in_process("plan", jobs({"steps": 30}), "--accelerator", "lightning_4step")
 
     assert_refused(result, "line 1: steps is 30")
+
+
+@pytest.mark.parametrize(
+    ("before", "side"), [({"width": 256, "height": 384}, 1024), ({}, 2048)]
+)
+def test_a_stage_that_enlarges_counts_all_its_steps_and_four_times_the_size_before(
+    before: dict[str, int], side: int, tmp_path: Path
+) -> None:
+    """Whatever its denoising_strength, which is the noise on the image."""
+    # A size that is given holds for all stages, so the last one has none again.
+    stage = {
+        "model": "x4",
+        "steps": 40,
+        "denoising_strength": 0.1,
+        "width": None,
+        "height": None,
+    }
+    path = tmp_path / "jobs.jsonl"
+    path.write_text(
+        json.dumps({"prompt": "a", "model": "dream", **before, "then": [stage]})
+    )
+    models = work.read_models(["dream=sd1", "x4=x4_upscaler"], None)
+    found = {each.model: each for each in work.of_source(open_source(path), models)}
+    height = 4 * before.get("height", 512)
+    assert found["x4"].tflop == pytest.approx(
+        families.find("x4_upscaler").image_tflop(side, height, 40)
+    )
 
 
 def test_a_model_of_unknown_family_is_refused_by_name(

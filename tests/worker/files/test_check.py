@@ -325,6 +325,9 @@ def test_the_family_of_a_folder_is_told_by_its_unet(
     assert check.family(folder) == family
     (folder / "unet" / "config.json").write_text('{"addition_embed_type": "text_time"}')
     assert check.family(folder) == "SDXL"
+    upscaler = {"cross_attention_dim": width, "num_class_embeds": 1000}
+    (folder / "unet" / "config.json").write_text(json.dumps(upscaler))
+    assert check.family(folder) == "SD x4 upscaler"
 
 
 def test_a_damaged_folder_names_what_is_wrong(folder: Path) -> None:

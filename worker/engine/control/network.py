@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from worker.engine import contract, decoder
-from worker.engine.kernels.layers import channels_last
+from worker.engine import contract
 from worker.engine.networks.linear import SlotLinear
-from worker.engine.networks.transformer import Call, modules_of, repeat_rows
+from worker.engine.networks.transformer import Call, repeat_rows
 from worker.engine.networks.unet import SlotEncoder
 
 
@@ -27,8 +26,9 @@ class SlotControlNet(SlotEncoder):
         """*pools*: its outputs are averaged over the image, and steer the prompt's rows alone."""
         paths = {module: path for path, module in original.named_modules()}
         super().__init__(original, paths)
-        for linear in modules_of(self, SlotLinear):
-            linear.keep_apart()
+        for module in self.modules():
+            if isinstance(module, SlotLinear):
+                module.keep_apart()
         self._join(paths)
         self.pools = pools
         self.hint = original.controlnet_cond_embedding
@@ -61,8 +61,9 @@ class SlotControlNet(SlotEncoder):
     @torch.no_grad()
     def embed(self, pixels: contract.Pixels) -> Tensor:
         """The control image [channels, height, width] of the latents' size."""
-        levels = decoder.to_levels(pixels, self.device)
-        return self.hint(levels.to(self.dtype))[0]
+        levels = torch.from_numpy(pixels.copy()).to(self.device).permute(2, 0, 1)[None]
+        embedded: Tensor = self.hint((levels.float() / 255).to(self.dtype))
+        return embedded[0]
 
     def record_stream(self) -> None:
         """Keeps the network's memory allocated until the current stream's pending work is done."""
@@ -108,12 +109,17 @@ class ControlState(NamedTuple):
     ) -> ControlState:
         """Empty, for latents of these *sides* (height, width); *context*: the UNet's own shape."""
         like, (rows, tokens, _) = next(network.conv_in.parameters()), context
-        hints = channels_last(like.new_zeros((slots, len(like), *sides)))
-        own_context = like.new_zeros((rows, tokens, network.context_width))
-        added = None
-        if network.added_width:
-            added = like.new_zeros((rows, network.added_width))
-        return cls(network, hints, own_context, added)
+        hints = like.new_zeros((slots, len(like), *sides))
+        if hints.device.type == "cuda":
+            hints = hints.contiguous(memory_format=torch.channels_last)
+        return cls(
+            network,
+            hints,
+            like.new_zeros((rows, tokens, network.context_width)),
+            like.new_zeros((rows, network.added_width))
+            if network.added_width
+            else None,
+        )
 
     def first(self, slots: int) -> ControlState:
         rows = slots * self.slot_rows

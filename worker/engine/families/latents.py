@@ -21,7 +21,7 @@ from worker.engine.networks.convolution import USUAL_RANK
 from worker.engine.networks.unet import SlotUnet
 from worker.engine.passes.checkpoints import CheckpointCache, Read
 from worker.engine.passes.images import Vaes
-from worker.engine.slots import memory
+from worker.engine.slots import memory, step
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import RequestPreparer
 from worker.engine.slots.queue import Costs
@@ -44,14 +44,10 @@ def _read_tiny(folder: Path, checkpoint: Checkpoint) -> AutoencoderTiny:
     return tiny
 
 
-def _read_none(_path: Path, like: Checkpoint) -> Checkpoint:
-    raise errors.SetupError(f"{like.name!r} draws alone")
-
-
 def of_latents(
-    checkpoint: Checkpoint, settings: Settings, read: Read = _read_none
+    checkpoint: Checkpoint, settings: Settings, read: Read | None = None
 ) -> Parts:
-    """*read* reads another checkpoint of its kind."""
+    """*read*: another checkpoint of its kind; None: it draws with this alone."""
     device = checkpoint.unet.device
     is_large = checkpoint.family.has_large_layers
     # Quicker on a GPU, compiled or not; a CPU keeps to what diffusers computes.
@@ -63,8 +59,10 @@ def of_latents(
     tiny = None if settings.taesd is None else _read_tiny(settings.taesd, checkpoint)
     overflows = checkpoint.family.overflows_in_float16
     vaes = Vaes(checkpoint.vae, overflows=overflows, has_own_layers=has_own_layers)
-    checkpoints = CheckpointCache(checkpoint, read, has_own_layers=has_own_layers)
-    stager = LatentStager(checkpoint, control_nets, vaes, checkpoints, tiny)
+    checkpoints = read and CheckpointCache(
+        checkpoint, read, has_own_layers=has_own_layers
+    )
+    stager = LatentStager(checkpoint, control_nets, tiny, vaes, checkpoints)
     layer_bytes = linear.transformer_bytes(checkpoint.unet)
     weights = settings.slot_weights or memory.choose_weights(
         device, layer_bytes, settings.slots, is_large=is_large
@@ -102,9 +100,10 @@ def of_latents(
         model=checkpoint,
         settings=settings,
         unet=unet,
+        tick=step.tick,
         preparer=preparer,
         control_nets=control_nets,
-        caches=[control_nets, vaes, checkpoints],
+        caches=[each for each in (control_nets, vaes, checkpoints) if each],
         checkpoints=checkpoints,
         stager=stager,
         merger=merger,

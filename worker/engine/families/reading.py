@@ -7,11 +7,12 @@ a network: images that are drawn at that time would begin with other noise.
 import json
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import ModelMixin
+from diffusers import DDPMScheduler, ModelMixin
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -148,6 +149,34 @@ V_PREDICTION_KEY, ZERO_TERMINAL_SNR_KEY = "v_pred", "ztsnr"
 
 #: AUTOMATIC1111's last value in place of 0, from which no image could be computed.
 _LAST_ALPHA = 4.8973451890853435e-08
+
+#: The highest level of noise on the image of an x4 upscaler whose configuration says none.
+_MAX_LEVEL = 350
+
+
+@dataclass(frozen=True, slots=True)
+class ImageNoise:
+    """The noise on the image that an x4 upscaler enlarges."""
+
+    scheduler: DDPMScheduler
+    max_level: int
+    """The highest timestep."""
+
+    @property
+    def timesteps(self) -> int:
+        """The number of timesteps, of which a level is one."""
+        return int(self.scheduler.config.num_train_timesteps)
+
+
+def image_noise(
+    index: Mapping[str, Any], scheduler: Mapping[str, Any], levels: int
+) -> ImageNoise:
+    """Reads it from a folder's configurations; *levels*: how many the UNet knows."""
+    made = DDPMScheduler.from_config(dict(scheduler))
+    level = int(index.get("max_noise_level", _MAX_LEVEL))
+    # On a GPU, a level out of range is a device-side assert, which ends the process.
+    level = min(level, levels - 1, int(made.config.num_train_timesteps) - 1)
+    return ImageNoise(made, level)
 
 
 def prediction_type(

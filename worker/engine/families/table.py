@@ -17,6 +17,7 @@ from imagefleet.files import contents
 from imagefleet.files.safetensors import Header
 from worker.engine import checksums, text
 from worker.engine.families import reading
+from worker.engine.families.reading import ImageNoise
 from worker.engine.lora.file import Network
 
 Config = Mapping[str, Any]
@@ -68,6 +69,10 @@ class Family:
     """A copy of all linear layers per slot fits large GPUs only; on others much has to be saved."""
     find_prediction: Callable[[Any], str] = field(default=lambda _: "epsilon")
     """Finds the prediction type of a UNet, where nothing states it."""
+    enlarges_image: bool = False
+    """The UNet takes an image in the size of the latents, with noise, and that noise's level."""
+    scheduler_config: Config = field(default_factory=dict)
+    """The noise where the scheduler has no configuration; empty for SD's usual one."""
     native_sides: Mapping[str, int] = field(default_factory=dict)
     """Pixels, by what the UNet predicts; otherwise the UNet's configuration says."""
 
@@ -103,6 +108,8 @@ class Model:
     """The native width and height in pixels."""
     factor: int
     """Pixels for each row of what is drawn."""
+    image_noise: ImageNoise | None = None
+    """The noise that families which enlarge an image add to it; None for other families."""
     states_encoder: str | None = None
     """The encoder whose states of the prompts come with each request; None: none do."""
     weight_sums: checksums.Sums | None = None
@@ -114,7 +121,7 @@ class Model:
 
     @property
     def conditioning_channels(self) -> int:
-        """Number of extra input channels of the UNet: 5 for inpainting, 3 of an image in pixels."""
+        """Number of extra input channels of the UNet: 5 for inpainting, 3 to enlarge an image."""
         return int(self.unet.config.in_channels) - self.channels
 
     @property
@@ -296,6 +303,49 @@ REFINER = replace(
 )
 
 
+#: What an upscaler's UNet takes beside the latents: red, green and blue.
+IMAGE_CHANNELS = 3
+
+#: Stable Diffusion's x4 upscaler: SD2's text encoder, and a UNet that sees the image it enlarges,
+#: of the latents' size and with some noise. Its VAE makes four times the width and height of them.
+X4_UPSCALER = replace(
+    SD2,
+    name="Stable Diffusion x4 upscaler",
+    slug="x4_upscaler",
+    unet_config={
+        "sample_size": 128,
+        "in_channels": 4 + IMAGE_CHANNELS,
+        "cross_attention_dim": 1024,
+        "attention_head_dim": 8,
+        "block_out_channels": [256, 512, 512, 1024],
+        "down_block_types": ["DownBlock2D", *["CrossAttnDownBlock2D"] * 3],
+        "up_block_types": [*["CrossAttnUpBlock2D"] * 3, "UpBlock2D"],
+        "num_class_embeds": 1000,
+        "only_cross_attention": [True, True, True, False],
+        "use_linear_projection": True,
+    },
+    vae_config={
+        "down_block_types": ["DownEncoderBlock2D"] * 3,
+        "up_block_types": ["UpDecoderBlock2D"] * 3,
+        "block_out_channels": [128, 256, 512],
+        "layers_per_block": 2,
+        "sample_size": 256,
+        "scaling_factor": 0.08333,
+    },
+    # Of the latents, and of the image.
+    scheduler_config={
+        "beta_start": 0.0001,
+        "beta_end": 0.02,
+        "beta_schedule": "scaled_linear",
+    },
+    # "The decoder seems to break in half precision", says its own configuration (x4-upscaling.yaml
+    # in Stability-AI/stablediffusion); diffusers' pipeline decodes in float32.
+    overflows_in_float16=True,
+    find_prediction=lambda _: "v_prediction",
+    native_sides={},
+    enlarges_image=True,
+)
+
 FAMILIES = (SD1, SD2, SDXL)
 
 _OF_FILES = {
@@ -303,6 +353,7 @@ _OF_FILES = {
     contents.SD2: SD2,
     contents.SDXL: SDXL,
     contents.REFINER: REFINER,
+    contents.X4_UPSCALER: X4_UPSCALER,
 }
 
 
@@ -318,6 +369,8 @@ def of_folder(unet: Config, text_encoder: Config) -> Family:
     SD2 is told from SD1 by its text encoder: OpenCLIP has another activation than CLIP. Of SDXL's,
     the refiner has the second alone.
     """
+    if unet.get("num_class_embeds") is not None:
+        return X4_UPSCALER
     if unet.get("addition_embed_type") is not None:
         if text_encoder:
             return SDXL

@@ -84,7 +84,7 @@ class KernelSelector:
 
     def select(self, q: Tensor, k: Tensor, v: Tensor) -> Attend:
         """The kernel for q, k, v [rows, heads, tokens, head width]; may overwrite them."""
-        if not q.is_cuda:
+        if q.device.type != "cuda":
             return default_attention
         shape = tuple(q.shape)
         if shape not in self._fastest:
@@ -128,11 +128,6 @@ def is_accurate(attended: Tensor, expected: Tensor) -> bool:
     return bool((attended - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
-def channels_last(x: Tensor) -> Tensor:
-    """Images [rows, channels, height, width] in the order that a GPU's convolutions are fast in."""
-    return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
-
-
 def time_convolutions(*, lasting: bool) -> None:
     """Sets whether cuDNN times all its kernels for each new shape of a convolution.
 
@@ -165,7 +160,7 @@ class ChannelsLastGroupNorm(nn.GroupNorm):
         if is_image and runs_programs(input):
             return normalise_and_activate(input, self)
         is_large = is_image and input.shape[2] * input.shape[3] >= _PIXELS
-        if is_large and input.is_cuda and torch.compiler.is_compiling():
+        if is_large and input.device.type == "cuda" and torch.compiler.is_compiling():
             return normalise(input, self)
         return super().forward(input)
 
@@ -257,7 +252,11 @@ def gate(x: Tensor) -> Tensor:
 
 def runs_programs(x: Tensor) -> bool:
     """True if Triton's programs run for *x*, and not torch's kernels."""
-    return x.is_cuda and not torch.compiler.is_compiling() and _works(x.device)
+    return (
+        x.device.type == "cuda"
+        and not torch.compiler.is_compiling()
+        and _works(x.device)
+    )
 
 
 @functools.cache
@@ -309,7 +308,8 @@ def convolve(conv: nn.Conv2d, x: Tensor, *, tiles: bool) -> Tensor:
     As `apply_circular` (AUTOMATIC1111 1.10), for kernels of one or three pixels.
     """
     if not tiles or conv.padding == (0, 0):
-        return conv(x)
+        convolved: Tensor = conv(x)
+        return convolved
     return F.conv2d(_wrapped(x), conv.weight, conv.bias, conv.stride)
 
 
@@ -365,7 +365,9 @@ class Upsampler(nn.Module):
         """Folds the weights; call again whenever they change."""
         folded = fold(self.conv.weight.detach())
         if self.folded is None:
-            self.folded = channels_last(folded)
+            if folded.device.type == "cuda":
+                folded = folded.contiguous(memory_format=torch.channels_last)
+            self.folded = folded
         else:
             self.folded.copy_(folded)
 

@@ -336,6 +336,15 @@ class WeightDelta:
         }
         return kinds.compute(stacked, self.scale, weight[None])[0]
 
+    @property
+    def is_zero(self) -> bool:
+        """True if the delta is zero at any strength."""
+        if self.tensors.keys() & kinds.NEVER_ZERO:
+            return False
+        return self.scale == 0 or any(
+            not tensor.any() for tensor in self.tensors.values()
+        )
+
 
 def make_delta(
     tensors: kinds.Tensors, alpha: float | None, *, by_root: bool = False
@@ -364,20 +373,16 @@ def make_delta(
     return WeightDelta(own, factor)
 
 
-def _no_deltas() -> dict[Network, dict[str, WeightDelta]]:
-    return {network: {} for network in get_args(Network)}
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LoraFile:
     """A LoRA's weight changes, by network and layer path."""
 
     identity: Identity
+    deltas: Mapping[Network, Mapping[str, WeightDelta]]
     size_bytes: int
-    deltas: Mapping[Network, dict[str, WeightDelta]] = field(default_factory=_no_deltas)
     embeddings: Mapping[str, kinds.Tensors] = field(default_factory=dict)
     """The tensors of the textual inversions that come with it, by their names."""
-    skipped: list[str] = field(default_factory=list)
+    skipped: Sequence[str] = ()
     """The keys of what changes nothing of this model."""
     is_dotted: bool = False
     """See `Layout`."""
@@ -386,6 +391,10 @@ class LoraFile:
     def depends_on_weights(self) -> bool:
         """True if its deltas depend on the weights that they change."""
         return any(delta.tensors.keys() & kinds.OF_WEIGHTS for delta in self._all)
+
+    @property
+    def is_zero(self) -> bool:
+        return not self.embeddings and all(delta.is_zero for delta in self._all)
 
     @property
     def scales_outputs(self) -> bool:
@@ -402,12 +411,13 @@ class LoraFile:
 
 def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
     """Reads and checks one file; for `safetensors.named`."""
+    deltas: dict[Network, dict[str, WeightDelta]] = {
+        network: {} for network in get_args(Network)
+    }
     content = safetensors.read(path, identity)
-    file = LoraFile(identity, content.data.nbytes)
     configs = lora.peft_configs(content.metadata)
     if lora.peft_type(configs) is not None:
-        _read_adapter(file, content, configs, layers)
-        return file
+        return _read_adapter(content, identity, configs, layers)
     layout = layers.layout_of(content)
     for (network, layer), tensors in layout.tensors(content.data):
         on_input = tensors.get("on_input")
@@ -421,29 +431,39 @@ def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
         config = configs[network]
         alpha = tensors.pop("alpha", None)
         strength = config.alpha_of(layer) if alpha is None else float(alpha)
-        delta = make_delta(tensors, strength, by_root=config.use_rslora)
-        file.deltas[network][layer] = delta
-    file.embeddings = {
+        deltas[network][layer] = make_delta(
+            tensors, strength, by_root=config.use_rslora
+        )
+    embeddings = {
         name: {part: layout.places[key].of(content.data) for part, key in parts.items()}
         for name, parts in layout.embeddings.items()
     }
-    file.skipped = layout.skipped
-    file.is_dotted = layout.is_dotted
-    return file
+    return LoraFile(
+        identity,
+        deltas,
+        content.data.nbytes,
+        embeddings,
+        layout.skipped,
+        layout.is_dotted,
+    )
 
 
 def _read_adapter(
-    file: LoraFile,
     content: safetensors.Content,
+    identity: Identity,
     configs: Mapping[str, lora.PeftConfig],
     layers: Layers,
-) -> None:
+) -> LoraFile:
     """Reads what only peft computes, as whole changes of the layers' weights."""
     places = safetensors.places(content.header, len(content.data))
     tensors = {key: place.of(content.data) for key, place in places.items()}
     _refuse_damaged(tensors)
-    file.size_bytes = 0
-    for network, deltas in file.deltas.items():
+    deltas: dict[Network, dict[str, WeightDelta]] = {
+        network: {} for network in get_args(Network)
+    }
+    skipped = []
+    size_bytes = 0
+    for network, own in deltas.items():
         adapted = {}
         found = {}
         for key, tensor in tensors.items():
@@ -453,7 +473,7 @@ def _read_adapter(
             if name.startswith(lora.PEFT_PREFIX):  # of all layers
                 adapted[name] = tensor
             elif (layer := _layer_of(network, name, layers)) is None:
-                file.skipped.append(key)
+                skipped.append(key)
             else:
                 found[layer[0]] = layer[1]
                 adapted[f"{lora.PEFT_LAYER_PREFIX}{name}"] = tensor
@@ -461,12 +481,13 @@ def _read_adapter(
             continue
         shapes = {name: layers.shapes[layer] for name, layer in found.items()}
         for name, parts in adapters.read(configs[network], adapted, shapes).items():
-            deltas[found[name][1]] = WeightDelta(parts, 1.0)
-            file.size_bytes += sum(part.nbytes for part in parts.values())
-    if not any(file.deltas.values()):
+            own[found[name][1]] = WeightDelta(parts, 1.0)
+            size_bytes += sum(part.nbytes for part in parts.values())
+    if not any(deltas.values()):
         raise UnusableError(
             "does not fit this model: it changes no layer of the model's"
         )
+    return LoraFile(identity, deltas, size_bytes, skipped=skipped)
 
 
 def _layer_of(
@@ -497,7 +518,7 @@ class LoraCache:
             return self._files.get(identity, lambda: self._read(named, identity))
 
     def _read(self, named: contract.Lora, identity: Identity) -> LoraFile:
-        """Warns once of a LoRA that is drawn in part, or otherwise than in AUTOMATIC1111."""
+        """Warns once of a LoRA that changes nothing, or in part, or otherwise elsewhere."""
         file = read_lora(named.path, identity, self._layers)
         if identity in self._told:
             return file
@@ -510,7 +531,19 @@ class LoraCache:
                 lora=named.name,
             )
         if file.scales_outputs:
-            differences.warn("dora_outputs")
+            log.warning(
+                f"the LoRA {named.name!r} has DoRA's norms of outputs, which AUTOMATIC1111 draws"
+                " otherwise",
+                action="lora_differs",
+                lora=named.name,
+            )
         if file.is_dotted:
             differences.warn("dotted_lora")
+        if file.is_zero:
+            self.lookups["no_effect"] += 1
+            log.warning(
+                f"the LoRA {named.name!r} changes nothing: all its deltas are zero",
+                action="lora_without_effect",
+                lora=named.name,
+            )
         return file

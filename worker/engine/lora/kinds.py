@@ -18,8 +18,12 @@ Tensors = Mapping[str, Tensor]
 #: A low-rank weight change: up [..., out, rank] and down [..., rank, inputs].
 Factors = tuple[Tensor, Tensor]
 
-#: Tensors of changes that depend on the weights: of DoRA, IA3, OFT, GLoRA and peft's turns.
-OF_WEIGHTS = lora.NORMS | {"weight", "oft_blocks", "oft_diag", "a1", "turn"}
+#: Tensors with which a change of zeros elsewhere is none of zero: DoRA's norms, an OFT's own
+#: weights, a sum of two products.
+NEVER_ZERO = lora.NORMS | {"rescale", "oft_diag", "a1", "turn"}
+
+#: Tensors of changes that depend on the weights: of DoRA, IA3, OFT and GLoRA.
+OF_WEIGHTS = NEVER_ZERO | {"weight", "oft_blocks"}
 
 
 def compute(tensors: Tensors, scale: float, weights: Tensor) -> Tensor:
@@ -31,12 +35,14 @@ def compute(tensors: Tensors, scale: float, weights: Tensor) -> Tensor:
     changes = _PRODUCTS[_kind(tensors)](tensors, weights).reshape(weights.shape)
     if scale != 1:
         changes *= scale
-    norms = tensors.get("dora_scale")
-    if "magnitude" in tensors:
-        norms = tensors["magnitude"].flatten(1)
-    if norms is None:
-        return changes
-    return _decompose(weights, changes, norms)
+    magnitudes = tensors.get("magnitude")
+    scales = tensors.get("dora_scale")
+    if magnitudes is not None:
+        return _decompose(weights, changes, magnitudes, of_outputs=True)
+    if scales is not None:  # older files hold the norms of the inputs, [1, inputs, ...]
+        of_outputs = scales.shape[1] == weights.shape[1]
+        return _decompose(weights, changes, scales, of_outputs=of_outputs)
+    return changes
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
@@ -65,9 +71,14 @@ def factorise(change: Tensors, most: int) -> Factors | None:
     differences, and for what depends on the weights.
     """
     kind = _kind(change)
-    if kind not in _FACTORS or change.keys() & lora.NORMS:
+    if kind not in {"lora", "loha", "lokr"} or change.keys() & lora.NORMS:
         return None
-    parts = _FACTORS[kind]({name: each[None] for name, each in change.items()})
+    tensors = {name: each[None] for name, each in change.items()}
+    if kind == "lora":
+        parts = [_lora_factors(tensors)]
+    else:
+        prefix = "hada" if kind == "loha" else "lokr"
+        parts = [_half_factors(tensors, prefix, half) for half in "12"]
     if math.prod(down.shape[1] for _, down in parts) > most:
         return None
     if change.keys() == {"down", "up"}:
@@ -97,7 +108,8 @@ def _balanced(up: Tensor, down: Tensor) -> Factors:
 
 
 def _lokr(tensors: Tensors, _: Tensor) -> Tensor:
-    first, second = (multiply(*half) for half in _halves("lokr", tensors))
+    first = multiply(*_half_factors(tensors, "lokr", "1"))
+    second = multiply(*_half_factors(tensors, "lokr", "2"))
     # Kronecker products; the second half's columns end with the kernel, as a weight's do.
     blocks = first[:, :, None, :, None] * second[:, None, :, None, :]
     return blocks.flatten(3, 4).flatten(1, 2)
@@ -109,10 +121,6 @@ def _lora_factors(tensors: Tensors) -> Factors:
     if "mid" in tensors:
         return (up, _with_core(tensors["mid"], down))
     return (up, down)
-
-
-def _halves(prefix: str, tensors: Tensors) -> list[Factors]:
-    return [_half_factors(tensors, prefix, half) for half in "12"]
 
 
 def _half_factors(tensors: Tensors, kind: str, half: str) -> Factors:
@@ -139,15 +147,20 @@ def _with_core(core: Tensor, inner: Tensor) -> Tensor:
     return torch.einsum("nrs...,nsi->nri...", core.float(), inner.float()).flatten(2)
 
 
-def _decompose(weights: Tensor, changes: Tensor, norms: Tensor) -> Tensor:
+def _decompose(
+    weights: Tensor,
+    changes: Tensor,
+    norms: Tensor,
+    *,
+    of_outputs: bool,
+) -> Tensor:
     """DoRA: the changed weights rescaled to *norms*, minus the original ones; in *changes*.
 
-    The norms are of the outputs, or in older files of the inputs [layers, 1, inputs, ...]. The
-    strength multiplies this difference, as in AUTOMATIC1111; in peft it is inside the norm.
+    The strength multiplies this difference, as in AUTOMATIC1111; in peft it is inside the norm.
     """
     weights = weights.float()  # sums of two types take twice as long
     changed = changes.add_(weights)
-    kept = 1 if norms.shape[1] == weights.shape[1] else 2
+    kept = 1 if of_outputs else 2
     others = [dim for dim in range(1, weights.ndim) if dim != kept]
     own = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
     smallest = torch.finfo(torch.float32).tiny
@@ -201,23 +214,12 @@ def _kind(tensors: Tensors) -> str:
     return lora.kind_of(frozenset(tensors))[0]
 
 
-#: The factors of each kind of low rank.
-_FACTORS: Mapping[str, Callable[[Tensors], list[Factors]]] = {
-    "lora": lambda tensors: [_lora_factors(tensors)],
-    "loha": functools.partial(_halves, "hada"),
-    "lokr": functools.partial(_halves, "lokr"),
-}
-
-
-def _loha(tensors: Tensors, _: Tensor) -> Tensor:
-    first, second = (multiply(*half) for half in _halves("hada", tensors))
-    return first.mul_(second)
-
-
 #: What computes a change of each kind, of the tensors and the weights.
 _PRODUCTS: Mapping[str, Callable[[Tensors, Tensor], Tensor]] = {
     "lora": lambda tensors, _: multiply(*_lora_factors(tensors)),
-    "loha": _loha,
+    "loha": lambda tensors, _: multiply(*_half_factors(tensors, "hada", "1")).mul_(
+        multiply(*_half_factors(tensors, "hada", "2"))
+    ),
     "lokr": _lokr,
     "full": lambda tensors, _: tensors["diff"].to(torch.float32, copy=True),
     "ia3": lambda tensors, weights: (

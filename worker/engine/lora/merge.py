@@ -152,7 +152,8 @@ class StackedChange:
 
     def add_to(self, outputs: Tensor, x: Tensor) -> None:
         """Adds the plain LoRAs' change of inputs [rows, in] to *outputs* [rows, layers * out]."""
-        assert self.low_rank is not None  # noqa: S101 - without `stacks`
+        if self.low_rank is None:
+            raise ValueError("there are no plain LoRAs")
         up, down = self.low_rank
         by_layer = outputs.view(len(x), len(up), -1).transpose(0, 1)
         by_layer.baddbmm_(torch.matmul(x, down.mT), up.mT, alpha=self.strength)
@@ -225,6 +226,10 @@ class Room:
             for name, tensor in delta.tensors.items()
         }
         return StackPlaces(by_layer, index, tensors)
+
+
+_Unbound = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Up and down factors, by layer."""
 
 
 @dataclass(frozen=True, slots=True)

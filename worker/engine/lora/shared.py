@@ -50,6 +50,11 @@ class Merger:
             self._merge(path, weighted)
         self._active = key
 
+    @property
+    def originals(self) -> Mapping[str, Tensor]:
+        """The checkpoint's own weights of the layers that are changed now, by path."""
+        return {path: self._originals[path] for path in self._merged}
+
     def reset(self) -> None:
         """Forgets all weights, once those of the checkpoint are replaced or no longer used."""
         self._originals.clear()

@@ -32,10 +32,10 @@ _KERNEL = 3
 class LowRankChange(nn.Module):
     """Each slot's own change of layers of one shape with the same input."""
 
-    down: Any
+    down: Tensor | None
     """[slots, layers * taps * rank, in]; None until a job changes such a layer."""
-    up: Any
-    """[slots, layers, rank, out]; None together with `down`."""
+    up: Tensor | None
+    """[slots, layers, rank, out]"""
 
     def __init__(
         self, layers: Mapping[str, nn.Module], *, of_transformers: bool = False
@@ -51,7 +51,7 @@ class LowRankChange(nn.Module):
 
     def forward(self, x: Tensor, slots: int) -> Tensor:
         """The layers' change [rows, layers * out] of inputs [rows, in], equally many per slot."""
-        if self.down is None:
+        if self.down is None or self.up is None:
             return x.new_zeros(len(x), len(self.paths) * self.shape.outputs)
         if len(x) > slots:
             return self.of_tokens(x.view(slots, -1, x.shape[1])).flatten(0, 1)
@@ -61,25 +61,29 @@ class LowRankChange(nn.Module):
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """The layers' change [slots, tokens, layers * out] of inputs [slots, tokens, in]."""
-        slots = len(x)
-        up = self.up[:slots]
-        products = torch.bmm(x, self.down[:slots].transpose(1, 2))
+        slots, (up, down) = len(x), self._factors()
+        products = torch.bmm(x, down[:slots].transpose(1, 2))
         if len(self.paths) == 1:
-            return torch.bmm(products, up[:, 0])
+            return torch.bmm(products, up[:slots, 0])
         # [slots, layers, tokens, rank] by [slots, layers, rank, out]
         by_layer = products.view(slots, x.shape[1], len(self.paths), -1)
         by_layer = by_layer.transpose(1, 2)
-        return torch.matmul(by_layer, up).transpose(1, 2).flatten(2)
+        return torch.matmul(by_layer, up[:slots]).transpose(1, 2).flatten(2)
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
         """Adds `of_tokens` to *output* in place, without memory for it."""
-        slots = len(x)
-        products = torch.bmm(x, self.down[:slots].transpose(1, 2))
+        slots, (up, down) = len(x), self._factors()
+        products = torch.bmm(x, down[:slots].transpose(1, 2))
         layers = len(self.paths)
         parts = zip(output.chunk(layers, -1), products.chunk(layers, -1), strict=True)
         for layer, (part, product) in enumerate(parts):
-            part.baddbmm_(product, self.up[:slots, layer])
+            part.baddbmm_(product, up[:slots, layer])
         return output
+
+    def _factors(self) -> Factors:
+        if self.down is None or self.up is None:
+            raise RuntimeError("there are no changes of this layer")
+        return self.up, self.down
 
 
 class SlotConv(nn.Module):
@@ -100,18 +104,25 @@ class SlotConv(nn.Module):
     def forward(
         self,
         x: Tensor,
-        call: Any,
+        slots: int,
         size: torch.Size | None = None,
+        *,
+        tiles: bool = False,
     ) -> Tensor:
-        """*call* (`transformer.Call`) adds each slot's own change or none; *size*: upsampled."""
-        slots = call.slots
+        """*slots* adds each slot's own change, 0 none; *size* is for upsampling.
+
+        *tiles*: see `convolve`.
+        """
+        output: Tensor
         if isinstance(self.layer, Upsampler):
-            output = self.layer(x, size, tiles=call.tiles)
+            output = self.layer(x, size, tiles=tiles)
         else:
-            output = convolve(self.layer, x, tiles=call.tiles)
+            output = convolve(self.layer, x, tiles=tiles)
+        if not slots:
+            return output
         down = self.change.down
         up = self.change.up
-        if not slots or down is None:
+        if down is None or up is None:
             return output
         rows, channels, height, width = x.shape
         pixels = x.permute(0, 2, 3, 1).reshape(slots, -1, channels)
@@ -121,13 +132,12 @@ class SlotConv(nn.Module):
             if size is not None:
                 products = F.interpolate(products.permute(0, 3, 1, 2), scale_factor=2.0)
                 products = products.permute(0, 2, 3, 1)
-            products = _add_taps(
-                products, output.shape[2:], self._stride, tiles=call.tiles
-            )
+            products = _add_taps(products, output.shape[2:], self._stride, tiles=tiles)
         products = products.reshape(slots, -1, up.shape[2])
         changed = torch.bmm(products, up[:slots, 0])
         changed = changed.view(rows, *output.shape[2:], -1).permute(0, 3, 1, 2)
-        return output + changed
+        summed: Tensor = output + changed
+        return summed
 
 
 def _add_taps(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
 from imagefleet import errors
+from imagefleet.job.prompt import MAX_SUBPROMPTS
 from worker.engine.kernels.layers import (
     Attend,
     KernelSelector,
@@ -142,7 +143,8 @@ class Transformer(nn.Module):
             x = repeat_rows(x, rows)
         tokens = self.proj_out(tokens, call.per_slot)
         changed = tokens.view(rows, height, width, channels).permute(0, 3, 1, 2)
-        return changed + x
+        output: Tensor = changed + x
+        return output
 
 
 class _Block(nn.Module):
@@ -152,28 +154,33 @@ class _Block(nn.Module):
         if (
             original.norm_type != "layer_norm"
             or original.attn2 is None
-            or original.only_cross_attention
             or original.pos_embed
         ):
             raise errors.SetupError(UNKNOWN_UNET)
         self.norm1 = original.norm1
         self.norm2 = original.norm2
         self.norm3 = original.norm3
-        self.attend_image = SelfAttention(original.attn1, paths)
+        kind = CrossAttention if original.only_cross_attention else SelfAttention
+        self.attend_first = kind(original.attn1, paths)
         self.attend_prompt = CrossAttention(original.attn2, paths)
         self.gate = _linear(paths, gate.proj)
         self.out = _linear(paths, original.ff.net[2])
 
     def forward(self, x: Tensor, rows: int, call: Call) -> Tensor:
         """[slots, tokens of *rows* rows, width] to [slots, tokens of all rows, width]."""
+        first = self.attend_first
         per_slot = call.per_slot
         all_rows = len(call.context)
-        x = x + self.attend_image(self.norm1(x), rows, per_slot)
+        if isinstance(first, SelfAttention):
+            x = x + first(self.norm1(x), rows, per_slot)
         if rows < all_rows:
             x = x.repeat(1, all_rows // rows, 1)
+        if isinstance(first, CrossAttention):
+            x = x + first(self.norm1(x), call)
         x = x + self.attend_prompt(self.norm2(x), call)
         gated = gate(self.gate(self.norm3(x), per_slot))
-        return x + self.out(gated, per_slot)
+        output: Tensor = x + self.out(gated, per_slot)
+        return output
 
 
 class SelfAttention(nn.Module):
@@ -186,11 +193,12 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rows: int, per_slot: bool) -> Tensor:
         q, k, v = (
-            split_heads(each, rows, self.heads)
+            _split_heads(each, rows, self.heads)
             for each in self.qkv(x, per_slot).chunk(3, dim=-1)
         )
-        attended = merge_heads(self.kernel(q, k, v), len(x))
-        return self.out(attended, per_slot)
+        attended = _merge_heads(self.kernel(q, k, v), len(x))
+        output: Tensor = self.out(attended, per_slot)
+        return output
 
     def select_and_attend(
         self,
@@ -219,24 +227,17 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
         context = call.context
-        rows = len(context)
-        q = split_heads(self.to_q(x, call.per_slot), rows, self.heads)
-        k = split_heads(context[..., self.keys], rows, self.heads)
-        v = split_heads(context[..., self.values], rows, self.heads)
+        q = _split_heads(self.to_q(x, call.per_slot), len(context), self.heads)
+        shape = (*context.shape[:2], self.heads, -1)
+        k = context[..., self.keys].view(shape).transpose(1, 2)
+        v = context[..., self.values].view(shape).transpose(1, 2)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask)
-        return self.out(merge_heads(attended, len(x)), call.per_slot)
+        output: Tensor = self.out(_merge_heads(attended, len(x)), call.per_slot)
+        return output
 
 
 def _linear(paths: ModulePaths, *layers: Layer) -> SlotLinear:
     return SlotLinear({paths[layer]: layer for layer in layers})
-
-
-Kind = TypeVar("Kind", bound=nn.Module)
-
-
-def modules_of(network: nn.Module, kind: type[Kind]) -> list[Kind]:
-    """All modules of a network that are of a class."""
-    return [module for module in network.modules() if isinstance(module, kind)]
 
 
 def repeat_rows(x: Tensor, rows: int) -> Tensor:
@@ -247,13 +248,13 @@ def repeat_rows(x: Tensor, rows: int) -> Tensor:
     return channels_last.repeat_interleave(rows // len(x), dim=0).movedim(-1, 1)
 
 
-def split_heads(x: Tensor, rows: int, heads: int) -> Tensor:
+def _split_heads(x: Tensor, rows: int, heads: int) -> Tensor:
     """[slots, tokens of all rows, width] to a view [rows, heads, tokens, head width]."""
     width = x.shape[2]
     return x.view(rows, -1, heads, width // heads).transpose(1, 2)
 
 
-def merge_heads(x: Tensor, slots: int) -> Tensor:
+def _merge_heads(x: Tensor, slots: int) -> Tensor:
     """[rows, heads, tokens, head width] back to [slots, tokens of all rows, width]."""
     _, heads, _, width = x.shape
     return x.transpose(1, 2).reshape(slots, -1, heads * width)
@@ -280,7 +281,8 @@ class SlotState(NamedTuple):
     mask: Tensor | None
     """[rows, 1, 1, tokens], if prompts may be shorter than that."""
     added: Tensor | None
-    """[rows, width], added to the embedded timesteps in UNets with such inputs."""
+    """[rows * slots, width], added to the embedded timesteps in UNets with such inputs: one row of
+    each slot or all, as the UNet's `added_rows` says."""
     conditioning: Tensor | None
     """[slots, channels, height, width], which some UNets take beside the latents: five channels for
     inpainting, three of the image that an upscaler enlarges."""
@@ -291,6 +293,12 @@ class SlotState(NamedTuple):
     def slot_rows(self) -> int:
         """Rows of each slot: 2 with guidance, 1 without; one more for each prompt after AND."""
         return len(self.context) // len(self.latents)
+
+    @property
+    def added_rows(self) -> int:
+        if self.added is None:
+            return 0
+        return len(self.added) // len(self.latents)
 
     def first(self, slots: int) -> SlotState:
         """Views of the first slots."""
@@ -309,10 +317,10 @@ class SlotNetwork(nn.Module):
 
     context_width: int
     """Numbers that the cross-attentions take of each token."""
-    limit: Callable[[Tensor], Tensor] | None = None
-    """Limits estimates of images in pixels."""
     added_width: int
     """Number of values the network takes beside the timestep; 0 if it takes none."""
+    added_rows: int = MAX_SUBPROMPTS + 1
+    """Most rows of a slot in `added`: 1 unless each prompt of a slot has one of its own."""
 
     def __init__(self, like: Tensor, weights: SlotWeights = "merged") -> None:
         """*like* has the device and the type; *weights*: how slots hold LoRAs of transformers."""
@@ -339,9 +347,9 @@ class SlotNetwork(nn.Module):
         """Computes what a slot's calls take of its prompts, into the last two tensors.
 
         *vectors* [rows, tokens, width] of the prompt, and of the negative one if it has a row;
-        *added*: pooled vectors and size ids by row, or the level of the noise on an image that is
-        enlarged; LoRA *changes* of the slot; *context* [slot rows, tokens, `context_width`]: the
-        keys and values of all cross-attentions; *added_rows* [slot rows, `added_width`] are
+        *added*: pooled vectors and size ids by row, or of an image that is enlarged its level of
+        noise [1]; LoRA *changes* of the slot; *context* [slot rows, tokens, `context_width`]: the
+        keys and values of all cross-attentions; *added_rows* [`added_rows`, `added_width`] are
         added to the embedded timesteps.
         """
         raise NotImplementedError

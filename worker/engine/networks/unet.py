@@ -39,7 +39,6 @@ from worker.engine.networks.transformer import (
     SelfAttention,
     SlotNetwork,
     Transformer,
-    modules_of,
     repeat_rows,
 )
 from worker.engine.slots.memory import SlotWeights
@@ -58,11 +57,15 @@ class SlotEncoder(SlotNetwork):
         super().__init__(original.conv_in.weight, weights)
         self.time_proj = original.time_proj
         self.time_embedding = _TimeEmbedding(original.time_embedding, paths)
-        self.added: _AddedEmbedding | None = None
-        self.added_width = 0
-        if original.config.addition_embed_type is not None:
-            self.added = _AddedEmbedding(original)
-            self.added_width = original.time_embedding.linear_2.out_features
+        takes_sizes = original.config.addition_embed_type is not None
+        # The second part of the timestep's embedding: SDXL's, or that of the noise on an image.
+        self.added = (
+            _AddedEmbedding(original) if takes_sizes else original.class_embedding
+        )
+        width = original.time_embedding.linear_2.out_features
+        self.added_width = 0 if self.added is None else width
+        if not takes_sizes:
+            self.added_rows = 1
         self.conv_in = _conv(paths, original.conv_in)
         self.down = nn.ModuleList(_Down(block, paths) for block in original.down_blocks)
         self.mid = _Layers(original.mid_block, original.mid_block.resnets[1:], paths)
@@ -70,9 +73,15 @@ class SlotEncoder(SlotNetwork):
 
     def _join(self, paths: ModulePaths, *, saves_memory: bool = False) -> None:
         """Makes one product each of what all layers compute of the time and of the prompt."""
-        self.time_projections = _TimeProjections(modules_of(self, _Resnet), paths)
-        self._self_attentions = modules_of(self, SelfAttention)
-        crosses = modules_of(self, CrossAttention)
+        crosses = [
+            module for module in self.modules() if isinstance(module, CrossAttention)
+        ]
+        self.time_projections = _TimeProjections(
+            [module for module in self.modules() if isinstance(module, _Resnet)], paths
+        )
+        self._self_attentions = [
+            module for module in self.modules() if isinstance(module, SelfAttention)
+        ]
         self.keys_values = KeysValues(crosses, paths, saves_memory=saves_memory)
         self.context_width = self.keys_values.width
 
@@ -101,11 +110,14 @@ class SlotEncoder(SlotNetwork):
 
         As `SlotUnet.forward`; *hint* [slots, channels, height, width] is added to the first one.
         """
-        time = self.time_embedding(self.time_proj(times).to(x.dtype), call)
+        slots = call.slots
+        time = self.time_embedding(
+            self.time_proj(times).to(x.dtype), slots, call.guidance
+        )
         if added is not None:
             time = repeat_rows(time, len(added)) + added
-        time = self.time_projections(time, call.slots)
-        x = self.conv_in(x, call)
+        time = self.time_projections(time, slots)
+        x = self.conv_in(x, slots, tiles=call.tiles)
         if hint is not None:
             x = x + hint
         if added is not None:
@@ -129,7 +141,9 @@ class SlotUnet(SlotEncoder):
         self.up = nn.ModuleList(_Up(block, paths) for block in unet.up_blocks)
         self.norm_out = unet.conv_norm_out
         self.conv_out = _conv(paths, unet.conv_out)
-        linears = modules_of(self, SlotLinear)
+        linears = [
+            module for module in self.modules() if isinstance(module, SlotLinear)
+        ]
         if weights == "factors":
             for linear in linears:
                 linear.keep_apart()
@@ -138,9 +152,13 @@ class SlotUnet(SlotEncoder):
         else:
             self._stacks = stack_by_shape(WeightStack, "slots", linears)
         self._join(paths, saves_memory=weights != "merged")
-        self._upsamplers = modules_of(self, Upsampler)
-        changes = modules_of(self, LowRankChange)
-        self.changes = SlotChanges(changes, unet.conv_out.weight.detach())
+        self._upsamplers = [
+            module for module in self.modules() if isinstance(module, Upsampler)
+        ]
+        self.changes = SlotChanges(
+            (module for module in self.modules() if isinstance(module, LowRankChange)),
+            unet.conv_out.weight.detach(),
+        )
 
     @property
     def groups(self) -> dict[Group, list[str]]:
@@ -158,7 +176,7 @@ class SlotUnet(SlotEncoder):
     ) -> Tensor:
         """The UNet's output [rows, 4, height, width].
 
-        x [slots, 4, height, width]; times [slots]. *added* [rows, width] is added to
+        x [slots, 4, height, width]; times [slots]. *added* [added_rows * slots, width] is added to
         the embedded timesteps, in UNets with such inputs. *residuals* of ControlNets are added to
         the outputs of all layers of the first half, the middle's last.
         """
@@ -172,26 +190,16 @@ class SlotUnet(SlotEncoder):
             x = x + last
         for block in self.up:
             x = block(x, time, skips, call)
-        x = normalise_and_activate(x, self.norm_out, activates=True)
-        return self.conv_out(x, call)
+        output: Tensor = self.conv_out(
+            normalise_and_activate(x, self.norm_out, activates=True),
+            call.slots,
+            tiles=call.tiles,
+        )
+        return output
 
     def close(self) -> None:
         self.keys_values.stacks.clear()
         super().close()
-
-
-class _ChangedLinear(nn.Module):
-    """A linear layer of the time with shared weights and each slot's own change."""
-
-    def __init__(self, layer: nn.Module, paths: ModulePaths) -> None:
-        super().__init__()
-        self.layer = layer
-        self.change = LowRankChange({paths[layer]: layer})
-
-    def forward(self, x: Tensor, slots: int) -> Tensor:
-        if slots:
-            return self.layer(x) + self.change(x, slots)
-        return self.layer(x)
 
 
 class _TimeEmbedding(nn.Module):
@@ -200,16 +208,25 @@ class _TimeEmbedding(nn.Module):
         if original.post_act is not None:
             raise errors.SetupError(UNKNOWN_UNET)
         self.embed_guidance = original.cond_proj
-        self.first = _ChangedLinear(original.linear_1, paths)
+        self.first = original.linear_1
         self.act = original.act
-        self.second = _ChangedLinear(original.linear_2, paths)
+        self.second = original.linear_2
+        self.first_change = LowRankChange({paths[self.first]: self.first})
+        self.second_change = LowRankChange({paths[self.second]: self.second})
 
-    def forward(self, x: Tensor, call: Call) -> Tensor:
-        """The embedded timesteps [slots, width]; LCM's models also embed the guidance scales."""
-        if self.embed_guidance is not None and call.guidance is not None:
-            scales = _sines(call.guidance - 1, self.embed_guidance.in_features)
+    def forward(self, x: Tensor, slots: int, guidance: Tensor | None = None) -> Tensor:
+        """*guidance*: the scales [slots], of which LCM's models take more than their rows."""
+        if self.embed_guidance is not None and guidance is not None:
+            scales = _sines(guidance - 1, self.embed_guidance.in_features)
             x = x + self.embed_guidance(scales.to(x.dtype))
-        return self.second(self.act(self.first(x, call.slots)), call.slots)
+        hidden = self.first(x)
+        if slots:
+            hidden = hidden + self.first_change(x, slots)
+        hidden = self.act(hidden)
+        output: Tensor = self.second(hidden)
+        if slots:
+            output = output + self.second_change(hidden, slots)
+        return output
 
 
 def _sines(scales: Tensor, width: int) -> Tensor:
@@ -231,7 +248,10 @@ class _AddedEmbedding(nn.Module):
 
     def forward(self, pooled: Tensor, sizes: Tensor) -> Tensor:
         numbers = self.embed_numbers(sizes.flatten()).reshape(len(sizes), -1)
-        return self.embed(torch.cat([pooled, numbers.to(pooled.dtype)], dim=-1))
+        embedded: Tensor = self.embed(
+            torch.cat([pooled, numbers.to(pooled.dtype)], dim=-1)
+        )
+        return embedded
 
 
 class _TimeProjections(nn.Module):
@@ -263,7 +283,7 @@ class _TimeProjections(nn.Module):
 
     def forward(self, time: Tensor, slots: int) -> Tensor:
         time = F.silu(time)
-        projected = F.linear(time, self.weight, self.bias)
+        projected: Tensor = F.linear(time, self.weight, self.bias)
         if slots:
             changed = [change(time, slots) for change in self.changes]
             projected = projected + torch.cat(changed, dim=1)
@@ -290,15 +310,18 @@ class _Resnet(nn.Module):
         self.time_emb_proj = original.time_emb_proj
 
     def forward(self, x: Tensor, times: Tensor, call: Call) -> Tensor:
+        slots = call.slots
+        tiles = call.tiles
         time = repeat_rows(times[:, self.time], len(x))
         changed = normalise_and_activate(x, self.norm1, activates=True)
-        changed = self.conv1(changed, call)
+        changed = self.conv1(changed, slots, tiles=tiles)
         changed = normalise_and_activate(
             changed, self.norm2, added=time, activates=True
         )
-        changed = self.conv2(changed, call)
-        kept = x if self.conv_shortcut is None else self.conv_shortcut(x, call)
-        return kept + changed
+        changed = self.conv2(changed, slots, tiles=tiles)
+        kept = x if self.conv_shortcut is None else self.conv_shortcut(x, slots)
+        summed: Tensor = kept + changed
+        return summed
 
 
 class _Layers(nn.Module):
@@ -328,7 +351,7 @@ class _Down(_Layers):
                 x = attend(x, call)
             skips.append(x)
         for sampler in self.samplers:
-            x = sampler(x, call)
+            x = sampler(x, call.slots, tiles=call.tiles)
             skips.append(x)
         return x
 
@@ -350,7 +373,7 @@ class _Up(_Layers):
             if attend is not None:
                 x = attend(x, call)
         for sampler in self.samplers:
-            x = sampler(x, call, skips[-1].shape[2:])
+            x = sampler(x, call.slots, skips[-1].shape[2:], tiles=call.tiles)
         return x
 
 

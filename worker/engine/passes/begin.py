@@ -1,7 +1,9 @@
 """Prepares a pass' inputs beside noise, away from the GPU: images, masks, steps, ControlNets.
 
 img2img and second passes take the end of a schedule, as in AUTOMATIC1111: `t_enc` is the number of
-the step, from the end, whose noise the image gets (`samplers.schedule.make_schedule`).
+the step, from the end, whose noise the image gets (`samplers.schedule.make_schedule`). An upscaling
+checkpoint's UNet sees an image beside its latents, in their size, as diffusers'
+`StableDiffusionUpscalePipeline` prepares it: with noise of a level that the UNet is told.
 """
 
 from collections.abc import Sequence
@@ -10,7 +12,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from diffusers import DDPMScheduler
 from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 
@@ -18,8 +19,11 @@ from imagefleet import errors
 from imagefleet.files.safetensors import Identity
 from imagefleet.job.noise import Noise
 from imagefleet.job.passes.controlnet import MOST_CONTROLS
+from imagefleet.job.prompt import Prompt
+from imagefleet.job.sizes import MAX_SIDE, MIN_SIDE
 from worker.engine import contract
 from worker.engine.contract import Pixels
+from worker.engine.families.reading import ImageNoise
 from worker.engine.sampler import NoiseStream
 
 #: AUTOMATIC1111's limit: at 1, img2img would take one step more than there are.
@@ -111,20 +115,88 @@ def _fill(pixels: Pixels, mask: Image.Image) -> Pixels:
     return np.asarray(filled.convert("RGB"))
 
 
+#: diffusers' default, and that of DeepFloyd IF's third stage there, as shares of all timesteps.
+_USUAL, _OF_CASCADE = 0.02, 0.1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LowResolution:
-    """An image that a stage in pixels enlarges; shared by all images of a job."""
+    """Shared by all images of a job."""
 
     image: Tensor
     """[3, height, width] from -1 to 1."""
-    scheduler: DDPMScheduler
+    noise: ImageNoise
     level: int
     """The timestep of its noise."""
 
     def with_noise(self, drawn: Tensor) -> Tensor:
         """The image with noise of variance 1 that was *drawn*."""
         levels = torch.tensor([self.level])
-        return self.scheduler.add_noise(self.image[None], drawn[None], levels)[0]
+        noisy: Tensor = self.noise.scheduler.add_noise(
+            self.image[None], drawn[None], levels
+        )
+        return noisy[0]
+
+
+def refuse_unsupported(request: contract.ImageRequest, what: str) -> None:
+    """Raises JobError for what no model supports that is *what*, such as "enlarges an image"."""
+    prompts = [
+        p for p in (request.prompt, request.negative_prompt) if isinstance(p, Prompt)
+    ]
+    unsupported = {
+        "AND or prompt editing": any(
+            len(p.subprompts) * len(p.states) > 1 for p in prompts
+        ),
+        "a second pass (hires fix)": request.hires,
+        "ControlNets": request.controls,
+        "a VAE by name (sd_vae)": request.vae,
+        "tiling": request.tiling,
+        "a refiner": request.refiner,
+        "a mask": request.init is not None and request.init.mask is not None,
+    }
+    for name, value in unsupported.items():
+        if value:
+            raise errors.JobError(f"this model {what}: it does not support {name}")
+
+
+def prepare_enlarged(
+    request: contract.ImageRequest, noise: ImageNoise, factor: int
+) -> LowResolution:
+    """Checks and prepares the image of a request whose sides are *factor* times the image's.
+
+    Its denoising strength is the level of the noise as a share of all timesteps. Raises JobError
+    for a job without an image, of another size, or with what the model does not have.
+    """
+    init = request.init
+    if init is None:
+        raise errors.JobError("this model enlarges an image: the job needs init_images")
+    refuse_unsupported(request, "enlarges an image")
+    height, width, _ = init.pixels.shape
+    least = MIN_SIDE // factor
+    most = MAX_SIDE // factor
+    can_be_taken = all(
+        least <= side <= most and side % factor == 0 for side in (width, height)
+    )
+    if not can_be_taken or (request.width, request.height) != (
+        factor * width,
+        factor * height,
+    ):
+        raise errors.JobError(
+            f"this model makes {factor} times the sides of an image, which are multiples of"
+            f" {factor} from {least} to {most}; it has {width}x{height} pixels, the job asks for"
+            f" {request.width}x{request.height}: leave width and height out, or give them as null"
+            " in a stage, which has those of the stage before"
+        )
+    level = round(init.denoising_strength * noise.timesteps)
+    if not 0 <= level <= noise.max_level:
+        raise errors.JobError(
+            f"denoising_strength is {init.denoising_strength:g}, a noise of level {level} on the"
+            f" image: this model knows levels up to {noise.max_level}, which is a"
+            f" denoising_strength of {noise.max_level / noise.timesteps:g}; usual are {_USUAL:g}"
+            f" and, after DeepFloyd IF, {_OF_CASCADE:g}"
+        )
+    levels = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1).float() / 255
+    return LowResolution(levels * 2 - 1, noise, level)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

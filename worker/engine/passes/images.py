@@ -42,7 +42,7 @@ class ImageCoder:
     def __init__(self, vae: AutoencoderKL) -> None:
         self.vae = vae
         self._vae = vae
-        """The VAE that computes: the given one, or a copy in float32."""
+        """What computes: the VAE, or a copy in float32."""
         self.size_bytes = sum(each.nbytes for each in vae.parameters())
         self._known: LRUCache[object, Tensor] = LRUCache(_REMEMBERED)
 
@@ -86,7 +86,10 @@ class ImageCoder:
 
     def _images_of(self, pixels: Pixels) -> Tensor:
         """[1, 3, height, width] on the device, from -1 to 1."""
-        return decoder.to_levels(pixels, self._vae.device) * 2 - 1
+        levels = (
+            torch.from_numpy(pixels.copy()).to(self._vae.device).permute(2, 0, 1)[None]
+        )
+        return levels.float() / 255 * 2 - 1
 
     def _to_latents(self, images: Tensor) -> Tensor:
         return self._finite(
@@ -100,7 +103,8 @@ class ImageCoder:
         """
         images = self._finite(lambda vae: _decode(tiny or vae, latents), "the image is")
         levels = ((images / 2 + 0.5).clamp(0, 1) * 255).to(torch.uint8)
-        return levels[0].permute(1, 2, 0).cpu().numpy()
+        pixels: Pixels = levels[0].permute(1, 2, 0).cpu().numpy()
+        return pixels
 
     def clear(self) -> None:
         self._known.clear()
@@ -162,7 +166,8 @@ class Vaes(NetworkCache[ImageCoder]):
         assign(network, found, dtype)
         if self._overflows:
             checkpoint.scale_down(network)
-        return nn.Module.to(network, dtype=self._dtype)
+        loaded: AutoencoderKL = nn.Module.to(network, dtype=self._dtype)
+        return loaded
 
     def finish(self, network: AutoencoderKL, _path: Path) -> ImageCoder:
         if self._has_own_layers:
@@ -188,9 +193,14 @@ def _decode(vae: decoder.Vae, latents: Tensor) -> Tensor:
 
 
 def _encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
-    moments = vae.encoder(layers.channels_last(images.to(vae.dtype)))
+    x = images.to(vae.dtype)
+    if x.device.type == "cuda":
+        x = x.contiguous(memory_format=torch.channels_last)
+    moments = vae.encoder(x)
     if vae.quant_conv is not None:
         moments = vae.quant_conv(moments)
     mean, _ = moments.float().chunk(2, dim=1)
-    shift = vae.config.shift_factor or 0.0
-    return ((mean - shift) * vae.config.scaling_factor)[0]
+    if vae.config.shift_factor:
+        mean = mean - vae.config.shift_factor
+    latents: Tensor = (mean * vae.config.scaling_factor)[0]
+    return latents

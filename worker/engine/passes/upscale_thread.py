@@ -51,7 +51,8 @@ class UpscaleThread:
         """
         upscale = request.upscale
         init = request.init
-        assert upscale is not None and init is not None  # noqa: S101, PT018 - for such requests
+        if upscale is None or init is None:
+            raise RuntimeError("only requests with an image to enlarge")
         found = tuple(
             self._upscalers.get(path).enlarge
             if path

@@ -84,7 +84,8 @@ class Upscaling:
 
     def enlarge_latents(self, latents: Tensor, factor: int) -> Tensor:
         """Latents [4, height, width] in the size; *factor*: pixels for each of their rows."""
-        assert self.latent_mode is not None  # noqa: S101 - else `enlarge_pixels` is called
+        if self.latent_mode is None:
+            raise RuntimeError("this upscaler is for images")
         mode, antialias = self.latent_mode
         width, height = self.size
         sides = height // factor, width // factor
@@ -348,7 +349,10 @@ class Upscaler:
             torch.from_numpy(tile[..., ::-1].copy()).to(self._device).permute(2, 0, 1)
         )
         levels = self._network(image[None].to(self._dtype) / 255)[0].float()
-        return levels.permute(1, 2, 0).cpu().numpy()[..., ::-1]
+        found: npt.NDArray[np.float32] = (
+            levels.permute(1, 2, 0).cpu().numpy()[..., ::-1]
+        )
+        return found
 
 
 class UpscalerCache:

@@ -15,6 +15,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from imagefleet import errors
 from worker.engine import checkpoint
 from worker.engine.families import reading, table
+from worker.engine.families.reading import ImageNoise
 from worker.engine.families.table import Family, Model
 from worker.engine.pixel import schedules, text_stage, text_states
 
@@ -25,8 +26,12 @@ CHANNELS = 3
 _IF = Family(
     "DeepFloyd IF", "if", plain_tokens=text_states.TOKENS, long_tokens=(), must_fit=True
 )
-_IF_UPSCALER = replace(_IF, name="DeepFloyd IF's upscaler", slug="if_sr")
-FAMILIES = {"IFPipeline": _IF, "IFSuperResolutionPipeline": _IF_UPSCALER}
+FAMILIES = {
+    "IFPipeline": _IF,
+    "IFSuperResolutionPipeline": replace(
+        _IF, name="DeepFloyd IF's upscaler", slug="if_sr", enlarges_image=True
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +40,6 @@ class PixelCheckpoint(Model):
 
     folder: Path
     noise: DDPMScheduler
-    image_noise: DDPMScheduler | None
-    """The noise on the image that is upscaled; None for a stage that draws from the text alone."""
     text_width: int
     encoder: str
     """The name of its text encoder."""
@@ -55,11 +58,14 @@ def load_checkpoint(
         text_stage.require_libraries(folder)
     family = FAMILIES[table.pipeline_of(folder)]
     unet = reading.read_network(UNet2DConditionModel, folder / "unet")
-    _check_architecture(folder, unet, upscales=family is _IF_UPSCALER)
+    _check_architecture(folder, unet, upscales=family.enlarges_image)
     noise = _read_scheduler(folder, "scheduler")
     image_noise = None
-    if family is _IF_UPSCALER:
-        image_noise = _read_scheduler(folder, "image_noising_scheduler")
+    if family.enlarges_image:
+        scheduler = _read_scheduler(folder, "image_noising_scheduler")
+        image_noise = ImageNoise(
+            scheduler, int(scheduler.config.num_train_timesteps) - 1
+        )
     checkpoint.place({"unet": unet}, {"unet": (device, dtype)})
     side = unet.config.sample_size
     encoder = text_stage.encoder_name(folder)

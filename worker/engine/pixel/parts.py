@@ -3,6 +3,7 @@
 All images of a stage have one size; it has no VAE, LoRAs or ControlNets.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,17 +13,20 @@ from torch import Tensor
 
 from imagefleet import errors
 from imagefleet.job.prompt import Prompt
-from worker.engine import contract
+from worker.engine import contract, sampler
 from worker.engine.contract import Settings
 from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora.shared import Merger
+from worker.engine.networks.transformer import SlotState
+from worker.engine.passes import begin
 from worker.engine.passes.begin import LowResolution
 from worker.engine.pixel import schedules, text_stage, text_states
 from worker.engine.pixel.checkpoint import CHANNELS, PixelCheckpoint
 from worker.engine.pixel.unet import PixelUnet
+from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import AssembledLoras, PreparedRequest, Preparer
 from worker.engine.slots.queue import Costs, SlotJob, Staged
@@ -68,28 +72,11 @@ class StagePreparer(Preparer):
                 f"{request.width}x{request.height} pixels cannot be drawn: this stage draws"
                 f" {size[0]}x{size[1]} alone"
             )
-        prompts = [
-            each
-            for each in (request.prompt, request.negative_prompt)
-            if isinstance(each, Prompt)
-        ]
-        unsupported = {
-            "LoRAs": request.loras,
-            "AND or prompt editing": any(
-                len(prompt.subprompts) * len(prompt.states) > 1 for prompt in prompts
-            ),
-            "a second pass (hires fix)": request.hires,
-            "ControlNets": request.controls,
-            "a VAE by name (sd_vae)": request.vae,
-            "tiling": request.tiling,
-            "a refiner": request.refiner,
-            "a mask": request.init is not None and request.init.mask is not None,
-        }
-        for name, value in unsupported.items():
-            if value:
-                raise errors.JobError(
-                    f"this model is a stage of IF: it does not support {name}"
-                )
+        if request.loras:
+            raise errors.JobError(
+                "this model is a stage of IF: it does not support LoRAs"
+            )
+        begin.refuse_unsupported(request, "is a stage of IF")
         upscales = self._checkpoint.image_noise is not None
         if upscales and request.init is None:
             raise errors.JobError(
@@ -128,8 +115,8 @@ class StagePreparer(Preparer):
 
         The level is the denoising strength as a share of all timesteps: IF's own, 250, is 0.25.
         """
-        scheduler = self._checkpoint.image_noise
-        if init is None or scheduler is None:
+        noise = self._checkpoint.image_noise
+        if init is None or noise is None:
             return None
         pixels = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1)[None].float()
         pixels.div_(127.5).sub_(1)  # in place: the largest image takes 200 MB
@@ -137,9 +124,48 @@ class StagePreparer(Preparer):
         upscaled = F.interpolate(
             pixels, (height, width), mode="bilinear", align_corners=True
         )
-        timesteps = int(scheduler.config.num_train_timesteps)
-        level = round(init.denoising_strength * timesteps)
-        return LowResolution(upscaled[0], scheduler, max(0, min(timesteps - 1, level)))
+        level = round(init.denoising_strength * noise.timesteps)
+        return LowResolution(upscaled[0], noise, max(0, min(noise.max_level, level)))
+
+
+def tick(
+    unet: PixelUnet,
+    _weight_mode: WeightMode,
+    state: SlotState,
+    _controls: Sequence[object],
+) -> None:
+    """One UNet call and one sampler step of all slots, in place.
+
+    As in diffusers' pipelines the noise is guided, and the variance is the prompt's own.
+    """
+    rows = state.rows[..., None, None, None]
+    x = sampler.scale_input(state.rows, state.latents).to(unet.dtype)
+    if x.device.type == "cuda":
+        x = x.contiguous(memory_format=torch.channels_last)
+    if state.conditioning is not None:
+        x = torch.cat([x, state.conditioning], dim=1)
+    output = unet(x, state.rows[:, sampler.TIMESTEP], state.context, state.added)
+    rows_of_slots = output.float().unflatten(0, (-1, state.slot_rows))
+    cond, *uncond = rows_of_slots.unbind(dim=1)
+    guided, variance = cond.split(CHANNELS, dim=1)
+    if uncond:
+        unguided = uncond[0][:, :CHANNELS]
+        scale = rows[:, sampler.COLUMNS]
+        guided = unguided + scale * (guided - unguided)
+    share = (variance + 1) / 2
+    small = rows[:, sampler.SMALL_LOG]
+    large = rows[:, sampler.LARGE_LOG]
+    deviation = torch.exp(0.5 * (share * large + (1 - share) * small))
+    stepped, remembered = sampler.step(
+        state.rows[:, : sampler.COLUMNS],
+        state.latents,
+        guided,
+        state.history,
+        deviation * state.noise,
+        limit=unet.limit,
+    )
+    state.latents.copy_(stepped)
+    state.history.copy_(remembered)
 
 
 class PixelStager(Stager):
@@ -148,20 +174,18 @@ class PixelStager(Stager):
     @torch.no_grad()
     def _load(self, job: SlotJob, _loras: AssembledLoras) -> Staged:
         prepared = job.prepared
-        states = prepared.states
-        assert states is not None  # noqa: S101 - a stage's requests have text states
         noise = prepared.noise(self._channels, self._factor)
         images = prepared.first_latents(noise)
         conditioning = added = None
         if prepared.enlarged is not None:
             drawn = torch.empty_like(images)
             noise.fill(drawn)
-            conditioning = self._copy(prepared.enlarged.with_noise(drawn))
-            level = torch.tensor([prepared.enlarged.level] * len(states))
-            added = (self._copy(level),)
+            conditioning, added = self._copy_enlarged(prepared.enlarged, drawn)
+        if prepared.states is None:
+            raise RuntimeError("a stage's requests have text states")
         return Staged(
             self._copy(images),
-            self._copy(states),
+            self._copy(prepared.states),
             noise,
             added=added,
             conditioning=conditioning,
@@ -180,6 +204,7 @@ def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
         unet=PixelUnet(
             checkpoint.unet, limit, is_compiled=settings.backend is not None
         ),
+        tick=tick,
         preparer=StagePreparer(checkpoint),
         caches=[control_nets],
         checkpoints=None,

@@ -1,14 +1,15 @@
 """The samplers of pixel stages, as tables with one row per UNet call (`engine.sampler`).
 
-Beside the samplers of latent models that work on sigmas there is `ddpm` (Ho et al. 2020) with the
+Beside the samplers of latent models that work on sigmas there are `ddpm` (Ho et al. 2020) with the
 variance that the UNet has learned between the logarithms of its two bounds (Nichol and Dhariwal
 2021, equation 15), at the timesteps of the checkpoint's scheduler or at one of DeepFloyd IF's lists
-of them, in float32 in the order of diffusers' `DDPMScheduler`.
+of them, in float32 in the order of diffusers' `DDPMScheduler`; and `edm`, the deterministic sampler
+of Karras et al. (2022), algorithm 1: Heun's method, from sigma 80 to 0.002 or as far as the
+checkpoint's table goes, at fractions of timesteps whose log sigma is interpolated.
 """
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,10 +21,13 @@ from torch import Tensor
 from imagefleet import errors
 from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
-from worker.engine.sampler import ESTIMATES, LATENTS, Move, Schedule
-from worker.engine.samplers import schedule
+from worker.engine import sampler
+from worker.engine.sampler import Schedule
+from worker.engine.samplers import by_sigma, schedule
+from worker.engine.samplers.by_sigma import karras
+from worker.engine.samplers.schedule import levels
 
-DDPM = "ddpm"
+DDPM, EDM = "ddpm", "edm"
 
 #: DeepFloyd IF's lists of timesteps.
 LISTS: Mapping[str, Sequence[int]] = {
@@ -31,6 +35,9 @@ LISTS: Mapping[str, Sequence[int]] = {
     for name, value in vars(named).items()
     if name.endswith("_timesteps")
 }
+
+#: Karras et al. (2022), table 1: the largest and the smallest sigma.
+_SIGMAS = (80.0, 0.002)
 
 #: How the variance is found: learned between two bounds, or one of them.
 _VARIANCES = ("learned_range", "fixed_small", "fixed_small_log", "fixed_large")
@@ -85,6 +92,8 @@ def make_schedule(
         own = copy.copy(noise)  # it keeps the timesteps, and several threads ask
         own.set_timesteps(steps)
         return _ddpm(own.timesteps.tolist(), noise)
+    if name == EDM:
+        return _edm(steps, noise)
     known = samplers.SAMPLERS.get(name)
     if known is not None and not known.draws_pixels:
         raise errors.JobError(
@@ -101,15 +110,14 @@ def make_schedule(
 
 
 def _ddpm(timesteps: Sequence[int], noise: DDPMScheduler) -> Schedule:
-    moves = [
-        _ddpm_move(at, following, noise)
-        for at, following in itertools.pairwise([*timesteps, -1])
+    rows = [
+        _ddpm_row(at, following, noise)
+        for at, following in zip(timesteps, [*timesteps[1:], -1], strict=True)
     ]
-    made = schedule.tabulate(moves, samplers.DEFAULT_OPTIONS)
-    return replace(made, initial_scale=1.0)
+    return Schedule(1.0, torch.stack(rows), tuple(at > 0 for at in timesteps))
 
 
-def _ddpm_move(at: int, following: int, noise: DDPMScheduler) -> Move:
+def _ddpm_row(at: int, following: int, noise: DDPMScheduler) -> Tensor:
     """Ho et al. (2020), equation 7, by `DDPMScheduler.step`, in float32 as there."""
     alphas = noise.alphas_cumprod
     alpha = alphas[at]
@@ -118,24 +126,37 @@ def _ddpm_move(at: int, following: int, noise: DDPMScheduler) -> Move:
     next_rest = 1 - next_alpha
     kept = alpha / next_alpha
     beta = 1 - kept
-    estimate = float(alpha**0.5), float(-(rest**0.5))
+    row = torch.zeros(sampler.COLUMNS)
+    row[sampler.TIMESTEP] = at
+    row[sampler.INPUT_SCALE] = 1
     if noise.config.prediction_type == "epsilon":
-        from_latents = 1 / alpha**0.5
-        from_output = -(rest**0.5) / alpha**0.5
-        estimate = float(from_latents), float(from_output)
-    keep = float(kept**0.5 * next_rest / rest)
-    gain = float(next_alpha**0.5 * beta / rest)
-    move = Move(at, keep * LATENTS + gain * ESTIMATES[0], estimate=estimate)
-    if at == 0:
-        return move
-    small = torch.clamp(next_rest / rest * beta, min=_LEAST_VARIANCE).log()
-    large = beta.log()
-    variance = noise.config.variance_type
-    if variance == "fixed_large":
-        small = large
-    elif variance.startswith("fixed_small"):
-        large = small
-    return move._replace(noise=1.0, variance_logs=(float(small), float(large)))
+        row[sampler.FROM_LATENTS] = 1 / alpha**0.5
+        row[sampler.FROM_OUTPUT] = -(rest**0.5) / alpha**0.5
+    else:
+        row[sampler.FROM_LATENTS] = alpha**0.5
+        row[sampler.FROM_OUTPUT] = -(rest**0.5)
+    row[sampler.KEEP] = kept**0.5 * next_rest / rest
+    row[sampler.FIRST_WEIGHT] = next_alpha**0.5 * beta / rest
+    if at > 0:
+        small = torch.clamp(next_rest / rest * beta, min=_LEAST_VARIANCE).log()
+        large = beta.log()
+        variance = noise.config.variance_type
+        row[sampler.NOISE_SCALE] = 1
+        row[sampler.SMALL_LOG] = large if variance == "fixed_large" else small
+        row[sampler.LARGE_LOG] = small if variance.startswith("fixed_small") else large
+    return row
+
+
+def _edm(steps: int, noise: DDPMScheduler) -> Schedule:
+    """Karras et al. (2022), equation 5, within the sigmas that the UNet knows; the last is 0."""
+    known = levels(noise.alphas_cumprod)
+    predicted = noise.config.prediction_type
+    largest, smallest = known.ends
+    ends = min(_SIGMAS[0], largest), max(_SIGMAS[1], smallest)
+    sigmas = [*karras(*ends, steps).tolist(), 0.0]
+    moves = by_sigma.make_moves("heun", sigmas, samplers.DEFAULT_OPTIONS)
+    made = schedule.of_moves(samplers.SAMPLERS["heun"], moves, known, predicted)
+    return replace(made, initial_scale=sigmas[0])
 
 
 def threshold(images: Tensor, limit: float, rank: float) -> Tensor:

@@ -47,7 +47,10 @@ def content(prompt: str, encoder: str, states: torch.Tensor) -> bytes:
         "encoder": encoder,
         "prompt_sha256": _sha256(clean(prompt)),
     }
-    return save({_TENSOR: states.to("cpu", torch.float16).contiguous()}, metadata)
+    data: bytes = save(
+        {_TENSOR: states.to("cpu", torch.float16).contiguous()}, metadata
+    )
+    return data
 
 
 def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:

@@ -13,13 +13,7 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from worker.engine.kernels import layers
-from worker.engine.networks.transformer import (
-    Call,
-    SlotNetwork,
-    merge_heads,
-    repeat_rows,
-    split_heads,
-)
+from worker.engine.networks.transformer import SlotNetwork, repeat_rows
 
 
 class TextAttention(nn.Module):
@@ -53,20 +47,23 @@ class TextAttention(nn.Module):
         own = self.original
         x = hidden_states
         tokens = own.group_norm(x).flatten(2).transpose(1, 2)
-        end = self.start + 2 * self.width
-        columns = encoder_hidden_states[..., self.start : end]
-        key, value = columns.chunk(2, dim=-1)
+        query = self._split(own.to_q(tokens))
+        middle = self.start + self.width
+        end = middle + self.width
+        key = self._split(encoder_hidden_states[..., self.start : middle])
+        value = self._split(encoder_hidden_states[..., middle:end])
         if not own.only_cross_attention:
-            key = torch.cat([key, own.to_k(tokens)], dim=1)
-            value = torch.cat([value, own.to_v(tokens)], dim=1)
-        rows = len(x)
-        query, key, value = (
-            split_heads(each, rows, self.heads)
-            for each in (own.to_q(tokens), key, value)
-        )
+            key = torch.cat([key, self._split(own.to_k(tokens))], dim=2)
+            value = torch.cat([value, self._split(own.to_v(tokens))], dim=2)
         attended = F.scaled_dot_product_attention(query, key, value)
-        attended = own.to_out[0](merge_heads(attended, rows))
-        return x + attended.transpose(1, 2).reshape(x.shape)
+        attended = own.to_out[0](attended.transpose(1, 2).flatten(2))
+        summed: Tensor = x + attended.transpose(1, 2).reshape(x.shape)
+        return summed
+
+    def _split(self, tokens: Tensor) -> Tensor:
+        """[rows, tokens, width] to [rows, heads, tokens, head width]."""
+        rows, count, width = tokens.shape
+        return tokens.view(rows, count, self.heads, width // self.heads).transpose(1, 2)
 
 
 class PixelUnet(SlotNetwork):
@@ -94,13 +91,6 @@ class PixelUnet(SlotNetwork):
             attention.start = self.context_width
             self.context_width += 2 * attention.width
         self.added_width = int(unet.time_embedding.linear_2.out_features)
-        # What follows from the prompt alone is computed before, and passed on as that of a class.
-        self.embed_pooled = unet.add_embedding
-        self.embed_level = unet.class_embedding
-        self.project = unet.encoder_hid_proj or nn.Identity()
-        unet.encoder_hid_proj = None
-        unet.class_embedding = nn.Identity()
-        unet.register_to_config(addition_embed_type=None, class_embed_type=None)
         if is_compiled:
             layers.replace_modules(unet, layers.group_norm)
 
@@ -114,12 +104,13 @@ class PixelUnet(SlotNetwork):
         added_rows: Tensor | None,
     ) -> None:
         """See `SlotNetwork.compute_prompt`; of text states [slot rows, tokens, width]."""
-        embedded = self.embed_pooled(vectors)
+        embedded = self.unet.add_embedding(vectors)
         if added is not None:
             (level,) = added
-            level = self.unet.time_proj(level).to(vectors.dtype)
-            embedded = embedded + self.embed_level(level)
-        encoded = self.project(vectors)
+            embedded = embedded + self.unet.get_class_embed(
+                vectors, level.expand(len(vectors))
+            )
+        encoded = self.unet.process_encoder_hidden_states(vectors, {})
         context.copy_(
             torch.cat([each.text_columns(encoded) for each in self.attentions], dim=-1)
         )
@@ -130,21 +121,45 @@ class PixelUnet(SlotNetwork):
         self,
         x: Tensor,
         times: Tensor,
-        call: Call,
+        context: Tensor,
         added: Tensor | None,
-        _residuals: object = (),
     ) -> Tensor:
         """The noise and the variance of all rows [rows, 6, height, width].
 
         x [slots, channels, height, width] in the UNet's type; times [slots] may be fractions;
-        *call*'s context and *added*: see `compute_prompt`, of all slots.
+        *context* and *added*: see `compute_prompt`, of all slots.
         """
-        rows = len(call.context)
-        times = times.repeat_interleave(rows // len(times))
-        return self.unet(
-            repeat_rows(x, rows),
-            times,
-            call.context,
-            class_labels=added,
-            return_dict=False,
-        )[0]
+        unet = self.unet
+        embedded = unet.time_embedding(unet.time_proj(times).to(x.dtype))
+        embedded = repeat_rows(embedded, len(context))
+        if added is not None:
+            embedded = embedded + added
+        if unet.time_embed_act is not None:
+            embedded = unet.time_embed_act(embedded)
+        x = repeat_rows(unet.conv_in(x), len(context))
+        skips = [x]
+        for block in unet.down_blocks:
+            x, passed = block(x, embedded, **_text_of(block, context))
+            skips.extend(passed)
+        x = unet.mid_block(x, embedded, **_text_of(unet.mid_block, context))
+        for block in unet.up_blocks:
+            count = len(block.resnets)
+            passed = tuple(skips[-count:])
+            skips = skips[:-count]
+            x = block(
+                hidden_states=x,
+                res_hidden_states_tuple=passed,
+                temb=embedded,
+                **_text_of(block, context),
+            )
+        if unet.conv_norm_out is not None:
+            x = unet.conv_act(unet.conv_norm_out(x))
+        output: Tensor = unet.conv_out(x)
+        return output
+
+
+def _text_of(block: Any, context: Tensor) -> dict[str, Tensor]:
+    has_text = getattr(block, "has_cross_attention", False)
+    if has_text:
+        return {"encoder_hidden_states": context}
+    return {}

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from imagefleet.job.samplers import Options
-from worker.engine.sampler import BEFORE, ESTIMATES, Combination, Move
-from worker.engine.samplers.by_sigma import ancestral, solver_step
+from worker.engine.sampler import BEFORE, Move
+from worker.engine.samplers.by_sigma import ancestral, bend, solver_step
 
 _ABSOLUTE, _RELATIVE = 0.0078, 0.05
 _FIRST_LENGTH = 0.05
@@ -71,20 +71,16 @@ class Try:
         has left them; *draw* fills a tensor with noise.
         """
         end, down = self._ends
-        begun_with, estimates = history[-1:], history[:-1]
-        known = torch.cat([begun_with, estimates, latents[None]])
-
-        def solution(weights: Combination) -> Tensor:
-            factors = torch.tensor(weights, dtype=known.dtype, device=known.device)
-            return torch.tensordot(factors, known, 1)
-
-        _, second, third = solver_step(3, self.sigma, down)
-        slope = (BEFORE - ESTIMATES[2]) / second.level
-        change = (ESTIMATES[2] - ESTIMATES[1]) / second.level
-        start = BEFORE + (self.sigma - second.level) * slope
-        begun = solution(start)
-        low = solution(start + (down - self.sigma) * (slope + 1.5 * change))
-        high = solution(third.latents)
+        length = math.log(self.sigma / down)
+        first = self.sigma * math.exp(-length / 3)
+        second = self.sigma * math.exp(-length * 2 / 3)
+        slope = (latents - history[2]) / first
+        begun = latents + (self.sigma - first) * slope
+        change = (latents - history[1]) / first - slope
+        last_change = (history[-1] - history[0]) / second - slope
+        straight = begun + (down - self.sigma) * slope
+        low = straight + 1.5 * (down - self.sigma) * change
+        high = straight - 1.5 * down * bend(length) * last_change
         before = begun if self.before is None else self.before
         size = torch.maximum(low.abs(), before.abs())
         allowed = (_RELATIVE * size).clamp(min=_ABSOLUTE)

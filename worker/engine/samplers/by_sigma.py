@@ -40,7 +40,8 @@ def karras(largest: float, smallest: float, steps: int) -> Tensor:
     """Karras et al. (2022), equation 5."""
     low = smallest ** (1 / _RHO)
     high = largest ** (1 / _RHO)
-    return (high + torch.linspace(0, 1, steps) * (low - high)) ** _RHO
+    sigmas: Tensor = (high + torch.linspace(0, 1, steps) * (low - high)) ** _RHO
+    return sigmas
 
 
 def churned(sigmas: Sigmas, options: Options) -> list[float]:
@@ -128,7 +129,7 @@ def _in_steps(
     intervals: Callable[[Sigmas, Options], _Intervals],
     step: Callable[[float, float, float | None], _Step],
 ) -> _Steps:
-    """Takes the same *step* over each of the *intervals*, but Euler's to sigma 0."""
+    """The same *step* over each of the *intervals*, but Euler's to sigma 0."""
     for sigma, following, noise in intervals(sigmas, options):
         yield (step if following else _euler_step)(sigma, following, noise)
 
@@ -214,16 +215,19 @@ def _third_order(
 
 
 def _lms(sigmas: Sigmas, _: Options) -> _Steps:
-    """Adams-Bashforth's method over uneven steps: the integral of a polynomial of the noise."""
+    """Adams-Bashforth's method of the noise, over uneven steps: two points are exact for cubics."""
+    points, weights = np.polynomial.legendre.leggauss(2)
     for at, (sigma, following) in enumerate(pairwise(sigmas)):
         oldest = max(0, at + 1 - _LMS_ORDER)
         known = sigmas[oldest : at + 1][::-1]
+        half = (following - sigma) / 2
+        places = sigma + half * (points + 1)
         latents = LATENTS
         for this, estimate in zip(known, ESTIMATES, strict=False):
-            basis = np.poly1d([other for other in known if other != this], r=True)
-            integral = basis.integ()
-            weight = (integral(following) - integral(sigma)) / basis(this)
-            latents = latents + weight * estimate
+            others = [other for other in known if other != this]
+            factors = [(places - other) / (this - other) for other in others]
+            basis = np.prod([points**0, *factors], axis=0)
+            latents = latents + half * (weights @ basis) * estimate
         yield [Move(sigma, latents)]
 
 
@@ -245,14 +249,15 @@ def _dpm_fast(sigmas: Sigmas, options: Options) -> _Steps:
     for order, (sigma, following) in zip(orders, pairwise(ends), strict=False):
         down, _ = ancestral(sigma, following, options)
         down = max(smallest, down)
+        if options.eta is not None and options.eta <= 0:
+            yield solver_step(order, sigma, following)
+            continue
+        noise = options.s_noise * math.sqrt(max(0.0, following**2 - down**2))
         *first, last = solver_step(order, sigma, down)
-        if options.eta is None or options.eta > 0:
-            up = math.sqrt(max(0.0, following**2 - down**2))
-            last = last._replace(noise=options.s_noise * up)
-        yield [*first, last]
+        yield [*first, last._replace(noise=noise)]
 
 
-def solver_step(order: int, sigma: float, end: float) -> Sequence[Move]:
+def solver_step(order: int, sigma: float, end: float) -> _Step:
     """The calls of DPM-Solver's singlestep of an order, by its section 3; the last one arrives."""
     if order == 1:
         return _euler_step(sigma, end, None)
@@ -260,8 +265,7 @@ def solver_step(order: int, sigma: float, end: float) -> Sequence[Move]:
     first = sigma * math.exp(-length / order)
     begun = Move(sigma, towards(first / sigma))
     if order == 2:  # noqa: PLR2004
-        slope = (LATENTS - NEW) / first
-        return [begun, Move(first, BEFORE + (end - sigma) * slope)]
+        return [begun, Move(first, BEFORE + (end - sigma) * (LATENTS - NEW) / first)]
     second = sigma * math.exp(-2 * length / 3)
     slope = (BEFORE - LAST) / sigma
     change = (LATENTS - NEW) / first - slope
@@ -271,8 +275,7 @@ def solver_step(order: int, sigma: float, end: float) -> Sequence[Move]:
     slope = (BEFORE - ESTIMATES[2]) / first  # the same: its call's step went along it
     change = (LATENTS - NEW) / second - slope
     straight = BEFORE + (sigma - first) * slope + (end - sigma) * slope
-    arrived = straight - end * 1.5 * bend(length) * change
-    return [begun, middle, Move(second, arrived)]
+    return [begun, middle, Move(second, straight - end * 1.5 * bend(length) * change)]
 
 
 def bend(length: float) -> float:

@@ -174,7 +174,7 @@ class _Times(NamedTuple):
         """
         gap = self.level[at] - self.level[at - 1]
         earlier = self.level[at - order : at - 1][::-1]
-        places = np.append((earlier - self.level[at - 1]) / gap, 1.0)
+        places = [*((earlier - self.level[at - 1]) / gap).tolist(), 1.0]
         kept = -gap
         phi = math.expm1(kept) / kept - 1
         factorial = 1
@@ -183,7 +183,9 @@ class _Times(NamedTuple):
             targets.append(phi * factorial / kept)
             factorial *= power + 1
             phi = phi / kept - 1 / factorial
-        matrix = np.vander(places, increasing=True).T
+        matrix = np.array(
+            [[place**power for place in places] for power in range(order)]
+        )
         found = np.zeros(order)
         size = order if is_corrector else order - 1
         solved = np.linalg.solve(matrix[:size, :size], targets[:size])

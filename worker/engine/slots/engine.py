@@ -33,7 +33,7 @@ from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.recovery import Recovery
-from worker.engine.slots.step import Step, StepRunner, tick
+from worker.engine.slots.step import Step, StepRunner
 
 log = logs.EventLog(__name__)
 
@@ -258,15 +258,18 @@ class SlotEngine:
 
     def _make_self_check(self) -> SelfCheck | None:
         model = self.checkpoint
-        if model.weight_sums is None:
+        # Images that enlarge the same one may be alike, whatever their seeds and LoRAs.
+        if model.weight_sums is None or model.family.enlarges_image:
             return None
         computing = {**model.networks, model.family.backbone: self._unet}
         lock = self._stager.text_encoder_lock
-        return SelfCheck(model, computing, lock, self._weights.without_own)
+        return SelfCheck(
+            model, self._merger, computing, lock, self._weights.without_own
+        )
 
     def _add(self, job: SlotJob) -> None:
         job.batch_key = self._runner.place(job, is_first=not self._lanes.jobs)
-        self._lanes.add(job)
+        self._lanes.add(job.batch_key, [job])
 
     def _open_lane(self, batch_key: BatchKey) -> tuple[Lane, Step]:
         lane = self._lanes.lane_of(batch_key)
@@ -375,8 +378,14 @@ class SlotEngine:
         vectors = of_rows(staged.vectors)
         if state.mask is not None and staged.mask is not None:
             state.mask[rows].copy_(of_rows(staged.mask))
-        added = staged.added and tuple(map(of_rows, staged.added))
-        embedded = None if state.added is None else state.added[rows]
+        added = staged.added
+        embedded = None
+        if added is not None and len(added[0]) > 1:  # not the level of an image's noise
+            added = tuple(map(of_rows, added))
+        if state.added is not None:
+            embedded = state.added[
+                state.added_rows * slot : state.added_rows * (slot + 1)
+            ]
         is_shared = lane.weight_mode == "shared"
         changes = {} if is_shared else self._stager.changes_of(job).stacked
         step.unet.compute_prompt(vectors, added, changes, state.context[rows], embedded)
@@ -429,8 +438,9 @@ class SlotEngine:
         latents = step.state.latents[slot].clone()
         history = step.state.history[:, slot].clone()
         job.staged = replace(job.data, latents=latents, history=history)
+        job.has_weights = False
         job.batch_key = job.batch_key.at(job.prepared, job.call)
-        self._lanes.add(job, first=True)
+        self._lanes.add(job.batch_key, [job], first=True)
 
     def _end_pass(self, job: SlotJob, latents: Tensor, history: Tensor) -> None:
         """Passes latents on: to the decoder, or to the lane of the job's next pass."""
@@ -485,7 +495,7 @@ class SlotEngine:
         fit = memory.fit(
             self._device,
             self._unet.slot_bytes + state_bytes,
-            lambda: tick(self._unet, "shared", state, ()),
+            lambda: parts.tick(self._unet, "shared", state, ()),
             decode,
             parts.settings.slots,
             lane_bytes=state_bytes,

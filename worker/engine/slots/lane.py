@@ -4,7 +4,7 @@ Each tick is one lane's, so no lane has to end for another to begin. A full lane
 beyond its pixels; one with few images waits for more, but not for long (`Lanes.urgency`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from worker.engine.lora.merge import LoraKey
@@ -73,7 +73,7 @@ class Lane:
         """Removes the next job, one with the LoRAs *preferred* if it may overtake the others."""
         at = 0
         for place, job in enumerate(self.waiting if preferred is not None else ()):
-            if job.lora_key == preferred:
+            if job.prepared.lora_key == preferred:
                 at = place
                 break
             if job.overtakes >= self.max_overtakes:
@@ -190,12 +190,15 @@ class Lanes:
             )
         return self._lanes[batch_key]
 
-    def add(self, job: SlotJob, *, first: bool = False) -> None:
-        """Adds a job to those that wait in its lane, *first* before them."""
-        lane = self.lane_of(job.batch_key)
+    def add(
+        self, batch_key: BatchKey, jobs: Iterable[SlotJob], *, first: bool = False
+    ) -> None:
+        """Adds waiting jobs of a key, *first* before those that wait already."""
+        lane = self.lane_of(batch_key)
         if not lane.held:
             lane.ran_at = self._tick
-        lane.waiting.insert(0 if first else len(lane.waiting), job)
+        at = 0 if first else len(lane.waiting)
+        lane.waiting[at:at] = jobs
 
     def next(self) -> Lane | None:
         """The lane of the next tick; None without jobs. The caller opens it if it is closed."""

@@ -77,7 +77,7 @@ class PreparedRequest:
     """Upscaling that a second pass begins with; None for a first pass."""
     controls: tuple[PreparedControl, ...] = ()
     enlarged: begin.LowResolution | None = None
-    """The image that a stage in pixels enlarges."""
+    """The image that an upscaling checkpoint enlarges."""
     vae: Identity | None = None
     """The file of the VAE that the request names."""
     checkpoint: Identity | None = None
@@ -221,7 +221,7 @@ class Preparer:
 
     def __init__(self, device: torch.device) -> None:
         self.upscalers = UpscalerCache(device)
-        self.lora_lookups: Mapping[str, int] = {"hit": 0, "miss": 0}
+        self.lora_lookups: Mapping[str, int] = {"hit": 0, "miss": 0, "no_effect": 0}
         self._may_go_on = threading.Event()
         self._may_go_on.set()
 
@@ -262,8 +262,8 @@ class RequestPreparer(Preparer):
         checkpoint: Checkpoint,
         groups: Mapping[Network, merge.Groups],
         control_nets: ControlNets,
-        vaes: Vaes,
-        checkpoints: CheckpointCache,
+        vaes: Vaes | None = None,
+        checkpoints: CheckpointCache | None = None,
     ) -> None:
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
@@ -292,7 +292,8 @@ class RequestPreparer(Preparer):
     def use(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
-        self._checkpoints.stand_beside(checkpoint)
+        if self._checkpoints is not None:
+            self._checkpoints.stand_beside(checkpoint)
 
     def find_embeddings(
         self, prompts: Iterable[Prompt | str], names: Collection[str]
@@ -305,7 +306,12 @@ class RequestPreparer(Preparer):
         init = request.init
         image = None
         steps = request.steps
-        if init is None:
+        enlarged = None
+        if (image_noise := self._checkpoint.image_noise) is not None:
+            enlarged = begin.prepare_enlarged(
+                request, image_noise, self._checkpoint.factor
+            )
+        if init is None or enlarged is not None:
             schedule = self._schedule(request, request.steps)
         else:
             taken = begin.img2img(request.steps, init.denoising_strength)
@@ -334,6 +340,7 @@ class RequestPreparer(Preparer):
             packs=self._pack(loras),
             image=image,
             controls=self._controls(request, schedule, steps),
+            enlarged=enlarged,
             vae=self._check_file(self._vaes, vae.name, vae.path) if vae else None,
             embeds_guidance=self._checkpoint.unet.config.time_cond_proj_dim is not None,
         )
@@ -351,22 +358,19 @@ class RequestPreparer(Preparer):
     ) -> PreparedRequest:
         """Prepares the second pass, with the first pass' LoRAs if it has no own."""
         own = first.request
-        of_its_own = {
-            name: value
-            for name in ("prompt", "negative_prompt", "sampler", "loras")
-            if (value := getattr(hires, name)) is not None
-        }
+        names = ("prompt", "negative_prompt", "sampler", "loras")
+        of_its_own = {name: getattr(hires, name) for name in names}
         request = replace(
             own,
             width=hires.width,
             height=hires.height,
             steps=hires.steps or own.steps,
             hires=None,
-            **of_its_own,
+            **{name: value for name, value in of_its_own.items() if value is not None},
         )
         taken = begin.second_pass(request.steps, hires.denoising_strength)
         checkpoint = self._check_checkpoint(hires.checkpoint)
-        if self._checkpoints.is_refiner(checkpoint):
+        if self._is_sdxls_refiner(checkpoint):
             raise errors.JobError(
                 "hr_checkpoint_name: SDXL's refiner only goes on with images"
             )
@@ -406,7 +410,7 @@ class RequestPreparer(Preparer):
         if checkpoint == drawn.checkpoint or at == len(drawn.schedule.table):
             return drawn
         rest = replace(drawn, checkpoint=checkpoint, begins=at)
-        if self._checkpoints.is_refiner(checkpoint):
+        if self._is_sdxls_refiner(checkpoint):
             loras = self._read_loras(())
             rest = replace(
                 rest,
@@ -421,6 +425,11 @@ class RequestPreparer(Preparer):
 
     def _check_checkpoint(self, path: Path | None) -> Identity | None:
         return self._check_file(self._checkpoints, path.stem, path) if path else None
+
+    def _is_sdxls_refiner(self, checkpoint: Identity | None) -> bool:
+        return self._checkpoints is not None and self._checkpoints.is_refiner(
+            checkpoint
+        )
 
     def _text_rows(
         self, request: ImageRequest, named: Sequence[embeddings.Embedding]
@@ -469,7 +478,11 @@ class RequestPreparer(Preparer):
             is_xl=self._checkpoint.family.has_sdxl_steps,
         )
 
-    def _check_file(self, cache: NetworkCache[Any], name: str, path: Path) -> Identity:
+    def _check_file(
+        self, cache: NetworkCache[Any] | None, name: str, path: Path
+    ) -> Identity | None:
+        if cache is None:
+            return None
         self._may_go_on.wait()
         return cache.check_file(name, path)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -83,7 +83,7 @@ class BatchKey(NamedTuple):
 
 AddedInputs = tuple[Tensor, ...]
 """Extra inputs of some UNets beside the texts' vectors: pooled vectors [texts, width] and
-`Family.size_ids` [texts, numbers]; or the level [texts] of the noise on an enlarged image."""
+`Family.size_ids` [texts, numbers]; or the level [1] of the noise on an enlarged image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,17 @@ class Staged:
 
     @property
     def tensors(self) -> list[Tensor]:
-        found = [self.latents, self.history, self.vectors, self.mask]
-        found += [self.conditioning, self.loras, *self.hints]
-        found += (*(self.added or ()), *(self.inpainting or ()))
+        found = [
+            self.latents,
+            self.history,
+            self.vectors,
+            self.mask,
+            self.conditioning,
+            self.loras,
+        ]
+        found += self.added or ()
+        found += self.inpainting or ()
+        found += self.hints
         return [tensor for tensor in found if tensor is not None]
 
 
@@ -143,21 +151,19 @@ class SlotJob:
     staged: Staged | None = None
     call: int = 0
     first_pass: Staged | None = None
-    """Data of the pass before, with its latents; None in a first pass."""
+    """What the pass before was drawn with, and its latents; None in a first pass."""
     drawn: torch.cuda.Event | None = None
     """The event after the tick that drew these latents."""
     begun_with: PreparedRequest | None = None
     """The original of `prepared`, before its schedule was extended."""
-    lora_key: LoraKey = field(init=False)
-    """LoRAs of the network that draws; () for none."""
-
-    def __post_init__(self) -> None:
-        self.lora_key = self.prepared.lora_key
+    has_weights: bool = False
+    """True once its slot holds its weights; not needed while the shared ones serve all slots."""
 
     @property
     def data(self) -> Staged:
-        """The job's data on the device."""
-        assert self.staged is not None  # noqa: S101 - a job is drawn only once it is staged
+        """What it is drawn with, on the device."""
+        if self.staged is None:
+            raise RuntimeError("a job is drawn only once it is staged")
         return self.staged
 
     @property
@@ -191,13 +197,14 @@ class SlotJob:
 
     def forget_loras(self) -> None:
         """Frees the copy of what its slot holds now; not if its texts change, which take it too."""
-        if self.data.loras is not None and not self.prepared.is_edited:
+        if not self.prepared.is_edited:
             self.staged = replace(self.data, loras=None, changes=NO_CHANGES)
 
     def restart(self) -> None:
         """Back to the seed; in the second pass to that pass' beginning."""
         self.prepared = self.begun_with or self.prepared
         self.call = self.prepared.begins
+        self.has_weights = False
         self.batch_key = self.batch_key.at(self.prepared, self.call)
         self.assembling = self.staging = self.staged = None
 
@@ -219,7 +226,8 @@ class Costs:
     """Share of an uncompiled tick's seconds that compiling it saves."""
 
     def seconds(self, mode: WeightMode) -> float:
-        return getattr(self, f"{mode}_seconds")
+        found: float = getattr(self, f"{mode}_seconds")
+        return found
 
 
 def own_mode(convolutions: bool) -> WeightMode:

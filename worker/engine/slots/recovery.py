@@ -66,7 +66,7 @@ class Recovery:
         for job in jobs:
             job.restart()
         for job in reversed(again):
-            self._lanes.add(job, first=True)
+            self._lanes.add(job.batch_key, [job], first=True)
         torch.cuda.empty_cache()
         return [contract.Finished(job.ticket, failure) for job in jobs if not again]
 
@@ -80,7 +80,7 @@ class Recovery:
             lane.close()
         for job in jobs:
             job.restart()
-            self._lanes.add(job)
+            self._lanes.add(job.batch_key, [job])
         self._runner.reset()
 
     def try_to_use_less_memory(self) -> bool:

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -29,6 +28,7 @@ from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.cache import ControlNets
 from worker.engine.families.table import Family, Model
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges
+from worker.engine.passes.begin import LowResolution
 from worker.engine.passes.checkpoints import CheckpointCache, Coders
 from worker.engine.passes.images import ImageCoder, Vaes
 from worker.engine.passes.upscaling import Upscaling
@@ -57,8 +57,11 @@ class Stager:
     `begin_within` and `try_to_stage` are for the engine's thread.
     """
 
-    def __init__(self, model: Model, control_nets: ControlNets) -> None:
+    def __init__(
+        self, model: Model, control_nets: ControlNets, vaes: Vaes | None = None
+    ) -> None:
         self._control_nets = control_nets
+        self._vaes = vaes
         self._device: torch.device = model.unet.device
         self._channels = model.channels
         self._factor = model.factor
@@ -76,14 +79,12 @@ class Stager:
 
     def first_with_room(self, jobs: Sequence[SlotJob]) -> Sequence[SlotJob]:
         """The first of *jobs* whose LoRAs have room on the device together; at least one."""
-        room_bytes = max(0.0, self.room_bytes - self._held_bytes)
+        held_bytes = self._control_nets.held_bytes + (
+            self._vaes.held_bytes if self._vaes else 0
+        )
+        room_bytes = max(0.0, self.room_bytes - held_bytes)
         taken = itertools.accumulate(job.prepared.lora_bytes for job in jobs)
         return jobs[: max(1, bisect_right(list(taken), room_bytes))]
-
-    @property
-    def _held_bytes(self) -> int:
-        """Size of the networks of files that are on the device."""
-        return self._control_nets.held_bytes
 
     def begin(self, jobs: Iterable[SlotJob]) -> None:
         """Starts to stage jobs; their prompts are encoded together."""
@@ -188,6 +189,13 @@ class Stager:
         """Begins to copy a job's data, and computes what it starts from."""
         raise NotImplementedError
 
+    def _copy_enlarged(
+        self, enlarged: LowResolution, drawn: Tensor
+    ) -> tuple[Tensor, AddedInputs]:
+        """The image that is enlarged, with the noise that was *drawn*, and the noise's level."""
+        level = self._copy(torch.tensor([enlarged.level]))
+        return self._copy(enlarged.with_noise(drawn)), (level,)
+
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
 
@@ -199,22 +207,20 @@ class LatentStager(Stager):
         self,
         checkpoint: Checkpoint,
         control_nets: ControlNets,
-        vaes: Vaes,
-        checkpoints: CheckpointCache,
-        tiny: AutoencoderTiny | None,
+        tiny: AutoencoderTiny | None = None,
+        vaes: Vaes | None = None,
+        checkpoints: CheckpointCache | None = None,
     ) -> None:
-        super().__init__(checkpoint, control_nets)
-        self._vaes = vaes
+        super().__init__(checkpoint, control_nets, vaes)
         self._tiny = tiny
         self._checkpoints = checkpoints
         self._dtype = checkpoint.unet.dtype
-        self._is_inpainting = checkpoint.conditioning_channels > 0
+        self._is_inpainting = (
+            checkpoint.conditioning_channels > 0
+            and not checkpoint.family.enlarges_image
+        )
         self._own = Coders(checkpoint)
         self._images = self._own.images
-
-    @property
-    def _held_bytes(self) -> int:
-        return super()._held_bytes + self._vaes.held_bytes
 
     def forget(self) -> None:
         self._own.forget()
@@ -247,26 +253,30 @@ class LatentStager(Stager):
             copied = self._copy(loras[prepared.family.backbone])
             changes = prepared.pack.of(copied)
         other = None
-        if prepared.checkpoint is not None:
+        if prepared.checkpoint is not None and self._checkpoints is not None:
             other = self._checkpoints.get(prepared.checkpoint)
         coders = other.coders if other else self._own
         vectors, mask, added = self._encode(job, loras, coders)
         noise = prepared.noise(self._channels, self._factor)
-        drawn_with: dict[str, Any] = {
-            "vectors": vectors,
-            "noise": noise,
-            "mask": mask,
-            "added": added,
-            "loras": copied,
-            "changes": changes,
-            "coder": self._coder_of(prepared, prepared.checkpoint),
-            "checkpoint": other,
-        }
+        coder = self._coder_of(prepared, prepared.checkpoint)
         if job.first_pass is not None and prepared.begins:
             self._spend(noise, prepared)
-            hints = job.first_pass.hints[: len(prepared.controls)]
-            return replace(job.first_pass, **drawn_with, hints=hints)
+            return replace(
+                job.first_pass,
+                vectors=vectors,
+                noise=noise,
+                mask=mask,
+                added=added,
+                loras=copied,
+                changes=changes,
+                hints=job.first_pass.hints[: len(prepared.controls)],
+                coder=coder,
+                checkpoint=other,
+            )
         conditioning = None
+        if prepared.enlarged is not None:
+            drawn = noise.draw(prepared.enlarged.image.shape)
+            conditioning, added = self._copy_enlarged(prepared.enlarged, drawn)
         latents = self._copy(prepared.first_latents(noise))
         images = self._coder_of(prepared, prepared.begun_by) or self._images
         original = self._image_of(job, images)
@@ -283,10 +293,17 @@ class LatentStager(Stager):
             conditioning = images.condition(image, request.width, request.height)
         return Staged(
             latents,
-            **drawn_with,
+            vectors,
+            noise,
+            mask=mask,
+            added=added,
+            loras=copied,
+            changes=changes,
             inpainting=kept,
             hints=hints,
             conditioning=conditioning,
+            coder=coder,
+            checkpoint=other,
         )
 
     def _spend(self, noise: NoiseStream, prepared: PreparedRequest) -> None:
@@ -300,9 +317,9 @@ class LatentStager(Stager):
     ) -> ImageCoder | None:
         """The VAE of a request or else of a checkpoint; None: the engine's own as it is."""
         coder = None
-        if prepared.vae is not None:
+        if prepared.vae is not None and self._vaes is not None:
             coder = self._vaes.get(prepared.vae)
-        elif checkpoint is not None:
+        elif checkpoint is not None and self._checkpoints is not None:
             coder = self._checkpoints.get(checkpoint).coders.images
         if prepared.request.tiling:
             return (coder or self._images).tiling

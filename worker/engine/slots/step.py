@@ -18,11 +18,11 @@ from worker.engine.control.network import ControlState, SlotControlNet, residual
 from worker.engine.kernels.compile import Compiled
 from worker.engine.kernels.layers import (
     KernelSelector,
-    channels_last,
     fastest_seconds,
     time_convolutions,
 )
 from worker.engine.networks.transformer import Call, SlotNetwork, SlotState
+from worker.engine.networks.unet import SlotUnet
 from worker.engine.slots.compile_policy import GraphKey, ModeUsage, Outlook
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
 from worker.engine.slots.parts import Parts
@@ -44,32 +44,31 @@ _TIMED_TICKS = 3
 
 
 def tick(
-    unet: SlotNetwork,
+    unet: SlotUnet,
     weight_mode: WeightMode,
     state: SlotState,
     controls: Sequence[ControlState],
 ) -> None:
-    """One UNet call and one sampler step of all slots, in place; a plain function to be compiled.
+    """One UNet call and one sampler step of all slots, in place.
 
     Of a slot's rows in the output, the last is its negative prompt's (uncond), to which each other
-    adds its scale of what it differs by; slots with one row take the prompt's output as it is. A
-    UNet of pixels also gives the noise's variance, between two bounds; the first prompt's counts.
+    adds its scale of what it differs by; slots with one row take the prompt's output as it is.
     """
     coefficients = state.rows[:, : sampler.COLUMNS]
     image = sampler.Inpainting(state.kept, state.original)
     seen = sampler.mask_input(coefficients, state.latents, image)
-    x = channels_last(sampler.scale_input(coefficients, seen).to(unet.dtype))
+    x = sampler.scale_input(coefficients, seen).to(unet.dtype)
+    if x.device.type == "cuda":
+        x = x.contiguous(memory_format=torch.channels_last)
     times = coefficients[:, sampler.TIMESTEP]
+    slots = len(x) if weight_mode == "per_slot_convolutions" else 0
     controlled = _GUIDANCE + state.slot_rows
     scales = state.rows[:, _GUIDANCE:controlled]
+    is_per_slot = weight_mode != "shared"
+    rows = state.slot_rows
+    guidance = scales[:, 0]
     call = Call(
-        state.context,
-        state.mask,
-        per_slot=weight_mode != "shared",
-        slots=len(x) if weight_mode == "per_slot_convolutions" else 0,
-        slot_rows=state.slot_rows,
-        guidance=scales[:, 0],
-        tiles=state.tiles,
+        state.context, state.mask, is_per_slot, slots, rows, guidance, state.tiles
     )
     steering: Sequence[Tensor] = ()
     if controls:
@@ -77,29 +76,13 @@ def tick(
     if state.conditioning is not None:
         x = torch.cat([x, state.conditioning], dim=1)
     output = unet(x, times, call, state.added, steering).float()
-    noise = state.noise
-    channels = noise.shape[1]
-    if output.shape[1] > channels:
-        share = (output[:: state.slot_rows, channels:] + 1) / 2
-        bounds = coefficients[..., None, None, None]
-        large = share * bounds[:, sampler.LARGE_LOG]
-        small = (1 - share) * bounds[:, sampler.SMALL_LOG]
-        noise = torch.exp(0.5 * (large + small)) * noise
-        output = output[:, :channels]
     *conds, uncond = output.unflatten(0, (-1, state.slot_rows)).unbind(dim=1)
     guided = uncond
     for cond, scale in zip(conds, scales.T[..., None, None, None], strict=False):
         guided = guided + scale * (cond - uncond)
     unguided = uncond if conds else None
     stepped, remembered = sampler.step(
-        coefficients,
-        state.latents,
-        guided,
-        state.history,
-        noise,
-        image,
-        unguided,
-        unet.limit,
+        coefficients, state.latents, guided, state.history, state.noise, image, unguided
     )
     state.latents.copy_(stepped)
     state.history.copy_(remembered)
@@ -120,7 +103,7 @@ class InputFeeder:
         """*copied*: the events after the last copies of all feeders."""
         self._state = state
         self._copied = copied
-        self._pinned = state.rows.is_cuda
+        self._pinned = state.rows.device.type == "cuda"
 
         def host_copy(of: Tensor) -> Tensor:
             return torch.zeros(of.shape, dtype=of.dtype, pin_memory=self._pinned)
@@ -207,6 +190,7 @@ class StepRunner:
         self.outlook = Outlook(parts.settings.queue_seconds)
         self._unet = parts.unet
         self._model = parts.model
+        self._tick = parts.tick
         self._device = parts.unet.device
         self._backend = parts.settings.backend
         self._compiled_modes = parts.settings.compiled_modes
@@ -339,7 +323,7 @@ class StepRunner:
         else:
             time_convolutions(lasting=slots == len(step.state.latents))
             controls = [each.first(slots) for each in step.controls]
-            tick(step.unet, weight_mode, step.state.first(slots), controls)
+            self._tick(step.unet, weight_mode, step.state.first(slots), controls)
 
     def select_kernels(self, step: Step) -> None:
         """Selects the attention kernels of a step that is not compiled yet; keeps its images."""
@@ -350,11 +334,11 @@ class StepRunner:
             network.select_kernels(self._kernels)
         try:
             with _keeping(step), torch.no_grad():
-                tick(self._unet, "shared", step.state, step.controls)
+                self._tick(self._unet, "shared", step.state, step.controls)
                 if self._device.type == "cuda":
-                    self._uncompiled_seconds = fastest_seconds(
-                        lambda: tick(self._unet, "shared", step.state, step.controls), 1
-                    )
+                    tick = functools.partial(self._tick, self._unet, "shared")
+                    call = functools.partial(tick, step.state, step.controls)
+                    self._uncompiled_seconds = fastest_seconds(call, 1)
         except BaseException:
             for network in step.networks:
                 network.use_default_attention()
@@ -368,7 +352,7 @@ class StepRunner:
             f"the UNet for {slots * key.slot_rows} rows of {slots} slots, {key.width}x{key.height}"
             f" and {key.tokens} tokens"
             f" ({weight_mode} weights{f', {len(key.controls)} ControlNets' * bool(key.controls)})",
-            tick,
+            self._tick,
             (self._unet, weight_mode, step.state, step.controls),
             backend=self._backend,
             pool=self._pool,
@@ -443,15 +427,20 @@ class StepRunner:
         model = self._model
         tokens = batch_key.tokens
         rows = slots * batch_key.slot_rows
+        added_rows = slots * min(batch_key.slot_rows, unet.added_rows)
         sides = batch_key.height // model.factor, batch_key.width // model.factor
         shape = (slots, model.channels, *sides)
 
         zeros = functools.partial(torch.zeros, dtype=torch.float32, device=self._device)
         conditioning = None
         if model.conditioning_channels:
-            conditioning = channels_last(
-                zeros(slots, model.conditioning_channels, *sides, dtype=unet.dtype)
+            conditioning = zeros(
+                slots, model.conditioning_channels, *sides, dtype=unet.dtype
             )
+            if self._device.type == "cuda":
+                conditioning = conditioning.contiguous(
+                    memory_format=torch.channels_last
+                )
         return SlotState(
             latents=zeros(*shape),
             history=zeros(sampler.HISTORY, *shape),
@@ -465,7 +454,7 @@ class StepRunner:
             mask=zeros(rows, 1, 1, tokens, dtype=unet.dtype)
             if batch_key.is_masked
             else None,
-            added=zeros(rows, unet.added_width, dtype=unet.dtype)
+            added=zeros(added_rows, unet.added_width, dtype=unet.dtype)
             if unet.added_width
             else None,
             conditioning=conditioning,

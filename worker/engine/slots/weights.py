@@ -35,21 +35,11 @@ _UNIMPORTANT = frozenset(
 )
 
 
-_Slot = tuple[int, int]
-"""A block of slots' weights, and the slot's number there."""
-
-
 class _Held(NamedTuple):
-    """LoRAs that a slot's weights hold."""
-
     shared: merge.LoraKey | None
     """Merged into what was loaded."""
     own: merge.LoraKey
     """Merged after that, in the slot."""
-
-
-#: The slot of weights that are reloaded.
-_ONLY_SLOT = (0, 0)
 
 
 class Weights:
@@ -67,11 +57,11 @@ class Weights:
         self._runner = runner
         self._stager = parts.stager
         self._folds = parts.settings.backend is not None or unet.device.type == "cuda"
+        # The lane whose jobs' weights are in each block.
+        self._loaded: dict[int, Lane] = {}
+        # Reloaded: what the slot's weights are made of; None if unknown.
+        self._held: _Held | None = _Held((), ())
         self._is_reloaded = unet.weights == "reloaded"
-        # Of the slots whose weights are known.
-        self._held: dict[_Slot, _Held] = {}
-        if self._is_reloaded:
-            self._held[_ONLY_SLOT] = _Held((), ())
         self._stream: torch.cuda.Stream | None = None
         self._last_step: torch.cuda.Event | None = None
         self._is_loading = False
@@ -83,19 +73,18 @@ class Weights:
     @property
     def preferred(self) -> merge.LoraKey | None:
         """The LoRAs that the next job need not wait for, if any are merged."""
-        if not self._is_reloaded:
-            return self.merged or None
-        held = self._held.get(_ONLY_SLOT)
-        return held.own or None if held else None
+        if self._is_reloaded:
+            return (self._held and self._held.own) or None
+        return self.merged or None
 
     def resize(self, block_slots: Sequence[int]) -> None:
         """Allocates the first block of slots' weights anew, the others at their first use."""
-        self._held.clear()
+        self._forget()
         self._unet.resize(*block_slots)
 
     def renew(self) -> None:
         """Starts over after the checkpoint's weights have been replaced; no slot is in use."""
-        self._held.clear()
+        self._forget()
         self._merger.reset()
         self.merged = ()
         if self._folds:
@@ -138,11 +127,13 @@ class Weights:
             lane.weight_mode = queue.own_mode(changes)
             to_merge = ()
         else:
-            keys = {job.lora_key for job in jobs}
+            keys = {job.prepared.lora_key for job in jobs}
             if keys != {()}:
                 # Merging for one lane alone would mean merging at each turn.
-                keys |= {job.lora_key for job in active}
-            waiting = [job.calls for job in lane.waiting if job.lora_key in keys]
+                keys |= {job.prepared.lora_key for job in active}
+            waiting = [
+                job.calls for job in lane.waiting if job.prepared.lora_key in keys
+            ]
             remaining = [job.calls - job.call for job in jobs]
             ticks = queue.ticks_until_change(remaining, waiting, lane.slots)
             costs = self._runner.costs
@@ -171,31 +162,38 @@ class Weights:
         if self._unet.changes.has_room(needed):
             return
         self._runner.drop_convolutions()
-        self._held.clear()  # also if there is too little memory for it
-        self._unet.changes.grow(each for job in held for each in job.ranks.items())
+        jobs = list(held)
+        self._unet.changes.grow(each for job in jobs for each in job.ranks.items())
+        self._held = None
+        for job in jobs:
+            job.has_weights = job.has_weights and not job.ranks
 
     def load(self, lane: Lane) -> None:
-        """Loads the weights of the slots that do not hold their jobs' LoRAs."""
+        """Loads the weights of the slots that do not have them, or have another lane's."""
         if lane.step is not None and lane.step.unet is not self._unet:
             return
-        is_shared = lane.weight_mode == "shared"
-        if is_shared and not self._is_reloaded:
+        if self._is_reloaded:
+            self._reload(lane)
+            return
+        if lane.weight_mode == "shared":
             return
         self._unet.use_block(lane.block)
+        if self._loaded.get(lane.block) is not lane:
+            self._loaded[lane.block] = lane
+            for job in lane.active.values():
+                job.has_weights = False
         for slot, job in lane.active.items():
-            needed = _Held(self.merged, () if is_shared else job.lora_key)
-            self._hold((lane.block, slot), needed, job)
-            job.forget_loras()
+            if not job.has_weights:
+                self._unet.load_slot(slot, self._stager.changes_of(job))
+                job.has_weights = True
+                job.forget_loras()
 
     def without_own(self) -> dict[str, Tensor]:
         """Restores the checkpoint's own weights; returns a reloaded slot's, by parameter."""
         self.use(None)
-        if self.merged != ():
-            self._merge_and_time(())
-            self.merged = ()
         if not self._is_reloaded:
             return {}
-        self._hold(_ONLY_SLOT, _Held(self.merged, ()))
+        self._hold(_Held(self.merged, ()))
         self.finish_loading()
         return self._unet.reloaded
 
@@ -208,7 +206,9 @@ class Weights:
         rows = job.prepared.rows(job.call)
         held = lane.batch_key.slot_rows
         is_merged = self._unet.weights == "merged" and lane.weight_mode != "shared"
-        return rows > held or (rows < held and not (is_merged and job.lora_key))
+        return rows > held or (
+            rows < held and not (is_merged and job.prepared.lora_key)
+        )
 
     def finish_loading(self) -> None:
         """Makes the next step wait for weights that are being loaded."""
@@ -223,17 +223,24 @@ class Weights:
                 self._unet.device
             ).record_event()
 
-    def _hold(self, place: _Slot, needed: _Held, job: SlotJob | None = None) -> None:
-        """Loads a slot of the block in use, for a *job* if any, unless it holds what it needs."""
-        if self._held.get(place) == needed:
-            return
-        self._held.pop(place, None)  # unknown until it is done: it may fail halfway
-        with self._beside_decoding():
-            changes = self._stager.changes_of(job) if job else merge.NO_CHANGES
-            self._unet.load_slot(place[1], changes)
-            if self._stream is not None and job and job.data.loras is not None:
+    def _reload(self, lane: Lane) -> None:
+        for job in lane.active.values():  # one at most
+            own = () if lane.weight_mode == "shared" else job.prepared.lora_key
+            self._hold(_Held(self.merged, own), job)
+            if self._stream is not None and job.data.loras is not None:
                 job.data.loras.record_stream(self._stream)
-        self._held[place] = needed
+            job.forget_loras()
+
+    def _hold(self, needed: _Held, job: SlotJob | None = None) -> None:
+        """Loads the only slot, with the LoRAs of a *job*, unless it holds what is *needed*."""
+        if needed == self._held:
+            return
+        self._held = None  # unknown until it is done: it may fail halfway
+        with self._beside_decoding():
+            self._unet.load_slot(
+                0, self._stager.changes_of(job) if job else merge.NO_CHANGES
+            )
+        self._held = needed
 
     @contextlib.contextmanager
     def _beside_decoding(self) -> Iterator[None]:
@@ -253,6 +260,10 @@ class Weights:
         if checkpoint is None or self._checkpoints is None:
             return None
         return self._checkpoints.get(checkpoint)
+
+    def _forget(self) -> None:
+        self._loaded.clear()
+        self._held = None
 
     def _merge_and_time(self, loras: Sequence[merge.AppliedLora]) -> None:
         """Merges LoRAs into the shared weights; none restores the checkpoint's own."""

@@ -1,5 +1,6 @@
 """Single files of each family are found out, and hold what the folder holds."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import key_names
+from families import tiny_families
 from imagefleet import errors
 from worker.engine.families import reading
-from worker.engine.families.table import REFINER, SD1, SD2, SDXL
+from worker.engine.families.table import REFINER, SD1, SD2, SDXL, X4_UPSCALER
 from worker.engine.lora import original_names
 from worker.engine.lora.file import adaptable_layers
+from worker.files import check
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +76,13 @@ def unet_of(folder: Path, unet: torch.nn.Module) -> Weights:
             f"model.diffusion_model.{names.get(path) or norm_name(path, names)}.{kind}"
         ] = weight
     return weights
+
+
+def x4_file(folder: Path, unet: torch.nn.Module) -> Weights:
+    """All of a tiny x4 upscaler, with the low-resolution model's buffers, which are not read."""
+    text = open_clip(folder / "text_encoder", "cond_stage_model.model.", layers=1)
+    others = {"low_scale_model.betas": torch.ones(1000)}
+    return unet_of(folder, unet) | key_names.vae_layout(folder) | text | others
 
 
 def sdxl_file(folder: Path, unet: torch.nn.Module) -> Weights:
@@ -150,11 +160,37 @@ def test_the_built_in_configurations_are_the_published_ones() -> None:
             CLIPTextModel(CLIPTextConfig(**SD2.text_encoders[0].config)),
             UNet2DConditionModel.from_config(SDXL.unet_config),
             CLIPTextModelWithProjection(CLIPTextConfig(**SDXL.text_encoders[1].config)),
+            UNet2DConditionModel.from_config(X4_UPSCALER.unet_config),
+            AutoencoderKL.from_config(X4_UPSCALER.vae_config),
             UNet2DConditionModel.from_config(REFINER.unet_config),
         ]
     sizes = [sum(each.numel() for each in network.parameters()) for network in networks]
-    expected = [859.5, 83.7, 123.1, 865.9, 340.4, 2567.5, 694.7, 2259.5]
+    expected = [859.5, 83.7, 123.1, 865.9, 340.4, 2567.5, 694.7, 473.4, 55.3, 2259.5]
     assert [round(size / 1e6, 1) for size in sizes] == expected
+
+
+def test_an_x4_upscaler_in_one_file_is_the_folders(
+    tmp_path: Path, family_checkpoint: Any
+) -> None:
+    """Without schedulers' configurations beside it, it has the published noise."""
+    folder = tiny_families.build_upscaler(tmp_path / "folder")
+    whole = family_checkpoint("x4", path=folder)
+    path = tmp_path / "x4.safetensors"
+    save_file(x4_file(folder, whole.unet), path)
+    for part in ("scheduler", "low_res_scheduler"):
+        shutil.rmtree(folder / part)
+    (folder / "model_index.json").unlink()
+    file = family_checkpoint("x4", path=path, config=folder)
+    assert file.family is whole.family is X4_UPSCALER
+    assert file.weight_sums == whole.weight_sums
+    assert file.prediction_type == whole.prediction_type == "v_prediction"
+    assert file.image_noise.max_level == whole.image_noise.max_level == 350
+    torch.testing.assert_close(
+        file.alphas_cumprod, whole.alphas_cumprod, rtol=0, atol=0
+    )
+    noise_of = [each.image_noise.scheduler.alphas_cumprod for each in (file, whole)]
+    torch.testing.assert_close(*noise_of, rtol=0, atol=0)
+    assert check.family(path) == "SD x4 upscaler"
 
 
 def with_marks(path: Path, source: Path, *names: str) -> Path:

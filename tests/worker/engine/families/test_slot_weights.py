@@ -93,6 +93,6 @@ def test_a_kind_without_low_rank_is_merged_and_undone_from_the_cpus_copy(
     (changed,) = draw(engine, prepared.request)
     assert engine.weight_mode == "shared"
     assert (changed != before).any()
-    assert all(each.device.type == "cpu" for each in engine._merger._originals.values())
+    assert all(each.device.type == "cpu" for each in engine._merger.originals.values())
     assert (draw(engine, plain)[0] == before).all(), "to the bit"
     assert engine.self_check.find_fault() is None

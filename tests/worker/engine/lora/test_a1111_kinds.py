@@ -225,22 +225,31 @@ def test_what_the_model_has_no_layer_for_is_skipped_and_counted(
     assert "drawn without 7 of its tensors" in warning.getMessage()
 
 
-def normed(*shape: int) -> Callable[[Array], tuple[Tensors, Array]]:
-    """A DoRA with norms of this shape."""
-
-    def make(weight: Array) -> tuple[Tensors, Array]:
-        parts, change = scaled(weight)
-        return {**parts, "dora_scale": drawn(*shape)}, change
-
-    return make
+@pytest.mark.parametrize("shape", [(32, 1), (1, 32)])
+def test_a_dora_that_automatic1111_draws_otherwise_is_told(
+    engine: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    shape: tuple[int, ...],
+) -> None:
+    parts, _ = scaled(base(engine, LINEAR))
+    lora = write(
+        tmp_path / "x.safetensors",
+        prefixed(LINEAR, {**parts, "dora_scale": drawn(*shape)}),
+    )
+    merged(engine, lora, LINEAR)
+    told = [
+        each
+        for each in caplog.records
+        if "AUTOMATIC1111 draws otherwise" in each.getMessage()
+    ]
+    assert len(told) == (shape[0] > 1)
 
 
 @pytest.mark.parametrize(
     ("kind", "prefix", "beside", "told"),
     [
         (scaled, "lora_unet_", True, set()),
-        (normed(32, 1), "lora_unet_", False, {"dora_outputs"}),
-        (normed(1, 32), "lora_unet_", False, set()),
         (glora, "lora_unet_", False, set()),
         (glora, "lora_unet_", True, {"mixed_loras"}),
         (ia3_of_inputs, "lora_unet_", True, {"mixed_loras"}),

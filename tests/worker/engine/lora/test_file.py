@@ -229,7 +229,7 @@ def test_finite_numbers_whose_sum_is_infinite_are_no_damage(
 ) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"lora_unet_conv_in.diff": torch.full((32, 4, 3, 3), 3e38)}, path)
-    assert cache.get(named(path)).deltas["unet"].keys() == {"conv_in"}
+    assert not cache.get(named(path)).is_zero
 
 
 @pytest.mark.parametrize(

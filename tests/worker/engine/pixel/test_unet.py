@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pixel import tiny_cascade
-from worker.engine.networks.transformer import Call
 from worker.engine.pixel.unet import PixelUnet
 
 pytestmark = pytest.mark.slow
@@ -31,7 +30,7 @@ def test_each_slot_gets_what_the_whole_unet_gives_alone(
         rows = slice(2 * slot, 2 * slot + 2)
         unet.compute_prompt(own, level, {}, context[rows], added[rows])
     with torch.no_grad():
-        found = unet(x, times, Call(context), added)
+        found = unet(x, times, context, added)
         for slot, at in enumerate(times):
             levels = None if noise_level is None else torch.full((2,), noise_level)
             expected = original(

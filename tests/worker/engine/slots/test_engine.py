@@ -142,11 +142,7 @@ def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
     requests = [
         make_request(width=width, height=height, seed=at, loras=(lora(path),), steps=2)
         for at, ((width, height), path) in enumerate(
-            zip(
-                [SIZES[0]] * 2 + [SIZES[1]] * 2,
-                lora_paths[1::-1] + lora_paths[:2],
-                strict=True,
-            )
+            itertools.product(SIZES[:2], lora_paths[:2])
         )
     ]
     images = {}

@@ -84,7 +84,7 @@ class Drawing:
             job = self.waiting.pop(0)
             job.call, job.calls = 0, next(self.calls) if self.calls else CALLS
             self.admitted_at[job.ticket] = len(self.ran)
-            self.lanes.add(as_slot_job(job))
+            self.lanes.add(job.batch_key, [as_slot_job(job)])
         self.most_held = max(self.most_held, self.lanes.jobs)
 
     def waited(self, ticket: int) -> int:
