@@ -147,17 +147,16 @@ def command(
                     sending,
                     read,
                     as_json=as_json,
-                    # A template has nothing besides its jobs.
-                    facts=lambda: {
-                        "invalid": report.count,
-                        **{
-                            name: getattr(source, name, 0)
-                            for name in ("empty", "mended")
-                        },
-                    },
+                    facts=functools.partial(_facts, source, report),
                     new_only=sending.new_only,
                     replace=replace.replace_jobs if sending.replace else None,
                 )
+
+
+def _facts(source: sources.Source, report: Report) -> dict[str, int]:
+    """Counts of a file's rows that are no jobs; a template has nothing besides its jobs."""
+    counts = {name: getattr(source, name, 0) for name in ("empty", "mended")}
+    return {"invalid": report.count, **counts}
 
 
 @contextlib.contextmanager
