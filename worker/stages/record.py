@@ -57,15 +57,13 @@ class PendingRecords:
     job: InFlightJob
     seconds: float
     due_at: float
+    count: int
+    """Number of the records when they came."""
     records: list[Record]
     again: list[Record]
     finish: Finish | None = None
     error: errors.TransientError | None = None
     """Why they could not be stored."""
-
-    @property
-    def count(self) -> int:
-        return len(self.records) + len(self.again)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +79,8 @@ class RecordStage:
     jobs: int = field(default=0, init=False)
     """Jobs that are done but for their records and the end of their messages."""
     _waiting: list[PendingRecords] = field(default_factory=list, init=False)
+    _records: int = field(default=0, init=False)  # of those that wait
+    _due_at: float = field(default=math.inf, init=False)  # of the first of them
     _early: int = field(default=0, init=False)  # records of jobs that go on
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _room: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -120,8 +120,7 @@ class RecordStage:
         while True:
             while not (batch := self._take()):
                 self._changed.clear()
-                due_at = min((each.due_at for each in self._waiting), default=math.inf)
-                seconds = due_at - time.monotonic()
+                seconds = self._due_at - time.monotonic()
                 await tasks.first_of(self._changed.wait(), timeout_seconds=seconds)
             error = await self._write(batch)
             again: list[PendingRecords] = []
@@ -163,13 +162,15 @@ class RecordStage:
         if job.job is not None and job.job.whole.awaited:  # by a client
             seconds = min(seconds, AWAITED_FLUSH_SECONDS)
         due_at = time.monotonic() + seconds
-        pending = PendingRecords(job, seconds, due_at, records, again, finish)
-        if not (pending.count or self._early):
+        count = len(records) + len(again)
+        pending = PendingRecords(job, seconds, due_at, count, records, again, finish)
+        if not (count or self._early):
             self._end(pending)
             return
-        is_first = all(due_at < each.due_at for each in self._waiting)
         self._waiting.append(pending)
-        if is_first or self._is_all:
+        self._records += count
+        if due_at < self._due_at or self._is_all:
+            self._due_at = min(self._due_at, due_at)
             self._changed.set()
 
     async def _wait_for_room(self) -> None:
@@ -180,8 +181,7 @@ class RecordStage:
     @property
     def _is_all(self) -> bool:
         """True if what waits is much, or no more can come."""
-        records = sum(each.count for each in self._waiting)
-        return records >= MAX_RECORDS or self.jobs >= len(self.in_flight)
+        return self._records >= MAX_RECORDS or self.jobs >= len(self.in_flight)
 
     def _take(self) -> list[PendingRecords]:
         """Removes and returns what is due, with what falls due before the next write."""
@@ -190,10 +190,17 @@ class RecordStage:
         for pending in self._waiting:
             if pending.due_at <= now:
                 longest = max(longest, pending.seconds)
-        waiting, self._waiting = self._waiting, []
         taken: list[PendingRecords] = []
-        for pending in waiting:
-            (taken if pending.seconds <= longest else self._waiting).append(pending)
+        left: list[PendingRecords] = []
+        self._records, self._due_at = 0, math.inf
+        for pending in self._waiting:
+            if pending.seconds <= longest:
+                taken.append(pending)
+                continue
+            left.append(pending)
+            self._records += pending.count
+            self._due_at = min(self._due_at, pending.due_at)
+        self._waiting = left
         return taken
 
     async def _write(self, batch: list[PendingRecords]) -> errors.TransientError | None:
