@@ -184,15 +184,15 @@ def test_all_jobs_of_a_template_are_looked_through(
 ) -> None:
     (tmp_path / "t.yaml").write_text(
         "prompt: a {l}\nlists: {l: [{lora: often, weight: 200}, {lora: seldom}]}\n"
-        "count: 3000\njob: {model: [m1, m2]}\n"
+        "count: 3000\njob: {model: m2}\n"
     )
     in_storage(local_settings, "loras/often.safetensors", "models/m1.safetensors")
     result = in_process("load", "t.yaml", "--check", "--json", *flags(local_settings))
 
     found = missing(result)
     assert set(found) == {("LoRA", "seldom"), ("model", "m2")}
-    assert found["model", "m2"]["jobs"] == 1500
-    assert found["model", "m2"]["places"] == ["job 2", "job 4", "job 6"]
+    assert found["model", "m2"]["jobs"] == 3000
+    assert found["model", "m2"]["places"] == ["job 1", "job 2", "job 3"]
 
 
 def test_with_a_signing_key_a_file_must_be_in_the_signed_list(

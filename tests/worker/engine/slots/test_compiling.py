@@ -133,9 +133,7 @@ def test_a_worker_with_an_accelerator_compiles_for_one_row_before_any_job(
 ) -> None:
     engine = make_slot_engine(slots=2, backend="eager", is_unguided=True)
     plain = engine.prepare(start_up.plain_request(engine, seed=0))
-    assert (plain.rows(0), plain.request.steps) == (1, 30), (
-        "as much work as of two rows"
-    )
+    assert plain.rows(0) == 1
     compiler.end(5)
     engine.warm_up()
     ticks = [name.split(",")[0] for name in compiler.began if "UNet" in name]
