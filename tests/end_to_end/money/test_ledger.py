@@ -255,9 +255,7 @@ async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
 ) -> None:
     await victoria_metrics.arrived()
 
-    report = await run(
-        "report", "spring", "--json", "--prometheus", victoria_metrics.url
-    )
+    report = await run("report", "spring", "--json")
     status = await run("status", "--json", "--prometheus", victoria_metrics.url)
     panels = json.loads(PAGE.read_text())["panels"]
     title = "Images per dollar in the time range, all in"
@@ -266,32 +264,14 @@ async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
     async with prometheus.connected(victoria_metrics.url) as server:
         (panel,) = await server.at(query, datetime.now(UTC))
 
-    def wasted(reason: str) -> float:
-        return noting.total("imagefleet_wasted_dollars_total", reason=reason)
-
-    metrics, split = report["metrics"], report["metrics"]["split"]
     dollars, drawn = noting.total("imagefleet_cost_dollars_total"), noting.total(IMAGES)
-    exactly, nearly = partial(pytest.approx, rel=1e-3), partial(pytest.approx, rel=0.01)
+    exactly = partial(pytest.approx, rel=1e-3)
     assert redone["replaced"] > 0
     assert noting.total("imagefleet_gpu_restarts_total") == 1
     # Of two processes that were killed, what was stored since the last push is in no counter.
     every = redone["sent"] + redone["replaced"]
     assert every - 2 * UNPUSHED <= drawn <= every
     assert panel.last == exactly(drawn / dollars)
-    assert metrics["images"] == drawn - redone["replaced"]
-    # A report begins with the first job, and a parent some moments before.
-    assert metrics["images_per_dollar"] == nearly(metrics["images"] / dollars)
-    assert sum(split.values()) == nearly(dollars)
-    assert sum(split.values()) == exactly(sum(metrics["dollars"].values()))
-    for row, reason in (("failed_jobs", "failed"), ("images_doubled", "duplicate")):
-        assert split[row] == exactly(wasted(reason))
-    assert split["start_up"] == nearly(wasted("start_up"))
-    idle = sum(value for row, value in split.items() if row.startswith("idle"))
-    assert idle == nearly(wasted("idle"))
-    assert (
-        min(split["failed_jobs"], split["images_replaced"], idle, split["start_up"]) > 0
-    )
-
     assert (report["images"], report["failed"]) == (redone["sent"], 0)
     assert report["images_replaced"] == redone["replaced"]
     assert sum(report["money"]["split"].values()) == exactly(report["money"]["dollars"])
