@@ -103,8 +103,8 @@ def start(environment: dict[str, str]) -> Iterator[Start]:
 
     yield start_command
     for process in started:
-        process.kill()
-        process.communicate()
+        with process:  # closes its pipe
+            process.kill()
 
 
 @pytest.fixture(scope="session")

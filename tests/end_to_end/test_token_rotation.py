@@ -80,8 +80,8 @@ def start(
 
     yield start_worker
     for process in started:
-        process.kill()
-        process.communicate()
+        with process:  # closes its pipe
+            process.kill()
 
 
 async def fill(storage: Storage) -> None:
