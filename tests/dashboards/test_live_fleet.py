@@ -340,11 +340,13 @@ def watch(
     ]
     exporter = start_exporter("exporter", storage)
     polling.until_in_thread(lambda: len(busy_workers(server, ALL)) == 4)
-    broken = start_worker("broken", "RTX 4090", other, "--start-up-seconds", "0.1")
     pushed = now() + timedelta(seconds=PUSHING_SECONDS)
     polling.until_in_thread(lambda: newest(server) > pushed)
 
+    # Last, so that its only push is within the panels' time range.
+    broken = start_worker("broken", "RTX 4090", other, "--start-up-seconds", "0.1")
     assert polling.until_in_thread(broken.poll) != 0, logs(folder)
+    polling.until_in_thread(lambda: has_faults(server))
     moment = now()
     polling.until_in_thread(
         lambda: all(newest(each) > moment for each in (server, alone))
@@ -452,6 +454,17 @@ def busy_workers(server: str, fleet: str = FLEET) -> set[str]:
         async with prometheus.connected(server) as client:
             found = await client.at(question, now())
         return {series.labels["worker"] for series in found}
+
+    return asyncio.run(ask())
+
+
+def has_faults(server: str) -> bool:
+    """True once the push of a node that is broken has arrived."""
+
+    async def ask() -> bool:
+        async with prometheus.connected(server) as client:
+            question = "last_over_time(imagefleet_node_faults_total[10m]) > 0"
+            return bool(await client.at(question, now()))
 
     return asyncio.run(ask())
 
