@@ -4,7 +4,14 @@ import dataclasses
 import itertools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 
 from imagefleet import concurrency, errors
@@ -244,9 +251,10 @@ class Load:
                     await self._ledgers.note()
                     self._replaced += len(bodies)
 
-    def _at(self, positions: Collection[int]) -> Iterator[str]:
-        """The messages at these positions."""
+    def _at(self, positions: Sequence[int]) -> Iterator[str]:
+        """The messages at these positions, which are in order: what follows is not read."""
         wanted = frozenset(positions)
-        for position, body in enumerate(self._source.bodies()):
+        bodies = itertools.islice(self._source.bodies(), positions[-1] + 1)
+        for position, body in enumerate(bodies):
             if position in wanted and body is not None:
                 yield body
