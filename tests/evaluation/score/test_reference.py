@@ -125,35 +125,3 @@ def test_an_image_drawn_again_in_as_many_bytes_is_computed_again(
     after = figures(pictures, storage=address)
     assert after != before
     assert after == figures(pictures, state="fresh", storage=address)
-
-
-def test_an_image_whose_record_has_no_hash_is_never_taken_for_what_it_was(
-    figures: Figures, pictures: Path, tmp_path: Path
-) -> None:
-    address = f"local:{tmp_path / 'unhashed'}"
-    files = [path.read_bytes() for path in sorted(pictures.rglob("*.png"))[:4]]
-    size = max(map(len, files))
-    padded = [data + bytes(size - len(data)) for data in files]
-
-    async def store(drawn: list[bytes], *, known: bool) -> None:
-        async with open_storage(StorageSettings(storage=address)) as storage:
-            await storage.create()
-            records = []
-            for number, data in enumerate(drawn):
-                name = f"plain/{number}.png"
-                await storage.blobs.delete(name)
-                await storage.blobs.create(name, data, "image/png", {})
-                now = datetime.now(UTC)
-                record = Record(
-                    outcome="completed", id=f"{number}", at=now, campaign="plain"
-                )
-                records.append(
-                    record.model_copy(update={"blob": name, "size_bytes": size})
-                )
-            if not known:
-                await RecordLog(storage.blobs, "w1").add(records)
-
-    asyncio.run(store(padded[:3], known=False))
-    before = figures(pictures, storage=address)
-    asyncio.run(store(padded[1:], known=True))
-    assert figures(pictures, storage=address) != before
