@@ -282,14 +282,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_settings_from_environment(monkeypatch) -> None:
     for name in list(os.environ):
         if name.startswith(("IMAGEFLEET_", "SALAD_")):
             monkeypatch.delenv(name)
 
 
 @pytest.fixture(autouse=True)
-def _files_need_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def _files_need_no_rest(monkeypatch) -> None:
     monkeypatch.setattr(safetensors, "REST_SECONDS", 0.0)
 
 
@@ -303,7 +303,7 @@ def azurite_address() -> Iterator[str]:
 
 
 @pytest.fixture
-def local_settings(tmp_path: Path) -> StorageSettings:
+def local_settings(tmp_path) -> StorageSettings:
     """Settings of a folder that does not exist yet."""
     return StorageSettings(storage=f"local:{tmp_path / 'storage'}")
 
@@ -341,7 +341,7 @@ def azurite_settings(
 
 
 @pytest.fixture(params=["local", "azurite"])
-def storage_settings(request: pytest.FixtureRequest) -> StorageSettings:
+def storage_settings(request) -> StorageSettings:
     """Settings of a storage that is not created yet, once for each kind of storage."""
     settings = request.getfixturevalue(f"{request.param}_settings")
     assert isinstance(settings, StorageSettings)
@@ -357,7 +357,7 @@ async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
 
 
 @pytest.fixture
-def cancel_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def cancel_at_once(monkeypatch) -> None:
     """`cancel` does not wait until the storage's clock is ahead of what it cancels."""
 
     async def return_at_once(_seconds: float) -> None:
@@ -385,7 +385,7 @@ def tool() -> Callable[[str], str]:
 
 @pytest.fixture(scope="module")
 def victoria_metrics(
-    tool: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+    tool: Callable[[str], str], tmp_path_factory
 ) -> Iterator[VictoriaMetrics]:
     """A server for the tests of one file, so that no other metrics get in."""
     (port,) = azurite.free_ports(1)
@@ -418,9 +418,7 @@ class FakeBroker:
 
 
 @pytest.fixture
-async def broker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[FakeBroker]:
+async def broker(tmp_path, monkeypatch) -> AsyncIterator[FakeBroker]:
     """A broker on this machine whose certificate is trusted during the test."""
     authority = trustme.CA()
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -76,7 +76,7 @@ def graph() -> dict[str, set[str]]:
     }
 
 
-def test_no_import_points_up_or_to_a_neighbour() -> None:
+def test_no_import_points_up_or_to_a_neighbour():
     wrong = [
         f"{name} imports {imported}"
         for name, path in MODULES.items()
@@ -87,7 +87,7 @@ def test_no_import_points_up_or_to_a_neighbour() -> None:
     assert wrong == []
 
 
-def test_no_module_imports_itself_by_way_of_others(graph: dict[str, set[str]]) -> None:
+def test_no_module_imports_itself_by_way_of_others(graph: dict[str, set[str]]):
     done: set[str] = set()
 
     def circle(name: str, way: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -103,7 +103,7 @@ def test_no_module_imports_itself_by_way_of_others(graph: dict[str, set[str]]) -
     assert [found for name in graph if (found := circle(name, ()))] == []
 
 
-def test_torch_is_imported_by_the_engine_and_its_measurements_alone() -> None:
+def test_torch_is_imported_by_the_engine_and_its_measurements_alone():
     wrong = [
         f"{name} imports {imported}"
         for name, path in MODULES.items()
@@ -115,7 +115,7 @@ def test_torch_is_imported_by_the_engine_and_its_measurements_alone() -> None:
 
 def test_the_engine_knows_nothing_of_queues_and_blobs(
     graph: dict[str, set[str]],
-) -> None:
+):
     wrong = [
         f"{name} imports {imported}"
         for name in MODULES
@@ -128,14 +128,14 @@ def test_the_engine_knows_nothing_of_queues_and_blobs(
 
 
 @pytest.mark.parametrize("folder", [*ALLOWED, "dashboards", "benchmarks", "tests"])
-def test_no_folder_is_so_full_that_names_need_prefixes(folder: str) -> None:
+def test_no_folder_is_so_full_that_names_need_prefixes(folder: str):
     files = Counter(path.parent.relative_to(ROOT) for path in sources(folder))
     assert {
         str(name): count for name, count in files.items() if count > FILES_IN_A_FOLDER
     } == {}
 
 
-def test_no_file_is_longer_than_a_reader_takes_in() -> None:
+def test_no_file_is_longer_than_a_reader_takes_in():
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
         for path in itertools.chain(
@@ -147,7 +147,7 @@ def test_no_file_is_longer_than_a_reader_takes_in() -> None:
     } == {}
 
 
-def test_every_package_says_what_it_is() -> None:
+def test_every_package_says_what_it_is():
     silent = [
         name
         for name, path in MODULES.items()
@@ -156,11 +156,11 @@ def test_every_package_says_what_it_is() -> None:
     assert silent == []
 
 
-def test_a_worker_has_no_more_settings_than_anyone_reads() -> None:
+def test_a_worker_has_no_more_settings_than_anyone_reads():
     assert len(WorkerSettings.model_fields) <= WORKER_SETTINGS
 
 
-def test_the_files_that_share_a_process_exist() -> None:
+def test_the_files_that_share_a_process_exist():
     """A file that was moved would be on a process of its own again, unnoticed."""
     tree = ast.parse((ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"))
     (table,) = (

@@ -26,8 +26,8 @@ def test_is_slow() -> None:
 
 
 def test_a_test_that_waits_for_ever_fails_with_the_line_that_it_waits_at(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     tests = Path(__file__).parent
     file = tmp_path / "test_hanging.py"
     file.write_text(TESTS)

@@ -172,7 +172,7 @@ def commands() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     build = [
         sys.executable,
@@ -269,9 +269,7 @@ def environment(wheel: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def variables(
-    environment: Path, salad: Any, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
+def variables(environment: Path, salad: Any, tmp_path_factory) -> dict[str, str]:
     """All that the commands see of this machine."""
     return {
         "PATH": f"{environment / 'bin'}:/usr/bin:/bin",
@@ -284,9 +282,7 @@ def variables(
 
 
 @pytest.fixture(scope="module")
-def work(
-    tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: Any
-) -> Path:
+def work(tmp_path_factory, azurite_address: str, salad: Any) -> Path:
     """The folder in which the commands run, with jobs to load, a failed one, and a stored image."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "jobs.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
@@ -384,7 +380,7 @@ def run(
     environment: Path,
     variables: dict[str, str],
     work: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory,
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Runs a command of the installed wheel."""
     python = environment / "bin" / "python"
@@ -393,7 +389,7 @@ def run(
         yield partial(server.run, cwd=work, variables=variables)
 
 
-def test_nothing_is_installed_beside_the_packages(unpacked: Path) -> None:
+def test_nothing_is_installed_beside_the_packages(unpacked: Path):
     names = {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"}
     assert names == {
         "cli",
@@ -406,13 +402,13 @@ def test_nothing_is_installed_beside_the_packages(unpacked: Path) -> None:
     }
 
 
-def test_users_type_checkers_find_the_types(unpacked: Path) -> None:
+def test_users_type_checkers_find_the_types(unpacked: Path):
     assert (unpacked / "imagefleet" / "py.typed").is_file()
 
 
 def test_the_environment_has_no_development_packages(
-    environment: Path, variables: dict[str, str], tmp_path: Path
-) -> None:
+    environment: Path, variables: dict[str, str], tmp_path
+):
     for name in ("torch", "pytest", "diffusers", "azure.identity"):
         program = f"import {name}"
         found = subprocess.run(
@@ -425,7 +421,7 @@ def test_the_environment_has_no_development_packages(
         assert b"ModuleNotFoundError" in found.stderr, name
 
 
-def test_every_command_is_run_here() -> None:
+def test_every_command_is_run_here():
     # `files` is run with each kind.
     tried = {re.sub(r"^(files \w+) .*", r"\1", name) for name in COMMANDS}
     missing = commands() - tried - SERVICES
@@ -440,7 +436,7 @@ def test_a_command_works_away_from_the_checkout(
     azurite_address: str,
     prometheus: str,
     unused_port: int,
-) -> None:
+):
     case = COMMANDS[command]
     arguments = case.arguments.format(
         azurite=azurite_address, prometheus=prometheus, port=unused_port
@@ -453,7 +449,7 @@ def test_a_command_works_away_from_the_checkout(
 
 def test_the_report_shows_pictures_without_the_workers_libraries(
     run: Callable[..., subprocess.CompletedProcess[str]], work: Path
-) -> None:
+):
     result = run("report", "spring", "--output", "pictures.html")
     assert result.returncode == 0, result.stderr
     text = (work / "pictures.html").read_text()
@@ -478,7 +474,7 @@ def test_a_service_answers_and_ends_when_asked(
     variables: dict[str, str],
     work: Path,
     unused_port: int,
-) -> None:
+):
     with subprocess.Popen(
         [environment / "bin" / "imagefleet", service, "--port", str(unused_port)],
         cwd=work,
@@ -500,7 +496,7 @@ def test_a_service_answers_and_ends_when_asked(
 
 def test_the_gallery_serves_its_page_and_the_pictures(
     environment: Path, variables: dict[str, str], work: Path
-) -> None:
+):
     command = [
         environment / "bin" / "imagefleet",
         "gallery",
@@ -523,9 +519,7 @@ def test_the_gallery_serves_its_page_and_the_pictures(
             assert gallery.wait() == 0
 
 
-def test_the_demo_draws_its_pictures_away_from_the_checkout(
-    unpacked: Path, tmp_path: Path
-) -> None:
+def test_the_demo_draws_its_pictures_away_from_the_checkout(unpacked: Path, tmp_path):
     """The first one, and then Ctrl-C: a whole demo is in tests/end_to_end."""
     program = "from fleet.main import main; main()"
     with subprocess.Popen(

@@ -33,8 +33,8 @@ ENGINE_ROWS = "mixed,worker,baseline"
     ids=lambda command: command[0],
 )
 def test_a_documented_benchmark_prints_its_figures_as_json(
-    command: tuple[str, ...], tmp_path: Path
-) -> None:
+    command: tuple[str, ...], tmp_path
+):
     script, *arguments = command
     if script == "engine.py":
         arguments += ["--out", str(tmp_path / "out.json"), "--seconds", "3600"]

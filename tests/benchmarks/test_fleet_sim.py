@@ -32,12 +32,12 @@ CARD = Card("fast", 8.0, 1.0)
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _soon(monkeypatch) -> None:
     """All replicas begin soon: these runs are short."""
     monkeypatch.setattr(fleet, "SPREAD_SECONDS", 10.0)
 
 
-def test_simulated_hours_take_no_time_and_end_where_nothing_can_happen() -> None:
+def test_simulated_hours_take_no_time_and_end_where_nothing_can_happen():
     with clock.simulated_time() as loop:
         real = time.monotonic
         clock.run(loop, asyncio.sleep(36_000))
@@ -47,7 +47,7 @@ def test_simulated_hours_take_no_time_and_end_where_nothing_can_happen() -> None
     assert time.monotonic is not real
 
 
-def test_the_workers_classes_read_simulated_time_and_real_time_afterwards() -> None:
+def test_the_workers_classes_read_simulated_time_and_real_time_afterwards():
     with clock.simulated_time() as loop:
         loop.now = 7.0
         assert InFlightJob(lease=None).pulled_at == 7.0  # type: ignore[arg-type]
@@ -58,9 +58,7 @@ def test_the_workers_classes_read_simulated_time_and_real_time_afterwards() -> N
     assert Clock().machine is time.time
 
 
-def test_nodes_that_vanish_and_nodes_that_draw_black_lose_no_job_and_show_none_twice() -> (
-    None
-):
+def test_nodes_that_vanish_and_nodes_that_draw_black_lose_no_job_and_show_none_twice():
     # Every node is interrupted after three minutes, and a quarter of them are broken.
     weather = Weather(interruptions=1_800, broken_share=0.25)
     found = measure.measure(Scenario(6, [CARD], weather, jobs=700, seed=2), 0, 40_000)
@@ -71,7 +69,7 @@ def test_nodes_that_vanish_and_nodes_that_draw_black_lose_no_job_and_show_none_t
     assert found.redeliveries > found.interruptions
 
 
-def test_a_run_depends_on_its_seed_alone() -> None:
+def test_a_run_depends_on_its_seed_alone():
     def run(seed: int) -> measure.Figures:
         return measure.measure(Scenario(2, [CARD], seed=seed), 44, 8)
 
@@ -79,7 +77,7 @@ def test_a_run_depends_on_its_seed_alone() -> None:
     assert run(1) != run(3)
 
 
-def test_what_is_missing_is_told_apart_and_adds_up() -> None:
+def test_what_is_missing_is_told_apart_and_adds_up():
     slow = dataclasses.replace(CARD, images_per_second=1.0)
     plan = Scenario(6, [slow], Weather(600, 0.0, 0.3), seed=3)
     found = measure.measure(plan, 100, 600)
@@ -90,9 +88,7 @@ def test_what_is_missing_is_told_apart_and_adds_up() -> None:
     assert found.share_of_possible + sum(found.missing.values()) == pytest.approx(1)
 
 
-def test_paid_time_at_full_speed_falls_with_interruptions_and_is_what_a_plan_says() -> (
-    None
-):
+def test_paid_time_at_full_speed_falls_with_interruptions_and_is_what_a_plan_says():
     day = 24 * 3600.0
     found = nodes.warm_up(Weather(), 3000, day, seed=0)
     planned = estimate.make_plan(
@@ -110,7 +106,7 @@ def test_paid_time_at_full_speed_falls_with_interruptions_and_is_what_a_plan_say
     assert often["full_speed"] < 0.8, "nodes last an hour"
 
 
-def test_a_replica_that_is_away_counts_against_the_fleet_but_costs_nothing() -> None:
+def test_a_replica_that_is_away_counts_against_the_fleet_but_costs_nothing():
     slow = dataclasses.replace(CARD, images_per_second=1.0)
     found = measure.measure(Scenario(4, [slow], Weather(3_000, 0, 0), seed=1), 60, 300)
     assert found.share_of_possible < 0.9
@@ -128,7 +124,7 @@ def test_a_replica_that_is_away_counts_against_the_fleet_but_costs_nothing() -> 
 )
 def test_the_limit_that_is_reached_first_is_named(
     share: float, of_account: float, idle: float, expected: str
-) -> None:
+):
     assert measure.bottleneck(share, of_account, idle) == expected
 
 
@@ -138,7 +134,7 @@ def _leased(store: account.Account) -> account.Stored:
     return message
 
 
-def test_a_job_deleted_without_its_image_is_counted_as_lost() -> None:
+def test_a_job_deleted_without_its_image_is_counted_as_lost():
     store = account.Account(lambda: 0.0)
     message = _leased(store)
     store.deleted(
@@ -147,9 +143,7 @@ def test_a_job_deleted_without_its_image_is_counted_as_lost() -> None:
     assert store.lost == ["j0"]
 
 
-def test_only_the_newest_receipt_counts_and_a_lease_that_ended_is_delivered_again() -> (
-    None
-):
+def test_only_the_newest_receipt_counts_and_a_lease_that_ended_is_delivered_again():
     store = account.Account(lambda: 0.0)
     queue, message = store.queue("jobs"), _leased(store)
     old = str(message.receipt)
@@ -160,9 +154,7 @@ def test_only_the_newest_receipt_counts_and_a_lease_that_ended_is_delivered_agai
         queue.delete(message.id, old)
 
 
-def test_an_image_that_is_overwritten_or_recorded_twice_is_a_visible_duplicate() -> (
-    None
-):
+def test_an_image_that_is_overwritten_or_recorded_twice_is_a_visible_duplicate():
     store = account.Account(lambda: 0.0)
     for _ in range(2):
         store.put("images", "simulation/j0.png", 9, overwrite=True)
@@ -181,7 +173,7 @@ def test_an_image_that_is_overwritten_or_recorded_twice_is_a_visible_duplicate()
     )
 
 
-def test_requests_over_a_limit_are_refused_until_time_has_passed() -> None:
+def test_requests_over_a_limit_are_refused_until_time_has_passed():
     limit = account.Limit(10)
     assert [limit.take(0.0) for _ in range(12)].count(True) == 10
     assert [limit.take(0.5) for _ in range(12)].count(True) == 5
@@ -189,8 +181,8 @@ def test_requests_over_a_limit_are_refused_until_time_has_passed() -> None:
 
 
 def test_the_public_run_comes_out_as_published_from_its_seconds_per_job(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(reference, "DAYS", 1)
     monkeypatch.setattr(reference, "_CALIBRATED_ON", 4_000)
     replayed = reference.replay(0, hours=0.5)
@@ -203,8 +195,8 @@ def test_the_public_run_comes_out_as_published_from_its_seconds_per_job(
 
 
 def test_a_replica_that_ends_by_a_defect_ends_the_simulation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     def broken(*_: object) -> nodes.Node:
         raise ZeroDivisionError
 

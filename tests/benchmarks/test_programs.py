@@ -118,7 +118,7 @@ def run(folder: Path, program: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_runs_with_little_to_do(program: str, tmp_path: Path) -> None:
+def test_a_program_runs_with_little_to_do(program: str, tmp_path):
     printed = run(tmp_path, program, *PROGRAMS[program])
 
     assert printed
@@ -126,8 +126,8 @@ def test_a_program_runs_with_little_to_do(program: str, tmp_path: Path) -> None:
 
 
 def test_the_demos_reference_is_made_with_the_networks_that_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_file: Callable[[Path], Any]
-) -> None:
+    tmp_path, monkeypatch, load_file: Callable[[Path], Any]
+):
     program = load_file(ROOT / "benchmarks" / "scoring" / "reference.py")
     monkeypatch.setattr(program, "PICTURES", 4)
     made, lines = tmp_path / "reference.npz", tmp_path / "captions.txt"
@@ -145,7 +145,7 @@ def test_the_demos_reference_is_made_with_the_networks_that_read_it(
             assert found[name] == shipped[name]
 
 
-def test_no_program_is_left_out() -> None:
+def test_no_program_is_left_out():
     programs = {
         str(path.relative_to(ROOT / "benchmarks"))
         for path in (ROOT / "benchmarks").rglob("*.py")

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,9 +36,9 @@ def built() -> Any:
 @pytest.fixture
 def in_process(
     built: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path,
+    monkeypatch,
+    capsys,
 ) -> Imagefleet:
     """As `imagefleet`, but faster: in the test's process."""
     monkeypatch.setattr(main, "app", built)

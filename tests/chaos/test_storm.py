@@ -10,8 +10,8 @@ pytestmark = pytest.mark.long
 
 
 def test_commands_and_workers_of_a_storm_have_every_part_of_its_storage(
-    storage_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage_settings: StorageSettings, monkeypatch
+):
     for name, value in forks.environment(storage_settings).items():
         monkeypatch.setenv(name, value)
     assert StorageSettings() == storage_settings
@@ -20,7 +20,7 @@ def test_commands_and_workers_of_a_storm_have_every_part_of_its_storage(
 @pytest.mark.slow
 async def test_killed_workers_and_faults_lose_no_job_and_show_none_twice(
     storage_settings: StorageSettings,
-) -> None:
+):
     tally = await storm.weather(
         storage_settings, jobs=80, kills=5, faults=25, seconds=4, seed=1
     )
@@ -35,7 +35,7 @@ async def test_killed_workers_and_faults_lose_no_job_and_show_none_twice(
 @pytest.mark.slow
 async def test_each_stage_of_a_chain_is_drawn_once_and_none_is_lost(
     storage_settings: StorageSettings,
-) -> None:
+):
     tally = await storm.weather(
         storage_settings, jobs=16, kills=4, faults=25, seconds=4, seed=2, kind="chains"
     )
@@ -48,7 +48,7 @@ async def test_each_stage_of_a_chain_is_drawn_once_and_none_is_lost(
 @pytest.mark.slow
 async def test_two_jobs_of_one_id_have_an_outcome_each_and_all_commands_say_so(
     storage_settings: StorageSettings,
-) -> None:
+):
     tally = await storm.weather(
         storage_settings,
         jobs=200,

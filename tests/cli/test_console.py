@@ -30,8 +30,8 @@ async def _raise(error: BaseException) -> None:
     ],
 )
 def test_an_error_is_one_line_and_its_class_decides_the_exit_code(
-    error: errors.FleetError, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+    error: errors.FleetError, code: int, capsys
+):
     with pytest.raises(typer.Exit) as caught:
         console.run(_raise(error))
 
@@ -40,8 +40,8 @@ def test_an_error_is_one_line_and_its_class_decides_the_exit_code(
 
 
 def test_a_long_error_with_brackets_stays_one_plain_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     message = "[bold] is no markup, " + "and this line is long " * 20
 
     console.print_error(message)
@@ -49,14 +49,14 @@ def test_a_long_error_with_brackets_stays_one_plain_line(
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-def test_a_bug_keeps_its_traceback() -> None:
+def test_a_bug_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         console.run(_raise(ZeroDivisionError()))
 
 
 def test_ctrl_c_ends_a_command_without_output(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     with pytest.raises(typer.Exit) as caught, console.one_line_errors():
         raise KeyboardInterrupt
 
@@ -64,7 +64,7 @@ def test_ctrl_c_ends_a_command_without_output(
     assert capsys.readouterr() == ("", "")
 
 
-def test_json_is_neither_wrapped_nor_styled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_neither_wrapped_nor_styled(capsys):
     record = {"prompt": "[red]ü " + "x" * 500, "count": 1}
 
     console.print_json(record)
@@ -75,9 +75,7 @@ def test_json_is_neither_wrapped_nor_styled(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
-def test_a_locale_without_a_prompts_letters_ends_no_command(
-    tmp_path: Path, encoding: str
-) -> None:
+def test_a_locale_without_a_prompts_letters_ends_no_command(tmp_path, encoding: str):
     prompt = "caf\u00e9 \u2192 \u732b \U0001f98a"
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt}))
     variables = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
@@ -96,8 +94,8 @@ def test_a_locale_without_a_prompts_letters_ends_no_command(
 
 
 def test_half_a_surrogate_pair_in_a_record_is_escaped(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     record = {"metadata": {"\ud800": "a\udfffb"}}
 
     console.print_json(record)
@@ -108,8 +106,8 @@ def test_half_a_surrogate_pair_in_a_record_is_escaped(
 
 
 def test_a_jobs_text_controls_neither_the_terminal_nor_its_markup(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     console.print_error("job [/red] \x1b[2J\x07\x9b31m failed")
 
     err = capsys.readouterr().err
@@ -117,7 +115,7 @@ def test_a_jobs_text_controls_neither_the_terminal_nor_its_markup(
     assert all(each.isprintable() or each == "\n" for each in err)
 
 
-async def test_sigterm_ends_a_task_without_an_error() -> None:
+async def test_sigterm_ends_a_task_without_an_error():
     task = asyncio.create_task(asyncio.Event().wait())
     asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
 
@@ -126,7 +124,7 @@ async def test_sigterm_ends_a_task_without_an_error() -> None:
     assert task.cancelled()
 
 
-async def test_an_error_of_a_task_is_raised() -> None:
+async def test_an_error_of_a_task_is_raised():
     with pytest.raises(errors.TransientError):
         await console.until_stopped(
             asyncio.create_task(_raise(errors.TransientError()))
@@ -134,8 +132,8 @@ async def test_an_error_of_a_task_is_raised() -> None:
 
 
 def test_a_file_that_cannot_be_written_is_reported_before_the_work(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "file").touch()
 
     console.check_writable(None)
@@ -150,7 +148,7 @@ def test_a_file_that_cannot_be_written_is_reported_before_the_work(
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_only_one_process_has_a_path_to_itself(tmp_path: Path) -> None:
+def test_only_one_process_has_a_path_to_itself(tmp_path):
     with console.only_one(tmp_path / "ledger", "the first"):
         with (
             pytest.raises(
@@ -166,7 +164,7 @@ def test_only_one_process_has_a_path_to_itself(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_path_by_another_name_is_the_same_path(tmp_path: Path) -> None:
+def test_a_path_by_another_name_is_the_same_path(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     with console.only_one(tmp_path / "ledger", "the first"):
         for other in (tmp_path / "link" / "ledger", tmp_path / "x" / ".." / "ledger"):
@@ -179,8 +177,8 @@ def test_a_path_by_another_name_is_the_same_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["engine", "engine compiler", "engine import"])
 def test_a_thread_inside_torch_does_not_end_the_process_in_a_crash(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name: str, monkeypatch
+):
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
     end = threading.Event()
@@ -206,5 +204,5 @@ def test_a_thread_inside_torch_does_not_end_the_process_in_a_crash(
         (0.5, "0.5"),
     ],
 )
-def test_a_number_has_three_significant_digits(value: float, text: str) -> None:
+def test_a_number_has_three_significant_digits(value: float, text: str):
     assert console.significant(value) == text

@@ -68,9 +68,7 @@ def app(seen: dict[str, Any]) -> typer.Typer:
     return app
 
 
-def test_every_kind_of_setting_is_a_flag(
-    app: typer.Typer, seen: dict[str, Any]
-) -> None:
+def test_every_kind_of_setting_is_a_flag(app: typer.Typer, seen: dict[str, Any]):
     result = runner.invoke(
         app,
         [
@@ -112,7 +110,7 @@ def test_every_kind_of_setting_is_a_flag(
 
 def test_a_flag_overrides_the_variable_and_the_variable_the_default(
     app: typer.Typer, seen: dict[str, Any]
-) -> None:
+):
     variables = {
         "IMAGEFLEET_ATTEMPTS": "4",
         "IMAGEFLEET_EAGER": "yes",
@@ -127,8 +125,8 @@ def test_a_flag_overrides_the_variable_and_the_variable_the_default(
 
 
 def test_a_repeated_flag_has_the_values_of_one_variable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     seen: list[str] = []
     app = typer.Typer()
 
@@ -143,7 +141,7 @@ def test_a_repeated_flag_has_the_values_of_one_variable(
     assert seen == ["a,store:b.tar"] * 2
 
 
-def test_an_empty_variable_is_ignored(app: typer.Typer, seen: dict[str, Any]) -> None:
+def test_an_empty_variable_is_ignored(app: typer.Typer, seen: dict[str, Any]):
     runner.invoke(app, [], env={"IMAGEFLEET_LEASE_SECONDS": ""})
 
     assert seen["settings"].lease_seconds == 30
@@ -152,7 +150,7 @@ def test_an_empty_variable_is_ignored(app: typer.Typer, seen: dict[str, Any]) ->
 @pytest.mark.parametrize("way", ["flag", "variable"])
 def test_an_invalid_value_is_one_line_that_names_flag_and_variable(
     app: typer.Typer, way: str
-) -> None:
+):
     arguments = ["--lease-seconds", "2"] if way == "flag" else []
     variables = {} if way == "flag" else {"IMAGEFLEET_LEASE_SECONDS": "2"}
 
@@ -166,7 +164,7 @@ def test_an_invalid_value_is_one_line_that_names_flag_and_variable(
     assert result.stdout == ""
 
 
-def test_a_missing_setting_is_named() -> None:
+def test_a_missing_setting_is_named():
     with pytest.raises(
         errors.SetupError, match=r"^--model / IMAGEFLEET_MODEL: is required$"
     ):
@@ -182,7 +180,7 @@ def test_a_missing_setting_is_named() -> None:
         "htp://me:word@x",
     ],
 )
-def test_an_error_does_not_repeat_a_secret(secret: str) -> None:
+def test_an_error_does_not_repeat_a_secret(secret: str):
     with pytest.raises(errors.SetupError) as caught:
         options.read(Settings, {"attempts": secret})
 
@@ -191,8 +189,8 @@ def test_an_error_does_not_repeat_a_secret(secret: str) -> None:
 
 
 def test_an_unknown_variable_is_refused_with_a_suggestion(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setenv("IMAGEFLEET_QUEU", "jobs")
 
     with pytest.raises(errors.SetupError) as caught:
@@ -204,14 +202,14 @@ def test_an_unknown_variable_is_refused_with_a_suggestion(
 
 
 def test_a_variable_of_another_command_is_accepted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setenv("IMAGEFLEET_MAX_ATTEMPTS", "8")
 
     assert options.read(Settings, {}).attempts is None
 
 
-def test_help_shows_description_variable_and_default(app: typer.Typer) -> None:
+def test_help_shows_description_variable_and_default(app: typer.Typer):
     text = " ".join(runner.invoke(app, ["--help"]).stdout.split())
 
     assert (
@@ -223,21 +221,21 @@ def test_help_shows_description_variable_and_default(app: typer.Typer) -> None:
     assert "A secret. [env: IMAGEFLEET_TOKEN]" in text
 
 
-def test_the_table_has_each_setting_once() -> None:
+def test_the_table_has_each_setting_once():
     flags = re.findall(r"^\| `(--[a-z0-9-]+)`", write_settings.table(), re.MULTILINE)
 
     assert len(flags) == len(set(flags))
     assert {"--storage", "--max-attempts", "--rate"} <= set(flags)
 
 
-def test_the_table_has_a_heading_for_each_subject() -> None:
+def test_the_table_has_a_heading_for_each_subject():
     headings = re.findall(r"^## (.*)$", write_settings.table(), re.MULTILINE)
 
     assert headings[:4] == ["Storage", "Metrics and logs", "Model and LoRAs", "GPU"]
     assert len(headings) == len(set(headings))
 
 
-def test_every_setting_of_a_worker_has_one_subject() -> None:
+def test_every_setting_of_a_worker_has_one_subject():
     own = MachineSettings.model_fields.keys() - TelemetrySettings.model_fields.keys()
     named = [name for names in worker_settings.SUBJECTS.values() for name in names]
 
@@ -248,7 +246,7 @@ def test_every_setting_of_a_worker_has_one_subject() -> None:
     )
 
 
-def test_a_default_that_differs_from_machine_to_machine_is_not_shown() -> None:
+def test_a_default_that_differs_from_machine_to_machine_is_not_shown():
     row = next(row for row in write_settings.table().splitlines() if "`--name`" in row)
 
     assert row.split("|")[2].strip() == ""
@@ -260,7 +258,7 @@ class Short(BaseSettings):
     timeout: float = Field(default=30)
 
 
-def test_variables_from_a_file_are_sorted_by_setting() -> None:
+def test_variables_from_a_file_are_sorted_by_setting():
     variables = {"IMAGEFLEET_TIMEOUT": "7", "HOME": "/root"}
 
     assert options.by_setting(Short, variables) == {"timeout": "7"}

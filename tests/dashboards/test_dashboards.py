@@ -22,7 +22,7 @@ _PROMETHEUS_ONLY = ("titleFormat", "tagKeys")
 
 
 @pytest.fixture(params=NAMES)
-def page(request: pytest.FixtureRequest, dashboards: Path) -> dict[str, Any]:
+def page(request, dashboards: Path) -> dict[str, Any]:
     text = (dashboards / "grafana" / f"{request.param}.json").read_text()
     loaded: dict[str, Any] = json.loads(text)
     return loaded
@@ -33,9 +33,7 @@ def panels(page: dict[str, Any]) -> list[dict[str, Any]]:
     return [panel for panel in page["panels"] if panel["type"] != "row"]
 
 
-def test_the_files_are_what_the_generator_writes(
-    dashboards: Path, tmp_path: Path
-) -> None:
+def test_the_files_are_what_the_generator_writes(dashboards: Path, tmp_path):
     copy = tmp_path / "dashboards"
     shutil.copytree(dashboards, copy, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run([sys.executable, copy / "write.py"], check=True)
@@ -47,7 +45,7 @@ def test_the_files_are_what_the_generator_writes(
         )
 
 
-def test_the_files_match_grafanas_published_schema(page: dict[str, Any]) -> None:
+def test_the_files_match_grafanas_published_schema(page: dict[str, Any]):
     plugins.register_default_plugins()
 
     for marks in page["annotations"]["list"]:
@@ -62,7 +60,7 @@ def test_the_files_match_grafanas_published_schema(page: dict[str, Any]) -> None
 
 def test_every_panel_queries_the_data_source_chosen_on_the_page(
     page: dict[str, Any],
-) -> None:
+):
     variables = {each["name"]: each for each in page["templating"]["list"]}
     assert variables["datasource"]["query"] == "prometheus"
     for panel in panels(page):
@@ -75,7 +73,7 @@ def test_every_panel_queries_the_data_source_chosen_on_the_page(
 
 def test_a_workers_name_in_a_table_leads_to_its_details(
     page: dict[str, Any], dashboards: Path
-) -> None:
+):
     nodes = json.loads((dashboards / "grafana" / "nodes.json").read_text())
     details = [panel for panel in panels(nodes) if "$worker" in panel["title"]]
     assert len(details) == 4
@@ -97,7 +95,7 @@ def test_a_workers_name_in_a_table_leads_to_its_details(
             ]
 
 
-def test_failed_jobs_do_not_count_as_lost_or_retried(dashboards: Path) -> None:
+def test_failed_jobs_do_not_count_as_lost_or_retried(dashboards: Path):
     failures = json.loads((dashboards / "grafana" / "failures.json").read_text())
     (panel,) = [
         each
@@ -113,7 +111,7 @@ def test_failed_jobs_do_not_count_as_lost_or_retried(dashboards: Path) -> None:
 @pytest.mark.parametrize("name", ["datasource.yaml", "dashboards.yaml"])
 def test_the_provisioning_has_the_version_that_grafana_reads(
     dashboards: Path, name: str
-) -> None:
+):
     assert (
         yaml.safe_load((dashboards / "provisioning" / name).read_text())["apiVersion"]
         == 1

@@ -124,9 +124,7 @@ def rules(kind: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def seen(
-    tool: Tool, dashboards: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Seen]:
+def seen(tool: Tool, dashboards: Path, tmp_path_factory) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("live")
     with contextlib.ExitStack() as processes:
         write_rules(dashboards, folder)
@@ -149,21 +147,17 @@ def is_close(values: Values, to: Values, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", queries())
-def test_the_panel_has_data_unless_nothing_is_wrong(seen: Seen, name: str) -> None:
+def test_the_panel_has_data_unless_nothing_is_wrong(seen: Seen, name: str):
     assert bool(seen.everything[name]) is (name not in EMPTY), queries()[name]
 
 
 @pytest.mark.parametrize("name", queries())
-def test_a_panel_of_one_fleet_shows_what_that_fleet_alone_would(
-    seen: Seen, name: str
-) -> None:
+def test_a_panel_of_one_fleet_shows_what_that_fleet_alone_would(seen: Seen, name: str):
     assert is_close(seen.chosen[name], seen.alone[name], name), queries()[name]
 
 
 @pytest.mark.parametrize("name", queries())
-def test_all_fleets_are_shown_apart_or_added_up_knowingly(
-    seen: Seen, name: str
-) -> None:
+def test_all_fleets_are_shown_apart_or_added_up_knowingly(seen: Seen, name: str):
     """Each fleet's values, or, by other labels, at least the smaller one and at most their sum."""
     everything, chosen, other = (
         seen.everything[name],
@@ -181,7 +175,7 @@ def test_all_fleets_are_shown_apart_or_added_up_knowingly(
 
 
 @pytest.mark.parametrize("name", rules("record"))
-def test_a_rule_gives_each_fleet_what_it_alone_would(seen: Seen, name: str) -> None:
+def test_a_rule_gives_each_fleet_what_it_alone_would(seen: Seen, name: str):
     by_fleet = {dict(labels)["fleet"] for labels in seen.rules[name]}
     of_one = {
         labels: value
@@ -193,15 +187,15 @@ def test_a_rule_gives_each_fleet_what_it_alone_would(seen: Seen, name: str) -> N
     assert is_close(of_one, seen.rules_alone[name], name)
 
 
-def test_every_series_has_its_fleet(seen: Seen) -> None:
+def test_every_series_has_its_fleet(seen: Seen):
     assert seen.without_fleet == set()
 
 
-def test_the_pages_offer_both_fleets(seen: Seen) -> None:
+def test_the_pages_offer_both_fleets(seen: Seen):
     assert seen.fleets == {FLEET, OTHER_FLEET}
 
 
-def test_the_columns_of_a_table_meet_in_one_row_for_each_worker(seen: Seen) -> None:
+def test_the_columns_of_a_table_meet_in_one_row_for_each_worker(seen: Seen):
     columns = [
         found
         for name, found in seen.everything.items()
@@ -218,16 +212,14 @@ def test_the_columns_of_a_table_meet_in_one_row_for_each_worker(seen: Seen) -> N
     assert all(each == rows[0] for each in rows)
 
 
-def test_the_nodes_page_says_why_a_node_failed(seen: Seen) -> None:
+def test_the_nodes_page_says_why_a_node_failed(seen: Seen):
     (row,) = seen.other["nodes: Faults by node in the time range: A"]
     assert (dict(row)["worker"], dict(row)["fault"]) == ("broken", "start_up_time")
     failed = "nodes: Failed node checks in the time range: A"
     assert [*seen.other[failed].values(), *seen.chosen[failed].values()] == [1, 0]
 
 
-def test_every_metric_that_is_pushed_is_in_the_readme(
-    seen: Seen, dashboards: Path
-) -> None:
+def test_every_metric_that_is_pushed_is_in_the_readme(seen: Seen, dashboards: Path):
     pushed = {re.sub(r"_(sum|count|bucket)$", "", name) for name in seen.metrics}
     # `imagefleet webhooks` is scraped; here are no GPUs and no jobs in stages.
     names = r"^\| `(imagefleet_(?![^`{]*(?:webhook|gpu_[ur]|free_gpu|chain))[^`{]+)"
@@ -235,7 +227,7 @@ def test_every_metric_that_is_pushed_is_in_the_readme(
     assert pushed == set(re.findall(names, text, re.MULTILINE))
 
 
-def test_a_killed_workers_series_go_stale_and_the_others_stay(seen: Seen) -> None:
+def test_a_killed_workers_series_go_stale_and_the_others_stay(seen: Seen):
     assert len(seen.before_the_kill) == 3
     assert seen.after_the_kill == seen.before_the_kill - {seen.victim}
 

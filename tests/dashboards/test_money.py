@@ -57,9 +57,7 @@ class Past:
 
 
 @pytest.fixture
-async def past(
-    tool: Tool, tmp_path: Path
-) -> AsyncIterator[Callable[..., Awaitable[Past]]]:
+async def past(tool: Tool, tmp_path) -> AsyncIterator[Callable[..., Awaitable[Past]]]:
     """Starts a server with what these processes pushed."""
     async with contextlib.AsyncExitStack() as servers:
 
@@ -140,7 +138,7 @@ DOLLARS = "Dollars in the time range"
 @pytest.mark.parametrize("device", ["0", None], ids=["pushed with --gpus", "scraped"])
 async def test_what_a_process_counted_before_it_crashed_and_began_anew_at_its_address_was_paid(
     past: Callable[..., Awaitable[Past]], device: str | None
-) -> None:
+):
     crashed = Process("a", 0, 103, images_per_second=0.6, device=device)
     anew = Process("a", 110, 215, images_per_second=0.5, device=device)
     other = Process("b", 0, 215, images_per_second=0.25, dollars_per_hour=0.36)
@@ -157,7 +155,7 @@ async def test_what_a_process_counted_before_it_crashed_and_began_anew_at_its_ad
 
 async def test_a_counter_that_begins_anew_within_its_series_adds_up_as_well(
     past: Callable[..., Awaitable[Past]],
-) -> None:
+):
     crashed, anew = Process("a", 0, 1800), Process("a", 1815, 3600, images_per_second=2)
     anew.labels = crashed.labels
 
@@ -171,7 +169,7 @@ async def test_a_counter_that_begins_anew_within_its_series_adds_up_as_well(
 
 async def test_dollars_per_hour_count_a_killed_worker_for_two_pushes_and_its_successor_at_once(
     past: Callable[..., Awaitable[Past]],
-) -> None:
+):
     killed, other = Process("a", 0, 120), Process("b", 0, 400, dollars_per_hour=0.36)
     successor = Process("c", 125, 400)
     fleet = await past(killed, other, successor)
@@ -184,7 +182,7 @@ async def test_dollars_per_hour_count_a_killed_worker_for_two_pushes_and_its_suc
 
 async def test_a_campaign_has_its_images_and_its_part_of_what_their_workers_cost(
     past: Callable[..., Awaitable[Past]],
-) -> None:
+):
     cheap, dear = (
         Process("a", 0, 1000, device="0"),
         Process("b", 0, 1000, dollars_per_hour=3.6),
@@ -216,8 +214,8 @@ async def test_a_campaign_has_its_images_and_its_part_of_what_their_workers_cost
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_panels_records_and_raw_counters_agree_on_every_fleet(
-    past: Callable[..., Awaitable[Past]], tmp_path: Path, seed: int
-) -> None:
+    past: Callable[..., Awaitable[Past]], tmp_path, seed: int
+):
     chance = random.Random(seed)
     processes = past_fleet.a_fleet(chance)
     bad = chance.choice(processes[1:] or processes)

@@ -52,13 +52,13 @@ def promtool(
 )
 def test_promtool_accepts_rules_and_configuration(
     tool: Tool, dashboards: Path, arguments: list[str]
-) -> None:
+):
     result = promtool(tool, dashboards / "prometheus", *arguments)
 
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_every_alert_has_a_test_in_which_it_fires(dashboards: Path) -> None:
+def test_every_alert_has_a_test_in_which_it_fires(dashboards: Path):
     folder = dashboards / "prometheus"
     groups = yaml.safe_load((folder / "alerts.yaml").read_text())["groups"]
     tests = yaml.safe_load((folder / "tests.yaml").read_text())["tests"]
@@ -74,7 +74,7 @@ def test_every_alert_has_a_test_in_which_it_fires(dashboards: Path) -> None:
 
 def test_while_an_alert_fires_another_fleet_is_fine_and_the_alert_names_the_one_in_trouble(
     dashboards: Path,
-) -> None:
+):
     tests = yaml.safe_load((dashboards / "prometheus" / "tests.yaml").read_text())[
         "tests"
     ]
@@ -93,7 +93,7 @@ def test_while_an_alert_fires_another_fleet_is_fine_and_the_alert_names_the_one_
             assert alert["exp_annotations"]["summary"].startswith(f"{in_trouble}: ")
 
 
-def test_every_alert_links_to_its_section_of_the_runbook(dashboards: Path) -> None:
+def test_every_alert_links_to_its_section_of_the_runbook(dashboards: Path):
     groups = yaml.safe_load((dashboards / "prometheus" / "alerts.yaml").read_text())[
         "groups"
     ]
@@ -110,8 +110,8 @@ def test_every_alert_links_to_its_section_of_the_runbook(dashboards: Path) -> No
 
 @pytest.mark.parametrize(("workers", "fires"), [(50, True), (100, False)])
 def test_a_few_bad_nodes_among_many_good_ones_do_not_fire_an_alert(
-    tool: Tool, dashboards: Path, tmp_path: Path, workers: int, fires: bool
-) -> None:
+    tool: Tool, dashboards: Path, tmp_path, workers: int, fires: bool
+):
     series = "imagefleet_node_reallocations_total"
     rule = {"eval_time": "30m", "alertname": "ImagefleetNodesGivenUp", "exp_alerts": []}
     test = {
@@ -136,7 +136,7 @@ def test_a_few_bad_nodes_among_many_good_ones_do_not_fire_an_alert(
     assert ("4 nodes given up in an hour" in output) is fires
 
 
-def test_every_rule_keeps_the_fleets_apart(dashboards: Path) -> None:
+def test_every_rule_keeps_the_fleets_apart(dashboards: Path):
     for name in ("rules.yaml", "alerts.yaml"):
         groups = yaml.safe_load((dashboards / "prometheus" / name).read_text())[
             "groups"

@@ -27,7 +27,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def test_it_is_small_and_all_of_it_is_there() -> None:
+def test_it_is_small_and_all_of_it_is_there():
     files = [path for path in demo.CASCADE.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 8_000_000
     weights = [path for path in files if path.suffix == ".safetensors"]
@@ -39,7 +39,7 @@ def test_it_is_small_and_all_of_it_is_there() -> None:
         assert all(bool(each.isfinite().all()) for each in tensors)
 
 
-def test_both_stages_show_the_things_of_captions_that_training_never_had() -> None:
+def test_both_stages_show_the_things_of_captions_that_training_never_had():
     scenes, texts = zip(*pictures.held_out_scenes(CAPTIONS, SEED), strict=True)
     options = argparse.Namespace(
         sampler="ddpm", steps=30, sr_steps=20, guidance=3.0, sr_guidance=1.0, noise=0.05

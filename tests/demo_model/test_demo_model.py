@@ -98,7 +98,7 @@ def draw(
     return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 255
 
 
-def test_it_is_small_and_its_weights_are_float16() -> None:
+def test_it_is_small_and_its_weights_are_float16():
     sizes, kinds = [], set()
     for path in DEMO_MODEL.rglob("*.safetensors"):
         sizes.append(path.stat().st_size)
@@ -112,7 +112,7 @@ def test_it_is_small_and_its_weights_are_float16() -> None:
 @pytest.mark.filterwarnings(
     "ignore"
 )  # diffusers warns of what it imports, not of this model
-def test_diffusers_loads_it_with_the_packages_tokenizer(critic: judge.Judge) -> None:
+def test_diffusers_loads_it_with_the_packages_tokenizer(critic: judge.Judge):
     tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
     pipeline = StableDiffusionPipeline.from_pretrained(DEMO_MODEL, tokenizer=tokenizer)
     pipeline.set_progress_bar_config(disable=True)
@@ -129,7 +129,7 @@ def test_diffusers_loads_it_with_the_packages_tokenizer(critic: judge.Judge) -> 
     assert (found[0].shape, found[0].colour) == ("house", "red")
 
 
-def test_the_demos_jobs_are_valid_and_each_has_a_seed() -> None:
+def test_the_demos_jobs_are_valid_and_each_has_a_seed():
     lines = (DEMO_MODEL / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
     messages = demo.messages()
 
@@ -140,15 +140,13 @@ def test_the_demos_jobs_are_valid_and_each_has_a_seed() -> None:
     assert all(message.read_job(line, message_id="1").steps == 15 for line in lines)
 
 
-def test_a_missing_checkpoint_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_checkpoint_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "TRAINED", tmp_path / "nowhere")
     with pytest.raises(errors.SetupError, match="nowhere' does not exist"):
         demo.find_checkpoint()
 
 
-def test_the_judge_knows_what_a_program_drew(critic: judge.Judge) -> None:
+def test_the_judge_knows_what_a_program_drew(critic: judge.Judge):
     rng = random.Random(7)
     scenes = [
         world.sample_scene(rng, world.SceneOptions(held_out=True)) for _ in range(60)
@@ -166,7 +164,7 @@ def test_the_judge_knows_what_a_program_drew(critic: judge.Judge) -> None:
 
 def test_it_draws_the_object_in_the_colour_that_the_prompt_names(
     engine: contract.Engine, critic: judge.Judge
-) -> None:
+):
     wanted = [
         ("red", "house", "in a meadow"),
         ("blue", "fish", "in the sea"),
@@ -217,7 +215,7 @@ def _rocketness(images: torch.Tensor, critic: judge.Judge) -> float:
 )
 def test_a_loras_effect_grows_with_its_weight(
     name: str, text: str, effect: object, engine: contract.Engine, critic: judge.Judge
-) -> None:
+):
     assert callable(effect)
     scores = [
         effect(draw(engine, [f"{text} <lora:{name}:{weight}>"] * 2), critic)
@@ -230,7 +228,7 @@ def test_a_loras_effect_grows_with_its_weight(
 @pytest.mark.slow
 def test_four_steps_without_guidance_show_the_things_of_fifteen_with_it(
     engine: contract.Engine, accelerated: contract.Engine, critic: judge.Judge
-) -> None:
+):
     rng = random.Random(24)
     scenes = [
         world.sample_scene(rng, world.SceneOptions(held_out=True)) for _ in range(24)
@@ -250,7 +248,7 @@ def test_four_steps_without_guidance_show_the_things_of_fifteen_with_it(
 @pytest.mark.slow
 def test_a_jobs_style_is_beside_the_lora_for_few_steps(
     accelerated: contract.Engine, critic: judge.Judge
-) -> None:
+):
     lines = ["a red house in a meadow", "a yellow star", "a blue fish in the sea"]
     plain = draw(accelerated, lines, sampling=FEW_STEPS)
 

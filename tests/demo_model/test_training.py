@@ -14,9 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_the_cascade_is_trained_and_goes_on_from_its_state(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cascade_is_trained_and_goes_on_from_its_state(tmp_path, capsys):
     torch.set_num_threads(1)
     state = tmp_path / "state.pt"
     small = ["--out", str(tmp_path), "--state", str(state), "--processes", "0"]
@@ -37,7 +35,7 @@ def test_the_cascade_is_trained_and_goes_on_from_its_state(
     assert json.loads(printed.splitlines()[-1])["captions"] == 3
 
 
-def test_the_tokenizer_is_made_of_its_vocabulary(tmp_path: Path) -> None:
+def test_the_tokenizer_is_made_of_its_vocabulary(tmp_path):
     made = ROOT / "imagefleet" / "job" / "clip_tokenizer"
     vocabulary = tmp_path / "vocabulary.txt.gz"
     vocabulary.write_bytes(gzip.compress((made / "merges.txt").read_bytes()))

@@ -354,7 +354,7 @@ def light_image(images: dict[str, Image]) -> Image:
 
 
 @pytest.fixture
-def worker_image(request: pytest.FixtureRequest) -> Image:
+def worker_image(request) -> Image:
     if not IS_WORKER_BUILT:
         pytest.skip("`make images` builds the worker's image")
     images: dict[str, Image] = request.getfixturevalue("images")
@@ -366,7 +366,7 @@ def worker_image(request: pytest.FixtureRequest) -> Image:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path) -> Path:
     """The folder mounted at an image's /data."""
     folder = tmp_path / "data"
     folder.mkdir()
@@ -391,7 +391,7 @@ def command_of() -> Callable[[str], str]:
 
 
 @pytest.fixture
-def parse_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BaseSettings]:
+def parse_command(monkeypatch) -> Callable[..., BaseSettings]:
     """Parses a command line and variables into settings, without running the command."""
 
     def parse(arguments: list[str], variables: Mapping[str, str]) -> BaseSettings:

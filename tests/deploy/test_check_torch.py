@@ -37,7 +37,7 @@ def check_torch(script: Path, load_file: Callable[[Path], Any]) -> Any:
 )
 def test_a_torch_as_asked_for_is_accepted(
     wanted: str, cuda: str | None, architectures: list[str], check_torch: Any
-) -> None:
+):
     assert check_torch.problem(wanted, cuda, architectures) is None
 
 
@@ -59,12 +59,12 @@ def test_a_wrong_torch_is_named(
     architectures: list[str],
     problem: str,
     check_torch: Any,
-) -> None:
+):
     assert check_torch.problem(wanted, cuda, architectures) == problem
 
 
 @pytest.mark.slow
-def test_the_torch_of_this_machine_is_read(script: Path) -> None:
+def test_the_torch_of_this_machine_is_read(script: Path):
     wanted = torch.version.cuda or "none"
     other = "none" if torch.version.cuda else "12.8"
     right, wrong = (
@@ -85,7 +85,7 @@ def pins(path: Path) -> dict[str, str]:
     }
 
 
-def test_the_constraints_for_cuda_12_8_replace_torch_alone(repository: Path) -> None:
+def test_the_constraints_for_cuda_12_8_replace_torch_alone(repository: Path):
     ours, others = (
         pins(repository / name) for name in ("constraints-cu128.txt", "constraints.txt")
     )
@@ -93,7 +93,7 @@ def test_the_constraints_for_cuda_12_8_replace_torch_alone(repository: Path) -> 
     assert ours["torch"].endswith("+cu128")
 
 
-def test_the_workers_libraries_accept_both_versions_of_torch(repository: Path) -> None:
+def test_the_workers_libraries_accept_both_versions_of_torch(repository: Path):
     with (repository / "pyproject.toml").open("rb") as file:
         extra = tomllib.load(file)["project"]["optional-dependencies"]["worker"]
     versions = [

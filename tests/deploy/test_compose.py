@@ -46,7 +46,7 @@ def ours(services: Services) -> Services:
 @pytest.mark.parametrize("names", [["compose.yaml"], ["compose.yaml", "gpu.yaml"]])
 def test_docker_compose_accepts_the_files(
     names: list[str], read: Callable[..., Services]
-) -> None:
+):
     assert read(*names).keys() == {
         *("azurite", "load", "worker", "exporter", "vmagent", "prometheus", "grafana")
     }
@@ -54,7 +54,7 @@ def test_docker_compose_accepts_the_files(
 
 def test_every_mounted_file_and_build_folder_exists(
     read: Callable[..., Services], repository: Path
-) -> None:
+):
     services = read("compose.yaml")
     mounts = [mount for each in services.values() for mount in each.get("volumes", [])]
     binds = [Path(mount["source"]) for mount in mounts if mount["type"] == "bind"]
@@ -68,7 +68,7 @@ def test_every_mounted_file_and_build_folder_exists(
         assert service["build"]["target"] in stages
 
 
-def test_third_party_images_are_pinned_by_digest(read: Callable[..., Services]) -> None:
+def test_third_party_images_are_pinned_by_digest(read: Callable[..., Services]):
     services = read("compose.yaml")
     images = [
         each["image"] for name, each in services.items() if name not in ours(services)
@@ -84,7 +84,7 @@ def test_third_party_images_are_pinned_by_digest(read: Callable[..., Services]) 
 
 def test_every_command_and_variable_is_valid(
     read: Callable[..., Services], parse_command: Callable[..., Any]
-) -> None:
+):
     for service in ours(read("compose.yaml")).values():
         variables = {
             name: value
@@ -101,14 +101,14 @@ def test_every_command_and_variable_is_valid(
 
 def test_our_containers_run_read_only_and_without_capabilities(
     read: Callable[..., Services],
-) -> None:
+):
     for service in ours(read("compose.yaml")).values():
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         assert "/tmp" in service["tmpfs"]
 
 
-def test_the_stop_grace_period_covers_the_drain(read: Callable[..., Services]) -> None:
+def test_the_stop_grace_period_covers_the_drain(read: Callable[..., Services]):
     (seconds,) = re.fullmatch(
         r"(\d+)s", read("compose.yaml")["worker"]["stop_grace_period"]
     ).groups()
@@ -117,7 +117,7 @@ def test_the_stop_grace_period_covers_the_drain(read: Callable[..., Services]) -
 
 def test_the_datasource_is_that_of_the_dashboards_with_another_url(
     compose: Path, repository: Path
-) -> None:
+):
     theirs = repository / "dashboards" / "provisioning" / "datasource.yaml"
     own, original = (
         yaml.safe_load(path.read_text())

@@ -37,7 +37,7 @@ def sbom_schema(builder: Any) -> jsonschema.Draft7Validator:
 
 def test_hadolint_accepts_the_dockerfile(
     repository: Path, command_of: Callable[[str], str]
-) -> None:
+):
     done = subprocess.run(
         [command_of("hadolint"), repository / "Dockerfile"],
         capture_output=True,
@@ -47,7 +47,7 @@ def test_hadolint_accepts_the_dockerfile(
     assert done.returncode == 0, done.stdout
 
 
-def test_the_dockerfile_sets_existing_settings(repository: Path) -> None:
+def test_the_dockerfile_sets_existing_settings(repository: Path):
     variables = re.findall(
         r"\bIMAGEFLEET_([A-Z_]+)=", (repository / "Dockerfile").read_text()
     )
@@ -58,7 +58,7 @@ def test_the_dockerfile_sets_existing_settings(repository: Path) -> None:
 @BUILDS
 def test_the_light_image_loads_jobs_and_has_no_torch(
     light_image: Any, data: Path, repository: Path
-) -> None:
+):
     jobs = (
         (repository / "demo_model" / "demo_jobs.jsonl").read_text().splitlines()[:JOBS]
     )
@@ -78,7 +78,7 @@ def test_the_light_image_loads_jobs_and_has_no_torch(
 @BUILDS
 def test_the_worker_image_drains_a_queue_unprivileged_with_a_read_only_root(
     worker_image: Any, light_image: Any, data: Path, repository: Path
-) -> None:
+):
     jobs = (
         (repository / "demo_model" / "demo_jobs.jsonl").read_text().splitlines()[-JOBS:]
     )
@@ -104,9 +104,7 @@ def test_the_worker_image_drains_a_queue_unprivileged_with_a_read_only_root(
 
 
 @BUILDS
-def test_the_worker_image_has_the_torch_it_was_built_for(
-    worker_image: Any, data: Path
-) -> None:
+def test_the_worker_image_has_the_torch_it_was_built_for(worker_image: Any, data: Path):
     right, wrong = (
         worker_image.run(
             "python", "/pins/check_torch.py", wanted, data=data, entrypoint=False
@@ -147,14 +145,14 @@ def test_the_worker_image_has_the_torch_it_was_built_for(
 )
 def test_the_cuda_argument_selects_torch_and_its_index(
     arguments: dict[str, str], lines: list[str], builder: Any
-) -> None:
+):
     locked = builder.read_pins(arguments)
     chosen = [line for line in locked if re.match(r"(--|torch=)", line)]
     assert [line.partition(" --hash=")[0] for line in chosen] == lines
     assert all("--hash=sha256:" in line for line in locked if "==" in line)
 
 
-def test_an_unknown_cuda_version_fails_the_build(builder: Any) -> None:
+def test_an_unknown_cuda_version_fails_the_build(builder: Any):
     with pytest.raises(
         AssertionError, match=r"CUDA=12\.6 is unknown: use 12\.8, 13 or none"
     ):
@@ -164,7 +162,7 @@ def test_an_unknown_cuda_version_fails_the_build(builder: Any) -> None:
 @BUILDS
 def test_the_worker_image_has_its_command_user_and_health_check(
     worker_image: Any,
-) -> None:
+):
     config = worker_image.config
     assert config["Entrypoint"] == ["imagefleet"]
     assert config["Cmd"] == ["worker"]
@@ -190,7 +188,7 @@ def test_the_worker_image_has_its_command_user_and_health_check(
 @BUILDS
 def test_the_sbom_of_the_worker_image_lists_what_is_in_it(
     worker_image: Any, sbom_schema: Any, data: Path, repository: Path
-) -> None:
+):
     packages = sbom(worker_image, sbom_schema, data)
     assert packages["torch"]["version"] == "2.13.0+cpu"
     version = ("python", "-c", "import platform; print(platform.python_version())")
@@ -205,7 +203,7 @@ def test_the_sbom_of_the_worker_image_lists_what_is_in_it(
 @BUILDS
 def test_the_sbom_of_the_light_image_lists_what_is_in_it(
     light_image: Any, sbom_schema: Any, data: Path, repository: Path
-) -> None:
+):
     packages = sbom(light_image, sbom_schema, data)
     assert locked(repository, "light") <= versions(packages)
     assert "torch" not in packages
@@ -239,8 +237,8 @@ def versions(packages: dict[str, dict[str, Any]]) -> set[tuple[str, str]]:
 
 @BUILDS
 def test_a_change_of_the_code_ships_megabytes_without_torch(
-    worker_image: Any, light_image: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+    worker_image: Any, light_image: Any, capsys
+):
     *_, code = worker_image.layer_bytes
     assert code < 8e6
     assert max(worker_image.layer_bytes) > 500e6  # torch, below

@@ -87,7 +87,7 @@ def needed(requirements: list[str]) -> dict[str, list[Requirement]]:
 
 def test_every_line_is_a_version_with_the_hash_of_its_file_and_no_address(
     repository: Path,
-) -> None:
+):
     folder = repository / "deploy" / "locks"
     assert {path.stem for path in folder.glob("*.txt")} == set(LOCKS)
     for name in LOCKS:
@@ -103,7 +103,7 @@ def test_every_line_is_a_version_with_the_hash_of_its_file_and_no_address(
 
 def test_the_locks_have_the_versions_of_the_constraints(
     repository: Path, locks: dict[str, dict[str, str]]
-) -> None:
+):
     pinned = {
         canonicalize_name(name): version
         for name, _, version in (
@@ -142,7 +142,7 @@ def test_an_image_has_all_that_the_project_asks_for_and_nothing_else(
     files: tuple[str, ...],
     project: dict[str, Any],
     locks: dict[str, dict[str, str]],
-) -> None:
+):
     asked = [*project["dependencies"]]
     for extra in extras:
         asked += project["optional-dependencies"][extra]
@@ -161,7 +161,7 @@ def test_an_image_has_all_that_the_project_asks_for_and_nothing_else(
     assert unfit == {}, fix
 
 
-def test_nothing_is_installed_into_an_image_without_its_hash(repository: Path) -> None:
+def test_nothing_is_installed_into_an_image_without_its_hash(repository: Path):
     text = (repository / "Dockerfile").read_text().replace("\\\n", " ")
     installs = re.findall(
         r"^[^#\n]*\binstall (--(?:no-deps|yes)[^&\n]*)", text, re.MULTILINE
@@ -174,7 +174,7 @@ def test_nothing_is_installed_into_an_image_without_its_hash(repository: Path) -
     ]
 
 
-def test_pip_refuses_a_file_with_another_hash(repository: Path, tmp_path: Path) -> None:
+def test_pip_refuses_a_file_with_another_hash(repository: Path, tmp_path):
     """A package that somebody replaced at the index, or on the way."""
     (tmp_path / "wheels").mkdir()
     build = ("build", "--target", "wheel", "--directory", tmp_path / "wheels")

@@ -56,7 +56,7 @@ def secrets() -> dict[str, str]:
     return {name: shlex.split(value)[0] for name, value in lines}
 
 
-def test_the_file_fits_skypilots_schema(repository: Path, task: dict[str, Any]) -> None:
+def test_the_file_fits_skypilots_schema(repository: Path, task: dict[str, Any]):
     schema = yaml.safe_load(
         (repository / "tests" / "deploy" / "schemas" / "skypilot.yaml").read_text()
     )
@@ -67,7 +67,7 @@ def test_the_file_fits_skypilots_schema(repository: Path, task: dict[str, Any]) 
 
 def test_each_worker_has_a_spot_node_of_its_own_and_failures_are_limited(
     task: dict[str, Any],
-) -> None:
+):
     resources = task["resources"]
     assert task.get("num_nodes", 1) == 1
     assert resources["use_spot"] is True
@@ -78,7 +78,7 @@ def test_each_worker_has_a_spot_node_of_its_own_and_failures_are_limited(
 
 def test_the_secrets_are_those_of_imagefleet_keys_and_have_no_value_in_the_file(
     task: dict[str, Any], secrets: dict[str, str]
-) -> None:
+):
     assert task["secrets"] == dict.fromkeys(secrets)
     assert not task["envs"].keys() & secrets.keys()
 
@@ -86,9 +86,9 @@ def test_the_secrets_are_those_of_imagefleet_keys_and_have_no_value_in_the_file(
 def test_the_script_runs_a_worker_without_a_token_in_its_arguments(
     task: dict[str, Any],
     secrets: dict[str, str],
-    tmp_path: Path,
+    tmp_path,
     parse_command: Callable[..., Any],
-) -> None:
+):
     docker = tmp_path / "docker"
     docker.write_text(DOCKER)
     docker.chmod(0o755)

@@ -150,7 +150,7 @@ def cloud(cloud_module: Any, data: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def start_app(
-    cloud: Any, cloud_module: Any, builder: Any, unused_port: int, tmp_path: Path
+    cloud: Any, cloud_module: Any, builder: Any, unused_port: int, tmp_path
 ) -> Callable[[list[str]], None]:
     """Runs the container that `az containerapp create` asks for."""
 
@@ -187,7 +187,7 @@ def connection(azurite_address: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def checkout(repository: Path, tmp_path: Path) -> Path:
+def checkout(repository: Path, tmp_path) -> Path:
     """A checkout as the document asks for, with a checkpoint and jobs of one's own."""
     folder = tmp_path / "checkout"
     for name in (
@@ -368,7 +368,7 @@ def operator(
     connection: str,
     salad: Any,
     cloud: Any,
-    tmp_path: Path,
+    tmp_path,
 ) -> Operator:
     endpoints = dict(part.split("=", 1) for part in connection.strip(";").split(";"))
     storage = ";".join(
@@ -422,7 +422,7 @@ def test_the_ten_commands_lead_from_nothing_to_images(
     connection: str,
     cloud: Any,
     start_app: Callable[[list[str]], None],
-) -> None:
+):
     queue = QueueClient.from_connection_string(
         connection, "jobs", api_version=API_VERSION
     )

@@ -81,5 +81,5 @@ def is_silent(kind: str, plain: dict[str, Any], name: str) -> bool:
     return any(read(plain, **{name: value}) == read(plain) for value in values)
 
 
-def test_nothing_is_drawn_otherwise_without_a_word() -> None:
+def test_nothing_is_drawn_otherwise_without_a_word():
     assert silent_differences() == []

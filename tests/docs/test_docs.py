@@ -133,7 +133,7 @@ def all_flags() -> set[str]:
     return of(built())
 
 
-def test_the_site_builds_without_a_dead_link(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_dead_link(tmp_path):
     arguments = ["build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     result = subprocess.run(
         [sys.executable, "-m", "mkdocs", *arguments],
@@ -153,17 +153,17 @@ def test_the_site_builds_without_a_dead_link(tmp_path: Path) -> None:
     assert fetched == [], "the site has to work without a network"
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len(text_of(ROOT / "README.md").splitlines()) <= 150
 
 
-def test_the_page_of_settings_is_current() -> None:
+def test_the_page_of_settings_is_current():
     page = text_of(ROOT / "docs" / "settings.md")
 
     assert write_settings.table() in page, "write it anew: make docs"
 
 
-def test_every_exit_code_is_in_the_runbook_with_what_to_do() -> None:
+def test_every_exit_code_is_in_the_runbook_with_what_to_do():
     codes = {value for name, value in vars(console).items() if name.startswith("EXIT_")}
     page = text_of(ROOT / "docs" / "troubleshooting.md")
     table = page.partition("## Exit codes")[2].partition("\n## ")[0]
@@ -176,7 +176,7 @@ def test_every_exit_code_is_in_the_runbook_with_what_to_do() -> None:
 
 
 @by_page
-def test_every_relative_link_leads_to_a_file(page: Path) -> None:
+def test_every_relative_link_leads_to_a_file(page: Path):
     links = [
         link.split("#")[0]
         for link in _LINK.findall(prose_of(page))
@@ -189,7 +189,7 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
 
 
 @by_page
-def test_every_command_and_flag_exists(page: Path) -> None:
+def test_every_command_and_flag_exists(page: Path):
     wrong = []
     for words in commands(page):
         command, rest = find_command(words)
@@ -215,7 +215,7 @@ def test_every_command_and_flag_exists(page: Path) -> None:
 
 
 @by_page
-def test_every_flag_in_the_text_is_known(page: Path) -> None:
+def test_every_flag_in_the_text_is_known(page: Path):
     known = all_flags() | _FOREIGN_FLAGS
     lone = {
         inline.split()[0].split("=")[0]
@@ -227,7 +227,7 @@ def test_every_flag_in_the_text_is_known(page: Path) -> None:
 
 
 @by_page
-def test_every_variable_is_a_setting(page: Path) -> None:
+def test_every_variable_is_a_setting(page: Path):
     known = {
         options.variable(name)
         for model in options.PROJECT_SETTINGS
@@ -239,13 +239,13 @@ def test_every_variable_is_a_setting(page: Path) -> None:
 
 
 @by_page
-def test_every_python_snippet_compiles(page: Path) -> None:
+def test_every_python_snippet_compiles(page: Path):
     for snippet in fences(page, "python"):
         compile(snippet, str(page), "exec")
 
 
 @by_page
-def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
+def test_every_source_file_that_a_page_names_exists(page: Path):
     named = [
         name
         for name in _INLINE.findall(prose_of(page))
@@ -255,7 +255,7 @@ def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
-def test_the_jobs_that_the_pages_show_are_valid() -> None:
+def test_the_jobs_that_the_pages_show_are_valid():
     page = ROOT / "docs" / "jobs.md"
     blocks = [
         *fences(page, "json"),
@@ -274,7 +274,7 @@ def test_the_jobs_that_the_pages_show_are_valid() -> None:
 
 
 @pytest.fixture
-def worker_at(tmp_path: Path) -> Iterator[Path]:
+def worker_at(tmp_path) -> Iterator[Path]:
     """A folder whose imagefleet-data a worker with the stand-in engine works on."""
     settings = WorkerSettings(
         storage=f"local:{tmp_path / 'imagefleet-data'}",
@@ -298,9 +298,7 @@ def worker_at(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/client.md"])
-def test_the_snippets_of_the_client_run(
-    page: str, worker_at: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_snippets_of_the_client_run(page: str, worker_at: Path, monkeypatch):
     monkeypatch.chdir(worker_at)
     monkeypatch.setattr("imagefleet.cancelled.LOAD_SECONDS", 0)  # no load is running
     names: dict[str, object] = {}

@@ -29,8 +29,8 @@ def outputs(notebook: Any, kind: str) -> list[str]:
 
 
 def test_the_notebook_runs_and_shows_what_is_in_the_repository(
-    load_file: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    load_file: Callable[[Path], Any], tmp_path, monkeypatch
+):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     known = nbformat.read(NOTEBOOK, as_version=4)
     try:
@@ -44,7 +44,7 @@ def test_the_notebook_runs_and_shows_what_is_in_the_repository(
     assert [len(table) for table in outputs(new, "text/html")] != []
 
 
-def test_the_notebook_is_small_and_names_no_folder_of_the_machine_that_ran_it() -> None:
+def test_the_notebook_is_small_and_names_no_folder_of_the_machine_that_ran_it():
     text = NOTEBOOK.read_text(encoding="utf-8")
     assert len(text) < 100_000
     assert "/tmp/" not in text

@@ -28,7 +28,7 @@ def names_in(path: Path) -> set[str]:
     return found
 
 
-def test_every_line_names_a_test_that_exists() -> None:
+def test_every_line_names_a_test_that_exists():
     assert len(LINES) > 25
     for line in LINES:
         _, claim, proof, _ = line.split("|")
@@ -41,7 +41,7 @@ def test_every_line_names_a_test_that_exists() -> None:
             assert name in names_in(ROOT / path), f"{path} has no {name}"
 
 
-def test_what_cannot_be_prevented_is_said_of_everyone() -> None:
+def test_what_cannot_be_prevented_is_said_of_everyone():
     sections = (ROOT / "SECURITY.md").read_text(encoding="utf-8").split("\n## ")
     tables = [section for section in sections if "\n| can or cannot |" in section]
     assert len(tables) == 5

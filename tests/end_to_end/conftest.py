@@ -61,7 +61,7 @@ def stand_in_worker() -> Callable[..., list[str | Path]]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(tmp_path_factory) -> Path:
     """A tiny random checkpoint in diffusers' format."""
     import tiny_model as tiny
 
@@ -108,7 +108,7 @@ def start(environment: dict[str, str]) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="session")
-def worker_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
+def worker_forks(tmp_path_factory) -> Iterator[forks.Forks]:
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("forks")
     prelude = (
@@ -121,7 +121,7 @@ def worker_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.For
 
 @pytest.fixture
 def fork(
-    environment: dict[str, str], worker_forks: forks.Forks, tmp_path: Path
+    environment: dict[str, str], worker_forks: forks.Forks, tmp_path
 ) -> Iterator[Callable[..., forks.Fork]]:
     """As `start`, of a worker that need not import torch, which takes seconds."""
     started: list[forks.Fork] = []

@@ -59,8 +59,8 @@ def interrupt_a_demo(demo: forks.Fork, cwd: Path) -> str:
 
 
 def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker_forks: forks.Forks
-) -> None:
+    tmp_path, monkeypatch, worker_forks: forks.Forks
+):
     # The fleet's own: the demo's jobs are not signed, and are of another model.
     key = SigningKey.create(tmp_path / "key.pem")
     monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
@@ -99,8 +99,8 @@ def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
 
 
 def test_the_cascades_demo_draws_and_shows_both_stages(
-    tmp_path: Path, worker_forks: forks.Forks
-) -> None:
+    tmp_path, worker_forks: forks.Forks
+):
     for name in ("base", "sr"):
         tiny_cascade.build(tmp_path / "cascade" / name, name)
     # The weights are random, and so is what they draw, in however many steps.
@@ -137,7 +137,7 @@ entry.main()
             assert shown.tobytes() == tile.tobytes()
 
 
-def test_few_steps_are_not_of_the_cascade(tmp_path: Path) -> None:
+def test_few_steps_are_not_of_the_cascade(tmp_path):
     result = run(COMMAND, "demo", "--cascade", "--few-steps", cwd=tmp_path)
 
     assert result.returncode == 2
@@ -145,8 +145,8 @@ def test_few_steps_are_not_of_the_cascade(tmp_path: Path) -> None:
 
 
 def test_without_its_weights_the_cascades_demo_says_so_in_one_line(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     program = """
 import pathlib, sys
 from fleet import main
@@ -161,7 +161,7 @@ main.main()
     assert result.stderr == "error: the demo checkpoint 'nowhere/base' does not exist\n"
 
 
-def test_a_folder_that_is_not_the_demos_is_not_emptied(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_the_demos_is_not_emptied(tmp_path):
     precious = tmp_path / "storage" / "precious.txt"
     precious.parent.mkdir()
     precious.write_text("keep me")
@@ -178,9 +178,7 @@ def test_a_folder_that_is_not_the_demos_is_not_emptied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [["demo"], ["worker", "--model", "model", "--log-format", "text"]]
 )
-def test_without_torch_one_line_says_what_to_install(
-    tmp_path: Path, arguments: list[str]
-) -> None:
+def test_without_torch_one_line_says_what_to_install(tmp_path, arguments: list[str]):
     program = f"""
 import importlib.util, sys
 from fleet import main

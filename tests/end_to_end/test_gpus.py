@@ -78,7 +78,7 @@ class Machine:
 
 @pytest.fixture
 async def machine(
-    stand_in_worker: StandInWorker, environment: dict[str, str], tmp_path: Path
+    stand_in_worker: StandInWorker, environment: dict[str, str], tmp_path
 ) -> AsyncIterator[Callable[..., Any]]:
     started = []
 
@@ -142,7 +142,7 @@ def is_alive(process_id: int) -> bool:
 
 async def test_two_gpus_share_the_jobs_one_comes_back_and_sigterm_drains_both(
     storage: Storage, machine: Callable[..., Any]
-) -> None:
+):
     expected = await fill(storage)
     running = await machine(
         "--lease-seconds", "2", "--price-per-hour", "1000", "--slots", "4"
@@ -174,7 +174,7 @@ async def test_two_gpus_share_the_jobs_one_comes_back_and_sigterm_drains_both(
 
 async def test_workers_do_not_outlive_a_killed_parent_and_their_jobs_are_back(
     storage: Storage, machine: Callable[..., Any]
-) -> None:
+):
     await fill(storage)
     running = await machine("--lease-seconds", "300")
     await running.said("start", 2)

@@ -59,8 +59,8 @@ async def test_gpus_begin_with_a_model_that_jobs_wait_for_change_and_fetch_each_
     stand_in_worker: Callable[..., list[Any]],
     environment: dict[str, str],
     tiny_model: Path,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     packed = tmp_path / "model.tar"
     with tarfile.open(packed, "w") as tar:
         tar.add(tiny_model, "tiny")

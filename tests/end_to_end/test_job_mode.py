@@ -40,7 +40,7 @@ async def images(storage: Storage) -> set[str]:
 @on_azurite
 async def test_an_evicted_pod_is_no_success_and_the_others_wait_for_the_last_lease(
     storage: Storage, tiny_model: Path, fork: Start
-) -> None:
+):
     await storage.queue.send(
         f'{{"prompt": "a house", "id": "j{n}", "steps": 2}}' for n in range(6)
     )
@@ -63,7 +63,7 @@ async def test_an_evicted_pod_is_no_success_and_the_others_wait_for_the_last_lea
 @on_azurite
 async def test_ctrl_c_before_the_end_is_no_success(
     storage: Storage, tiny_model: Path, fork: Start
-) -> None:
+):
     await storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     await storage.queue.receive(1, 300)
     process = await start_worker(fork, tiny_model)

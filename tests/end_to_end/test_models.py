@@ -30,7 +30,7 @@ Start = Callable[..., forks.Fork]  # the fixture of conftest.py
 
 
 @pytest.fixture(scope="session")
-def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "other"
     tiny.build_tiny_checkpoint(folder, seed=1)
     return folder
@@ -84,7 +84,7 @@ async def finish(*processes: forks.Fork) -> None:
 @pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 async def test_workers_killed_in_a_change_of_models_lose_nothing_and_draw_nothing_wrong(
     storage: Storage, tiny_model: Path, other_model: Path, fork: Start
-) -> None:
+):
     given = ("--lease-seconds", "2", "--slots", "2", "--device", "cpu")
     for model in MODELS:
         await storage.models.send(jobs(model, "alone"))
@@ -140,8 +140,8 @@ async def test_workers_killed_in_a_change_of_models_lose_nothing_and_draw_nothin
 
 @pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 async def test_jobs_find_the_model_whose_name_only_its_server_tells_at_the_first_start(
-    storage: Storage, tiny_model: Path, fork: Start, tmp_path: Path
-) -> None:
+    storage: Storage, tiny_model: Path, fork: Start, tmp_path
+):
     """As civitai's downloads: their addresses end in a number."""
     packed = tmp_path / "packed.tar"
     with tarfile.open(packed, "w") as tar:

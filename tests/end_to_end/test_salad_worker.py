@@ -70,7 +70,7 @@ Program = Callable[..., forks.Fork]  # the fixture below
 
 @pytest.fixture
 def on_salad(
-    local_settings: StorageSettings, salad_metadata_service: Any, tmp_path: Path
+    local_settings: StorageSettings, salad_metadata_service: Any, tmp_path
 ) -> dict[str, str]:
     """The environment of a worker in a SaladCloud container."""
     return {
@@ -86,7 +86,7 @@ def on_salad(
 
 
 @pytest.fixture(scope="module")
-def stand_in_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
+def stand_in_forks(tmp_path_factory) -> Iterator[forks.Forks]:
     folder = tmp_path_factory.mktemp("forks")
     with forks.running(
         Path(sys.executable), folder, os.environ, "import worker.process"
@@ -96,7 +96,7 @@ def stand_in_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.F
 
 @pytest.fixture
 def start(
-    on_salad: dict[str, str], stand_in_forks: forks.Forks, tmp_path: Path
+    on_salad: dict[str, str], stand_in_forks: forks.Forks, tmp_path
 ) -> Iterator[Program]:
     """Starts worker processes; those that still run at the end of the test are killed."""
     started: list[forks.Fork] = []
@@ -155,7 +155,7 @@ async def line_with(worker: forks.Fork, words: str) -> str:
 
 async def test_a_worker_waits_for_missing_storage_and_reports_it_to_the_probes(
     local_settings: StorageSettings, start: Program, port: int
-) -> None:
+):
     worker = start(port=str(port))
     line = json.loads(await line_with(worker, "setup_awaited"))
     assert (line["severity"], line["error"]) == ("ERROR", "MissingResourceError")
@@ -199,7 +199,7 @@ async def test_a_worker_waits_for_missing_storage_and_reports_it_to_the_probes(
 
 async def test_a_worker_waits_for_a_new_token_and_works_on(
     local_storage: Storage, start: Program, port: int
-) -> None:
+):
     worker = start(EXPIRED_ONCE, port=str(port))
     await line_with(worker, "setup_awaited")
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
@@ -219,7 +219,7 @@ async def test_a_worker_waits_for_a_new_token_and_works_on(
 
 async def test_a_node_that_works_too_slowly_in_three_windows_is_reallocated_once(
     local_storage: Storage, start: Program, salad_metadata_service: Any
-) -> None:
+):
     await local_storage.queue.send(
         f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(200)
     )
@@ -244,7 +244,7 @@ async def test_a_node_that_works_too_slowly_in_three_windows_is_reallocated_once
 
 async def test_a_broken_node_that_is_not_stopped_in_time_exits_with_the_code_for_another_one(
     local_storage: Storage, start: Program, salad_metadata_service: Any
-) -> None:
+):
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(
         "salad.REALLOCATION_SECONDS = 0.2", engine="StandInEngine(draw=broken)"
@@ -260,7 +260,7 @@ async def test_a_broken_node_that_is_not_stopped_in_time_exits_with_the_code_for
 
 async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_reallocated(
     local_storage: Storage, start: Program, salad_metadata_service: Any, port: int
-) -> None:
+):
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(
         "salad.REALLOCATION_SECONDS = gpu_thread.STALL_SECONDS = 1",
@@ -280,7 +280,7 @@ async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_reallocated(
 
 async def test_a_broken_node_without_a_metadata_service_exits_at_once_with_that_code(
     local_storage: Storage, start: Program, on_salad: dict[str, str]
-) -> None:
+):
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     on_salad["SALAD_METADATA_URL"] = "http://127.0.0.1:9"
     worker = start(engine="StandInEngine(draw=broken)")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,8 +104,8 @@ async def check_that_each_job_was_done_once(storage: Storage, output: str) -> No
 
 
 async def test_a_worker_survives_tokens_that_are_rotated_in_a_file_sometimes_too_late(
-    azurite_settings: StorageSettings, mint: Mint, start: Any, tmp_path: Path
-) -> None:
+    azurite_settings: StorageSettings, mint: Mint, start: Any, tmp_path
+):
     file = tmp_path / "tokens.json"
 
     def rotate() -> None:

@@ -29,7 +29,7 @@ IMAGES = {"house", "star", "fish", "bird", "rocket"}
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> dict[str, Any]:
+def shell(tmp_path) -> dict[str, Any]:
     """Where the tutorial begins: beside a checkout, with the command on the path."""
     (tmp_path / "imagefleet").symlink_to(ROOT)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -92,8 +92,8 @@ def shown_on(url: str) -> tuple[set[str], Any]:
 
 
 def test_the_first_tutorial_leads_from_an_empty_folder_to_a_data_set(
-    shell: dict[str, Any], tmp_path: Path
-) -> None:
+    shell: dict[str, Any], tmp_path
+):
     printed: dict[str, str] = {}
     with contextlib.ExitStack() as terminals:
         for block in blocks():

@@ -61,7 +61,7 @@ process.run_worker = forgetful
 
 
 @pytest.fixture
-def environment(storage_settings: StorageSettings, tmp_path: Path) -> dict[str, str]:
+def environment(storage_settings: StorageSettings, tmp_path) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -89,7 +89,7 @@ Start = Callable[..., Worker]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
+def server(tmp_path_factory) -> Iterator[forks.Forks]:
     """Of workers with a stand-in engine, which it starts without their imports."""
     folder = tmp_path_factory.mktemp("forks")
     prelude = "import evaluation.stand_in, worker.process"
@@ -102,7 +102,7 @@ def start(
     server: forks.Forks,
     stand_in_worker: StandInWorker,
     environment: dict[str, str],
-    tmp_path: Path,
+    tmp_path,
 ) -> Iterator[Start]:
     """Starts a worker with a stand-in engine; it is killed at the end of the test."""
     started = []
@@ -189,7 +189,7 @@ async def test_each_way_to_fail_ends_with_a_json_line(
     code: int,
     action: str,
     message: str,
-) -> None:
+):
     ended_with, log = await start(*flags, variables=variables, **program).end()
 
     assert ended_with == code
@@ -204,7 +204,7 @@ async def test_each_way_to_fail_ends_with_a_json_line(
 
 async def test_warnings_threads_and_other_libraries_write_json_lines_too(
     storage: Storage, stand_in_worker: StandInWorker, environment: dict[str, str]
-) -> None:
+):
     await storage.queue.send(['{"prompt": "a house", "id": "j1"}'])
     command = stand_in_worker("--until-empty", changes=NOISE)
 
@@ -229,7 +229,7 @@ async def test_warnings_threads_and_other_libraries_write_json_lines_too(
 
 async def test_torch_and_its_companions_write_nothing_else(
     storage: Storage, tiny_model: Path, environment: dict[str, str]
-) -> None:
+):
     await storage.queue.send(['{"prompt": "a house", "steps": 2}'])
     command = [COMMAND, "worker", "--model", tiny_model, "--until-empty"]
 
@@ -245,7 +245,7 @@ async def test_torch_and_its_companions_write_nothing_else(
 
 async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_done(
     storage: Storage, start: Start
-) -> None:
+):
     await storage.queue.send(
         f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(40)
     )
@@ -286,7 +286,7 @@ async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_don
 
 async def test_fail_on_failed_gives_failed_jobs_an_exit_code(
     storage: Storage, start: Start
-) -> None:
+):
     await storage.queue.send(['{"prompt": "a house"}', "no job"])
 
     code, log = await start("--until-empty", "--fail-on-failed").end()

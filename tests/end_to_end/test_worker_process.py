@@ -70,7 +70,7 @@ def worker(model: Path | str, *flags: str | Path) -> list[Any]:
 )
 async def test_a_worker_killed_in_the_middle_costs_no_image_and_generates_none_twice(
     storage: Storage, tiny_model: Path, fork: Start
-) -> None:
+):
     expected = await fill(storage)
     first = fork(*worker(tiny_model))
     await wait_for_images(storage, 3)
@@ -98,7 +98,7 @@ async def test_a_worker_killed_in_the_middle_costs_no_image_and_generates_none_t
 )
 async def test_a_signal_ends_a_worker_with_exit_code_0_and_every_job_stored_or_back(
     storage: Storage, tiny_model: Path, fork: Start, number: signal.Signals
-) -> None:
+):
     await fill(storage)
     process = fork(
         "worker", "--model", tiny_model, "--lease-seconds", "300", "--slots", "2"
@@ -119,7 +119,7 @@ async def test_a_signal_ends_a_worker_with_exit_code_0_and_every_job_stored_or_b
 @local_only
 async def test_a_signal_while_the_model_loads_ends_the_worker_too(
     storage: Storage, tiny_model: Path, start: Start
-) -> None:
+):
     process = start(*worker(tiny_model))
     assert process.stdout is not None
     await asyncio.to_thread(process.stdout.readline)  # "pulling from ..."

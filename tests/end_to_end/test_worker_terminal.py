@@ -100,7 +100,7 @@ Start = Callable[..., tuple[Terminal, "subprocess.Popen[bytes]"]]
 def start(
     storage_settings: StorageSettings,
     stand_in_worker: Callable[..., Any],
-    tmp_path: Path,
+    tmp_path,
 ) -> Iterator[Start]:
     """Starts a worker on a terminal; it is killed at the end of the test."""
     started = []
@@ -158,7 +158,7 @@ def log_and_rest(terminal: Terminal) -> tuple[list[str], list[str]]:
 
 async def test_the_figures_are_below_the_log_and_give_way_to_a_summary(
     storage: Storage, start: Start
-) -> None:
+):
     await fill(storage, 40)
     terminal, process = start("--until-empty", "--price-per-hour", "0.10")
     await until(lambda: terminal.shown and "to go" in terminal.shown[-1])
@@ -188,7 +188,7 @@ async def test_the_figures_are_below_the_log_and_give_way_to_a_summary(
 
 async def test_a_narrow_terminal_has_the_figures_in_two_rows_and_no_torn_log(
     storage: Storage, start: Start
-) -> None:
+):
     await fill(storage, 40)
     talk = """
 from worker.stages import upload as stage
@@ -221,7 +221,7 @@ stage.UploadStage._metadata = talk
     )
 
 
-async def test_ctrl_c_drains_and_says_so(storage: Storage, start: Start) -> None:
+async def test_ctrl_c_drains_and_says_so(storage: Storage, start: Start):
     await fill(storage, 400)
     slow = """
 from evaluation import stand_in
@@ -244,7 +244,7 @@ SLOW = 3
     assert not terminal.screen.cursor.hidden
 
 
-async def test_an_error_is_one_red_line_where_the_live_line_was(start: Start) -> None:
+async def test_an_error_is_one_red_line_where_the_live_line_was(start: Start):
     terminal, process = start("--queue", "no-such-queue")
 
     assert await end(terminal, process) == 2
@@ -257,7 +257,7 @@ async def test_an_error_is_one_red_line_where_the_live_line_was(start: Start) ->
 
 async def test_a_terminal_that_cannot_move_its_cursor_has_a_plain_log(
     storage: Storage, start: Start
-) -> None:
+):
     await fill(storage, 8)
     terminal, process = start("--until-empty", TERM="dumb")
 

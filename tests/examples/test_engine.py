@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-def test_prompts_a_table_and_an_endless_source_are_drawn(tmp_path: Path) -> None:
+def test_prompts_a_table_and_an_endless_source_are_drawn(tmp_path):
     model = ROOT / "demo_model"
 
     ended = subprocess.run(

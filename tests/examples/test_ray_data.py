@@ -42,8 +42,8 @@ found.write_text(json.dumps(lines))
 
 
 def test_an_actor_that_is_killed_and_rows_that_are_no_jobs_lose_and_double_nothing(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     pytest.importorskip("ray")
     variables = {
         **os.environ,

@@ -53,7 +53,7 @@ class Disk:
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
+def mount(tmp_path) -> Iterator[Mount]:
     """Mounts an empty disk of so many KB."""
     mounted: list[Disk] = []
 
@@ -84,7 +84,7 @@ def jobs() -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Work:
+def work(monkeypatch, tmp_path) -> Work:
     """Runs a worker with a stand-in engine on a storage until the queue is empty."""
     monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr("worker.pull.LONGEST_PAUSE_SECONDS", 0.1)
@@ -123,9 +123,7 @@ async def created(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
 
 
 @pytest.fixture
-def imagefleet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def imagefleet(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     """Runs a command in the test's process; returns its exit code and what it printed."""
 
     def run(*arguments: str) -> tuple[int, str]:

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ async def test_a_worker_ends_with_one_line_and_goes_on_after_the_storage_is_made
     jobs: Jobs,
     work: Work,
     what: str,
-) -> None:
+):
     drawn = 0
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
@@ -82,8 +81,8 @@ async def test_a_worker_ends_with_one_line_and_goes_on_after_the_storage_is_made
 
 
 async def test_a_load_whose_queue_is_deleted_says_so_and_does_not_go_on_as_if_nothing_was(
-    storage_settings: StorageSettings, jobs: Jobs, tmp_path: Path
-) -> None:
+    storage_settings: StorageSettings, jobs: Jobs, tmp_path
+):
     file = tmp_path / "jobs.jsonl"
     file.write_text("".join(f"{job}\n" for job in jobs(160)))
     settings = LoadSettings(
@@ -111,7 +110,7 @@ async def test_a_load_whose_queue_is_deleted_says_so_and_does_not_go_on_as_if_no
 @pytest.mark.parametrize("code", ["QueueBeingDeleted", "ContainerBeingDeleted"])
 async def test_a_name_that_azure_still_deletes_is_waited_for(
     azurite_settings: StorageSettings, azurite_address: str, code: str
-) -> None:
+):
     answers = [(409, code)] * 2
     proxy = FaultProxy(lambda: answers.pop() if answers else "pass")
     policy = concurrency.RetryPolicy(

@@ -34,8 +34,8 @@ async def image_names(storage: Storage) -> set[str]:
 
 
 async def test_a_full_disk_of_the_storage_is_waited_for_and_costs_no_job(
-    mount: Mount, jobs: Jobs, work: Work, caplog: pytest.LogCaptureFixture
-) -> None:
+    mount: Mount, jobs: Jobs, work: Work, caplog
+):
     disk = mount()
     settings = StorageSettings(storage=f"local:{disk.folder}/data")
     async with open_storage(settings) as storage:
@@ -62,8 +62,8 @@ async def test_a_full_disk_of_the_storage_is_waited_for_and_costs_no_job(
 
 
 async def test_a_disk_that_is_full_of_images_stores_no_half_image_and_acknowledges_none(
-    mount: Mount, jobs: Jobs, work: Work, caplog: pytest.LogCaptureFixture
-) -> None:
+    mount: Mount, jobs: Jobs, work: Work, caplog
+):
     caplog.set_level(logging.INFO)  # an upload says so as it is retried
     images, queue = mount(256), mount()
     (queue.folder / "images").symlink_to(images.folder)
@@ -90,7 +90,7 @@ async def test_a_disk_that_is_full_of_images_stores_no_half_image_and_acknowledg
 
 def test_room_in_a_full_cache_is_made_by_evicting_what_nobody_uses(
     mount: Mount,
-) -> None:
+):
     disk = mount(1024)
     cache = DiskCache(disk.folder / "loras")
     for name in ("old", "older"):
@@ -106,8 +106,8 @@ def test_room_in_a_full_cache_is_made_by_evicting_what_nobody_uses(
 
 
 def test_a_load_onto_a_full_disk_is_one_line_and_goes_on_later(
-    mount: Mount, jobs: Jobs, tmp_path: Path, imagefleet: Imagefleet
-) -> None:
+    mount: Mount, jobs: Jobs, tmp_path, imagefleet: Imagefleet
+):
     disk = mount(64)
     file = tmp_path / "jobs.jsonl"
     file.write_text("".join(f"{job}\n" for job in jobs(40)))
@@ -136,8 +136,8 @@ def full() -> Iterator[TextIO]:
 
 
 def test_output_to_a_full_disk_is_one_line_and_no_traceback(
-    full: TextIO, jobs: Jobs, tmp_path: Path
-) -> None:
+    full: TextIO, jobs: Jobs, tmp_path
+):
     (tmp_path / "jobs.jsonl").write_text("".join(f"{job}\n" for job in jobs(3)))
     done = subprocess.run(
         [sys.executable, "-m", "fleet.entry", "load", "jobs.jsonl", "--dry-run"],
@@ -157,12 +157,12 @@ def test_output_to_a_full_disk_is_one_line_and_no_traceback(
 def test_what_is_said_to_a_full_disk_changes_no_exit_code(
     full: TextIO,
     jobs: Jobs,
-    tmp_path: Path,
+    tmp_path,
     imagefleet: Imagefleet,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     flags: list[str],
     code: int,
-) -> None:
+):
     file = tmp_path / "jobs.jsonl"
     file.write_text("".join(f"{job}\n" for job in jobs(3)))
     monkeypatch.setattr(sys, "stderr", full)
@@ -172,9 +172,7 @@ def test_what_is_said_to_a_full_disk_changes_no_exit_code(
     )
 
 
-def test_a_log_to_a_full_disk_says_nothing_of_itself_and_goes_on(
-    full: TextIO, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_to_a_full_disk_says_nothing_of_itself_and_goes_on(full: TextIO, capsys):
     handler = logs._StandardError()
     record = logging.makeLogRecord({"msg": "a line"})
     handler.stream = full
@@ -188,7 +186,7 @@ def test_a_log_to_a_full_disk_says_nothing_of_itself_and_goes_on(
 async def test_a_probe_whose_answer_cannot_be_written_does_not_restart_a_good_worker(
     full: TextIO,
     serve_probes: Callable[[bool], contextlib.AbstractAsyncContextManager[int]],
-) -> None:
+):
     async with serve_probes(True) as port:
         command = (
             sys.executable,
@@ -204,14 +202,14 @@ async def test_a_probe_whose_answer_cannot_be_written_does_not_restart_a_good_wo
 
 
 def test_a_scaler_whose_output_is_full_goes_on_watching_the_budget(
-    full: TextIO, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    full: TextIO, monkeypatch, caplog
+):
     monkeypatch.setattr(sys, "stdout", full)
     scale._print_record({"now": 0.0})
     assert "the decision cannot be printed" in caplog.text
 
 
-def test_a_page_that_cannot_be_written_leaves_the_old_one(mount: Mount) -> None:
+def test_a_page_that_cannot_be_written_leaves_the_old_one(mount: Mount):
     disk = mount(64)
     page = disk.folder / "report.html"
     console.write_file(page, "the old page")
@@ -224,7 +222,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(mount: Mount) -> None:
 
 def test_a_demo_without_room_ends_before_it_begins(
     mount: Mount, imagefleet: Imagefleet
-) -> None:
+):
     code, said = imagefleet("demo", "--output", str(mount(64).folder / "demo"))
     assert code == 2
     line = said.splitlines()[-1]

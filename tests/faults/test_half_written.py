@@ -34,7 +34,7 @@ async def put(storage: Storage, name: str, content: bytes) -> None:
 
 
 @pytest.fixture
-def settings(local_settings: StorageSettings, tmp_path: Path) -> WorkerSettings:
+def settings(local_settings: StorageSettings, tmp_path) -> WorkerSettings:
     return WorkerSettings(
         storage=local_settings.storage,
         model="store:sd.safetensors",
@@ -54,13 +54,13 @@ async def fetched(settings: WorkerSettings) -> Path:
 @pytest.mark.parametrize("content", [CONTENT[:50_000], b"", b"\0" * len(CONTENT)])
 async def test_a_cached_model_that_a_power_failure_cut_off_is_fetched_again(
     settings: WorkerSettings, content: bytes
-) -> None:
+):
     path = await fetched(settings)
     path.write_bytes(content)
     assert (await fetched(settings)).read_bytes() == CONTENT
 
 
-async def test_a_cached_folder_with_half_a_file_is_not_whole(tmp_path: Path) -> None:
+async def test_a_cached_folder_with_half_a_file_is_not_whole(tmp_path):
     folder = tmp_path / "sd"
     (folder / "unet").mkdir(parents=True)
     (folder / "model_index.json").write_text("{}")
@@ -78,8 +78,8 @@ async def test_a_cached_folder_with_half_a_file_is_not_whole(tmp_path: Path) -> 
 
 
 async def test_a_folder_of_loras_that_is_gone_sends_no_job_to_the_poison_queue(
-    local_settings: StorageSettings, jobs: Jobs, work: Work, tmp_path: Path
-) -> None:
+    local_settings: StorageSettings, jobs: Jobs, work: Work, tmp_path
+):
     """A network drive that is not mounted, say."""
     async with open_storage(local_settings) as storage:
         await storage.create()
@@ -98,8 +98,8 @@ async def test_a_folder_of_loras_that_is_gone_sends_no_job_to_the_poison_queue(
 
 
 async def test_a_container_of_loras_that_is_gone_sends_no_job_to_the_poison_queue(
-    local_settings: StorageSettings, jobs: Jobs, work: Work, tmp_path: Path
-) -> None:
+    local_settings: StorageSettings, jobs: Jobs, work: Work, tmp_path
+):
     async with open_storage(local_settings) as storage:
         await storage.create()
         shutil.rmtree(tmp_path / "storage" / local_settings.files_container)
@@ -115,8 +115,8 @@ async def test_a_container_of_loras_that_is_gone_sends_no_job_to_the_poison_queu
 
 @pytest.mark.parametrize("change", ["cut off", "longer", "another"])
 def test_a_file_of_jobs_that_changes_while_it_is_loaded_is_an_error_not_a_shorter_load(
-    jobs: Jobs, tmp_path: Path, change: str
-) -> None:
+    jobs: Jobs, tmp_path, change: str
+):
     path = tmp_path / "jobs.jsonl"
     path.write_text("".join(f"{job}\n" for job in jobs(2000)))
     source = FileSource(path)
@@ -139,8 +139,8 @@ def test_a_file_of_jobs_that_changes_while_it_is_loaded_is_an_error_not_a_shorte
 
 @pytest.mark.parametrize("command", ["load", "status", "report"])
 def test_a_storage_that_cannot_be_written_is_one_line(
-    mount: Mount, jobs: Jobs, tmp_path: Path, imagefleet: Imagefleet, command: str
-) -> None:
+    mount: Mount, jobs: Jobs, tmp_path, imagefleet: Imagefleet, command: str
+):
     disk = mount(1024)
     file = tmp_path / "jobs.jsonl"
     file.write_text("".join(f"{job}\n" for job in jobs(3)))
@@ -160,7 +160,7 @@ def test_a_storage_that_cannot_be_written_is_one_line(
 
 async def test_a_cache_on_a_read_only_disk_hands_every_job_back(
     mount: Mount, local_settings: StorageSettings, jobs: Jobs, work: Work
-) -> None:
+):
     disk = mount(1024, read_only=True)
     async with open_storage(local_settings) as storage:
         await storage.create()

@@ -41,7 +41,7 @@ NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
 
 
 @pytest.fixture(scope="session")
-def console_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
+def console_forks(tmp_path_factory) -> Iterator[forks.Forks]:
     variables = {**os.environ, "COLUMNS": "80"}
     folder = tmp_path_factory.mktemp("forks")
     with forks.running(Path(sys.executable), folder, variables, forks.AZURE) as server:
@@ -49,7 +49,7 @@ def console_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Fo
 
 
 @pytest.fixture
-def imagefleet(tmp_path: Path, console_forks: forks.Forks) -> Imagefleet:
+def imagefleet(tmp_path, console_forks: forks.Forks) -> Imagefleet:
     """Runs `imagefleet ARGUMENTS` in a new process and an empty folder; keywords set variables."""
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -94,8 +94,8 @@ class RunWorker(Protocol):
 def run_worker(
     storage: Storage,
     storage_settings: StorageSettings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path,
+    monkeypatch,
 ) -> RunWorker:
     monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
 
@@ -123,9 +123,7 @@ def run_worker(
 
 
 @pytest.fixture
-def salad(
-    salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Any]:
+def salad(salad_module: Any, tmp_path, monkeypatch) -> Iterator[Any]:
     """A fake SaladCloud, and a `fleet.yaml` for it in the test's folder."""
     from fleet.salad import client, deployment
 

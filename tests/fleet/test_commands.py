@@ -103,7 +103,7 @@ def option(command: Any, flag: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in WITHOUT_JSON])
-def test_every_command_with_figures_has_json(name: str) -> None:
+def test_every_command_with_figures_has_json(name: str):
     found = option(ALL[name], "--json")
 
     assert found is not None, "add options.AsJson, or a reason to WITHOUT_JSON"
@@ -111,11 +111,11 @@ def test_every_command_with_figures_has_json(name: str) -> None:
     assert "JSON" in found.help
 
 
-def test_commands_without_json_exist_and_have_none() -> None:
+def test_commands_without_json_exist_and_have_none():
     assert all(option(ALL[name], "--json") is None for name in WITHOUT_JSON)
 
 
-def test_every_command_that_spends_or_deletes_asks_or_takes_yes() -> None:
+def test_every_command_that_spends_or_deletes_asks_or_takes_yes():
     assert {name for name in ALL if option(ALL[name], "--yes")} == ASKING
 
 
@@ -137,7 +137,7 @@ def fail_job(folder: Path, reason: str, **fields: str) -> None:
 
 
 @pytest.fixture
-def filled(tmp_path: Path) -> Path:
+def filled(tmp_path) -> Path:
     """A storage in the test's folder with a failed job, and files of jobs and of kernels."""
     archive.pack(compile_into(tmp_path / "compiled"), KEY, tmp_path / "kernels.tar.xz")
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat", "id": "one"}\n')
@@ -149,7 +149,7 @@ def filled(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", CALLS)
 def test_json_is_one_document_and_nothing_else(
     salad: Any, filled: Path, in_process: Imagefleet, name: str
-) -> None:
+):
     plain = in_process(*name.split(), *CALLS[name])
     ended = in_process(*name.split(), *CALLS[name], "--json")
 
@@ -157,7 +157,7 @@ def test_json_is_one_document_and_nothing_else(
     assert isinstance(json.loads(ended.stdout), dict)
 
 
-def test_a_watch_with_json_is_a_document_per_line(filled: Path) -> None:
+def test_a_watch_with_json_is_a_document_per_line(filled: Path):
     with subprocess.Popen(
         [COMMAND, "status", "--follow", "--json"],
         cwd=filled,
@@ -225,7 +225,7 @@ def queue_screen() -> Any:
 )
 def test_names_and_figures_are_whole_at_any_width(
     width: int | None, screen: Callable[[], Any], whole: list[str]
-) -> None:
+):
     row = next(
         line for line in printed(width, screen()).splitlines() if whole[0] in line
     )

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_what_is_wrong_is_one_line_before_anything_starts(
     imagefleet: Imagefleet, flags: list[str], sentence: str
-) -> None:
+):
     done = imagefleet(
         "worker", "--model", str(ROOT / "demo_model"), *flags, CUDA_VISIBLE_DEVICES=""
     )
@@ -46,8 +46,8 @@ def test_what_is_wrong_is_one_line_before_anything_starts(
     ],
 )
 def test_a_single_gpu_is_this_processs_own_and_needs_no_parent(
-    monkeypatch: pytest.MonkeyPatch, gpu: Gpu, variable: str, value: str
-) -> None:
+    monkeypatch, gpu: Gpu, variable: str, value: str
+):
     def run(settings: MachineSettings) -> Any:
         raise StopIteration(os.environ[variable], settings.device)
 

@@ -20,8 +20,8 @@ async def test_a_probe_reports_the_workers_state(
     code: int,
     is_so: bool,
     serve_probes: Callable[[bool], AbstractAsyncContextManager[int]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     async with serve_probes(is_so) as port:
         assert await asyncio.to_thread(health.main, [what, "--port", str(port)]) == code
 
@@ -30,7 +30,7 @@ async def test_a_probe_reports_the_workers_state(
     assert output.count("\n") == 1
 
 
-def test_a_hung_worker_is_not_live(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hung_worker_is_not_live(capsys):
     with socket.create_server(
         ("127.0.0.1", 0)
     ) as hanging:  # the kernel accepts, but nothing answers
@@ -40,7 +40,7 @@ def test_a_hung_worker_is_not_live(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hangs: no answer within 0.2 s" in capsys.readouterr().out
 
 
-def test_a_missing_worker_is_not_live(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_worker_is_not_live(capsys):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = str(gone.getsockname()[1])
 
@@ -49,9 +49,7 @@ def test_a_missing_worker_is_not_live(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("port", ["", "0", "http", "65536"])
-def test_an_invalid_port_names_the_setting(
-    port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_port_names_the_setting(port: str, monkeypatch, capsys):
     monkeypatch.setenv("IMAGEFLEET_PORT", port)
 
     assert health.main(["ready"]) == 1
@@ -59,8 +57,8 @@ def test_an_invalid_port_names_the_setting(
 
 
 async def test_the_workers_settings_are_used_and_proxies_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("IMAGEFLEET_HOST", "0.0.0.0")
     async with probes.serving(

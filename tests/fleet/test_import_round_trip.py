@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -221,8 +220,8 @@ def decides(job: Job, index: int, size: tuple[int, int]) -> dict[str, Any]:
 
 
 def test_300_jobs_of_all_fields_come_back_from_their_pictures_as_they_were(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     chance = random.Random(42)
     done = 0
     while done < JOBS:

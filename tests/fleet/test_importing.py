@@ -44,8 +44,8 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 
 def test_every_file_of_a_folder_is_a_job_or_refused_by_its_name(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, tmp_path
+):
     files = {each.name for each in CASES.iterdir() if each.suffix in source.SUFFIXES}
 
     result = in_process("import", str(CASES), "--rejects", "refused.jsonl")
@@ -75,8 +75,8 @@ def test_every_file_of_a_folder_is_a_job_or_refused_by_its_name(
 
 
 def test_its_jobs_are_loaded_as_they_are_and_have_the_names_of_their_pictures(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, tmp_path
+):
     picture(tmp_path / "in" / "sub" / "Cat 1.PNG", f"a cat\n{PARAMETERS}")
     (tmp_path / "in" / "sub" / "Cat 1.txt").write_text(
         "the caption of the picture beside it"
@@ -105,9 +105,7 @@ def test_its_jobs_are_loaded_as_they_are_and_have_the_names_of_their_pictures(
     )
 
 
-def test_a_table_gives_what_no_text_holds(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+def test_a_table_gives_what_no_text_holds(in_process: Imagefleet, tmp_path):
     text = f"a cat\n{PARAMETERS}, Denoising strength: 0.5, Version: v1.10.1".replace(
         '"', '""'
     )
@@ -129,8 +127,8 @@ def test_a_table_gives_what_no_text_holds(
 
 
 def test_a_summary_for_programs_is_all_that_is_printed(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, tmp_path
+):
     picture(
         tmp_path / "one.png", f"one\n{PARAMETERS}, Model: dreams, Script: X/Y/Z plot"
     )
@@ -154,8 +152,8 @@ def test_a_summary_for_programs_is_all_that_is_printed(
 
 
 def test_seeds_of_64_bits_are_those_of_32_with_the_same_noise(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, tmp_path
+):
     (tmp_path / "owl.png").write_bytes((CASES / "comfy-ksampler.png").read_bytes())
     large = comfyui.read(graph()).job | {"seed": 2**63 + 7}
     (tmp_path / "jobs.jsonl").write_text(
@@ -177,8 +175,8 @@ def test_seeds_of_64_bits_are_those_of_32_with_the_same_noise(
 
 
 def test_files_are_found_by_their_hash_whatever_they_are_called_in_the_storage(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, tmp_path
+):
     lora, worse = tmp_path / "ink v2.safetensors", tmp_path / "worse.safetensors"
     lora.write_bytes(lora_of())
     save_file({"emb_params": np.zeros((2, 768), np.float16)}, worse)
@@ -260,8 +258,8 @@ BOMB = zlib.compress(b"a" * 2**27)
     ids=range(8),
 )
 def test_a_malicious_picture_is_refused_with_a_sentence(
-    tmp_path: Path, data: bytes, reason: str
-) -> None:
+    tmp_path, data: bytes, reason: str
+):
     path = tmp_path / "bomb.png"
     path.write_bytes(data)
     with pytest.raises(errors.JobError, match=reason):
@@ -269,8 +267,8 @@ def test_a_malicious_picture_is_refused_with_a_sentence(
 
 
 def test_a_picture_larger_than_any_of_ours_is_read_for_its_text_alone(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "large.png"
     text = f"a cat\n{PARAMETERS}".encode("latin-1")
     path.write_bytes(png((b"tEXt", b"parameters\0" + text), size=(8192, 8192)))
@@ -334,6 +332,6 @@ def graph(**nodes: Any) -> str:
         ("{}", "saves 0 pictures"),
     ],
 )
-def test_a_graph_without_an_end_or_a_meaning_is_refused(text: str, reason: str) -> None:
+def test_a_graph_without_an_end_or_a_meaning_is_refused(text: str, reason: str):
     with pytest.raises(errors.JobError, match=reason):
         comfyui.read(text)

@@ -30,7 +30,7 @@ lists: {noun: [cat, dog, fox]}
 
 
 @pytest.fixture
-def template(tmp_path: Path) -> Path:
+def template(tmp_path) -> Path:
     path = tmp_path / "t.yaml"
     path.write_text(TEMPLATE)
     return path
@@ -51,8 +51,8 @@ def settings_for(folder: Path) -> StorageSettings:
 
 
 def test_a_dry_run_prints_ten_jobs_and_touches_nothing(
-    in_process: Imagefleet, template: Path, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, template: Path, tmp_path
+):
     first, again = (in_process("load", "t.yaml", "--dry-run") for _ in range(2))
 
     jobs = [json.loads(line) for line in first.stdout.splitlines()]
@@ -62,8 +62,8 @@ def test_a_dry_run_prints_ten_jobs_and_touches_nothing(
 
 
 def test_a_finished_load_is_repeated_only_on_request(
-    in_process: Imagefleet, template: Path, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, template: Path, tmp_path
+):
     in_process("load", "t.yaml")
     again = in_process("load", "t.yaml")
     assert again.returncode == console.EXIT_DONE
@@ -79,8 +79,8 @@ def test_a_finished_load_is_repeated_only_on_request(
 
 
 def test_invalid_lines_are_refused_before_the_queue_is_created(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, tmp_path
+):
     (tmp_path / "jobs.jsonl").write_text('{"prompt":"a"}\nnonsense\n{"prompt":"b"}\n')
     assert_refused(in_process("load", "jobs.jsonl"), "line 2: the message is not JSON")
     assert [each.name for each in tmp_path.iterdir()] == ["jobs.jsonl"]
@@ -113,7 +113,7 @@ def test_invalid_lines_are_refused_before_the_queue_is_created(
 )
 def test_an_error_is_one_line_and_exit_code_2(
     in_process: Imagefleet, template: Path, arguments: list[str], sentence: str
-) -> None:
+):
     result = in_process("load", *arguments)
 
     assert_refused(result, sentence)
@@ -121,7 +121,7 @@ def test_an_error_is_one_line_and_exit_code_2(
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts `imagefleet load ARGUMENTS`; what still runs at the end is killed."""
     running: list[subprocess.Popen[str]] = []
 
@@ -159,8 +159,8 @@ def wait_until_sent(settings: StorageSettings, jobs: int) -> None:
 def test_a_killed_load_goes_on_where_it_was_and_loses_nothing(
     start: Callable[..., subprocess.Popen[str]],
     storage_settings: StorageSettings,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "t.yaml").write_text(TEMPLATE)
     given = ("t.yaml", "--count", "500", *flags(storage_settings))
     for sent in (50, 150, 300):
@@ -178,8 +178,8 @@ def test_a_killed_load_goes_on_where_it_was_and_loses_nothing(
 
 
 def test_ctrl_c_notes_what_was_sent_and_says_how_to_go_on(
-    start: Callable[..., subprocess.Popen[str]], template: Path, tmp_path: Path
-) -> None:
+    start: Callable[..., subprocess.Popen[str]], template: Path, tmp_path
+):
     process = start("t.yaml", "--count", "30000", "--rate", "2000")
     wait_until_sent(settings_for(tmp_path), 1_000)
     process.send_signal(signal.SIGINT)
@@ -195,8 +195,8 @@ def test_ctrl_c_notes_what_was_sent_and_says_how_to_go_on(
     [("", "jobs.jsonl is empty: nothing was sent"), ("\n \n", "no jobs in jobs.jsonl")],
 )
 def test_a_file_without_jobs_is_reported(
-    in_process: Imagefleet, tmp_path: Path, content: str, sentence: str
-) -> None:
+    in_process: Imagefleet, tmp_path, content: str, sentence: str
+):
     (tmp_path / "jobs.jsonl").write_text(content)
 
     result = in_process("load", "jobs.jsonl")
@@ -207,8 +207,8 @@ def test_a_file_without_jobs_is_reported(
 
 
 def test_a_load_that_runs_already_is_not_begun_again(
-    in_process: Imagefleet, template: Path, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, template: Path, tmp_path
+):
     with console.only_one(tmp_path / "t.yaml.jobs", "the first"):
         second = in_process("load", "t.yaml")
         elsewhere = in_process("load", "t.yaml", "--queue", "other")
@@ -221,8 +221,8 @@ def test_a_load_that_runs_already_is_not_begun_again(
 
 
 def test_jobs_come_from_standard_input(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+    start: Callable[..., subprocess.Popen[str]], tmp_path
+):
     process = start("-", "--json", stdin=subprocess.PIPE)
     printed, _ = process.communicate('{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n')
 
@@ -231,8 +231,8 @@ def test_jobs_come_from_standard_input(
 
 
 def test_an_invalid_line_of_standard_input_ends_the_load_before_it_begins(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+    start: Callable[..., subprocess.Popen[str]], tmp_path
+):
     process = start("-", stdin=subprocess.PIPE)
     _, printed = process.communicate('{"prompt":"a"}\n' * 130 + "bad\n")
 
@@ -243,7 +243,7 @@ def test_an_invalid_line_of_standard_input_ends_the_load_before_it_begins(
 
 def test_a_priority_chooses_the_queue(
     in_process: Imagefleet, template: Path, storage_settings: StorageSettings
-) -> None:
+):
     result = in_process(
         "load", "t.yaml", "--priority", "high", "--json", *flags(storage_settings)
     )
@@ -263,8 +263,8 @@ def test_a_priority_chooses_the_queue(
 
 
 def test_the_queues_that_jobs_of_models_are_sent_to_are_named(
-    in_process: Imagefleet, storage_settings: StorageSettings, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, storage_settings: StorageSettings, tmp_path
+):
     models = [None, "one", "one", *(f"m{number}" for number in range(6))]
     jobs = [{"prompt": "a"} | ({"model": model} if model else {}) for model in models]
     file = tmp_path / "mixed.jsonl"
@@ -283,7 +283,7 @@ def test_the_queues_that_jobs_of_models_are_sent_to_are_named(
 
 
 def test_a_workers_priority_on_saladcloud_is_not_that_of_the_jobs(
-    in_process: Imagefleet, template: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    in_process: Imagefleet, template: Path, monkeypatch
+):
     monkeypatch.setenv("IMAGEFLEET_PRIORITY", "high")
     assert json.loads(in_process("load", "t.yaml", "--json").stdout)["queue"] == "jobs"

@@ -24,7 +24,7 @@ COMMANDS = [
 ]
 
 
-def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
+def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet):
     result = imagefleet("--help")
 
     listed = result.stdout.partition("─ Commands ─")[2].splitlines()[1:]
@@ -44,7 +44,7 @@ def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
 )
 def test_bash_completes_commands_and_flags(
     imagefleet: Imagefleet, words: str, completions: list[str]
-) -> None:
+):
     result = imagefleet(
         _IMAGEFLEET_COMPLETE="complete_bash",
         COMP_WORDS=words,
@@ -55,9 +55,7 @@ def test_bash_completes_commands_and_flags(
 
 
 @pytest.mark.parametrize("group", ["", "keys", "deploy", "files"])
-def test_a_group_without_a_command_prints_its_help(
-    imagefleet: Imagefleet, group: str
-) -> None:
+def test_a_group_without_a_command_prints_its_help(imagefleet: Imagefleet, group: str):
     result = imagefleet(*group.split())
 
     assert result.stdout == imagefleet(*group.split(), "--help").stdout
@@ -76,8 +74,8 @@ def test_a_group_without_a_command_prints_its_help(
     ],
 )
 def test_a_command_imports_nothing_heavy_that_it_does_not_need(
-    tmp_path: Path, arguments: list[str], heavy: set[str]
-) -> None:
+    tmp_path, arguments: list[str], heavy: set[str]
+):
     (tmp_path / "imagefleet-data").mkdir()
     program = f"""
 import sys
@@ -135,7 +133,7 @@ print("loaded:", sorted({heavy} & set(sys.modules)))
 )
 def test_an_invalid_command_line_is_one_line_and_exit_code_2(
     imagefleet: Imagefleet, arguments: list[str], complaint: str
-) -> None:
+):
     result = imagefleet(*arguments)
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
@@ -161,7 +159,7 @@ def test_an_error_of_a_service_is_a_line_of_its_log(
     arguments: list[str],
     variables: dict[str, str],
     is_json: bool,
-) -> None:
+):
     result = imagefleet(*arguments, **variables)
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
@@ -177,14 +175,14 @@ def test_an_error_of_a_service_is_a_line_of_its_log(
 
 def test_a_missing_queue_is_reported_before_the_model_is_loaded(
     imagefleet: Imagefleet,
-) -> None:
+):
     result = imagefleet("worker", "--model", str(ROOT / "demo_model"))
 
     assert_refused(result, "there is no queue in")
     assert "Traceback" not in result.stderr
 
 
-def test_an_unknown_variable_stops_every_command(imagefleet: Imagefleet) -> None:
+def test_an_unknown_variable_stops_every_command(imagefleet: Imagefleet):
     result = imagefleet("status", IMAGEFLEET_STORGE="local:x")
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
@@ -193,7 +191,7 @@ def test_an_unknown_variable_stops_every_command(imagefleet: Imagefleet) -> None
     )
 
 
-def test_a_closed_pipe_causes_no_error_output(tmp_path: Path) -> None:
+def test_a_closed_pipe_causes_no_error_output(tmp_path):
     result = subprocess.run(
         f"{COMMAND} plan --jobs 10 --json | true",
         shell=True,
@@ -207,7 +205,7 @@ def test_a_closed_pipe_causes_no_error_output(tmp_path: Path) -> None:
 
 def test_the_version_lists_the_versions_for_a_bug_report(
     imagefleet: Imagefleet,
-) -> None:
+):
     result = imagefleet("--version")
     names = [line.split()[0] for line in result.stdout.splitlines()]
     assert names == ["imagefleet", "torch", "diffusers", "python"]
@@ -216,8 +214,8 @@ def test_the_version_lists_the_versions_for_a_bug_report(
 
 
 def test_ctrl_c_during_the_imports_is_no_traceback(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     class Interrupted:
         def __getattr__(self, name: str) -> None:
             raise KeyboardInterrupt
@@ -228,7 +226,7 @@ def test_ctrl_c_during_the_imports_is_no_traceback(
     assert ended.value.code == console.EXIT_INTERRUPTED
 
 
-def test_the_help_describes_commands_as_they_do_themselves() -> None:
+def test_the_help_describes_commands_as_they_do_themselves():
     commands = typer.main.get_command(main.app).commands
 
     for name, summary in main.COMMANDS.items():

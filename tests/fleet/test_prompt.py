@@ -11,7 +11,7 @@ from imagefleet.job import clip
 from in_process import Imagefleet, assert_refused
 
 
-def test_the_reference_message_has_77_and_70_tokens(in_process: Imagefleet) -> None:
+def test_the_reference_message_has_77_and_70_tokens(in_process: Imagefleet):
     job = json.loads(demo.REFERENCE_MESSAGE)
 
     result = in_process(
@@ -37,7 +37,7 @@ def test_the_reference_message_has_77_and_70_tokens(in_process: Imagefleet) -> N
     assert (last["tokens"], last["weights"]) == ([",</w>", "detailed</w>"], [1.0, 1.1])
 
 
-def test_the_text_output_shows_weights_words_and_loras(in_process: Imagefleet) -> None:
+def test_the_text_output_shows_weights_words_and_loras(in_process: Imagefleet):
     result = in_process("prompt", "a (red:1.3) [castle] BREAK sea <lora:night:0.5:0.8>")
 
     assert result.returncode == console.EXIT_DONE
@@ -57,7 +57,7 @@ def test_the_text_output_shows_weights_words_and_loras(in_process: Imagefleet) -
 
 def test_the_output_shows_the_prompts_own_weight_and_no_comments(
     in_process: Imagefleet,
-) -> None:
+):
     result = in_process("prompt", "a cat # of mine\n:1.3")
 
     assert [line.strip() for line in result.stdout.splitlines()][:5] == [
@@ -76,7 +76,7 @@ def test_the_output_shows_the_prompts_own_weight_and_no_comments(
 
 def test_the_words_of_each_step_and_of_each_part_are_shown(
     in_process: Imagefleet,
-) -> None:
+):
     text = "a [red:blue:0.5] house AND [fog|rain] :0.8"
     result = in_process("prompt", text, "--steps", "10", "--negative", "[:mist:4]")
 
@@ -119,7 +119,7 @@ def test_the_words_of_each_step_and_of_each_part_are_shown(
 )
 def test_unsupported_syntax_is_named_with_exit_code_2(
     in_process: Imagefleet, arguments: list[str], reason: str
-) -> None:
+):
     for flags in ([], ["--json"]):
         result = in_process("prompt", *arguments, *flags)
 
@@ -136,7 +136,7 @@ def test_unsupported_syntax_is_named_with_exit_code_2(
 
 def test_a_lora_in_a_negative_prompt_is_text_with_a_note(
     in_process: Imagefleet,
-) -> None:
+):
     result = in_process("prompt", "a cat", "--negative", "<lora:night:0.5>")
 
     assert result.returncode == console.EXIT_DONE
@@ -157,16 +157,14 @@ def both_tokenizers() -> tuple[object, object]:
 @given(
     text=st.one_of(st.text(), st.text(alphabet="aé'sd 1,<|endoftx>\n\t\u00a0ß東😀-_"))
 )
-def test_tokens_equal_the_workers(
-    both_tokenizers: tuple[object, object], text: str
-) -> None:
+def test_tokens_equal_the_workers(both_tokenizers: tuple[object, object], text: str):
     ours, workers = both_tokenizers
     tokens = ours.encode(text, add_special_tokens=False).ids  # type: ignore[attr-defined]
     reference = workers(text, add_special_tokens=False, verbose=False)  # type: ignore[operator]
     assert tokens == reference["input_ids"]
 
 
-def test_console_and_worker_share_the_limit_of_chunks() -> None:
+def test_console_and_worker_share_the_limit_of_chunks():
     def tokenise(texts: object) -> list[list[int]]:
         return [[1] * (clip.CHUNK_TOKENS * clip.MAX_CHUNKS)]
 

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,7 +169,7 @@ def broken() -> Iterator[Broken]:
 
 
 @pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def pauses(monkeypatch) -> Counter[str]:
     """No pause takes time; a command that goes on for ever is interrupted, by their number."""
     made = Counter[str]()
 
@@ -220,7 +219,7 @@ def commands(built: Any) -> list[str]:
     return list(below(built, ()))
 
 
-def test_every_command_is_tried(built: Any) -> None:
+def test_every_command_is_tried(built: Any):
     # `files` is tried with some of the kinds.
     tried = {re.sub(r"^(files \w+) .*", r"\1", name) for name in ARGUMENTS}
     assert tried == set(commands(built))
@@ -232,10 +231,10 @@ Run = Callable[..., int]
 @pytest.fixture
 def run(
     built: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    tmp_path,
+    monkeypatch,
+    capsys,
+    caplog,
     pauses: Counter[str],
 ) -> Run:
     """Runs a command; fails if the mark is in anything that it left."""
@@ -330,8 +329,8 @@ STORAGES = {
 
 @pytest.mark.parametrize("command", [each for each in ARGUMENTS if each != "health"])
 def test_wrong_addresses_are_one_sentence_without_their_secrets(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
-) -> None:
+    run: Run, monkeypatch, tmp_path, command: str
+):
     for kind, address in some(list(ADDRESSES.items()), command):
         for name in ("PROMETHEUS", "PUSH_URL", "BROKER_URL", "MODEL"):
             monkeypatch.setenv(f"IMAGEFLEET_{name}", address)
@@ -345,8 +344,8 @@ def test_wrong_addresses_are_one_sentence_without_their_secrets(
 
 @pytest.mark.parametrize("command", sorted(ON_STORAGE))
 def test_wrong_storage_addresses_are_one_sentence_without_their_secrets(
-    run: Run, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+    run: Run, monkeypatch, command: str
+):
     monkeypatch.setenv("IMAGEFLEET_PROMETHEUS", "http://127.0.0.1:1")
     for kind, address in some(list(STORAGES.items()), command):
         monkeypatch.setenv("IMAGEFLEET_STORAGE", address)
@@ -379,8 +378,8 @@ IN_THE_WRONG_PLACE = (
     "model", options.PROJECT_SETTINGS, ids=lambda each: each.__name__
 )
 def test_a_secret_in_the_place_of_another_setting_is_not_shown(
-    run: Run, monkeypatch: pytest.MonkeyPatch, model: Any
-) -> None:
+    run: Run, monkeypatch, model: Any
+):
     command = COMMAND_OF.get(model.__name__, "status")
     for name in model.model_fields:
         for value in IN_THE_WRONG_PLACE:
@@ -397,8 +396,8 @@ def test_a_secret_in_the_place_of_another_setting_is_not_shown(
     "name", ["sas_file", "price_file", "config", "lora_directory", "model"]
 )
 def test_a_file_of_secrets_in_the_place_of_another_is_not_quoted(
-    run: Run, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+    run: Run, monkeypatch, name: str
+):
     monkeypatch.setenv("IMAGEFLEET_STORAGE", "https://acme.blob.core.windows.net")
     monkeypatch.setenv("IMAGEFLEET_MODEL", "store:dreams.safetensors")
     monkeypatch.setenv(options.variable(name), "secret.txt")
@@ -421,7 +420,7 @@ BEHIND_STORAGE = ("worker", "status", "exporter", "report", "scale")
 
 
 @pytest.fixture
-async def working(tmp_path: Path) -> str:
+async def working(tmp_path) -> str:
     """A storage with one image."""
     settings = StorageSettings(storage=f"local:{tmp_path}/data")
     async with open_storage(settings) as storage:
@@ -441,13 +440,13 @@ async def working(tmp_path: Path) -> str:
 )
 def test_broken_services_are_one_sentence_without_the_secrets_sent_to_them(
     run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    monkeypatch,
+    tmp_path,
     broken: Broken,
     working: str,
     command: str,
     storage_works: bool,
-) -> None:
+):
     for status, how in some(SERVICES, command):
         broken.status, broken.how = status, how
         port = 1 if how == "unreachable" else broken.port

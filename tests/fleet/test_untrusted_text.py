@@ -7,7 +7,6 @@ import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -57,7 +56,7 @@ class _Service(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def service(monkeypatch) -> Iterator[str]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Service)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]
@@ -68,7 +67,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> str:
+def storage(tmp_path) -> str:
     """A storage in which everything that others may write is hostile."""
     settings = StorageSettings(storage=f"local:{tmp_path}/data")
     asyncio.run(_fill(settings))
@@ -133,12 +132,12 @@ COMMANDS = (
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_no_command_hands_others_control_of_the_terminal(
     in_process: Imagefleet,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    monkeypatch,
+    tmp_path,
     storage: str,
     service: str,
     is_terminal: bool,
-) -> None:
+):
     for name, value in (("STORAGE", storage), ("LOG_FORMAT", "text")):
         monkeypatch.setenv(f"IMAGEFLEET_{name}", value)
     monkeypatch.setenv("SALAD_API_KEY", "key")
@@ -171,7 +170,7 @@ def test_no_command_hands_others_control_of_the_terminal(
         assert shown
 
 
-def test_a_log_line_of_a_job_cannot_pass_for_another() -> None:
+def test_a_log_line_of_a_job_cannot_pass_for_another():
     record = logging.LogRecord("x", logging.WARNING, "", 0, "job %s failed", (), None)
     record.msg, record.args = (
         "job %s failed",

@@ -11,7 +11,7 @@ import targets
 
 
 @pytest.mark.parametrize("name", targets.TARGETS)
-def test_valid_examples_are_judged_within_bounds(name: str) -> None:
+def test_valid_examples_are_judged_within_bounds(name: str):
     target = targets.TARGETS[name]
 
     judged = [target.check(seed) for seed in target.seeds]
@@ -20,7 +20,7 @@ def test_valid_examples_are_judged_within_bounds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", targets.TARGETS)
-def test_damaged_examples_raise_declared_errors_alone(name: str) -> None:
+def test_damaged_examples_raise_declared_errors_alone(name: str):
     target = targets.TARGETS[name]
     is_slow = target.max_seconds > targets.MAX_SECONDS
 
@@ -38,7 +38,7 @@ def test_damaged_examples_raise_declared_errors_alone(name: str) -> None:
     check()
 
 
-def test_a_target_that_breaks_its_promise_is_found() -> None:
+def test_a_target_that_breaks_its_promise_is_found():
     def read(data: bytes) -> None:
         if b"x" in data:
             raise KeyError(data)

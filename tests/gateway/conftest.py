@@ -61,7 +61,7 @@ def draw(request: contract.ImageRequest) -> contract.Pixels:
 
 
 @pytest.fixture
-def clients_file(tmp_path: Path) -> Path:
+def clients_file(tmp_path) -> Path:
     """Two clients, each with a campaign of its name."""
     lines = [
         {
@@ -79,7 +79,7 @@ def clients_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def serve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage_settings: StorageSettings
+    tmp_path, monkeypatch, storage_settings: StorageSettings
 ) -> AsyncIterator[Callable[..., Any]]:
     """Starts a gateway, and a worker with a stand-in engine unless *works* is false."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

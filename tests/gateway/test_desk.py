@@ -18,7 +18,7 @@ TXT2IMG = "/sdapi/v1/txt2img"
 
 
 @pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_pauses(monkeypatch) -> None:
     monkeypatch.setattr(desk, "_CANCEL_SECONDS", 0.01)
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.05)
 
@@ -30,7 +30,7 @@ async def leave(waiting: asyncio.Task[Any]) -> None:
         await waiting
 
 
-async def test_who_hangs_up_has_what_has_not_begun_cancelled(serve: Serve) -> None:
+async def test_who_hangs_up_has_what_has_not_begun_cancelled(serve: Serve):
     served = await serve(works=False)
     waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
     tickets = await until(lambda: served.gateway.desk.tickets)
@@ -53,7 +53,7 @@ async def test_who_hangs_up_has_what_has_not_begun_cancelled(serve: Serve) -> No
     )
 
 
-async def test_what_is_not_drawn_in_time_has_an_address_to_ask_at(serve: Serve) -> None:
+async def test_what_is_not_drawn_in_time_has_an_address_to_ask_at(serve: Serve):
     served = await serve(works=False, wait_seconds=1)
 
     async with served.session.post(
@@ -72,8 +72,8 @@ async def test_what_is_not_drawn_in_time_has_an_address_to_ask_at(serve: Serve) 
 
 
 async def test_a_job_whose_end_the_reader_has_missed_is_told_to_who_asks_for_it_later(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    serve: Serve, monkeypatch
+):
     async def blind(_: Watch) -> None: ...
 
     monkeypatch.setattr(Watch, "poll", blind)
@@ -90,8 +90,8 @@ async def test_a_job_whose_end_the_reader_has_missed_is_told_to_who_asks_for_it_
 
 @pytest.mark.slow
 async def test_a_thousand_that_wait_cost_the_storage_what_ten_do(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    serve: Serve, monkeypatch
+):
     served = await serve(works=False)
     operations, waiting = served.storage.operations, list[asyncio.Task[Any]]()
 
@@ -127,7 +127,7 @@ async def test_a_thousand_that_wait_cost_the_storage_what_ten_do(
     await asyncio.gather(*map(leave, waiting))
 
 
-async def test_jobs_that_come_together_are_sent_together(serve: Serve) -> None:
+async def test_jobs_that_come_together_are_sent_together(serve: Serve):
     served = await serve(works=False)
     jobs = [
         asyncio.create_task(served.post(TXT2IMG, {"prompt": str(n)}))
@@ -145,7 +145,7 @@ async def test_jobs_that_come_together_are_sent_together(serve: Serve) -> None:
     await asyncio.gather(*map(leave, jobs))
 
 
-async def test_one_job_that_cannot_be_sent_fails_no_other(serve: Serve) -> None:
+async def test_one_job_that_cannot_be_sent_fails_no_other(serve: Serve):
     served = await serve()
     await served.storage.files.create("models/other.safetensors", b"x", "a/b", {})
     bodies = [{"prompt": "a"}, {"prompt": "a", "model": "nowhere"}, {"prompt": "b"}]
@@ -156,7 +156,7 @@ async def test_one_job_that_cannot_be_sent_fails_no_other(serve: Serve) -> None:
     assert "no worker can have the model 'nowhere'" in found[1][1]["detail"]
 
 
-async def test_a_gateway_that_stops_answers_all_who_wait(serve: Serve) -> None:
+async def test_a_gateway_that_stops_answers_all_who_wait(serve: Serve):
     served = await serve(works=False)
     waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a"}))
     tickets = await until(lambda: served.gateway.desk.tickets)

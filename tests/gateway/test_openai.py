@@ -34,7 +34,7 @@ def png(*, alpha: int = 255) -> tuple[str, bytes]:
 
 async def test_generate_brings_as_many_pictures_as_asked_for(
     client: openai.AsyncOpenAI,
-) -> None:
+):
     found = await client.images.generate(
         prompt="a red house",
         model="default",
@@ -50,7 +50,7 @@ async def test_generate_brings_as_many_pictures_as_asked_for(
 
 async def test_generate_takes_the_settings_of_diffusion_beside_its_own(
     client: openai.AsyncOpenAI,
-) -> None:
+):
     settings = {"seed": 7, "steps": 4, "negative_prompt": "rain", "cfg_scale": 1}
 
     found = await client.images.generate(prompt="a red house", extra_body=settings)
@@ -60,7 +60,7 @@ async def test_generate_takes_the_settings_of_diffusion_beside_its_own(
 
 async def test_an_address_in_place_of_the_picture_leads_to_it(
     client: openai.AsyncOpenAI,
-) -> None:
+):
     found = await client.images.generate(prompt="a red house", response_format="url")
 
     url = (found.data or [])[0].url or ""
@@ -71,7 +71,7 @@ async def test_an_address_in_place_of_the_picture_leads_to_it(
 @pytest.mark.parametrize("alpha", [255, 0])
 async def test_edit_draws_the_picture_anew_or_where_it_is_transparent(
     client: openai.AsyncOpenAI, alpha: int
-) -> None:
+):
     found = await client.images.edit(
         image=png(),
         mask=png(alpha=alpha),
@@ -85,13 +85,13 @@ async def test_edit_draws_the_picture_anew_or_where_it_is_transparent(
 
 async def test_models_are_those_of_the_storage_and_the_workers_own(
     client: openai.AsyncOpenAI,
-) -> None:
+):
     assert [model.id async for model in client.models.list()] == ["default"]
 
 
 async def test_what_cannot_be_drawn_is_an_error_of_openais_form(
     client: openai.AsyncOpenAI,
-) -> None:
+):
     with pytest.raises(openai.BadRequestError, match="size: should be WIDTHxHEIGHT"):
         await client.images.generate(prompt="a", size="large")  # type: ignore[call-overload]
     with pytest.raises(openai.BadRequestError, match="the prompt is broken"):

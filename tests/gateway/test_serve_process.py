@@ -51,7 +51,7 @@ def port() -> int:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts Python with arguments, for the storage of the test; kills it in the end."""
     started: list[subprocess.Popen[bytes]] = []
     variables = {
@@ -93,8 +93,8 @@ async def is_live(port: int) -> bool:
 
 
 async def test_one_command_draws_through_a1111s_api_and_ends_with_its_worker(
-    start: Callable[..., subprocess.Popen[bytes]], port: int, tmp_path: Path
-) -> None:
+    start: Callable[..., subprocess.Popen[bytes]], port: int, tmp_path
+):
     model = ROOT / "demo_model"
     serve = start("-m", "fleet.entry", "serve", "--port", str(port), "--model", model)
     await until(lambda: is_live(port))
@@ -111,8 +111,8 @@ async def test_one_command_draws_through_a1111s_api_and_ends_with_its_worker(
 
 
 async def test_a_storm_of_clients_and_kills_loses_and_doubles_nothing(
-    start: Callable[..., subprocess.Popen[bytes]], port: int, tmp_path: Path
-) -> None:
+    start: Callable[..., subprocess.Popen[bytes]], port: int, tmp_path
+):
     def gateway() -> subprocess.Popen[bytes]:
         flags = ("--port", str(port), "--wait-seconds", "200")
         return start("-m", "fleet.entry", "serve", *flags)

@@ -54,7 +54,7 @@ async def is_empty(served: Any) -> bool:
 )
 async def test_without_a_valid_key_nothing_is_answered(
     serve: Serve, clients_file: Path, headers: Any
-) -> None:
+):
     served = await serve(works=False, clients=clients_file)
 
     for path in (
@@ -70,9 +70,7 @@ async def test_without_a_valid_key_nothing_is_answered(
     assert await is_empty(served)
 
 
-async def test_others_jobs_are_not_there_for_a_key(
-    serve: Serve, clients_file: Path
-) -> None:
+async def test_others_jobs_are_not_there_for_a_key(serve: Serve, clients_file: Path):
     served = await serve(clients=clients_file)
     status, found = await served.post(TXT2IMG, {"prompt": "a"}, headers=ALICE)
     assert status == 200
@@ -87,7 +85,7 @@ async def test_others_jobs_are_not_there_for_a_key(
 @pytest.mark.parametrize("name", ["id", "campaign", "verify", "then", "metadata"])
 async def test_a_payload_cannot_name_another_campaign_or_job(
     serve: Serve, clients_file: Path, name: str
-) -> None:
+):
     served = await serve(works=False, clients=clients_file)
 
     status, found = await served.post(
@@ -111,7 +109,7 @@ async def test_a_payload_cannot_name_another_campaign_or_job(
 @pytest.mark.parametrize("place", ["init_images", "mask", "controlnet"])
 async def test_images_by_name_or_address_are_not_read(
     serve: Serve, source: str, place: str
-) -> None:
+):
     served = await serve(works=False)
     unit = {"model": "canny", "image": source}
     payload: dict[str, Any] = {
@@ -139,7 +137,7 @@ async def test_images_by_name_or_address_are_not_read(
         "/jobs/" + "a" * 3_000,
     ],
 )
-async def test_paths_lead_nowhere(serve: Serve, path: str) -> None:
+async def test_paths_lead_nowhere(serve: Serve, path: str):
     served = await serve(works=False)
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(
@@ -152,9 +150,7 @@ async def test_paths_lead_nowhere(serve: Serve, path: str) -> None:
     assert int(answer.split()[1]) in {400, 403, 404, 422}
 
 
-async def test_a_huge_body_is_refused_before_it_is_read(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_huge_body_is_refused_before_it_is_read(serve: Serve, monkeypatch):
     monkeypatch.setattr(work, "MAX_BODY_BYTES", 10_000)
     served = await serve(works=False)
 
@@ -169,9 +165,7 @@ async def test_a_huge_body_is_refused_before_it_is_read(
     assert await is_empty(served)
 
 
-async def test_a_slow_body_is_given_up(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_body_is_given_up(serve: Serve, monkeypatch):
     monkeypatch.setattr(work, "_BODY_SECONDS", 0.05)
     served = await serve(works=False)
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -188,7 +182,7 @@ async def test_a_slow_body_is_given_up(
 @pytest.mark.parametrize(
     "body", ["[" * 100_000, "[1]", "{", '"a"', "1" * 10_000, "\x00"]
 )
-async def test_what_is_no_payload_is_refused(serve: Serve, body: str) -> None:
+async def test_what_is_no_payload_is_refused(serve: Serve, body: str):
     served = await serve(works=False)
 
     async with served.session.post(served.url + TXT2IMG, data=body) as response:
@@ -238,7 +232,7 @@ def cut_off() -> bytes:
 @pytest.mark.parametrize("path", ["img2img", "png-info", "edits"])
 async def test_an_image_that_is_none_or_a_bomb_is_not_stored(
     serve: Serve, data: bytes, path: str
-) -> None:
+):
     served = await serve(works=False)
     text = base64.b64encode(data).decode() or "AA=="
     if path == "edits":
@@ -262,7 +256,7 @@ async def test_an_image_that_is_none_or_a_bomb_is_not_stored(
     assert await is_empty(served)
 
 
-async def test_another_site_in_a_browser_here_gets_nothing(serve: Serve) -> None:
+async def test_another_site_in_a_browser_here_gets_nothing(serve: Serve):
     served = await serve(works=False)
 
     for headers in (
@@ -275,7 +269,7 @@ async def test_another_site_in_a_browser_here_gets_nothing(serve: Serve) -> None
     assert await is_empty(served)
 
 
-async def test_beyond_this_machine_it_needs_keys(tmp_path: Path) -> None:
+async def test_beyond_this_machine_it_needs_keys(tmp_path):
     settings = GatewaySettings(storage=f"local:{tmp_path}", host="0.0.0.0")
 
     with pytest.raises(errors.SetupError, match="--clients"):
@@ -285,9 +279,7 @@ async def test_beyond_this_machine_it_needs_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["[]", "a: b", "[{name: a}]", "- {name: a, sha256: zz, campaign: a}"]
 )
-async def test_a_file_of_clients_that_is_wrong_lets_nobody_in(
-    tmp_path: Path, text: str
-) -> None:
+async def test_a_file_of_clients_that_is_wrong_lets_nobody_in(tmp_path, text: str):
     (path := tmp_path / "clients.yaml").write_text(text, encoding="utf-8")
     settings = GatewaySettings(storage=f"local:{tmp_path}", clients=path)
 
@@ -297,7 +289,7 @@ async def test_a_file_of_clients_that_is_wrong_lets_nobody_in(
 
 async def test_who_waits_for_too_much_is_told_when_to_come_again(
     serve: Serve, clients_file: Path
-) -> None:
+):
     served = await serve(works=False, clients=clients_file)
     url, body = served.url + TXT2IMG, {"prompt": "a", "n_iter": 8}
     waiting = asyncio.create_task(served.post(TXT2IMG, body, headers=ALICE))
@@ -314,9 +306,7 @@ async def test_who_waits_for_too_much_is_told_when_to_come_again(
             await task
 
 
-async def test_nothing_of_the_storage_is_in_an_answer(
-    serve: Serve, tmp_path: Path
-) -> None:
+async def test_nothing_of_the_storage_is_in_an_answer(serve: Serve, tmp_path):
     served = await serve()
     await served.storage.files.create("models/a.safetensors", b"x", "a/b", {})
 

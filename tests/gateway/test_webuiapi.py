@@ -18,7 +18,7 @@ def picture() -> Image.Image:
 
 async def test_txt2img_brings_the_pictures_and_what_they_were_drawn_by(
     serve: Callable[..., Any],
-) -> None:
+):
     served = await serve()
     api = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
 
@@ -34,7 +34,7 @@ async def test_txt2img_brings_the_pictures_and_what_they_were_drawn_by(
 
 async def test_img2img_begins_with_the_picture_that_is_sent(
     serve: Callable[..., Any], picture: Image.Image
-) -> None:
+):
     served = await serve()
     api = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
 
@@ -56,7 +56,7 @@ async def test_img2img_begins_with_the_picture_that_is_sent(
 
 async def test_png_info_reads_what_a_picture_was_drawn_by(
     serve: Callable[..., Any],
-) -> None:
+):
     served = await serve()
     api = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
     drawn = await asyncio.to_thread(api.txt2img, prompt="a red house", seed=7)
@@ -68,7 +68,7 @@ async def test_png_info_reads_what_a_picture_was_drawn_by(
 
 async def test_progress_and_interrupt_are_of_what_the_client_waits_for(
     serve: Callable[..., Any],
-) -> None:
+):
     served = await serve(works=False)
     api = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
     before = await asyncio.to_thread(api.get_progress)
@@ -92,7 +92,7 @@ async def test_progress_and_interrupt_are_of_what_the_client_waits_for(
 
 async def test_options_decide_the_next_pictures_and_only_the_clients_own(
     serve: Callable[..., Any], clients_file: Any
-) -> None:
+):
     served = await serve(clients=clients_file)
     alice = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
     bob = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
@@ -112,7 +112,7 @@ async def test_options_decide_the_next_pictures_and_only_the_clients_own(
 
 async def test_an_option_that_cannot_be_honoured_is_refused_by_name(
     serve: Callable[..., Any],
-) -> None:
+):
     served = await serve()
 
     status, found = await served.post("/sdapi/v1/options", {"token_merging_ratio": 0.5})
@@ -121,7 +121,7 @@ async def test_an_option_that_cannot_be_honoured_is_refused_by_name(
     assert found["detail"].startswith("token_merging_ratio is not supported")
 
 
-async def test_lists_have_what_jobs_may_name(serve: Callable[..., Any]) -> None:
+async def test_lists_have_what_jobs_may_name(serve: Callable[..., Any]):
     served = await serve()
     api = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
     await served.storage.files.create("models/dreamshaper.safetensors", b"x", "a/b", {})
@@ -154,7 +154,7 @@ async def test_lists_have_what_jobs_may_name(serve: Callable[..., Any]) -> None:
 )
 async def test_what_cannot_be_drawn_is_an_error_in_a1111s_form(
     serve: Callable[..., Any], payload: Any, status: int, reason: str
-) -> None:
+):
     served = await serve()
 
     found_status, found = await served.post("/sdapi/v1/txt2img", payload)

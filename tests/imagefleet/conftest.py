@@ -53,7 +53,7 @@ def draw(request: contract.ImageRequest) -> contract.Pixels:
 
 
 @pytest.fixture
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_pauses(monkeypatch) -> None:
     monkeypatch.setattr(aio, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(aio, "LONGEST_PAUSE_SECONDS", 0.1)
 
@@ -73,9 +73,7 @@ async def fleet(connect_options: dict[str, Any]) -> AsyncIterator[aio.Fleet]:
 
 
 @pytest.fixture
-def work(
-    storage_settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Work:
+def work(storage_settings: StorageSettings, tmp_path, monkeypatch) -> Work:
     """Runs a worker until the queue is empty."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # of the LoRA cache
     monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1, raising=False)

@@ -55,7 +55,7 @@ async def waiting(
 
 async def test_what_comes_during_a_batch_is_done_together_and_in_order(
     work: Work, threads: ThreadPoolExecutor
-) -> None:
+):
     batches = Batches(work, threads, most=3)
     calls = await waiting(batches, work, range(6))
     work.may_end.set()
@@ -65,7 +65,7 @@ async def test_what_comes_during_a_batch_is_done_together_and_in_order(
 
 async def test_calls_that_come_one_after_the_other_without_a_wait_wake_one_thread_together(
     work: Work, threads: ThreadPoolExecutor
-) -> None:
+):
     batches = Batches(work, threads, most=8)
     assert await asyncio.gather(*map(batches, range(5))) == [0, 2, 4, 6, 8]
     assert work.batches == [[0, 1, 2, 3, 4]]
@@ -73,7 +73,7 @@ async def test_calls_that_come_one_after_the_other_without_a_wait_wake_one_threa
 
 async def test_calls_after_a_shutdown_raise_instead_of_waiting(
     work: Work, threads: ThreadPoolExecutor
-) -> None:
+):
     batches = Batches(work, threads, most=8)
     threads.shutdown()
     for _ in range(2):
@@ -83,7 +83,7 @@ async def test_calls_after_a_shutdown_raise_instead_of_waiting(
 
 async def test_an_error_of_one_item_is_that_calls_alone_and_one_of_the_batch_everybodys(
     work: Work, threads: ThreadPoolExecutor
-) -> None:
+):
     batches = Batches(work, threads, most=3)
     calls = await waiting(batches, work, [1, 2, -3, 4, 13, 5])
     work.may_end.set()
@@ -94,7 +94,7 @@ async def test_an_error_of_one_item_is_that_calls_alone_and_one_of_the_batch_eve
 
 async def test_a_call_that_was_cancelled_is_not_done_and_holds_up_no_other(
     work: Work, threads: ThreadPoolExecutor
-) -> None:
+):
     batches = Batches(work, threads, most=8)
     first, cancelled, last = await waiting(batches, work, [1, 2, 3])
     for call in (first, cancelled):
@@ -108,7 +108,7 @@ async def test_a_call_that_was_cancelled_is_not_done_and_holds_up_no_other(
 
 def test_event_loops_one_after_the_other_and_at_the_same_time_may_call(
     work: Work, threads: ThreadPoolExecutor
-) -> None:
+):
     batches = Batches(work, threads, most=8)
 
     async def double(number: int) -> int:

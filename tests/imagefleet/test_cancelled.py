@@ -18,7 +18,7 @@ LONG_AGO = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 @pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_waits(monkeypatch) -> None:
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", 1.0)
     monkeypatch.setattr(cancelled, "BLUR_SECONDS", 1.0)  # of one server
 
@@ -51,7 +51,7 @@ async def write(storage: Storage, *entries: dict[str, Any]) -> None:
 
 async def test_what_was_sent_before_is_cancelled_and_what_is_sent_later_runs(
     storage: Storage,
-) -> None:
+):
     before = await send_one(storage)
     at = await cancelled.cancel(storage, "spring")
     after = await send_one(storage)
@@ -63,7 +63,7 @@ async def test_what_was_sent_before_is_cancelled_and_what_is_sent_later_runs(
     assert not found.includes(None, before)
 
 
-async def test_jobs_without_a_campaign_are_those_of_default(local: Storage) -> None:
+async def test_jobs_without_a_campaign_are_those_of_default(local: Storage):
     sent_at = await send_one(local)
     await cancelled.cancel(local, "default")
     assert (await read(local)).includes(None, sent_at)
@@ -71,7 +71,7 @@ async def test_jobs_without_a_campaign_are_those_of_default(local: Storage) -> N
 
 async def test_fleets_that_share_the_files_do_not_cancel_each_others_campaigns(
     local: Storage,
-) -> None:
+):
     await cancelled.cancel(local, "spring")
     assert (await read(local, "jobs-of-others")).times == {}
 
@@ -79,7 +79,7 @@ async def test_fleets_that_share_the_files_do_not_cancel_each_others_campaigns(
 @pytest.mark.usefixtures("cancel_at_once")
 async def test_two_who_cancel_at_once_both_do(
     azurite_settings: StorageSettings,
-) -> None:
+):
     async with open_storage(azurite_settings) as storage:
         await storage.create()
         await asyncio.gather(
@@ -93,7 +93,7 @@ async def test_two_who_cancel_at_once_both_do(
 )
 async def test_an_old_entry_is_dropped_once_no_message_can_be_older(
     local: Storage, messages: int, kept: set[str]
-) -> None:
+):
     name, now = local.queue.name, datetime.now(UTC)
     recently = now - timedelta(days=7)
     await write(
@@ -109,9 +109,7 @@ async def test_an_old_entry_is_dropped_once_no_message_can_be_older(
     assert set((await read(local, "another")).times) == {"old"}
 
 
-async def test_a_full_list_says_how_to_empty_it(
-    local: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_list_says_how_to_empty_it(local: Storage, monkeypatch):
     monkeypatch.setattr(cancelled, "MAX_CAMPAIGNS", 1)
     await cancelled.cancel(local, "spring")
     await cancelled.cancel(local, "spring")
@@ -120,7 +118,7 @@ async def test_a_full_list_says_how_to_empty_it(
 
 
 @pytest.mark.usefixtures("cancel_at_once")
-async def test_a_list_that_has_not_changed_is_not_read_again(storage: Storage) -> None:
+async def test_a_list_that_has_not_changed_is_not_read_again(storage: Storage):
     await cancelled.cancel(storage, "spring")
     found = await read(storage)
     before = storage.operations.blob_reads
@@ -134,8 +132,8 @@ async def test_a_list_that_has_not_changed_is_not_read_again(storage: Storage) -
 
 
 async def test_a_damaged_list_is_a_warning_and_the_last_one_stays_in_force(
-    local: Storage, caplog: pytest.LogCaptureFixture
-) -> None:
+    local: Storage, caplog
+):
     await cancelled.cancel(local, "spring")
     found = await read(local)
     part = await local.files.read_part(cancelled.BLOB, 0, 1)

@@ -32,7 +32,7 @@ async def collect(batch: aio.Batch, seconds: float = 20) -> dict[str, aio.Result
     return {result.id: result for result in results}
 
 
-async def test_results_come_with_their_images(fleet: aio.Fleet, work: Work) -> None:
+async def test_results_come_with_their_images(fleet: aio.Fleet, work: Work):
     jobs = [
         Job(prompt="a house", id="house", metadata={"order": 7}),
         Job(prompt="a tree", seed=5),
@@ -52,9 +52,7 @@ async def test_results_come_with_their_images(fleet: aio.Fleet, work: Work) -> N
     assert await collect(batch) == results, "a batch can be asked again"
 
 
-async def test_a_job_is_replayed_with_other_values(
-    fleet: aio.Fleet, work: Work
-) -> None:
+async def test_a_job_is_replayed_with_other_values(fleet: aio.Fleet, work: Work):
     batch = await fleet.submit(
         [Job(prompt="broken", id="a", steps=30, model="stand-in")]
     )
@@ -75,7 +73,7 @@ async def test_a_job_is_replayed_with_other_values(
     assert (await collect(batch))["a"].records[0].prompt == "a house"
 
 
-async def test_the_same_jobs_without_ids_are_different_images(fleet: aio.Fleet) -> None:
+async def test_the_same_jobs_without_ids_are_different_images(fleet: aio.Fleet):
     batches = [await fleet.submit([Job(prompt="a house")] * 2) for _ in range(2)]
 
     ids = [job_id for batch in batches for job_id in batch.ids]
@@ -85,7 +83,7 @@ async def test_the_same_jobs_without_ids_are_different_images(fleet: aio.Fleet) 
     assert len({json.loads(body)["seed"] for body in bodies}) == 4
 
 
-async def test_an_unknown_job_is_unknown_and_not_waited_for(fleet: aio.Fleet) -> None:
+async def test_an_unknown_job_is_unknown_and_not_waited_for(fleet: aio.Fleet):
     await fleet.submit([])
 
     assert await fleet.job("nobody").status() == "unknown"
@@ -93,9 +91,7 @@ async def test_an_unknown_job_is_unknown_and_not_waited_for(fleet: aio.Fleet) ->
         await fleet.job("spring/nobody").result()
 
 
-async def test_a_job_that_fails_while_it_is_waited_for(
-    fleet: aio.Fleet, work: Work
-) -> None:
+async def test_a_job_that_fails_while_it_is_waited_for(fleet: aio.Fleet, work: Work):
     await fleet.submit([Job(prompt="broken", id="a")])
     job = fleet.job("a")
     assert await job.status() == "pending"
@@ -110,7 +106,7 @@ async def test_a_job_that_fails_while_it_is_waited_for(
     )
 
 
-async def test_closing_ends_pending_calls(connect_options: dict[str, Any]) -> None:
+async def test_closing_ends_pending_calls(connect_options: dict[str, Any]):
     async with aio.connect(**connect_options) as fleet:
         batch = await fleet.submit([Job(prompt="a house", id="a")])
         waiting = [
@@ -130,7 +126,7 @@ async def test_closing_ends_pending_calls(connect_options: dict[str, Any]) -> No
 @local_only
 async def test_an_error_in_the_callers_iterable_comes_back_to_the_caller(
     fleet: aio.Fleet,
-) -> None:
+):
     def jobs() -> Iterator[Job]:
         yield from [Job(prompt="a house")] * 150
         raise ZeroDivisionError
@@ -145,7 +141,7 @@ async def test_an_error_in_the_callers_iterable_comes_back_to_the_caller(
 
 @local_only
 @pytest.mark.parametrize("campaign", ["../up", "a b", "-x", "x" * 129, "a/b"])
-async def test_an_unsafe_campaign_is_refused(fleet: aio.Fleet, campaign: str) -> None:
+async def test_an_unsafe_campaign_is_refused(fleet: aio.Fleet, campaign: str):
     with pytest.raises(errors.JobError, match="campaign '"):
         await fleet.submit([Job(prompt="a house")], campaign=campaign)
     with pytest.raises(errors.JobError, match="campaign '"):
@@ -153,7 +149,7 @@ async def test_an_unsafe_campaign_is_refused(fleet: aio.Fleet, campaign: str) ->
 
 
 @local_only
-async def test_a_jobs_own_campaign_has_precedence(fleet: aio.Fleet, work: Work) -> None:
+async def test_a_jobs_own_campaign_has_precedence(fleet: aio.Fleet, work: Work):
     jobs = [
         Job(prompt="a house", id="a", campaign="autumn"),
         Job(prompt="a house", id="a"),
@@ -167,7 +163,7 @@ async def test_a_jobs_own_campaign_has_precedence(fleet: aio.Fleet, work: Work) 
 @local_only
 async def test_a_job_that_no_message_can_hold_is_refused_by_its_id(
     fleet: aio.Fleet,
-) -> None:
+):
     long = Job(prompt="x" * 60_000, negative_prompt="y" * 60_000, id="long")
     with pytest.raises(errors.JobError, match="job default/long: the message has 120"):
         await fleet.submit([Job(prompt="a house", id="a"), long])
@@ -191,16 +187,14 @@ async def test_a_job_that_no_message_can_hold_is_refused_by_its_id(
 )
 def test_an_invalid_address_or_setting_is_one_clear_sentence(
     options: dict[str, Any], complaint: str
-) -> None:
+):
     for connect in (imagefleet.connect, aio.connect):
         with pytest.raises(errors.SetupError, match=complaint) as caught:
             connect(**options)
         assert "\n" not in caught.value.message
 
 
-def test_settings_come_from_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_come_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("IMAGEFLEET_STORAGE", f"local:{tmp_path / 'data'}")
     monkeypatch.setenv("IMAGEFLEET_QUEUE", "others")
     with imagefleet.connect(queue="mine") as fleet:
@@ -212,8 +206,8 @@ def test_settings_come_from_the_environment(
 
 
 def test_the_sync_client_does_all_that_the_async_one_does(
-    connect_options: dict[str, Any], work: Work, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    connect_options: dict[str, Any], work: Work, monkeypatch
+):
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", 0)
     with imagefleet.connect(**connect_options) as fleet:
         jobs = (Job(prompt=prompt, id=prompt) for prompt in ("good", "broken"))
@@ -259,7 +253,7 @@ def test_the_sync_client_does_all_that_the_async_one_does(
 @local_only
 def test_closing_in_another_thread_ends_the_wait(
     connect_options: dict[str, Any],
-) -> None:
+):
     fleet = imagefleet.connect(**connect_options)
     batch = fleet.submit([Job(prompt="a house")])
     operations = fleet._inner.storage.operations
@@ -278,9 +272,7 @@ def test_closing_in_another_thread_ends_the_wait(
 
 
 @local_only
-def test_a_loop_over_results_may_end_early(
-    connect_options: dict[str, Any], work: Work
-) -> None:
+def test_a_loop_over_results_may_end_early(connect_options: dict[str, Any], work: Work):
     with imagefleet.connect(**connect_options) as fleet:
         batch = fleet.submit([Job(prompt="a house") for _ in range(3)])
         asyncio.run(work())
@@ -290,7 +282,7 @@ def test_a_loop_over_results_may_end_early(
         assert len(list(batch.results(0))) == 3
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
+def test_importing_the_package_loads_nothing_heavy():
     program = """
 import sys, imagefleet
 heavy = {"azure", "aiohttp", "torch", "typer", "PIL", "numpy"}
@@ -306,9 +298,7 @@ print(sorted(heavy & set(sys.modules)))
 
 
 @local_only
-def test_the_example_runs(
-    storage_settings: StorageSettings, tmp_path: Path, work: Work
-) -> None:
+def test_the_example_runs(storage_settings: StorageSettings, tmp_path, work: Work):
     with subprocess.Popen(
         [sys.executable, ROOT / "examples" / "client.py"],
         cwd=tmp_path,
@@ -334,7 +324,7 @@ def test_the_example_runs(
     assert len(list(tmp_path.glob("*.png"))) == 3
 
 
-async def test_jobs_are_submitted_with_a_priority(fleet: aio.Fleet) -> None:
+async def test_jobs_are_submitted_with_a_priority(fleet: aio.Fleet):
     jobs = [Job(prompt="a house")]
     await fleet.submit(jobs)
     await fleet.submit(jobs, priority="high")

@@ -16,7 +16,7 @@ Work = Callable[..., Any]
 
 async def test_a_picture_that_is_not_the_one_recorded_is_refused(
     fleet: aio.Fleet, work: Work
-) -> None:
+):
     batch = await fleet.submit([Job(prompt=name, id=name) for name in ("a", "b")])
     await work()
     found = {result.id: result async for result in batch.results(20)}
@@ -36,7 +36,7 @@ async def test_a_picture_that_is_not_the_one_recorded_is_refused(
 
 def test_the_sync_client_tells_the_same_job_a_changed_one_and_a_taken_name_apart(
     connect_options: dict[str, Any], storage_settings: StorageSettings, work: Work
-) -> None:
+):
     async def send(body: str) -> None:
         async with open_storage(storage_settings) as storage:
             await storage.create()

@@ -6,7 +6,7 @@ import polling
 from imagefleet import concurrency, errors
 
 
-async def test_the_results_are_in_the_order_of_the_calls() -> None:
+async def test_the_results_are_in_the_order_of_the_calls():
     second_ended = asyncio.Event()
 
     async def slow() -> str:
@@ -21,7 +21,7 @@ async def test_the_results_are_in_the_order_of_the_calls() -> None:
     assert await concurrency.gather() == ()
 
 
-async def test_an_error_cancels_the_other_calls_before_it_is_raised() -> None:
+async def test_an_error_cancels_the_other_calls_before_it_is_raised():
     ended: list[str] = []
 
     async def call() -> None:
@@ -41,7 +41,7 @@ async def test_an_error_cancels_the_other_calls_before_it_is_raised() -> None:
     assert caught.value.__suppress_context__
 
 
-async def test_a_task_that_is_cancelled_as_a_part_fails_ends() -> None:
+async def test_a_task_that_is_cancelled_as_a_part_fails_ends():
     async def fail() -> None:
         await polling.turn()
         task.cancel()
@@ -56,7 +56,7 @@ async def test_a_task_that_is_cancelled_as_a_part_fails_ends() -> None:
         await task
 
 
-async def test_some_items_are_worked_on_at_the_same_time() -> None:
+async def test_some_items_are_worked_on_at_the_same_time():
     running: list[int] = []
     most = 0
 
@@ -75,7 +75,7 @@ async def test_some_items_are_worked_on_at_the_same_time() -> None:
     assert most == 3
 
 
-async def test_what_runs_beside_a_block_ends_with_it_and_its_error_is_raised() -> None:
+async def test_what_runs_beside_a_block_ends_with_it_and_its_error_is_raised():
     ended = asyncio.Event()
 
     async def work() -> None:

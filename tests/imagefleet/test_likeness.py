@@ -61,7 +61,7 @@ def distance(one: Pixels, other: Pixels) -> float:
 
 
 @pytest.mark.parametrize("size", [(96, 128), (512, 512), (100, 70), (16, 16), (8, 40)])
-def test_rounding_is_below_the_threshold_at_any_size(size: tuple[int, int]) -> None:
+def test_rounding_is_below_the_threshold_at_any_size(size: tuple[int, int]):
     for seed in range(5):
         drawn = picture(seed, *size)
         assert distance(drawn, drawn) == 0
@@ -73,7 +73,7 @@ def test_rounding_is_below_the_threshold_at_any_size(size: tuple[int, int]) -> N
 )
 def test_each_way_to_spoil_an_image_is_above_the_threshold(
     spoil: Callable[[Pixels], Pixels],
-) -> None:
+):
     for seed in range(5):
         for size in ((96, 128), (512, 512)):
             drawn = picture(seed, *size)
@@ -81,14 +81,14 @@ def test_each_way_to_spoil_an_image_is_above_the_threshold(
             assert distance(spoil(drawn), drawn) == distance(drawn, spoil(drawn))
 
 
-def test_noise_is_noticed_where_most_of_the_picture_is_rough() -> None:
+def test_noise_is_noticed_where_most_of_the_picture_is_rough():
     random = np.random.default_rng(3)
     drawn = picture(0)
     drawn[:64] = random.integers(0, 256, (64, 128, 3))
     assert distance(drawn, noisy(drawn)) > likeness.SAME_BELOW
 
 
-def test_a_fingerprint_survives_json() -> None:
+def test_a_fingerprint_survives_json():
     mark = likeness.fingerprint(picture(1, 512, 512))
     again = likeness.from_text(likeness.to_text(mark))
     assert again.dtype == mark.dtype
@@ -104,6 +104,6 @@ def test_a_fingerprint_survives_json() -> None:
         likeness.to_text(np.full((16, 16, 4), np.nan, np.float32)),
     ],
 )
-def test_text_that_is_no_fingerprint_is_refused(text: str) -> None:
+def test_text_that_is_no_fingerprint_is_refused(text: str):
     with pytest.raises(ValueError, match="not a fingerprint"):
         likeness.from_text(text)

@@ -17,7 +17,7 @@ from imagefleet import redaction
         ("https://h/a/http://u:secret@x", "https://x"),
     ],
 )
-def test_an_address_is_shown_without_its_secrets(address: str, shown: str) -> None:
+def test_an_address_is_shown_without_its_secrets(address: str, shown: str):
     assert redaction.address(address) == shown
 
 
@@ -36,7 +36,7 @@ def test_an_address_is_shown_without_its_secrets(address: str, shown: str) -> No
         "token eyJhbGciOiJFUzI1NiJ9.eyJzZWNyZXQiOjF9.secret",
     ],
 )
-def test_a_librarys_text_is_shown_without_the_secrets_in_it(text: str) -> None:
+def test_a_librarys_text_is_shown_without_the_secrets_in_it(text: str):
     shown = redaction.message(text)
 
     assert "secret" not in shown.replace(redaction.MASKED, "")
@@ -54,11 +54,11 @@ def test_a_librarys_text_is_shown_without_the_secrets_in_it(text: str) -> None:
         "the server asks for Basic authentication, or a bearer authorization",
     ],
 )
-def test_a_text_without_secrets_stays_as_it_is(text: str) -> None:
+def test_a_text_without_secrets_stays_as_it_is(text: str):
     assert redaction.message(text) == text
 
 
-def test_words_around_a_password_say_that_one_was_there() -> None:
+def test_words_around_a_password_say_that_one_was_there():
     assert (
         redaction.message("'u:secret@h:90' is no URL")
         == f"'{redaction.MASKED}@h:90' is no URL"
@@ -68,7 +68,7 @@ def test_words_around_a_password_say_that_one_was_there() -> None:
 @pytest.mark.parametrize(
     "text", ["a:@", "://", "http://a?", "eyJ-.", "sig=", "@", "?token="]
 )
-def test_no_hostile_text_takes_long(text: str) -> None:
+def test_no_hostile_text_takes_long(text: str):
     began = time.thread_time()
 
     redaction.message(text * 5_000)
@@ -90,7 +90,7 @@ def test_no_hostile_text_takes_long(text: str) -> None:
 )
 def test_an_address_that_is_not_valid_is_refused_without_quoting_it(
     address: str,
-) -> None:
+):
     with pytest.raises(ValueError, match="should be a URL") as refused:
         redaction.check_address(address)
 

@@ -24,7 +24,7 @@ class Storage:
         return outcome
 
 
-async def test_a_transient_error_is_retried_and_reported() -> None:
+async def test_a_transient_error_is_retried_and_reported():
     reported: list[errors.TransientError] = []
     busy = errors.TransientError("busy")
     storage = Storage(busy, busy, "done")
@@ -36,7 +36,7 @@ async def test_a_transient_error_is_retried_and_reported() -> None:
 @pytest.mark.parametrize(
     "error", [errors.LeaseLost(), errors.SetupError(), errors.JobError()]
 )
-async def test_a_permanent_error_is_not_retried(error: errors.FleetError) -> None:
+async def test_a_permanent_error_is_not_retried(error: errors.FleetError):
     storage = Storage(error, "done")
     with pytest.raises(type(error)):
         await FAST.call(storage.call)
@@ -46,7 +46,7 @@ async def test_a_permanent_error_is_not_retried(error: errors.FleetError) -> Non
 @pytest.mark.parametrize("closed", [errors.NoAccessError(), errors.StorageFullError()])
 async def test_missing_access_or_space_counts_as_an_attempt_by_default(
     closed: errors.TransientError,
-) -> None:
+):
     storage = Storage(*[closed] * 9)
     with pytest.raises(type(closed)):
         await FAST.call(storage.call)
@@ -54,8 +54,8 @@ async def test_missing_access_or_space_counts_as_an_attempt_by_default(
 
 
 async def test_the_first_attempt_counts_towards_the_time_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     storage = Storage(errors.TransientError(), "done")
     now = iter([0.0, 60.0])
     monkeypatch.setattr(
@@ -71,7 +71,7 @@ async def test_the_first_attempt_counts_towards_the_time_limit(
     assert storage.calls == 1
 
 
-def test_a_backoff_doubles_up_to_its_limit_and_is_jittered() -> None:
+def test_a_backoff_doubles_up_to_its_limit_and_is_jittered():
     pauses = [
         concurrency.backoff(retries, 1, 10) for retries in (0, 1, 2, 3, 4, 10_000)
     ]
@@ -92,12 +92,12 @@ def test_a_backoff_doubles_up_to_its_limit_and_is_jittered() -> None:
     ],
 )
 async def test_each_kind_of_failure_is_counted_and_waited_for_as_the_policy_says(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     kinds: str,
     ends: str,
     calls: int,
     pauses: list[float],
-) -> None:
+):
     """Transient (T), busy (B), no access (N) or full (F), by a policy that waits for the last."""
     raised = {
         "T": errors.TransientError("T"),
@@ -126,7 +126,7 @@ async def test_each_kind_of_failure_is_counted_and_waited_for_as_the_policy_says
     assert slept == pytest.approx(pauses)
 
 
-async def test_an_attempt_whose_reply_was_lost_puts_all_that_follow_in_doubt() -> None:
+async def test_an_attempt_whose_reply_was_lost_puts_all_that_follow_in_doubt():
     lost = errors.TransientError("lost")
     lost.outcome_is_unknown = True
     failures = iter([errors.TransientError("before"), lost, errors.TransientError()])

@@ -22,7 +22,7 @@ JSON = st.recursive(
 
 
 @pytest.fixture(scope="module")
-def key(tmp_path_factory: pytest.TempPathFactory) -> SigningKey:
+def key(tmp_path_factory) -> SigningKey:
     return SigningKey.create(tmp_path_factory.mktemp("keys") / "key.pem")
 
 
@@ -35,7 +35,7 @@ def private_text(path: Path) -> str:
 @given(st.dictionaries(st.text(), JSON))
 def test_a_signature_holds_for_the_same_content_in_another_order(
     fields: dict[str, object],
-) -> None:
+):
     key = SigningKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32)))
     trusted = TrustedKeys.read(key.public)
     signature = key.sign("job", fields)
@@ -60,18 +60,18 @@ def test_a_signature_holds_for_the_same_content_in_another_order(
         "A" * 60_000,
     ],
 )
-def test_garbage_is_no_signature(key: SigningKey, signature: object) -> None:
+def test_garbage_is_no_signature(key: SigningKey, signature: object):
     assert not TrustedKeys.read(key.public).accept("job", {"a": 1}, signature)
 
 
-def test_content_too_deep_to_be_written_is_not_signed(key: SigningKey) -> None:
+def test_content_too_deep_to_be_written_is_not_signed(key: SigningKey):
     deep: dict[str, object] = {}
     for _ in range(100_000):
         deep = {"a": deep}
     assert not TrustedKeys.read(key.public).accept("job", deep, "A" * 86 + "==")
 
 
-def test_one_of_several_keys_is_enough(key: SigningKey, tmp_path: Path) -> None:
+def test_one_of_several_keys_is_enough(key: SigningKey, tmp_path):
     new = SigningKey.create(tmp_path / "new.pem")
     both = TrustedKeys.read(f" {key.public}, {new.public} ")
     assert both.accept("job", {}, key.sign("job", {}))
@@ -79,7 +79,7 @@ def test_one_of_several_keys_is_enough(key: SigningKey, tmp_path: Path) -> None:
     assert not TrustedKeys.read(new.public).accept("job", {}, key.sign("job", {}))
 
 
-def test_a_new_key_is_its_owners_alone_and_never_overwrites(tmp_path: Path) -> None:
+def test_a_new_key_is_its_owners_alone_and_never_overwrites(tmp_path):
     path = tmp_path / "key.pem"
     before = os.umask(0)
     try:
@@ -93,7 +93,7 @@ def test_a_new_key_is_its_owners_alone_and_never_overwrites(tmp_path: Path) -> N
     assert private_text(path) not in f"{made!r} {made.__dict__}"
 
 
-def test_what_is_no_signing_key_is_refused_without_quoting_it(tmp_path: Path) -> None:
+def test_what_is_no_signing_key_is_refused_without_quoting_it(tmp_path):
     secret = ed25519.Ed25519PrivateKey.generate()
     pem = secret.private_bytes(
         serialization.Encoding.PEM,
@@ -137,21 +137,21 @@ def test_what_is_no_signing_key_is_refused_without_quoting_it(tmp_path: Path) ->
         "MC4CAQAwBQYDK2VwBCIEIBBB",
     ],
 )
-def test_what_is_no_public_key_is_refused_without_quoting_it(text: str) -> None:
+def test_what_is_no_public_key_is_refused_without_quoting_it(text: str):
     with pytest.raises(ValueError, match="should be a public key") as raised:
         TrustedKeys.read(text)
     assert text == "" or len(text) < 3 or text not in str(raised.value)
 
 
-def test_too_many_keys_are_refused(tmp_path: Path) -> None:
+def test_too_many_keys_are_refused(tmp_path):
     names = [SigningKey.create(tmp_path / f"{n}.pem").public for n in range(9)]
     with pytest.raises(ValueError, match="9 keys; 8 are allowed"):
         TrustedKeys.read(",".join(names))
 
 
 def test_a_commands_keys_trust_its_own_signature_and_that_of_others(
-    key: SigningKey, tmp_path: Path
-) -> None:
+    key: SigningKey, tmp_path
+):
     own = SigningKey.create(tmp_path / "own.pem")
     given_keys = {"signing_key": tmp_path / "own.pem", "trusted_key": key.public}
     keys = SignerSettings(**given_keys).keys()
@@ -167,8 +167,8 @@ def test_a_commands_keys_trust_its_own_signature_and_that_of_others(
 
 
 async def test_what_the_client_submits_is_signed_with_its_id_and_campaign(
-    key: SigningKey, local_settings: StorageSettings, tmp_path: Path
-) -> None:
+    key: SigningKey, local_settings: StorageSettings, tmp_path
+):
     own = SigningKey.create(tmp_path / "own.pem")
     options = {"storage": local_settings.storage, "signing_key": tmp_path / "own.pem"}
     async with aio.connect(**options) as fleet:
@@ -187,7 +187,7 @@ async def test_what_the_client_submits_is_signed_with_its_id_and_campaign(
 
 def test_a_wrong_key_of_the_client_is_a_sentence(
     local_settings: StorageSettings,
-) -> None:
+):
     with pytest.raises(errors.SetupError, match="trusted_key: should be a public key"):
         imagefleet.connect(local_settings.storage, trusted_key="x")
     with pytest.raises(

@@ -30,14 +30,14 @@ async def numbers_in(storage: Storage) -> list[int]:
     return sorted([int(message.body) async for message in storage.queue.browse()])
 
 
-async def test_every_job_is_sent_once(storage: Storage) -> None:
+async def test_every_job_is_sent_once(storage: Storage):
     progress = await BulkSender(storage.queue.send, numbers(0, 350)).run()
 
     assert progress == Progress(confirmed=350, sent=315, finished=True)
     assert await numbers_in(storage) == wanted(0, 350)
 
 
-async def test_confirmations_stop_at_the_first_gap(storage: Storage) -> None:
+async def test_confirmations_stop_at_the_first_gap(storage: Storage):
     send = storage.queue.send
     confirmed: list[int] = []
     first_may_go, others_are_stored = asyncio.Event(), asyncio.Event()
@@ -65,7 +65,7 @@ async def test_confirmations_stop_at_the_first_gap(storage: Storage) -> None:
 
 async def test_a_send_that_fails_for_good_leaves_a_correct_count(
     storage: Storage,
-) -> None:
+):
     send = storage.queue.send
 
     async def fail_third(bodies: Iterable[str]) -> None:
@@ -84,7 +84,7 @@ async def test_a_send_that_fails_for_good_leaves_a_correct_count(
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_no_more_sends_are_in_flight_than_allowed(storage: Storage) -> None:
+async def test_no_more_sends_are_in_flight_than_allowed(storage: Storage):
     send = storage.queue.send
     in_flight, most = 0, 0
     together = asyncio.Event()
@@ -106,7 +106,7 @@ async def test_no_more_sends_are_in_flight_than_allowed(storage: Storage) -> Non
     assert most == 3
 
 
-async def test_a_stop_ends_where_the_next_run_can_resume(storage: Storage) -> None:
+async def test_a_stop_ends_where_the_next_run_can_resume(storage: Storage):
     sender = BulkSender(storage.queue.send, numbers(0, 100_000))
     progress = await sender.run(
         lambda done: sender.stop() if done.confirmed >= 200 else None
@@ -126,7 +126,7 @@ class NotingQueue:
         self.sent.append((time.monotonic(), len(list(bodies))))
 
 
-def test_a_rate_is_kept_and_a_stop_does_not_wait_for_it() -> None:
+def test_a_rate_is_kept_and_a_stop_does_not_wait_for_it():
     queue = NotingQueue()
     with clock.simulated_time() as loop:
         progress = clock.run(
@@ -148,7 +148,7 @@ def test_a_rate_is_kept_and_a_stop_does_not_wait_for_it() -> None:
         assert loop.now == 50
 
 
-async def test_a_cancelled_run_leaves_no_send_behind(storage: Storage) -> None:
+async def test_a_cancelled_run_leaves_no_send_behind(storage: Storage):
     begun = asyncio.Event()
     sender = BulkSender(storage.queue.send, numbers(0, 10_000_000))
     running = asyncio.create_task(sender.run(lambda _: begun.set()))
@@ -163,7 +163,7 @@ async def test_a_cancelled_run_leaves_no_send_behind(storage: Storage) -> None:
 
 async def test_a_submit_that_is_killed_leaves_the_count_of_a_moment_before(
     storage: Storage, storage_settings: StorageSettings
-) -> None:
+):
     settings = storage_settings.model_dump(
         include={"storage", "queue", "container", "files_container"}
     )

@@ -42,11 +42,11 @@ def sentence(**fields: object) -> str:
 )
 def test_a_sentence_names_each_field_and_no_value(
     fields: dict[str, object], expected: str
-) -> None:
+):
     assert sentence(**fields) == expected
 
 
-def test_a_sentence_lists_a_few_of_many_reasons() -> None:
+def test_a_sentence_lists_a_few_of_many_reasons():
     text = sentence(steps=1, **{f"odd{number}" * 9: 1 for number in range(8)})
     assert text.count("unknown key") == validation.MAX_REASONS
     assert text.endswith("; and 3 more")

@@ -24,9 +24,7 @@ LAUGHS = "a0: &a0 [x]\n" + "".join(
         (b"\xff\xfe\xff", "not"),
     ],
 )
-def test_what_is_no_yaml_or_endless_is_one_sentence(
-    text: str | bytes, reason: str
-) -> None:
+def test_what_is_no_yaml_or_endless_is_one_sentence(text: str | bytes, reason: str):
     with pytest.raises(yaml_file.YamlError, match=reason) as refused:
         yaml_file.parse(text)
 
@@ -34,7 +32,7 @@ def test_what_is_no_yaml_or_endless_is_one_sentence(
     assert "\n" not in str(refused.value)
 
 
-def test_anchors_are_read_as_they_are() -> None:
+def test_anchors_are_read_as_they_are():
     assert yaml_file.parse("a: &a [1, 2]\nb: *a\nc: {d: *a}") == {
         "a": [1, 2],
         "b": [1, 2],

@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.fixture
-def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+def stdin(monkeypatch) -> Callable[[bytes], None]:
     """Sets what standard input holds."""
 
     def hold(data: bytes) -> None:

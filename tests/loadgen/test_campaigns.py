@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("cancel_at_once")
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _soon(monkeypatch) -> None:
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.1)
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", 2.0)
 
@@ -37,7 +37,7 @@ async def storage(local_settings: StorageSettings) -> AsyncIterator[Storage]:
 
 
 @pytest.fixture
-def both(tmp_path: Path) -> Path:
+def both(tmp_path) -> Path:
     """Jobs of spring and autumn in turn."""
     lines = (
         json.dumps({"prompt": "a cat", "campaign": campaign, "id": f"{number}"})
@@ -86,7 +86,7 @@ async def in_queue(storage: Storage) -> Counter[str]:
 
 async def test_a_cancelled_campaign_is_not_sent_any_more_and_the_other_is(
     storage: Storage, both: Path
-) -> None:
+):
     notices: list[str] = []
     load = load_of(storage, both, rate=1_500, notice=notices.append)
     summary = await cancelled_at(storage, load, 100)
@@ -106,8 +106,8 @@ async def test_a_cancelled_campaign_is_not_sent_any_more_and_the_other_is(
 
 
 async def test_a_template_of_a_cancelled_campaign_ends_and_a_later_load_runs(
-    storage: Storage, tmp_path: Path
-) -> None:
+    storage: Storage, tmp_path
+):
     template = tmp_path / "t.yaml"
     template.write_text(TEMPLATE)
     summary = await cancelled_at(storage, load_of(storage, template, rate=2_000), 100)
@@ -119,8 +119,8 @@ async def test_a_template_of_a_cancelled_campaign_ends_and_a_later_load_runs(
 
 
 async def test_a_load_that_the_storage_ends_has_its_count(
-    storage: Storage, both: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, both: Path, monkeypatch
+):
     queue = storage.queues["normal"]
     send = queue.send
 
@@ -139,7 +139,7 @@ async def test_a_load_that_the_storage_ends_has_its_count(
 
 async def test_a_load_that_is_stopped_and_goes_on_counts_each_job_once(
     storage: Storage, both: Path
-) -> None:
+):
     load = load_of(storage, both)
     await load.run(lambda confirmed: load.stop() if confirmed >= 500 else None)
     first = await reader.counts(storage, "spring")

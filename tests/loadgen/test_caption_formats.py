@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,9 +43,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", [*FILES, *(f"{name}.gz" for name in FILES)])
-def test_every_format_gives_the_same_captions_with_the_same_hash(
-    tmp_path: Path, name: str
-) -> None:
+def test_every_format_gives_the_same_captions_with_the_same_hash(tmp_path, name: str):
     content = FILES[name.removesuffix(".gz")].encode()
     (tmp_path / name).write_bytes(
         gzip.compress(content) if name.endswith(".gz") else content
@@ -58,7 +55,7 @@ def test_every_format_gives_the_same_captions_with_the_same_hash(
     assert found.facts == sweep.digest(CAPTIONS)
 
 
-def test_the_first_captions(tmp_path: Path) -> None:
+def test_the_first_captions(tmp_path):
     path = tmp_path / "captions_val2014.json"
     path.write_text(json.dumps(annotations(["a", "b", "c", "d", "e"])))
 
@@ -96,8 +93,8 @@ def test_the_first_captions(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_file_of_captions_is_named_with_its_place(
-    tmp_path: Path, name: str, content: str | None, sentence: str | None
-) -> None:
+    tmp_path, name: str, content: str | None, sentence: str | None
+):
     if content is not None:
         (tmp_path / name).write_text(content)
     if sentence is None:
@@ -115,7 +112,7 @@ def test_what_is_no_file_of_captions_is_named_with_its_place(
 @example(" ")
 @settings(max_examples=40)
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=1))
-def test_a_caption_is_drawn_as_its_words_whatever_signs_it_has(caption: str) -> None:
+def test_a_caption_is_drawn_as_its_words_whatever_signs_it_has(caption: str):
     read = read_prompt(prompt_of(caption), comments=False)
 
     parts = [part for section in read.sections for part in section]

@@ -15,7 +15,7 @@ from loadgen.caption_sweep import CaptionFile, SweepSource, groups
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path) -> Path:
     found = tmp_path / "c.txt"
     found.write_text("a red house\na (blue) boat\na red house\n")
     return found
@@ -35,7 +35,7 @@ def jobs(source: SweepSource) -> list[Job]:
 
 def test_each_caption_comes_in_each_group_under_an_id_that_says_both(
     path: Path,
-) -> None:
+):
     found = jobs(source_of(path))
 
     assert [job.id for job in found] == [
@@ -52,7 +52,7 @@ def test_each_caption_comes_in_each_group_under_an_id_that_says_both(
     assert found[0].metadata == {}
 
 
-def test_a_seed_is_the_captions_alone_whatever_else_is_swept(path: Path) -> None:
+def test_a_seed_is_the_captions_alone_whatever_else_is_swept(path: Path):
     one = {job.id: job.seed for job in jobs(source_of(path))}
     many = SweepSource(
         CaptionFile(path),
@@ -68,7 +68,7 @@ def test_a_seed_is_the_captions_alone_whatever_else_is_swept(path: Path) -> None
     assert {job.seed for job in jobs(source_of(path, seed=1))}.isdisjoint(one.values())
 
 
-def test_a_name_says_what_differs_between_the_groups() -> None:
+def test_a_name_says_what_differs_between_the_groups():
     names = [
         each.name
         for each in groups(
@@ -101,7 +101,7 @@ def test_a_name_says_what_differs_between_the_groups() -> None:
         ),
     ],
 )
-def test_groups_that_cannot_be_are_refused(axes: Any, sentence: str) -> None:
+def test_groups_that_cannot_be_are_refused(axes: Any, sentence: str):
     with pytest.raises(errors.SetupError, match=sentence):
         groups(*axes)
 
@@ -126,12 +126,12 @@ def test_groups_that_cannot_be_are_refused(axes: Any, sentence: str) -> None:
 )
 def test_a_group_that_could_draw_nothing_is_refused_before_anything_is_sent(
     path: Path, axes: Any, job: dict[str, int], sentence: str
-) -> None:
+):
     with pytest.raises(errors.SetupError, match=sentence):
         SweepSource(CaptionFile(path), groups(*axes), "curve", job=dict(job))
 
 
-def test_a_lora_of_strength_0_is_none_and_others_are_in_the_prompt(path: Path) -> None:
+def test_a_lora_of_strength_0_is_none_and_others_are_in_the_prompt(path: Path):
     source = SweepSource(
         CaptionFile(path),
         groups([7], ["ddim"], [20], lora="ink", strengths=[0, 0.5]),
@@ -148,7 +148,7 @@ def test_a_lora_of_strength_0_is_none_and_others_are_in_the_prompt(path: Path) -
 
 def test_a_caption_too_long_for_a_message_is_named_before_anything_is_sent(
     path: Path,
-) -> None:
+):
     path.write_text("short\n" + "long " * 14_000)
 
     with pytest.raises(errors.SetupError, match=r"caption 1.*prompt"):
@@ -169,8 +169,8 @@ def test_a_caption_too_long_for_a_message_is_named_before_anything_is_sent(
 )
 @pytest.mark.parametrize("lora", [None, "ink"])
 def test_the_caption_of_a_drawing_is_the_line_of_the_file(
-    tmp_path: Path, caption: str, lora: str | None
-) -> None:
+    tmp_path, caption: str, lora: str | None
+):
     file = tmp_path / "c.jsonl"
     file.write_text(json.dumps(caption) + "\n")
     swept = groups([3], ["PLMS"], [50], [None], lora, [0.5 if lora else None])

@@ -26,7 +26,7 @@ class ManyJobs:
 
 async def test_ten_million_jobs_take_no_more_memory_than_ten_thousand(
     local_settings: StorageSettings,
-) -> None:
+):
     """Its objects are counted: a list of what was sent would show after a thousandth of them."""
     objects: dict[int, int] = {}
 

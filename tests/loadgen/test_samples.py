@@ -1,6 +1,5 @@
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -22,14 +21,14 @@ def chosen(share: float, key: str = "k", bodies: Sequence[str] = BODIES) -> list
     return [body for body in bodies if sample.second_drawing(body)]
 
 
-def test_the_sample_has_its_share_and_is_the_same_each_time_for_its_key_alone() -> None:
+def test_the_sample_has_its_share_and_is_the_same_each_time_for_its_key_alone():
     assert 150 < len(chosen(0.05)) < 250
     assert chosen(0.05) == chosen(0.05)
     assert set(chosen(0.05)) & set(chosen(0.05, "other")) != set(chosen(0.05))
     assert (chosen(0), chosen(1)) == ([], BODIES)
 
 
-def test_a_second_drawing_is_the_same_job_stored_apart() -> None:
+def test_a_second_drawing_is_the_same_job_stored_apart():
     body = '{"prompt":"ein Hündchen","id":"a","campaign":"c","batch_size":4}'
     message = Sample(1, "k").second_drawing(body)
 
@@ -41,7 +40,7 @@ def test_a_second_drawing_is_the_same_job_stored_apart() -> None:
     assert Sample(1, "k").second_drawing(message) is None
 
 
-def test_a_second_drawing_of_a_job_in_stages_is_of_the_first() -> None:
+def test_a_second_drawing_of_a_job_in_stages_is_of_the_first():
     body = '{"prompt":"a","id":"a","then":[{"steps":12}]}'
     message = Sample(1, "k").second_drawing(body)
     assert message is not None
@@ -49,7 +48,7 @@ def test_a_second_drawing_of_a_job_in_stages_is_of_the_first() -> None:
     assert (second.verify, second.then, second.stages) == (True, (), 1)
 
 
-def test_a_second_drawing_is_signed_where_jobs_are(tmp_path: Path) -> None:
+def test_a_second_drawing_is_signed_where_jobs_are(tmp_path):
     key = SigningKey.create(tmp_path / "key.pem")
     signer = signers.signer(key)
     signed = read_job('{"prompt": "a cat", "id": "a"}', "").to_message(signer)
@@ -61,18 +60,18 @@ def test_a_second_drawing_is_signed_where_jobs_are(tmp_path: Path) -> None:
     assert Sample(1, "k").second_drawing(signed) is None, "nobody could sign it"
 
 
-def test_jobs_of_few_steps_are_not_compared() -> None:
+def test_jobs_of_few_steps_are_not_compared():
     assert chosen(
         1, bodies=['{"prompt":"a","steps":4}', '{"prompt":"a","steps":15}']
     ) == ['{"prompt":"a","steps":15}']
 
 
-def test_a_job_that_fills_its_message_is_drawn_once() -> None:
+def test_a_job_that_fills_its_message_is_drawn_once():
     body = json.dumps({"prompt": "", "negative_prompt": "b" * (MAX_MESSAGE_BYTES - 40)})
     assert Sample(1, "k").second_drawing(body) is None
 
 
-def test_a_share_is_the_default_where_workers_are_strangers() -> None:
+def test_a_share_is_the_default_where_workers_are_strangers():
     azure = "https://acme.blob.core.windows.net"
     assert LoadSettings(storage="local:x").second_drawings == 0
     assert LoadSettings(storage=azure).second_drawings == 0.005

@@ -1,7 +1,6 @@
 """Sources whose jobs are signed."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ job: {steps: 15, metadata: {noun: "{noun}", price: 0.1}}
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> SigningKey:
+def key(tmp_path) -> SigningKey:
     return SigningKey.create(tmp_path / "key.pem")
 
 
@@ -38,8 +37,8 @@ def trusted(key: SigningKey) -> TrustedJobs:
 
 
 def test_a_templates_jobs_are_signed_and_the_same_each_time(
-    signer: JobSigner, trusted: TrustedJobs, tmp_path: Path
-) -> None:
+    signer: JobSigner, trusted: TrustedJobs, tmp_path
+):
     path = tmp_path / "t.yaml"
     path.write_text(TEMPLATE)
     signed = TemplateSource(path, signer=signer)
@@ -55,8 +54,8 @@ def test_a_templates_jobs_are_signed_and_the_same_each_time(
 
 
 def test_a_files_jobs_get_ids_and_are_signed(
-    signer: JobSigner, trusted: TrustedJobs, tmp_path: Path
-) -> None:
+    signer: JobSigner, trusted: TrustedJobs, tmp_path
+):
     path = tmp_path / "jobs.jsonl"
     path.write_text(
         '{"prompt": "a"}\n\n{"prompt": "b", "id": "own", "save_images": true}\n'
@@ -71,8 +70,8 @@ def test_a_files_jobs_get_ids_and_are_signed(
 
 
 def test_a_job_without_room_for_its_signature_stops_the_load_before_it_begins(
-    signer: JobSigner, trusted: TrustedJobs, tmp_path: Path
-) -> None:
+    signer: JobSigner, trusted: TrustedJobs, tmp_path
+):
     def file_of(prompt_length: int) -> FileSource:
         path = tmp_path / "jobs.jsonl"
         path.write_text(Job(prompt="x" * prompt_length, id="a", seed=1).to_message())
@@ -89,8 +88,8 @@ def test_a_job_without_room_for_its_signature_stops_the_load_before_it_begins(
 
 
 def test_a_line_that_somebody_signed_is_sent_as_it_is_or_signed_anew(
-    signer: JobSigner, trusted: TrustedJobs, tmp_path: Path
-) -> None:
+    signer: JobSigner, trusted: TrustedJobs, tmp_path
+):
     other = SigningKey.create(tmp_path / "other.pem")
     theirs = json.dumps(
         json.loads(

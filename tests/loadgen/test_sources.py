@@ -41,7 +41,7 @@ IDS = [
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path) -> Path:
     path = tmp_path / "t.yaml"
     path.write_text(TEMPLATE)
     return path
@@ -52,7 +52,7 @@ def template(path: Path, text: str) -> TemplateSource:
     return TemplateSource(path, count=50)
 
 
-def test_the_jobs_of_a_template_never_change(path: Path) -> None:
+def test_the_jobs_of_a_template_never_change(path: Path):
     """Other values here would mean other jobs for everyone's templates."""
     jobs = [
         json.loads(body) for body in itertools.islice(TemplateSource(path).bodies(), 3)
@@ -62,7 +62,7 @@ def test_the_jobs_of_a_template_never_change(path: Path) -> None:
     assert [job["id"] for job in jobs] == IDS
 
 
-def test_another_seed_or_another_content_gives_other_jobs(path: Path) -> None:
+def test_another_seed_or_another_content_gives_other_jobs(path: Path):
     here = TemplateSource(path)
     reseeded = TemplateSource(path, seed=4)
     path.write_text(TEMPLATE.replace("steps: 15", "steps: 16"))
@@ -75,7 +75,7 @@ def test_another_seed_or_another_content_gives_other_jobs(path: Path) -> None:
 
 def test_a_placeholder_has_one_value_in_a_job_and_its_second_draw_another(
     path: Path,
-) -> None:
+):
     source = template(
         path,
         "prompt: '{n}/{n}/{n:2}'\nnegative_prompt: '{n}'\nlists: {n: [a, b, c, d, e, f, g, h]}\n"
@@ -89,7 +89,7 @@ def test_a_placeholder_has_one_value_in_a_job_and_its_second_draw_another(
     assert any(job.prompt.split("/")[0] != job.prompt.split("/")[2] for job in jobs)
 
 
-def test_weights_are_how_often_an_entry_is_drawn(path: Path) -> None:
+def test_weights_are_how_often_an_entry_is_drawn(path: Path):
     source = TemplateSource(path)
     jobs = [json.loads(body) for body in source.bodies()]
     nouns = Counter(job["metadata"]["noun"] for job in jobs)
@@ -98,7 +98,7 @@ def test_weights_are_how_often_an_entry_is_drawn(path: Path) -> None:
     assert 0.47 < nouns["fox"] / 5000 < 0.53
 
 
-def test_a_lora_has_a_strength_in_its_range_and_its_trigger_words(path: Path) -> None:
+def test_a_lora_has_a_strength_in_its_range_and_its_trigger_words(path: Path):
     source = template(
         path,
         "prompt: a {lora}\nlists: {lora: [{lora: forest, strength: [0.2, 0.6], text: magic}]}",
@@ -114,7 +114,7 @@ def test_a_lora_has_a_strength_in_its_range_and_its_trigger_words(path: Path) ->
     assert 0.2 <= min(strengths) < max(strengths) <= 0.6
 
 
-def test_doubled_braces_are_braces(path: Path) -> None:
+def test_doubled_braces_are_braces(path: Path):
     assert json.loads(template(path, "prompt: '{{a}} }}'").body(0))["prompt"] == "{a} }"
 
 
@@ -153,7 +153,7 @@ def doubling(levels: int) -> str:
 )
 def test_a_template_that_generates_invalid_jobs_is_refused_before_the_first(
     path: Path, text: str, sentence: str
-) -> None:
+):
     with pytest.raises(errors.SetupError) as caught:
         template(path, text).check()
 
@@ -161,7 +161,7 @@ def test_a_template_that_generates_invalid_jobs_is_refused_before_the_first(
     assert "t.yaml" in caught.value.message
 
 
-def test_a_template_without_a_count_asks_for_one(path: Path) -> None:
+def test_a_template_without_a_count_asks_for_one(path: Path):
     path.write_text("prompt: a")
 
     with pytest.raises(errors.SetupError, match="--count"):
@@ -174,7 +174,7 @@ def lines(tmp_path: Path, text: str | bytes, **options: object) -> FileSource:
     return FileSource(path, **options)  # type: ignore[arg-type]
 
 
-def test_lines_without_an_id_get_one_that_is_the_same_each_time(tmp_path: Path) -> None:
+def test_lines_without_an_id_get_one_that_is_the_same_each_time(tmp_path):
     text = '{"prompt":"a"}\n{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n'
     first = [read_job(body, "x").id for body in lines(tmp_path, text).bodies() if body]
     again = [read_job(body, "x").id for body in lines(tmp_path, text).bodies() if body]
@@ -185,8 +185,8 @@ def test_lines_without_an_id_get_one_that_is_the_same_each_time(tmp_path: Path) 
 
 
 def test_empty_lines_carriage_returns_and_a_byte_order_mark_are_accepted(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     source = lines(tmp_path, b'\xef\xbb\xbf{"prompt":"a"}\r\n\r\n  \n{"prompt":"b"}')
     source.check()
 
@@ -197,7 +197,7 @@ def test_empty_lines_carriage_returns_and_a_byte_order_mark_are_accepted(
 
 def test_the_same_standard_input_twice_makes_new_jobs(
     stdin: Callable[[bytes], None],
-) -> None:
+):
     ids = set()
     for _ in range(2):
         stdin(b'{"prompt":"a"}\n{"prompt":"a"}')
@@ -218,12 +218,12 @@ def test_the_same_standard_input_twice_makes_new_jobs(
 )
 def test_a_file_that_cannot_be_a_source_is_refused(
     name: str, options: dict[str, object], sentence: str
-) -> None:
+):
     with pytest.raises(errors.SetupError, match=sentence):
         sources.open_source(name, **options)  # type: ignore[arg-type]
 
 
-def test_defaults_are_those_of_jobs_that_have_none_and_of_other_ids(path: Path) -> None:
+def test_defaults_are_those_of_jobs_that_have_none_and_of_other_ids(path: Path):
     jobs = path.with_suffix(".jsonl")
     jobs.write_text('{"prompt": "a"}\n{"prompt": "b", "steps": 7}\n')
     plain, read = (
@@ -242,7 +242,7 @@ def test_defaults_are_those_of_jobs_that_have_none_and_of_other_ids(path: Path) 
     assert (drawn.steps, drawn.sampler) == (15, "euler")
 
 
-def test_a_job_that_was_read_before_keeps_its_defaults(path: Path) -> None:
+def test_a_job_that_was_read_before_keeps_its_defaults(path: Path):
     message = read_job('{"prompt": "a"}', "one").to_message()
     jobs = path.with_suffix(".jsonl")
     jobs.write_text(message + "\n")
@@ -267,7 +267,7 @@ def test_a_job_that_was_read_before_keeps_its_defaults(path: Path) -> None:
 )
 def test_a_file_of_payloads_is_told_once_which_defaults_differ(
     path: Path, jobs: list[str], told: str
-) -> None:
+):
     notices: list[str] = []
     file = path.with_suffix(".jsonl")
     file.write_text("\n".join(jobs))

@@ -22,8 +22,8 @@ def write(folder: Path, text: str, name: str = "t.yaml") -> Path:
 
 
 def test_comments_layout_count_and_seed_do_not_change_the_content(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     first = write(tmp_path, "prompt: a\ncount: 3", "a.yaml")
     second = write(tmp_path, "# hello\nseed: 5\nprompt:   a\ncount: 9", "b.yaml")
 
@@ -75,8 +75,8 @@ def test_comments_layout_count_and_seed_do_not_change_the_content(
     ],
 )
 def test_an_error_is_one_sentence_that_names_the_place(
-    tmp_path: Path, text: str, sentence: str
-) -> None:
+    tmp_path, text: str, sentence: str
+):
     with pytest.raises(errors.SetupError) as caught:
         template.read_template(write(tmp_path, text))
 
@@ -85,7 +85,7 @@ def test_an_error_is_one_sentence_that_names_the_place(
     assert "\n" not in caught.value.message
 
 
-def test_invalid_toml_and_missing_files_are_setup_errors(tmp_path: Path) -> None:
+def test_invalid_toml_and_missing_files_are_setup_errors(tmp_path):
     with pytest.raises(errors.SetupError, match="is not valid toml"):
         template.read_template(write(tmp_path, "prompt = ", "t.toml"))
     (tmp_path / "latin.toml").write_bytes(b'prompt = "\xff"')
@@ -96,14 +96,14 @@ def test_invalid_toml_and_missing_files_are_setup_errors(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
-def test_the_shipped_templates_are_valid(path: Path) -> None:
+def test_the_shipped_templates_are_valid(path: Path):
     source = TemplateSource(path)
     source.check()
 
     assert source.count
 
 
-def test_the_templates_of_the_documentation_are_valid(tmp_path: Path) -> None:
+def test_the_templates_of_the_documentation_are_valid(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "loading.md").read_text(
         encoding="utf-8"
     )
@@ -114,7 +114,7 @@ def test_the_templates_of_the_documentation_are_valid(tmp_path: Path) -> None:
     assert drawn.count == 1000
 
 
-def test_a_message_of_a_template_may_ask_for_several_images(tmp_path: Path) -> None:
+def test_a_message_of_a_template_may_ask_for_several_images(tmp_path):
     source = TemplateSource(write(tmp_path, "prompt: a\ncount: 3\njob: {n_iter: 1000}"))
     source.check()
     assert [images_of(body) for body in source.bodies()] == [1000] * 3

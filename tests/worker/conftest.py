@@ -47,14 +47,14 @@ class RunPipeline(Protocol):
 
 
 @pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_pauses(monkeypatch) -> None:
     monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr("worker.pull.LONGEST_PAUSE_SECONDS", 0.1)
 
 
 @pytest.fixture
 def worker_settings(
-    storage_settings: StorageSettings, tmp_path: Path
+    storage_settings: StorageSettings, tmp_path
 ) -> Callable[..., WorkerSettings]:
     def make(**changes: Any) -> WorkerSettings:
         fields = {
@@ -71,7 +71,7 @@ def worker_settings(
 
 
 @pytest.fixture
-def one_hand_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_hand_back(monkeypatch) -> None:
     monkeypatch.setattr("worker.stages.prepare.HAND_BACKS", 1)
 
 
@@ -130,7 +130,7 @@ def run_pipeline(
 
 
 @pytest.fixture
-def spring_is_read(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def spring_is_read(monkeypatch) -> threading.Event:
     """Set once a worker knows that the campaign `spring` is cancelled."""
     known = threading.Event()
     read = CancelledCampaigns._read

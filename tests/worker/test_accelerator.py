@@ -39,7 +39,7 @@ def job_of(**fields: Any) -> Job:
 )
 def test_a_job_that_says_nothing_is_drawn_as_the_kind_of_file_wants(
     name: str, title: str, steps: int, guidance: float, sampler: str
-) -> None:
+):
     accelerator = Accelerator.of(name)
     assert accelerator.kind.title == title
     for usual in ({}, {"steps": 20, "cfg_scale": 7, "scheduler": "Automatic"}):
@@ -51,14 +51,14 @@ def test_a_job_that_says_nothing_is_drawn_as_the_kind_of_file_wants(
         )
 
 
-def test_every_sampler_of_every_kind_is_one_of_the_engines() -> None:
+def test_every_sampler_of_every_kind_is_one_of_the_engines():
     for kind in KINDS:
         for name in kind.samplers:
             accelerator = Accelerator("x", kind, kind.steps[0])
             assert accelerator.fit(job_of(sampler_name=name)).sampler
 
 
-def test_a_job_keeps_what_fits_and_its_digest() -> None:
+def test_a_job_keeps_what_fits_and_its_digest():
     job = job_of(
         steps=8, cfg_scale=1.5, sampler_name="k_euler_a", then=[{"prompt": "a barn"}]
     )
@@ -110,14 +110,12 @@ def test_a_job_keeps_what_fits_and_its_digest() -> None:
         ),
     ],
 )
-def test_a_job_that_contradicts_has_failed(
-    fields: dict[str, Any], complaint: str
-) -> None:
+def test_a_job_that_contradicts_has_failed(fields: dict[str, Any], complaint: str):
     with pytest.raises(errors.JobError, match=complaint):
         Accelerator.of(LIGHTNING).fit(job_of(**fields))
 
 
-def test_a_second_pass_is_drawn_as_the_first() -> None:
+def test_a_second_pass_is_drawn_as_the_first():
     fields = {"enable_hr": True, "hr_scheduler": "Automatic", "hr_second_pass_steps": 3}
     for name, sampler in (
         (None, "lcm_turbo"),
@@ -132,7 +130,7 @@ def test_a_second_pass_is_drawn_as_the_first() -> None:
         )
 
 
-def test_a_file_whose_name_tells_no_kind_is_refused() -> None:
+def test_a_file_whose_name_tells_no_kind_is_refused():
     with pytest.raises(
         errors.SetupError, match="'detail-tweaker': its name tells no kind"
     ):
@@ -141,7 +139,7 @@ def test_a_file_whose_name_tells_no_kind_is_refused() -> None:
 
 async def test_a_name_that_is_no_file_of_the_storage_ends_the_worker_and_fails_no_job(
     storage: Storage, run_pipeline: Any
-) -> None:
+):
     await storage.queue.send([message(id="j")])
     with pytest.raises(errors.SetupError, match="--accelerator: no LoRA lcm"):
         await run_pipeline(accelerator="lcm")
@@ -152,7 +150,7 @@ async def test_images_and_records_tell_how_a_job_was_drawn(
     storage: Storage,
     run_pipeline: Any,
     lora_bytes: Callable[[str], bytes],
-) -> None:
+):
     await storage.files.create(
         f"loras/{LIGHTNING}.safetensors", lora_bytes("x"), "text/plain", {}
     )

@@ -52,7 +52,7 @@ class Noting(StandInEngine):
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _soon(monkeypatch) -> None:
     """The list is read every 0.2 seconds, and `cancel` does not wait for running loads."""
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.2)
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", 0.0)
@@ -62,7 +62,7 @@ async def test_no_image_of_a_cancelled_campaign_is_begun_and_the_other_is_untouc
     storage: Storage,
     run_pipeline: RunPipeline,
     spring_is_read: threading.Event,
-) -> None:
+):
     is_local = storage.url.startswith("local:")
     many, others = (3_000, 60) if is_local else (200, 20)
     bodies = [
@@ -99,7 +99,7 @@ async def test_of_a_job_of_several_images_those_that_are_begun_are_stored(
     storage: Storage,
     run_pipeline: RunPipeline,
     spring_is_read: threading.Event,
-) -> None:
+):
     await storage.queue.send(
         [
             message(id="s", seed=1, batch_size=8, campaign="spring"),
@@ -125,8 +125,8 @@ async def test_of_a_job_of_several_images_those_that_are_begun_are_stored(
 async def test_a_worker_that_was_idle_for_hours_reads_the_list_before_it_draws(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 60.0)
     monkeypatch.setattr("worker.stages.prepare.MAX_LIST_AGE_SECONDS", 0.0)
     await storage.queue.send([message(id="a", seed=AUTUMN, campaign="autumn")])
@@ -149,8 +149,8 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
     storage: Storage,
     run_pipeline: RunPipeline,
     store_images: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     of_spring = {"campaign": "spring", "batch_size": 3, "seed": 1}
     of_autumn = {"campaign": "autumn", "prompt": "a <lora:nowhere:1>"}
     bodies = [
@@ -205,7 +205,7 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
 
 async def test_a_second_drawing_of_a_cancelled_job_leaves_no_record_of_its_own(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     both = [
         message(id="s", seed=1, campaign="spring", **each)
         for each in ({}, {"verify": True})
@@ -219,7 +219,7 @@ async def test_a_second_drawing_of_a_cancelled_job_leaves_no_record_of_its_own(
 
 async def test_a_job_that_this_worker_could_not_draw_is_cancelled_all_the_same(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await storage.queue.send([message(id="s", model="another", campaign="spring")])
     await cancelled.cancel(storage, "spring")
     pipeline = await run_pipeline()

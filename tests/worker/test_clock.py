@@ -5,7 +5,6 @@ import logging
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
@@ -34,7 +33,7 @@ BLUR = timedelta(seconds=30)
 
 
 @pytest.fixture(scope="module", params=[HOUR, -HOUR])
-def address(request: pytest.FixtureRequest) -> Iterator[str]:
+def address(request) -> Iterator[str]:
     if azurite.why_missing():
         pytest.skip("no Azurite")
     with azurite.running(request.param) as address:
@@ -57,7 +56,7 @@ def draw(request: contract.ImageRequest) -> contract.Pixels:
 
 async def test_records_have_the_storages_time(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     jobs = [Job(prompt="a", id="good"), Job(prompt="a", id="bad", seed=5)]
     await storage.queue.send([job.to_message() for job in jobs])
     began_at = storage.blobs.clock.now() - BLUR
@@ -78,7 +77,7 @@ async def test_records_have_the_storages_time(
 
 async def test_a_report_divides_by_times_of_one_clock(
     storage: Storage, storage_settings: StorageSettings, run_pipeline: RunPipeline
-) -> None:
+):
     """One of two workers has the storage's time, the other an hour more or less."""
     async with open_storage(storage_settings) as right:
         right.blobs.clock.machine = lambda: storage.blobs.clock.now().timestamp()
@@ -91,8 +90,8 @@ async def test_a_report_divides_by_times_of_one_clock(
 
 
 async def test_a_clock_that_is_off_is_named_once_and_measured(
-    storage: Storage, run_pipeline: RunPipeline, caplog: pytest.LogCaptureFixture
-) -> None:
+    storage: Storage, run_pipeline: RunPipeline, caplog
+):
     with caplog.at_level(logging.WARNING):
         pipeline = await run_pipeline()
         await storage.check()
@@ -109,8 +108,8 @@ async def test_a_clock_that_is_off_is_named_once_and_measured(
 
 
 async def test_a_signature_ends_by_the_storages_clock(
-    storage: Storage, run_pipeline: RunPipeline, tmp_path: Path
-) -> None:
+    storage: Storage, run_pipeline: RunPipeline, tmp_path
+):
     """Half an hour ago by the storage's clock, whatever this machine's says."""
     key = SigningKey.create(tmp_path / "key.pem")
     scope = storage.scope
@@ -128,7 +127,7 @@ async def test_a_signature_ends_by_the_storages_clock(
 
 
 @pytest.mark.usefixtures("cancel_at_once")
-async def test_a_campaign_is_cancelled_by_the_storages_clock(storage: Storage) -> None:
+async def test_a_campaign_is_cancelled_by_the_storages_clock(storage: Storage):
     await storage.queue.send([Job(prompt="a", id="a", campaign="spring").to_message()])
     (message,) = [each async for each in storage.queue.browse()]
     at = await cancelled.cancel(storage, "spring")
@@ -137,8 +136,8 @@ async def test_a_campaign_is_cancelled_by_the_storages_clock(storage: Storage) -
 
 
 async def test_a_campaigns_webhook_does_not_wait_for_this_machines_clock(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+):
     monkeypatch.setattr(events, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(events, "QUIET_SECONDS", 0.0)
     await run_pipeline(sent=[Job(prompt="a", id="a", campaign="spring").to_message()])
@@ -158,7 +157,7 @@ async def test_a_campaigns_webhook_does_not_wait_for_this_machines_clock(
 # The clock alone
 
 
-def test_a_clock_narrows_down_to_less_than_a_second() -> None:
+def test_a_clock_narrows_down_to_less_than_a_second():
     now = 1_000_000.0
     clock = Clock(lambda: now)
     for step in range(100):
@@ -168,7 +167,7 @@ def test_a_clock_narrows_down_to_less_than_a_second() -> None:
     assert clock.offset_seconds == pytest.approx(7.4, abs=0.1)
 
 
-def test_a_clock_that_is_set_meanwhile_is_noticed_with_the_next_answer() -> None:
+def test_a_clock_that_is_set_meanwhile_is_noticed_with_the_next_answer():
     now = 1_000_000.0
     clock = Clock(lambda: now)
     clock.answered(datetime.fromtimestamp(1_000_000, UTC), now)
@@ -178,7 +177,7 @@ def test_a_clock_that_is_set_meanwhile_is_noticed_with_the_next_answer() -> None
     assert clock.offset_seconds == pytest.approx(599, abs=1)
 
 
-def test_a_request_that_took_long_says_little() -> None:
+def test_a_request_that_took_long_says_little():
     clock = Clock(lambda: 1_000_000.0)
     clock.answered(datetime.fromtimestamp(1_000_000 - 40, UTC), 1_000_000 - 50)
     assert clock.offset_seconds == 0

@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,8 +69,8 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
     storage: Storage,
     victoria_metrics: Any,  # the fixture of conftest.py
     worker_settings: Callable[..., WorkerSettings],
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "prices.yaml"
     path.write_text(PRICE_FILE)
     price = 0.9
@@ -122,8 +121,8 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
 async def test_start_up_idle_and_busy_add_up_to_the_whole(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     await storage.queue.send(message(id=f"j{number}") for number in range(12))
     runs_on = Replica("RTX 4090 24GB", 3600 * DOLLARS_PER_SECOND, prices.FREE_STORAGE)
 
@@ -163,7 +162,7 @@ async def test_an_image_that_is_stored_already_is_wasted_as_a_duplicate(
     storage: Storage,
     run_pipeline: RunPipeline,
     store_images: StoreImages,
-) -> None:
+):
     await storage.queue.send([message(id="a"), message(id="b")])
     await store_images(message(id="a"))
     pipeline = await run_pipeline(
@@ -182,7 +181,7 @@ async def test_an_image_that_is_stored_already_is_wasted_as_a_duplicate(
 
 async def test_images_of_failed_jobs_are_wasted_as_failed(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         if str(request.prompt) == "flat":
             return np.zeros((16, 16, 3), np.uint8)
@@ -208,7 +207,7 @@ async def test_images_of_failed_jobs_are_wasted_as_failed(
     assert sample("imagefleet_failed_jobs_total", {"error": "MissingFileError"}) == 0
 
 
-def test_wasted_dollars_never_decrease() -> None:
+def test_wasted_dollars_never_decrease():
     # The engine's thread books a tick only at its end; seen in between, idle must not shrink.
     engine_thread = FakeEngineThread()
     meter = CostMeter(
@@ -224,7 +223,7 @@ def test_wasted_dollars_never_decrease() -> None:
     assert meter.wasted_seconds()["idle"] == before > 0
 
 
-def test_without_a_price_no_cost_is_reported() -> None:
+def test_without_a_price_no_cost_is_reported():
     replica = Replica("none", None, prices.BUILT_IN.storage)
     operations = Operations(blob_writes=10_000)
     seen = values(CostMeter(FakeEngineThread(), replica, operations, Clock()))  # type: ignore[arg-type]
@@ -234,7 +233,7 @@ def test_without_a_price_no_cost_is_reported() -> None:
     assert "imagefleet_price_dollars_per_hour" not in seen
 
 
-def test_the_speed_until_all_is_compiled_is_that_of_all_rows_so_far() -> None:
+def test_the_speed_until_all_is_compiled_is_that_of_all_rows_so_far():
     engine = SimpleNamespace(is_compiling=True, unet_rows=100)
     clock = GpuClock(busy_seconds=20)
     clock.note_images(engine, 0, 1)  # type: ignore[arg-type]
@@ -245,7 +244,7 @@ def test_the_speed_until_all_is_compiled_is_that_of_all_rows_so_far() -> None:
     assert clock.cold_rows_per_second == 5
 
 
-def test_paid_seconds_never_decrease_when_an_earlier_moment_is_noted() -> None:
+def test_paid_seconds_never_decrease_when_an_earlier_moment_is_noted():
     clock = GpuClock()
     assert clock.paid_seconds(0, 9) == {"starting": 9, "warming_up": 0, "full_speed": 0}
     clock.first_image_at = 8

@@ -48,7 +48,7 @@ async def engine_thread_with(
         await engine_thread.stop()
 
 
-async def test_every_ticket_gets_its_own_pixels_back() -> None:
+async def test_every_ticket_gets_its_own_pixels_back():
     async with engine_thread_with(StandInEngine(capacity=3)) as engine_thread:
         for ticket in range(20):
             submitting = asyncio.create_task(
@@ -65,9 +65,7 @@ async def test_every_ticket_gets_its_own_pixels_back() -> None:
         assert (pixels == draw_noise(prepared(ticket).request)).all()  # type: ignore[union-attr]
 
 
-async def test_the_engine_is_loaded_and_used_on_one_thread_that_is_not_the_loops() -> (
-    None
-):
+async def test_the_engine_is_loaded_and_used_on_one_thread_that_is_not_the_loops():
     threads = set()
 
     def load() -> StandInEngine:
@@ -86,7 +84,7 @@ async def test_the_engine_is_loaded_and_used_on_one_thread_that_is_not_the_loops
     assert threading.get_ident() not in threads
 
 
-async def test_an_error_while_loading_the_model_is_raised_by_start() -> None:
+async def test_an_error_while_loading_the_model_is_raised_by_start():
     def load() -> contract.Engine:
         raise errors.SetupError("there is no model")
 
@@ -96,7 +94,7 @@ async def test_an_error_while_loading_the_model_is_raised_by_start() -> None:
     await engine_thread.stop()
 
 
-async def test_a_tick_does_not_hold_up_the_event_loop() -> None:
+async def test_a_tick_does_not_hold_up_the_event_loop():
     engine, drawing, may_end = held_engine()
     async with engine_thread_with(engine) as engine_thread:
         await engine_thread.submit(0, prepared(0))
@@ -106,7 +104,7 @@ async def test_a_tick_does_not_hold_up_the_event_loop() -> None:
         await engine_thread.finished()
 
 
-async def test_as_many_may_wait_as_the_engine_holds_though_that_changes() -> None:
+async def test_as_many_may_wait_as_the_engine_holds_though_that_changes():
     engine = StandInEngine(capacity=1)
     async with engine_thread_with(engine) as engine_thread:
 
@@ -141,8 +139,8 @@ async def test_as_many_may_wait_as_the_engine_holds_though_that_changes() -> Non
 
 
 async def test_an_engine_whose_images_are_not_taken_blocks_and_counts_it_as_backpressure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     waits = threading.Event()
     wait_for_room = EngineThread._wait_for_room
 
@@ -163,7 +161,7 @@ async def test_an_engine_whose_images_are_not_taken_blocks_and_counts_it_as_back
         assert engine_thread.clock.idle_seconds["backpressure"] > 0
 
 
-async def test_after_stop_accepting_only_what_has_begun_is_finished() -> None:
+async def test_after_stop_accepting_only_what_has_begun_is_finished():
     engine, _, may_end = held_engine()
     async with engine_thread_with(engine) as engine_thread:
         await engine_thread.submit(0, prepared(0))
@@ -189,7 +187,7 @@ async def test_after_stop_accepting_only_what_has_begun_is_finished() -> None:
 @pytest.mark.parametrize(
     "error", [errors.NodeError("CUDA error"), ZeroDivisionError("CUDA error")]
 )
-async def test_a_broken_engine_is_a_node_error_and_a_bug_too(error: Exception) -> None:
+async def test_a_broken_engine_is_a_node_error_and_a_bug_too(error: Exception):
     def draw(_: contract.ImageRequest) -> contract.Pixels:
         raise error
 
@@ -201,8 +199,8 @@ async def test_a_broken_engine_is_a_node_error_and_a_bug_too(error: Exception) -
 
 
 async def test_an_engine_that_hangs_is_a_node_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("worker.gpu_thread.STALL_SECONDS", 0.1)
     engine, _, may_end = held_engine()
     async with engine_thread_with(engine) as engine_thread:
@@ -244,8 +242,8 @@ class Clock:
 
 
 async def test_idle_time_counts_only_from_the_first_image_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     clock = Clock(monkeypatch)
     async with engine_thread_with(StandInEngine(draw=clock.draw)) as engine_thread:
         counted = engine_thread.clock
@@ -264,8 +262,8 @@ async def test_idle_time_counts_only_from_the_first_image_on(
 
 
 async def test_taking_up_what_is_compiled_is_no_first_image(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     class Compiling(StandInEngine):
         is_compiling = True
         due = 3
@@ -300,9 +298,7 @@ async def test_taking_up_what_is_compiled_is_no_first_image(
         assert clock.full_speed_at > clock.first_image_at
 
 
-async def test_what_is_drawn_beside_jobs_is_not_among_their_images_and_ends_with_a_drain() -> (
-    None
-):
+async def test_what_is_drawn_beside_jobs_is_not_among_their_images_and_ends_with_a_drain():
     engine, drawing, may_end = held_engine()
     async with engine_thread_with(engine) as engine_thread:
         await engine_thread.submit(1, prepared(1))
@@ -319,9 +315,7 @@ async def test_what_is_drawn_beside_jobs_is_not_among_their_images_and_ends_with
         assert (await engine_thread.finished()).finished.ticket == 1
 
 
-async def test_a_call_runs_on_the_engines_thread_between_ticks_and_raises_its_error() -> (
-    None
-):
+async def test_a_call_runs_on_the_engines_thread_between_ticks_and_raises_its_error():
     engine = StandInEngine()
     async with engine_thread_with(engine) as engine_thread:
         assert (

@@ -36,7 +36,7 @@ async def running(keeper: LeaseKeeper) -> AsyncIterator[None]:
 
 async def test_a_renewed_lease_outlives_its_time_and_no_other_worker_gets_the_message(
     storage: Storage,
-) -> None:
+):
     results: list[str] = []
     keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
     async with running(keeper):
@@ -51,7 +51,7 @@ async def test_a_renewed_lease_outlives_its_time_and_no_other_worker_gets_the_me
 
 async def test_an_acknowledgement_during_renewals_never_uses_a_stale_receipt(
     storage: Storage,
-) -> None:
+):
     keeper = LeaseKeeper(storage.queue, LEASE_SECONDS)
     leases = [await take(storage, keeper, f"m{number}") for number in range(8)]
     for lease in leases:
@@ -64,7 +64,7 @@ async def test_an_acknowledgement_during_renewals_never_uses_a_stale_receipt(
 
 async def test_a_lease_that_another_worker_took_over_is_lost_and_not_acknowledged(
     storage: Storage,
-) -> None:
+):
     results: list[str] = []
     keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
     lease = await take(storage, keeper)
@@ -78,7 +78,7 @@ async def test_a_lease_that_another_worker_took_over_is_lost_and_not_acknowledge
     await storage.queue.delete(taken_over)  # still the other worker's to end
 
 
-async def test_a_lease_handed_back_is_available_at_once(storage: Storage) -> None:
+async def test_a_lease_handed_back_is_available_at_once(storage: Storage):
     keeper = LeaseKeeper(storage.queue, 60)
     lease = await take(storage, keeper)
     await keeper.release(lease)
@@ -90,8 +90,8 @@ LOST_REPLY = errors.TransientError("the connection was dropped")
 
 
 async def test_a_lease_is_unknown_after_a_renewal_without_a_reply_until_the_next(
-    storage: Storage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, caplog, monkeypatch
+):
     results: list[str] = []
     monkeypatch.setattr(
         storage.queue, "renew", failing(storage.queue.renew, LOST_REPLY, 1)
@@ -108,8 +108,8 @@ async def test_a_lease_is_unknown_after_a_renewal_without_a_reply_until_the_next
 
 
 async def test_an_outage_with_many_leases_is_one_warning(
-    storage: Storage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, caplog, monkeypatch
+):
     results: list[str] = []
     monkeypatch.setattr(
         storage.queue, "renew", failing(storage.queue.renew, LOST_REPLY, 30)
@@ -124,8 +124,8 @@ async def test_an_outage_with_many_leases_is_one_warning(
 
 
 async def test_a_permanently_refused_renewal_ends_the_keeper(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, monkeypatch
+):
     closed = failing(storage.queue.renew, errors.SetupError("the token has expired"), 1)
     monkeypatch.setattr(storage.queue, "renew", closed)
     keeper = LeaseKeeper(storage.queue, LEASE_SECONDS)
@@ -134,7 +134,7 @@ async def test_a_permanently_refused_renewal_ends_the_keeper(
         await keeper.run()
 
 
-async def test_a_dropped_lease_is_no_longer_renewed(storage: Storage) -> None:
+async def test_a_dropped_lease_is_no_longer_renewed(storage: Storage):
     results: list[str] = []
     keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
     lease = await take(storage, keeper)
@@ -146,9 +146,7 @@ async def test_a_dropped_lease_is_no_longer_renewed(storage: Storage) -> None:
     assert lease.message.receipt == receipt
 
 
-async def test_leases_that_end_first_are_renewed_first(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_leases_that_end_first_are_renewed_first(storage: Storage, monkeypatch):
     renewed: list[str] = []
     renew = storage.queue.renew
 

@@ -8,7 +8,7 @@ from pathlib import Path
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "million" / "run.py"
 
 
-def test_a_worker_keeps_no_file_open_and_adds_no_series_per_job() -> None:
+def test_a_worker_keeps_no_file_open_and_adds_no_series_per_job():
     command = [sys.executable, str(BENCHMARK), "--jobs", "1000", "--processes", "1"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     figures = json.loads(done.stdout.splitlines()[-1])

@@ -26,7 +26,7 @@ async def text(storage: Storage, run_pipeline: RunPipeline) -> str:
     return metrics.render(pipeline.metrics.registry).decode()
 
 
-async def test_every_counter_starts_at_zero(text: str) -> None:
+async def test_every_counter_starts_at_zero(text: str):
     # A counter that appears with its first event has no increase: dashboards would not see it.
     for series in (
         *(
@@ -55,7 +55,7 @@ async def test_every_counter_starts_at_zero(text: str) -> None:
         assert f"{series} " in text, series
 
 
-async def test_only_one_series_names_the_machine(text: str) -> None:
+async def test_only_one_series_names_the_machine(text: str):
     named = [line for line in text.splitlines() if "test-worker" in line]
 
     (line,) = named
@@ -69,7 +69,7 @@ async def test_only_one_series_names_the_machine(text: str) -> None:
     }
 
 
-async def test_few_labels_make_few_series(text: str) -> None:
+async def test_few_labels_make_few_series(text: str):
     samples = [line for line in text.splitlines() if not line.startswith("#")]
     labels = {label for line in samples for label in re.findall(r'[{,](\w+)="', line)}
 
@@ -92,12 +92,12 @@ async def test_few_labels_make_few_series(text: str) -> None:
     }
 
 
-def test_no_series_has_the_time_of_its_creation(text: str) -> None:
+def test_no_series_has_the_time_of_its_creation(text: str):
     assert "imagefleet_stage_seconds_bucket{" in text
     assert "_created" not in text
 
 
-def test_promtool_accepts_the_names(text: str, tool: Callable[[str], str]) -> None:
+def test_promtool_accepts_the_names(text: str, tool: Callable[[str], str]):
     result = subprocess.run(
         [tool("promtool"), "check", "metrics"],
         input=text,

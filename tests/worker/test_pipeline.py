@@ -29,7 +29,7 @@ async def is_empty(storage: Storage) -> bool:
 
 async def test_each_job_becomes_the_image_of_its_seed(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     pipeline = await run_pipeline(
         StandInEngine(capacity=3),
         sent=(message(id=f"j{seed}", seed=seed) for seed in range(20)),
@@ -64,7 +64,7 @@ async def test_a_job_that_can_never_succeed_goes_to_the_poison_queue_at_once(
     run_pipeline: RunPipeline,
     body: str,
     reason: str,
-) -> None:
+):
     pipeline = await run_pipeline(sent=[body, message(id="good")])
     (record,) = await failed_jobs(storage)
     assert reason in record.reason
@@ -78,8 +78,8 @@ async def test_a_job_that_can_never_succeed_goes_to_the_poison_queue_at_once(
 async def test_one_failing_image_does_not_take_its_batch_along(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.1)
     tries = 0
 
@@ -109,8 +109,8 @@ async def test_one_failing_image_does_not_take_its_batch_along(
 async def test_an_image_of_one_colour_is_retried_and_never_stored(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
     black = [True]
 
@@ -124,7 +124,7 @@ async def test_an_image_of_one_colour_is_retried_and_never_stored(
 
 async def test_a_broken_engine_hands_everything_back_for_another_worker(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     def draw(_: contract.ImageRequest) -> contract.Pixels:
         raise errors.NodeError("CUDA error: device-side assert triggered")
 
@@ -142,10 +142,10 @@ async def test_a_broken_engine_hands_everything_back_for_another_worker(
 async def test_an_upload_that_fails_is_repeated_and_storage_that_stays_down_retries_the_job(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     faults: int,
     outcomes: dict[str, int],
-) -> None:
+):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
     down = failing(storage.blobs.create, errors.TransientError("503 busy"), faults)
     monkeypatch.setattr(storage.blobs, "create", down)
@@ -159,8 +159,8 @@ async def test_the_loras_of_a_job_are_fetched_concurrently(
     storage: Storage,
     run_pipeline: RunPipeline,
     lora_bytes: Callable[[str], bytes],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     both, read = asyncio.Barrier(2), storage.files.read
 
     async def wait(name: str, max_bytes: int | None = None) -> bytes | None:
@@ -182,8 +182,8 @@ async def test_credentials_that_run_out_cost_a_job_no_attempt(
     storage: Storage,
     run_pipeline: RunPipeline,
     lora_bytes: Callable[[str], bytes],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     at_once = dataclasses.replace(concurrency.UNTIL_ACCESS, longest_wait_seconds=0.001)
     monkeypatch.setattr(concurrency, "UNTIL_ACCESS", at_once)
     file = "loras/fox.safetensors"
@@ -200,8 +200,8 @@ async def test_credentials_that_run_out_cost_a_job_no_attempt(
 async def test_a_stop_finishes_what_has_begun_and_hands_the_rest_back(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     begun, may_end, stop = threading.Event(), threading.Event(), asyncio.Event()
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
@@ -244,7 +244,7 @@ class HungEngine:
 
 
 @pytest.fixture
-def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[HungEngine]:
+def hung(monkeypatch) -> Iterator[HungEngine]:
     monkeypatch.setattr(gpu_thread, "STOP_SECONDS", 0.01)  # in vain
     begun, may_end = threading.Event(), threading.Event()
 
@@ -261,7 +261,7 @@ async def test_what_outlasts_the_grace_time_is_handed_back(
     storage: Storage,
     run_pipeline: RunPipeline,
     hung: HungEngine,
-) -> None:
+):
     stop = asyncio.Event()
     await storage.queue.send([message(id="j")])
     running = asyncio.create_task(
@@ -285,7 +285,7 @@ async def test_a_second_signal_ends_the_grace_time(
     storage: Storage,
     run_pipeline: RunPipeline,
     hung: HungEngine,
-) -> None:
+):
     stop, hurry = asyncio.Event(), asyncio.Event()
     await storage.queue.send([message(id="j")])
     running = asyncio.create_task(
@@ -304,7 +304,7 @@ async def test_a_second_signal_ends_the_grace_time(
 
 async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await storage.queue.send([message(id="j")])
     await storage.queue.receive(1, 1)  # and dies
     pipeline = await run_pipeline()
@@ -313,7 +313,7 @@ async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
 
 async def test_every_stage_of_a_job_is_counted(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     pipeline = await run_pipeline(
         StandInEngine(capacity=4),
         sent=(message(id=f"j{number}") for number in range(40)),
@@ -330,7 +330,7 @@ async def test_every_stage_of_a_job_is_counted(
 
 async def test_the_depth_of_both_queues_is_measured(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     pipeline = await run_pipeline(
         StandInEngine(tick_seconds=0.3), sent=[message(id="j"), "nonsense"]
     )

@@ -2,8 +2,6 @@
 
 import asyncio
 
-import pytest
-
 import polling
 from imagefleet import errors
 from imagefleet.storage.open import Storage
@@ -12,7 +10,7 @@ from messages import Drawing, RunPipeline, message
 
 async def test_until_empty_ends_when_the_queues_of_all_priorities_are_empty(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     engine = Drawing(capacity=1)
     for steps, priority in enumerate(("low", "normal", "high"), start=1):
         await storage.queues[priority].send(
@@ -26,8 +24,8 @@ async def test_until_empty_ends_when_the_queues_of_all_priorities_are_empty(
 async def test_a_job_that_is_retried_stays_in_the_queue_of_its_priority(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 30)
     stop, engine = asyncio.Event(), Drawing(lambda _: errors.TransientError("x"))
     for priority in ("high", "low"):

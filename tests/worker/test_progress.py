@@ -30,7 +30,7 @@ def read(
     return meter.read(now, now, phase, counted, why)
 
 
-def test_the_rate_is_that_of_the_last_minute() -> None:
+def test_the_rate_is_that_of_the_last_minute():
     meter = ProgressMeter()
     for second in range(301):
         # A job a second, two images each; five jobs a second in the last half minute.
@@ -39,7 +39,7 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
     assert progress.images_per_second == pytest.approx(2 * (60 + 4 * 30) / 60)
 
 
-def test_samples_are_kept_for_a_minute_only() -> None:
+def test_samples_are_kept_for_a_minute_only():
     meter = ProgressMeter()
     for second in range(1000):
         read(meter, second, counts(second))
@@ -47,7 +47,7 @@ def test_samples_are_kept_for_a_minute_only() -> None:
     assert len(meter._samples) <= 62
 
 
-def test_there_is_no_rate_before_the_first_image() -> None:
+def test_there_is_no_rate_before_the_first_image():
     meter = ProgressMeter()
     read(meter, 0, counts(), "loading the model")
 
@@ -55,7 +55,7 @@ def test_there_is_no_rate_before_the_first_image() -> None:
     assert read(meter, 100, counts(5)).images_per_second == pytest.approx(10 / 100)
 
 
-def test_time_for_loading_does_not_count_for_the_rate() -> None:
+def test_time_for_loading_does_not_count_for_the_rate():
     meter = ProgressMeter()
     for second in range(50):
         read(meter, second, counts(), "loading the model")
@@ -63,7 +63,7 @@ def test_time_for_loading_does_not_count_for_the_rate() -> None:
     assert read(meter, 54, counts(5)).images_per_second == pytest.approx(10 / 5)
 
 
-def test_what_this_worker_has_ended_is_taken_off_the_measured_depth() -> None:
+def test_what_this_worker_has_ended_is_taken_off_the_measured_depth():
     meter = ProgressMeter()
     meter.measured(0, 100, counts(7))
 
@@ -74,7 +74,7 @@ def test_what_this_worker_has_ended_is_taken_off_the_measured_depth() -> None:
     assert read(meter, 61, counts(107)).jobs_left == 499
 
 
-def test_the_time_left_is_this_workers_own_until_the_queue_is_measured_again() -> None:
+def test_the_time_left_is_this_workers_own_until_the_queue_is_measured_again():
     meter = ProgressMeter()
     meter.measured(0, 1000, counts())
     read(meter, 0, counts())
@@ -91,7 +91,7 @@ def test_the_time_left_is_this_workers_own_until_the_queue_is_measured_again() -
     assert together.figures[-1] == "2.3 min to go"
 
 
-def test_a_queue_that_grows_has_no_time_left() -> None:
+def test_a_queue_that_grows_has_no_time_left():
     meter = ProgressMeter()
     meter.measured(0, 1000, counts())
     meter.measured(60, 1100, counts(60))
@@ -100,7 +100,7 @@ def test_a_queue_that_grows_has_no_time_left() -> None:
     assert read(meter, 61, counts(61)).seconds_left is None
 
 
-def test_for_how_long_the_queue_lasts_is_unknown_until_it_is_measured_twice() -> None:
+def test_for_how_long_the_queue_lasts_is_unknown_until_it_is_measured_twice():
     meter = ProgressMeter()
     assert meter.queue_seconds is None
     meter.measured(0, 1000, counts())
@@ -113,7 +113,7 @@ def test_for_how_long_the_queue_lasts_is_unknown_until_it_is_measured_twice() ->
     assert meter.queue_seconds == 0
 
 
-def test_without_the_right_to_measure_the_queue_the_other_figures_remain() -> None:
+def test_without_the_right_to_measure_the_queue_the_other_figures_remain():
     meter = ProgressMeter()
     read(meter, 0, counts())
 
@@ -129,7 +129,7 @@ def test_without_the_right_to_measure_the_queue_the_other_figures_remain() -> No
     ]
 
 
-def test_an_unknown_price_is_no_figure() -> None:
+def test_an_unknown_price_is_no_figure():
     progress = read(ProgressMeter(), 10, counts(10))
 
     assert progress.images_per_dollar is None
@@ -153,14 +153,14 @@ def test_an_unknown_price_is_no_figure() -> None:
 )
 def test_each_phase_says_what_is_done(
     phase: Phase, why: str | None, state: str, figures: list[str]
-) -> None:
+):
     progress = ProgressMeter().read(75, 75, phase, Counts(jobs_in_flight=3), why)
 
     assert progress.state == state
     assert progress.figures == [each.replace("75 s", "1.2 min") for each in figures]
 
 
-def test_a_report_leaves_the_start_up_out_of_the_rate_but_not_out_of_the_cost() -> None:
+def test_a_report_leaves_the_start_up_out_of_the_rate_but_not_out_of_the_cost():
     report = WorkerReport(
         images=100,
         jobs={"completed": 98, "failed": 3},
@@ -188,11 +188,11 @@ def test_a_report_leaves_the_start_up_out_of_the_rate_but_not_out_of_the_cost() 
         (129_600, "1.5 d"),
     ],
 )
-def test_a_duration_has_one_unit(seconds: float, text: str) -> None:
+def test_a_duration_has_one_unit(seconds: float, text: str):
     assert duration(seconds) == text
 
 
-def test_cancelled_jobs_are_shown_once_there_are_any() -> None:
+def test_cancelled_jobs_are_shown_once_there_are_any():
     meter = ProgressMeter()
     assert not [
         each for each in read(meter, 0, counts(1)).figures if "cancelled" in each

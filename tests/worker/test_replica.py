@@ -46,7 +46,7 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(monkeypatch) -> Driver:
     return Driver(monkeypatch)
 
 
@@ -70,7 +70,7 @@ def find(**changes: Any) -> replica.Replica:
 )
 def test_the_actual_card_has_its_price(
     answer: str, gpu: str, dollars: float | None, driver: Driver
-) -> None:
+):
     name, mebibytes = answer.split(", ")
     driver.name, driver.mebibytes = name, int(mebibytes)
     found = find()
@@ -89,8 +89,8 @@ def test_the_actual_card_has_its_price(
     ],
 )
 def test_a_driver_that_fails_does_not_stop_a_worker(
-    error: Exception, driver: Driver, caplog: pytest.LogCaptureFixture
-) -> None:
+    error: Exception, driver: Driver, caplog
+):
     driver.error = error
     found = find()
 
@@ -102,17 +102,15 @@ def test_a_driver_that_fails_does_not_stop_a_worker(
     "code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED]
 )
 def test_without_a_driver_there_is_no_gpu_and_no_warning(
-    code: int, driver: Driver, caplog: pytest.LogCaptureFixture
-) -> None:
+    code: int, driver: Driver, caplog
+):
     driver.error = pynvml.NVMLError(code)
 
     assert find().gpu == replica.NO_GPU
     assert not caplog.records
 
 
-def test_a_driver_that_hangs_is_given_up(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_hangs_is_given_up(driver: Driver, monkeypatch):
     monkeypatch.setattr(replica, "DRIVER_SECONDS", 0.1)
     driver.answers.clear()
     driver.error = TimeoutError()  # for the thread, once it is released
@@ -136,8 +134,8 @@ def test_the_driver_is_asked_for_the_card_that_the_worker_uses(
     visible: str | None,
     card: str,
     driver: Driver,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -146,7 +144,7 @@ def test_the_driver_is_asked_for_the_card_that_the_worker_uses(
     assert driver.cards == [card]
 
 
-def test_settings_come_before_the_driver(driver: Driver) -> None:
+def test_settings_come_before_the_driver(driver: Driver):
     driver.error = pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
 
     assert find(gpu="3060ti", priority="high").dollars_per_hour == 0.08
@@ -156,13 +154,13 @@ def test_settings_come_before_the_driver(driver: Driver) -> None:
 
 
 def test_a_gpu_without_a_price_is_logged_and_does_not_stop_a_worker(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     assert find(gpu="RTX 3060").dollars_per_hour is None
     assert "RTX 3060 8GB, RTX 3060 12GB; or set --price-per-hour" in caplog.text
 
 
-def test_operations_on_a_folder_cost_nothing(tmp_path: Path) -> None:
+def test_operations_on_a_folder_cost_nothing(tmp_path):
     settings = WorkerSettings(
         model=Path("m"), storage=f"local:{tmp_path}", device="cpu"
     )
@@ -170,6 +168,6 @@ def test_operations_on_a_folder_cost_nothing(tmp_path: Path) -> None:
     assert replica.find_replica(settings).storage_prices.blob_write == 0
 
 
-def test_a_wrong_price_file_is_a_setup_error(tmp_path: Path) -> None:
+def test_a_wrong_price_file_is_a_setup_error(tmp_path):
     with pytest.raises(errors.SetupError, match="price file"):
         find(price_file=tmp_path / "none.yaml")

@@ -82,9 +82,7 @@ def kubectl() -> str:
 
 
 @pytest.fixture
-def build(
-    kubectl: str, tmp_path: Path
-) -> Callable[..., subprocess.CompletedProcess[str]]:
+def build(kubectl: str, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Builds the kustomization with components, and with replacements made in its text."""
 
     def run(
@@ -130,7 +128,7 @@ def render(
 
 
 @pytest.fixture(params=["plain", "all components"])
-def manifests(request: pytest.FixtureRequest, render: Render) -> Manifests:
+def manifests(request, render: Render) -> Manifests:
     return render(*(COMPONENTS if request.param == "all components" else ()))
 
 

@@ -55,7 +55,7 @@ DISCOVERY = {
 
 
 @pytest.fixture
-def create_job(api: Any, kubectl: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def create_job(api: Any, kubectl: str, tmp_path) -> Callable[..., dict[str, Any]]:
     """What `kubectl create job NAME --from cronjob/NAME` makes of a rendered CronJob."""
 
     def create(rendered: Any, name: str = "imagefleet-worker") -> dict[str, Any]:
@@ -100,7 +100,7 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 def test_every_component_is_a_line_of_the_kustomization_and_of_the_readme(
     repository: Path, components: tuple[str, ...]
-) -> None:
+):
     folder = repository / "deploy" / "kubernetes"
     assert sorted(components) == sorted(
         path.name for path in (folder / "components").iterdir()
@@ -112,7 +112,7 @@ def test_every_component_is_a_line_of_the_kustomization_and_of_the_readme(
 
 def test_every_component_works_alone(
     components: tuple[str, ...], render: Render, plain: Any, errors_of: Errors
-) -> None:
+):
     for name in components:
         rendered = render(name)
         assert rendered != plain, name
@@ -122,13 +122,13 @@ def test_every_component_works_alone(
 @pytest.mark.parametrize("component", ["gpu-nodes", "gpus-per-pod", "priority-class"])
 def test_a_component_that_comes_after_the_job_is_an_error_not_a_silence(
     component: str, build: Build
-) -> None:
+):
     built = build(["job", component])
     assert built.returncode != 0
     assert "Deployment" in built.stderr
 
 
-def test_all_pods_pull_with_the_secret(render: Render) -> None:
+def test_all_pods_pull_with_the_secret(render: Render):
     rendered = render("image-pull-secret")
     accounts = rendered.of_kind("ServiceAccount")
     for _, pod, _ in rendered.pods():
@@ -146,13 +146,13 @@ class TestEgress:
 
     def test_by_default_nothing_enters_or_leaves_the_namespace(
         self, policies: dict[str, Any]
-    ) -> None:
+    ):
         spec = policies["default-deny"]["spec"]
         assert spec == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
 
     def test_every_pod_may_reach_dns_https_and_the_metrics_alone(
         self, policies: dict[str, Any], render: Render
-    ) -> None:
+    ):
         spec = policies["imagefleet-egress"]["spec"]
         assert spec["policyTypes"] == ["Egress"]
         for labels, _, _ in render("egress").pods():
@@ -177,7 +177,7 @@ class TestEgress:
     )
     def test_https_reaches_the_internet_but_no_private_address(
         self, policies: dict[str, Any], address: str, allowed: bool
-    ) -> None:
+    ):
         (https,) = (
             rule
             for rule in policies["imagefleet-egress"]["spec"]["egress"]
@@ -198,7 +198,7 @@ class TestEgress:
 
     def test_cilium_allows_the_accounts_names_and_the_sign_in_alone(
         self, render: Render, errors_of: Errors
-    ) -> None:
+    ):
         rendered = render("egress-fqdn")
         (policy,) = rendered.of_kind("CiliumNetworkPolicy").values()
         assert errors_of([policy]) == []
@@ -221,7 +221,7 @@ class TestEgress:
 
 def test_workers_and_nothing_else_are_placed_on_gpu_nodes_and_give_way(
     render: Render,
-) -> None:
+):
     rendered = render("gpu-nodes", "priority-class")
     _, worker, container = rendered.worker()
     assert worker["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
@@ -233,7 +233,7 @@ def test_workers_and_nothing_else_are_placed_on_gpu_nodes_and_give_way(
     assert -10 <= value < 0  # below, the cluster autoscaler adds no nodes
 
 
-def test_pods_of_several_gpus_scale_by_their_gpus(plain: Any, render: Render) -> None:
+def test_pods_of_several_gpus_scale_by_their_gpus(plain: Any, render: Render):
     rendered = render("gpus-per-pod")
     (one, many) = (
         each.worker()[2]["resources"]["limits"] for each in (plain, rendered)
@@ -254,7 +254,7 @@ def test_pods_of_several_gpus_scale_by_their_gpus(plain: Any, render: Render) ->
 
 def test_a_load_is_a_job_of_its_own(
     plain: Any, create_job: CreateJob, errors_of: Errors
-) -> None:
+):
     job = create_job(plain, "imagefleet-load")
     assert errors_of([job]) == []
     (container,) = job["spec"]["template"]["spec"]["containers"]
@@ -263,7 +263,7 @@ def test_a_load_is_a_job_of_its_own(
 
 def test_the_disruption_budget_covers_workers_but_no_pods_of_a_job(
     render: Render, create_job: CreateJob
-) -> None:
+):
     rendered = render("disruption-budget")
     (budget,) = rendered.of_kind("PodDisruptionBudget").values()
     selected = [
@@ -284,7 +284,7 @@ class TestJobMode:
     ) -> dict[str, Any]:
         return create_job(render(*components))
 
-    def test_replaces_the_deployment_and_its_scaling(self, render: Render) -> None:
+    def test_replaces_the_deployment_and_its_scaling(self, render: Render):
         rendered = render("job")
         assert not rendered.of_kind("ScaledObject")
         assert not rendered.of_kind("TriggerAuthentication")
@@ -296,7 +296,7 @@ class TestJobMode:
 
     def test_its_pod_is_that_of_the_deployment(
         self, job: dict[str, Any], render: Render, components: tuple[str, ...]
-    ) -> None:
+    ):
         _, pod, container = render(*components[:-1]).worker()
         its_pod = job["spec"]["template"]["spec"]
         (its_container,) = its_pod["containers"]
@@ -306,13 +306,13 @@ class TestJobMode:
             "containers": [its_container],
         }
 
-    def test_is_a_work_queue(self, job: dict[str, Any], errors_of: Errors) -> None:
+    def test_is_a_work_queue(self, job: dict[str, Any], errors_of: Errors):
         assert errors_of([job]) == []
         # With completions, pods would start again on an empty queue.
         assert "completions" not in job["spec"]
         assert job["spec"]["parallelism"] > 1
 
-    def test_exit_codes_do_what_they_mean(self, job: dict[str, Any]) -> None:
+    def test_exit_codes_do_what_they_mean(self, job: dict[str, Any]):
         def outcome(exit_code: int, *, disrupted: bool = False) -> str:
             """The action of the first rule that fits a failed pod, as Kubernetes takes it."""
             for rule in job["spec"]["podFailurePolicy"]["rules"]:

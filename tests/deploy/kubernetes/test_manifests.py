@@ -29,12 +29,12 @@ MULTI = re.MULTILINE | re.DOTALL
 DIGEST = "sha256:" + 64 * "1"
 
 
-def test_every_manifest_is_valid(manifests: Any, errors_of: Errors) -> None:
+def test_every_manifest_is_valid(manifests: Any, errors_of: Errors):
     assert len(manifests) >= 9
     assert errors_of(manifests) == []
 
 
-def test_the_kustomization_has_every_file_of_the_base(repository: Path) -> None:
+def test_the_kustomization_has_every_file_of_the_base(repository: Path):
     base = repository / "deploy" / "kubernetes" / "base"
     kustomization = yaml.safe_load((base / "kustomization.yaml").read_text())
     files = {path.name for path in base.glob("*.yaml")}
@@ -43,7 +43,7 @@ def test_the_kustomization_has_every_file_of_the_base(repository: Path) -> None:
 
 def test_one_entry_per_image_changes_all_manifests(
     repository: Path, components: tuple[str, ...], render: Render
-) -> None:
+):
     shipped = yaml.safe_load(
         (repository / "deploy" / "kubernetes" / "kustomization.yaml").read_text()
     )["images"]
@@ -66,12 +66,12 @@ def test_one_entry_per_image_changes_all_manifests(
         assert used["load"] == used["exporter"] != used["worker"]
 
 
-def test_a_tag_that_moves_is_in_no_shipped_manifest(plain: Any) -> None:
+def test_a_tag_that_moves_is_in_no_shipped_manifest(plain: Any):
     for _, _, container in plain.pods():
         assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"])
 
 
-def test_all_is_in_the_namespace_that_the_base_makes(manifests: Any) -> None:
+def test_all_is_in_the_namespace_that_the_base_makes(manifests: Any):
     (namespace,) = manifests.of_kind("Namespace")
     elsewhere = {
         (each["kind"], each["metadata"]["name"]): each["metadata"].get("namespace")
@@ -87,7 +87,7 @@ def test_all_is_in_the_namespace_that_the_base_makes(manifests: Any) -> None:
     assert elsewhere.items() <= allowed.items()
 
 
-def test_referenced_names_exist(manifests: Any) -> None:
+def test_referenced_names_exist(manifests: Any):
     accounts, maps = manifests.of_kind("ServiceAccount"), manifests.of_kind("ConfigMap")
     for _, pod, container in manifests.pods():
         assert pod["serviceAccountName"] in accounts
@@ -110,7 +110,7 @@ def test_referenced_names_exist(manifests: Any) -> None:
             )
 
 
-def test_keda_adds_up_the_workers_queues_including_leased_jobs(plain: Any) -> None:
+def test_keda_adds_up_the_workers_queues_including_leased_jobs(plain: Any):
     settings = plain.of_kind("ConfigMap")["imagefleet-settings"]["data"]
     (scaled,) = plain.of_kind("ScaledObject").values()
     triggers = {each["name"]: each["metadata"] for each in scaled["spec"]["triggers"]}
@@ -129,7 +129,7 @@ def test_keda_adds_up_the_workers_queues_including_leased_jobs(plain: Any) -> No
     assert "replicas" not in plain.of_kind("Deployment")["imagefleet-worker"]["spec"]
 
 
-def test_the_readmes_queue_of_a_model_is_the_workers(repository: Path) -> None:
+def test_the_readmes_queue_of_a_model_is_the_workers(repository: Path):
     text = (repository / "deploy" / "kubernetes" / "README.md").read_text()
     (model,) = re.findall(r"store:([\w-]+)\.safetensors", text)
     name = StorageSettings().queues_of(model)["normal"]
@@ -137,7 +137,7 @@ def test_the_readmes_queue_of_a_model_is_the_workers(repository: Path) -> None:
     assert f"job_queue('jobs', '{model}')" in text
 
 
-def test_each_role_has_an_identity_of_its_own(plain: Any, manifests: Any) -> None:
+def test_each_role_has_an_identity_of_its_own(plain: Any, manifests: Any):
     accounts = manifests.of_kind("ServiceAccount")
     used = {
         container["name"]: pod["serviceAccountName"]
@@ -161,7 +161,7 @@ def test_each_role_has_an_identity_of_its_own(plain: Any, manifests: Any) -> Non
 
 def test_the_documented_azure_roles_are_the_least_that_each_role_needs(
     repository: Path,
-) -> None:
+):
     text = (repository / "deploy" / "kubernetes" / "README.md").read_text()
     rows = re.findall(
         r"^\| `imagefleet-(\w+)` \| `[^`]+` \| (.+?) \|$", text, re.MULTILINE
@@ -202,14 +202,14 @@ def test_the_documented_azure_roles_are_the_least_that_each_role_needs(
     assert {name: role for role, name in commands} == assigned["worker"]
 
 
-def test_nothing_is_loaded_by_an_apply(plain: Any) -> None:
+def test_nothing_is_loaded_by_an_apply(plain: Any):
     load = plain.of_kind("CronJob")["imagefleet-load"]
     assert load["spec"]["suspend"] is True
 
 
 def test_commands_and_variables_are_valid(
     manifests: Any, parse_command: Callable[..., Any]
-) -> None:
+):
     settings = manifests.of_kind("ConfigMap")["imagefleet-settings"]
     for _, _, container in manifests.pods():
         own = {
@@ -223,7 +223,7 @@ def test_commands_and_variables_are_valid(
 
 def test_the_termination_grace_period_covers_the_drain(
     manifests: Any, parse_command: Callable[..., Any]
-) -> None:
+):
     settings = manifests.of_kind("ConfigMap")["imagefleet-settings"]
     _, pod, container = manifests.worker()
     own = {entry["name"]: entry.get("value", "a-pod") for entry in container["env"]}
@@ -242,7 +242,7 @@ def test_the_termination_grace_period_covers_the_drain(
     assert parsed.host == "0.0.0.0"  # metrics are scraped from outside the pod
 
 
-def test_probes_use_the_health_commands(manifests: Any) -> None:
+def test_probes_use_the_health_commands(manifests: Any):
     _, _, container = manifests.worker()
     for probe, state in (
         ("startup", "started"),
@@ -253,7 +253,7 @@ def test_probes_use_the_health_commands(manifests: Any) -> None:
         assert check["exec"]["command"] == ["imagefleet", "health", state]
 
 
-def test_pods_are_unprivileged_and_write_only_to_volumes(manifests: Any) -> None:
+def test_pods_are_unprivileged_and_write_only_to_volumes(manifests: Any):
     for _, pod, container in manifests.pods():
         assert pod["securityContext"]["runAsUser"] == 65532
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -266,8 +266,8 @@ def test_pods_are_unprivileged_and_write_only_to_volumes(manifests: Any) -> None
 
 
 def test_the_kustomization_of_the_readme_leaves_no_placeholder(
-    repository: Path, kubectl: str, tmp_path: Path, errors_of: Errors
-) -> None:
+    repository: Path, kubectl: str, tmp_path, errors_of: Errors
+):
     deploy = repository / "deploy" / "kubernetes"
     (shown,) = re.findall(
         r"^```yaml\n(# fleet/.+?)^```$", (deploy / "README.md").read_text(), MULTI

@@ -63,7 +63,7 @@ def pods_of(rendered: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def targets(
-    api: Any, render: Render, tool: Tool, unused_port: int, tmp_path: Path
+    api: Any, render: Render, tool: Tool, unused_port: int, tmp_path
 ) -> Iterator[list[dict[str, Any]]]:
     """What vmagent makes of the scrape configuration."""
     pods = pods_of(render("job"))
@@ -111,7 +111,7 @@ def found_by(address: str) -> list[dict[str, Any]]:
 
 def test_running_workers_and_the_exporter_are_found_with_the_labels_that_dashboards_join_on(
     targets: list[dict[str, Any]], api: Any
-) -> None:
+):
     assert all(
         "labelSelector=app.kubernetes.io%2Fpart-of%3Dimagefleet" in r
         for r in api.requests
@@ -127,7 +127,7 @@ def test_running_workers_and_the_exporter_are_found_with_the_labels_that_dashboa
     }
 
 
-def test_the_pod_monitor_scrapes_the_same_pods_and_labels(render: Render) -> None:
+def test_the_pod_monitor_scrapes_the_same_pods_and_labels(render: Render):
     rendered = render("pod-monitor", "scrape-config")
     (monitor,) = rendered.of_kind("PodMonitor").values()
     endpoint, *of_gpus = monitor["spec"]["podMetricsEndpoints"]
@@ -160,7 +160,7 @@ def test_the_pod_monitor_scrapes_the_same_pods_and_labels(render: Render) -> Non
     )  # the default: pods of a finished Job are left out
 
 
-def test_no_label_of_a_target_hides_one_of_a_metric(repository: Path) -> None:
+def test_no_label_of_a_target_hides_one_of_a_metric(repository: Path):
     documented = (repository / "dashboards" / "README.md").read_text()
     listed = re.findall(r"^\| `imagefleet_\w+\{([a-z_,]+)\}", documented, re.MULTILINE)
     own = {label for labels in listed for label in labels.split(",")} | {"fleet"}
@@ -170,7 +170,7 @@ def test_no_label_of_a_target_hides_one_of_a_metric(repository: Path) -> None:
     assert own & added == set()
 
 
-def test_prometheus_may_find_the_pods(render: Render) -> None:
+def test_prometheus_may_find_the_pods(render: Render):
     rendered = render("scrape-config")
     (binding,) = rendered.of_kind("RoleBinding").values()
     (role,) = rendered.of_kind("Role").values()
@@ -182,7 +182,7 @@ def test_prometheus_may_find_the_pods(render: Render) -> None:
     ]
 
 
-def test_the_network_policy_lets_prometheus_in(render: Render) -> None:
+def test_the_network_policy_lets_prometheus_in(render: Render):
     rendered = render("scrape-config")
     (policy,) = rendered.of_kind("NetworkPolicy").values()
     (rule,) = policy["spec"]["ingress"]

@@ -125,7 +125,7 @@ async def noting(victoria_metrics: Any) -> AsyncIterator[Noting]:
 
 
 @pytest.fixture
-def run(environment: dict[str, str], tmp_path: Path) -> Run:
+def run(environment: dict[str, str], tmp_path) -> Run:
     """Runs a command to its end; returns its JSON."""
 
     async def run_command(*arguments: str) -> Any:
@@ -147,7 +147,7 @@ async def start(
     noting: Noting,
     stand_in_worker: StandInWorker,
     environment: dict[str, str],
-    tmp_path: Path,
+    tmp_path,
 ) -> AsyncIterator[Start]:
     """Starts a worker that pushes, with a stand-in engine or, named "demo", with the real one."""
     processes = []
@@ -199,7 +199,7 @@ async def counted(storage: Storage, **wanted: int) -> None:
 
 @pytest.fixture
 async def redone(
-    storage: Storage, noting: Noting, start: Start, run: Run, tmp_path: Path
+    storage: Storage, noting: Noting, start: Start, run: Run, tmp_path
 ) -> dict[str, Any]:
     """What `redo` says at the end of a fleet that has drawn the *sent* jobs."""
     sent = 0
@@ -252,7 +252,7 @@ async def redone(
 
 async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
     victoria_metrics: Any, noting: Noting, redone: dict[str, Any], run: Run
-) -> None:
+):
     await victoria_metrics.arrived()
 
     report = await run("report", "spring", "--json")

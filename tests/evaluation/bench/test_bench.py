@@ -21,20 +21,20 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     torch.set_num_threads(1)
     return tiny_model.build_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
-def workload(tmp_path: Path) -> jobs.Workload:
+def workload(tmp_path) -> jobs.Workload:
     return jobs.Workload(
         "a house", "ugly", ((64, 64),), tmp_path, (("one",), ("two",), ("three",))
     )
 
 
 @pytest.fixture
-def _little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def _little_is_measured(monkeypatch) -> None:
     """As many LoRAs as two slots need, and one image by diffusers."""
     prepare, baseline = bench_engine.prepare, bench_engine.measure_baseline
     monkeypatch.setattr(bench_engine, "prepare", partial(prepare, loras=4))
@@ -44,8 +44,8 @@ def _little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_little_is_measured")
 def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
-    in_process: Any, model: Path, tmp_path: Path
-) -> None:
+    in_process: Any, model: Path, tmp_path
+):
     arguments = (
         "--model",
         str(model),
@@ -96,7 +96,7 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
 )
 def test_errors_are_one_line(
     in_process: Any, arguments: tuple[str, ...], complaint: str
-) -> None:
+):
     ended = in_process("bench", *arguments)
     assert ended.returncode == 2
     assert complaint in ended.stderr
@@ -115,12 +115,12 @@ def test_errors_are_one_line(
 )
 def test_the_price_is_looked_up_by_the_gpus_name_and_memory(
     name: str, gigabytes: float, dollars: float | None
-) -> None:
+):
     hardware = {"device": name, "memory_bytes": int(gigabytes * 2**30)}
     assert bench._dollars_per_hour(None, None, "batch", hardware) == dollars
 
 
-def test_requests_and_messages_are_the_same_jobs(workload: jobs.Workload) -> None:
+def test_requests_and_messages_are_the_same_jobs(workload: jobs.Workload):
     for number in range(5):
         request, job = (
             workload.request(number),
@@ -133,7 +133,7 @@ def test_requests_and_messages_are_the_same_jobs(workload: jobs.Workload) -> Non
         assert (job.width, job.height) == (request.width, request.height)
 
 
-def test_jobs_differ_in_loras_sizes_lengths_and_seeds_in_turn(tmp_path: Path) -> None:
+def test_jobs_differ_in_loras_sizes_lengths_and_seeds_in_turn(tmp_path):
     sizes = ((64, 64), (64, 96))
     loras = (("one", "two"), ("three",))
     mixed = jobs.Workload("red", "b", sizes, tmp_path, loras, repeats=(1, 3))
@@ -146,7 +146,7 @@ def test_jobs_differ_in_loras_sizes_lengths_and_seeds_in_turn(tmp_path: Path) ->
     assert json.loads(mixed.message(1))["prompt"].startswith("1 red red red")
 
 
-def test_a_rate_counts_whole_rounds_after_the_first() -> None:
+def test_a_rate_counts_whole_rounds_after_the_first():
     finished_at = [1.0, 1.0, 3.0, 3.0, 5.0, 5.0, 5.5]
     rate = work.rate_of(finished_at, 2, [10, 10, 20, 20, 30, 30, 99], [5] * 7)
     assert (rate.images, rate.unet_calls, rate.amount_per_second, rate.seconds) == (
@@ -162,7 +162,7 @@ def test_a_rate_counts_whole_rounds_after_the_first() -> None:
 @pytest.mark.parametrize("phases", [(0, 0, 0), (3, 9, 14), (7, 2, 11)])
 def test_a_rate_of_several_sizes_does_not_depend_on_which_of_them_ends_last(
     phases: tuple[int, ...],
-) -> None:
+):
     lanes = (
         (16, 100),
         (11, 150),
@@ -181,14 +181,14 @@ def test_a_rate_of_several_sizes_does_not_depend_on_which_of_them_ends_last(
 
 def test_drive_keeps_the_engine_full_and_leaves_it_empty(
     workload: jobs.Workload,
-) -> None:
+):
     engine = StandInEngine(capacity=4, tick_seconds=0.02)
     rate = work.drive(engine, workload.requests(), 0.2)
     assert not engine.busy
     assert rate.images % 4 == 0
 
 
-def test_a_failed_image_fails_the_measurement(workload: jobs.Workload) -> None:
+def test_a_failed_image_fails_the_measurement(workload: jobs.Workload):
     def refuse(request: contract.ImageRequest) -> contract.Pixels:
         raise errors.TransientError("the image came out as NaN")
 

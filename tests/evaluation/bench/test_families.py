@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_sdxl(tmp_path_factory) -> Path:
     return tiny_families.build(tmp_path_factory.mktemp("model") / "tiny", "sdxl")
 
 
@@ -30,7 +30,7 @@ def tflop(call: Callable[[], object]) -> float:
     return float(counter.get_total_flops() / 1e12)
 
 
-def test_the_plan_counts_the_operations_that_sdxl_has() -> None:
+def test_the_plan_counts_the_operations_that_sdxl_has():
     planned = families.FAMILIES[SDXL.slug]
     side = planned.width // 8
     with torch.device("meta"):
@@ -44,7 +44,7 @@ def test_the_plan_counts_the_operations_that_sdxl_has() -> None:
 
 
 @pytest.mark.parametrize("side", [512, 1024])
-def test_the_plan_counts_the_operations_that_the_x4_upscaler_has(side: int) -> None:
+def test_the_plan_counts_the_operations_that_the_x4_upscaler_has(side: int):
     planned = families.FAMILIES[X4_UPSCALER.slug]
     with torch.device("meta"):
         unet = UNet2DConditionModel(**X4_UPSCALER.unet_config)
@@ -59,7 +59,7 @@ def test_the_plan_counts_the_operations_that_the_x4_upscaler_has(side: int) -> N
     assert decoding == pytest.approx(2 * one - two - 2 * planned.text_tflop, rel=0.01)
 
 
-def test_an_unknown_family_and_a_cpu_are_refused(tmp_path: Path) -> None:
+def test_an_unknown_family_and_a_cpu_are_refused(tmp_path):
     with pytest.raises(
         errors.SetupError, match="--family 'sd3' is unknown; known are sd1, sd2"
     ):
@@ -68,7 +68,7 @@ def test_an_unknown_family_and_a_cpu_are_refused(tmp_path: Path) -> None:
         engine.prepare(None, tmp_path, "cpu", family="sdxl")
 
 
-def test_the_baseline_draws_sdxl(tiny_sdxl: Path) -> None:
+def test_the_baseline_draws_sdxl(tiny_sdxl: Path):
     plain = baseline.PlainDiffusers(tiny_sdxl, torch.device("cpu"), torch.float32)
     fields = {"loras": (), "sampler": "euler_ancestral", "cfg_scale": 7.0, "seed": 1}
     request = contract.ImageRequest("a", "b", steps=1, width=64, height=64, **fields)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_the_baseline_draws_sdxl(tiny_sdxl: Path) -> None:
     assert image.shape == (64, 64, 3)
 
 
-def test_the_plan_counts_what_encoding_and_a_controlnet_take() -> None:
+def test_the_plan_counts_what_encoding_and_a_controlnet_take():
     sd1 = families.FAMILIES["sd1"]
     channels = (320, 640, 1280, 1280)
     config = {"block_out_channels": channels, "cross_attention_dim": 768}

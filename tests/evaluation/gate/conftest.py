@@ -35,7 +35,7 @@ def encoded() -> Encode:
 
 
 @pytest.fixture
-def folders(tmp_path: Path, encoded: Encode) -> tuple[Path, Path]:
+def folders(tmp_path, encoded: Encode) -> tuple[Path, Path]:
     """Two folders with the same four images, and the same jobs in them."""
     for name in "ab":
         (tmp_path / name).mkdir()

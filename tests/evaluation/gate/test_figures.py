@@ -66,8 +66,8 @@ async def rows(folder: FolderImages) -> Features:
 
 
 async def test_features_fid_and_pixels_are_those_of_all_images_at_once(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     a, b = write(tmp_path / "a", COUNT, 0), write(tmp_path / "b", COUNT, 9)
     measures = Measures(Corners(), None, None)
 
@@ -109,7 +109,7 @@ async def test_features_fid_and_pixels_are_those_of_all_images_at_once(
     )
 
 
-async def test_a_folder_is_a_reference_for_fid(tmp_path: Path) -> None:
+async def test_a_folder_is_a_reference_for_fid(tmp_path):
     a, b = write(tmp_path / "a", 9, 0), write(tmp_path / "b", 9, 9)
     other = write(tmp_path / "other", COUNT, 30, seed=2)
     reference = await run._statistics(other, Corners())
@@ -126,7 +126,7 @@ async def test_a_folder_is_a_reference_for_fid(tmp_path: Path) -> None:
     )
 
 
-def test_the_clip_score_is_that_of_captions_without_loras() -> None:
+def test_the_clip_score_is_that_of_captions_without_loras():
     from evaluation.gate.images import Drawing
     from imagefleet.job.message import read_job
 
@@ -146,7 +146,7 @@ def test_the_clip_score_is_that_of_captions_without_loras() -> None:
     )
 
 
-def test_what_all_pictures_have_in_common_is_measured() -> None:
+def test_what_all_pictures_have_in_common_is_measured():
     pixels = np.random.default_rng(1).integers(40, 200, (32, 32, 3)).astype(np.uint8)
     smooth = np.asarray(
         Image.fromarray(pixels).resize((96, 96), Image.Resampling.BICUBIC)
@@ -170,7 +170,7 @@ def test_what_all_pictures_have_in_common_is_measured() -> None:
 
 
 @pytest.mark.parametrize("side", [1, 8, 64, 300, 700])
-def test_pictures_of_any_size_have_a_similarity(side: int) -> None:
+def test_pictures_of_any_size_have_a_similarity(side: int):
     drawn = (
         np.random.default_rng(1).integers(0, 256, (side, side + 3, 3)).astype(np.uint8)
     )
@@ -179,7 +179,7 @@ def test_pictures_of_any_size_have_a_similarity(side: int) -> None:
     assert Shift.of(drawn, drawn).displacement_pixels == pytest.approx(0)
 
 
-async def test_with_three_pairs_it_is_said_that_fid_is_left_out(tmp_path: Path) -> None:
+async def test_with_three_pairs_it_is_said_that_fid_is_left_out(tmp_path):
     a, b = write(tmp_path / "a", 3, 0), write(tmp_path / "b", 3, 1)
     measures = Measures(Corners(), None, None)
     found = await compared(a, b, measures)

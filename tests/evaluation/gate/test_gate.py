@@ -43,8 +43,8 @@ def noisy(path: Path, amplitude: int) -> None:
 
 
 def test_one_spoilt_image_of_four_fails_and_is_shown_first(
-    in_process: Imagefleet, folders: Folders, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, folders: Folders, tmp_path
+):
     noisy(folders[1] / "house.png", 60)
 
     ended = in_process(
@@ -72,7 +72,7 @@ def test_one_spoilt_image_of_four_fails_and_is_shown_first(
     assert "http" not in page, "the page is one file"
 
 
-def test_the_bounds_decide(in_process: Imagefleet, folders: Folders) -> None:
+def test_the_bounds_decide(in_process: Imagefleet, folders: Folders):
     for image in folders[1].iterdir():
         noisy(image, 20)
 
@@ -93,8 +93,8 @@ def test_the_bounds_decide(in_process: Imagefleet, folders: Folders) -> None:
 
 
 def test_the_page_and_the_terminal_show_captions_as_text(
-    in_process: Imagefleet, folders: Folders, encoded: Encode, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, folders: Folders, encoded: Encode, tmp_path
+):
     for folder, amplitude in zip(folders, (0, 60), strict=True):
         path = folder / "cat.png"
         path.write_bytes(encoded("cat", prompt="<script>alert(1)</script> [bold]x"))
@@ -121,7 +121,7 @@ def test_images_of_other_jobs_are_not_compared(
     encoded: Encode,
     changed: dict[str, Any],
     complaint: str,
-) -> None:
+):
     (folders[1] / "cat.png").write_bytes(encoded("cat", **changed))
 
     ended = in_process("gate", "./a", "./b", *BY_PIXELS)
@@ -133,7 +133,7 @@ def test_images_of_other_jobs_are_not_compared(
 @pytest.mark.parametrize(("folder", "letter"), [(0, "A"), (1, "B")])
 def test_missing_images_are_named_unless_only_the_first_are_compared(
     in_process: Imagefleet, folders: Folders, folder: int, letter: str
-) -> None:
+):
     (folders[folder] / "umbrella.png").unlink()
 
     ended = in_process("gate", "./a", "./b", *BY_PIXELS)
@@ -145,7 +145,7 @@ def test_missing_images_are_named_unless_only_the_first_are_compared(
     assert in_process("gate", "./a", "./b", *BY_PIXELS, "--count", "3").returncode == 0
 
 
-def test_a_damaged_image_is_named(in_process: Imagefleet, folders: Folders) -> None:
+def test_a_damaged_image_is_named(in_process: Imagefleet, folders: Folders):
     path = folders[1] / "house.png"
     path.write_bytes(path.read_bytes()[:200])
 
@@ -157,7 +157,7 @@ def test_a_damaged_image_is_named(in_process: Imagefleet, folders: Folders) -> N
 
 def test_other_differences_of_the_jobs_are_said(
     in_process: Imagefleet, folders: Folders, encoded: Encode
-) -> None:
+):
     (folders[1] / "cat.png").write_bytes(encoded("cat", steps=14))
 
     ended = in_process("gate", "./a", "./b", *BY_PIXELS)
@@ -167,7 +167,7 @@ def test_other_differences_of_the_jobs_are_said(
 
 def test_images_of_other_programs_are_compared_by_name_in_any_format(
     in_process: Imagefleet, folders: Folders
-) -> None:
+):
     for path in list(folders[1].iterdir()):
         with Image.open(path) as image:
             image.save(path.with_suffix(".webp"), lossless=True)
@@ -207,10 +207,10 @@ def test_images_of_other_programs_are_compared_by_name_in_any_format(
 def test_what_cannot_be_compared_is_one_sentence(
     in_process: Imagefleet,
     folders: Folders,
-    tmp_path: Path,
+    tmp_path,
     arguments: tuple[str, ...],
     complaint: str,
-) -> None:
+):
     (tmp_path / "empty").mkdir()
 
     ended = in_process("gate", *arguments)
@@ -225,8 +225,8 @@ async def test_campaigns_are_compared_across_storages(
     storage_settings: StorageSettings,
     encoded: Encode,
     in_process: Imagefleet,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     other = StorageSettings(
         storage=f"local:{tmp_path / 'other'}", container=storage_settings.container
     )
@@ -267,7 +267,7 @@ async def test_campaigns_are_compared_across_storages(
 
 def test_the_other_storages_secrets_are_not_shown(
     in_process: Imagefleet, folders: Folders
-) -> None:
+):
     address = "https://u:S3cr3tPass@acme.blob.core.windows.net/?sig=S3cr3tToken"
     ended = in_process("gate", "./a", "spring", *BY_PIXELS, "--other-storage", address)
 
@@ -277,8 +277,8 @@ def test_the_other_storages_secrets_are_not_shown(
 
 
 async def test_images_of_one_job_have_its_seeds_in_turn_and_are_drawn_together(
-    in_process: Imagefleet, tmp_path: Path, encoded: Encode
-) -> None:
+    in_process: Imagefleet, tmp_path, encoded: Encode
+):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         for index in (0, 1):

@@ -34,7 +34,7 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drawn(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("drawn")
 
 
@@ -63,7 +63,7 @@ def float16(in_process: Imagefleet, drawn: Path) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("float16")
-def test_a_redraw_in_other_company_passes(in_process: Imagefleet, drawn: Path) -> None:
+def test_a_redraw_in_other_company_passes(in_process: Imagefleet, drawn: Path):
     kept = f"{drawn / 'kept' / 'a'}"
     ended = in_process("gate", kept, "float32,slots=3", "--json")
 
@@ -79,7 +79,7 @@ def against_float32(in_process: Imagefleet, drawn: Path) -> tuple[int, dict[str,
     return ended.returncode, {check["name"]: check["passed"] for check in checks}
 
 
-def test_float16_passes_against_float32(float16: tuple[int, dict[str, Any]]) -> None:
+def test_float16_passes_against_float32(float16: tuple[int, dict[str, Any]]):
     code, found = float16
 
     assert code == console.EXIT_DONE
@@ -103,8 +103,8 @@ def test_float16_passes_against_float32(float16: tuple[int, dict[str, Any]]) -> 
 
 @pytest.mark.usefixtures("float16")
 def test_a_lora_at_half_its_strength_fails(
-    in_process: Imagefleet, drawn: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    in_process: Imagefleet, drawn: Path, monkeypatch
+):
     def halved(engine: SlotEngine, request: contract.ImageRequest) -> Any:
         loras = (
             dataclasses.replace(each, unet_weight=each.unet_weight / 2)
@@ -122,8 +122,8 @@ def test_a_lora_at_half_its_strength_fails(
 
 
 def test_a_job_that_cannot_be_drawn_is_named(
-    in_process: Imagefleet, drawn: Path, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, drawn: Path, tmp_path
+):
     (tmp_path / "fox.txt").write_text("a fox <lora:fox:1>\n")
 
     ended = in_process("gate", "float32", "slots=1", "--jobs", "fox.txt")
@@ -150,8 +150,8 @@ def test_a_job_that_cannot_be_drawn_is_named(
     ],
 )
 def test_a_job_that_takes_more_than_an_engine_is_refused(
-    in_process: Imagefleet, tmp_path: Path, fields: dict[str, Any], reason: str
-) -> None:
+    in_process: Imagefleet, tmp_path, fields: dict[str, Any], reason: str
+):
     job = {"id": "fox", "prompt": "a fox", **fields}
     (tmp_path / "fox.jsonl").write_text(json.dumps(job))
     ended = in_process("gate", "float32", "slots=1", "--jobs", "fox.jsonl")
@@ -161,7 +161,7 @@ def test_a_job_that_takes_more_than_an_engine_is_refused(
 
 def test_a_setting_that_changes_nothing_here_passes_nothing(
     in_process: Imagefleet,
-) -> None:
+):
     ended = in_process("gate", "float32", "fp16-accumulate", "--device", "cpu")
 
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT

@@ -12,9 +12,7 @@ PROGRAM = Path(__file__).resolve().parents[3] / "benchmarks/scoring/gate.py"
 pytestmark = pytest.mark.slow
 
 
-def test_one_broken_picture_and_a_shift_of_all_fail_and_untouched_redraws_pass() -> (
-    None
-):
+def test_one_broken_picture_and_a_shift_of_all_fail_and_untouched_redraws_pass():
     ended = subprocess.run(
         [sys.executable, str(PROGRAM), "--json", "--count", "100", "--trials", "10"],
         check=False, capture_output=True, text=True,

@@ -105,7 +105,7 @@ async def fill(
 
 
 @pytest.fixture(scope="session")
-def stored(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> StorageSettings:
+def stored(drawn: Drawn, tmp_path_factory) -> StorageSettings:
     """A storage with the sweep `curve` and the campaign `plain`; tests only read it."""
     folder = tmp_path_factory.mktemp("scored")
     settings = StorageSettings(storage=f"local:{folder / 'storage'}")
@@ -125,7 +125,7 @@ def score_command(in_process: Any, stored: StorageSettings) -> Any:
 
 
 @pytest.fixture
-def means_onnx(tmp_path: Path) -> Path:
+def means_onnx(tmp_path) -> Path:
     """A network in an ONNX file: the mean of each colour of 20 x 20 pixels."""
     node = helper.make_node(
         "ReduceMean", ["images"], ["features"], axes=[2, 3], keepdims=0
@@ -145,7 +145,7 @@ def means_onnx(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_reference(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> str:
+def small_reference(drawn: Drawn, tmp_path_factory) -> str:
     """Statistics of the pictures without noise: less work than with the demo's 2,000."""
     extractor = load.load_extractor("demo")
     clip = load.load_text_extractor("demo")
@@ -164,14 +164,14 @@ def small_reference(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> s
 
 
 @pytest.fixture(autouse=True)
-def _less_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def _less_work(monkeypatch) -> None:
     monkeypatch.setattr(plan, "CHUNK_IMAGES", CHUNK_IMAGES)
     monkeypatch.setattr(run, "_BATCH", CHUNK_IMAGES)
     monkeypatch.setattr(metrics, "KID_SUBSETS", 3)
 
 
 @pytest.fixture
-def pictures(drawn: Drawn, tmp_path: Path) -> Path:
+def pictures(drawn: Drawn, tmp_path) -> Path:
     """A folder with the pictures as they were drawn."""
     folder = tmp_path / "pictures" / "train"
     folder.mkdir(parents=True)

@@ -50,7 +50,7 @@ class Inception(torch.nn.Module):
         return self.layers(images) * 0
 
 
-def test_the_resize_antialiases_as_clean_fid_does() -> None:
+def test_the_resize_antialiases_as_clean_fid_does():
     image = picture(400, 300)
     ours = extractors.clean_fid(image, 75)
     assert ours.dtype == np.float32
@@ -62,7 +62,7 @@ def test_the_resize_antialiases_as_clean_fid_does() -> None:
     assert ours.std() < 0.4 * np.asarray(image).std()
 
 
-def test_a_torchscript_file_is_named_by_its_hash_and_its_input(tmp_path: Path) -> None:
+def test_a_torchscript_file_is_named_by_its_hash_and_its_input(tmp_path):
     path = save_script(Means(), tmp_path / "means.pt")
     (tmp_path / "means.pt.json").write_text(
         '{"size": 16, "mean": [0, 0, 0], "std": [255, 255, 1]}'
@@ -82,7 +82,7 @@ def test_a_torchscript_file_is_named_by_its_hash_and_its_input(tmp_path: Path) -
     np.testing.assert_allclose(found.features([image, image])[1], expected, rtol=1e-5)
 
 
-def test_inception_is_taken_without_its_own_resize(tmp_path: Path) -> None:
+def test_inception_is_taken_without_its_own_resize(tmp_path):
     found = load.load_extractor(save_script(Inception(), tmp_path / "inception.pt"))
     image = picture()
     expected = (extractors.clean_fid(image, 299).mean((0, 1)) - 128) / 128
@@ -91,7 +91,7 @@ def test_inception_is_taken_without_its_own_resize(tmp_path: Path) -> None:
     )
 
 
-def test_an_onnx_file_gives_the_features_of_its_network(means_onnx: Path) -> None:
+def test_an_onnx_file_gives_the_features_of_its_network(means_onnx: Path):
     found = load.load_extractor(means_onnx)
     image = picture()
     np.testing.assert_allclose(
@@ -103,7 +103,7 @@ def test_an_onnx_file_gives_the_features_of_its_network(means_onnx: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clip_folder(tmp_path_factory) -> Path:
     """CLIP with random weights, small, as transformers saves it."""
     folder = tmp_path_factory.mktemp("clip") / "tiny-clip"
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -122,7 +122,7 @@ def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_clip_has_the_features_of_transformers(clip_folder: Path) -> None:
+def test_clip_has_the_features_of_transformers(clip_folder: Path):
     found = load.load_text_extractor(clip_folder)
     weights = (clip_folder / "model.safetensors").read_bytes()
     assert found.facts.sha256 == hashlib.sha256(weights).hexdigest()
@@ -148,7 +148,7 @@ def test_clip_has_the_features_of_transformers(clip_folder: Path) -> None:
     np.testing.assert_allclose(score, 100 * cosines.clamp_min(0), atol=0.2)
 
 
-def test_the_judge_prefers_what_the_caption_names(drawn: Any) -> None:
+def test_the_judge_prefers_what_the_caption_names(drawn: Any):
     found = load.load_text_extractor("demo")
     images = found.features(drawn.pictures)
     words = found.text_features(drawn.captions)
@@ -172,8 +172,8 @@ def test_the_judge_prefers_what_the_caption_names(drawn: Any) -> None:
     ],
 )
 def test_what_is_no_extractor_is_refused_with_its_name(
-    content: Any, reason: str, tmp_path: Path
-) -> None:
+    content: Any, reason: str, tmp_path
+):
     path = tmp_path / (content[0] if content else "nothing.pt")
     if content and content[1] is None:
         path.mkdir()
@@ -184,7 +184,7 @@ def test_what_is_no_extractor_is_refused_with_its_name(
     assert str(path) in caught.value.message
 
 
-def test_an_input_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_an_input_that_does_not_fit_is_refused(tmp_path):
     path = save_script(
         torch.nn.Sequential(torch.nn.Conv2d(4, 2, 1)), tmp_path / "four.pt"
     )

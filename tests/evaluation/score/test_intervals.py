@@ -50,7 +50,7 @@ def figures(reference: Features) -> dict[str, Figure]:
 @pytest.mark.parametrize("name", ["fid", "kid", "cmmd", "clip"])
 def test_an_interval_has_the_figure_of_other_images_in_95_of_100(
     reference: Features, name: str, shift: float
-) -> None:
+):
     random = np.random.default_rng(2)
     found = [figures(reference)[name](images(random, 250, shift)) for _ in range(SETS)]
     usual = np.mean([each.value for each in found])
@@ -61,7 +61,7 @@ def test_an_interval_has_the_figure_of_other_images_in_95_of_100(
     assert np.median(widths) / (2 * 1.96) < 1.6 * spread, "nor is it wider than need be"
 
 
-def test_the_interval_of_a_mean_is_that_of_scipys_bootstrap() -> None:
+def test_the_interval_of_a_mean_is_that_of_scipys_bootstrap():
     scores = np.random.default_rng(3).gamma(2.0, 10.0, 500)
     theirs = stats.bootstrap(
         (scores,), np.mean, rng=np.random.default_rng(4)
@@ -73,7 +73,7 @@ def test_the_interval_of_a_mean_is_that_of_scipys_bootstrap() -> None:
 
 def test_fid_and_its_interval_are_there_for_fewer_images_than_features(
     reference: Features,
-) -> None:
+):
     rows = images(np.random.default_rng(5), 6, 0)
     statistics = Statistics.of(reference)
     found = metrics.fid(rows, statistics, metrics.square_root(statistics))
@@ -84,14 +84,14 @@ def test_fid_and_its_interval_are_there_for_fewer_images_than_features(
 
 def test_subsets_that_are_the_whole_sets_have_no_standard_deviation(
     reference: Features,
-) -> None:
+):
     rows = images(np.random.default_rng(6), 400, 0)
     whole = metrics.kid(rows, reference)
     assert (whole.std, whole.subset_size) == (None, 400)
     assert metrics.kid(rows[:200], reference, subsets=3).std is not None
 
 
-def test_no_figure_is_a_negative_zero() -> None:
+def test_no_figure_is_a_negative_zero():
     tiny = GroupScores(group="a", images=2, kid=-1e-9, kid_interval=(-2e-9, 1e-9))
     assert tiny.shown("kid") == "0.00000 ±0.00000"
     assert tiny.shown("fid") == "-"

@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -80,7 +79,7 @@ def features() -> tuple[np.ndarray, np.ndarray]:
     return first, second
 
 
-def test_fid_is_that_of_torch_fidelity(torch_fidelity: Any, features: Any) -> None:
+def test_fid_is_that_of_torch_fidelity(torch_fidelity: Any, features: Any):
     theirs = torch_fidelity.fid.fid_statistics_to_metric(
         *(
             torch_fidelity.fid.fid_features_to_statistics(torch.from_numpy(each))
@@ -96,7 +95,7 @@ def test_fid_is_that_of_torch_fidelity(torch_fidelity: Any, features: Any) -> No
 @pytest.mark.parametrize("subset_size", [100, 500])
 def test_kid_is_that_of_torch_fidelity(
     torch_fidelity: Any, features: Any, subset_size: int
-) -> None:
+):
     theirs = torch_fidelity.kid.kid_features_to_metric(
         *map(torch.from_numpy, features),
         kid_subsets=5,
@@ -115,8 +114,8 @@ def test_kid_is_that_of_torch_fidelity(
 
 
 def test_seven_stored_shards_in_any_order_give_the_figures_of_the_whole(
-    features: Any, tmp_path: Path
-) -> None:
+    features: Any, tmp_path
+):
     parts = np.array_split(features[0], 7)
     stored = [
         Chunk(tmp_path / f"{number}.jsonl", tmp_path / f"{number}")
@@ -136,13 +135,13 @@ def test_seven_stored_shards_in_any_order_give_the_figures_of_the_whole(
     assert fid == metrics.frechet_distance(*map(Statistics.of, features))
 
 
-def test_kid_of_few_images_says_how_few(features: Any) -> None:
+def test_kid_of_few_images_says_how_few(features: Any):
     assert metrics.kid(features[0], features[1][:60], subsets=2).subset_size == 60
     with pytest.raises(errors.SetupError, match="at least two images"):
         metrics.kid(features[0], features[1][:1])
 
 
-def test_cmmd_is_that_of_its_paper(features: Any) -> None:
+def test_cmmd_is_that_of_its_paper(features: Any):
     """As `cmmd/distance.py` of its authors has it, in google-research on GitHub."""
     x, y = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in features)
     x, y = x.astype(np.float64), y.astype(np.float64)
@@ -163,21 +162,19 @@ def test_cmmd_is_that_of_its_paper(features: Any) -> None:
     assert metrics.cmmd(*features).value == pytest.approx(theirs, rel=1e-4)
 
 
-def test_blocks_do_not_change_cmmd(
-    features: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_do_not_change_cmmd(features: Any, monkeypatch):
     whole = metrics.cmmd(*features).value
     monkeypatch.setattr(metrics, "blocks", lambda rows: np.array_split(rows, 7))
     assert metrics.cmmd(*features).value == pytest.approx(whole, rel=1e-9)
 
 
-def test_the_clip_score_is_100_cosines_and_never_below_zero() -> None:
+def test_the_clip_score_is_100_cosines_and_never_below_zero():
     images = np.float32([[3, 4], [1, 0], [1, 0]])
     texts = np.float32([[6, 8], [0, 2], [-1, 0]])
     assert metrics.clip_score(images, texts).tolist() == pytest.approx([100, 0, 0])
 
 
-def test_features_of_another_extractor_are_refused(features: Any) -> None:
+def test_features_of_another_extractor_are_refused(features: Any):
     with pytest.raises(errors.SetupError, match="same extractor"):
         metrics.frechet_distance(
             Statistics.of(features[0]), Statistics.of(features[1][:, :5])

@@ -54,8 +54,8 @@ def noise(pictures: Path) -> None:
 
 
 def test_new_pictures_under_old_names_and_times_are_another_reference(
-    figures: Figures, pictures: Path, tmp_path: Path
-) -> None:
+    figures: Figures, pictures: Path, tmp_path
+):
     first = figures(pictures)
     noise(pictures)
 
@@ -71,8 +71,8 @@ def test_a_picture_that_changes_after_it_was_hashed_is_left_out(
     score_command: Any,
     pictures: Path,
     means_onnx: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     (first, *_) = sorted(pictures.rglob("*.png"))
     extract = run.extract
 
@@ -89,8 +89,8 @@ def test_a_picture_that_changes_after_it_was_hashed_is_left_out(
 
 @pytest.mark.parametrize("hashed", [True, False])
 def test_an_image_drawn_again_in_as_many_bytes_is_computed_again(
-    figures: Figures, pictures: Path, tmp_path: Path, hashed: bool
-) -> None:
+    figures: Figures, pictures: Path, tmp_path, hashed: bool
+):
     """One whose record has no hash is never taken for what it was."""
     address = f"local:{tmp_path / 'drawn'}"
     files = [path.read_bytes() for path in sorted(pictures.rglob("*.png"))[:4]]

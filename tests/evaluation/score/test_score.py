@@ -36,7 +36,7 @@ Score = Callable[..., dict[str, Any]]
 ROOT = Path(__file__).parents[3]
 
 
-def test_an_id_says_its_group() -> None:
+def test_an_id_says_its_group():
     for group, number in [("cfg-3.0", 17), ("ddim-steps-50-cfg-1.5", 1_234_567)]:
         found = sweep.job_id(group, number)
 
@@ -48,7 +48,7 @@ def test_an_id_says_its_group() -> None:
 @pytest.mark.parametrize(
     "job_id", ["0001", "cfg-3.0", "cfg-3.0_17", "_000017", "a_b_000017", ""]
 )
-def test_the_id_of_a_job_of_no_sweep_says_no_group(job_id: str) -> None:
+def test_the_id_of_a_job_of_no_sweep_says_no_group(job_id: str):
     assert plan.group_of(job_id) is None
 
 
@@ -73,7 +73,7 @@ def figures(found: dict[str, Any]) -> Any:
     return found["groups"]
 
 
-def test_a_sweep_has_its_figures_by_group(score: Score, tmp_path: Path) -> None:
+def test_a_sweep_has_its_figures_by_group(score: Score, tmp_path):
     found = score(
         "curve", "--extractor", "demo", "--output", "curve.svg", "--json-file", "a.json"
     )
@@ -102,7 +102,7 @@ def test_a_sweep_has_its_figures_by_group(score: Score, tmp_path: Path) -> None:
 
 def test_people_get_a_table_and_what_the_figures_depend_on(
     score_command: Any,
-) -> None:
+):
     ended = score_command("curve", "--extractor", "demo")
 
     assert "guidance" in ended.stdout
@@ -115,9 +115,7 @@ def test_people_get_a_table_and_what_the_figures_depend_on(
     assert "fewer than 1,000 in cfg-1.5, cfg-7.0" in ended.stdout
 
 
-def test_a_campaign_that_is_no_sweep_is_one_group(
-    score: Score, asked: tuple[str, ...]
-) -> None:
+def test_a_campaign_that_is_no_sweep_is_one_group(score: Score, asked: tuple[str, ...]):
     (group,) = figures(score("plain", *asked[1:]))
     swept = figures(score(*asked))[0]
 
@@ -169,8 +167,8 @@ print(run(whole))
 
 
 def test_a_run_killed_three_times_has_the_same_figures_to_the_last_digit(
-    stored: StorageSettings, pictures: Path, means_onnx: Path, tmp_path: Path
-) -> None:
+    stored: StorageSettings, pictures: Path, means_onnx: Path, tmp_path
+):
     ended = subprocess.run(
         [
             sys.executable,
@@ -196,8 +194,8 @@ def test_a_run_killed_three_times_has_the_same_figures_to_the_last_digit(
 
 
 def test_a_second_run_computes_nothing_again(
-    score: Score, asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    score: Score, asked: tuple[str, ...], monkeypatch
+):
     first = score(*asked)
     monkeypatch.setattr(chunks, "write", None)  # would fail
     assert figures(score(*asked)) == figures(first)
@@ -209,7 +207,7 @@ def test_two_processes_give_the_figures_of_one(
     stored: StorageSettings,
     pictures: Path,
     means_onnx: Path,
-) -> None:
+):
     asked = ("curve", "--extractor", str(means_onnx), "--reference", str(pictures))
     ended = in_process(
         "score", *asked, "--storage", stored.storage, "--processes", "2", "--json"
@@ -221,8 +219,8 @@ def test_two_processes_give_the_figures_of_one(
 
 
 def test_missing_and_damaged_images_are_left_out_and_named(
-    score: Score, asked: tuple[str, ...], stored: StorageSettings, tmp_path: Path
-) -> None:
+    score: Score, asked: tuple[str, ...], stored: StorageSettings, tmp_path
+):
     copy = tmp_path / "copy"
     shutil.copytree(stored.storage.removeprefix("local:"), copy)
     missing, damaged = (
@@ -256,8 +254,8 @@ def test_missing_and_damaged_images_are_left_out_and_named(
 
 
 def test_a_folder_and_its_statistics_are_the_same_reference(
-    score: Score, score_command: Any, pictures: Path, tmp_path: Path
-) -> None:
+    score: Score, score_command: Any, pictures: Path, tmp_path
+):
     asked = ("curve", "--extractor", "demo")
     by_folder = score(
         *asked, "--reference", str(pictures), "--write-reference", "seen.npz"
@@ -312,8 +310,8 @@ def test_a_folder_and_its_statistics_are_the_same_reference(
     ],
 )
 def test_what_cannot_be_scored_is_refused_in_one_line(
-    score_command: Any, tmp_path: Path, arguments: tuple[str, ...], reason: str
-) -> None:
+    score_command: Any, tmp_path, arguments: tuple[str, ...], reason: str
+):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.npz").write_text("no statistics")
     np.savez(tmp_path / "small.npz", mu=np.zeros(3), sigma=np.eye(3))
@@ -327,9 +325,9 @@ def test_what_cannot_be_scored_is_refused_in_one_line(
 def test_the_end_of_a_campaign_is_waited_for(
     score: Score,
     stored: StorageSettings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    monkeypatch,
+):
     copy = StorageSettings(storage=f"local:{tmp_path / 'copy'}")
     shutil.copytree(stored.storage.removeprefix("local:"), tmp_path / "copy")
     polls = 0
@@ -369,7 +367,7 @@ async def end_job(blobs: BlobStore) -> None:
 
 def test_features_that_are_not_finite_are_refused(
     score_command: Any, pictures: Path, means_onnx: Path
-) -> None:
+):
     means_onnx.with_name("means.onnx.json").write_text(
         '{"size": 20, "std": [1e-36, 1, 1]}'
     )
@@ -379,9 +377,7 @@ def test_features_that_are_not_finite_are_refused(
     assert "means.onnx gives features that are not finite" in ended.stderr
 
 
-def test_a_reference_of_damaged_pictures_is_refused(
-    score_command: Any, tmp_path: Path
-) -> None:
+def test_a_reference_of_damaged_pictures_is_refused(score_command: Any, tmp_path):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "one.png").write_bytes(b"no picture")
     ended = score_command("curve", "--extractor", "demo", "--reference", "damaged")
@@ -393,9 +389,7 @@ def test_a_reference_of_damaged_pictures_is_refused(
     assert "has fewer than 2 pictures" in ended.stderr
 
 
-async def test_a_chains_image_is_that_of_its_last_stage(
-    storage: Storage, tmp_path: Path
-) -> None:
+async def test_a_chains_image_is_that_of_its_last_stage(storage: Storage, tmp_path):
     def record(name: str, stage: int, **changes: Any) -> Record:
         suffix = f"~s{stage}" if stage > 1 else ""
         known = {

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,8 +61,8 @@ def run(
 
 
 async def test_a_job_of_stages_is_loaded_shown_failed_and_completed_as_one_job(
-    storage: Storage, run: Callable[..., Any], run_worker: RunWorker, tmp_path: Path
-) -> None:
+    storage: Storage, run: Callable[..., Any], run_worker: RunWorker, tmp_path
+):
     (tmp_path / "jobs.jsonl").write_text(json.dumps(CHAIN) + "\n")
     await run("load", "jobs.jsonl")
     assert "stage" in str(await run("status", "spring/0001"))
@@ -102,8 +101,8 @@ async def test_a_job_of_stages_is_loaded_shown_failed_and_completed_as_one_job(
 
 @local_only
 async def test_downloads_and_exports_have_the_images_of_all_stages(
-    storage: Storage, run: Callable[..., Any], run_worker: RunWorker, tmp_path: Path
-) -> None:
+    storage: Storage, run: Callable[..., Any], run_worker: RunWorker, tmp_path
+):
     await storage.queue.send([json.dumps(CHAIN)])
     await run_worker("w1")
     names = ["0001.png", "0001~s2.png", "0001~s3.png"]
@@ -117,7 +116,7 @@ async def test_downloads_and_exports_have_the_images_of_all_stages(
 @local_only
 async def test_a_webhook_tells_of_a_job_of_stages_once(
     storage: Storage, run_worker: RunWorker
-) -> None:
+):
     await storage.queue.send([json.dumps(CHAIN)])
     await run_worker("w1")
     drawn = reader.images(storage, "spring")
@@ -129,7 +128,7 @@ async def test_a_webhook_tells_of_a_job_of_stages_once(
 
 async def test_the_clients_result_is_the_image_of_the_last_stage(
     storage_settings: StorageSettings, storage: Storage, run_worker: RunWorker
-) -> None:
+):
     names = ("storage", "queue", "container", "files_container")
     options: Any = {name: getattr(storage_settings, name) for name in names}
     async with aio.connect(**options) as fleet:

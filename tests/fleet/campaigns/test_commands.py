@@ -103,7 +103,7 @@ def filled(storage_settings: StorageSettings) -> StorageSettings:
 
 def test_campaigns_counts_each_outcome_and_lists_the_latest_first(
     filled: StorageSettings, in_process: Imagefleet
-) -> None:
+):
     listed = status_of(in_process, filled)
     assert listed["queue"]["messages"] == 3
     by_name = {each.pop("campaign"): each for each in listed["campaigns"]}
@@ -120,7 +120,7 @@ def test_campaigns_counts_each_outcome_and_lists_the_latest_first(
 
 def test_records_that_do_not_fit_are_told_since_the_figures_lack_them(
     local_settings: StorageSettings, in_process: Imagefleet
-) -> None:
+):
     async def damage(storage: Storage) -> None:
         await fill(storage)
         for name in "xy":
@@ -134,7 +134,7 @@ def test_records_that_do_not_fit_are_told_since_the_figures_lack_them(
     assert "2 records not in these figures" in shown
 
 
-def test_a_job_is_where_it_is(filled: StorageSettings, in_process: Imagefleet) -> None:
+def test_a_job_is_where_it_is(filled: StorageSettings, in_process: Imagefleet):
     is_azure = filled.storage.startswith("Default")
     expected: dict[str, tuple[str, dict[str, Any]]] = {
         "done": ("completed", {"attempts": 2, "worker": "w1"}),
@@ -166,7 +166,7 @@ def test_a_job_is_where_it_is(filled: StorageSettings, in_process: Imagefleet) -
 
 def test_a_job_in_flight_and_one_of_several_images(
     local_settings: StorageSettings, in_process: Imagefleet
-) -> None:
+):
     async def lease(storage: Storage) -> None:
         await storage.queue.send([job("flying"), job("flying-1")])
         await storage.queue.receive(1, 600)
@@ -182,7 +182,7 @@ def test_a_job_in_flight_and_one_of_several_images(
 
 def test_an_image_of_another_digest_than_the_job_that_was_sent_is_not_its_own(
     local_settings: StorageSettings, in_process: Imagefleet
-) -> None:
+):
     async def squat(storage: Storage) -> None:
         for name, digest in (("taken", "1" * 64), ("done", "0" * 64)):
             await store(storage, "spring", name, digest=digest)
@@ -197,7 +197,7 @@ def test_an_image_of_another_digest_than_the_job_that_was_sent_is_not_its_own(
 
 def test_what_an_image_does_not_tell_of_its_job_is_not_made_up(
     local_settings: StorageSettings, in_process: Imagefleet
-) -> None:
+):
     async def put(storage: Storage) -> None:
         await storage.blobs.create("spring/mine.png", b"pixels", "image/png", {})
 
@@ -208,8 +208,8 @@ def test_what_an_image_does_not_tell_of_its_job_is_not_made_up(
 
 
 def test_cancel_shows_what_it_would_do_asks_and_writes_the_list(
-    filled: StorageSettings, in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    filled: StorageSettings, in_process: Imagefleet, monkeypatch
+):
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", 0.0)
 
     async def times(storage: Storage) -> dict[str, datetime]:
@@ -230,7 +230,7 @@ def test_cancel_shows_what_it_would_do_asks_and_writes_the_list(
 
 def test_purge_asks_with_the_count_and_keeps_failed_jobs(
     filled: StorageSettings, in_process: Imagefleet
-) -> None:
+):
     async def depths(storage: Storage) -> tuple[int, int]:
         poison = await storage.poison.depth()
         return (await storage.queue.depth()).messages, poison.messages

@@ -66,7 +66,7 @@ async def append(worker: RecordLog, kind: Any, *records: Record) -> None:
 
 async def test_what_only_the_operator_says_is_not_believed_of_a_worker(
     storage: Storage, worker: RecordLog
-) -> None:
+):
     await worker.add([image(1), ended(2), ended(3)])
     await store(storage, "spring/job-1.png")
     await append(worker, "settled", ended(2, "discarded"), ended(3, "replayed"))
@@ -92,7 +92,7 @@ async def test_what_only_the_operator_says_is_not_believed_of_a_worker(
 
 async def test_a_job_is_cancelled_only_if_the_operator_has_cancelled_its_campaign(
     storage: Storage, worker: RecordLog
-) -> None:
+):
     await worker.add([ended(1, "cancelled")])
     await worker.open("spring", "cancelled")
     follower = Follower(storage)
@@ -108,7 +108,7 @@ async def test_a_job_is_cancelled_only_if_the_operator_has_cancelled_its_campaig
 @pytest.mark.parametrize("totals", [Totals(10**9, 10**9), Totals(2**60, 0)])
 async def test_a_short_shard_cannot_say_that_it_holds_a_billion_records(
     storage: Storage, worker: RecordLog, totals: Totals
-) -> None:
+):
     await worker.add([image(1)])
     part = shard_part([], totals)
     assert await worker._blobs.append(SHARD.format("images"), part, 0)
@@ -120,7 +120,7 @@ async def test_a_short_shard_cannot_say_that_it_holds_a_billion_records(
 
 async def test_no_more_jobs_have_ended_than_were_sent(
     storage: Storage, worker: RecordLog
-) -> None:
+):
     await send(storage, 3)
     await worker.add([image(1), ended(2)])
     await worker.add(image(number) for number in range(10, 20))
@@ -140,7 +140,7 @@ async def test_no_more_jobs_have_ended_than_were_sent(
 
 async def test_of_two_records_of_an_image_the_one_of_the_stored_image_counts(
     storage: Storage, worker: RecordLog
-) -> None:
+):
     await store(storage, "spring/job-1.png", "spring/job-2.png", sha256=ONE)
     await worker.add([image(1, sha256=OTHER), image(2, sha256=ONE), image(3)])
     await worker.add([image(1, sha256=ONE), image(2, sha256=OTHER), image(3)])
@@ -158,7 +158,7 @@ async def test_of_two_records_of_an_image_the_one_of_the_stored_image_counts(
 
 async def test_no_job_has_images_or_stages_that_were_never_drawn(
     storage: Storage, worker: RecordLog
-) -> None:
+):
     await send(storage, 2)
     several = {"images": 2, "digest": ONE}
     honest = [
@@ -187,7 +187,7 @@ async def test_no_job_has_images_or_stages_that_were_never_drawn(
 
 async def test_of_a_failed_job_only_the_images_that_are_stored_are_counted(
     storage: Storage, worker: RecordLog
-) -> None:
+):
     await send(storage, 2)
     told = {"digest": OTHER, "stages": "2", "job": "job-2"}
     await store(storage, "spring/job-2.png", **told)
@@ -200,7 +200,7 @@ async def test_of_a_failed_job_only_the_images_that_are_stored_are_counted(
 
 async def test_a_job_whose_name_another_job_took_has_failed_and_is_no_duplicate(
     storage: Storage, worker: RecordLog
-) -> None:
+):
     await store(storage, "spring/job-1.png", "spring/job-2.png")
     await worker.add([image(1)])
     again = [
@@ -232,7 +232,7 @@ async def test_a_job_whose_name_another_job_took_has_failed_and_is_no_duplicate(
 
 async def test_a_failure_that_a_fault_had_written_twice_is_one(
     storage: Storage, worker: RecordLog
-) -> None:
+):
     await worker.add([ended(1, attempts=5), ended(2, attempts=5)])
     await RecordLog(worker._blobs, "another worker").add([ended(1, attempts=6)])
     # Its message was sent twice by a load that was killed, and both have failed.
@@ -244,7 +244,7 @@ async def test_a_failure_that_a_fault_had_written_twice_is_one(
 
 async def test_another_jobs_failure_of_a_known_message_hides_none(
     storage: Storage, worker: RecordLog
-) -> None:
+):
     await worker.add([ended(7, source="message-1")])
     await worker.add([ended(1)])
     assert sorted(await failures(storage)) == ["job-1", "job-7"]
@@ -252,7 +252,7 @@ async def test_another_jobs_failure_of_a_known_message_hides_none(
 
 async def test_a_job_that_was_sent_again_after_its_failure_has_one_outcome(
     storage: Storage, worker: RecordLog
-) -> None:
+):
     await send(storage, 1)
     await worker.add([ended(1)])
     await worker.add([image(1)])
@@ -270,7 +270,7 @@ async def test_a_job_that_was_sent_again_after_its_failure_has_one_outcome(
 
 async def test_what_is_said_of_a_job_that_waits_is_believed_until_its_image_is_stored(
     storage: Storage, worker: RecordLog
-) -> None:
+):
     await send(storage, 2)
     await worker.add([ended(1), image(2)])
     counted = await reader.counts(storage, "spring")
@@ -284,8 +284,8 @@ async def test_what_is_said_of_a_job_that_waits_is_believed_until_its_image_is_s
 
 
 async def test_of_a_large_campaign_the_ends_of_shards_are_believed_up_to_what_was_sent(
-    storage: Storage, worker: RecordLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, worker: RecordLog, monkeypatch
+):
     await send(storage, 5)
     await worker.add([image(1)])
     line = image(1).line()
@@ -304,7 +304,7 @@ async def test_of_a_large_campaign_the_ends_of_shards_are_believed_up_to_what_wa
 
 async def test_jobs_of_a_producer_that_notes_none_are_named_beside_those_that_were_sent(
     storage: Storage, worker: RecordLog
-) -> None:
+):
     await worker.add(image(number) for number in range(10, 188))
     assert (await reader.counts(storage, "spring")).completed == 178
     await send(storage, 12)

@@ -21,7 +21,7 @@ BEGAN = datetime(2026, 11, 1, 12, tzinfo=UTC)
 )
 async def test_a_campaigns_columns_add_up_and_it_has_the_time_left_at_its_speed_so_far(
     local_settings: StorageSettings, sent: int, completed: int, expected: float | None
-) -> None:
+):
     counts = Counts(
         sent=sent,
         images=completed,
@@ -48,7 +48,7 @@ async def test_a_campaigns_columns_add_up_and_it_has_the_time_left_at_its_speed_
 
 async def test_what_is_left_of_many_campaigns_is_that_of_the_latest_and_one_sum(
     local_settings: StorageSettings,
-) -> None:
+):
     def counts(sent: int, hours: int) -> Counts:
         times = BEGAN, BEGAN + timedelta(hours=hours)
         return Counts(

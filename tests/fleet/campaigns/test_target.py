@@ -26,7 +26,7 @@ COMMANDS = (
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_an_unknown_campaign_is_not_acted_on(
     local_settings: StorageSettings, in_process: Imagefleet, command: tuple[str, ...]
-) -> None:
+):
     async def fill() -> None:
         async with open_storage(local_settings) as storage:
             await storage.create()
@@ -41,12 +41,12 @@ def test_an_unknown_campaign_is_not_acted_on(
 @pytest.mark.parametrize(
     "text", ["", "/", "spring/", "/a", "a/b/c", "../a", "-checks/a"]
 )
-def test_what_is_no_name_is_refused(text: str) -> None:
+def test_what_is_no_name_is_refused(text: str):
     with pytest.raises(errors.SetupError, match="use 1 to 128 letters"):
         target.read(text)
 
 
-def test_a_job_is_not_taken_for_a_campaign_nor_a_campaign_for_a_job() -> None:
+def test_a_job_is_not_taken_for_a_campaign_nor_a_campaign_for_a_job():
     assert target.job("spring/0001") == ("spring", "0001")
     with pytest.raises(errors.SetupError, match="such as default/0001"):
         target.job("0001")
@@ -56,7 +56,7 @@ def test_a_job_is_not_taken_for_a_campaign_nor_a_campaign_for_a_job() -> None:
 
 async def test_a_campaign_exists_once_it_has_a_message_an_image_or_a_count(
     storage: Storage,
-) -> None:
+):
     await storage.queue.send(['{"prompt": "a cat", "id": "a", "campaign": "waiting"}'])
     await storage.blobs.create("drawn/a.png", b"pixels", "image/png", {})
     await sent_jobs.note(storage, "loading", 1)
@@ -75,7 +75,7 @@ async def test_a_campaign_exists_once_it_has_a_message_an_image_or_a_count(
 
 def test_an_unknown_job_is_an_error(
     local_settings: StorageSettings, in_process: Imagefleet
-) -> None:
+):
     async def fill() -> None:
         async with open_storage(local_settings) as storage:
             await storage.create()

@@ -21,7 +21,7 @@ def opened(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data)).convert("RGB")
 
 
-def test_each_image_is_enlarged_with_its_caption_below() -> None:
+def test_each_image_is_enlarged_with_its_caption_below():
     sheet = opened(contact_sheet.draw_contact_sheet([(picture(64, 64), "a house")]))
 
     left, top, tile = (
@@ -35,19 +35,19 @@ def test_each_image_is_enlarged_with_its_caption_below() -> None:
     assert len(set(caption.get_flattened_data())) > 2, "no text is drawn"
 
 
-def test_a_wide_picture_keeps_its_shape() -> None:
+def test_a_wide_picture_keeps_its_shape():
     tile = contact_sheet.read_tile(picture(128, 64))
 
     assert tile.size == (contact_sheet.TILE_PIXELS, contact_sheet.TILE_PIXELS // 2)
 
 
-def test_a_caption_names_the_loras_after_the_prompts_words() -> None:
+def test_a_caption_names_the_loras_after_the_prompts_words():
     lines = contact_sheet.caption("a rope, <lora:forest-v2:0.35>, digital art", FONT)
 
     assert " ".join(lines) == "a rope, digital art + forest-v2"
 
 
-def test_a_long_caption_is_shortened_to_the_images_width() -> None:
+def test_a_long_caption_is_shortened_to_the_images_width():
     lines = contact_sheet.caption(
         "a very long prompt about a house in a forest " * 5, FONT
     )

@@ -47,8 +47,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 async def test_a_webdataset_has_each_image_with_its_caption_and_its_parameters(
-    stored: list[Any], export: Run, tmp_path: Path
-) -> None:
+    stored: list[Any], export: Run, tmp_path
+):
     result = await export()
 
     out = tmp_path / "out"
@@ -76,8 +76,8 @@ async def test_a_webdataset_has_each_image_with_its_caption_and_its_parameters(
 
 @pytest.mark.parametrize("form", FORMATS)
 async def test_the_manifest_has_the_hashes_of_all_files_and_the_counts(
-    stored: list[Any], export: Run, tmp_path: Path, form: str
-) -> None:
+    stored: list[Any], export: Run, tmp_path, form: str
+):
     result = await export("out", "--format", form, "--json")
 
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -128,10 +128,10 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 async def test_an_export_that_is_killed_at_any_step_goes_on_and_comes_out_the_same(
     stored: list[Any],
     local_settings: StorageSettings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path,
+    monkeypatch,
     form: Any,
-) -> None:
+):
     from fleet.export import command
 
     monkeypatch.setattr(shards, "_BATCH", 1)
@@ -168,9 +168,9 @@ async def test_missing_and_changed_images_are_named_and_left_out(
     stored: list[Any],
     export: Run,
     local_settings: StorageSettings,
-    tmp_path: Path,
+    tmp_path,
     form: str,
-) -> None:
+):
     async with open_storage(local_settings) as storage:
         for name in ("2", "4"):
             await storage.blobs.delete(f"spring/{name}.png")
@@ -191,9 +191,9 @@ async def test_an_image_drawn_again_is_exported_with_its_latest_record(
     stored: list[Any],
     export: Run,
     local_settings: StorageSettings,
-    tmp_path: Path,
+    tmp_path,
     store_images: Add,
-) -> None:
+):
     async with open_storage(local_settings) as storage:
         await storage.blobs.delete("spring/3.png")
         await store_images(
@@ -208,8 +208,8 @@ async def test_an_image_drawn_again_is_exported_with_its_latest_record(
 
 
 async def test_one_forged_record_neither_refuses_a_campaign_nor_takes_an_honest_images_place(
-    stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path: Path
-) -> None:
+    stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path
+):
     honest = stored[0]
     forged = {
         "sha256": "0" * 64,
@@ -237,8 +237,8 @@ async def test_one_forged_record_neither_refuses_a_campaign_nor_takes_an_honest_
 
 
 async def test_a_squatted_name_exports_the_drawing_that_was_kept_aside(
-    stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path: Path
-) -> None:
+    stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path
+):
     async with open_storage(local_settings) as storage:
         drawing = await storage.blobs.read("spring/1.png") or b""
         for name in ("1", "2"):
@@ -257,8 +257,8 @@ async def test_a_squatted_name_exports_the_drawing_that_was_kept_aside(
 
 
 async def test_a_disk_that_changes_what_it_stores_is_noticed(
-    stored: list[Any], export: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stored: list[Any], export: Run, tmp_path, monkeypatch
+):
     def lie(*_: object) -> Iterator[str]:
         yield "0" * 64
 
@@ -274,8 +274,8 @@ async def test_a_disk_that_changes_what_it_stores_is_noticed(
 
 
 async def test_a_dry_run_writes_nothing_and_tells_the_size(
-    stored: list[Any], export: Run, tmp_path: Path
-) -> None:
+    stored: list[Any], export: Run, tmp_path
+):
     figures = json.loads((await export("out", "--dry-run", "--json")).stdout)
     shown = (await export("out", "--dry-run")).stdout
 
@@ -287,8 +287,8 @@ async def test_a_dry_run_writes_nothing_and_tells_the_size(
 
 
 async def test_an_export_takes_no_more_than_the_disk_has(
-    stored: list[Any], export: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stored: list[Any], export: Run, monkeypatch
+):
     monkeypatch.setattr(
         shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1_000)
     )  # type: ignore[attr-defined]
@@ -300,7 +300,7 @@ async def test_an_export_takes_no_more_than_the_disk_has(
 
 async def test_jobs_still_to_do_are_said(
     stored: list[Any], export: Run, local_settings: StorageSettings
-) -> None:
+):
 
     async with open_storage(local_settings) as storage:
         await sent_jobs.note(storage, "spring", 7, ids={each.id for each in stored})
@@ -311,8 +311,8 @@ async def test_jobs_still_to_do_are_said(
 
 
 async def test_a_campaign_without_images_is_no_export_that_stays_empty(
-    export: Run, local_settings: StorageSettings, tmp_path: Path
-) -> None:
+    export: Run, local_settings: StorageSettings, tmp_path
+):
 
     async with open_storage(local_settings) as storage:
         await storage.create()
@@ -324,7 +324,7 @@ async def test_a_campaign_without_images_is_no_export_that_stays_empty(
 
 async def test_a_storage_is_the_same_by_its_relative_name(
     stored: list[Any], export: Run, local_settings: StorageSettings
-) -> None:
+):
     await export()
     name = Path(local_settings.storage.removeprefix("local:")).name
 
@@ -334,8 +334,8 @@ async def test_a_storage_is_the_same_by_its_relative_name(
 
 
 async def test_a_folder_of_something_else_is_refused(
-    stored: list[Any], export: Run, tmp_path: Path
-) -> None:
+    stored: list[Any], export: Run, tmp_path
+):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     await export("out")
@@ -350,8 +350,8 @@ async def test_a_folder_of_something_else_is_refused(
 
 
 async def test_without_pyarrow_a_webdataset_is_written_and_parquet_says_what_to_install(
-    stored: list[Any], export: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stored: list[Any], export: Run, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
 
     await export()
@@ -373,7 +373,7 @@ _IMAGES = st.tuples(
 @given(st.lists(st.tuples(_IDS, _IMAGES), min_size=2, max_size=30, unique=True))
 def test_no_two_images_have_one_name_in_the_storage_a_download_or_an_export(
     places: list[tuple[str, tuple[str, tuple[int, int], str]]],
-) -> None:
+):
     """Of ids, indices, stages, formats and campaigns; keys of WebDataset end at the first dot."""
     blobs, keys, folders = set(), set(), set()
     for number, (campaign, (job_id, (index, stage), form)) in enumerate(places):

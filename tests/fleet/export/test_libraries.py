@@ -23,7 +23,7 @@ Add = Callable[..., Awaitable[Any]]
 
 @pytest.fixture
 async def exported(
-    local_settings: StorageSettings, store_images: Add, tmp_path: Path
+    local_settings: StorageSettings, store_images: Add, tmp_path
 ) -> Callable[[str], Path]:
     """A folder with the export of five images in three shards, in a format."""
     async with open_storage(local_settings) as storage:
@@ -50,7 +50,7 @@ async def read(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_webdataset_reads_the_shards(exported: Callable[[str], Path]) -> None:
+async def test_webdataset_reads_the_shards(exported: Callable[[str], Path]):
     def load(folder: Path) -> list[Any]:
         shards = webdataset.WebDataset(
             f"{folder}/{{00000..00002}}.tar", shardshuffle=False
@@ -75,8 +75,8 @@ async def test_webdataset_reads_the_shards(exported: Callable[[str], Path]) -> N
 
 
 async def test_datasets_reads_images_with_their_parameters(
-    exported: Callable[[str], Path], tmp_path: Path
-) -> None:
+    exported: Callable[[str], Path], tmp_path
+):
     def load(folder: Path) -> Any:
         return datasets.load_dataset(
             str(folder), cache_dir=str(tmp_path / "cache"), split="train"

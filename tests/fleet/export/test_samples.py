@@ -4,7 +4,6 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import exported
@@ -17,8 +16,8 @@ Run = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
 
 
 async def test_one_changed_byte_is_noticed_and_so_is_what_is_stored_as_recorded_but_no_image(
-    stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path: Path
-) -> None:
+    stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path
+):
     async with open_storage(local_settings) as storage:
         data = bytearray(await storage.blobs.read("spring/2.png") or b"")
         data[len(data) // 2] ^= 1
@@ -47,8 +46,8 @@ async def test_one_changed_byte_is_noticed_and_so_is_what_is_stored_as_recorded_
 
 
 async def test_captions_are_as_they_were_drawn_without_escapes_or_lower_case_operators(
-    export: Run, local_settings: StorageSettings, tmp_path: Path, store_images: Add
-) -> None:
+    export: Run, local_settings: StorageSettings, tmp_path, store_images: Add
+):
     async with open_storage(local_settings) as storage:
         swept = {
             "prompt": "a boat break and sea",

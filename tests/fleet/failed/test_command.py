@@ -3,7 +3,6 @@ import hashlib
 import json
 import re
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ MISSING = errors.MissingFileError("there is no LoRA 'forest' [bold]")
 
 
 @pytest.fixture
-def failed_jobs(tmp_path: Path) -> StorageSettings:
+def failed_jobs(tmp_path) -> StorageSettings:
     """Three failed jobs, one with an invalid message, and a message that is not a record."""
     settings = StorageSettings(storage=f"local:{tmp_path / 'imagefleet-data'}")
 
@@ -69,7 +68,7 @@ def read(result: subprocess.CompletedProcess[str]) -> Any:
 
 def test_the_list_counts_errors_and_then_lists_jobs(
     in_process: Imagefleet, failed_jobs: StorageSettings
-) -> None:
+):
     listing = read(in_process("failed", "--json", "--limit", "2"))
 
     assert (listing["count"], listing["unrecorded"]) == (3, 1)
@@ -95,8 +94,8 @@ def test_the_list_counts_errors_and_then_lists_jobs(
 def test_errors_that_are_all_different_are_counted_without_a_line_for_each(
     in_process: Imagefleet,
     failed_jobs: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("fleet.failed.jobs.MOST_KINDS", 1)
 
     listing = read(in_process("failed", "--json"))
@@ -110,9 +109,7 @@ def test_errors_that_are_all_different_are_counted_without_a_line_for_each(
     assert "3 failed jobs" in shown
 
 
-def test_filters_narrow_the_list(
-    in_process: Imagefleet, failed_jobs: StorageSettings
-) -> None:
+def test_filters_narrow_the_list(in_process: Imagefleet, failed_jobs: StorageSettings):
     arguments = ["failed", "--json", "--error", "FOREST", "spring"]
 
     assert [job["id"] for job in read(in_process(*arguments))["jobs"]] == ["cat"]
@@ -121,7 +118,7 @@ def test_filters_narrow_the_list(
 
 def test_show_prints_the_job_itself(
     in_process: Imagefleet, failed_jobs: StorageSettings
-) -> None:
+):
     [shown] = read(in_process("failed", "spring/cat", "--json"))["jobs"]
 
     assert shown["job"]["prompt"] == "a cat"
@@ -134,7 +131,7 @@ def test_show_prints_the_job_itself(
 
 def test_a_prompt_cannot_send_control_sequences_to_the_terminal(
     imagefleet: Imagefleet, failed_jobs: StorageSettings
-) -> None:
+):
     shown = imagefleet("failed", "default/dog", FORCE_COLOR="1").stdout
 
     assert "\x1b[31m" not in shown
@@ -143,13 +140,13 @@ def test_a_prompt_cannot_send_control_sequences_to_the_terminal(
 
 def test_an_unknown_id_is_one_line_and_exit_code_2(
     in_process: Imagefleet, failed_jobs: StorageSettings
-) -> None:
+):
     assert_refused(in_process("failed", "spring/none"), "no failed job 'spring/none'")
 
 
 def test_replay_moves_only_the_selected_job(
     in_process: Imagefleet, failed_jobs: StorageSettings
-) -> None:
+):
     preview = read(in_process("replay", "default/dog", "--dry-run", "--json"))
     assert preview == {
         "count": 1,
@@ -171,7 +168,7 @@ def test_replay_moves_only_the_selected_job(
 
 def test_a_replay_of_several_jobs_shows_them_and_asks(
     in_process: Imagefleet, failed_jobs: StorageSettings
-) -> None:
+):
     unasked = in_process("replay", "--all")
     assert_refused(unasked, "--yes")
     shown = in_process("replay", "--all", "--dry-run").stdout
@@ -188,7 +185,7 @@ def test_a_replay_of_several_jobs_shows_them_and_asks(
 
 def test_replaying_all_leaves_what_is_no_job_and_says_why(
     in_process: Imagefleet, failed_jobs: StorageSettings
-) -> None:
+):
     result = in_process("replay", "--all", "--yes")
 
     assert "2 failed jobs replayed" in result.stdout
@@ -204,14 +201,14 @@ def test_an_unclear_selection_changes_nothing(
     failed_jobs: StorageSettings,
     command: str,
     filters: list[str],
-) -> None:
+):
     assert_refused(in_process(command, *filters), "choose the failed jobs")
     assert depths(failed_jobs) == (0, 4)
 
 
 def test_discard_asks_before_it_deletes(
     in_process: Imagefleet, failed_jobs: StorageSettings
-) -> None:
+):
     assert_refused(in_process("discard", "spring"), "--yes")
     assert depths(failed_jobs) == (0, 4)
 
@@ -230,7 +227,7 @@ THIEFS = "a thief's house"
 
 @pytest.fixture
 def signed_jobs(
-    failed_jobs: StorageSettings, tmp_path: Path
+    failed_jobs: StorageSettings, tmp_path
 ) -> tuple[StorageSettings, SigningKey]:
     """As `failed_jobs`, with two signed jobs and what a thief of a worker's token adds."""
     key = SigningKey.create(tmp_path / "key.pem")
@@ -286,10 +283,10 @@ def prompts(settings: StorageSettings) -> list[str]:
 def test_what_a_thief_put_there_does_not_come_back_as_jobs(
     in_process: Imagefleet,
     signed_jobs: tuple[StorageSettings, SigningKey],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path,
+    monkeypatch,
     variable: str,
-) -> None:
+):
     settings, key = signed_jobs
     value = str(tmp_path / "key.pem") if variable == "SIGNING" else key.public
     monkeypatch.setenv(f"IMAGEFLEET_{variable}_KEY", value)
@@ -321,7 +318,7 @@ def test_what_a_thief_put_there_does_not_come_back_as_jobs(
 
 def test_a_replay_chooses_the_priority_and_is_normal_without(
     in_process: Imagefleet, failed_jobs: StorageSettings
-) -> None:
+):
     async def waiting() -> dict[str, int]:
         async with open_storage(failed_jobs) as storage:
             return {

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -32,7 +31,7 @@ TOO_MANY_STEPS = (
 
 
 @pytest.fixture
-def within(tmp_path: Path) -> Within[Any]:
+def within(tmp_path) -> Within[Any]:
     """Runs a coroutine function with the storage of the test's folder."""
 
     def run(work: Callable[[Storage], Coroutine[Any, Any, Any]]) -> Any:
@@ -68,8 +67,8 @@ async def queued(storage: Storage) -> list[Job]:
 
 
 def test_exported_jobs_are_loaded_again_under_their_ids(
-    in_process: Imagefleet, within: Within[Any], tmp_path: Path
-) -> None:
+    in_process: Imagefleet, within: Within[Any], tmp_path
+):
     bodies = [TOO_MANY_STEPS, '{"prompt":"a dog","deliveries":{"failed":4}}', "no job"]
     within(lambda storage: fail(storage, *bodies))
     ended = in_process("failed", "--export")
@@ -102,8 +101,8 @@ def test_exported_jobs_are_loaded_again_under_their_ids(
 
 
 def test_a_mended_job_leaves_the_list_once_it_is_completed(
-    in_process: Imagefleet, within: Within[Any], tmp_path: Path
-) -> None:
+    in_process: Imagefleet, within: Within[Any], tmp_path
+):
     other = Job(prompt="a dog", id="dog", campaign="spring").to_message()
     within(lambda storage: fail(storage, TOO_MANY_STEPS, other))
     lines = map(json.loads, in_process("failed", "--export").stdout.splitlines())
@@ -156,9 +155,9 @@ def signed(storage: Storage, job: Job, key: SigningKey) -> str:
 def test_only_signed_jobs_are_exported_to_be_signed_again(
     in_process: Imagefleet,
     within: Within[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    monkeypatch,
+):
     """Else whoever stores records could have anything signed."""
     key = SigningKey.create(tmp_path / "key.pem")
     job = Job(prompt="a cat", id="cat")
@@ -174,7 +173,7 @@ def test_only_signed_jobs_are_exported_to_be_signed_again(
 
 def test_a_replay_sets_fields_by_their_types(
     in_process: Imagefleet, within: Within[Any]
-) -> None:
+):
     other = Job(
         prompt="a dog", id="dog", campaign="spring", steps=40, sampler_name="DPM++ 2M"
     )
@@ -220,7 +219,7 @@ def test_a_replay_sets_fields_by_their_types(
 )
 def test_a_wrong_change_is_refused_before_anything_is_sent(
     in_process: Imagefleet, within: Within[Any], change: str, reason: str
-) -> None:
+):
     within(lambda storage: fail(storage, TOO_MANY_STEPS))
     ended = in_process("replay", "--all", "--yes", "--set", "seed=1", "--set", change)
     assert_refused(ended, reason)
@@ -229,7 +228,7 @@ def test_a_wrong_change_is_refused_before_anything_is_sent(
 
 def test_a_job_that_stays_invalid_with_the_change_stays(
     in_process: Imagefleet, within: Within[Any]
-) -> None:
+):
     within(lambda storage: fail(storage, TOO_MANY_STEPS, "no job"))
     ended = in_process("replay", "--all", "--yes", "--set", "seed=x")
     assert "0 failed jobs replayed" in ended.stdout
@@ -242,9 +241,9 @@ def test_a_job_that_stays_invalid_with_the_change_stays(
 def test_a_changed_job_is_signed_again_or_stays(
     in_process: Imagefleet,
     within: Within[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    monkeypatch,
+):
     key = SigningKey.create(tmp_path / "key.pem")
     job = Job(prompt="a cat", id="cat")
     within(lambda storage: fail(storage, signed(storage, job, key)))
@@ -263,10 +262,10 @@ def test_a_changed_job_is_signed_again_or_stays(
 def test_a_job_whose_signature_has_ended_is_yours_and_is_signed_again_with_the_key_alone(
     in_process: Imagefleet,
     within: Within[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path,
+    monkeypatch,
     words: tuple[str, ...],
-) -> None:
+):
     key = SigningKey.create(tmp_path / "key.pem")
     job = Job(prompt="a cat", id="cat")
 
@@ -292,7 +291,7 @@ def test_a_job_whose_signature_has_ended_is_yours_and_is_signed_again_with_the_k
 
 def test_a_change_takes_the_place_of_other_names_for_a_field(
     in_process: Imagefleet, within: Within[Any]
-) -> None:
+):
     settings = {"CLIP_stop_at_last_layers": 2, "sd_model_checkpoint": "dreams"}
     fields = {"prompt": "a cat", "steps": 500, "override_settings": settings}
     within(lambda storage: fail(storage, json.dumps(fields)))

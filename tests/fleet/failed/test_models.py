@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ BODIES = (
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> StorageSettings:
+def settings(tmp_path) -> StorageSettings:
     """A storage with a failed job of each body, besides a message that is no record."""
     found = StorageSettings(storage=f"local:{tmp_path / 'imagefleet-data'}")
 
@@ -58,7 +57,7 @@ def listed(imagefleet: Imagefleet, *arguments: str) -> set[str]:
 
 
 @pytest.mark.usefixtures("settings")
-def test_failed_jobs_are_listed_by_model(in_process: Imagefleet) -> None:
+def test_failed_jobs_are_listed_by_model(in_process: Imagefleet):
     assert listed(in_process, "--model", "pony") == {"one", "old", "invalid"}
     assert listed(in_process, "--model", "dream") == {"other"}
     assert not listed(in_process, "--model", "unknown")
@@ -66,7 +65,7 @@ def test_failed_jobs_are_listed_by_model(in_process: Imagefleet) -> None:
 
 def test_a_models_failed_jobs_are_replayed_into_its_queue(
     in_process: Imagefleet, settings: StorageSettings
-) -> None:
+):
     result = in_process("replay", "--model", "pony", "--yes")
 
     async def left() -> tuple[dict[str | None, int], Any]:

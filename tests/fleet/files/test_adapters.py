@@ -14,7 +14,7 @@ LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     folder = tmp_path / "watercolor"
     folder.mkdir()
     config = {"peft_type": "VERA", "r": 4, "target_modules": ["to_q"]}
@@ -28,8 +28,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_an_adapter_is_stored_as_one_file_under_the_folders_name(
-    in_process: Imagefleet, folder: Path, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, folder: Path, tmp_path
+):
     storage = f"--storage=local:{tmp_path / 'data'}"
     added = in_process("files", "add", "lora", str(folder), storage, "--json")
     assert added.returncode == 0, added.stderr
@@ -47,8 +47,8 @@ def test_an_adapter_is_stored_as_one_file_under_the_folders_name(
 
 
 def test_an_adapter_without_its_weights_is_refused_before_anything_is_stored(
-    in_process: Imagefleet, folder: Path, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, folder: Path, tmp_path
+):
     (folder / adapter.WEIGHTS).unlink()
     storage = f"--storage=local:{tmp_path / 'data'}"
     assert_refused(

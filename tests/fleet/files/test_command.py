@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from worker.files import manifest
 
 
 @pytest.fixture
-def loras(in_process: Imagefleet, tmp_path: Path, flags: list[str]) -> list[str]:
+def loras(in_process: Imagefleet, tmp_path, flags: list[str]) -> list[str]:
     """The names of two stored and listed LoRAs."""
     names = ["night", "rocket (v2)"]
     for name in names:
@@ -41,7 +40,7 @@ def test_a_removed_file_is_neither_stored_nor_listed(
     loras: list[str],
     flags: list[str],
     storage_settings: StorageSettings,
-) -> None:
+):
     before = stored(storage_settings)
     command = ("files", "remove", "lora", "night")
     dry = in_process(*command, "--dry-run", "--json", *flags)
@@ -76,7 +75,7 @@ def test_an_unknown_name_is_refused_with_one_like_it_and_nothing_is_removed(
     storage_settings: StorageSettings,
     name: str,
     hint: str,
-) -> None:
+):
     before = stored(storage_settings)
     refused = in_process("files", "remove", "lora", "night", name, "--yes", *flags)
     assert_refused(refused, f"no LoRA {name!r} in loras/{hint}")
@@ -84,8 +83,8 @@ def test_an_unknown_name_is_refused_with_one_like_it_and_nothing_is_removed(
 
 
 def test_a_signed_list_loses_a_file_only_with_its_key(
-    in_process: Imagefleet, tmp_path: Path, local_settings: StorageSettings
-) -> None:
+    in_process: Imagefleet, tmp_path, local_settings: StorageSettings
+):
     SigningKey.create(tmp_path / "key.pem")
     (tmp_path / "night.safetensors").write_bytes(lora_of())
     storage, key = f"--storage={local_settings.storage}", ("--signing-key", "key.pem")
@@ -100,7 +99,7 @@ def test_a_signed_list_loses_a_file_only_with_its_key(
 
 def test_a_name_that_two_files_have_is_to_be_given_with_its_suffix(
     in_process: Imagefleet, local_settings: StorageSettings
-) -> None:
+):
     async def fill() -> None:
         async with open_storage(local_settings) as storage:
             await storage.create()
@@ -153,7 +152,7 @@ def test_a_name_that_two_files_have_is_to_be_given_with_its_suffix(
     ],
 )
 def test_what_does_not_fit_the_kind_is_refused(
-    in_process: Imagefleet, tmp_path: Path, arguments: str, reason: str
-) -> None:
+    in_process: Imagefleet, tmp_path, arguments: str, reason: str
+):
     assert_refused(in_process("files", *arguments.split()), reason)
     assert list(tmp_path.iterdir()) == []

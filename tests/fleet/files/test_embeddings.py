@@ -36,8 +36,8 @@ def test_workers_use_what_was_added(
     in_process: Imagefleet,
     flags: list[str],
     storage_settings: StorageSettings,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     files = {
         "EasyNegative": shaped(emb_params=[8, 768]),
         "bad-hands-5": shaped(clip_l=[3, 768], clip_g=[3, 1280]),
@@ -96,8 +96,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("content", REFUSED)
 def test_what_is_no_usable_embedding_never_reaches_the_storage(
-    in_process: Imagefleet, tmp_path: Path, content: str
-) -> None:
+    in_process: Imagefleet, tmp_path, content: str
+):
     data, reason = REFUSED[content]
     (tmp_path / "mist.safetensors").write_bytes(data)
     result = in_process("files", "add", "embedding", "mist.safetensors")
@@ -106,9 +106,7 @@ def test_what_is_no_usable_embedding_never_reaches_the_storage(
     assert not (tmp_path / "imagefleet-data").exists()
 
 
-def test_a_pickle_and_an_unsafe_name_are_refused(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+def test_a_pickle_and_an_unsafe_name_are_refused(in_process: Imagefleet, tmp_path):
     (tmp_path / "mist.pt").write_bytes(b"PK\x03\x04")
     pickle = in_process("files", "add", "embedding", "mist.pt")
     assert_refused(pickle, "a pickle, which may run any program")

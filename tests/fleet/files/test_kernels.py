@@ -27,7 +27,7 @@ DEMO = Path(__file__).parents[3] / "demo_model"
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> Path:
+def packed(tmp_path) -> Path:
     archive.pack(compile_into(tmp_path / "compiled"), KEY, tmp_path / "kernels" / NAME)
     return tmp_path / "kernels" / NAME
 
@@ -51,8 +51,8 @@ def test_what_was_added_is_listed_and_fetched_by_a_worker_with_that_gpu(
     packed: Path,
     flags: list[str],
     storage_settings: StorageSettings,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     dry = in_process("files", "add", "kernels", "kernels", "--dry-run", *flags)
     assert f"kernels/{NAME}: would be stored" in dry.stderr
     assert origin_of(storage_settings, tmp_path / "before") is None
@@ -82,8 +82,8 @@ def test_other_kernels_for_the_same_gpu_are_replaced_only_if_asked(
     packed: Path,
     flags: list[str],
     storage_settings: StorageSettings,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     in_process("files", "add", "kernels", "kernels", *flags)
     archive.pack(compile_into(tmp_path / "anew", b"a newer graph"), KEY, packed)
 
@@ -108,8 +108,8 @@ def test_other_kernels_for_the_same_gpu_are_replaced_only_if_asked(
     ],
 )
 def test_what_no_worker_could_load_never_reaches_the_storage(
-    source: str, reason: str, in_process: Imagefleet, packed: Path, tmp_path: Path
-) -> None:
+    source: str, reason: str, in_process: Imagefleet, packed: Path, tmp_path
+):
     (tmp_path / "empty").mkdir()
     (tmp_path / "cut.tar.xz").write_bytes(packed.read_bytes()[:-20])
     (tmp_path / "text.tar.xz").write_text("hello")
@@ -121,8 +121,8 @@ def test_what_workers_share_is_listed_and_removed_as_what_was_added(
     in_process: Imagefleet,
     flags: list[str],
     storage_settings: StorageSettings,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     async def share() -> None:
         async with open_storage(storage_settings) as storage:
             await storage.create()
@@ -153,7 +153,7 @@ def test_what_workers_share_is_listed_and_removed_as_what_was_added(
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def gpu(monkeypatch) -> dict[str, Any]:
     """A machine with the key, whose compiler leaves the usual files; returns its arguments."""
     used: dict[str, Any] = {}
 
@@ -171,8 +171,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_a_build_packs_what_a_worker_with_these_settings_compiles(
-    in_process: Imagefleet, gpu: dict[str, Any], tmp_path: Path
-) -> None:
+    in_process: Imagefleet, gpu: dict[str, Any], tmp_path
+):
     build = (
         "files",
         "make",
@@ -205,8 +205,8 @@ def test_a_build_packs_what_a_worker_with_these_settings_compiles(
 
 
 def test_a_build_that_compiled_nothing_says_so(
-    in_process: Imagefleet, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    in_process: Imagefleet, gpu: dict[str, Any], monkeypatch
+):
     monkeypatch.setattr(
         load, "load_engine", lambda *_, **__: SimpleNamespace(close=lambda: None)
     )
@@ -217,7 +217,7 @@ def test_a_build_that_compiled_nothing_says_so(
     assert re.search(r"torch kept no kernels in /\S+/cache/kernels/", result.stderr)
 
 
-def test_without_a_gpu_nothing_is_built(in_process: Imagefleet, tmp_path: Path) -> None:
+def test_without_a_gpu_nothing_is_built(in_process: Imagefleet, tmp_path):
     build = ("files", "make", "kernels", "--model", str(DEMO), "--device", "cpu")
     assert_refused(in_process(*build), "compiled for NVIDIA GPUs, and here is none")
     assert not (tmp_path / "kernels").exists()

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import json
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ LORAS = "loras/manifest.json"
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> SigningKey:
+def key(tmp_path) -> SigningKey:
     return SigningKey.create(tmp_path / "key.pem")
 
 
@@ -37,8 +36,8 @@ async def contents(storage: Storage, name: str = LORAS) -> manifest.Contents:
 
 
 async def test_a_manifest_that_others_change_meanwhile_keeps_their_hashes(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, monkeypatch
+):
     blobs = storage.files
     assert await Listing(storage, "loras", NO_KEYS, create=True).change({"a": "1"})
     read_part = type(blobs).read_part
@@ -62,7 +61,7 @@ async def test_a_manifest_that_others_change_meanwhile_keeps_their_hashes(
 
 async def test_a_plain_list_is_signed_only_when_told_to(
     storage: Storage, key: SigningKey
-) -> None:
+):
     await Listing(storage, "loras", NO_KEYS, create=True).change({"planted": "1"})
     keys = keys_of(key)
     with pytest.raises(
@@ -74,8 +73,8 @@ async def test_a_plain_list_is_signed_only_when_told_to(
 
 
 async def test_a_signed_list_is_not_changed_without_its_key(
-    storage: Storage, key: SigningKey, tmp_path: Path
-) -> None:
+    storage: Storage, key: SigningKey, tmp_path
+):
     await Listing(storage, "loras", keys_of(key)).change({"a": "1"})
     other = SigningKey.create(tmp_path / "other.pem")
     for keys in (NO_KEYS, keys_of(other), Keys(None, TrustedKeys.read(key.public))):
@@ -89,8 +88,8 @@ async def test_a_signed_list_is_not_changed_without_its_key(
 
 
 async def test_a_list_does_not_grow_beyond_what_workers_read(
-    storage: Storage, key: SigningKey, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, key: SigningKey, monkeypatch
+):
     monkeypatch.setattr(manifest, "MAX_FILES", 1)
     await Listing(storage, "loras", keys_of(key)).change({"a": "1"})
     with pytest.raises(errors.SetupError, match="too large"):
@@ -100,11 +99,11 @@ async def test_a_list_does_not_grow_beyond_what_workers_read(
 
 def test_add_lists_loras_and_models_and_signs_the_lists(
     in_process: Imagefleet,
-    tmp_path: Path,
+    tmp_path,
     key: SigningKey,
     local_settings: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
     monkeypatch.setenv("IMAGEFLEET_STORAGE", local_settings.storage)
     (tmp_path / "rocket.safetensors").write_bytes(lora_of())

@@ -5,8 +5,6 @@ import json
 import unicodedata
 from pathlib import Path
 
-import pytest
-
 from cli import console
 from header_files import lora_of, shaped
 from imagefleet import errors
@@ -70,8 +68,8 @@ def test_what_is_stored_under_any_name_is_found_by_it(
     in_process: Imagefleet,
     flags: list[str],
     storage_settings: StorageSettings,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     expected = []
     for number, name in enumerate(NAMES):
         expected.append(lora_of(str(number)))
@@ -98,8 +96,8 @@ def test_an_alias_finds_its_file_and_a_files_name_goes_before_it(
     in_process: Imagefleet,
     flags: list[str],
     storage_settings: StorageSettings,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     files = {
         "forest-000010": with_alias("Magic, forest"),
         "night": with_alias("rocket"),
@@ -133,9 +131,9 @@ def test_an_alias_is_signed_with_its_file(
     in_process: Imagefleet,
     flags: list[str],
     storage_settings: StorageSettings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    monkeypatch,
+):
     key = SigningKey.create(tmp_path / "key.pem")
     monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
     (tmp_path / "a.safetensors").write_bytes(data := with_alias("the other name"))
@@ -151,8 +149,8 @@ def test_an_alias_is_signed_with_its_file(
 
 
 def test_in_a_folder_of_the_workers_own_aliases_are_read_of_the_files(
-    local_settings: StorageSettings, tmp_path: Path
-) -> None:
+    local_settings: StorageSettings, tmp_path
+):
     loras = tmp_path / "loras"
     loras.mkdir()
     data = with_alias("The alias")
@@ -177,8 +175,8 @@ def test_embeddings_have_any_name_as_well(
     in_process: Imagefleet,
     flags: list[str],
     storage_settings: StorageSettings,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     for name in ("bad, hands!", "負の手"):
         (tmp_path / f"{name}.safetensors").write_bytes(shaped(v=[1, 768]))
         added = in_process("files", "add", "embedding", f"{name}.safetensors", *flags)

@@ -56,7 +56,7 @@ def in_storage(settings: StorageSettings, *names: str) -> None:
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Path:
+def jobs(tmp_path) -> Path:
     path = tmp_path / "jobs.jsonl"
     path.write_text("".join(json.dumps(job) + "\n" for job in JOBS))
     return path
@@ -69,7 +69,7 @@ def missing(result: subprocess.CompletedProcess[str]) -> dict[tuple[str, str], A
 
 def test_what_is_missing_is_told_with_its_jobs_and_nothing_is_sent(
     in_process: Imagefleet, jobs: Path, storage_settings: StorageSettings
-) -> None:
+):
     in_storage(storage_settings, *STORED)
     result = in_process(
         "load", "jobs.jsonl", "--check", "--json", *flags(storage_settings)
@@ -122,7 +122,7 @@ def test_what_is_missing_is_told_with_its_jobs_and_nothing_is_sent(
 
 def test_a_person_reads_a_table_and_programs_the_exit_code(
     in_process: Imagefleet, jobs: Path, local_settings: StorageSettings
-) -> None:
+):
     in_storage(local_settings, *STORED)
     result = in_process("load", "jobs.jsonl", "--check", *flags(local_settings))
 
@@ -148,10 +148,10 @@ def test_a_person_reads_a_table_and_programs_the_exit_code(
 
 def test_a_folder_of_loras_and_models_from_elsewhere_count(
     in_process: Imagefleet,
-    tmp_path: Path,
+    tmp_path,
     local_settings: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "own.safetensors").write_bytes(b"x")
     (tmp_path / "jobs.txt").write_text("a <lora:own:1>\n")
@@ -180,8 +180,8 @@ def test_a_folder_of_loras_and_models_from_elsewhere_count(
 
 
 def test_all_jobs_of_a_template_are_looked_through(
-    in_process: Imagefleet, tmp_path: Path, local_settings: StorageSettings
-) -> None:
+    in_process: Imagefleet, tmp_path, local_settings: StorageSettings
+):
     (tmp_path / "t.yaml").write_text(
         "prompt: a {l}\nlists: {l: [{lora: often, weight: 200}, {lora: seldom}]}\n"
         "count: 3000\njob: {model: m2}\n"
@@ -196,8 +196,8 @@ def test_all_jobs_of_a_template_are_looked_through(
 
 
 def test_with_a_signing_key_a_file_must_be_in_the_signed_list(
-    in_process: Imagefleet, tmp_path: Path, local_settings: StorageSettings
-) -> None:
+    in_process: Imagefleet, tmp_path, local_settings: StorageSettings
+):
     """A worker with a trusted key uses no other file."""
     SigningKey.create(tmp_path / "key.pem")
     (tmp_path / "jobs.txt").write_text("<lora:listed:1>\n<lora:stored:1>\n")
@@ -227,7 +227,7 @@ def test_with_a_signing_key_a_file_must_be_in_the_signed_list(
 
 def test_images_and_files_of_their_passes_are_looked_for_as_well(
     in_process: Imagefleet, jobs: Path, storage_settings: StorageSettings
-) -> None:
+):
     in_storage(
         storage_settings,
         *("inputs/cats/a.png", "upscalers/4x.safetensors", "controlnets/x.pth"),
@@ -262,8 +262,8 @@ def test_images_and_files_of_their_passes_are_looked_for_as_well(
 
 
 def test_words_that_seem_to_be_names_of_embeddings_are_told_and_are_no_failure(
-    in_process: Imagefleet, tmp_path: Path, storage_settings: StorageSettings
-) -> None:
+    in_process: Imagefleet, tmp_path, storage_settings: StorageSettings
+):
     in_storage(
         storage_settings,
         "embeddings/Bad-Hands-5.safetensors",
@@ -295,14 +295,14 @@ def test_words_that_seem_to_be_names_of_embeddings_are_told_and_are_no_failure(
     assert "'badhandv4' in 1 job is a word" in shown.stderr
 
 
-def test_the_known_names_are_none_that_a_prompt_has_as_words() -> None:
+def test_the_known_names_are_none_that_a_prompt_has_as_words():
     assert "easynegative" in meant.KNOWN
     assert all(re.search(r"[\d_-]|negative|dream", name) for name in meant.KNOWN)
 
 
 def test_a_file_that_every_worker_would_refuse_is_told_with_its_sentence(
-    in_process: Imagefleet, tmp_path: Path, storage_settings: StorageSettings
-) -> None:
+    in_process: Imagefleet, tmp_path, storage_settings: StorageSettings
+):
     in_storage(storage_settings, "loras/good.safetensors")
 
     async def spoil() -> None:

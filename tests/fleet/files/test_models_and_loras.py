@@ -26,14 +26,14 @@ def sha256(data: bytes) -> str:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path) -> Path:
     path = tmp_path / "dreams.safetensors"
     path.write_bytes(file_of())
     return path
 
 
 @pytest.fixture
-def lora(tmp_path: Path) -> Path:
+def lora(tmp_path) -> Path:
     path = tmp_path / "rocket.safetensors"
     path.write_bytes(lora_of())
     return path
@@ -55,7 +55,7 @@ def test_a_checkpoint_is_stored_under_its_name_with_the_workers_flags(
     checkpoint: Path,
     flags: list[str],
     storage_settings: StorageSettings,
-) -> None:
+):
     result = in_process("files", "add", "model", checkpoint.name, *flags)
 
     assert result.returncode == console.EXIT_DONE, result.stderr
@@ -105,8 +105,8 @@ def test_what_is_no_checkpoint_never_reaches_the_storage(
     in_process: Imagefleet,
     checkpoint: Path,
     lora: Path,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "old.ckpt").touch()
     assert_refused(in_process("files", "add", "model", *arguments), reason)
     assert not (tmp_path / "imagefleet-data").exists()
@@ -114,7 +114,7 @@ def test_what_is_no_checkpoint_never_reaches_the_storage(
 
 def test_v_prediction_that_only_a_yaml_tells_is_not_lost(
     in_process: Imagefleet, checkpoint: Path
-) -> None:
+):
     checkpoint.with_suffix(".yaml").write_text("model: {params: {parameterization: v}}")
     assert (
         "write it into the file first"
@@ -126,8 +126,8 @@ def test_v_prediction_that_only_a_yaml_tells_is_not_lost(
 
 
 def test_a_folder_is_packed_and_loads_where_it_is_unpacked(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, tmp_path
+):
     model = tiny_model.build_tiny_checkpoint(tmp_path / "tiny")
     (model / "safety_checker").mkdir()
     (model / "safety_checker" / "pytorch_model.bin").write_bytes(b"a pickle")
@@ -149,7 +149,7 @@ def test_a_folder_is_packed_and_loads_where_it_is_unpacked(
     assert list((tmp_path / "cache" / "added").iterdir()) == []
 
 
-def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_the_same_folder_gives_the_same_bytes(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name / "unet").mkdir(parents=True)
         (tmp_path / name / "unet" / "config.json").write_text("{}")
@@ -164,7 +164,7 @@ def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-async def address(tmp_path: Path) -> AsyncIterator[str]:
+async def address(tmp_path) -> AsyncIterator[str]:
     """Of the file that a server calls dreams.safetensors."""
 
     async def answer(_: web.Request) -> web.Response:
@@ -179,8 +179,8 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
 
 
 async def test_a_download_has_the_servers_name_and_is_removed_once_it_is_stored(
-    address: str, tmp_path: Path
-) -> None:
+    address: str, tmp_path
+):
     expected = sha256(file_of())
     with pytest.raises(RuntimeError, match="the upload failed"):
         async with stored.local_file(address, expected, kinds.MODEL, tmp_path) as path:
@@ -200,7 +200,7 @@ def test_a_lora_is_stored_with_its_hash_in_the_manifest_if_there_is_one(
     lora: Path,
     flags: list[str],
     storage_settings: StorageSettings,
-) -> None:
+):
     result = in_process("files", "add", "lora", lora.name, *flags)
     assert result.returncode == console.EXIT_DONE, result.stderr
     assert result.stdout == "<lora:rocket:1>\n"
@@ -235,7 +235,7 @@ def test_a_lora_is_stored_with_its_hash_in_the_manifest_if_there_is_one(
 # Lists
 
 
-def test_an_empty_list_says_how_to_fill_it(in_process: Imagefleet, lora: Path) -> None:
+def test_an_empty_list_says_how_to_fill_it(in_process: Imagefleet, lora: Path):
     in_process("files", "add", "lora", lora.name)
     result = in_process("files", "list", "model")
     assert (result.stdout, result.returncode) == ("", console.EXIT_DONE)
@@ -244,7 +244,7 @@ def test_an_empty_list_says_how_to_fill_it(in_process: Imagefleet, lora: Path) -
 
 async def test_a_file_that_was_put_there_by_hand_is_listed_too(
     local_settings: StorageSettings,
-) -> None:
+):
     async with open_storage(local_settings) as storage:
         await storage.create()
         for name in ("models/sub/a.tar", "models/b.safetensors", "models/notes.txt"):

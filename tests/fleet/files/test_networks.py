@@ -38,11 +38,11 @@ def network(path: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["upscaler", "controlnet", "vae"])
 def test_a_file_is_stored_signed_listed_and_found_by_workers(
     in_process: Imagefleet,
-    tmp_path: Path,
+    tmp_path,
     local_settings: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     kind: str,
-) -> None:
+):
     key = SigningKey.create(tmp_path / "key.pem")
     monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
     path = network(tmp_path / "4x (a).safetensors", kind)

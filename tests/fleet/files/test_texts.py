@@ -38,20 +38,20 @@ WIDTH = 32
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     torch.set_num_threads(1)
     return tiny_cascade.build(tmp_path_factory.mktemp("stage") / "base", "base")
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Path:
+def jobs(tmp_path) -> Path:
     path = tmp_path / "jobs.jsonl"
     path.write_text("".join(json.dumps(job) + "\n" for job in JOBS))
     return path
 
 
 @pytest.fixture
-def signing_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SigningKey:
+def signing_key(tmp_path, monkeypatch) -> SigningKey:
     key = SigningKey.create(tmp_path / "key.pem")
     monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
     return key
@@ -104,9 +104,9 @@ def test_workers_find_the_states_of_all_prompts_of_all_stages(
     jobs: Path,
     model: Path,
     storage_settings: StorageSettings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    monkeypatch,
+):
     command = [*make_text(jobs, model, storage_settings), "--json"]
     added = in_process(*command)
     assert added.returncode == console.EXIT_DONE, added.stderr
@@ -144,8 +144,8 @@ def test_an_interrupted_command_goes_on_where_it_was(
     jobs: Path,
     model: Path,
     storage_settings: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(texts, "CHUNK", 1)
     made: list[str] = []
     encode = text_stage.TextStage.encode
@@ -182,10 +182,10 @@ def test_with_a_signing_key_all_are_listed_and_what_others_stored_is_replaced(
     jobs: Path,
     model: Path,
     storage_settings: StorageSettings,
-    tmp_path: Path,
+    tmp_path,
     signing_key: SigningKey,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(texts, "CHUNK", 2)
     foreign = text_states.content(
         "two dogs", tiny_cascade.ENCODER, torch.ones(77, WIDTH)
@@ -217,8 +217,8 @@ def test_states_made_on_another_machine_are_stored_as_they_are(
     jobs: Path,
     model: Path,
     storage_settings: StorageSettings,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     elsewhere = tmp_path / "elsewhere"
     made = elsewhere / "files" / TEXT.folder
     command = ["files", "make", "text", str(jobs), "--model", str(model)]
@@ -256,7 +256,7 @@ def test_without_a_text_encoder_nothing_is_read(
     in_process: Imagefleet,
     jobs: Path,
     local_settings: StorageSettings,
-) -> None:
+):
     clip = jobs.parent / "sd15" / "text_encoder"
     clip.mkdir(parents=True)
     (clip / "config.json").write_text('{"model_type": "clip_text_model"}')

@@ -43,7 +43,7 @@ Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
 
 @pytest.fixture(autouse=True)
-def _quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick_polls(monkeypatch) -> None:
     for name in ("LOCAL_POLL_SECONDS", "REMOTE_POLL_SECONDS"):
         monkeypatch.setattr(campaigns, name, 0.1)
 

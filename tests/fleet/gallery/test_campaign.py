@@ -37,7 +37,7 @@ def image(number: int) -> Record:
 
 @pytest.fixture
 async def storage(
-    local_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
+    local_settings: StorageSettings, monkeypatch
 ) -> AsyncIterator[Storage]:
     """A campaign of three workers that takes many polls to read."""
     monkeypatch.setattr(campaigns, "_RECORDS_AT_ONCE", 50)
@@ -65,7 +65,7 @@ async def jobs(campaign: Campaign) -> list[int]:
 
 async def test_some_are_there_at_once_and_the_others_come_in_order(
     storage: Storage,
-) -> None:
+):
     campaign = opened(storage)
     await campaign.refresh()
     assert 50 <= len(await jobs(campaign)) < COUNT
@@ -80,8 +80,8 @@ async def test_some_are_there_at_once_and_the_others_come_in_order(
 
 
 async def test_rows_are_those_that_the_page_knows_until_it_asks_what_is_new(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, monkeypatch
+):
     # On a busy machine the rows would be too expensive to be read again so soon.
     monkeypatch.setattr(campaigns, "_SELECT_SHARE", math.inf)
     campaign = opened(storage)
@@ -99,7 +99,7 @@ async def test_rows_are_those_that_the_page_knows_until_it_asks_what_is_new(
 
 async def test_a_long_campaign_is_listed_without_a_look_at_each_image(
     storage: Storage,
-) -> None:
+):
     waits, made_up, made_up_later, waits_later = range(COUNT, COUNT + 4)
     sent = [f"{number:04}" for number in [*range(COUNT), waits, waits_later]]
     await sent_jobs.note(storage, "spring", len(sent), ids=sent)
@@ -115,9 +115,7 @@ async def test_a_long_campaign_is_listed_without_a_look_at_each_image(
     await campaign.close()
 
 
-async def test_a_full_disk_loses_no_record(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_loses_no_record(storage: Storage, monkeypatch):
     real, calls = Index.add, itertools.count()
 
     def add(self: Index, records: Iterable[Record], *, at_end: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -24,20 +23,18 @@ def file_of(
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_an_image_of_any_format_becomes_a_small_jpeg(kind: str) -> None:
+def test_an_image_of_any_format_becomes_a_small_jpeg(kind: str):
     with Image.open(io.BytesIO(gallery_images.shrink(file_of(kind)))) as made:
         assert (made.format, made.size) == ("JPEG", (256, 128))
     assert gallery_images.content_type(file_of(kind)) == f"image/{kind.lower()}"
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "I;16", "1"])
-def test_an_image_of_any_mode_becomes_a_thumbnail(mode: str) -> None:
+def test_an_image_of_any_mode_becomes_a_thumbnail(mode: str):
     assert gallery_images.shrink(file_of(mode=mode))
 
 
-async def test_the_least_recently_used_thumbnails_go_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_least_recently_used_thumbnails_go_first(tmp_path, monkeypatch):
     monkeypatch.setattr(
         gallery_images, "_KEPT_BYTES", 3 * len(gallery_images.shrink(file_of()))
     )
@@ -61,8 +58,8 @@ async def test_the_least_recently_used_thumbnails_go_first(
 
 
 async def test_a_thumbnail_is_made_once_and_an_image_of_gigabytes_is_not_read(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     settings = StorageSettings(storage=f"local:{tmp_path / 'data'}")
     async with open_storage(settings) as storage:
         await storage.create()
@@ -80,7 +77,7 @@ async def test_a_thumbnail_is_made_once_and_an_image_of_gigabytes_is_not_read(
                 await images.thumbnail(record(name), lambda: True)
 
 
-async def test_an_image_that_was_scrolled_away_is_not_read(tmp_path: Path) -> None:
+async def test_an_image_that_was_scrolled_away_is_not_read(tmp_path):
     settings = StorageSettings(storage=f"local:{tmp_path / 'data'}")
     async with open_storage(settings) as storage:
         await storage.create()

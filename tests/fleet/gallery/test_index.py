@@ -45,7 +45,7 @@ def jobs(index: Index, **chosen: Any) -> list[str]:
     return [records[0].id for records in index.records(seqs).values()]
 
 
-def test_a_filter_of_words_takes_them_as_they_are(index: Index) -> None:
+def test_a_filter_of_words_takes_them_as_they_are(index: Index):
     index.add(
         [
             image(1, prompt="A red House, 100% detailed"),
@@ -67,7 +67,7 @@ def test_a_filter_of_words_takes_them_as_they_are(index: Index) -> None:
 
 def test_loras_and_workers_are_chosen_by_their_whole_names_and_counted(
     index: Index,
-) -> None:
+):
     two = (Lora("ink", 1), Lora("inkwell", 0.5), Lora("ink", 0.2))
     index.add(
         [image(1, loras=two, worker="w-1"), image(2, loras=two[1:2], worker="w-10")]
@@ -83,7 +83,7 @@ def test_loras_and_workers_are_chosen_by_their_whole_names_and_counted(
     assert index.names("worker") == [("w-1", 1), ("w-10", 1)]
 
 
-def test_a_record_that_comes_twice_is_one_row(index: Index) -> None:
+def test_a_record_that_comes_twice_is_one_row(index: Index):
     for _ in range(2):
         index.add([image(1, loras=(Lora("ink", 1),)), ended(2)])
 
@@ -97,7 +97,7 @@ def test_a_record_that_comes_twice_is_one_row(index: Index) -> None:
 @pytest.mark.parametrize("outcome", ["replayed", "discarded"])
 def test_a_failed_job_that_an_operator_has_settled_is_gone(
     index: Index, outcome: str, is_late: bool
-) -> None:
+):
     records = [ended(1), ended(1, outcome)]
     for record in records if is_late else reversed(records):
         index.add([record])
@@ -106,13 +106,13 @@ def test_a_failed_job_that_an_operator_has_settled_is_gone(
     assert index.counts()[0]["failed"] == 0
 
 
-def test_a_replayed_job_that_fails_again_is_a_row_again(index: Index) -> None:
+def test_a_replayed_job_that_fails_again_is_a_row_again(index: Index):
     index.add([ended(1), ended(1, "replayed"), ended(1, source="another message")])
 
     assert jobs(index, tab="failed") == ["job-1"]
 
 
-def test_the_images_of_a_job_are_rows_of_their_own_and_one_job(index: Index) -> None:
+def test_the_images_of_a_job_are_rows_of_their_own_and_one_job(index: Index):
     index.add(
         [
             image(1, blob=f"spring/job-1-{n}.png", index=n, images=3, completes=n == 2)
@@ -124,7 +124,7 @@ def test_the_images_of_a_job_are_rows_of_their_own_and_one_job(index: Index) -> 
     assert index.counts()[1] == 1
 
 
-def test_a_row_that_comes_late_moves_no_other(index: Index) -> None:
+def test_a_row_that_comes_late_moves_no_other(index: Index):
     index.add([image(n, at=NOON + timedelta(minutes=n)) for n in range(2)])
     index.add(
         [image(7, at=NOON - timedelta(minutes=1)), image(8, at=NOON)], at_end=True
@@ -134,8 +134,8 @@ def test_a_row_that_comes_late_moves_no_other(index: Index) -> None:
 
 
 def test_records_of_which_one_cannot_be_added_are_not_counted(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    index: Index, monkeypatch
+):
     with monkeypatch.context() as full:
         full.setattr("zlib.compress", lambda *_: object())  # no value of SQLite's
         with pytest.raises(sqlite3.Error):
@@ -145,7 +145,7 @@ def test_records_of_which_one_cannot_be_added_are_not_counted(
     assert (jobs(index), index.counts()[1]) == (["job-1"], 1)
 
 
-def test_a_record_is_kept_whole(index: Index) -> None:
+def test_a_record_is_kept_whole(index: Index):
     record = image(
         1, prompt="a cat, <lora:ink:1>", metadata={"a": [1, None]}, seed=2**32 - 1
     )

@@ -10,7 +10,6 @@ import io
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,7 +57,7 @@ FAULTS = """(() => {
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> StorageSettings:
+def campaign(tmp_path_factory) -> StorageSettings:
     """A campaign of some thousand images, and some failed jobs."""
     folder = tmp_path_factory.mktemp("gallery")
     asyncio.run(drawn_campaign.fill(folder, IMAGES, failed=FAILED, pictures=6))
@@ -100,7 +99,7 @@ async def active(page: Page) -> int:
 
 async def test_a_person_walks_through_it_by_keyboard(
     campaign: StorageSettings, open_page: Open
-) -> None:
+):
     async with open_page(campaign) as page:
         await page.until(gallery.FIRST_SCREEN)
         columns = await page.evaluate(
@@ -144,7 +143,7 @@ async def test_a_person_walks_through_it_by_keyboard(
 
 async def test_the_parameters_are_there_and_the_job_can_be_copied(
     campaign: StorageSettings, open_page: Open
-) -> None:
+):
     async with open_page(campaign) as page:
         await page.evaluate(
             "navigator.clipboard.writeText = async text => { window.copied = text; }; undefined"
@@ -181,7 +180,7 @@ async def test_the_parameters_are_there_and_the_job_can_be_copied(
 
 async def test_what_is_copied_is_never_the_image_before(
     campaign: StorageSettings, open_page: Open
-) -> None:
+):
     async with open_page(campaign) as page:
         await page.evaluate(
             "navigator.clipboard.writeText = async text => { window.copied = text; };"
@@ -204,7 +203,7 @@ async def test_what_is_copied_is_never_the_image_before(
 
 async def test_filters_narrow_the_list_and_outlive_a_reload(
     campaign: StorageSettings, open_page: Open
-) -> None:
+):
     async with open_page(campaign) as page:
         await page.press("/")
         await page.write("blue fish snowy")
@@ -238,7 +237,7 @@ async def test_filters_narrow_the_list_and_outlive_a_reload(
 
 async def test_thousands_of_images_scroll_without_a_gap(
     campaign: StorageSettings, open_page: Open
-) -> None:
+):
     async with open_page(campaign) as page:
         await page.until(gallery.FIRST_SCREEN)
         for step, frames in ((120, 25), (700, 25)):
@@ -250,8 +249,8 @@ async def test_thousands_of_images_scroll_without_a_gap(
 
 
 async def test_new_images_come_at_the_top_and_move_nothing_under_a_readers_eyes(
-    open_page: Open, tmp_path: Path
-) -> None:
+    open_page: Open, tmp_path
+):
     settings = StorageSettings(storage=f"local:{tmp_path / 'data'}")
     await drawn_campaign.fill(tmp_path / "data", 150, pictures=2)
     async with open_storage(settings) as storage, open_page(settings) as page:
@@ -301,7 +300,7 @@ async def test_new_images_come_at_the_top_and_move_nothing_under_a_readers_eyes(
 @pytest.mark.parametrize("width", [1280, 400])
 async def test_nothing_is_cut_off_or_tiny_in_any_view(
     campaign: StorageSettings, open_page: Open, width: int
-) -> None:
+):
     async with open_page(campaign, width=width) as page:
         await page.until(gallery.FIRST_SCREEN)
         views = {"images": await page.evaluate(FAULTS)}
@@ -334,7 +333,7 @@ async def test_nothing_is_cut_off_or_tiny_in_any_view(
             assert faults["cut"] == [], name
 
 
-async def test_hostile_texts_are_texts(open_page: Open, tmp_path: Path) -> None:
+async def test_hostile_texts_are_texts(open_page: Open, tmp_path):
     settings = StorageSettings(storage=f"local:{tmp_path / 'data'}")
     async with open_storage(settings) as storage:
         await storage.create()
@@ -386,7 +385,7 @@ async def test_hostile_texts_are_texts(open_page: Open, tmp_path: Path) -> None:
 
 async def test_the_page_says_when_the_gallery_has_ended(
     campaign: StorageSettings, serve: Callable[..., Any], chromium: Browser
-) -> None:
+):
     async with chromium.page() as page:
         async with serve(campaign) as served:
             await page.open(served.url)
@@ -398,8 +397,8 @@ async def test_the_page_says_when_the_gallery_has_ended(
 
 
 async def test_a_list_longer_than_a_browser_can_be_high_has_an_end(
-    campaign: StorageSettings, open_page: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    campaign: StorageSettings, open_page: Open, monkeypatch
+):
     real = Campaign.view
 
     async def repeated(self: Campaign, chosen: Any, **options: Any) -> Any:

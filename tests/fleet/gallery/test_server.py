@@ -6,7 +6,6 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -84,7 +83,7 @@ async def test_images_appear_as_they_are_stored(
     storage_settings: StorageSettings,
     log: RecordLog,
     serve: Serve,
-) -> None:
+):
     async with serve(storage_settings) as served:
         assert (await served.get("/api/campaigns", first=1))["newest"] is None
         await store(
@@ -122,7 +121,7 @@ async def test_images_appear_as_they_are_stored(
 
 async def test_a_copied_job_draws_the_same_image_again(
     storage: Storage, storage_settings: StorageSettings, log: RecordLog, serve: Serve
-) -> None:
+):
     sent = read_job(
         '{"prompt": "a <lora:ink:0.5> cat", "steps": 7, "campaign": "spring"}', "x"
     )
@@ -154,7 +153,7 @@ async def test_a_copied_job_draws_the_same_image_again(
 
 async def test_the_monitors_token_shows_all(
     azurite_settings: StorageSettings, serve: Serve
-) -> None:
+):
     async with open_storage(azurite_settings) as storage:
         await storage.create()
         log = RecordLog(storage.blobs, "worker-1")
@@ -207,7 +206,7 @@ HOSTS = {
 
 async def test_a_name_that_resolves_to_this_machine_gets_nothing(
     local: StorageSettings, serve: Serve
-) -> None:
+):
     async with serve(local) as served:
         for host, status in HOSTS.items():
             headers = {"Host": host.format(port=served.url.rpartition(":")[2])}
@@ -218,7 +217,7 @@ async def test_a_name_that_resolves_to_this_machine_gets_nothing(
 
 async def test_another_sites_page_can_neither_embed_nor_read(
     local: StorageSettings, serve: Serve
-) -> None:
+):
     async with serve(local) as served:
         for site in ("cross-site", "same-site"):
             embedded = {"Sec-Fetch-Site": site}
@@ -256,9 +255,7 @@ ANSWERS = {
 }
 
 
-async def test_every_answer_is_locked_down(
-    local: StorageSettings, serve: Serve
-) -> None:
+async def test_every_answer_is_locked_down(local: StorageSettings, serve: Serve):
     async with serve(local) as served, aiohttp.ClientSession() as client:
         for path, status in ANSWERS.items():
             async with client.get(URL(served.url + path, encoded=True)) as answer:
@@ -274,7 +271,7 @@ async def test_every_answer_is_locked_down(
 
 async def test_what_is_no_image_says_so_and_is_never_given_as_something_else(
     local: StorageSettings, serve: Serve
-) -> None:
+):
     async with open_storage(local) as storage:
         log = RecordLog(storage.blobs, "worker-1")
         page = b"<!doctype html><script>alert(1)</script>"
@@ -319,7 +316,7 @@ async def test_what_is_no_image_says_so_and_is_never_given_as_something_else(
 
 async def test_a_forged_prompt_is_not_shown_beside_another_picture(
     storage: Storage, storage_settings: StorageSettings, log: RecordLog, serve: Serve
-) -> None:
+):
     """Of a squatted name, of one whose honest record came later, and of none that is stored."""
     squatted = {"sha256": "0" * 64, "prompt": "forged"}
     await store(storage, log, 1, **squatted)
@@ -355,9 +352,7 @@ async def test_a_forged_prompt_is_not_shown_beside_another_picture(
     assert (state["misfits"], state["damaged"]) == (1, 1)
 
 
-async def test_nothing_is_read_while_nobody_looks(
-    local: StorageSettings, serve: Serve
-) -> None:
+async def test_nothing_is_read_while_nobody_looks(local: StorageSettings, serve: Serve):
     async with serve(local) as served:
         await served.state_when(lambda state: state["total"] == 1, campaign="spring")
         assert [
@@ -367,7 +362,7 @@ async def test_nothing_is_read_while_nobody_looks(
 
 async def test_the_first_answer_has_the_images_of_an_empty_cache(
     local: StorageSettings, serve: Serve
-) -> None:
+):
     async with serve(local) as served:
         state = await served.get("/api/state", campaign="spring")
     assert (state["total"], state["counts"]["failed"], state["reading"]) == (
@@ -378,8 +373,8 @@ async def test_the_first_answer_has_the_images_of_an_empty_cache(
 
 
 async def test_a_storage_that_fails_is_told_and_comes_back(
-    local: StorageSettings, serve: Serve, tmp_path: Path
-) -> None:
+    local: StorageSettings, serve: Serve, tmp_path
+):
     records = tmp_path / "storage" / "images"
     async with serve(local) as served:
         await served.state_when(lambda state: state["total"] == 1, campaign="spring")
@@ -401,9 +396,7 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(list(each) if isinstance(each, tuple) else each)
 
 
-async def test_texts_of_jobs_control_nothing(
-    local: StorageSettings, serve: Serve
-) -> None:
+async def test_texts_of_jobs_control_nothing(local: StorageSettings, serve: Serve):
     async with serve(local) as served:
         await served.state_when(lambda state: state["jobs"] == 2, campaign="spring")
         answers = [

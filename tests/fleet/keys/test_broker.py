@@ -119,7 +119,7 @@ async def ask(client: Client, identity_token: str | None) -> tuple[int, dict[str
 
 async def test_a_node_of_the_group_gets_a_workers_tokens_that_work(
     client: Client, salad: Salad, azurite_settings: StorageSettings
-) -> None:
+):
     status, body = await ask(client, salad.sign())
     assert status == 200, body
     settings = azurite_settings.model_copy(
@@ -140,8 +140,8 @@ async def test_each_machine_gets_a_key_of_its_own_that_no_restart_changes(
     start: Any,
     salad: Salad,
     azurite_settings: StorageSettings,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     keys: dict[str, set[str]] = {}
     for _ in range(2):
         async with start() as client:
@@ -172,7 +172,7 @@ async def test_each_machine_gets_a_key_of_its_own_that_no_restart_changes(
 
 async def test_two_brokers_that_begin_at_once_end_with_both_secrets(
     azurite_settings: StorageSettings,
-) -> None:
+):
     async with open_storage(azurite_settings) as owner:
         await owner.create()
         assert await owner.proofs() is None
@@ -194,7 +194,7 @@ def policy_of(body: dict[str, Any]) -> str:
 
 async def test_tokens_for_chains_have_a_policy_of_their_own_and_work_for_every_stage(
     start: Any, salad: Salad, azurite_settings: StorageSettings
-) -> None:
+):
     job = {"prompt": "a", "id": "a", "model": "one", "then": [{"model": "two"}]}
     body = json.dumps({**job, "stage": {"number": 2}})
     async with open_storage(azurite_settings) as owner:
@@ -225,7 +225,7 @@ async def test_tokens_for_chains_have_a_policy_of_their_own_and_work_for_every_s
 @pytest.mark.parametrize("organization", [NAME, ORGANIZATION])
 async def test_the_organization_is_known_by_its_name_or_its_id(
     organization: str, start: Any, salad: Salad
-) -> None:
+):
     async with start(organization=organization) as client:
         assert (await ask(client, salad.sign()))[0] == 200
         other = salad.sign(
@@ -238,7 +238,7 @@ async def test_the_organization_is_known_by_its_name_or_its_id(
 
 async def test_without_fleets_all_groups_of_the_organization_get_tokens(
     start: Any, salad: Salad
-) -> None:
+):
     async with start(salad_fleets=None) as client:
         assert (await ask(client, salad.sign(salad_workload_name=None)))[0] == 200
 
@@ -266,7 +266,7 @@ async def test_without_fleets_all_groups_of_the_organization_get_tokens(
 )
 async def test_tokens_are_for_valid_signatures_of_the_fleets_groups_alone(
     client: Client, salad: Salad, changes: dict[str, Any], status: int
-) -> None:
+):
     answered, body = await ask(client, salad.sign(**changes))
     assert answered == status
     assert ("queue" in body) == (status == 200)
@@ -277,8 +277,8 @@ async def test_a_thiefs_tokens_end_with_the_policy_and_the_fleets_go_on(
     start: Any,
     salad: Salad,
     azurite_settings: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     async def works(body: dict[str, Any]) -> bool:
         changes = {"storage": body["storage"], "sas": SecretStr(json.dumps(body))}
         settings = azurite_settings.model_copy(update=changes)
@@ -314,8 +314,8 @@ async def test_many_nodes_that_ask_at_once_share_one_policy(
     start: Any,
     salad: Salad,
     azurite_settings: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(broker, "CHECK_SECONDS", 0)
     async with start() as client:
         await mint.remove_policy(azurite_settings, "broker")
@@ -325,8 +325,8 @@ async def test_many_nodes_that_ask_at_once_share_one_policy(
 
 
 async def test_nodes_get_tokens_while_the_storage_does_not_answer(
-    start: Any, salad: Salad, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    start: Any, salad: Salad, monkeypatch
+):
     async def fail(*_: object) -> set[str]:
         raise errors.TransientError("the storage does not answer")
 
@@ -349,9 +349,9 @@ async def test_a_fifth_policy_of_others_is_a_temporary_error_with_a_line_in_the_
     start: Any,
     salad: Salad,
     azurite_settings: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    monkeypatch,
+    caplog,
+):
     async with start() as client:
         await mint.remove_policy(azurite_settings, "broker")
         for number in range(mint.MAX_POLICIES):
@@ -363,15 +363,11 @@ async def test_a_fifth_policy_of_others_is_a_temporary_error_with_a_line_in_the_
 
 
 @pytest.mark.parametrize("identity_token", [None, "", "abc", "a.b.c"])
-async def test_an_invalid_token_is_refused(
-    client: Client, identity_token: str | None
-) -> None:
+async def test_an_invalid_token_is_refused(client: Client, identity_token: str | None):
     assert (await ask(client, identity_token))[0] == 401
 
 
-async def test_the_token_does_not_choose_its_algorithm(
-    client: Client, salad: Salad
-) -> None:
+async def test_the_token_does_not_choose_its_algorithm(client: Client, salad: Salad):
     claims = jwt.decode(salad.sign(), options={"verify_signature": False})
     for algorithm, key in (
         ("HS256", "a secret of the attacker, long enough"),
@@ -382,8 +378,8 @@ async def test_the_token_does_not_choose_its_algorithm(
 
 
 async def test_a_forged_key_id_cannot_add_lines_to_the_log(
-    client: Client, salad: Salad, caplog: pytest.LogCaptureFixture
-) -> None:
+    client: Client, salad: Salad, caplog
+):
     stranger = ec.generate_private_key(ec.SECP256R1())
     forged = "x\n2026-01-01 INFO issued tokens to machine y\x1b[2J" + "z" * 2_000
     assert (await ask(client, salad.sign(key=forged, signed_with=stranger)))[0] == 401
@@ -394,13 +390,11 @@ async def test_a_forged_key_id_cannot_add_lines_to_the_log(
     assert len(line) < 400
 
 
-async def test_unavailable_keys_are_a_temporary_error(
-    client: Client, salad: Salad
-) -> None:
+async def test_unavailable_keys_are_a_temporary_error(client: Client, salad: Salad):
     salad.is_down = True
     assert (await ask(client, salad.sign()))[0] == 503
 
 
-async def test_a_probe_needs_no_token(client: Client) -> None:
+async def test_a_probe_needs_no_token(client: Client):
     async with client.get("/live") as response:
         assert response.status == 200

@@ -17,7 +17,7 @@ KEY = "DefaultEndpointsProtocol=https;AccountName=acme;AccountKey=a2V5a2V5"
 
 
 @pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch) -> None:
     """No log of a service in the test's own process."""
     monkeypatch.setattr(logs, "configure", lambda *_: None)
 
@@ -49,7 +49,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_wrong_setting_is_one_line(
     arguments: tuple[str, ...], reason: str, in_process: Imagefleet
-) -> None:
+):
     result = in_process("broker", *arguments)
     assert_refused(result, reason)
     assert "a2V5a2V5" not in result.stderr
@@ -57,9 +57,7 @@ def test_a_wrong_setting_is_one_line(
 
 
 @pytest.mark.usefixtures("quiet")
-def test_without_pyjwt_it_says_what_to_install(
-    in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pyjwt_it_says_what_to_install(in_process: Imagefleet, monkeypatch):
     monkeypatch.setitem(sys.modules, "jwt", None)
     result = in_process("broker", "--organization", "acme", "--storage", KEY)
     assert_refused(result, "pip install '.[broker]'")
@@ -82,7 +80,7 @@ def start(settings: StorageSettings, port: int) -> subprocess.Popen[str]:
 
 def test_it_serves_until_it_is_told_to_stop(
     azurite_settings: StorageSettings, unused_port: int, created: None
-) -> None:
+):
     with start(azurite_settings, unused_port) as broker:
 
         def answers() -> bool:
@@ -106,7 +104,7 @@ def test_it_serves_until_it_is_told_to_stop(
 
 def test_a_missing_queue_ends_the_start_with_what_to_do(
     azurite_settings: StorageSettings, unused_port: int
-) -> None:
+):
     with start(azurite_settings, unused_port) as broker:
         _, log = broker.communicate()
     assert broker.returncode == 2

@@ -6,7 +6,6 @@ import shlex
 import stat
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -61,10 +60,10 @@ async def refused(request: Any) -> None:
 async def test_load_adds_messages_counts_them_and_reads_what_is_cancelled(
     azurite_settings: StorageSettings,
     owner: Storage,
-    tmp_path: Path,
+    tmp_path,
     role: Role,
     notices: int,
-) -> None:
+):
     from loadgen import sources
     from loadgen.load import Load
     from loadgen.settings import LoadSettings
@@ -96,7 +95,7 @@ async def test_load_adds_messages_counts_them_and_reads_what_is_cancelled(
 
 async def test_a_monitor_reads_everything_and_changes_nothing(
     azurite_settings: StorageSettings, owner: Storage
-) -> None:
+):
     await owner.queue.send(["a job"])
     await owner.blobs.create("spring/fox.png", b"pixels", "image/png", {"job": "1"})
     async with AzureStorage(
@@ -122,7 +121,7 @@ async def test_a_monitor_reads_everything_and_changes_nothing(
 
 async def test_an_operator_lists_replays_and_discards_failed_jobs(
     azurite_settings: StorageSettings, owner: Storage
-) -> None:
+):
     record = FailedJob(
         outcome="failed",
         id="j1",
@@ -157,7 +156,7 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
 async def test_an_operator_cancels_a_campaign_and_does_not_purge(
     azurite_settings: StorageSettings,
     owner: Storage,
-) -> None:
+):
     await owner.queue.send(["a job"])
     async with AzureStorage(
         by_tokens(azurite_settings, ROLES["operator"]), concurrency.NEVER
@@ -171,7 +170,7 @@ async def test_an_operator_cancels_a_campaign_and_does_not_purge(
 # Creating tokens
 
 
-def test_azure_tokens_require_https_and_fit_into_saladclouds_variables() -> None:
+def test_azure_tokens_require_https_and_fit_into_saladclouds_variables():
     settings = StorageSettings(
         storage=REAL_ACCOUNT,
         queue="q" * 56,
@@ -189,8 +188,8 @@ def test_azure_tokens_require_https_and_fit_into_saladclouds_variables() -> None
 
 
 def test_tokens_that_do_not_fit_into_a_variable_of_saladcloud_are_an_error_before_that(
-    tmp_path: Path, in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, in_process: Imagefleet, monkeypatch
+):
     stored: list[str] = []
 
     async def store(
@@ -207,7 +206,7 @@ def test_tokens_that_do_not_fit_into_a_variable_of_saladcloud_are_an_error_befor
     assert in_process(*policy, "--file", str(tmp_path / "tokens.json")).returncode == 0
 
 
-def test_an_account_with_custom_domains_keeps_them() -> None:
+def test_an_account_with_custom_domains_keeps_them():
     address = (
         "AccountName=pictures;AccountKey=a2V5a2V5;BlobEndpoint=https://pictures.example.com/;"
         "QueueEndpoint=https://jobs.example.com/"
@@ -220,7 +219,7 @@ def test_an_account_with_custom_domains_keeps_them() -> None:
 
 def test_the_output_is_shell_commands_without_the_account_key(
     imagefleet: Imagefleet,
-) -> None:
+):
     result = imagefleet(
         "keys", "mint", "worker", "--queue", "spring", IMAGEFLEET_STORAGE=REAL_ACCOUNT
     )
@@ -252,8 +251,8 @@ def test_the_output_is_shell_commands_without_the_account_key(
 
 
 def test_the_token_file_is_private_and_replaced_atomically(
-    imagefleet: Imagefleet, tmp_path: Path
-) -> None:
+    imagefleet: Imagefleet, tmp_path
+):
     file = tmp_path / "tokens.json"
     file.write_text("the old ones")
     file.chmod(0o644)
@@ -270,7 +269,7 @@ def test_the_token_file_is_private_and_replaced_atomically(
     assert keys.DEFAULT_HOURS - 0.1 < hours <= keys.DEFAULT_HOURS
 
 
-def test_long_lived_tokens_come_with_a_warning(in_process: Imagefleet) -> None:
+def test_long_lived_tokens_come_with_a_warning(in_process: Imagefleet):
     arguments = ["keys", "mint", "worker", "--storage", REAL_ACCOUNT]
     assert "warning" not in in_process(*arguments).stderr
     assert (
@@ -293,7 +292,7 @@ def test_long_lived_tokens_come_with_a_warning(in_process: Imagefleet) -> None:
 )
 def test_tokens_need_an_account_key(
     in_process: Imagefleet, address: str, complaint: str
-) -> None:
+):
     assert_refused(
         in_process("keys", "mint", "worker", "--storage", address), complaint
     )

@@ -4,7 +4,6 @@ import asyncio
 import json
 import uuid
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -55,7 +54,7 @@ async def work(settings: StorageSettings, record: dict[str, str]) -> None:
 
 def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
-) -> None:
+):
     """Azure takes the expiry from the token or from the policy, and the permissions likewise."""
     mint_two_hours = (
         "keys",
@@ -100,8 +99,8 @@ def test_a_policy_ends_the_tokens_of_a_models_queues_too(
     azurite_settings: StorageSettings,
     account: list[str],
     in_process: Imagefleet,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     file = tmp_path / "tokens.json"
     made = in_process(
         *(
@@ -128,7 +127,7 @@ def test_a_policy_ends_the_tokens_of_a_models_queues_too(
 
 def test_a_policy_is_revoked_even_where_a_container_is_gone(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
-) -> None:
+):
     gone = ["--container", "no-such-images"]
     assert (
         in_process(
@@ -142,7 +141,7 @@ def test_a_policy_is_revoked_even_where_a_container_is_gone(
 
 def test_a_token_of_a_policy_is_refused_after_its_own_expiry(
     azurite_settings: StorageSettings, account: list[str]
-) -> None:
+):
     asyncio.run(mint.store_policy(azurite_settings, ROLES["worker"], "spring"))
     minted = mint.Minter(azurite_settings).mint(ROLES["worker"], -ONE_HOUR, "spring")
     record = {"storage": minted.storage, **minted.fields}
@@ -153,7 +152,7 @@ def test_a_token_of_a_policy_is_refused_after_its_own_expiry(
 
 def test_a_policy_is_for_one_role(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
-) -> None:
+):
     assert (
         in_process("keys", "mint", "worker", "--policy", "spring", *account).returncode
         == 0
@@ -164,7 +163,7 @@ def test_a_policy_is_for_one_role(
 
 def test_a_sixth_policy_is_refused_with_the_names_of_the_five(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
-) -> None:
+):
     for number in range(5):
         policy = f"p{number}"
         assert (
@@ -186,7 +185,7 @@ async def _policies(settings: StorageSettings) -> list[Any]:
 
 def test_a_policy_makes_the_queues_of_other_priorities(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
-) -> None:
+):
     """Its tokens for a queue that is made later would have no permissions."""
     address, names = azurite_settings.storage, azurite_settings.queues_of(None)
     for priority in ("high", "low"):
@@ -204,7 +203,7 @@ def test_a_policy_makes_the_queues_of_other_priorities(
 
 def test_a_misspelt_queue_is_an_error_and_makes_no_other(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
-) -> None:
+):
     result = in_process(
         "keys", "mint", "load", "--policy", "spring", *account, "--queue", "jbos"
     )

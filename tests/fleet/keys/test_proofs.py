@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def storage_settings(azurite_settings: StorageSettings) -> StorageSettings:
 
 @pytest.fixture
 async def settings_of(
-    storage: Storage, storage_settings: StorageSettings, tmp_path: Path
+    storage: Storage, storage_settings: StorageSettings, tmp_path
 ) -> Callable[[str], StorageSettings]:
     """The settings of a worker with what a broker gives its machine."""
     secret = await mint.proof_secret(storage_settings)
@@ -98,9 +97,7 @@ async def honest(storage: Storage, machine: Machine, run_worker: Any) -> thief.L
 
 
 @pytest.fixture
-def ask(
-    in_process: Any, storage_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
-) -> Ask:
+def ask(in_process: Any, storage_settings: StorageSettings, monkeypatch) -> Ask:
     """The JSON that a command prints."""
     for name in ("storage", "queue", "container", "files_container"):
         monkeypatch.setenv(
@@ -123,7 +120,7 @@ async def test_an_honest_fleet_proves_all_that_it_stores(
     storage: Storage,
     machine: Machine,
     storage_settings: Any,
-) -> None:
+):
     verified = await asyncio.to_thread(ask, "verify", "spring")
     report = await asyncio.to_thread(ask, "report", "spring")
     assert (verified["pairs"], verified["alike"], verified["unproven"]) == (5, 5, 0)
@@ -139,7 +136,7 @@ async def test_an_honest_fleet_proves_all_that_it_stores(
 
 async def test_no_worker_token_reads_the_secret(
     honest: thief.Loot, storage_settings: StorageSettings
-) -> None:
+):
     for role in (ROLES["worker"], ROLES["worker"].for_chains()):
         async with thief.stealing(storage_settings, role) as stolen:
             for attempt in (
@@ -154,7 +151,7 @@ async def test_no_worker_token_reads_the_secret(
 
 async def test_a_thief_with_a_machines_key_has_no_other_machine_named_or_quarantined(
     honest: thief.Loot, ask: Ask, machine: Machine
-) -> None:
+):
     before = await asyncio.to_thread(ask, "verify", "spring")
     names = [
         *honest.workers,
@@ -187,7 +184,7 @@ async def test_a_thief_with_a_machines_key_has_no_other_machine_named_or_quarant
 
 async def test_what_comes_back_with_anothers_metadata_is_not_that_machines(
     honest: thief.Loot, ask: Ask, storage: Storage, machine: Machine
-) -> None:
+):
     """An image that was deleted for a redo, whose proof somebody has read."""
     told = dict(await storage.blobs.metadata("spring/j0.png") or {})
     await storage.blobs.delete("spring/j0.png")
@@ -200,7 +197,7 @@ async def test_what_comes_back_with_anothers_metadata_is_not_that_machines(
 
 async def test_a_thief_adds_no_hours_or_costs_to_another_worker(
     honest: thief.Loot, ask: Ask, machine: Machine
-) -> None:
+):
     before = await asyncio.to_thread(ask, "report", "spring")
     price = {"price_per_hour": 900.0, "start_up_seconds": 80_000.0}
     async with machine(STOLEN) as stolen:
@@ -237,7 +234,7 @@ async def test_a_thief_adds_no_hours_or_costs_to_another_worker(
 
 async def test_a_record_in_the_place_of_an_honest_one_takes_no_hours_from_its_worker(
     honest: thief.Loot, ask: Ask, storage: Storage, machine: Machine
-) -> None:
+):
     """By who may read images, as the tokens for chains allow."""
     before = await asyncio.to_thread(ask, "report", "spring")
     lines = []
@@ -269,7 +266,7 @@ async def test_a_record_in_the_place_of_an_honest_one_takes_no_hours_from_its_wo
 
 async def test_a_thief_with_a_machines_key_writes_any_figures_of_that_machine(
     honest: thief.Loot, ask: Ask, machine: Machine
-) -> None:
+):
     """Nothing prevents it."""
     told = {
         "worker": f"{STOLEN}-1",
@@ -287,8 +284,8 @@ async def test_a_thief_with_a_machines_key_writes_any_figures_of_that_machine(
 
 
 async def test_a_worker_whose_name_is_not_its_machines_says_that_it_proves_nothing(
-    settings_of: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    settings_of: Any, monkeypatch, caplog
+):
     monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
     known = {**settings_of(M1).model_dump(), "model": "stand-in", "until_empty": True}
     for name in (f"{M1}-7", f"{M2}-7"):
@@ -298,7 +295,7 @@ async def test_a_worker_whose_name_is_not_its_machines_says_that_it_proves_nothi
 
 async def test_a_thief_marks_no_images_of_another_worker_as_suspect(
     honest: thief.Loot, ask: Ask, machine: Machine
-) -> None:
+):
     images = [read_job(body, "none").blob_name(0) for body in DRAWN.values()]
     data = json.dumps({"worker": f"{M1}-17", "images": images}).encode()
     told = {"worker": f"{M1}-17", "sha256": hashlib.sha256(data).hexdigest()}

@@ -3,7 +3,6 @@
 import asyncio
 import re
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -43,9 +42,7 @@ COMMANDS: dict[tuple[str, ...], set[str]] = {
 
 
 @pytest.fixture
-def with_a_failed_job(
-    azurite_settings: StorageSettings, tmp_path: Path
-) -> StorageSettings:
+def with_a_failed_job(azurite_settings: StorageSettings, tmp_path) -> StorageSettings:
     async def fill() -> None:
         async with open_storage(azurite_settings) as storage:
             await storage.create()
@@ -72,7 +69,7 @@ def flags(settings: StorageSettings, role: str, life: timedelta) -> list[str]:
 @pytest.mark.parametrize("role", ROLES)
 def test_a_role_that_does_not_suffice_is_told_of_one_that_does(
     with_a_failed_job: StorageSettings, in_process: Imagefleet, role: str
-) -> None:
+):
     tokens = flags(with_a_failed_job, role, timedelta(hours=1))
     for command, able in COMMANDS.items():
         result = in_process(*command, *tokens)
@@ -89,7 +86,7 @@ def test_a_role_that_does_not_suffice_is_told_of_one_that_does(
 @pytest.mark.parametrize("role", ROLES)
 def test_every_command_with_expired_tokens_says_when_they_expired(
     with_a_failed_job: StorageSettings, in_process: Imagefleet, role: str
-) -> None:
+):
     tokens = flags(with_a_failed_job, role, timedelta(days=-2))
     ended = datetime.now(UTC) - timedelta(days=2)
     for command, able in COMMANDS.items():

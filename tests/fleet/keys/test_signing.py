@@ -15,8 +15,8 @@ def secret_of(path: Path) -> str:
 
 
 def test_a_key_pair_is_a_private_file_and_lines_to_export(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, tmp_path
+):
     result = in_process("keys", "mint", "signing")
     path = tmp_path / "signing-key.pem"
     public = SigningKey.read(path).public
@@ -36,8 +36,8 @@ def test_a_key_pair_is_a_private_file_and_lines_to_export(
 
 @pytest.mark.parametrize("form", ["the file's text", "one line of it"])
 def test_a_private_key_in_place_of_another_value_is_not_printed(
-    in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
+    in_process: Imagefleet, tmp_path, monkeypatch, form: str
+):
     in_process("keys", "mint", "signing")
     path = tmp_path / "signing-key.pem"
     secret = secret_of(path)

@@ -181,7 +181,7 @@ async def state(owner: Storage) -> dict[str, Any]:
 
 async def test_a_thief_is_refused_all_that_a_worker_does_not_do(
     azurite_settings: StorageSettings, owner: Storage
-) -> None:
+):
     before = await state(owner)
     others = {deed: attempt for deed, attempt in DEEDS.items() if deed not in ALLOWED}
     async with stealing(azurite_settings, ROLES["worker"]) as thief:
@@ -193,7 +193,7 @@ async def test_a_thief_is_refused_all_that_a_worker_does_not_do(
 
 async def test_it_is_for_their_letters_that_the_tokens_are_refused(
     azurite_settings: StorageSettings, owner: Storage
-) -> None:
+):
     """Azurite judges tokens as Azure does: with every letter the same deeds are allowed."""
     everything = Role(
         "all", "x", queue="raup", poison="raup", blob="racwdl", files="racwdl"
@@ -205,7 +205,7 @@ async def test_it_is_for_their_letters_that_the_tokens_are_refused(
 
 async def test_a_token_is_good_for_nothing_but_its_own_resource(
     azurite_settings: StorageSettings, owner: Storage
-) -> None:
+):
     settings = azurite_settings
     minted = mint.Minter(settings).mint(ROLES["worker"], timedelta(hours=1))
     address = read_address(minted.storage)
@@ -244,7 +244,7 @@ async def test_a_token_is_good_for_nothing_but_its_own_resource(
 
 async def test_what_a_thief_can_still_do_is_what_the_document_lists(
     azurite_settings: StorageSettings, owner: Storage
-) -> None:
+):
     """Azure's permissions cannot tell these from a worker's work."""
     async with stealing(azurite_settings, ROLES["worker"]) as thief:
         job = await thief.jobs.receive_message()

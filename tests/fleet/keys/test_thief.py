@@ -47,7 +47,7 @@ def storage_settings(azurite_settings: StorageSettings) -> StorageSettings:
 def ask(
     in_process: Imagefleet,
     storage_settings: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ) -> Imagefleet:
     for name in ("storage", "queue", "container", "files_container"):
         monkeypatch.setenv(
@@ -81,10 +81,10 @@ def bodies(*ids: str, **fields: object) -> dict[str, str]:
 
 @pytest.fixture
 async def role(
-    request: pytest.FixtureRequest,
+    request,
     storage: Storage,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path,
+    monkeypatch,
 ) -> Role:
     """Whose tokens were stolen; with the param `signed` the fleet's jobs are."""
     if request.param == "signed":
@@ -375,8 +375,8 @@ async def test_no_answer_about_honest_jobs_changes(
     loot: thief.Loot,
     storage: Storage,
     storage_settings: StorageSettings,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
 
     async def answers(run: str) -> dict[str, Any]:
         told = await asyncio.to_thread(commands, ask, loot, tmp_path, run)

@@ -107,7 +107,7 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
 
 
 @pytest.fixture(autouse=True)
-def _hasty_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def _hasty_worker(monkeypatch) -> None:
     monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
 
@@ -138,8 +138,8 @@ async def work(
 
 
 async def test_a_workers_tokens_suffice_for_all_that_it_does(
-    azurite_settings: StorageSettings, owner: Storage, tmp_path: Path
-) -> None:
+    azurite_settings: StorageSettings, owner: Storage, tmp_path
+):
     assert await work(azurite_settings, WORKER, tmp_path) == ENDS
     names = [name async for name in owner.blobs.names() if not name.startswith(NOTES)]
     folders = Counter(name.partition("/")[0] for name in names)
@@ -159,8 +159,8 @@ class WithoutEncoder(StandInEngine):
 
 
 async def test_a_workers_tokens_suffice_to_read_text_states(
-    azurite_settings: StorageSettings, tmp_path: Path
-) -> None:
+    azurite_settings: StorageSettings, tmp_path
+):
     data = len(LORA).to_bytes(8, "little") + LORA + b"x"
     async with open_storage(azurite_settings) as storage:
         await storage.create()
@@ -175,7 +175,7 @@ async def test_a_workers_tokens_suffice_to_read_text_states(
     assert outcomes == {"completed": 1, "failed": 1}
 
 
-def test_each_permission_of_the_role_has_its_work() -> None:
+def test_each_permission_of_the_role_has_its_work():
     assert set(NEEDED) == {
         (resource, letter)
         for resource in RESOURCES
@@ -188,10 +188,10 @@ def test_each_permission_of_the_role_has_its_work() -> None:
 async def test_without_any_one_permission_a_worker_cannot_do_its_work(
     azurite_settings: StorageSettings,
     owner: Storage,
-    tmp_path: Path,
+    tmp_path,
     resource: Resource,
     letter: str,
-) -> None:
+):
     rest = getattr(WORKER, resource).replace(letter, "")
     less = dataclasses.replace(WORKER, **{resource: rest})
     with pytest.raises(errors.SetupError) as caught:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import subprocess
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ TUESDAY = "id,prompt\n1,a cat\n2,a dog\n"
 
 @pytest.fixture
 def load(
-    in_process: Imagefleet, tmp_path: Path, storage_settings: StorageSettings
+    in_process: Imagefleet, tmp_path, storage_settings: StorageSettings
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Writes a file and loads it: into the same storage, whatever the file."""
 
@@ -65,7 +64,7 @@ def sent_of(settings: StorageSettings) -> int:
 
 def test_ids_of_monday_with_tuesdays_prompts_are_refused_and_none_is_sent(
     load: Load, storage_settings: StorageSettings
-) -> None:
+):
     load("monday.csv", MONDAY)
     assert_refused(
         load("tuesday.csv", TUESDAY),
@@ -78,7 +77,7 @@ def test_ids_of_monday_with_tuesdays_prompts_are_refused_and_none_is_sent(
 
 def test_one_changed_three_new_and_the_others_as_before(
     load: Load, storage_settings: StorageSettings
-) -> None:
+):
     rows = [f"{number},prompt {number}" for number in range(197)]
     load("jobs.csv", "\n".join(["id,prompt", *rows]))
     rows[5] = "5,another prompt"
@@ -98,7 +97,7 @@ def test_one_changed_three_new_and_the_others_as_before(
 
 def test_a_row_that_is_added_to_a_loaded_file_is_one_new_job_with_or_without_ids(
     load: Load, storage_settings: StorageSettings
-) -> None:
+):
     load("prompts.txt", "a house\na fish\n")
     more = load("prompts.txt", "a house\na fish\na boat\n", "--json")
 
@@ -115,7 +114,7 @@ def test_a_row_that_is_added_to_a_loaded_file_is_one_new_job_with_or_without_ids
 
 def test_a_file_of_changed_jobs_that_are_left_out_is_not_called_empty(
     load: Load,
-) -> None:
+):
     load("monday.csv", MONDAY)
     left_out = load("tuesday.csv", TUESDAY, "--new-only")
     assert left_out.returncode == console.EXIT_DONE
@@ -127,7 +126,7 @@ def test_a_file_of_changed_jobs_that_are_left_out_is_not_called_empty(
 
 def test_two_rows_of_one_id_are_refused_with_both_rows_named(
     load: Load, storage_settings: StorageSettings
-) -> None:
+):
     assert_refused(
         load("jobs.csv", "id,prompt\n1,a cat\n2,a fish\n1,a dog\n"),
         "row 2 and row 4 are two jobs with one id, spring/1; nothing was sent",
@@ -139,7 +138,7 @@ def test_two_rows_of_one_id_are_refused_with_both_rows_named(
 
 def test_changed_jobs_are_replaced_once_the_old_ones_have_ended(
     load: Load, storage_settings: StorageSettings
-) -> None:
+):
     load("monday.csv", MONDAY)
     assert_refused(
         load("tuesday.csv", TUESDAY, "--replace"), "have not ended: spring/1, spring/2"
@@ -182,7 +181,7 @@ def test_changed_jobs_are_replaced_once_the_old_ones_have_ended(
 
 def test_a_failed_job_that_was_exported_and_mended_is_sent(
     load: Load, storage_settings: StorageSettings
-) -> None:
+):
     load("monday.csv", MONDAY)
     mended = {"id": "1", "prompt": "a cat", "failure": {"error": "JobError"}}
     done = load("fix.jsonl", json.dumps(mended))

@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+def load(monkeypatch) -> Any:
     monkeypatch.setattr(filling, "SECONDS_BETWEEN_LINES", 0.0)
     return SimpleNamespace(confirmed=0, refusals=SimpleNamespace(count=0))
 
 
 def test_a_line_says_the_rate_the_time_left_and_that_the_storage_is_busy(
-    load: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+    load: Any, capsys
+):
     with filling.showing(load, 10_000_000, is_live=False, quiet=False) as show:
         show(1_000)
         show(2_000)
@@ -74,7 +74,7 @@ def on_a_terminal(
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), output
 
 
-def test_ctrl_c_ends_a_long_check_and_nothing_is_sent(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_long_check_and_nothing_is_sent(tmp_path):
     # Long enough that a test that has to wait for the processor is in time.
     file = long_file(tmp_path, lines=65_000)
     code, output = on_a_terminal(tmp_path, file, ctrl_c_after="checking long.jsonl")
@@ -87,9 +87,7 @@ def test_ctrl_c_ends_a_long_check_and_nothing_is_sent(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["long.jsonl"]
 
 
-def test_a_long_check_shows_nothing_in_a_pipe(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+def test_a_long_check_shows_nothing_in_a_pipe(in_process: Imagefleet, tmp_path):
     result = in_process("load", long_file(tmp_path, beginning="no job\n" * 10))
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT

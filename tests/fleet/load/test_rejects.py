@@ -34,8 +34,8 @@ def rejects(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_every_refused_row_is_kept_with_what_is_wrong_and_counts_add_up(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, tmp_path
+):
     write(tmp_path)
     result = in_process(
         *("load", "jobs.csv", "--skip-invalid", "--rejects", "rejects.jsonl", "--json")
@@ -60,8 +60,8 @@ def test_every_refused_row_is_kept_with_what_is_wrong_and_counts_add_up(
 
 
 def test_refused_rows_that_are_mended_are_loaded_as_jobs_that_never_failed(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, tmp_path
+):
     write(tmp_path, [*ROWS[:6]])
     in_process("load", "jobs.csv", "--skip-invalid", "--rejects", "rejects.jsonl")
     mended = (tmp_path / "rejects.jsonl").read_text()
@@ -74,8 +74,8 @@ def test_refused_rows_that_are_mended_are_loaded_as_jobs_that_never_failed(
 
 
 def test_a_refused_file_keeps_its_rows_and_shows_ten_of_them(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, tmp_path
+):
     write(
         tmp_path,
         ["id,prompt,steps", *(f"i{number},a,x{number}" for number in range(16))],
@@ -98,8 +98,8 @@ def test_a_refused_file_keeps_its_rows_and_shows_ten_of_them(
     "arguments", [["--check"], ["--dry-run"], ["--dry-run", "--skip-invalid"]]
 )
 def test_a_load_that_is_only_tried_keeps_all_refused_rows_too(
-    in_process: Imagefleet, tmp_path: Path, arguments: list[str]
-) -> None:
+    in_process: Imagefleet, tmp_path, arguments: list[str]
+):
     write(tmp_path, ["prompt,steps", *("a,x" for _ in range(12))])
     in_process("load", "jobs.csv", "--rejects", "rejects.jsonl", *arguments)
 
@@ -108,8 +108,8 @@ def test_a_load_that_is_only_tried_keeps_all_refused_rows_too(
 
 
 def test_a_load_that_resumes_keeps_what_was_refused_before(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, tmp_path
+):
     write(tmp_path, ["prompt,steps", "a,x", "a,5", "a,y", "a,5"])
     load = (
         "load",
@@ -126,9 +126,7 @@ def test_a_load_that_resumes_keeps_what_was_refused_before(
     assert [job["failure"]["line"] for job in rejects(tmp_path)] == [2, 4]
 
 
-def test_a_secret_in_a_refused_value_is_not_shown(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+def test_a_secret_in_a_refused_value_is_not_shown(in_process: Imagefleet, tmp_path):
     write(tmp_path, ["prompt,steps", "a,https://h/x?sig=0123456789"])
     result = in_process("load", "jobs.csv", "--rejects", "rejects.jsonl")
 
@@ -145,17 +143,15 @@ def test_a_secret_in_a_refused_value_is_not_shown(
     ],
 )
 def test_a_file_of_refused_rows_that_cannot_be_is_one_sentence(
-    in_process: Imagefleet, tmp_path: Path, arguments: list[str], sentence: str
-) -> None:
+    in_process: Imagefleet, tmp_path, arguments: list[str], sentence: str
+):
     write(tmp_path)
     (tmp_path / "t.yaml").write_text("prompt: a\ncount: 1")
     assert_refused(in_process("load", *arguments), sentence)
     assert (tmp_path / "jobs.csv").stat().st_size > 0
 
 
-def test_rows_in_a_quoted_cell_are_warned_of_once(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+def test_rows_in_a_quoted_cell_are_warned_of_once(in_process: Imagefleet, tmp_path):
     write(
         tmp_path,
         ["id,prompt", '1,"a', *(f"{n},a fish" for n in range(2, 9)), '9,b"', "10,c"],

@@ -98,8 +98,8 @@ async def pushed(victoria_metrics: Any, text: str) -> None:
 
 
 async def test_status_shows_images_per_second_and_per_dollar(
-    two_fleets: TwoFleets, tmp_path: Path, imagefleet: Imagefleet
-) -> None:
+    two_fleets: TwoFleets, tmp_path, imagefleet: Imagefleet
+):
     address = f"local:{tmp_path}/{two_fleets.folder}"
     async with open_storage(StorageSettings(storage=address)) as storage:
         await storage.create()
@@ -123,7 +123,7 @@ async def test_status_shows_images_per_second_and_per_dollar(
 
 async def test_two_gpus_of_a_machine_are_two_workers_and_one_replica(
     victoria_metrics: Any,
-) -> None:
+):
     fleet, machine = uuid.uuid4().hex[:12], uuid.uuid4().hex[:12]
     text = history("0", "H200", 4.0, 2.0, fleet, machine)
     await pushed(
@@ -137,7 +137,7 @@ async def test_two_gpus_of_a_machine_are_two_workers_and_one_replica(
 
 async def test_all_fleets_are_added_up_only_where_that_is_asked_for(
     two_fleets: TwoFleets,
-) -> None:
+):
     async with prometheus.connected(two_fleets.url) as everything:
         assert (await rates.fleet_rates(everything)).workers >= 3
     async with prometheus.connected(two_fleets.url, two_fleets.fleet) as own:
@@ -145,8 +145,8 @@ async def test_all_fleets_are_added_up_only_where_that_is_asked_for(
 
 
 async def test_the_exporter_serves_and_pushes_until_sigterm(
-    victoria_metrics: Any, tmp_path: Path
-) -> None:
+    victoria_metrics: Any, tmp_path
+):
     address = f"local:{tmp_path}/storage"
     async with open_storage(StorageSettings(storage=address)) as storage:
         await storage.create()

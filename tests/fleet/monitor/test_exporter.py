@@ -1,7 +1,6 @@
 import asyncio
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -44,7 +43,7 @@ def figures(
     return {names[name]: value for name, value in found.items()}
 
 
-def test_a_draining_queue_has_a_time_and_a_cost_to_empty() -> None:
+def test_a_draining_queue_has_a_time_and_a_cost_to_empty():
     # 1,200 messages at 2/s: 10 minutes, and a dollar at 6 $/h.
     flow = flow_of((0, 1800), (150, 1500), (300, 1200))
 
@@ -53,7 +52,7 @@ def test_a_draining_queue_has_a_time_and_a_cost_to_empty() -> None:
     )
 
 
-def test_the_workers_metrics_separate_arrivals_from_completions() -> None:
+def test_the_workers_metrics_separate_arrivals_from_completions():
     flow = flow_of((0, 1800), (300, 1200))
 
     assert figures(flow, fleet_rates(5, 12), None) == pytest.approx(
@@ -61,7 +60,7 @@ def test_the_workers_metrics_separate_arrivals_from_completions() -> None:
     )
 
 
-def test_a_growing_queue_takes_forever_to_empty() -> None:
+def test_a_growing_queue_takes_forever_to_empty():
     found = figures(flow_of((0, 100), (10, 150)), None, 6.0)
 
     assert found["arrivals"] == pytest.approx(5)
@@ -70,7 +69,7 @@ def test_a_growing_queue_takes_forever_to_empty() -> None:
     assert found["dollars"] == math.inf
 
 
-def test_an_empty_queue_takes_no_time_and_costs_nothing() -> None:
+def test_an_empty_queue_takes_no_time_and_costs_nothing():
     assert figures(flow_of((0, 0), (10, 0)), None, 6.0) == {
         "arrivals": 0,
         "completions": 0,
@@ -79,12 +78,12 @@ def test_an_empty_queue_takes_no_time_and_costs_nothing() -> None:
     }
 
 
-def test_one_sample_gives_no_rate_and_an_unknown_price_no_cost() -> None:
+def test_one_sample_gives_no_rate_and_an_unknown_price_no_cost():
     assert figures(flow_of((0, 100)), None, 6.0) == {}
     assert "dollars" not in figures(flow_of((0, 100), (10, 50)), None, None)
 
 
-def test_rates_cover_only_the_window() -> None:
+def test_rates_cover_only_the_window():
     samples = [
         (float(at), 10_000 - at if at <= 600 else 9_400 - 5 * (at - 600))
         for at in range(0, 1001, 10)
@@ -94,7 +93,7 @@ def test_rates_cover_only_the_window() -> None:
     assert flow.net_per_second == pytest.approx(-5)
 
 
-async def test_depths_and_ages_of_all_queues_are_exported(storage: Storage) -> None:
+async def test_depths_and_ages_of_all_queues_are_exported(storage: Storage):
     await storage.queue.send(["a", "b", "c"])
     await storage.queues["low"].send(["d", "e"])
     await storage.queue.receive(1, lease_seconds=60)
@@ -131,8 +130,8 @@ async def test_depths_and_ages_of_all_queues_are_exported(storage: Storage) -> N
 
 
 async def test_campaigns_have_what_is_left_and_those_that_stand_are_not_read_again(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, monkeypatch
+):
     monkeypatch.setattr(table, "_FRESH_SECONDS", 0)
     await sent_jobs.begin(storage, "spring", 4)
     await sent_jobs.begin(storage, "autumn", 1)
@@ -167,9 +166,7 @@ async def test_campaigns_have_what_is_left_and_those_that_stand_are_not_read_aga
     assert (await pending("autumn"), set(read)) == (2, {"autumn"})
 
 
-async def test_an_outage_is_counted_and_the_last_values_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_outage_is_counted_and_the_last_values_stay(tmp_path, monkeypatch):
     settings = ExporterSettings(
         storage=f"local:{tmp_path}",
         sample_seconds=0.1,
@@ -206,8 +203,8 @@ async def test_an_outage_is_counted_and_the_last_values_stay(
 
 
 async def test_an_error_of_one_queue_cancels_the_request_to_the_other(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, monkeypatch
+):
     ended = []
 
     async def refused() -> QueueDepth:

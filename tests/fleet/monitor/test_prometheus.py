@@ -52,7 +52,7 @@ def response_of(kind: str, result: object) -> web.Response:
     )
 
 
-async def test_a_vector_is_read_without_nan_and_infinity(serve: Serve) -> None:
+async def test_a_vector_is_read_without_nan_and_infinity(serve: Serve):
     url = await serve(
         response_of(
             "vector",
@@ -90,7 +90,7 @@ async def test_an_error_response_is_one_sentence(
     response: tuple[int, str],
     kind: type[errors.FleetError],
     sentence: str,
-) -> None:
+):
     status, text = response
     url = await serve(web.Response(status=status, text=text))
     async with prometheus.connected(url) as server:
@@ -107,7 +107,7 @@ async def test_an_error_response_is_one_sentence(
 )
 async def test_a_missing_server_is_one_sentence(
     url: str, kind: type[errors.FleetError], sentence: str
-) -> None:
+):
     async with prometheus.connected(url) as server:
         with pytest.raises(kind, match=sentence):
             await server.at("up", NOON)
@@ -126,8 +126,8 @@ async def test_a_missing_server_is_one_sentence(
     ],
 )
 async def test_a_mistyped_fleet_is_not_one_that_stands_still(
-    serve: Serve, capsys: pytest.CaptureFixture[str], fleet: str | None, warning: str
-) -> None:
+    serve: Serve, capsys, fleet: str | None, warning: str
+):
     known = [
         {"metric": {"fleet": each}, "value": [1, "1"]}
         for each in ("other", "acme/jobs")

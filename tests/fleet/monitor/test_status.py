@@ -24,7 +24,7 @@ COMMAND = Path(sys.executable).with_name("imagefleet")
 
 async def test_depths_are_reported_as_far_as_the_storage_knows_them(
     storage: Storage,
-) -> None:
+):
     await storage.queue.send(["one", "two", "three"])
     await storage.poison.send(["bad"])
     await storage.queue.receive(1, lease_seconds=60)
@@ -46,7 +46,7 @@ async def test_depths_are_reported_as_far_as_the_storage_knows_them(
 
 
 @pytest.fixture
-async def filled(tmp_path: Path) -> str:
+async def filled(tmp_path) -> str:
     """The storage address, relative to the test's folder, of a queue with two jobs."""
     async with open_storage(
         StorageSettings(storage=f"local:{tmp_path}/storage")
@@ -56,7 +56,7 @@ async def filled(tmp_path: Path) -> str:
     return "local:storage"
 
 
-def test_status_as_json(filled: str, imagefleet: Imagefleet) -> None:
+def test_status_as_json(filled: str, imagefleet: Imagefleet):
     found = json.loads(imagefleet("status", "--storage", filled, "--json").stdout)
 
     assert found["storage"] == filled
@@ -72,7 +72,7 @@ def test_status_as_json(filled: str, imagefleet: Imagefleet) -> None:
     }
 
 
-def test_status_as_a_table(filled: str, imagefleet: Imagefleet) -> None:
+def test_status_as_a_table(filled: str, imagefleet: Imagefleet):
     lines = imagefleet("status", IMAGEFLEET_STORAGE=filled).stdout.splitlines()
 
     assert lines[0].strip() == filled
@@ -80,7 +80,7 @@ def test_status_as_a_table(filled: str, imagefleet: Imagefleet) -> None:
     assert rows == {"jobs-high": "0", "jobs": "2", "jobs-low": "0", "jobs-poison": "0"}
 
 
-def test_ctrl_c_is_the_clean_end_of_a_watch(filled: str, tmp_path: Path) -> None:
+def test_ctrl_c_is_the_clean_end_of_a_watch(filled: str, tmp_path):
     with subprocess.Popen(
         [COMMAND, "status", "--follow", "--storage", filled],
         cwd=tmp_path,
@@ -101,10 +101,10 @@ def test_ctrl_c_is_the_clean_end_of_a_watch(filled: str, tmp_path: Path) -> None
 
 async def test_a_watch_outlives_an_outage(
     filled: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     reads = 0
     third = asyncio.Event()
 
@@ -134,7 +134,7 @@ async def test_a_watch_outlives_an_outage(
 
 async def test_models_whose_jobs_wait_without_a_worker_are_named(
     storage: Storage,
-) -> None:
+):
     jobs = [
         f'{{"prompt": "a", "id": "{n}", "model": "{m}"}}' for n, m in enumerate("aabc")
     ]
@@ -152,7 +152,7 @@ async def test_models_whose_jobs_wait_without_a_worker_are_named(
     assert storage.models.of("c")["normal"].name not in screen, "it is empty"
 
 
-def test_gauges_of_models_are_bounded() -> None:
+def test_gauges_of_models_are_bounded():
     registry = CollectorRegistry()
     gauges = metrics.QueueGauges(registry)
     depths = {

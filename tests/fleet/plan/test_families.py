@@ -22,7 +22,7 @@ GPU = "RTX 4090 24GB"
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Write:
+def jobs(tmp_path) -> Write:
     """Writes a file of jobs with these fields."""
 
     def write(*fields: dict[str, Any]) -> str:
@@ -59,7 +59,7 @@ def plan(imagefleet: Imagefleet, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_every_family_that_the_worker_loads_has_its_operations() -> None:
+def test_every_family_that_the_worker_loads_has_its_operations():
     loaded = {kind.family for kind in (contents.SD1, contents.SD2, contents.SDXL)}
     loaded |= {"DeepFloyd IF", "DeepFloyd IF super-resolution", "SD x4 upscaler"}
     assert {each.title for each in families.FAMILIES.values()} == loaded
@@ -71,7 +71,7 @@ def test_every_family_that_the_worker_loads_has_its_operations() -> None:
 
 def test_jobs_of_several_models_are_priced_by_family(
     in_process: Imagefleet, jobs: Write
-) -> None:
+):
     drawn = {"steps": 15, "width": 512, "height": 512}
     path = jobs(
         {"model": "pony", "steps": 20},
@@ -99,7 +99,7 @@ def test_jobs_of_several_models_are_priced_by_family(
     assert found["images"] == 5
 
 
-def test_steps_and_size_of_the_jobs_count(in_process: Imagefleet, jobs: Write) -> None:
+def test_steps_and_size_of_the_jobs_count(in_process: Imagefleet, jobs: Write):
     small = {"width": 512, "height": 512, "steps": 15}
     one = plan(in_process, jobs(small))["hours"]
 
@@ -114,7 +114,7 @@ def test_steps_and_size_of_the_jobs_count(in_process: Imagefleet, jobs: Write) -
 )
 def test_an_accelerators_steps_of_one_row_are_planned_as_if_the_job_named_them(
     family: str, side: int, times: float, in_process: Imagefleet, jobs: Write
-) -> None:
+):
     size = {"width": side, "height": side}
     of, few = ("--family", family), ("--accelerator", "lightning_4step")
     guided = plan(in_process, jobs(size | {"steps": 20, "cfg_scale": 7}), *of)["hours"]
@@ -129,7 +129,7 @@ def test_an_accelerators_steps_of_one_row_are_planned_as_if_the_job_named_them(
 
 def test_a_job_that_an_accelerator_refuses_is_not_planned_with_it(
     in_process: Imagefleet, jobs: Write
-) -> None:
+):
     result = in_process("plan", jobs({"steps": 30}), "--accelerator", "lightning_4step")
 
     assert_refused(result, "line 1: steps is 30")
@@ -139,8 +139,8 @@ def test_a_job_that_an_accelerator_refuses_is_not_planned_with_it(
     ("before", "side"), [({"width": 256, "height": 384}, 1024), ({}, 2048)]
 )
 def test_a_stage_that_enlarges_counts_all_its_steps_and_four_times_the_size_before(
-    before: dict[str, int], side: int, tmp_path: Path
-) -> None:
+    before: dict[str, int], side: int, tmp_path
+):
     """Whatever its denoising_strength, which is the noise on the image."""
     # A size that is given holds for all stages, so the last one has none again.
     stage = {
@@ -163,8 +163,8 @@ def test_a_stage_that_enlarges_counts_all_its_steps_and_four_times_the_size_befo
 
 
 def test_a_model_of_unknown_family_is_refused_by_name(
-    in_process: Imagefleet, jobs: Write, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, jobs: Write, tmp_path
+):
     path = jobs({"model": "pony"}, {"model": "pony"}, {"model": "dream"})
     assert_refused(
         in_process("plan", path, "--model", "dream=sd1"),
@@ -181,7 +181,7 @@ def test_a_model_of_unknown_family_is_refused_by_name(
     assert plan(in_process, path, "--family", "sdxl")["models"][0]["family"] == "sdxl"
 
 
-def test_a_checkpoint_tells_its_family(tmp_path: Path) -> None:
+def test_a_checkpoint_tells_its_family(tmp_path):
     unet = tmp_path / "pony" / "unet"
     for part in ("unet", "vae", "text_encoder", "text_encoder_2"):
         (tmp_path / "pony" / part).mkdir(parents=True)
@@ -199,8 +199,8 @@ def test_a_checkpoint_tells_its_family(tmp_path: Path) -> None:
 
 
 def test_each_family_takes_its_own_report(
-    in_process: Imagefleet, jobs: Write, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, jobs: Write, tmp_path
+):
     path = jobs({"model": "pony"}, {"width": 512, "height": 512, "steps": 15})
     arguments = (path, "--model", "pony=sdxl", "--bench", report(tmp_path, "sd1", 4.0))
     both = plan(in_process, *arguments, "--bench", report(tmp_path, "sdxl", 0.5))
@@ -224,8 +224,8 @@ def test_each_family_takes_its_own_report(
 
 
 def test_a_report_of_other_steps_counts_by_its_operations(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, tmp_path
+):
     made = report(tmp_path, "sdxl", 0.5, steps=15)
     found = plan(in_process, "--jobs", "10", "--family", "sdxl", "--bench", made)
 
@@ -236,7 +236,7 @@ def test_a_report_of_other_steps_counts_by_its_operations(
     )
 
 
-def test_a_measured_rate_of_a_family_is_used_and_named() -> None:
+def test_a_measured_rate_of_a_family_is_used_and_named():
     measured = replace(
         SDXL, rate=1.2, is_measured=True, rate_source="families-h200.json"
     )
@@ -271,7 +271,7 @@ def test_a_measured_rate_of_a_family_is_used_and_named() -> None:
 )
 def test_what_cannot_be_planned_is_a_one_line_error(
     arguments: tuple[str, ...], message: str, in_process: Imagefleet, jobs: Write
-) -> None:
+):
     path = jobs({"model": "a"}, {})
     result = in_process(
         "plan", *(path if each == "FILE" else each for each in arguments)
@@ -281,7 +281,7 @@ def test_what_cannot_be_planned_is_a_one_line_error(
     assert result.stderr.count("\n") == 1
 
 
-def test_a_second_pass_and_an_image_to_begin_with_are_counted(tmp_path: Path) -> None:
+def test_a_second_pass_and_an_image_to_begin_with_are_counted(tmp_path):
     def tflop(**fields: Any) -> float:
         path = tmp_path / "jobs.jsonl"
         path.write_text(

@@ -25,7 +25,7 @@ def part(
 
 
 @pytest.fixture
-def bench_report(tmp_path: Path) -> Callable[..., Path]:
+def bench_report(tmp_path) -> Callable[..., Path]:
     """Writes a report of `imagefleet bench` with some facts changed."""
 
     def write(name: str = "bench.json", **changes: Any) -> Path:
@@ -49,7 +49,7 @@ def bench_report(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_a_plan_matches_a_calculation_by_hand() -> None:
+def test_a_plan_matches_a_calculation_by_hand():
     # 36,000 images at 2 images/s: 18,000 s, so 5 replica hours; 1 h on 5 replicas, $0.50 at $0.10.
     # 36,000 writes at $0.0000055 are $0.198; 3 x 9,000 operations at $0.00000005 are $0.00135.
     found = estimate.make_plan(9_000, 36_000, [part(2, 0.1, replicas=5)])
@@ -62,7 +62,7 @@ def test_a_plan_matches_a_calculation_by_hand() -> None:
     assert found.images_per_dollar == pytest.approx(36_000 / 0.69935)
 
 
-def test_a_mix_matches_a_calculation_by_hand() -> None:
+def test_a_mix_matches_a_calculation_by_hand():
     # 2 x 3 and 4 x 1 images/s are 10: 36,000 take an hour, at 2 x $0.20/h and 4 x $0.05/h.
     found = estimate.make_plan(
         36_000, 36_000, [part(3, 0.2, replicas=2), part(1, 0.05, replicas=4)]
@@ -73,7 +73,7 @@ def test_a_mix_matches_a_calculation_by_hand() -> None:
     assert found.gpu_dollars == pytest.approx(0.6)
 
 
-def test_start_up_is_billed_and_makes_no_images() -> None:
+def test_start_up_is_billed_and_makes_no_images():
     # 1 image/s: 3,600 images take an hour, plus 600 s of start-up, all billed at $1/h.
     found = estimate.make_plan(1, 3600, [part(1, 1, start_up_seconds=600)])
 
@@ -81,14 +81,14 @@ def test_start_up_is_billed_and_makes_no_images() -> None:
     assert found.gpu_dollars == pytest.approx(7 / 6)
 
 
-def test_the_share_of_cold_time_counts_each_start_and_is_all_of_a_short_batch() -> None:
+def test_the_share_of_cold_time_counts_each_start_and_is_all_of_a_short_batch():
     # An hour, of which the first image takes 35 s; 0.011 of a node's hours end in another start.
     hour = estimate.make_plan(1, 3600, [part(1, 1)]).cold["unlike_jobs"]
     assert hour == pytest.approx([1.011 * 35 / 3600, 1.011 * 900 / 3600])
     assert estimate.make_plan(1, 30, [part(1, 1)]).cold["unlike_jobs"] == [1, 1]
 
 
-def test_the_reference_run_is_reproduced() -> None:
+def test_the_reference_run_is_reproduced():
     # 750 replicas made 9,274,913 images in 24 hours for $1,872: 4,954 images per dollar.
     speed = 9_274_913 / (750 * 24 * 3600)
     found = estimate.make_plan(9_274_913, 9_274_913, [part(speed, 0.104, replicas=750)])
@@ -104,13 +104,13 @@ def test_the_reference_run_is_reproduced() -> None:
 )
 def test_a_deadline_needs_the_fewest_replicas_that_meet_it(
     images: int, hours: float, replicas: int
-) -> None:
+):
     (found,) = estimate.mix_for(images, [part(2, 0.1)], deadline_hours=hours)
 
     assert found.replicas == replicas
 
 
-def test_a_deadline_keeps_the_proportions_of_the_mix() -> None:
+def test_a_deadline_keeps_the_proportions_of_the_mix():
     mix = estimate.mix_for(
         1_000_000, [part(4, 0.2), part(1, 0.05, replicas=3)], deadline_hours=1
     )
@@ -119,7 +119,7 @@ def test_a_deadline_keeps_the_proportions_of_the_mix() -> None:
     assert estimate.make_plan(1, 1_000_000, mix).hours <= 1
 
 
-def test_a_deadline_includes_start_up_and_must_be_longer() -> None:
+def test_a_deadline_includes_start_up_and_must_be_longer():
     slow_to_start = part(1, 0.1, start_up_seconds=1800)
 
     (found,) = estimate.mix_for(3600, [slow_to_start], deadline_hours=1)
@@ -128,12 +128,12 @@ def test_a_deadline_includes_start_up_and_must_be_longer() -> None:
         estimate.mix_for(3600, [slow_to_start], deadline_hours=0.5)
 
 
-def test_every_gpu_with_an_assumed_speed_has_a_price() -> None:
+def test_every_gpu_with_an_assumed_speed_has_a_price():
     for gpu in prices.ASSUMED_IMAGES_PER_SECOND:
         assert prices.find_gpu(gpu) == gpu
 
 
-def test_every_input_has_its_source(in_process: Imagefleet) -> None:
+def test_every_input_has_its_source(in_process: Imagefleet):
     result = in_process("plan", "--jobs", "1000", "--images-per-second", "2", "--json")
 
     (mine,) = json.loads(result.stdout)["mix"]
@@ -157,7 +157,7 @@ def test_every_input_has_its_source(in_process: Imagefleet) -> None:
 
 def test_with_a_price_and_a_speed_the_gpu_need_not_be_known(
     in_process: Imagefleet,
-) -> None:
+):
     result = in_process(
         *("plan", "--jobs", "7200", "--gpu", "mine", "--json"),
         *("--images-per-second", "1", "--price-per-hour", "1"),
@@ -168,7 +168,7 @@ def test_with_a_price_and_a_speed_the_gpu_need_not_be_known(
 
 def test_a_bench_report_gives_speed_start_up_and_gpu(
     bench_report: Callable[..., Path], in_process: Imagefleet
-) -> None:
+):
     result = in_process(
         "plan", "--jobs", "1000", "--bench", str(bench_report()), "--json"
     )
@@ -184,7 +184,7 @@ def test_a_bench_report_gives_speed_start_up_and_gpu(
 
 def test_a_mix_uses_the_report_of_each_gpu(
     bench_report: Callable[..., Path], in_process: Imagefleet
-) -> None:
+):
     arguments = ("plan", "--jobs", "1000", "--bench", str(bench_report()))
     result = in_process(*arguments, "--gpu", "4090=2", "--gpu", "3060 Ti=5", "--json")
 
@@ -199,7 +199,7 @@ def test_a_mix_uses_the_report_of_each_gpu(
 
 def test_an_unlisted_gpu_needs_a_report_and_a_price(
     bench_report: Callable[..., Path], in_process: Imagefleet
-) -> None:
+):
     hardware = {"device": "NVIDIA H200", "memory_bytes": 150_000_000_000}
     arguments = (
         "plan",
@@ -221,7 +221,7 @@ def test_an_unlisted_gpu_needs_a_report_and_a_price(
 )
 def test_a_file_that_is_not_a_report_is_refused_by_name(
     changes: dict[str, Any], bench_report: Callable[..., Path]
-) -> None:
+):
     path = bench_report(**changes)
     if changes == {"steps": None}:
         path.write_text("done\n")
@@ -231,14 +231,14 @@ def test_a_file_that_is_not_a_report_is_refused_by_name(
 
 def test_a_report_may_be_the_last_line_of_a_log(
     bench_report: Callable[..., Path],
-) -> None:
+):
     path = bench_report()
     path.write_text("warming up ...\n" + path.read_text() + "\n")
 
     assert estimate.read_bench(path, prices.BUILT_IN).images_per_second.value == 3.0
 
 
-def test_prices_can_come_from_a_file(tmp_path: Path, in_process: Imagefleet) -> None:
+def test_prices_can_come_from_a_file(tmp_path, in_process: Imagefleet):
     path = tmp_path / "prices.yaml"
     path.write_text(
         "source: the portal, today\ngpus: {RTX 4090: {batch: 0.12}}\n"
@@ -272,7 +272,7 @@ def test_prices_can_come_from_a_file(tmp_path: Path, in_process: Imagefleet) -> 
 )
 def test_contradictory_options_are_a_one_line_error(
     arguments: tuple[str, ...], message: str, in_process: Imagefleet
-) -> None:
+):
     result = in_process("plan", "--jobs", "1", *arguments)
 
     assert_refused(result, message)

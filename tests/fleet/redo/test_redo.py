@@ -5,7 +5,6 @@ import dataclasses
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -112,7 +111,7 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
     storage_settings: StorageSettings,
     run_worker: RunWorker,
     bad_picture: Draw,
-) -> None:
+):
     await storage.queue.send(messages(1, campaign="before"))
     await run_worker("bad")
     ended_at = datetime.now(UTC)
@@ -167,7 +166,7 @@ async def test_an_image_whose_name_is_no_jobs_id_counts_once_when_it_is_replaced
     run_worker: RunWorker,
     fields: dict[str, Any],
     image: str,
-) -> None:
+):
     await storage.queue.send([json.dumps({"prompt": "a cat", **fields})])
     await run_worker("bad")
     assert (await redo(storage_settings, job=image))["replaced"] == 1
@@ -182,7 +181,7 @@ async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
     storage_settings: StorageSettings,
     run_worker: RunWorker,
     bad_picture: Draw,
-) -> None:
+):
     await storage.queue.send(messages(1))
     await run_worker("a", bad_picture)
     await storage.queue.send(messages(1, verify=True))
@@ -199,7 +198,7 @@ async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
 
 async def test_a_thiefs_garbage_is_replaced_by_the_job_that_failed_for_it(
     storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
-) -> None:
+):
     await storage.blobs.create("default/j0.png", b"garbage", "image/png", {})
     await storage.queue.send(messages(1))
     await run_worker("good")
@@ -221,8 +220,8 @@ async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes
     storage: Storage,
     storage_settings: StorageSettings,
     run_worker: RunWorker,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(replace, "BATCH", 2)
     names = {f"default/j{number}.png" for number in range(3)}
     stride *= 1 if "local:" in storage.url else 3
@@ -267,8 +266,8 @@ async def test_a_job_of_several_images_is_sent_once_all_of_them_are_put_aside(
     storage: Storage,
     storage_settings: StorageSettings,
     run_worker: RunWorker,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """However many images are replaced at a time: else it would find names that are taken."""
     monkeypatch.setattr(replace, "BATCH", 2)
     await storage.queue.send(messages(2, batch_size=3))
@@ -287,7 +286,7 @@ async def below(storage: Storage, prefix: str) -> list[str]:
 
 async def test_images_without_their_job_stay_unless_it_is_given(
     storage: Storage, storage_settings: StorageSettings
-) -> None:
+):
     record = {"worker": "bad", "job": "j0"}
     for name in ("default/j0.png", "default/j1~1.png", "default/j2.png"):
         await storage.blobs.create(name, b"garbage", "image/png", record)
@@ -308,7 +307,7 @@ async def test_images_without_their_job_stay_unless_it_is_given(
 
 async def test_an_image_that_names_another_image_as_its_jobs_is_not_believed(
     storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
-) -> None:
+):
     await storage.queue.send(messages(1))
     await run_worker("good")
     data = await storage.blobs.read("default/j0.png")
@@ -325,7 +324,7 @@ async def test_an_image_that_names_another_image_as_its_jobs_is_not_believed(
 
 async def test_a_given_job_takes_the_place_of_another_one_of_its_name(
     storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
-) -> None:
+):
     forged = json.dumps({"prompt": "another", "id": "j0"})
     await storage.queue.send([forged])
     await run_worker("thief")
@@ -343,8 +342,8 @@ async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
     storage: Storage,
     storage_settings: StorageSettings,
     run_worker: RunWorker,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     key = SigningKey.create(tmp_path / "key.pem")
     signed = read_job(messages(1)[0], "").to_message(JobSigner(key, storage.scope))
     for name, body in (
@@ -375,8 +374,8 @@ async def test_an_image_of_long_ago_is_drawn_again_with_a_new_signature(
     storage: Storage,
     storage_settings: StorageSettings,
     run_worker: RunWorker,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     key = SigningKey.create(tmp_path / "key.pem")
     then = dataclasses.replace(storage.scope, now=signers.ahead(-31))
     await storage.queue.send(
@@ -401,7 +400,7 @@ async def test_an_image_of_long_ago_is_drawn_again_with_a_new_signature(
 
 async def test_suspect_images_are_those_of_their_records_that_are_still_the_workers(
     storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
-) -> None:
+):
     await storage.queue.send(messages(3))
     await run_worker("bad")
     await storage.queue.send(messages(1, campaign="good"))
@@ -440,7 +439,7 @@ async def test_suspect_images_are_those_of_their_records_that_are_still_the_work
 
 async def test_a_copy_that_a_worker_forges_has_no_job_drawn_since_no_file_marks_it(
     storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
-) -> None:
+):
     await storage.queue.send(messages(1))
     await run_worker("good")
     data = await storage.blobs.read("default/j0.png")
@@ -456,7 +455,7 @@ async def test_a_copy_that_a_worker_forges_has_no_job_drawn_since_no_file_marks_
 
 
 @pytest.fixture
-async def drawn(local_settings: StorageSettings, tmp_path: Path) -> StorageSettings:
+async def drawn(local_settings: StorageSettings, tmp_path) -> StorageSettings:
     """Two images of one worker, a second apart, in the folder that commands use by default."""
     settings = StorageSettings(storage=f"local:{tmp_path / 'imagefleet-data'}")
     async with open_storage(settings) as storage:
@@ -471,7 +470,7 @@ async def drawn(local_settings: StorageSettings, tmp_path: Path) -> StorageSetti
 
 async def test_a_dry_run_counts_and_changes_nothing_and_without_yes_nothing_is_done(
     drawn: StorageSettings, in_process: Imagefleet
-) -> None:
+):
     ended = await asyncio.to_thread(in_process, "redo", "--worker", "bad", "--dry-run")
     assert (ended.returncode, "2 images would be drawn again" in ended.stdout) == (
         0,
@@ -500,12 +499,12 @@ async def test_a_dry_run_counts_and_changes_nothing_and_without_yes_nothing_is_d
 )
 async def test_a_choice_that_is_none_is_refused(
     drawn: StorageSettings, in_process: Imagefleet, arguments: tuple[str, ...]
-) -> None:
+):
     ended = await asyncio.to_thread(in_process, "redo", "--yes", *arguments)
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
 
 
-async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage) -> None:
+async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage):
     machine = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11"
     names = [machine, f"{machine}-7", f"{machine}-17", f"{machine[:-1]}0-7", "a-7", "a"]
     for number, worker in enumerate(names):

@@ -72,7 +72,7 @@ async def test_images_are_counted_by_model(
     storage_settings: StorageSettings,
     in_process: Imagefleet,
     store_images: Add,
-) -> None:
+):
     await store_images(storage, "0001", model="<b>red")
     _, page, _ = await report(in_process, storage_settings)
     assert "<h2>Models</h2>" not in page, "there is one"
@@ -86,7 +86,7 @@ async def test_images_are_counted_by_model(
 
 async def test_a_workers_cost_is_split_between_its_models(
     storage: Storage, storage_settings: StorageSettings, in_process: Imagefleet
-) -> None:
+):
     """By its time: SDXL's images take longer, and a change of models is the next one's cost."""
     known = LINE | {"seconds": 4.0, "price_per_hour": 3.6, "start_up_seconds": 30.0}
     stored = [("red", "00:00"), ("red", "00:02"), ("blue", "01:00"), ("blue", "01:20")]
@@ -125,7 +125,7 @@ async def test_what_redo_has_replaced_and_what_was_drawn_twice_was_paid_and_has_
     storage_settings: StorageSettings,
     in_process: Imagefleet,
     store_images: Add,
-) -> None:
+):
     bad = {"worker": "bad", "price_per_hour": 3.6, "start_up_seconds": 10}
     good = {**bad, "worker": "good", "price_per_hour": 1.8, "started_at": NOON}
     wrong = await store_images(storage, *(f"{number:04}" for number in range(9)), **bad)
@@ -179,8 +179,8 @@ async def test_figures_come_from_records_without_listing_an_image(
     in_process: Imagefleet,
     store_images: Add,
     add_job: Add,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     known = {"gpu": "RTX 4090", "price_per_hour": 0.36, "start_up_seconds": 30}
     stored = await store_images(storage, "0001", "0002", "0003", **known)
     await add_job(storage, "0004", "failed")
@@ -221,7 +221,7 @@ async def test_figures_come_from_records_without_listing_an_image(
 
 async def test_hostile_records_are_left_out_with_their_number_and_reasons(
     local_settings: StorageSettings, in_process: Imagefleet, store_images: Add
-) -> None:
+):
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001", price_per_hour=1.0)
         lines = [
@@ -245,8 +245,8 @@ async def test_hostile_records_are_left_out_with_their_number_and_reasons(
 
 
 async def test_forged_records_do_not_fill_the_memory(
-    local_settings: StorageSettings, store_images: Add, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    local_settings: StorageSettings, store_images: Add, monkeypatch
+):
     monkeypatch.setattr(report_records, "_MAX_WORKERS", 3)
     monkeypatch.setattr(report_records, "_MAX_SECONDS", 5)
     monkeypatch.setattr(report_records, "_MAX_MODELS", 4)

@@ -142,7 +142,7 @@ async def fill(settings: StorageSettings) -> None:
 
 async def test_hostile_blobs_are_left_out_with_their_number_and_reasons(
     storage_settings: StorageSettings, in_process: Imagefleet
-) -> None:
+):
     await fill(storage_settings)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -173,7 +173,7 @@ async def test_hostile_blobs_are_left_out_with_their_number_and_reasons(
     assert len(page) < 300_000
 
 
-def test_the_metadata_of_an_image_is_read_whole() -> None:
+def test_the_metadata_of_an_image_is_read_whole():
     facts = {
         **GOOD,
         "images": "2",
@@ -193,7 +193,7 @@ def test_the_metadata_of_an_image_is_read_whole() -> None:
 
 
 @pytest.mark.parametrize("name", METADATA)
-def test_of_damaged_metadata_nothing_is_taken(name: str) -> None:
+def test_of_damaged_metadata_nothing_is_taken(name: str):
     assert Record.of_blob(KNOWN, {**GOOD, **METADATA[name]}) == Record.model_validate(
         KNOWN
     )

@@ -36,7 +36,7 @@ def record(worker: str = "w1", seconds: float = 2.0, **more: str) -> dict[str, s
 
 
 @pytest.fixture
-async def local_storage(tmp_path: Path) -> AsyncIterator[LocalStorage]:
+async def local_storage(tmp_path) -> AsyncIterator[LocalStorage]:
     settings = StorageSettings(storage=f"local:{tmp_path / 'storage'}")
     async with open_storage(settings) as opened:
         assert isinstance(opened, LocalStorage)
@@ -89,7 +89,7 @@ def figures_of(records: report_records.Records) -> report_figures.Figures:
 
 async def test_a_campaign_is_separated_from_others_on_every_storage(
     storage: Storage,
-) -> None:
+):
     for name in (
         "spring/j1.png",
         "spring/j2.png",
@@ -122,7 +122,7 @@ async def test_a_campaign_is_separated_from_others_on_every_storage(
 
 async def test_a_workers_time_is_its_start_up_plus_first_pull_to_last_image(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
-) -> None:
+):
     facts = {"gpu": "RTX 4090", "price_per_hour": "0.36", "start_up_seconds": "30"}
     await stored("a.png", 10, **record(seconds=4, job="a", **facts))
     await stored("b.png", 106, **record(seconds=2, job="b", **facts))
@@ -149,7 +149,7 @@ async def test_a_workers_time_is_its_start_up_plus_first_pull_to_last_image(
 
 async def test_the_time_between_two_runs_of_a_machine_is_not_billed(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
-) -> None:
+):
     for name, at, started in (
         ("a.png", 10, "1"),
         ("b.png", 7210, "2"),
@@ -170,7 +170,7 @@ async def test_the_time_between_two_runs_of_a_machine_is_not_billed(
 
 async def test_a_given_price_overrides_the_recorded_one(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
-) -> None:
+):
     await stored("a.png", 3600, **record(seconds=3600, price_per_hour="0.5"))
 
     for given, dollars in ((None, 0.5), (2.0, 2.0)):
@@ -180,7 +180,7 @@ async def test_a_given_price_overrides_the_recorded_one(
 
 async def test_an_unknown_price_gives_no_cost_and_a_note(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
-) -> None:
+):
     await stored("a.png", 1, **record("w1", price_per_hour="0.5"))
     await stored("b.png", 1, **record("w2"))
 
@@ -196,7 +196,7 @@ async def test_an_unknown_price_gives_no_cost_and_a_note(
 
 async def test_a_pause_shows_in_the_throughput(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
-) -> None:
+):
     for number, at in enumerate([0, 0.5, 4]):
         await stored(f"{number}.png", at, **record())
 
@@ -216,7 +216,7 @@ async def test_a_pause_shows_in_the_throughput(
 
 async def test_a_worker_is_slow_compared_with_its_own_gpu_class(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
-) -> None:
+):
     speeds = {"a": ("x", 1), "b": ("x", 1), "slow": ("x", 3), "other": ("y", 3)}
     for worker, (gpu, seconds) in speeds.items():
         for number in range(1, 11):
@@ -250,7 +250,7 @@ async def hostile_storage(
 
 def test_the_page_is_self_contained_and_escapes_every_text(
     hostile_storage: str, in_process: Imagefleet
-) -> None:
+):
     result = in_process(
         *("report", "spring", "--storage", hostile_storage),
         *("--output", "out/page.html", "--json-file", "out/figures.json"),
@@ -275,7 +275,7 @@ def test_the_page_is_self_contained_and_escapes_every_text(
 
 async def test_the_page_shows_many_workers(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
-) -> None:
+):
     for worker in range(30):
         for number in range(2):
             facts = record(f"w{worker}", 1 + worker / 10, price_per_hour="0.1")
@@ -307,7 +307,7 @@ async def page_of(storage: Storage, samples: int = 24) -> str:
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
 async def test_a_sample_shows_its_id_its_prompt_and_its_loras(
     local_storage: LocalStorage, kind: Any
-) -> None:
+):
     words = "a " + "very " * 60 + "red house"
     parameters = f"{words} <lora:outline-style:0.8>\nNegative prompt: blurry\nSteps: 15"
     image = encode.encode(PIXELS, Output(format=kind), parameters)
@@ -327,7 +327,7 @@ async def test_a_sample_shows_its_id_its_prompt_and_its_loras(
 
 async def test_what_is_no_image_or_of_another_program_is_listed_as_well(
     local_storage: LocalStorage,
-) -> None:
+):
     foreign = encode.encode(PIXELS, Output(), "").data
     await keep(
         local_storage, "spring/foreign.png", foreign, prompt="a cat <hypernet:x:1>"
@@ -343,7 +343,7 @@ async def test_what_is_no_image_or_of_another_program_is_listed_as_well(
 
 async def test_a_campaign_of_failures_alone_says_so(
     local_storage: LocalStorage,
-) -> None:
+):
     error = errors.MissingFileError("there is no LoRA x")
     await add(local_storage, Job(prompt="x", id="a", campaign="spring"), error)
 
@@ -357,7 +357,7 @@ async def test_a_campaign_of_failures_alone_says_so(
 
 async def test_a_campaign_of_one_image_has_no_plot_over_time(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
-) -> None:
+):
     await stored("a.png", 1, **record(job="a"))
 
     text = await page_of(local_storage)
@@ -366,9 +366,7 @@ async def test_a_campaign_of_one_image_has_no_plot_over_time(
     assert "1 job, " in text
 
 
-def test_json_is_printed_without_a_page(
-    hostile_storage: str, in_process: Imagefleet
-) -> None:
+def test_json_is_printed_without_a_page(hostile_storage: str, in_process: Imagefleet):
     result = in_process("report", "spring", "--storage", hostile_storage, "--json")
 
     assert json.loads(result.stdout)["campaign"] == "spring"
@@ -377,7 +375,7 @@ def test_json_is_printed_without_a_page(
 
 def test_an_empty_campaign_is_a_one_line_error_with_exit_code_2(
     hostile_storage: str, in_process: Imagefleet
-) -> None:
+):
     result = in_process("report", "sprnig", "--storage", hostile_storage)
 
     assert result.returncode == 2

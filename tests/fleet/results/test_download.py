@@ -49,8 +49,8 @@ async def test_all_images_are_there_and_the_second_time_none_is_read(
     storage_settings: StorageSettings,
     in_process: Imagefleet,
     store_images: Add,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     records = await store_images(storage, *(f"{number:04}" for number in range(40)))
 
     first = await fetch(in_process, storage_settings)
@@ -69,8 +69,8 @@ async def test_what_a_kill_left_is_downloaded_again(
     local_settings: StorageSettings,
     in_process: Imagefleet,
     store_images: Add,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001", "0002")
     (tmp_path / "images").mkdir()
@@ -85,7 +85,7 @@ async def test_what_a_kill_left_is_downloaded_again(
 
 async def test_a_missing_image_is_named_and_the_exit_code_says_so(
     local_settings: StorageSettings, in_process: Imagefleet, store_images: Add
-) -> None:
+):
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001", "0002")
         await storage.blobs.delete("spring/0002.png")
@@ -102,8 +102,8 @@ async def test_what_took_an_images_name_is_not_delivered_as_its_picture(
     storage_settings: StorageSettings,
     in_process: Imagefleet,
     store_images: Add,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     first, _ = await store_images(storage, "0001", "0002")
     drawing = await storage.blobs.read("spring/0001.png") or b""
     for name in ("0001", "0002"):
@@ -129,7 +129,7 @@ async def test_a_second_record_of_an_image_loses_to_the_one_that_fits(
     storage_settings: StorageSettings,
     in_process: Imagefleet,
     store_images: Add,
-) -> None:
+):
     (record,) = await store_images(storage, "0001")
     forged = {"sha256": "0" * 64, "prompt": "forged", "at": NOON - timedelta(days=1)}
     await RecordLog(storage.blobs, "a").add([record.model_copy(update=forged)])
@@ -145,8 +145,8 @@ async def test_no_record_writes_outside_of_the_folder(
     local_settings: StorageSettings,
     in_process: Imagefleet,
     store_images: Add,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
         for number, blob in enumerate(
@@ -164,16 +164,16 @@ async def test_no_record_writes_outside_of_the_folder(
 @pytest.mark.parametrize(
     "blob", ["spring/../x.png", "spring/.x", "spring//x", "../x", "x", ""]
 )
-def test_no_name_leads_out_of_a_folder(blob: str) -> None:
+def test_no_name_leads_out_of_a_folder(blob: str):
     assert catalog.image_name(blob, "spring") is None
 
 
 async def test_names_that_differ_in_capitals_are_two_files_on_every_disk(
     local_settings: StorageSettings,
     store_images: Add,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    monkeypatch,
+):
     async with open_storage(local_settings) as storage:
         first, second = await store_images(storage, "cat", "Cat")
         monkeypatch.setattr(files, "ignores_case", lambda _: True)
@@ -189,8 +189,8 @@ async def test_only_one_process_downloads_to_a_folder(
     local_settings: StorageSettings,
     in_process: Imagefleet,
     store_images: Add,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
         with download.opened(tmp_path / "images", storage.blobs, Damaged()):
@@ -207,8 +207,8 @@ async def test_a_download_that_is_interrupted_leaves_whole_files(
     local_settings: StorageSettings,
     store_images: Add,
     in_process: Imagefleet,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     async with open_storage(local_settings) as storage:
         records = await store_images(
             storage, *(f"{number:04}" for number in range(100))
@@ -242,8 +242,8 @@ async def test_the_tokens_of_a_monitor_suffice(
     azurite_settings: StorageSettings,
     in_process: Imagefleet,
     store_images: Add,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     async with open_storage(azurite_settings) as storage:
         await store_images(storage, "0001", "0002")
     minted = mint.Minter(azurite_settings).mint(ROLES["monitor"], timedelta(hours=1))

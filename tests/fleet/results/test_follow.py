@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ IDS = [f"{number:04}" for number in range(1, 10)]
 
 
 @pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fast(monkeypatch) -> None:
     monkeypatch.setattr(follower, "POLL_SECONDS", 0.05)
 
 
@@ -36,7 +35,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(
     in_process: Imagefleet,
     local_settings: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ) -> Start:
     """Starts the command, and returns once it follows."""
     follows = threading.Event()
@@ -64,7 +63,7 @@ async def test_it_ends_with_the_campaign_and_misses_nothing(
     start: Start,
     store_images: Add,
     add_job: Add,
-) -> None:
+):
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
         await sent_jobs.note(storage, "spring", 4, ids=IDS)
@@ -88,7 +87,7 @@ async def test_it_ends_with_the_campaign_and_misses_nothing(
 
 async def test_people_see_the_table_and_then_what_is_new(
     local_settings: StorageSettings, start: Start, store_images: Add
-) -> None:
+):
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
         await sent_jobs.note(storage, "spring", 2, ids=IDS)
@@ -102,8 +101,8 @@ async def test_people_see_the_table_and_then_what_is_new(
 
 
 async def test_images_are_downloaded_as_they_arrive(
-    local_settings: StorageSettings, start: Start, store_images: Add, tmp_path: Path
-) -> None:
+    local_settings: StorageSettings, start: Start, store_images: Add, tmp_path
+):
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
         await sent_jobs.note(storage, "spring", 2, ids=IDS)
@@ -118,7 +117,7 @@ async def test_images_are_downloaded_as_they_arrive(
 
 async def test_ctrl_c_is_a_usual_end(
     local_settings: StorageSettings, store_images: Add
-) -> None:
+):
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
     command = [
@@ -138,8 +137,8 @@ async def test_ctrl_c_is_a_usual_end(
 
 
 async def test_a_campaign_that_goes_on_is_not_counted_at_each_poll(
-    local_settings: StorageSettings, store_images: Add, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    local_settings: StorageSettings, store_images: Add, monkeypatch
+):
     """On Azure that would be a read of each shard every five seconds."""
     monkeypatch.setattr(follower, "POLL_SECONDS", 0)
     real, counted = reader.counts, list[str]()
@@ -162,7 +161,7 @@ async def test_a_campaign_that_goes_on_is_not_counted_at_each_poll(
 
 async def test_a_follower_that_begins_at_the_end_reads_only_what_comes(
     storage: Storage, store_images: Add
-) -> None:
+):
     await store_images(storage, "0001")
     new = Follower(storage, "spring", await reader.end(storage, "spring"))
     assert await new.poll() == []

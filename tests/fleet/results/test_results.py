@@ -61,7 +61,7 @@ def lines_of(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 
 async def test_json_has_every_result_with_all_that_is_known(
     stored: Storage, results: Callable[..., Any]
-) -> None:
+):
     found = lines_of(await results("--json"))
     images = found[:3]
     ended = sorted(found[3:], key=lambda each: str(each["id"]))
@@ -106,9 +106,7 @@ async def test_json_has_every_result_with_all_that_is_known(
     )
 
 
-async def test_a_filter_and_a_limit(
-    stored: Storage, results: Callable[..., Any]
-) -> None:
+async def test_a_filter_and_a_limit(stored: Storage, results: Callable[..., Any]):
     failed = lines_of(await results("--json", "--outcome", "failed"))
     both = lines_of(
         await results("--json", "--outcome", "failed", "--outcome", "cancelled")
@@ -122,7 +120,7 @@ async def test_a_filter_and_a_limit(
 
 async def test_csv_is_for_spreadsheets(
     stored: Storage, results: Callable[..., Any], store_images: Add
-) -> None:
+):
     await store_images(
         stored, "0009", prompt=HOSTILE, negative_prompt='two\nlines, and a "'
     )
@@ -142,7 +140,7 @@ async def test_csv_is_for_spreadsheets(
 
 async def test_people_see_counts_and_some_results(
     stored: Storage, results: Callable[..., Any]
-) -> None:
+):
     result = await results("--limit", "2")
 
     shown = " ".join(result.stdout.split())
@@ -171,7 +169,7 @@ async def test_people_see_counts_and_some_results(
 )
 async def test_options_that_do_not_go_together_are_one_line(
     stored: Storage, results: Callable[..., Any], arguments: tuple[str, ...], says: str
-) -> None:
+):
     result = await results(*arguments, code=2)
 
     assert says in result.stderr
@@ -180,7 +178,7 @@ async def test_options_that_do_not_go_together_are_one_line(
 
 async def test_operations_do_not_grow_with_the_images(
     storage: Storage, store_images: Add
-) -> None:
+):
     (record,) = await store_images(storage, "0001")
     more = [
         record.model_copy(update={"id": f"{number}", "blob": f"spring/{number}.png"})
@@ -202,7 +200,7 @@ async def test_operations_do_not_grow_with_the_images(
     assert storage.operations.blob_writes - before.blob_writes == 4, "listings"
 
 
-def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose() -> None:
+def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose():
     from imagefleet.records import columns
 
     of_jobs = {"body", "source", "images", "completes", "stages"}
@@ -219,7 +217,7 @@ def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose() -> None:
 
 async def test_a_hostile_record_controls_no_terminal(
     stored: Storage, results: Callable[..., Any], store_images: Add
-) -> None:
+):
     await store_images(stored, "0009", prompt=HOSTILE, worker=HOSTILE, size_bytes=2**25)
 
     for arguments in ((), ("--json",), ("--format", "csv")):

@@ -161,8 +161,8 @@ def ours(salad: SaladFake) -> dict[str, Group]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_apply_runs_more_than_before_or_as_confirmed(
-    salad: SaladFake, in_process: Imagefleet, tmp_path: Path
-) -> None:
+    salad: SaladFake, in_process: Imagefleet, tmp_path
+):
     path = tmp_path / "fleet.yaml"
 
     @settings(max_examples=150)
@@ -208,8 +208,8 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["PATCH", "POST"])
 def test_an_apply_that_is_killed_half_way_is_finished_by_the_next(
-    salad: SaladFake, in_process: Imagefleet, tmp_path: Path, method: str
-) -> None:
+    salad: SaladFake, in_process: Imagefleet, tmp_path, method: str
+):
     path = tmp_path / "fleet.yaml"
     alike = Revision("[RTX 3060 Ti]", "batch", 1)
     before = [Before(alike, 400, 400, 0, is_stopped=False) for _ in range(2)]

@@ -16,7 +16,7 @@ from imagefleet import concurrency, errors
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def waits(monkeypatch) -> list[float]:
     """The waits between tries, recorded instead of slept."""
     waited: list[float] = []
 
@@ -50,7 +50,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super()._run_once()
 
 
-def test_no_minute_has_more_calls_than_salad_allows() -> None:
+def test_no_minute_has_more_calls_than_salad_allows():
     begun: list[float] = []
 
     async def call_often() -> None:
@@ -70,7 +70,7 @@ def test_no_minute_has_more_calls_than_salad_allows() -> None:
 @pytest.mark.parametrize("value", ["17", "date"])
 async def test_retry_after_sets_the_wait(
     value: str, salad: Any, salad_module: Any, api: Any, waits: list[float]
-) -> None:
+):
     if value == "date":
         value = format_datetime(datetime.now(UTC) + timedelta(seconds=17), usegmt=True)
     salad.faults = [salad_module.Fault(429, headers={"Retry-After": value})]
@@ -82,7 +82,7 @@ async def test_retry_after_sets_the_wait(
 
 async def test_a_wrong_clock_here_does_not_change_the_wait_until_a_date(
     salad: Any, salad_module: Any, api: Any, waits: list[float]
-) -> None:
+):
     sent_at = datetime(2020, 1, 1, tzinfo=UTC)
     headers = {
         "Date": format_datetime(sent_at, usegmt=True),
@@ -97,7 +97,7 @@ async def test_a_wrong_clock_here_does_not_change_the_wait_until_a_date(
 
 async def test_a_wait_of_hours_is_not_taken_for_the_budget_is_not_watched_meanwhile(
     salad: Any, salad_module: Any, api: Any, waits: list[float]
-) -> None:
+):
     salad.faults = [salad_module.Fault(503, headers={"Retry-After": "86400"})]
 
     await api.call("GET", "/organizations/acme/quotas")
@@ -107,7 +107,7 @@ async def test_a_wait_of_hours_is_not_taken_for_the_budget_is_not_watched_meanwh
 
 async def test_an_outage_ends_the_call_after_so_many_tries(
     salad: Any, salad_module: Any, api: Any, waits: list[float]
-) -> None:
+):
     salad.faults = [salad_module.Fault(503, "") for _ in range(client.RETRIES.tries)]
 
     with pytest.raises(errors.TransientError, match=r"fails \(HTTP 503\)"):
@@ -116,9 +116,7 @@ async def test_an_outage_ends_the_call_after_so_many_tries(
     assert len(waits) == client.RETRIES.tries - 1
 
 
-async def test_a_refused_call_is_not_retried(
-    salad: Any, salad_module: Any, api: Any
-) -> None:
+async def test_a_refused_call_is_not_retried(salad: Any, salad_module: Any, api: Any):
     salad.faults = [
         salad_module.Fault(400, '{"title": "Bad", "errors": {"cpu": ["too many"]}}')
     ]
@@ -129,9 +127,7 @@ async def test_a_refused_call_is_not_retried(
     assert len(salad.requests) == 1
 
 
-async def test_a_page_of_html_is_not_an_answer(
-    salad: Any, salad_module: Any, api: Any
-) -> None:
+async def test_a_page_of_html_is_not_an_answer(salad: Any, salad_module: Any, api: Any):
     page = "<html><title>Sign in to the hotel's network</title></html>"
     salad.faults = [
         salad_module.Fault(200, page, "text/html") for _ in range(client.RETRIES.tries)
@@ -143,7 +139,7 @@ async def test_a_page_of_html_is_not_an_answer(
 
 async def test_a_redirect_is_not_followed_with_the_key(
     salad: Any, salad_module: Any, api: Any
-) -> None:
+):
     to = {"Location": f"{salad.url}/elsewhere"}
     salad.faults = [
         salad_module.Fault(302, headers=to) for _ in range(client.RETRIES.tries)
@@ -157,7 +153,7 @@ async def test_a_redirect_is_not_followed_with_the_key(
 
 async def test_a_refusal_that_quotes_a_secret_is_shown_without_it(
     salad: Any, salad_module: Any, api: Any
-) -> None:
+):
     salad.faults = [salad_module.Fault(400, '{"detail": "sig=very-secret is odd"}')]
 
     with pytest.raises(errors.SetupError, match=r"\(secret\) is odd") as caught:
@@ -168,7 +164,7 @@ async def test_a_refusal_that_quotes_a_secret_is_shown_without_it(
 
 async def test_an_answer_in_which_a_secret_stands_by_chance_is_read_as_it_is(
     salad: Any, salad_module: Any, api: Any
-) -> None:
+):
     salad.faults = [salad_module.Fault(200, '{"replicas": 10}')]
 
     assert await api.call("POST", "/x", {"variable": SecretStr("1")}) == {
@@ -176,7 +172,7 @@ async def test_an_answer_in_which_a_secret_stands_by_chance_is_read_as_it_is(
     }
 
 
-async def test_an_address_without_a_server_is_reported(waits: list[float]) -> None:
+async def test_an_address_without_a_server_is_reported(waits: list[float]):
     async with aiohttp.ClientSession() as session:
         api = client.SaladClient(session, "http://127.0.0.1:9", "key")
         with pytest.raises(errors.TransientError, match="does not answer"):

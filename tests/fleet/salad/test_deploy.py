@@ -22,7 +22,7 @@ def replicas(salad: Any) -> list[int]:
 
 def test_a_half_created_deployment_is_resumed(
     salad: Any, salad_module: Any, in_process: Imagefleet
-) -> None:
+):
     salad.faults = [
         salad_module.Fault(403, '{"title": "Forbidden"}', method="POST", skips=1)
     ]
@@ -37,8 +37,8 @@ def test_a_half_created_deployment_is_resumed(
 
 
 def test_the_price_to_confirm_is_the_whole_fleets_before_and_after_an_interruption(
-    salad: Any, salad_module: Any, in_process: Imagefleet, tmp_path: Path
-) -> None:
+    salad: Any, salad_module: Any, in_process: Imagefleet, tmp_path
+):
     """It is what `imagefleet exporter --dollars-per-hour` is given."""
     in_process("deploy", "apply", "--yes")
     edit(tmp_path, "environment:", "priority: high\nenvironment:")
@@ -59,7 +59,7 @@ def test_the_price_to_confirm_is_the_whole_fleets_before_and_after_an_interrupti
 
 def test_a_creation_whose_answer_is_lost_happens_once(
     salad: Any, salad_module: Any, in_process: Imagefleet
-) -> None:
+):
     salad.faults = [
         salad_module.Fault(0, method="POST", lands=True, cuts_the_line=True),
         salad_module.Fault(504, method="POST", lands=True),
@@ -73,7 +73,7 @@ def test_a_creation_whose_answer_is_lost_happens_once(
 
 def test_a_quota_that_is_too_small_is_reported_before_anything_is_created(
     salad: Any, in_process: Imagefleet
-) -> None:
+):
     salad.quota = 500
 
     assert_refused(
@@ -85,8 +85,8 @@ def test_a_quota_that_is_too_small_is_reported_before_anything_is_created(
 
 
 def test_a_misspelled_gpu_class_gets_a_suggestion(
-    salad: Any, in_process: Imagefleet, tmp_path: Path
-) -> None:
+    salad: Any, in_process: Imagefleet, tmp_path
+):
     edit(tmp_path, "RTX 3060 Ti", "RTX 3060 Tii")
 
     for arguments in (["apply", "--yes"], ["apply", "--render"]):
@@ -96,8 +96,8 @@ def test_a_misspelled_gpu_class_gets_a_suggestion(
 
 
 def test_a_gpu_class_that_is_not_in_our_table_comes_from_the_api(
-    salad: Any, in_process: Imagefleet, tmp_path: Path
-) -> None:
+    salad: Any, in_process: Imagefleet, tmp_path
+):
     edit(tmp_path, "RTX 3060 Ti", "RTX 6070")
 
     ended = in_process("deploy", "apply", "--yes")
@@ -109,9 +109,7 @@ def test_a_gpu_class_that_is_not_in_our_table_comes_from_the_api(
     ]
 
 
-def test_more_replicas_restart_nothing(
-    salad: Any, in_process: Imagefleet, tmp_path: Path
-) -> None:
+def test_more_replicas_restart_nothing(salad: Any, in_process: Imagefleet, tmp_path):
     in_process("deploy", "apply", "--yes")
     names = set(salad.groups)
     edit(tmp_path, "replicas: 750", "replicas: 900")
@@ -123,8 +121,8 @@ def test_more_replicas_restart_nothing(
 
 
 def test_a_changed_file_replaces_the_groups_a_quarter_at_a_time(
-    salad: Any, in_process: Imagefleet, tmp_path: Path
-) -> None:
+    salad: Any, in_process: Imagefleet, tmp_path
+):
     salad.quota = 750
     in_process("deploy", "apply", "--yes")
     for _ in range(3):
@@ -145,8 +143,8 @@ def test_a_changed_file_replaces_the_groups_a_quarter_at_a_time(
 
 
 def test_one_replica_is_replaced_by_none_and_the_plan_says_so(
-    salad: Any, in_process: Imagefleet, tmp_path: Path
-) -> None:
+    salad: Any, in_process: Imagefleet, tmp_path
+):
     in_process("deploy", "apply", "--yes", "--replicas", "1")
     for _ in range(3):
         in_process("deploy", "status")
@@ -158,8 +156,8 @@ def test_one_replica_is_replaced_by_none_and_the_plan_says_so(
 
 
 def test_new_groups_that_do_not_start_leave_three_quarters_of_the_old_ones(
-    salad: Any, in_process: Imagefleet, tmp_path: Path
-) -> None:
+    salad: Any, in_process: Imagefleet, tmp_path
+):
     in_process("deploy", "apply", "--yes")
     for _ in range(3):
         in_process("deploy", "status")
@@ -188,7 +186,7 @@ def test_new_groups_that_do_not_start_leave_three_quarters_of_the_old_ones(
 
 def test_new_replicas_wait_for_those_that_are_still_to_stop(
     salad: Any, in_process: Imagefleet
-) -> None:
+):
     in_process("deploy", "apply", "--yes")
     for _ in range(3):
         in_process("deploy", "status")
@@ -203,7 +201,7 @@ def test_new_replicas_wait_for_those_that_are_still_to_stop(
 
 def test_a_group_that_was_changed_in_the_portal_is_reported(
     salad: Any, in_process: Imagefleet
-) -> None:
+):
     in_process("deploy", "apply", "--yes")
     next(iter(salad.groups.values())).body["container"]["image"] = (
         "somebody/elses:latest"
@@ -214,7 +212,7 @@ def test_a_group_that_was_changed_in_the_portal_is_reported(
     )
 
 
-def test_resizing_spreads_over_the_groups(salad: Any, in_process: Imagefleet) -> None:
+def test_resizing_spreads_over_the_groups(salad: Any, in_process: Imagefleet):
     in_process("deploy", "apply", "--yes")
 
     down = in_process("deploy", "apply", "--replicas", "301")
@@ -236,8 +234,8 @@ def test_one_refused_call_of_several_is_the_only_line(
     in_process: Imagefleet,
     arguments: list[str],
     skips: int,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     in_process("deploy", "apply", "--yes")
     salad.slow_seconds = 0.05  # the others are under way when one is refused
     salad.faults = [
@@ -254,7 +252,7 @@ def test_one_refused_call_of_several_is_the_only_line(
     assert "Forbidden" in line
 
 
-def test_each_change_has_its_json(salad: Any, in_process: Imagefleet) -> None:
+def test_each_change_has_its_json(salad: Any, in_process: Imagefleet):
     def read(*arguments: str) -> Any:
         ended = in_process("deploy", *arguments, "--json")
         assert ended.returncode == 0, ended.stderr
@@ -279,7 +277,7 @@ def test_each_change_has_its_json(salad: Any, in_process: Imagefleet) -> None:
 
 def test_draining_waits_for_the_instances_and_stops_the_groups(
     salad: Any, in_process: Imagefleet
-) -> None:
+):
     in_process("deploy", "apply", "--yes")
     for _ in range(3):
         in_process("deploy", "status")
@@ -298,7 +296,7 @@ def test_draining_waits_for_the_instances_and_stops_the_groups(
     assert not any(group.is_stopped for group in salad.groups.values())
 
 
-def test_deleting_leaves_other_fleets_alone(salad: Any, in_process: Imagefleet) -> None:
+def test_deleting_leaves_other_fleets_alone(salad: Any, in_process: Imagefleet):
     in_process("deploy", "apply", "--yes")
     other = next(iter(salad.groups.values()))
     salad.groups["sd15-batch-two-1"] = type(other)(
@@ -312,9 +310,7 @@ def test_deleting_leaves_other_fleets_alone(salad: Any, in_process: Imagefleet) 
     assert set(salad.groups) == {"sd15-batch-two-1"}
 
 
-def test_status_shows_what_runs_and_what_it_costs(
-    salad: Any, in_process: Imagefleet
-) -> None:
+def test_status_shows_what_runs_and_what_it_costs(salad: Any, in_process: Imagefleet):
     in_process("deploy", "apply", "--yes")
     in_process("deploy", "status")
 
@@ -343,11 +339,11 @@ def test_status_shows_what_runs_and_what_it_costs(
 def test_an_api_key_of_no_use_is_reported_without_it(
     salad: Any,
     in_process: Imagefleet,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     key: str,
     said: str,
     secret: str,
-) -> None:
+):
     monkeypatch.setenv("SALAD_API_KEY", key)
 
     ended = in_process("deploy", "status")
@@ -357,8 +353,8 @@ def test_an_api_key_of_no_use_is_reported_without_it(
 
 
 def test_an_unknown_project_is_reported_with_where_it_stands(
-    salad: Any, in_process: Imagefleet, tmp_path: Path
-) -> None:
+    salad: Any, in_process: Imagefleet, tmp_path
+):
     edit(tmp_path, "project: default", "project: defualt")
 
     assert_refused(

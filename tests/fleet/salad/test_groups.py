@@ -49,7 +49,7 @@ def rendered(file: salad_file.FleetFile, secret: str = "secret", **more: Any) ->
 
 
 @pytest.mark.parametrize("more", ["", FULL])
-def test_the_sdks_models_accept_the_groups(more: str, tmp_path: Path) -> None:
+def test_the_sdks_models_accept_the_groups(more: str, tmp_path):
     bodies = salad_groups.plain(rendered(read(tmp_path, EXAMPLE.read_text() + more)))
 
     assert [body["replicas"] for body in bodies] == [375, 375]
@@ -58,9 +58,7 @@ def test_the_sdks_models_accept_the_groups(more: str, tmp_path: Path) -> None:
         assert model._map() == body
 
 
-def test_the_fake_answers_as_the_sdk_expects(
-    salad: Any, in_process: Imagefleet
-) -> None:
+def test_the_fake_answers_as_the_sdk_expects(salad: Any, in_process: Imagefleet):
     """The fake of the other tests follows the published specification."""
     in_process("deploy", "apply", "--yes")
 
@@ -80,9 +78,7 @@ def test_the_fake_answers_as_the_sdk_expects(
 
 
 @given(st.integers(0, 6_000), st.integers(1, 20))
-def test_replicas_are_spread_evenly_within_the_limit(
-    replicas: int, groups: int
-) -> None:
+def test_replicas_are_spread_evenly_within_the_limit(replicas: int, groups: int):
     shares = salad_groups.split(replicas, [0] * groups)
 
     assert sum(shares) == replicas
@@ -92,7 +88,7 @@ def test_replicas_are_spread_evenly_within_the_limit(
 
 
 @given(st.integers(0, 6_000), st.lists(st.integers(0, 500), max_size=12))
-def test_a_split_stops_no_replica_that_can_stay(replicas: int, now: list[int]) -> None:
+def test_a_split_stops_no_replica_that_can_stay(replicas: int, now: list[int]):
     shares = salad_groups.split(replicas, now)
 
     before = [*now, *[0] * (len(shares) - len(now))]
@@ -101,14 +97,14 @@ def test_a_split_stops_no_replica_that_can_stay(replicas: int, now: list[int]) -
     assert sum(map(min, shares, before)) == min(replicas, sum(now))
 
 
-def test_the_name_of_a_group_identifies_its_fleet() -> None:
+def test_the_name_of_a_group_identifies_its_fleet():
 
     assert salad_groups.parse_name("sd15", "sd15-0123abcd-2") == ("0123abcd", 2)
     assert salad_groups.parse_name("sd1", "sd15-0123abcd-2") is None
     assert salad_groups.parse_name("sd15", "sd15-batch-1") is None
 
 
-def test_the_revision_changes_with_what_restarts_workers(tmp_path: Path) -> None:
+def test_the_revision_changes_with_what_restarts_workers(tmp_path):
     file = read(tmp_path, EXAMPLE.read_text())
     other_model = read(
         tmp_path, EXAMPLE.read_text().replace("/models/checkpoint", "/models/b")
@@ -122,7 +118,7 @@ def test_the_revision_changes_with_what_restarts_workers(tmp_path: Path) -> None
     assert revision(rendered(file)) != revision(rendered(file, secret="a newer token"))
 
 
-def test_every_class_with_a_price_has_its_uuid() -> None:
+def test_every_class_with_a_price_has_its_uuid():
     known = gpus.built_in()
 
     assert {each.name for each in known} == set(prices.BUILT_IN.gpus)
@@ -174,9 +170,7 @@ def test_every_class_with_a_price_has_its_uuid() -> None:
         ("imagefleet@sha256:", "imagefleet:1.0#", "should end in @sha256:DIGEST"),
     ],
 )
-def test_a_mistake_in_the_file_is_named(
-    old: str, new: str, message: str, tmp_path: Path
-) -> None:
+def test_a_mistake_in_the_file_is_named(old: str, new: str, message: str, tmp_path):
     text = EXAMPLE.read_text()
     assert old in text
 
@@ -196,27 +190,25 @@ def test_a_mistake_in_the_file_is_named(
         ("AccountName=a;AccountKey=b", "contains the storage account's key"),
     ],
 )
-def test_a_value_that_salad_would_refuse_is_reported(secret: str, message: str) -> None:
+def test_a_value_that_salad_would_refuse_is_reported(secret: str, message: str):
     with pytest.raises(errors.SetupError, match=message) as caught:
         rendered(salad_file.read_file(EXAMPLE), secret)
 
     assert secret not in caught.value.message
 
 
-def test_a_trusted_key_is_no_secret(tmp_path: Path) -> None:
+def test_a_trusted_key_is_no_secret(tmp_path):
     public = SigningKey.create(tmp_path / "key.pem").public
     text = EXAMPLE.read_text().replace("{env: IMAGEFLEET_TRUSTED_KEY}", public)
     file = read(tmp_path, text)
     assert file.environment["IMAGEFLEET_TRUSTED_KEY"] == public
 
 
-def test_a_value_of_the_maximum_length_is_accepted() -> None:
+def test_a_value_of_the_maximum_length_is_accepted():
     rendered(salad_file.read_file(EXAMPLE), "x" * 1000)
 
 
-def test_secrets_come_from_variables_and_from_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_come_from_variables_and_from_files(tmp_path, monkeypatch):
     (tmp_path / "queue.sas").write_text("from the file\n")
     monkeypatch.setenv("SAS", "from the variable")
 
@@ -230,7 +222,7 @@ def test_secrets_come_from_variables_and_from_files(
             missing.read()
 
 
-def test_rendering_needs_no_account(in_process: Imagefleet, tmp_path: Path) -> None:
+def test_rendering_needs_no_account(in_process: Imagefleet, tmp_path):
     (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
 
     ended = in_process("deploy", "apply", "--render", "--replicas", "1001", "--json")
@@ -242,7 +234,7 @@ def test_rendering_needs_no_account(in_process: Imagefleet, tmp_path: Path) -> N
     assert "BROKER_URL is not set" in ended.stderr
 
 
-def test_rendering_shows_the_price(in_process: Imagefleet, tmp_path: Path) -> None:
+def test_rendering_shows_the_price(in_process: Imagefleet, tmp_path):
     (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
 
     ended = in_process("deploy", "apply", "--render")
@@ -254,7 +246,7 @@ def test_rendering_shows_the_price(in_process: Imagefleet, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("answer", [True, False])
-def test_the_operator_is_asked(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_is_asked(answer: bool, monkeypatch):
     asked: list[str] = []
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
@@ -273,7 +265,7 @@ def test_the_operator_is_asked(answer: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_missing_fleet_file_is_reported_with_the_paths_tried(
     in_process: Imagefleet,
-) -> None:
+):
     ended = in_process("deploy", "apply", "--render")
 
     assert ended.returncode == 2

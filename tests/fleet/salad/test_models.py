@@ -29,7 +29,7 @@ def read(folder: Path, old: str = "", new: str = "") -> salad_file.FleetFile:
 
 def test_workers_get_the_models_and_the_operator_sees_their_queues(
     in_process: Imagefleet,
-) -> None:
+):
     ended = in_process("deploy", "apply", "--render", "--file", str(EXAMPLE), "--json")
 
     assert ended.returncode == 0, ended.stderr
@@ -55,11 +55,11 @@ def test_workers_get_the_models_and_the_operator_sees_their_queues(
         ("https://host/x/pony.safetensors", "pony"),
     ],
 )
-def test_a_model_has_the_name_that_jobs_give_it(text: str, name: str) -> None:
+def test_a_model_has_the_name_that_jobs_give_it(text: str, name: str):
     assert salad_file.name_of(text) == name
 
 
-def test_a_gpu_class_with_too_little_memory_is_refused(tmp_path: Path) -> None:
+def test_a_gpu_class_with_too_little_memory_is_refused(tmp_path):
     file = read(tmp_path, "  - RTX 3090\n", "  - RTX 2060\n")
 
     with pytest.raises(
@@ -96,8 +96,8 @@ def test_a_gpu_class_with_too_little_memory_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_workers_would_refuse_is_refused_before_it_reaches_them(
-    old: str, new: str, message: str, tmp_path: Path
-) -> None:
+    old: str, new: str, message: str, tmp_path
+):
     with pytest.raises(errors.SetupError, match="the fleet file") as raised:
         read(tmp_path, old, new)
     assert message in raised.value.message
@@ -105,8 +105,8 @@ def test_what_workers_would_refuse_is_refused_before_it_reaches_them(
 
 
 def test_the_scaler_assumes_the_slowest_class_on_the_first_model(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     sdxl = scale._assumed_speed(read(tmp_path), 1)
     both = scale._assumed_speed(
         read(tmp_path, "pony-v6.safetensors: sdxl", "a.tar: sd1"), 1
@@ -121,8 +121,8 @@ def test_the_scaler_assumes_the_slowest_class_on_the_first_model(
 
 
 def test_the_scaler_does_not_rent_for_twenty_guided_steps_where_four_of_one_row_are_drawn(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     added = "environment:\n  IMAGEFLEET_ACCELERATOR: sdxl_lightning_4step_lora\n"
     few, usual = (
         scale._assumed_speed(file, 1)
@@ -135,8 +135,8 @@ def test_the_scaler_does_not_rent_for_twenty_guided_steps_where_four_of_one_row_
 
 
 def test_the_scaler_counts_the_queues_of_its_file(
-    salad: Any, in_process: Imagefleet, tmp_path: Path
-) -> None:
+    salad: Any, in_process: Imagefleet, tmp_path
+):
     file = tmp_path / "fleet.yaml"
     lines = "replicas: 40\nmodels: {store:pony.tar: sdxl}\n"
     text = file.read_text().replace("replicas: 750\n", lines)

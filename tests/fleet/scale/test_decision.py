@@ -3,7 +3,6 @@
 import errno
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ WIND_DOWN_SECONDS = 120.0
 OUTAGE = MARGIN_SECONDS - WIND_DOWN_SECONDS
 
 
-def test_a_deadline_gets_the_replicas_it_needs_and_a_few_to_spare() -> None:
+def test_a_deadline_gets_the_replicas_it_needs_and_a_few_to_spare():
     goal = replace(GOAL, deadline=10_000.0, dollars_per_hour=None)
 
     assert decide(goal, replace(KNOWN, replicas=50), is_due=True).replicas == 110
@@ -45,14 +44,14 @@ def test_a_deadline_gets_the_replicas_it_needs_and_a_few_to_spare() -> None:
     )
 
 
-def test_a_deadline_that_cannot_be_met_is_reported() -> None:
+def test_a_deadline_that_cannot_be_met_is_reported():
     decision = decide(replace(GOAL, deadline=100.0), KNOWN, is_due=True)
 
     assert decision.replicas == 750
     assert "need 11,000 replicas, but at most 750 are allowed" in decision.reason
 
 
-def test_after_the_deadline_the_replicas_only_become_fewer() -> None:
+def test_after_the_deadline_the_replicas_only_become_fewer():
     goal = replace(GOAL, deadline=100.0)
     late = replace(KNOWN, now=100.0)
 
@@ -68,20 +67,20 @@ def test_after_the_deadline_the_replicas_only_become_fewer() -> None:
     assert decide(cheap, late, is_due=True).replicas == 50
 
 
-def test_an_hourly_budget_is_kept() -> None:
+def test_an_hourly_budget_is_kept():
     decision = decide(replace(GOAL, dollars_per_hour=3), KNOWN, is_due=True)
 
     assert decision.replicas == 100
     assert decide(replace(GOAL, dollars_per_hour=9), KNOWN, is_due=True).replicas == 300
 
 
-def test_a_short_queue_does_not_use_the_whole_budget() -> None:
+def test_a_short_queue_does_not_use_the_whole_budget():
     known = replace(KNOWN, messages=9_000, replicas=0, running=0)
 
     assert decide(GOAL, known, is_due=True).replicas == 10
 
 
-def test_an_empty_queue_ends_the_fleet_after_a_while() -> None:
+def test_an_empty_queue_ends_the_fleet_after_a_while():
     empty = replace(KNOWN, messages=0)
 
     for is_due in (True, False):
@@ -90,7 +89,7 @@ def test_an_empty_queue_ends_the_fleet_after_a_while() -> None:
         assert decide(GOAL, settled, is_due=is_due).replicas == 0
 
 
-def test_a_small_difference_is_not_worth_a_change() -> None:
+def test_a_small_difference_is_not_worth_a_change():
     goal = replace(GOAL, deadline=10_000.0)
 
     assert decide(goal, replace(KNOWN, replicas=105), is_due=True).replicas == 105
@@ -98,14 +97,14 @@ def test_a_small_difference_is_not_worth_a_change() -> None:
 
 
 @pytest.mark.parametrize("unknown", [{"price": None}, {"quota_free": None}])
-def test_an_unknown_price_or_quota_never_scales_up(unknown: dict[str, Any]) -> None:
+def test_an_unknown_price_or_quota_never_scales_up(unknown: dict[str, Any]):
     decision = decide(GOAL, replace(KNOWN, **unknown), is_due=True)
 
     assert decision.replicas == KNOWN.replicas
     assert "is unknown" in decision.reason
 
 
-def test_the_quota_is_a_limit() -> None:
+def test_the_quota_is_a_limit():
     assert decide(GOAL, replace(KNOWN, quota_free=20), is_due=True).replicas == 120
 
 
@@ -148,7 +147,7 @@ def on_the_budget(seconds: float) -> Any:
 @on_the_budget(90)
 def test_the_budget_is_never_exceeded(
     goal: Goal, price: float, speed: float, jobs: int, samples: list[Any]
-) -> None:
+):
     """Also if the scaler dies and the operator stops the fleet some minutes later."""
     now, due_at, gone_by, messages = 0.0, 0.0, 0.0, float(jobs)
     ledger = scale_ledger.Ledger("fleet", began=0, at=0, running=0)
@@ -192,9 +191,7 @@ def test_the_budget_is_never_exceeded(
     assert billed <= goal.max_dollars
 
 
-def test_the_ledger_counts_the_time_that_the_scaler_was_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ledger_counts_the_time_that_the_scaler_was_away(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "boot_id", lambda: None)  # as on macOS
     path = tmp_path / "ledger.json"
     ledger = scale_ledger.read(path, "fleet", now=0.0).counted(0.0, 100, 0.03)
@@ -208,8 +205,8 @@ def test_the_ledger_counts_the_time_that_the_scaler_was_away(
 
 
 def test_between_two_scalers_the_machines_uptime_counts_not_its_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     path = tmp_path / "ledger.json"
     monkeypatch.setattr(host, "boot_id", lambda: "a boot")
     monkeypatch.setattr(host, "uptime", lambda: 500.0)
@@ -224,8 +221,8 @@ def test_between_two_scalers_the_machines_uptime_counts_not_its_clock(
 
 
 def test_time_between_a_sample_and_its_writing_is_counted_by_the_next_scaler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     path = tmp_path / "ledger.json"
     monkeypatch.setattr(host, "boot_id", lambda: "a boot")
     monkeypatch.setattr(host, "uptime", lambda: 500.0)
@@ -239,8 +236,8 @@ def test_time_between_a_sample_and_its_writing_is_counted_by_the_next_scaler(
 
 
 def test_a_ledger_of_the_future_is_an_error_for_its_cost_is_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     path = tmp_path / "ledger.json"
     scale_ledger.write(
         path, scale_ledger.Ledger("fleet", 0, 100_000.0, 100, price=0.03), 100_000.0
@@ -253,9 +250,7 @@ def test_a_ledger_of_the_future_is_an_error_for_its_cost_is_unknown(
         scale_ledger.read(path, "fleet", 64_000.0)
 
 
-def test_a_write_that_fails_leaves_the_ledger_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_ledger_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "ledger.json"
     ledger = scale_ledger.Ledger("fleet", 0, 100.0, 100, price=0.03)
     scale_ledger.write(path, ledger, 100.0)
@@ -270,7 +265,7 @@ def test_a_write_that_fails_leaves_the_ledger_as_it_was(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_time_without_a_price_is_counted_once_there_is_one() -> None:
+def test_time_without_a_price_is_counted_once_there_is_one():
     ledger = scale_ledger.Ledger("fleet", began=0, at=0, running=10)
 
     assert ledger.counted(3600.0, 0, None).dollars == 0
@@ -280,7 +275,7 @@ def test_time_without_a_price_is_counted_once_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"fleet": "another"}', "no json"])
-def test_an_unreadable_ledger_is_an_error(content: str, tmp_path: Path) -> None:
+def test_an_unreadable_ledger_is_an_error(content: str, tmp_path):
     path = tmp_path / "ledger.json"
     path.write_text(content)
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,8 +29,8 @@ GOAL = Goal(
     ("models", "counted"), [(None, 9), (["ours"], 5), (["none"], 2)]
 )
 async def test_jobs_of_models_that_the_fleet_does_not_serve_start_no_replicas(
-    storage: Storage, tmp_path: Path, models: list[str] | None, counted: int
-) -> None:
+    storage: Storage, tmp_path, models: list[str] | None, counted: int
+):
     for model, count in (("ours", 3), ("others", 4)):
         await storage.models.send([f'{{"prompt": "a", "model": "{model}"}}'] * count)
     await storage.models.send(['{"prompt": "a"}'] * 2)
@@ -73,8 +72,8 @@ class Deployment:
 
 @pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 async def test_a_job_of_sdxl_counts_by_its_seconds_of_work(
-    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, tmp_path, monkeypatch
+):
     """A queue takes ten times the replicas if it is of SDXL."""
     monkeypatch.setattr(scaler.changes, "is_rolling", lambda _: False)
     goal = replace(GOAL, max_replicas=1000, dollars_per_hour=None, deadline=900.0)
@@ -96,7 +95,7 @@ async def test_a_job_of_sdxl_counts_by_its_seconds_of_work(
     assert wanted == {"small": 10, "large": 104}
 
 
-async def test_speeds_that_workers_report_count_their_models() -> None:
+async def test_speeds_that_workers_report_count_their_models():
     class Metrics:
         async def at(self, query: str, _: datetime) -> list[prometheus.Series]:
             if "model_jobs" in query:

@@ -1,9 +1,6 @@
 """One decision, which somebody waits for."""
 
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from cli import console
 from fleet.salad import client
@@ -15,9 +12,9 @@ def test_one_decision_without_a_network_is_one_sentence_after_a_few_tries(
     salad: Any,
     salad_module: Any,
     in_process: Imagefleet,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.setattr(
         logs, "configure", lambda _: None
     )  # it would affect later tests
@@ -46,10 +43,10 @@ def test_one_decision_without_a_network_is_one_sentence_after_a_few_tries(
 def test_a_decision_names_its_own_queues_and_what_is_spent_once(
     salad: Any,
     in_process: Imagefleet,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    caplog,
+):
     """Another queue of the container has jobs of a model, for which this one has no queue."""
     monkeypatch.setattr(logs, "configure", lambda _: None)
     caplog.set_level("INFO")

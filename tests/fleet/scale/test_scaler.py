@@ -38,7 +38,7 @@ class Metrics:
         return [prometheus.Series(metric={}, value=(0, value))]
 
 
-async def test_a_measured_speed_replaces_the_assumed_one_and_stays() -> None:
+async def test_a_measured_speed_replaces_the_assumed_one_and_stays():
     metrics: Any = Metrics()
     speeds = scaler.Speeds(last=scaler.Speed(1.0, "assumed"), server=metrics)
 
@@ -50,7 +50,7 @@ async def test_a_measured_speed_replaces_the_assumed_one_and_stays() -> None:
     assert (await speeds.find()).jobs_per_second == 2.0
 
 
-async def test_an_unknown_speed_is_an_error() -> None:
+async def test_an_unknown_speed_is_an_error():
     with pytest.raises(errors.SetupError, match="--images-per-second"):
         await scaler.Speeds().find()
 
@@ -65,9 +65,7 @@ class Clock:
 
 
 @pytest.fixture
-async def scaling(
-    salad: Any, salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Any:
+async def scaling(salad: Any, salad_module: Any, tmp_path, monkeypatch) -> Any:
     """Two groups without replicas, 100 jobs of low priority, and a factory of scalers."""
     import aiohttp
 
@@ -115,7 +113,7 @@ async def scaling(
 
 async def test_the_fleet_works_off_the_queue_and_scales_to_zero(
     salad: Any, scaling: Any
-) -> None:
+):
     make, clock, storage = scaling
     scaler_ = make(GOAL)
 
@@ -139,7 +137,7 @@ async def test_the_fleet_works_off_the_queue_and_scales_to_zero(
     assert 0 < last["spent_dollars"] < 12 * 0.03 * 7 / 60 + 1e-9
 
 
-async def test_a_leased_job_keeps_its_worker(salad: Any, scaling: Any) -> None:
+async def test_a_leased_job_keeps_its_worker(salad: Any, scaling: Any):
     make, clock, storage = scaling
     scaler_ = make(GOAL)
     await scaler_.step()
@@ -159,8 +157,8 @@ async def test_a_leased_job_keeps_its_worker(salad: Any, scaling: Any) -> None:
 
 
 async def test_an_outage_leaves_the_replicas_and_the_change_is_retried(
-    salad: Any, salad_module: Any, scaling: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    salad: Any, salad_module: Any, scaling: Any, monkeypatch
+):
     make, clock, _ = scaling
     scaler_ = make(GOAL)
     monkeypatch.setattr(client, "RETRIES", concurrency.NEVER)
@@ -184,9 +182,9 @@ async def test_an_outage_leaves_the_replicas_and_the_change_is_retried(
 async def test_the_budget_is_watched_while_the_queue_does_not_answer(
     salad: Any,
     scaling: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     error: type[errors.FleetError],
-) -> None:
+):
     """A refusal, of a token that has expired say, is no reason to let the fleet run for ever."""
     make, clock, storage = scaling
     scaler_ = make(replace(GOAL, max_dollars=10))
@@ -211,7 +209,7 @@ async def test_the_budget_is_watched_while_the_queue_does_not_answer(
 
 async def test_a_refused_key_ends_a_scaler_at_its_start(
     salad: Any, salad_module: Any, scaling: Any
-) -> None:
+):
     make, _, _ = scaling
     salad.faults = [salad_module.Fault(403, "{}", method="GET")]
 
@@ -219,7 +217,7 @@ async def test_a_refused_key_ends_a_scaler_at_its_start(
         await make(GOAL).try_once(lambda _: None)
 
 
-async def test_the_budget_holds_across_restarts(salad: Any, scaling: Any) -> None:
+async def test_the_budget_holds_across_restarts(salad: Any, scaling: Any):
     make, clock, _ = scaling
     goal = replace(GOAL, max_dollars=0.5)
     scaler_ = make(goal)
@@ -238,7 +236,7 @@ async def test_the_budget_holds_across_restarts(salad: Any, scaling: Any) -> Non
 
 async def test_a_clock_that_is_set_moves_the_deadline_and_no_dollar(
     salad: Any, scaling: Any
-) -> None:
+):
     make, clock, _ = scaling
     wall = Clock()
     goal = replace(GOAL, dollars_per_hour=None, deadline=clock.now + 7200)
@@ -254,8 +252,8 @@ async def test_a_clock_that_is_set_moves_the_deadline_and_no_dollar(
 
 
 async def test_the_budget_is_watched_while_the_ledger_cannot_be_written(
-    salad: Any, scaling: Any, tmp_path: Path
-) -> None:
+    salad: Any, scaling: Any, tmp_path
+):
     """A scaler that only failed would leave the fleet as it is, and billed, for ever."""
     make, clock, _ = scaling
     scaler_ = make(replace(GOAL, max_dollars=0.5))
@@ -276,7 +274,7 @@ async def test_the_budget_is_watched_while_the_ledger_cannot_be_written(
     assert records[-1]["wanted"] < records[0]["wanted"]
 
 
-async def test_without_a_price_nothing_is_started(salad: Any, scaling: Any) -> None:
+async def test_without_a_price_nothing_is_started(salad: Any, scaling: Any):
     make, _, _ = scaling
     salad.prices = {"high": "0.08"}
 
@@ -288,7 +286,7 @@ async def test_without_a_price_nothing_is_started(salad: Any, scaling: Any) -> N
 
 async def test_a_rolling_change_is_left_alone(
     salad: Any, salad_module: Any, scaling: Any
-) -> None:
+):
     make, _, _ = scaling
     first = next(iter(salad.groups.values()))
     name = "sd15-batch-ffffffff-1"
@@ -302,7 +300,7 @@ async def test_a_rolling_change_is_left_alone(
 
 async def test_the_budget_holds_during_a_rolling_change(
     salad: Any, salad_module: Any, scaling: Any
-) -> None:
+):
     make, clock, _ = scaling
     first = next(iter(salad.groups.values()))
     name = "sd15-batch-ffffffff-1"
@@ -319,8 +317,8 @@ async def test_the_budget_holds_during_a_rolling_change(
 
 
 def test_a_dry_run_prints_the_decision(
-    salad: Any, in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    salad: Any, in_process: Imagefleet, tmp_path, monkeypatch
+):
     monkeypatch.setattr(
         logs, "configure", lambda _: None
     )  # it would affect later tests
@@ -340,8 +338,8 @@ def test_a_dry_run_prints_the_decision(
 
 
 def test_two_scalers_with_one_ledger_are_refused(
-    salad: Any, in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    salad: Any, in_process: Imagefleet, tmp_path, monkeypatch
+):
     monkeypatch.setattr(
         logs, "configure", lambda _: None
     )  # it would affect later tests
@@ -367,7 +365,7 @@ def test_two_scalers_with_one_ledger_are_refused(
 @pytest.mark.parametrize("deadline", ["tomorrow", "8:00", "2026-13-01T08:00"])
 def test_a_deadline_that_is_no_time_is_refused_with_an_example(
     in_process: Imagefleet, deadline: str
-) -> None:
+):
     ended = in_process("scale", "--deadline", deadline, "--max-dollars", "5")
 
     assert ended.returncode == 2
@@ -377,7 +375,7 @@ def test_a_deadline_that_is_no_time_is_refused_with_an_example(
     )
 
 
-def test_a_goal_is_required(salad: Any, in_process: Imagefleet) -> None:
+def test_a_goal_is_required(salad: Any, in_process: Imagefleet):
     assert_refused(
         in_process("scale", "--max-dollars", "5"),
         "--deadline, --dollars-per-hour or both",
@@ -389,7 +387,7 @@ def test_a_goal_is_required(salad: Any, in_process: Imagefleet) -> None:
 )
 def test_a_deadline_in_the_past_is_refused(
     salad: Any, in_process: Imagefleet, also: tuple[str, ...]
-) -> None:
+):
     ended = in_process(
         "scale", "--deadline", "2020-01-31T08:00", "--max-dollars", "5", *also
     )
@@ -403,7 +401,7 @@ def test_a_deadline_in_the_past_is_refused(
 )
 def test_without_a_terminal_scaling_needs_yes(
     salad: Any, in_process: Imagefleet, goal: tuple[str, str]
-) -> None:
+):
     ended = in_process(
         "scale", *goal, "--max-dollars", "5", "--replicas", "7", "--once"
     )
@@ -414,8 +412,8 @@ def test_without_a_terminal_scaling_needs_yes(
 
 
 def test_a_stopped_scaler_reports_the_workers_that_keep_running(
-    salad: Any, in_process: Imagefleet, tmp_path: Path
-) -> None:
+    salad: Any, in_process: Imagefleet, tmp_path
+):
     in_process("deploy", "apply", "--yes", "--replicas", "20")
     for _ in range(2):
         in_process("deploy", "status")

@@ -40,7 +40,7 @@ SWEEP = ("--campaign", "curve", *SETTINGS)
 
 
 @pytest.fixture
-def captions(tmp_path: Path) -> Path:
+def captions(tmp_path) -> Path:
     path = tmp_path / "c.txt"
     path.write_text("a red house\na (blue) boat\na green hill\n")
     return path
@@ -59,8 +59,8 @@ def local(folder: Path) -> StorageSettings:
 
 
 def test_a_dry_run_says_the_groups_and_touches_nothing(
-    in_process: Imagefleet, captions: Path, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, captions: Path, tmp_path
+):
     shown = in_process("sweep", "c.txt", *SWEEP, "--dry-run")
     as_json = in_process("sweep", "c.txt", *SWEEP, "--dry-run", "--json")
 
@@ -74,8 +74,8 @@ def test_a_dry_run_says_the_groups_and_touches_nothing(
 
 
 def test_the_stages_of_a_chain_are_in_each_job(
-    in_process: Imagefleet, captions: Path, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, captions: Path, tmp_path
+):
     stages = [
         {"model": "upscaler", "cfg_scale": 1.5, "steps": 20, "denoising_strength": 0.5}
     ]
@@ -106,8 +106,8 @@ def test_the_stages_of_a_chain_are_in_each_job(
 
 
 def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
-    in_process: Imagefleet, captions: Path, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, captions: Path, tmp_path
+):
     shared = (
         "--set",
         "width=64",
@@ -151,8 +151,8 @@ def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
 
 
 def test_the_same_sweep_again_adds_nothing(
-    in_process: Imagefleet, captions: Path, tmp_path: Path
-) -> None:
+    in_process: Imagefleet, captions: Path, tmp_path
+):
     first = in_process("sweep", "c.txt", *SWEEP, "--json")
     again = in_process("sweep", "c.txt", *SWEEP, "--json")
     other = in_process("sweep", "c.txt", *SWEEP, "--seed", "3")
@@ -169,9 +169,7 @@ def test_the_same_sweep_again_adds_nothing(
     assert set(Counter(job["id"] for job in bodies_in(local(tmp_path))).values()) == {2}
 
 
-def test_a_killed_sweep_goes_on_where_its_ledger_ends(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+def test_a_killed_sweep_goes_on_where_its_ledger_ends(in_process: Imagefleet, tmp_path):
     (tmp_path / "c.txt").write_text(
         "".join(f"caption {number}\n" for number in range(400))
     )
@@ -219,8 +217,8 @@ def test_the_tokens_of_an_operator_suffice(
     in_process: Imagefleet,
     azurite_settings: StorageSettings,
     captions: Path,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     async def messages() -> int:
         async with open_storage(azurite_settings) as owner:
             await owner.create()
@@ -242,7 +240,7 @@ def test_the_tokens_of_an_operator_suffice(
 
 async def test_the_images_of_a_sweep_say_their_group_in_their_records(
     storage: Storage, captions: Path, run_worker: Any
-) -> None:
+):
     source = SweepSource(
         CaptionFile(captions), groups([1.5, 7], ["PLMS"], [50]), "curve"
     )
@@ -284,10 +282,10 @@ async def test_the_images_of_a_sweep_say_their_group_in_their_records(
 def test_a_mistake_is_named_and_nothing_is_sent(
     in_process: Imagefleet,
     captions: Path,
-    tmp_path: Path,
+    tmp_path,
     arguments: tuple[str, ...],
     sentence: str,
-) -> None:
+):
     (tmp_path / "imagefleet-data" / "files" / "models").mkdir(parents=True)
     (tmp_path / "imagefleet-data" / "files" / "models" / "sdxl.safetensors").touch()
     result = in_process("sweep", "c.txt", "--campaign", "curve", *arguments)

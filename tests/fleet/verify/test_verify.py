@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ async def test_a_worker_that_draws_wrong_is_named_and_no_good_one(
     drawn_by_three: Storage,
     storage_settings: StorageSettings,
     in_process: Imagefleet,
-) -> None:
+):
     code, found = await asyncio.to_thread(verify, in_process, storage_settings)
 
     assert code == console.EXIT_IMAGES_WRONG
@@ -96,7 +95,7 @@ async def test_a_worker_that_draws_wrong_is_named_and_no_good_one(
 
 async def test_garbage_under_a_jobs_name_is_found_by_the_duplicate_kept_aside(
     storage: Storage, run_worker: RunWorker
-) -> None:
+):
     sent = jobs(range(2))
     digest = read_job(sent[0], "none").stage_digest
     await storage.blobs.create(
@@ -110,7 +109,7 @@ async def test_garbage_under_a_jobs_name_is_found_by_the_duplicate_kept_aside(
     assert pair.workers == (pairs.NO_RECORD, "good")
 
 
-async def test_pairs_that_prove_nothing_are_counted_apart(storage: Storage) -> None:
+async def test_pairs_that_prove_nothing_are_counted_apart(storage: Storage):
     async def put(name: str, worker: str, data: bytes = b"no image") -> None:
         told = {"worker": worker, "digest": DIGEST}
         await storage.blobs.create(name, data, "image/png", told)
@@ -133,7 +132,7 @@ async def test_drawings_of_unlike_jobs_that_share_an_id_are_not_held_against_a_w
     storage_settings: StorageSettings,
     run_worker: RunWorker,
     in_process: Imagefleet,
-) -> None:
+):
     """`monday` and `tuesday` of the same ids, each drawn right."""
     honest = drawn_by_three
     await honest.queue.send(jobs(range(4, 12), verify=True, steps=30, cfg_scale=2))
@@ -151,7 +150,7 @@ async def test_drawings_of_unlike_jobs_that_share_an_id_are_not_held_against_a_w
 
 async def test_false_drawings_bring_no_worker_whose_drawings_are_alike_into_quarantine(
     drawn_by_three: Storage, storage_settings: StorageSettings, in_process: Imagefleet
-) -> None:
+):
     """Whoever stores a drawing writes the worker's name beside it, and any digest."""
     honest = drawn_by_three
     for number in range(4, 12):
@@ -169,7 +168,7 @@ async def test_false_drawings_bring_no_worker_whose_drawings_are_alike_into_quar
     assert not {"good", "second"} & {*found["quarantined"]}
 
 
-async def test_a_campaigns_pairs_since_a_moment(storage: Storage) -> None:
+async def test_a_campaigns_pairs_since_a_moment(storage: Storage):
     for name in ("a/x.png", "ab/x.png"):
         await storage.blobs.create(
             f"-checks/{name}", b"x", "image/png", {"worker": "a"}
@@ -191,7 +190,7 @@ async def test_a_campaigns_pairs_since_a_moment(storage: Storage) -> None:
 
 async def test_jobs_of_few_steps_differ_rightly(
     storage: Storage, run_worker: RunWorker
-) -> None:
+):
     await storage.queue.send(jobs(range(2), steps=4))
     await run_worker("a")
     await storage.queue.send(jobs(range(1, 2), steps=4, verify=True))
@@ -211,7 +210,7 @@ def _other(request: contract.ImageRequest) -> contract.Pixels:
 @pytest.mark.parametrize("size", [(2048, 2056), (60_000, 60_000)])
 def test_a_file_of_more_pixels_than_any_job_is_not_decoded(
     size: tuple[int, int],
-) -> None:
+):
     file = io.BytesIO()
     Image.new("1", (8, 8)).save(file, "PNG")
     width, height = (side.to_bytes(4) for side in size)
@@ -223,7 +222,7 @@ def test_a_file_of_more_pixels_than_any_job_is_not_decoded(
 
 async def test_the_quarantine_keeps_what_others_wrote_and_has_each_node_once(
     storage: Storage,
-) -> None:
+):
     machine = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11"
     assert await quarantine.add(storage.files, ["a"], "why") == ["a"]
     assert await quarantine.add(
@@ -239,15 +238,13 @@ async def test_the_quarantine_keeps_what_others_wrote_and_has_each_node_once(
 
 async def test_a_quarantine_list_that_is_none_is_never_overwritten(
     storage: Storage,
-) -> None:
+):
     await storage.files.create("quarantine.json", b"[]", "application/json", {})
     with pytest.raises(errors.SetupError, match="not a list of nodes"):
         await quarantine.add(storage.files, ["a"], "")
 
 
-def test_nothing_to_compare_is_said_and_is_no_error(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
+def test_nothing_to_compare_is_said_and_is_no_error(in_process: Imagefleet, tmp_path):
     (tmp_path / "j.jsonl").write_text('{"prompt": "a"}\n')
     in_process("load", "j.jsonl")
     ended = in_process("verify")

@@ -37,7 +37,7 @@ URL = (
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Path:
+def jobs(tmp_path) -> Path:
     """A storage with three jobs that have ended, and a secret."""
     (tmp_path / "secret").write_text(f"{SECRETS[0]}\n")
     address = f"local:{tmp_path / 'imagefleet-data'}"
@@ -64,7 +64,7 @@ def jobs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_both_secrets_sign_while_one_replaces_the_other(tmp_path: Path) -> None:
+def test_both_secrets_sign_while_one_replaces_the_other(tmp_path):
     (tmp_path / "secret").write_text("\n".join(SECRETS))
     now = int(datetime.now(UTC).timestamp())
     secrets = read_secrets(tmp_path / "secret")
@@ -83,8 +83,8 @@ def test_both_secrets_sign_while_one_replaces_the_other(tmp_path: Path) -> None:
     ],
 )
 def test_a_secret_that_is_none_is_not_quoted(
-    in_process: Imagefleet, tmp_path: Path, text: str, reason: str
-) -> None:
+    in_process: Imagefleet, tmp_path, text: str, reason: str
+):
     (tmp_path / "secret").write_text(text)
     ended = in_process(*URL)
     assert_refused(ended, reason)
@@ -101,21 +101,21 @@ def test_a_secret_that_is_none_is_not_quoted(
     ],
 )
 def test_only_this_machine_gets_webhooks_without_tls(
-    in_process: Imagefleet, tmp_path: Path, url: str
-) -> None:
+    in_process: Imagefleet, tmp_path, url: str
+):
     ended = in_process("webhooks", "--url", url, "--secret-file", "secret")
     assert_refused(ended, "https://")
 
 
 def test_what_no_campaign_is_called_is_refused_not_waited_for(
     jobs: Path, in_process: Imagefleet
-) -> None:
+):
     assert_refused(in_process(*URL, "spring 2026", "--once"), "CAMPAIGN: use 1 to 128")
 
 
 async def test_the_service_sends_until_it_is_stopped(
     jobs: Path, receiver: Any, unused_port: int
-) -> None:
+):
     receiver.secret = SECRETS[0]
     command = ["--url", receiver.url, "--secret-file", "secret", "--each-job"]
     process = await asyncio.create_subprocess_exec(
@@ -154,7 +154,7 @@ async def test_the_service_sends_until_it_is_stopped(
 
 def test_a_receiver_that_is_gone_ends_the_service(
     jobs: Path, receiver: Any, in_process: Imagefleet
-) -> None:
+):
     receiver.secret = SECRETS[0]
     command = (
         *("webhooks", "--url", receiver.url, "--secret-file", "secret"),
@@ -180,7 +180,7 @@ def test_a_receiver_that_is_gone_ends_the_service(
     assert "is the state for http://127.0.0.1" in ended.stderr
 
 
-def test_only_one_service_has_the_state(jobs: Path, in_process: Imagefleet) -> None:
+def test_only_one_service_has_the_state(jobs: Path, in_process: Imagefleet):
     with console.only_one(jobs / "webhooks.json", "this test"):
         ended = in_process(*URL)
     assert_refused(ended, "another `imagefleet webhooks` keeps the state")

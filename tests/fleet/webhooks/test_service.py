@@ -5,7 +5,6 @@ import contextlib
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -43,7 +42,7 @@ def operator(storage: Storage) -> RecordLog:
 
 
 @pytest.fixture
-def times(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def times(monkeypatch) -> pytest.MonkeyPatch:
     """Nothing waits long; a test may set some of them otherwise."""
     monkeypatch.setattr(events, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(service, "POLL_SECONDS", 0.05)
@@ -57,9 +56,7 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(
-    storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPatch
-) -> Run:
+def run(storage: Storage, receiver: Any, tmp_path, times: pytest.MonkeyPatch) -> Run:
     """Runs the service: until a condition holds, or once; a killed one saves nothing at its end."""
     key = tmp_path / "secret"
     key.write_text(f"{receiver.secret}\n")
@@ -116,7 +113,7 @@ def record(number: int, outcome: str = "completed", **fields: Any) -> Record:
 
 async def test_a_campaign_that_has_an_end_of_every_job_is_reported_once(
     storage: Storage, log: RecordLog, operator: RecordLog, receiver: Any, run: Run
-) -> None:
+):
     await sent_jobs.note(storage, "spring", 3, ids=("job-1", "job-2", "job-3"))
     await log.add([record(1), record(2, "failed", error="JobError", reason="no")])
     await run()
@@ -142,7 +139,7 @@ async def test_a_campaign_that_has_an_end_of_every_job_is_reported_once(
 
 async def test_what_a_worker_has_done_is_reported(
     storage: Storage, log: RecordLog, receiver: Any, run: Run, run_worker: Any
-) -> None:
+):
     jobs = ({"id": "one"}, {"id": "set", "batch_size": 3}, {"id": "bad", "steps": 500})
     shared = {"prompt": "a cat", "campaign": "spring", "metadata": {"order": 7}}
     bodies = [json.dumps(shared | each) for each in jobs]
@@ -164,7 +161,7 @@ async def test_what_a_worker_has_done_is_reported(
 
 async def test_a_campaign_that_goes_on_ends_again_with_another_id(
     storage: Storage, log: RecordLog, operator: RecordLog, receiver: Any, run: Run
-) -> None:
+):
     await sent_jobs.note(storage, "spring", 2, ids=("job-1", "job-2"))
     await log.add([record(1), record(2, "failed", error="JobError", reason="no")])
     await run()
@@ -178,7 +175,7 @@ async def test_a_campaign_that_goes_on_ends_again_with_another_id(
 
 async def test_without_a_filler_that_counts_a_campaign_ends_with_the_queue(
     storage: Storage, log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
-) -> None:
+):
     times.setattr(events, "QUIET_SECONDS", 0.0)
     await storage.queue.send(['{"prompt": "a cat"}'])
     await log.add([record(1)])
@@ -192,7 +189,7 @@ async def test_without_a_filler_that_counts_a_campaign_ends_with_the_queue(
 
 async def test_each_job_is_reported_if_asked(
     log: RecordLog, operator: RecordLog, receiver: Any, run: Run
-) -> None:
+):
     await log.add([record(1, metadata={"order": 7})])
     await log.add(
         [record(2, "failed", error="MissingFileError", reason="r" * 900, attempts=5)]
@@ -218,7 +215,7 @@ async def test_each_job_is_reported_if_asked(
 
 async def test_a_job_of_several_images_is_complete_with_the_last_of_them(
     log: RecordLog, receiver: Any, run: Run
-) -> None:
+):
     image = {"images": 3, "id": "set"}
     for index in (2, 0):
         early = {"index": index, "seed": 7 + index, "completes": False}
@@ -236,7 +233,7 @@ async def test_a_job_of_several_images_is_complete_with_the_last_of_them(
 
 async def test_a_job_that_is_recorded_again_has_the_same_id(
     log: RecordLog, receiver: Any, run: Run
-) -> None:
+):
     await log.add([record(1)])
     await run(each_job=True)
     await log.add([record(1, source="message-9")], again=True)
@@ -246,7 +243,7 @@ async def test_a_job_that_is_recorded_again_has_the_same_id(
 
 async def test_other_campaigns_and_older_jobs_are_left_out(
     log: RecordLog, receiver: Any, run: Run
-) -> None:
+):
     old = datetime.now(UTC) - timedelta(days=1)
     await log.add([record(1, campaign="summer"), record(2), record(3, at=old)])
     await run(each_job=True, campaign="spring", since=old + timedelta(hours=1))
@@ -255,7 +252,7 @@ async def test_other_campaigns_and_older_jobs_are_left_out(
 
 async def test_events_that_fail_are_tried_again_and_do_not_hold_up_others(
     log: RecordLog, receiver: Any, run: Run
-) -> None:
+):
     await log.add([record(number) for number in range(20)])
     receiver.answers.extend(
         [500, 404, 302, web.Response(status=503, headers={"Retry-After": "0"})]
@@ -268,7 +265,7 @@ async def test_events_that_fail_are_tried_again_and_do_not_hold_up_others(
 
 async def test_an_event_is_given_up_after_its_time(
     log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
-) -> None:
+):
     times.setattr(service, "GIVE_UP_SECONDS", 0.0)
     await log.add([record(1)])
     receiver.always = 500
@@ -278,7 +275,7 @@ async def test_an_event_is_given_up_after_its_time(
 
 async def test_a_busy_receiver_is_left_alone_for_as_long_as_it_says(
     log: RecordLog, receiver: Any, run: Run
-) -> None:
+):
     await log.add([record(number) for number in range(3)])
     later = web.Response(status=429, headers={"Retry-After": "3600"})
     receiver.answers.append(later)
@@ -291,7 +288,7 @@ async def test_a_busy_receiver_is_left_alone_for_as_long_as_it_says(
 
 async def test_a_receiver_that_is_down_gets_everything_after_a_restart(
     log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
-) -> None:
+):
     """And memory is bounded meanwhile: what is not begun waits in the records."""
     times.setattr(service, "MAX_WAITING", 10)
     times.setattr(events, "_RECORDS_AT_ONCE", 1)
@@ -314,7 +311,7 @@ async def test_a_receiver_that_is_down_gets_everything_after_a_restart(
 @pytest.mark.parametrize("each_save", [True, False])
 async def test_a_killed_service_loses_no_event(
     log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch, each_save: bool
-) -> None:
+):
     times.setattr(service, "SAVE_SECONDS", 0.0 if each_save else 3600.0)
     await log.add([record(number) for number in range(60)])
     for sent in (12, 24, 36, 48):
@@ -335,7 +332,7 @@ async def test_a_killed_service_loses_no_event(
 
 async def test_an_outage_of_the_storage_loses_no_event(
     storage: Storage, log: RecordLog, receiver: Any, run: Run
-) -> None:
+):
     for number in range(3):
         await ImageLog(storage.blobs, f"worker-{number}").add([record(number)])
     read_part, calls = storage.blobs.read_part, 0
@@ -357,7 +354,7 @@ async def test_an_outage_of_the_storage_loses_no_event(
 
 async def test_a_receiver_that_is_gone_gets_nothing_more(
     log: RecordLog, receiver: Any, run: Run
-) -> None:
+):
     await log.add([record(number) for number in range(30)])
     receiver.always = 410
     with pytest.raises(errors.SetupError, match="410 Gone"):
@@ -367,7 +364,7 @@ async def test_a_receiver_that_is_gone_gets_nothing_more(
 
 async def test_each_attempt_has_the_time_of_its_own(
     log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
-) -> None:
+):
     """A receiver refuses what is older than five minutes."""
     times.setattr(service, "RETRY_SECONDS", (1.0,))
     await log.add([record(1)])
@@ -376,7 +373,7 @@ async def test_each_attempt_has_the_time_of_its_own(
     assert receiver.timestamps[1] > receiver.timestamps[0]
 
 
-def test_no_event_is_larger_than_receivers_take() -> None:
+def test_no_event_is_larger_than_receivers_take():
     image = {
         "images": 64,
         "id": "i" * 128,

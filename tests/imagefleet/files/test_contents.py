@@ -80,7 +80,7 @@ def without(*names: str, whole: Shapes = SD1) -> Shapes:
         "tiny",
     ],
 )
-def test_checkpoints_of_stable_diffusion_1_are_accepted(shapes: Shapes) -> None:
+def test_checkpoints_of_stable_diffusion_1_are_accepted(shapes: Shapes):
     assert contents.identify(header(shapes)) is contents.SD1
 
 
@@ -124,7 +124,7 @@ REFINER: Shapes = {
 )
 def test_checkpoints_of_other_families_are_accepted(
     shapes: Shapes, kind: contents.Content
-) -> None:
+):
     assert contents.identify(header(shapes)) is kind
 
 
@@ -191,9 +191,7 @@ def test_checkpoints_of_other_families_are_accepted(
         ({"x": [3]}, "its first tensor is 'x'"),
     ],
 )
-def test_what_is_no_such_checkpoint_is_called_by_its_name(
-    shapes: Shapes, name: str
-) -> None:
+def test_what_is_no_such_checkpoint_is_called_by_its_name(shapes: Shapes, name: str):
     kind = contents.identify(header(shapes))
     assert kind.use in {None, "embedding", "controlnet", "upscaler", "vae"}
     assert re.search(name, kind.name)
@@ -258,7 +256,7 @@ def test_what_is_no_such_checkpoint_is_called_by_its_name(
 )
 def test_loras_are_told_apart_by_their_architecture(
     shapes: Shapes, metadata: dict[str, str], name: str
-) -> None:
+):
     kind = contents.identify(header(shapes, **metadata))
     assert kind.name.startswith("a LoRA")
     assert name in kind.name
@@ -266,7 +264,7 @@ def test_loras_are_told_apart_by_their_architecture(
     assert (kind.use == "lora") == (name != "Flux")
 
 
-def test_what_the_author_says_counts_where_the_names_tell_nothing() -> None:
+def test_what_the_author_says_counts_where_the_names_tell_nothing():
     kind = contents.identify(header({"x": [1]}, modelspec__architecture="pixart-sigma"))
     assert "'pixart-sigma'" in kind.name
     assert (
@@ -287,7 +285,7 @@ def test_what_the_author_says_counts_where_the_names_tell_nothing() -> None:
 )
 def test_v_prediction_is_known_where_the_file_says_so(
     shapes: Shapes, metadata: dict[str, str], expected: str | None
-) -> None:
+):
     assert contents.prediction_type(header(shapes, **metadata)) == expected
 
 
@@ -296,7 +294,7 @@ def test_v_prediction_is_known_where_the_file_says_so(
     st.dictionaries(st.text(), st.lists(st.integers(0, 2**40), max_size=8)),
     st.dictionaries(st.text(), st.text()),
 )
-def test_no_header_raises(shapes: Shapes, metadata: dict[str, str]) -> None:
+def test_no_header_raises(shapes: Shapes, metadata: dict[str, str]):
     shapes.pop("__metadata__", None)
     found = header(shapes, **metadata)
     assert contents.identify(found).name
@@ -326,12 +324,12 @@ def shaped(shape: list[object]) -> dict[str, object]:
         "list",
     ],
 )
-def test_a_header_beyond_the_bounds_is_refused(entries: dict[str, object]) -> None:
+def test_a_header_beyond_the_bounds_is_refused(entries: dict[str, object]):
     with pytest.raises(safetensors.MalformedError):
         read(entries)
 
 
-def test_a_header_that_claims_gigabytes_is_not_read() -> None:
+def test_a_header_that_claims_gigabytes_is_not_read():
     class Watched(io.BytesIO):
         asked = 0
 

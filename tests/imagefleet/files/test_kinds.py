@@ -31,9 +31,7 @@ def header(data: bytes) -> safetensors.Header:
     return safetensors.read_header(io.BytesIO(data))
 
 
-def test_no_two_kinds_share_a_folder_and_every_kind_with_a_header_is_tried_here() -> (
-    None
-):
+def test_no_two_kinds_share_a_folder_and_every_kind_with_a_header_is_tried_here():
     assert len({kind.folder for kind in KINDS.values()}) == len(KINDS)
     assert FILES.keys() == {
         name for name, kind in KINDS.items() if ".safetensors" in kind.suffixes
@@ -43,7 +41,7 @@ def test_no_two_kinds_share_a_folder_and_every_kind_with_a_header_is_tried_here(
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_described_as_its_own_kind_and_refused_as_any_other(
     name: str,
-) -> None:
+):
     data, description = FILES[name]
     found = header(data)
     assert kinds.check(KINDS[name], "a.safetensors", found) == description
@@ -54,7 +52,7 @@ def test_a_file_is_described_as_its_own_kind_and_refused_as_any_other(
             kinds.check(KINDS[other], "a.safetensors", found)
 
 
-def test_a_network_of_no_known_architecture_may_be_an_upscaler_alone() -> None:
+def test_a_network_of_no_known_architecture_may_be_an_upscaler_alone():
     found = header(shaped(odd=[3, 3]))
     assert contents.identify(found).use is None
     assert kinds.accepts(kinds.UPSCALER, contents.identify(found))
@@ -62,7 +60,7 @@ def test_a_network_of_no_known_architecture_may_be_an_upscaler_alone() -> None:
         kinds.check(kinds.LORA, "a.safetensors", found)
 
 
-def test_names_are_listed_without_their_suffix_but_of_models_and_kernels() -> None:
+def test_names_are_listed_without_their_suffix_but_of_models_and_kernels():
     names = {
         name: kind.listed_name(f"a.b{kind.suffixes[0]}") for name, kind in KINDS.items()
     }

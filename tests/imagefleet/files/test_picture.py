@@ -24,7 +24,7 @@ def file_of(body: str, form: str = "png", parameters: str = "a cat") -> bytes:
 
 
 @pytest.mark.parametrize("form", ["png", "jpeg", "webp"])
-def test_a_job_is_found_in_its_image_as_it_was_sent(form: str) -> None:
+def test_a_job_is_found_in_its_image_as_it_was_sent(form: str):
     signed = {"prompt": "ein Hündchen 🐶", "id": "a", "metadata": {"by": "me"}}
 
     found = picture.message_in(
@@ -37,9 +37,7 @@ def test_a_job_is_found_in_its_image_as_it_was_sent(form: str) -> None:
     }
 
 
-def test_a_job_without_an_id_has_that_of_its_message_so_that_it_keeps_its_name_and_seed() -> (
-    None
-):
+def test_a_job_without_an_id_has_that_of_its_message_so_that_it_keeps_its_name_and_seed():
     body = base64.b64encode(b'{"prompt": "a cat"}').decode()
     found = picture.message_in(file_of(body))
 
@@ -50,7 +48,7 @@ def test_a_job_without_an_id_has_that_of_its_message_so_that_it_keeps_its_name_a
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "漢", "🐶", "\\", '"'])
-def test_the_largest_message_survives(letter: str) -> None:
+def test_the_largest_message_survives(letter: str):
     fields = {"prompt": letter * 65_536, "id": "a"}
     while not sizes.fits(json.dumps(fields, ensure_ascii=False)):
         fields["prompt"] = fields["prompt"][:-100]
@@ -62,20 +60,20 @@ def test_the_largest_message_survives(letter: str) -> None:
     assert read_job(found, "m") == read_job(body, "m")
 
 
-def test_a_jpeg_that_cannot_hold_both_goes_without_the_job() -> None:
+def test_a_jpeg_that_cannot_hold_both_goes_without_the_job():
     body = json.dumps({"prompt": "a" * 30_000, "id": "a"})
     assert picture.message_in(file_of(body, "jpeg", "a" * 30_000)) is None
     assert picture.message_in(file_of(body, "webp", "a" * 30_000)) is not None
 
 
-def test_the_parameters_stay_the_first_text_of_a_png() -> None:
+def test_the_parameters_stay_the_first_text_of_a_png():
     data = file_of('{"prompt": "a cat", "id": "a"}')
     assert 0 < data.index(b"tEXtparameters\0") < data.index(b"tEXtimagefleet\0")
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=200)
-def test_any_damage_means_no_job(noise: bytes) -> None:
+def test_any_damage_means_no_job(noise: bytes):
     whole = file_of('{"prompt": "a cat", "id": "a"}')
     for data in (noise, whole[:8] + noise, whole[: len(noise)], b"\xff\xd8" + noise):
         assert picture.message_in(data) is None or data.startswith(whole[: len(noise)])
@@ -97,11 +95,11 @@ def chunk(kind: bytes, data: bytes, size: int | None = None) -> bytes:
         chunk(b"IDAT", b"") + chunk(b"tEXt", b"imagefleet\0{}"),
     ],
 )
-def test_a_hostile_png_has_no_job(chunks: bytes) -> None:
+def test_a_hostile_png_has_no_job(chunks: bytes):
     assert picture.message_in(b"\x89PNG\r\n\x1a\n" + chunks) is None
 
 
-def test_a_16_bit_grey_image_is_scaled_and_not_clipped_to_white() -> None:
+def test_a_16_bit_grey_image_is_scaled_and_not_clipped_to_white():
     grey = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
     file = io.BytesIO()
     Image.fromarray(grey).save(file, "PNG")

@@ -2,7 +2,6 @@
 
 import base64
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ def refused(body: str) -> str:
     return caught.value.message
 
 
-def test_a_stage_takes_over_what_it_does_not_give() -> None:
+def test_a_stage_takes_over_what_it_does_not_give():
     body = text(
         {"model": "second", "steps": 30},
         {"prompt": "a palace", "seed": 7},
@@ -69,7 +68,7 @@ def test_a_stage_takes_over_what_it_does_not_give() -> None:
     assert second.prompt == "a house"
 
 
-def test_fields_of_one_image_are_a_stages_own() -> None:
+def test_fields_of_one_image_are_a_stages_own():
     second_pass = {"enable_hr": True, "hr_scale": 2, "width": 512, "height": 512}
     body = text({"denoising_strength": 0.3}, {}, denoising_strength=0.6, **second_pass)
     first, second, third = read_job(body, "m"), at(body, 2), at(body, 3)
@@ -84,9 +83,7 @@ def test_fields_of_one_image_are_a_stages_own() -> None:
     assert third.init_images == ("images/default/0001~s2.png",)
 
 
-def test_a_stage_with_another_sampler_does_not_take_over_the_options_of_the_first() -> (
-    None
-):
+def test_a_stage_with_another_sampler_does_not_take_over_the_options_of_the_first():
     body = text(
         {"sampler_name": "DDIM"},
         {},
@@ -99,9 +96,7 @@ def test_a_stage_with_another_sampler_does_not_take_over_the_options_of_the_firs
     assert at(body, 3).sampler == "ddim"
 
 
-def test_a_stage_that_asks_for_a_random_seed_gets_one_of_its_own_the_same_each_time() -> (
-    None
-):
+def test_a_stage_that_asks_for_a_random_seed_gets_one_of_its_own_the_same_each_time():
     body = text({"seed": -1}, {"seed": -1})
     seeds = [read_job(body, "m").seed, at(body, 2).seed, at(body, 3).seed]
     assert len(set(seeds)) == 3
@@ -127,21 +122,19 @@ def test_a_stage_that_asks_for_a_random_seed_gets_one_of_its_own_the_same_each_t
         ({"prompt": "a <x:y>"}, "stage 2: prompt"),
     ],
 )
-def test_a_wrong_stage_is_refused_by_its_number(
-    stage: dict[str, Any], reason: str
-) -> None:
+def test_a_wrong_stage_is_refused_by_its_number(stage: dict[str, Any], reason: str):
     assert reason in refused(text(stage))
 
 
-def test_a_chain_of_several_images_is_refused() -> None:
+def test_a_chain_of_several_images_is_refused():
     assert "the job asks for 4 images" in refused(text({}, n_iter=2, batch_size=2))
 
 
-def test_a_second_drawing_has_no_further_stages() -> None:
+def test_a_second_drawing_has_no_further_stages():
     assert "(verify) is of a job's first stage" in refused(text({}, verify=True))
 
 
-def test_a_chain_has_at_most_nine_stages() -> None:
+def test_a_chain_has_at_most_nine_stages():
     assert read_job(text(*[{}] * 8), "m").stages == 9
     assert "then" in refused(text(*[{}] * 9))
 
@@ -149,7 +142,7 @@ def test_a_chain_has_at_most_nine_stages() -> None:
 @pytest.mark.parametrize(
     "place", [1, {"number": 1}, {"number": 4}, {"number": "x"}, {}, None]
 )
-def test_a_message_for_a_stage_that_the_job_lacks_is_refused(place: object) -> None:
+def test_a_message_for_a_stage_that_the_job_lacks_is_refused(place: object):
     body = json.loads(text({}, {}))
     if place is None:
         assert read_job(json.dumps(body | {"stage": None}), "m").stage == 1
@@ -157,7 +150,7 @@ def test_a_message_for_a_stage_that_the_job_lacks_is_refused(place: object) -> N
         assert "stage" in refused(json.dumps(body | {"stage": place}))
 
 
-def test_a_stage_written_again_is_the_same_stage_of_the_same_job() -> None:
+def test_a_stage_written_again_is_the_same_stage_of_the_same_job():
     body = text({"steps": 9}, {"model": "x"}, model="first")
     for number in (2, 3):
         job = at(body, number, message="first-message")
@@ -170,8 +163,8 @@ def test_a_stage_written_again_is_the_same_stage_of_the_same_job() -> None:
 
 
 def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     key = SigningKey.create(tmp_path / "key.pem")
     trusted, signer = signers.trusted(key), signers.signer(key)
     body = Job(prompt="a house", id="a", then=({"steps": 5}, {"steps": 6})).to_message(
@@ -191,7 +184,7 @@ def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(
     )
 
 
-def test_the_first_message_leaves_room_for_those_of_later_stages() -> None:
+def test_the_first_message_leaves_room_for_those_of_later_stages():
     room = sizes.MAX_MESSAGE_BYTES - len(text({})) - 100
     with pytest.raises(errors.JobError, match="with further stages holds"):
         sizes.checked_messages([text({}, prompt="a" * room)])
@@ -211,9 +204,7 @@ def test_the_first_message_leaves_room_for_those_of_later_stages() -> None:
     assert sizes.fits(json.dumps(fields, ensure_ascii=False, separators=(",", ":")))
 
 
-def test_a_message_that_grows_when_it_is_sent_on_is_refused_before_anything_is_drawn() -> (
-    None
-):
+def test_a_message_that_grows_when_it_is_sent_on_is_refused_before_anything_is_drawn():
     large = text({}, prompt="<" * 20_000)
     encoded = base64.b64encode(large.encode()).decode()
     assert sizes.checked_messages([encoded]) == [encoded]
@@ -223,7 +214,7 @@ def test_a_message_that_grows_when_it_is_sent_on_is_refused_before_anything_is_d
     assert "takes more than" in refused(numbers)
 
 
-def test_a_message_goes_to_the_queue_of_its_stages_model() -> None:
+def test_a_message_goes_to_the_queue_of_its_stages_model():
     body = text({"model": "b"}, {}, {"model": None}, model="a")
     fields = json.loads(body)
     found = [

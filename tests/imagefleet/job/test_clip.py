@@ -53,7 +53,7 @@ def words(text: str) -> str:
 )
 def test_signs_that_only_look_different_are_the_same_words_as_in_automatic1111(
     prompt: str, read: str
-) -> None:
+):
     assert clip.cleaned(prompt) == read
     assert words(ftfy.fix_text(prompt, _THERE)) == words(read)
 
@@ -65,12 +65,12 @@ def test_signs_that_only_look_different_are_the_same_words_as_in_automatic1111(
 @given(st.lists(st.sampled_from(_SIGNS), max_size=12))
 def test_prompts_are_cleaned_as_automatic1111s_tokenizers_clean_them(
     signs: list[str],
-) -> None:
+):
     prompt = "".join(signs)
     assert words(clip.cleaned(prompt)) == words(ftfy.fix_text(prompt, _THERE))
 
 
-def test_the_longest_prompt_of_names_within_names_is_cleaned_at_once() -> None:
+def test_the_longest_prompt_of_names_within_names_is_cleaned_at_once():
     """In so many seconds of the processor: a rule that looks again for each would take minutes."""
     began_at = time.thread_time()
     clip.cleaned("&" + "amp;" * 16_000 + "\u2019")

@@ -16,7 +16,7 @@ def read(**fields: Any) -> Job:
     return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
 
 
-def test_what_is_left_out_is_as_the_api_has_it_and_so_is_the_digest() -> None:
+def test_what_is_left_out_is_as_the_api_has_it_and_so_is_the_digest():
     # StableDiffusionTxt2ImgProcessingAPI of 1.10 and `randn_source` as installed.
     there = {
         "sampler_name": "Euler",
@@ -30,7 +30,7 @@ def test_what_is_left_out_is_as_the_api_has_it_and_so_is_the_digest() -> None:
     assert read_job(job.to_message(), "message-2").digest == job.digest
 
 
-def test_what_a_payload_gives_in_any_of_its_ways_stays() -> None:
+def test_what_a_payload_gives_in_any_of_its_ways_stays():
     job = read(
         defaults=A1111,
         sampler_index="DDIM",
@@ -53,13 +53,11 @@ def test_what_a_payload_gives_in_any_of_its_ways_stays() -> None:
         ("DDIM", "ddim"),
     ],
 )
-def test_a_samplers_name_alone_has_the_schedule_of_1_10(
-    name: str, sampler: str
-) -> None:
+def test_a_samplers_name_alone_has_the_schedule_of_1_10(name: str, sampler: str):
     assert read(defaults=A1111, sampler_name=name).sampler == sampler
 
 
-def test_every_stage_of_a_chain_has_them() -> None:
+def test_every_stage_of_a_chain_has_them():
     stages = [{"sampler_name": "DPM++ 2M"}, {"upscaler_1": "Lanczos"}]
     job = read(defaults=A1111, then=stages)
     assert [job.at_stage(2).sampler, job.at_stage(2).steps] == ["dpmpp_2m_karras", 50]
@@ -68,12 +66,12 @@ def test_every_stage_of_a_chain_has_them() -> None:
         read(then=[{"defaults": A1111}])
 
 
-def test_a_job_that_only_enlarges_has_none_of_a_drawing() -> None:
+def test_a_job_that_only_enlarges_has_none_of_a_drawing():
     fields = {"upscaler_1": "Lanczos", "init_images": ["a.png"]}
     assert read(defaults=A1111, **fields).digest == read(**fields).digest
 
 
-def test_unknown_ones_are_refused() -> None:
+def test_unknown_ones_are_refused():
     for defaults in ("a1111-1.9", [], 1):
         with pytest.raises(
             errors.InvalidMessageError, match=r"defaults: should be 'a1111-1\.10'"

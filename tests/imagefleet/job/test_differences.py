@@ -20,7 +20,7 @@ def untold() -> None:
     differences.warn.cache_clear()
 
 
-def test_the_code_warns_of_each_and_the_page_lists_it() -> None:
+def test_the_code_warns_of_each_and_the_page_lists_it():
     sources = [*(ROOT / "imagefleet").rglob("*.py"), *(ROOT / "worker").rglob("*.py")]
     warned = {
         name
@@ -37,7 +37,7 @@ def test_the_code_warns_of_each_and_the_page_lists_it() -> None:
     )
 
 
-def test_a_worker_says_once_what_may_differ(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_says_once_what_may_differ(caplog):
     differences.warn("control_size")
     differences.warn("control_size")
     (record,) = caplog.records
@@ -47,7 +47,7 @@ def test_a_worker_says_once_what_may_differ(caplog: pytest.LogCaptureFixture) ->
     )
 
 
-def test_a_controlnets_map_of_another_size(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_controlnets_map_of_another_size(caplog):
     image = Image.new("RGB", (64, 64))
     pictures.control(image, 1, (64, 64))
     assert not caplog.records
@@ -64,8 +64,8 @@ def test_a_controlnets_map_of_another_size(caplog: pytest.LogCaptureFixture) -> 
     ],
 )
 def test_the_noise_of_large_pictures_on_small_gpus(
-    fields: dict[str, object], told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+    fields: dict[str, object], told: bool, caplog
+):
     job = read_job(json.dumps({"prompt": "a", **fields}), "one")
     requests_of(
         job, (512 if job.width is None else job.width, job.height or 512), (), ()
@@ -77,8 +77,6 @@ def test_the_noise_of_large_pictures_on_small_gpus(
     ("text", "told"),
     [("cafÃ© it", True), ("café Ñandú", False), ("図", False)],
 )
-def test_text_that_was_decoded_wrongly(
-    text: str, told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_text_that_was_decoded_wrongly(text: str, told: bool, caplog):
     clip.cleaned(text)
     assert len(caplog.records) == told

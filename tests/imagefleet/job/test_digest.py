@@ -26,7 +26,7 @@ def read(**changes: Any) -> Job:
     return read_job(json.dumps(FIELDS | changes), "message-1")
 
 
-def test_the_order_of_fields_names_and_defaults_do_not_change_the_digest() -> None:
+def test_the_order_of_fields_names_and_defaults_do_not_change_the_digest():
     backwards = read_job(json.dumps(dict(reversed(FIELDS.items()))), "message-1")
     named = read(campaign="spring", metadata={"sku": 7}, width=None, n_iter=1, seed=-1)
 
@@ -34,7 +34,7 @@ def test_the_order_of_fields_names_and_defaults_do_not_change_the_digest() -> No
     assert read_job(read().to_message(), "another").digest == read().digest
 
 
-def test_no_guidance_has_one_digest_however_it_is_spelled() -> None:
+def test_no_guidance_has_one_digest_however_it_is_spelled():
     """0 in diffusers, 1 in AUTOMATIC1111."""
     for scale in (0, 0.0, "0"):
         assert read(cfg_scale=scale).digest == read(cfg_scale=1).digest
@@ -50,11 +50,11 @@ def test_no_guidance_has_one_digest_however_it_is_spelled() -> None:
     "change",
     [{"prompt": "a cat"}, {"steps": 13}, {"seed": 5}, {"id": "b"}, {"then": []}],
 )
-def test_what_changes_the_pictures_changes_the_digest(change: dict[str, Any]) -> None:
+def test_what_changes_the_pictures_changes_the_digest(change: dict[str, Any]):
     assert read(**change).digest != read().digest
 
 
-def test_a_copy_has_a_digest_and_fields_of_its_own() -> None:
+def test_a_copy_has_a_digest_and_fields_of_its_own():
     job = read()
     before = job.digest, job.given_fields
 
@@ -66,7 +66,7 @@ def test_a_copy_has_a_digest_and_fields_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_every_field_that_differs_from_its_default_is_in_the_digest(stage: int) -> None:
+def test_every_field_that_differs_from_its_default_is_in_the_digest(stage: int):
     for job in (Job(**FIELDS), Job(**FIELDS).identified("b", "spring"), read()):
         drawn = job.at_stage(stage)
         assert drawn.given_fields == drawn.model_dump(

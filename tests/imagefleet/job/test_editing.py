@@ -18,7 +18,7 @@ from imagefleet.job import editing
 CASES = Path(__file__).with_name("editing.jsonl")
 
 
-def test_no_prompt_is_read_otherwise_than_by_the_grammar() -> None:
+def test_no_prompt_is_read_otherwise_than_by_the_grammar():
     lines = CASES.read_text(encoding="utf-8").split("\n")
     for text, steps, first_steps, expected in map(json.loads, filter(None, lines)):
         found = editing.schedule(text, steps, first_steps)
@@ -51,11 +51,11 @@ def test_no_prompt_is_read_otherwise_than_by_the_grammar() -> None:
 )
 def test_words_change_after_the_steps_they_are_given(
     text: str, expected: list[tuple[int, str]]
-) -> None:
+):
     assert editing.schedule(text, 10, 0) == expected
 
 
-def test_alternation_has_an_entry_for_each_step() -> None:
+def test_alternation_has_an_entry_for_each_step():
     assert editing.schedule("[fe|]male", 4, 0) == [
         (1, "female"),
         (2, "male"),
@@ -70,13 +70,13 @@ def test_alternation_has_an_entry_for_each_step() -> None:
 )
 def test_a_second_pass_has_shares_from_1_and_steps_after_those_of_the_first(
     when: str, last: int
-) -> None:
+):
     """Of 6 steps, after 20."""
     found = editing.schedule(f"[a:b:{when}]", 6, 20)
     assert found == ([(last, "a")] if last else []) + ([(6, "b")] if last < 6 else [])
 
 
-def test_too_many_texts_are_refused_and_not_written_down_first() -> None:
+def test_too_many_texts_are_refused_and_not_written_down_first():
     of_8 = "".join(f"[{letter}|{letter}{letter}]" for letter in "abcdefgh")
     assert len(editing.schedule(of_8, 150, 0)) == 150
     primes = "[a|b|c|d|e|f|g][h|i|j|k|l|m|n|o|p|q|r]"
@@ -89,7 +89,7 @@ def test_too_many_texts_are_refused_and_not_written_down_first() -> None:
         )  # of minutes, if all were written
 
 
-def test_editing_in_itself_has_a_limit() -> None:
+def test_editing_in_itself_has_a_limit():
     def nested(depth: int) -> str:
         return "[" * depth + "a" + ":b:2]" * depth
 

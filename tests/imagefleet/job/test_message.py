@@ -76,19 +76,19 @@ def refusal(body: str) -> str | None:
 
 
 @given(st.text())
-def test_any_text_raises_only_invalid_message(text: str) -> None:
+def test_any_text_raises_only_invalid_message(text: str):
     assert refusal(text) != ""
 
 
 @given(json_values)
-def test_any_json_raises_only_invalid_message(value: object) -> None:
+def test_any_json_raises_only_invalid_message(value: object):
     assert refusal(json.dumps(value)) != ""
 
 
 @given(st.dictionaries(st.sampled_from(sorted(Job.model_fields)), json_values))
 def test_any_values_of_known_fields_raise_only_invalid_message(
     fields: dict[str, object],
-) -> None:
+):
     assert refusal(json.dumps({"prompt": "", **fields})) != ""
 
 
@@ -99,14 +99,14 @@ def test_any_values_of_known_fields_raise_only_invalid_message(
 )
 def test_any_values_of_foreign_fields_raise_only_invalid_message(
     fields: dict[str, object],
-) -> None:
+):
     reason = refusal(json.dumps({"prompt": "", **fields}))
 
     assert reason is None or any(name in reason for name in fields)
 
 
 @given(st.binary())
-def test_any_base64_raises_only_invalid_message(data: bytes) -> None:
+def test_any_base64_raises_only_invalid_message(data: bytes):
     assert refusal(base64.b64encode(data).decode()) != ""
 
 
@@ -125,14 +125,14 @@ def test_any_base64_raises_only_invalid_message(data: bytes) -> None:
         '{"prompt":"a","id":"\\u0000"}',
     ],
 )
-def test_what_breaks_parsers_is_an_invalid_message(body: str) -> None:
+def test_what_breaks_parsers_is_an_invalid_message(body: str):
     with pytest.raises(errors.InvalidMessageError):
         read_job(body, "message-1")
 
 
 @settings(max_examples=200)
 @given(jobs)
-def test_a_job_survives_the_way_through_its_message(job: Job) -> None:
+def test_a_job_survives_the_way_through_its_message(job: Job):
     (message,) = sizes.checked_messages([job.to_message()])
     encoded = base64.b64encode(message.encode()).decode()
 
@@ -141,7 +141,7 @@ def test_a_job_survives_the_way_through_its_message(job: Job) -> None:
     assert read_job(f" {encoded}\n", "another-message") == job
 
 
-def test_a_job_without_an_id_takes_its_messages_and_always_the_same_seed() -> None:
+def test_a_job_without_an_id_takes_its_messages_and_always_the_same_seed():
     first, again = read(), read()
 
     assert first.id == "message-1"
@@ -149,13 +149,13 @@ def test_a_job_without_an_id_takes_its_messages_and_always_the_same_seed() -> No
     assert read_job('{"prompt": "a cat"}', "message-2").seed != first.seed
 
 
-def test_seeds_count_up_by_image_and_wrap_at_32_bits() -> None:
+def test_seeds_count_up_by_image_and_wrap_at_32_bits():
     job = read(seed=2**32 - 1, batch_size=2)
 
     assert [job.image_seed(0), job.image_seed(1)] == [2**32 - 1, 0]
 
 
-def test_blob_names_follow_from_the_job_alone() -> None:
+def test_blob_names_follow_from_the_job_alone():
     assert read(id="a").blob_name(0) == "default/a.png"
     assert read(id="a", campaign="spring", n_iter=2).blob_name(1) == "spring/a~1.png"
     assert read(id="a", output={"format": "jpeg"}).blob_name(0) == "default/a.jpg"
@@ -182,18 +182,18 @@ def test_blob_names_follow_from_the_job_alone() -> None:
 )
 def test_a_value_out_of_bounds_is_refused_by_the_fields_name(
     field: str, values: list[object]
-) -> None:
+):
     for value in values:
         with pytest.raises(errors.InvalidMessageError, match=field):
             read(**{field: value})
 
 
-def test_too_many_images_are_refused() -> None:
+def test_too_many_images_are_refused():
     with pytest.raises(errors.InvalidMessageError, match="batch_size x n_iter is 1200"):
         read(batch_size=600, n_iter=2)
 
 
-def test_a_misspelt_field_is_refused_with_a_suggestion() -> None:
+def test_a_misspelt_field_is_refused_with_a_suggestion():
     with pytest.raises(errors.InvalidMessageError, match="did you mean 'cfg_scale'"):
         read(cfg_scael=7)
 
@@ -209,7 +209,7 @@ def test_a_misspelt_field_is_refused_with_a_suggestion() -> None:
         "sd\\dreamshaper_8.safetensors",
     ],
 )
-def test_the_checkpoint_of_override_settings_is_the_model(title: str) -> None:
+def test_the_checkpoint_of_override_settings_is_the_model(title: str):
     job = read(
         override_settings={"sd_model_checkpoint": title, "CLIP_stop_at_last_layers": 2},
         override_settings_restore_afterwards=True,
@@ -228,7 +228,7 @@ def test_the_checkpoint_of_override_settings_is_the_model(title: str) -> None:
 )
 def test_an_override_that_contradicts_a_field_is_refused_naming_both(
     field: str, value: object, setting: str
-) -> None:
+):
     override = {"sd_model_checkpoint": "a", "CLIP_stop_at_last_layers": 2}[setting]
     with pytest.raises(
         errors.InvalidMessageError,
@@ -237,7 +237,7 @@ def test_an_override_that_contradicts_a_field_is_refused_naming_both(
         read(**{field: value}, override_settings={setting: override})
 
 
-def test_settings_of_samplers_and_noise_are_fields_of_the_job() -> None:
+def test_settings_of_samplers_and_noise_are_fields_of_the_job():
     settings = {
         "randn_source": "NV",
         "eta_noise_seed_delta": 31337,
@@ -269,13 +269,13 @@ def test_settings_of_samplers_and_noise_are_fields_of_the_job() -> None:
 @pytest.mark.parametrize("field", ["sampler_name", "sampler_index"])
 def test_eta_is_the_payloads_or_the_setting_of_its_sampler(
     sampler: str, payload: dict[str, Any], eta: float, field: str
-) -> None:
+):
     settings = {"eta_ancestral": 0.25, "eta_ddim": 0.75}
     job = read(**{field: sampler}, **payload, override_settings=settings)
     assert job.sampler_options.eta == eta
 
 
-def test_with_a_variation_the_subseed_counts_up_instead_of_the_seed() -> None:
+def test_with_a_variation_the_subseed_counts_up_instead_of_the_seed():
     job = read(seed=5, subseed=8, subseed_strength=0.5, batch_size=2)
     assert [job.image_seed(index) for index in range(2)] == [5, 5]
     assert [job.image_noise(index).subseed for index in range(2)] == [8, 9]
@@ -284,7 +284,7 @@ def test_with_a_variation_the_subseed_counts_up_instead_of_the_seed() -> None:
     assert chosen.subseed == read(seed=5, subseed_strength=0.5).subseed != chosen.seed
 
 
-def test_a_seed_is_resized_only_from_a_whole_size() -> None:
+def test_a_seed_is_resized_only_from_a_whole_size():
     size = {"seed_resize_from_w": 512, "seed_resize_from_h": 768}
     assert read(**size).image_noise(0).resize_from == (512, 768)
     for name in size:
@@ -292,7 +292,7 @@ def test_a_seed_is_resized_only_from_a_whole_size() -> None:
 
 
 @pytest.mark.parametrize("source", ["GPU", "NV"])
-def test_seeds_that_would_wrap_are_refused_where_they_differ(source: str) -> None:
+def test_seeds_that_would_wrap_are_refused_where_they_differ(source: str):
     with pytest.raises(
         errors.InvalidMessageError, match="seed: the seeds of 2 images from 42949"
     ):
@@ -301,14 +301,14 @@ def test_seeds_that_would_wrap_are_refused_where_they_differ(source: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["DDIM", "PLMS"])
-def test_one_step_that_draws_only_noise_is_refused(name: str) -> None:
+def test_one_step_that_draws_only_noise_is_refused(name: str):
     with pytest.raises(
         errors.InvalidMessageError, match=rf"steps is 1: {name} takes 2 at least"
     ):
         read(sampler_name=name, steps=1)
 
 
-def test_the_prompts_own_weight_multiplies_the_guidance() -> None:
+def test_the_prompts_own_weight_multiplies_the_guidance():
     assert read(
         prompt="a cat:3", cfg_scale=8, negative_prompt="a dog:5"
     ).parsed_prompt.weights == (3,)
@@ -322,7 +322,7 @@ def test_the_prompts_own_weight_multiplies_the_guidance() -> None:
         read(prompt="a cat AND a dog:-4", cfg_scale=8)
 
 
-def test_prompts_are_edited_by_the_steps_of_the_job() -> None:
+def test_prompts_are_edited_by_the_steps_of_the_job():
     """A sampler of two calls a step has twice as many, as in AUTOMATIC1111."""
     words = {"prompt": "[a:b:0.5]", "negative_prompt": "[a:b:5]", "steps": 8}
     for sampler, last in (("Euler", 4), ("Heun", 8)):
@@ -335,7 +335,7 @@ def test_prompts_are_edited_by_the_steps_of_the_job() -> None:
         )
 
 
-def test_comments_are_not_part_of_the_prompts() -> None:
+def test_comments_are_not_part_of_the_prompts():
     words = {"prompt": "a cat # <lora:x:1>\n", "negative_prompt": "# (a:1.1.1)\nblurry"}
     job = read(**words)
     assert job.parsed_prompt.loras == ()
@@ -348,7 +348,7 @@ def test_comments_are_not_part_of_the_prompts() -> None:
 
 
 @pytest.mark.parametrize("usual", ["Automatic", "None", "", None])
-def test_a_vae_is_named_by_its_file_as_the_setting_is(usual: object) -> None:
+def test_a_vae_is_named_by_its_file_as_the_setting_is(usual: object):
     for title in (
         "sharp",
         "sharp.safetensors",
@@ -372,9 +372,7 @@ def test_a_vae_is_named_by_its_file_as_the_setting_is(usual: object) -> None:
     ("setting", "hint"),
     [("sd_unet", ""), ("sd_model_chekpoint", ".*did you mean 'sd_model_checkpoint'")],
 )
-def test_an_override_that_changes_the_image_is_refused_by_name(
-    setting: str, hint: str
-) -> None:
+def test_an_override_that_changes_the_image_is_refused_by_name(setting: str, hint: str):
     with pytest.raises(
         errors.InvalidMessageError, match=rf"override_settings\.{setting} is not{hint}"
     ):
@@ -388,7 +386,7 @@ def test_an_override_that_changes_the_image_is_refused_by_name(
     )
     | json_values
 )
-def test_any_override_settings_raise_only_invalid_message(settings: object) -> None:
+def test_any_override_settings_raise_only_invalid_message(settings: object):
     assert refusal(json.dumps({"prompt": "", "override_settings": settings})) != ""
 
 
@@ -407,11 +405,11 @@ def test_any_override_settings_raise_only_invalid_message(settings: object) -> N
         ('{"prompt": "a", "then": {"steps": 2}}', "then: should be a list"),
     ],
 )
-def test_a_refusal_uses_the_words_of_json(body: str, expected: str) -> None:
+def test_a_refusal_uses_the_words_of_json(body: str, expected: str):
     assert refusal(body) == expected
 
 
-def test_a_reason_is_bounded_however_long_the_message() -> None:
+def test_a_reason_is_bounded_however_long_the_message():
     fields = {f"unknown{number}": 1 for number in range(5_000)}
     with pytest.raises(errors.InvalidMessageError) as caught:
         read(**fields)

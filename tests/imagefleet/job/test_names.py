@@ -61,7 +61,7 @@ def name_of(image: Image) -> str:
 @given(st.lists(images, min_size=2, max_size=6, unique=True))
 def test_images_of_other_jobs_indices_stages_and_formats_have_other_names(
     some: list[Image],
-) -> None:
+):
     names = [name_of(image) for image in some]
     assert len(set(names)) == len(names), names
     aside = [f"{REPLACED}{name}" for name in names]
@@ -74,7 +74,7 @@ def test_images_of_other_jobs_indices_stages_and_formats_have_other_names(
 @given(st.lists(images, min_size=2, max_size=6, unique=True))
 def test_files_of_images_have_other_names_where_capitals_do_not_count(
     some: list[Image],
-) -> None:
+):
     names = [files.without_case(name_of(image)).lower() for image in some]
     assert len(set(names)) == len(names), names
 
@@ -96,7 +96,7 @@ def record_of(job: Job, index: int, **changes: Any) -> Record:
 @given(images, images)
 def test_the_console_takes_a_record_for_its_own_jobs_image_alone(
     one: Image, other: Image
-) -> None:
+):
     job = jobs_of(one)
     if job.verify:
         return
@@ -110,7 +110,7 @@ def test_the_console_takes_a_record_for_its_own_jobs_image_alone(
 
 
 @given(st.text(string.printable, max_size=30), st.text(string.printable, max_size=30))
-def test_a_worker_keeps_aside_below_the_images_own_name(one: str, other: str) -> None:
+def test_a_worker_keeps_aside_below_the_images_own_name(one: str, other: str):
     for worker in (one, other):
         name = duplicate_name("spring/a~1.png", worker)
         protocol.check_blob_name(name)

@@ -9,7 +9,7 @@ from imagefleet import errors
 from imagefleet.job import prompt
 
 
-def test_the_reference_prompt_is_split_into_words_and_its_lora() -> None:
+def test_the_reference_prompt_is_split_into_words_and_its_lora():
     read = prompt.read_prompt(
         "a jump rope, <lora:magic-fantasy-forest-v2:0.35>, ((no humans))"
     )
@@ -32,13 +32,13 @@ def test_the_reference_prompt_is_split_into_words_and_its_lora() -> None:
 )
 def test_weights_are_read_as_automatic1111_reads_them(
     tag: str, text_encoder_weight: float, unet_weight: float
-) -> None:
+):
     assert prompt.read_prompt(tag).loras == (
         prompt.LoraTag("x", text_encoder_weight, unet_weight),
     )
 
 
-def test_a_lora_that_is_named_twice_has_its_last_weight_both_times() -> None:
+def test_a_lora_that_is_named_twice_has_its_last_weight_both_times():
     loras = prompt.read_prompt("<lora:a:0.5> <lora:b:1> <lora:a:0.2:0.3>").loras
 
     again = prompt.LoraTag("a", 0.2, 0.3)
@@ -49,7 +49,7 @@ def test_a_lora_that_is_named_twice_has_its_last_weight_both_times() -> None:
     "name",
     ["../secret", "a/b", "a\\b", ".hidden", "", "a\nb", "a|b", "x" * 201, "a\0b"],
 )
-def test_a_name_that_is_not_a_plain_file_name_is_refused(name: str) -> None:
+def test_a_name_that_is_not_a_plain_file_name_is_refused(name: str):
     with pytest.raises(errors.JobError, match="is refused"):
         prompt.read_prompt(f"<lora:{name}:1>")
 
@@ -57,7 +57,7 @@ def test_a_name_that_is_not_a_plain_file_name_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "weight", ["35", "-10.1", "nan", "inf", "-inf", "", "high", "1e9"]
 )
-def test_a_lora_weight_out_of_range_is_refused(weight: str) -> None:
+def test_a_lora_weight_out_of_range_is_refused(weight: str):
     with pytest.raises(errors.JobError, match="between"):
         prompt.read_prompt(f"<lora:x:{weight}>")
 
@@ -65,22 +65,22 @@ def test_a_lora_weight_out_of_range_is_refused(weight: str) -> None:
 @pytest.mark.parametrize(
     "tag", ["<lora:x:1:1:1>", "<lora:x:dyn=1>", "<lora:x:te=1:foo=2>"]
 )
-def test_a_malformed_tag_is_refused_with_the_valid_forms(tag: str) -> None:
+def test_a_malformed_tag_is_refused_with_the_valid_forms(tag: str):
     with pytest.raises(errors.JobError, match="<lora:name:weight>"):
         prompt.read_prompt(tag)
 
 
-def test_another_extra_network_is_refused_instead_of_silently_dropped() -> None:
+def test_another_extra_network_is_refused_instead_of_silently_dropped():
     with pytest.raises(errors.JobError, match="<hypernet:"):
         prompt.read_prompt("a cat <hypernet:style:1>")
 
 
-def test_angle_brackets_that_are_not_a_tag_stay_words() -> None:
+def test_angle_brackets_that_are_not_a_tag_stay_words():
     assert prompt.read_prompt("a <3 b, x < y > z").text == "a <3 b, x < y > z"
 
 
 @given(st.text(alphabet="<>lora:te=.x1-", max_size=60))
-def test_names_are_safe_and_weights_bounded(text: str) -> None:
+def test_names_are_safe_and_weights_bounded(text: str):
     try:
         read = prompt.read_prompt(text)
     except errors.JobError:
@@ -149,7 +149,7 @@ def parts(text: str) -> list[list[tuple[str, float]]]:
 )
 def test_emphasis_is_read_as_automatic1111_reads_it(
     text: str, expected: list[tuple[str, float]]
-) -> None:
+):
     assert parts(text) == [expected]
 
 
@@ -170,7 +170,7 @@ def test_emphasis_is_read_as_automatic1111_reads_it(
 )
 def test_break_ends_a_section_and_swallows_white_space(
     text: str, expected: list[list[tuple[str, float]]]
-) -> None:
+):
     assert parts(text) == expected
 
 
@@ -187,14 +187,14 @@ def test_break_ends_a_section_and_swallows_white_space(
         ("(a:" + "9" * 400 + ")", "gives 'a' the weight inf"),
     ],
 )
-def test_a_word_weight_out_of_range_is_refused(text: str, reason: str) -> None:
+def test_a_word_weight_out_of_range_is_refused(text: str, reason: str):
     for read in (prompt.read_prompt, prompt.read_negative_prompt):
         with pytest.raises(errors.JobError) as refusal:
             read(text)
         assert reason in refusal.value.message
 
 
-def test_a_tag_in_a_negative_prompt_is_plain_words_as_in_automatic1111() -> None:
+def test_a_tag_in_a_negative_prompt_is_plain_words_as_in_automatic1111():
     read = prompt.read_negative_prompt("blurry, <lora:x:0.5>")
     assert (read.text, read.loras) == ("blurry, <lora:x:0.5>", ())
 
@@ -214,7 +214,7 @@ def test_a_tag_in_a_negative_prompt_is_plain_words_as_in_automatic1111() -> None
         ("a#", "a\n"),
     ],
 )
-def test_comments_are_taken_out(text: str, stripped: str) -> None:
+def test_comments_are_taken_out(text: str, stripped: str):
     assert prompt.without_comments(text) == stripped
     assert prompt.read_prompt(text) == prompt.read_prompt(stripped)
     assert prompt.read_negative_prompt(text).text == stripped
@@ -246,7 +246,7 @@ def test_comments_are_taken_out(text: str, stripped: str) -> None:
 )
 def test_a_number_after_the_last_colon_is_the_prompts_own_weight(
     text: str, words: str, weight: float
-) -> None:
+):
     read = prompt.read_prompt(text)
     assert (read.text, read.weights) == (words, (weight,))
     assert read.sections == prompt.weighted_parts(words)
@@ -254,7 +254,7 @@ def test_a_number_after_the_last_colon_is_the_prompts_own_weight(
     assert prompt.read_negative_prompt(text).weights == (1.0,)
 
 
-def test_a_time_of_day_is_not_taken_for_a_weight_in_silence() -> None:
+def test_a_time_of_day_is_not_taken_for_a_weight_in_silence():
     with pytest.raises(errors.JobError, match="':45', which is its weight as a whole"):
         prompt.read_prompt("a clock that shows 12:45")
 
@@ -263,7 +263,7 @@ prompts = st.one_of(st.text(), st.text(alphabet="()[]:|\\<>lora 1.5a,\nBREAKND")
 
 
 @given(prompts)
-def test_no_words_are_lost_or_added(text: str) -> None:
+def test_no_words_are_lost_or_added(text: str):
     try:
         sections = prompt.weighted_parts(text)
     except errors.JobError:
@@ -283,7 +283,7 @@ def states(read: prompt.Prompt) -> list[list[tuple[int, str]]]:
     return [[(each.until, each.text) for each in one.states] for one in read.subprompts]
 
 
-def test_words_change_in_both_prompts() -> None:
+def test_words_change_in_both_prompts():
     for read in (prompt.read_prompt, prompt.read_negative_prompt):
         assert states(read("a [b:(c:1.3):0.5]", steps=4)) == [
             [(2, "a b"), (4, "a (c:1.3)")]
@@ -295,7 +295,7 @@ def test_words_change_in_both_prompts() -> None:
         ]
 
 
-def test_each_call_has_the_words_of_the_first_state_that_lasts_until_it() -> None:
+def test_each_call_has_the_words_of_the_first_state_that_lasts_until_it():
     """As in AUTOMATIC1111, the first words last a call longer, and are those beyond all steps."""
     (one,) = prompt.read_prompt("[a|b]", steps=4).subprompts
     assert "".join(one.at(call).text for call in range(7)) == "aabab" + "aa"
@@ -325,7 +325,7 @@ def test_each_call_has_the_words_of_the_first_state_that_lasts_until_it() -> Non
         "[a:0.5 b]",
     ],
 )
-def test_what_automatic1111_reads_as_words_is_words(text: str) -> None:
+def test_what_automatic1111_reads_as_words_is_words(text: str):
     assert prompt.read_prompt(text).text == text
 
 
@@ -343,19 +343,19 @@ def test_what_automatic1111_reads_as_words_is_words(text: str) -> None:
 )
 def test_and_joins_prompts_of_their_own_weight(
     text: str, words: list[str], weights: tuple[float, ...]
-) -> None:
+):
     read = prompt.read_prompt(text)
     assert [one.states[0].text for one in read.subprompts] == words
     assert read.weights == weights
 
 
-def test_what_and_joins_is_edited_by_itself() -> None:
+def test_what_and_joins_is_edited_by_itself():
     read = prompt.read_prompt("[a:b:2] AND [c AND d:1] <lora:x:0.5>", steps=4)
     assert states(read) == [[(2, "a"), (4, "b")], [(4, " [c")], [(4, " d:1]")]]
     assert [lora.name for lora in read.loras] == ["x"]
 
 
-def test_too_many_prompts_or_texts_are_refused() -> None:
+def test_too_many_prompts_or_texts_are_refused():
     assert len(prompt.read_prompt(" AND ".join("abcdefgh")).subprompts) == 8
     with pytest.raises(
         errors.JobError, match="the prompt joins 9 prompts with AND; at most 8 work"
@@ -371,15 +371,15 @@ def test_too_many_prompts_or_texts_are_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["ANDY", "hand", "a and b", "SAND", "And", "AND_1"])
-def test_and_inside_another_word_is_that_word(text: str) -> None:
+def test_and_inside_another_word_is_that_word(text: str):
     assert prompt.read_prompt(text).text == text
 
 
-def test_and_in_a_negative_prompt_is_a_word_as_in_automatic1111() -> None:
+def test_and_in_a_negative_prompt_is_a_word_as_in_automatic1111():
     assert prompt.read_negative_prompt("cats AND dogs").text == "cats AND dogs"
 
 
-def test_tags_are_removed_before_editing_is_looked_for() -> None:
+def test_tags_are_removed_before_editing_is_looked_for():
     assert prompt.read_prompt("[<lora:x:0.5>]").text == "[]"
     read = prompt.read_prompt("[a<lora:x:0.5>:b:0.5]", steps=2)
     assert [lora.name for lora in read.loras] == ["x"], "in all steps"
@@ -387,7 +387,7 @@ def test_tags_are_removed_before_editing_is_looked_for() -> None:
 
 
 @given(st.text(alphabet="[](){}:|\\ a.5\n"))
-def test_editing_raises_only_job_errors(text: str) -> None:
+def test_editing_raises_only_job_errors(text: str):
     with contextlib.suppress(errors.JobError):
         prompt.read_prompt(text)
 
@@ -400,12 +400,12 @@ def seconds_to_read(text: str) -> float:
 
 
 @pytest.mark.parametrize("unit", ["(", "[", ")", "]", "()", "[]"])
-def test_many_brackets_are_read_in_seconds_not_in_hours(unit: str) -> None:
+def test_many_brackets_are_read_in_seconds_not_in_hours(unit: str):
     assert seconds_to_read(unit * (2**18 // len(unit)) + ":|a]") < 10
 
 
 @pytest.mark.parametrize("pair", ["()", "[]"])
-def test_deeply_nested_brackets_are_read_in_seconds_not_in_hours(pair: str) -> None:
+def test_deeply_nested_brackets_are_read_in_seconds_not_in_hours(pair: str):
     assert seconds_to_read(pair[0] * 2**17 + "a:" + pair[1] * 2**17) < 10
 
 
@@ -428,9 +428,7 @@ def test_deeply_nested_brackets_are_read_in_seconds_not_in_hours(pair: str) -> N
     ],
 )
 @pytest.mark.parametrize("end", ["", ":|a]", ">", ")"])
-def test_the_longest_prompt_is_read_at_once_whatever_its_text(
-    unit: str, end: str
-) -> None:
+def test_the_longest_prompt_is_read_at_once_whatever_its_text(unit: str, end: str):
     """Quadratic time would be minutes."""
     assert seconds_to_read(unit * (2**16 // len(unit)) + end) < 2
 
@@ -446,7 +444,5 @@ def test_the_longest_prompt_is_read_at_once_whatever_its_text(
         ("a boat <lora:/:1>", "a boat <lora:/:1>"),  # refused, so not drawn
     ],
 )
-def test_the_words_of_a_prompt_have_neither_weights_nor_escapes(
-    text: str, words: str
-) -> None:
+def test_the_words_of_a_prompt_have_neither_weights_nor_escapes(text: str, words: str):
     assert prompt.read_words(text)[0] == words

@@ -13,7 +13,7 @@ def read(**fields: Any) -> Job:
     return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
 
 
-def test_the_older_sampler_field_is_read() -> None:
+def test_the_older_sampler_field_is_read():
     assert read(sampler_index="Euler a").sampler == "euler_ancestral"
     with pytest.raises(errors.InvalidMessageError, match="sampler_name"):
         read(sampler_index="LSM")
@@ -51,7 +51,7 @@ def test_the_older_sampler_field_is_read() -> None:
 )
 def test_an_unknown_sampler_or_scheduler_gets_a_look_alike_and_the_names_of_its_kind(
     field: str, name: str, said: str
-) -> None:
+):
     with pytest.raises(errors.InvalidMessageError) as caught:
         read(**{field: name})
     assert said in str(caught.value)
@@ -72,9 +72,7 @@ def test_an_unknown_sampler_or_scheduler_gets_a_look_alike_and_the_names_of_its_
         ("DDIM CFG++", "ddim_cfgpp"),
     ],
 )
-def test_samplers_have_the_names_of_a1111_and_k_diffusion(
-    name: str, sampler: str
-) -> None:
+def test_samplers_have_the_names_of_a1111_and_k_diffusion(name: str, sampler: str):
     assert read(sampler_name=name).sampler == sampler
 
 
@@ -96,7 +94,7 @@ def test_samplers_have_the_names_of_a1111_and_k_diffusion(
 )
 def test_the_scheduler_field_means_what_it_does_in_a1111_1_9(
     name: str, scheduler: str, sampler: str
-) -> None:
+):
     assert read(sampler_name=name, scheduler=scheduler).sampler == sampler
 
 
@@ -111,7 +109,7 @@ def test_the_scheduler_field_means_what_it_does_in_a1111_1_9(
 )
 def test_a_downcast_schedule_is_refused_for_samplers_that_round_elsewhere(
     fields: dict[str, Any], title: str
-) -> None:
+):
     settings = {"override_settings": {"use_downcasted_alpha_bar": True}}
     with pytest.raises(errors.JobError, match=f"bar: is not for {title}$"):
         read(**fields, **settings)
@@ -119,6 +117,6 @@ def test_a_downcast_schedule_is_refused_for_samplers_that_round_elsewhere(
 
 
 @pytest.mark.parametrize("name", ["DPM adaptive", "DPM adaptive Karras"])
-def test_a_refiner_is_refused_where_the_image_decides_the_steps(name: str) -> None:
+def test_a_refiner_is_refused_where_the_image_decides_the_steps(name: str):
     with pytest.raises(errors.JobError, match="not supported with DPM adaptive"):
         read(sampler_name=name, refiner_checkpoint="xl", refiner_switch_at=0.8)

@@ -3,7 +3,6 @@
 import base64
 import json
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ JOB = Job(
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> SigningKey:
+def key(tmp_path) -> SigningKey:
     return SigningKey.create(tmp_path / "key.pem")
 
 
@@ -44,7 +43,7 @@ def changed(body: str, **fields: Any) -> str:
     return json.dumps({**json.loads(body), **fields})
 
 
-def test_a_signed_job_is_the_same_job(signer: JobSigner, trusted: TrustedJobs) -> None:
+def test_a_signed_job_is_the_same_job(signer: JobSigner, trusted: TrustedJobs):
     body = JOB.to_message(signer)
     assert read_job(body, "m", trusted) == read_job(JOB.to_message(), "m")
     assert read_job(body, "m") == read_job(JOB.to_message(), "m"), (
@@ -56,7 +55,7 @@ def test_a_signed_job_is_the_same_job(signer: JobSigner, trusted: TrustedJobs) -
 
 def test_a_signature_outlasts_deliveries_base64_and_another_order_of_the_fields(
     signer: JobSigner, trusted: TrustedJobs
-) -> None:
+):
     body = JOB.to_message(signer)
     released = Deliveries(known=3, lost=1).write_to(body)
     assert released is not None
@@ -97,7 +96,7 @@ def test_a_signature_outlasts_deliveries_base64_and_another_order_of_the_fields(
 )
 def test_what_was_changed_after_it_was_signed_is_refused(
     signer: JobSigner, trusted: TrustedJobs, fields: dict[str, Any]
-) -> None:
+):
     with pytest.raises(
         errors.UntrustedJobError, match="it was changed after it was signed"
     ):
@@ -107,7 +106,7 @@ def test_what_was_changed_after_it_was_signed_is_refused(
 @pytest.mark.parametrize("fields", [{}, {"signature": None}])
 def test_an_unsigned_job_is_refused_with_what_to_do(
     trusted: TrustedJobs, fields: dict[str, Any]
-) -> None:
+):
     with pytest.raises(
         errors.UntrustedJobError,
         match=r"not signed with the trusted key: it carries no signature.*IMAGEFLEET_SIGNING_KEY",
@@ -115,7 +114,7 @@ def test_an_unsigned_job_is_refused_with_what_to_do(
         read_job(changed(JOB.to_message(), **fields), "m", trusted)
 
 
-def test_nothing_of_an_unsigned_job_is_looked_at(trusted: TrustedJobs) -> None:
+def test_nothing_of_an_unsigned_job_is_looked_at(trusted: TrustedJobs):
     with pytest.raises(errors.UntrustedJobError):
         read_job('{"no_such_field": 1, "prompt": [[[]]]}', "m", trusted)
     with pytest.raises(errors.InvalidMessageError, match="is not JSON"):
@@ -123,8 +122,8 @@ def test_nothing_of_an_unsigned_job_is_looked_at(trusted: TrustedJobs) -> None:
 
 
 def test_another_keys_signature_and_one_for_something_else_are_refused(
-    signer: JobSigner, trusted: TrustedJobs, tmp_path: Path
-) -> None:
+    signer: JobSigner, trusted: TrustedJobs, tmp_path
+):
     other = SigningKey.create(tmp_path / "other.pem")
     with pytest.raises(errors.UntrustedJobError, match="another key signed it"):
         read_job(JOB.to_message(signers.signer(other)), "m", trusted)
@@ -140,7 +139,7 @@ def test_another_keys_signature_and_one_for_something_else_are_refused(
 
 def test_a_signed_job_has_an_id_or_it_could_be_sent_again_as_another(
     signer: JobSigner, trusted: TrustedJobs
-) -> None:
+):
     with pytest.raises(ValueError, match="a signed job needs an id"):
         Job(prompt="a hut").to_message(signer)
     for fields in ({"prompt": "a hut"}, {"prompt": "a hut", "id": None}):
@@ -151,7 +150,7 @@ def test_a_signed_job_has_an_id_or_it_could_be_sent_again_as_another(
 
 def test_a_field_written_twice_means_the_one_that_is_checked(
     signer: JobSigner, trusted: TrustedJobs
-) -> None:
+):
     body = JOB.to_message(signer)
     with pytest.raises(errors.UntrustedJobError):
         read_job(body[:-1] + ',"prompt":"another"}', "m", trusted)
@@ -173,7 +172,7 @@ def test_a_field_written_twice_means_the_one_that_is_checked(
 )
 def test_a_signature_until_no_date_is_refused(
     signer: JobSigner, trusted: TrustedJobs, until: str
-) -> None:
+):
     terms = {"fleet": "acme/images", "queue": "jobs", "until": until}
     signature = signer.key.sign("job", {"id": "a", "prompt": "", "signature": terms})
     body = json.dumps(
@@ -183,7 +182,7 @@ def test_a_signature_until_no_date_is_refused(
         read_job(body, "m", trusted)
 
 
-def test_another_program_signs_as_the_documentation_says(tmp_path: Path) -> None:
+def test_another_program_signs_as_the_documentation_says(tmp_path):
     SigningKey.create(tmp_path / "key.pem")
     private = serialization.load_pem_private_key(
         (tmp_path / "key.pem").read_bytes(), None

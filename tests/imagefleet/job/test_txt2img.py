@@ -143,13 +143,13 @@ def read(**fields: Any) -> Job:
     return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
 
 
-def test_the_tables_of_the_page_are_current() -> None:
+def test_the_tables_of_the_page_are_current():
     page = PAGE.read_text(encoding="utf-8")
 
     assert write_a1111.current(page) == page, "write it anew: make docs"
 
 
-def test_the_page_tells_what_the_code_does_with_each_field_of_a_controlnet() -> None:
+def test_the_page_tells_what_the_code_does_with_each_field_of_a_controlnet():
     text = (
         PAGE.read_text(encoding="utf-8")
         .partition("\n## ControlNet\n")[2]
@@ -164,7 +164,7 @@ def test_the_page_tells_what_the_code_does_with_each_field_of_a_controlnet() -> 
     assert verdicts["rejected"] == controlnet.UNSUPPORTED.keys()
 
 
-def test_every_field_of_the_apis_is_in_the_table_or_a_jobs_own() -> None:
+def test_every_field_of_the_apis_is_in_the_table_or_a_jobs_own():
     fields = A1111_FIELDS | A1111_IMG2IMG_FIELDS | A1111_EXTRAS_FIELDS | FORGE_FIELDS
     assert fields - ALIASES <= settings_table.FIELDS.keys() | Job.model_fields.keys()
     drawn = {row.field for row in settings_table.FIELDS.values()} - {""}
@@ -192,7 +192,7 @@ EFFECTS = [
 @pytest.mark.parametrize(("name", "job", "effect"), EFFECTS)
 def test_a_field_or_a_setting_has_the_effect_of_its_pass(
     name: str, job: str, effect: str
-) -> None:
+):
     base = JOBS[job]
     is_setting = name in settings_table.SETTINGS
     row = (settings_table.SETTINGS if is_setting else settings_table.FIELDS)[name]
@@ -213,7 +213,7 @@ def test_a_field_or_a_setting_has_the_effect_of_its_pass(
 
 
 @by_pass
-def test_settings_of_saving_and_of_the_page_have_no_effect(job: str) -> None:
+def test_settings_of_saving_and_of_the_page_have_no_effect(job: str):
     for beginning in settings_table.FAMILIES:
         assert read(**JOBS[job], override_settings={f"{beginning}x": 1}) == read(
             **JOBS[job]
@@ -226,7 +226,7 @@ def test_settings_of_saving_and_of_the_page_have_no_effect(job: str) -> None:
 
 
 @by_pass
-def test_a_setting_that_no_row_names_is_refused_in_every_pass(job: str) -> None:
+def test_a_setting_that_no_row_names_is_refused_in_every_pass(job: str):
     for name in (
         "samples_fromat",
         "img2img_strength",
@@ -287,7 +287,7 @@ HIRES_VALUES: dict[str, Any] = {
 }
 
 
-def test_every_drawn_field_reaches_the_job() -> None:
+def test_every_drawn_field_reaches_the_job():
     rows = settings_table.FIELDS
     drawn = {name for name in A1111_FIELDS if name not in rows or rows[name].field}
     assert VALUES.keys() | HIRES_VALUES.keys() == drawn
@@ -302,7 +302,7 @@ def test_every_drawn_field_reaches_the_job() -> None:
     assert len(different) == len(VALUES) + len(HIRES_VALUES) + 1
 
 
-def test_the_share_of_a_refiner_that_is_none_has_no_effect() -> None:
+def test_the_share_of_a_refiner_that_is_none_has_no_effect():
     for title in (None, "", "None", "none"):
         share = {"refiner_checkpoint": title, "refiner_switch_at": 0.8}
         by_steps = {"refiner_switch_by_sample_steps": True}

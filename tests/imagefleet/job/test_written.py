@@ -44,7 +44,7 @@ def refusal(body: str) -> str:
 )
 def test_a_message_is_read_however_its_sender_writes_base64_and_a_byte_order_mark(
     written: Callable[[str], str], prompt: str
-) -> None:
+):
     body = written(json.dumps({"prompt": prompt, "id": "j"}, ensure_ascii=False))
 
     assert read_job(body, "m").prompt == prompt
@@ -63,14 +63,14 @@ def test_a_message_is_read_however_its_sender_writes_base64_and_a_byte_order_mar
         "eyJwcm9t",
     ],
 )
-def test_what_is_neither_json_nor_its_base64_is_no_job_and_says_why(body: str) -> None:
+def test_what_is_neither_json_nor_its_base64_is_no_job_and_says_why(body: str):
     assert re.match(
         "the message is not JSON: .|prompt: is required", refusal(body) or ""
     )
 
 
 @pytest.mark.parametrize("field", ["prompt", "negative_prompt"])
-def test_a_nul_which_no_images_text_can_hold_is_refused(field: str) -> None:
+def test_a_nul_which_no_images_text_can_hold_is_refused(field: str):
     with pytest.raises(
         errors.InvalidMessageError, match=rf"{field}: .*U\+0000.*: remove it"
     ):
@@ -80,7 +80,7 @@ def test_a_nul_which_no_images_text_can_hold_is_refused(field: str) -> None:
 @pytest.mark.parametrize("letter", ["a", "\u0436", "\u4e00", "\U0001f98a", "\x7f"])
 def test_metadata_of_any_script_has_its_bytes_in_utf_8_and_a_header_that_fits(
     letter: str,
-) -> None:
+):
     most = (sizes.MAX_METADATA_BYTES - len('{"a": ""}')) // len(letter.encode())
     metadata = read(metadata={"a": letter * most}).metadata
     header = sizes.metadata_header(metadata)
@@ -126,7 +126,7 @@ COMMA = "a red house, "
 )
 def test_what_no_worker_draws_is_refused_before_any_has_it(
     fields: dict[str, Any], reason: str
-) -> None:
+):
     assert re.search(reason, refusal(json.dumps({"prompt": "a", **fields})))
 
 
@@ -144,5 +144,5 @@ def test_what_no_worker_draws_is_refused_before_any_has_it(
         {"enable_hr": True, "steps": 50, "denoising_strength": 0.05},
     ],
 )
-def test_what_a_worker_may_draw_is_read(fields: dict[str, Any]) -> None:
+def test_what_a_worker_may_draw_is_read(fields: dict[str, Any]):
     read(**fields)

@@ -7,22 +7,22 @@ from imagefleet.pricing import prices
 @pytest.mark.parametrize(
     "name", ["RTX 3060 Ti 8GB", "RTX 3060 Ti", "rtx3060ti", "3060 ti"]
 )
-def test_a_card_is_found_by_the_names_people_write(name: str) -> None:
+def test_a_card_is_found_by_the_names_people_write(name: str):
     assert prices.find_gpu(name) == "RTX 3060 Ti 8GB"
 
 
-def test_a_name_with_two_memory_sizes_is_ambiguous() -> None:
+def test_a_name_with_two_memory_sizes_is_ambiguous():
     with pytest.raises(errors.SetupError, match="RTX 3060 8GB, RTX 3060 12GB"):
         prices.find_gpu("RTX 3060")
     assert prices.find_gpu("3060 12GB") == "RTX 3060 12GB"
 
 
-def test_a_typo_gets_a_suggestion() -> None:
+def test_a_typo_gets_a_suggestion():
     with pytest.raises(errors.SetupError, match=r"did you mean .*RTX 4090 24GB"):
         prices.find_gpu("RTX 4090 24G")
 
 
-def test_each_priority_has_its_price() -> None:
+def test_each_priority_has_its_price():
     hourly = [
         prices.gpu_dollars_per_hour("RTX 4090", each) for each in prices.PRIORITIES
     ]
@@ -30,7 +30,7 @@ def test_each_priority_has_its_price() -> None:
     assert hourly == [0.30, 0.253, 0.207, 0.16]
 
 
-def test_storage_costs_three_queue_operations_a_job_and_a_write_an_image() -> None:
+def test_storage_costs_three_queue_operations_a_job_and_a_write_an_image():
     # 10,000 writes at $0.055 and 3 x 10,000 operations at $0.01 for 200,000.
     assert prices.storage_dollars(10_000, 10_000) == pytest.approx(0.055 + 0.0015)
     assert prices.storage_dollars(10_000, 40_000) == pytest.approx(0.220 + 0.0015)

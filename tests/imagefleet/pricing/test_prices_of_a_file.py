@@ -12,11 +12,11 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_without_a_file_the_built_in_prices_apply() -> None:
+def test_without_a_file_the_built_in_prices_apply():
     assert prices.read_table(None) is prices.BUILT_IN
 
 
-def test_a_file_overrides_only_its_own_entries(tmp_path: Path) -> None:
+def test_a_file_overrides_only_its_own_entries(tmp_path):
     path = write(
         tmp_path,
         "source: the portal on 2026-11-20\n"
@@ -37,7 +37,7 @@ def test_a_file_overrides_only_its_own_entries(tmp_path: Path) -> None:
     assert table.storage.source == "the portal on 2026-11-20"
 
 
-def test_a_class_in_the_file_keeps_no_built_in_price(tmp_path: Path) -> None:
+def test_a_class_in_the_file_keeps_no_built_in_price(tmp_path):
     table = prices.read_table(
         write(tmp_path, "source: x\ngpus: {RTX 4090: {batch: 0.2}}\n")
     )
@@ -60,13 +60,11 @@ def test_a_class_in_the_file_keeps_no_built_in_price(tmp_path: Path) -> None:
         ("x\n", "should be an object of names and values"),
     ],
 )
-def test_an_invalid_file_is_refused_with_the_entry(
-    tmp_path: Path, text: str, complaint: str
-) -> None:
+def test_an_invalid_file_is_refused_with_the_entry(tmp_path, text: str, complaint: str):
     with pytest.raises(errors.SetupError, match=complaint):
         prices.read_table(write(tmp_path, text))
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(errors.SetupError, match=r"prices\.yaml: No such file"):
         prices.read_table(tmp_path / "prices.yaml")

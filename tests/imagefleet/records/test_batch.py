@@ -34,7 +34,7 @@ def end(job_id: str, outcome: str, message: str = "m", **fields: Any) -> Record:
 
 
 @pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_pauses(monkeypatch) -> None:
     monkeypatch.setattr(aio, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(
         aio, "RETRIES", concurrency.RetryPolicy(tries=3, first_wait_seconds=0.001)
@@ -66,7 +66,7 @@ async def statuses(results: aio.Results) -> dict[str, str]:
 
 async def test_a_batch_ends_with_images_failures_and_cancellations(
     fleet: aio.Fleet, log: RecordLog
-) -> None:
+):
     batch = await submit(fleet, "a", "b", "c")
     await RecordLog(fleet.storage.files, "operator").open("spring", "cancelled")
     await log.add([image("a"), end("b", "failed"), end("c", "cancelled")])
@@ -84,7 +84,7 @@ async def test_a_batch_ends_with_images_failures_and_cancellations(
 
 async def test_a_failure_that_was_replayed_is_not_one_whatever_order_the_shards_are_in(
     fleet: aio.Fleet, log: RecordLog
-) -> None:
+):
     batch = await submit(fleet, "a", "b", "c")
     operator = RecordLog(fleet.storage.files, "operator")
     await log.add([end("a", "failed"), end("b", "failed"), end("c", "failed")])
@@ -103,7 +103,7 @@ async def test_a_failure_that_was_replayed_is_not_one_whatever_order_the_shards_
 
 async def test_old_failures_do_not_count_and_old_images_do(
     fleet: aio.Fleet, log: RecordLog
-) -> None:
+):
     await log.add([image("a"), end("b", "failed")])
     batch = await submit(fleet, "a", "b")
     results = batch.results(0)
@@ -116,7 +116,7 @@ async def test_old_failures_do_not_count_and_old_images_do(
 
 async def test_what_was_there_before_ids_of_its_own_is_not_read(
     fleet: aio.Fleet, log: RecordLog
-) -> None:
+):
     await log.add(
         image(f"old-{number}", prompt="a house " * 20) for number in range(1000)
     )
@@ -130,9 +130,7 @@ async def test_what_was_there_before_ids_of_its_own_is_not_read(
     assert len(parsed) == 2
 
 
-async def test_a_batch_may_be_of_several_campaigns(
-    fleet: aio.Fleet, log: RecordLog
-) -> None:
+async def test_a_batch_may_be_of_several_campaigns(fleet: aio.Fleet, log: RecordLog):
     names = ("autumn", "spring", "winter")
     await log.add([end("a", "failed", campaign=name) for name in names])
     batch = await fleet.submit(
@@ -150,7 +148,7 @@ async def test_a_batch_may_be_of_several_campaigns(
 
 async def test_a_job_of_several_images_needs_them_all_and_a_failed_one_keeps_what_it_has(
     fleet: aio.Fleet, log: RecordLog
-) -> None:
+):
     batch = await submit(fleet, "a", "b", batch_size=3)
     await log.add([*images("a", 2, 0, of=3), *images("b", 1, of=3)])
     with pytest.raises(TimeoutError):
@@ -169,7 +167,7 @@ async def test_a_job_of_several_images_needs_them_all_and_a_failed_one_keeps_wha
 
 async def test_a_record_of_another_jobs_image_is_no_result(
     fleet: aio.Fleet, log: RecordLog
-) -> None:
+):
     batch = await submit(fleet, "a")
     await log.add(
         [image("a", blob="autumn/secret.png"), image("a", blob="spring/b.png")]
@@ -181,7 +179,7 @@ async def test_a_record_of_another_jobs_image_is_no_result(
 
 async def test_a_campaigns_results_have_each_job_once_as_it_is_now(
     fleet: aio.Fleet, log: RecordLog
-) -> None:
+):
     await log.add([end("a", "failed"), end("b", "failed"), end("b", "failed", "again")])
     operator = RecordLog(fleet.storage.files, "operator")
     await operator.open("spring", "cancelled")
@@ -203,8 +201,8 @@ async def test_a_campaigns_results_have_each_job_once_as_it_is_now(
 
 
 async def test_a_fault_between_two_shards_loses_no_result(
-    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fleet: aio.Fleet, monkeypatch
+):
     batch = await submit(fleet, "a", "b", "c")
     for job_id in batch.ids:
         await ImageLog(fleet.storage.blobs, f"worker-{job_id}").add([image(job_id)])
@@ -223,7 +221,7 @@ async def test_a_fault_between_two_shards_loses_no_result(
 
 async def test_jobs_that_are_sent_during_an_append_get_their_results(
     fleet: aio.Fleet,
-) -> None:
+):
     name = "-records/spring/20261122T120000Z-w-1.images.jsonl.gz"
     whole = shard_part([image("old").line()], Totals(1, 1))
     await submit(fleet, "old")
@@ -240,8 +238,8 @@ async def test_jobs_that_are_sent_during_an_append_get_their_results(
 
 
 async def test_many_results_cost_a_read_for_each_shard_and_few_listings(
-    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fleet: aio.Fleet, monkeypatch
+):
     monkeypatch.setattr(follower, "_POLLED", 400)
     batch = await submit(fleet, *[None] * 500)
     shards = 5
@@ -258,7 +256,7 @@ async def test_many_results_cost_a_read_for_each_shard_and_few_listings(
 
 async def test_an_idle_poll_is_a_listing_of_each_store(
     fleet: aio.Fleet, log: RecordLog
-) -> None:
+):
     batch = await submit(fleet, "a", "b")
     await log.add([image("a")])
     results = batch.results(0)
@@ -270,8 +268,8 @@ async def test_an_idle_poll_is_a_listing_of_each_store(
 
 
 async def test_one_job_is_looked_up_without_its_neighbours(
-    fleet: aio.Fleet, log: RecordLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fleet: aio.Fleet, log: RecordLog, monkeypatch
+):
     await submit(fleet, "a")
     for number in range(50):
         await fleet.storage.blobs.create(
@@ -292,7 +290,7 @@ async def test_one_job_is_looked_up_without_its_neighbours(
 
 async def test_a_failed_job_that_is_looked_up_keeps_the_images_that_it_has(
     fleet: aio.Fleet, log: RecordLog
-) -> None:
+):
     facts = {"job": "a", "images": "3", "seconds": "1"}
     for stem in ("a", "a~2", "a-1"):
         await fleet.storage.blobs.create(f"spring/{stem}.png", b"x", "image/png", facts)
@@ -303,7 +301,7 @@ async def test_a_failed_job_that_is_looked_up_keeps_the_images_that_it_has(
 
 async def test_nothing_of_a_batch_is_sent_before_all_of_it_is_checked(
     fleet: aio.Fleet,
-) -> None:
+):
     good = [Job(prompt="a house", id=f"{number}") for number in range(40)]
 
     def broken() -> Iterator[Job]:
@@ -320,7 +318,7 @@ async def test_nothing_of_a_batch_is_sent_before_all_of_it_is_checked(
 
 async def test_a_second_job_of_an_id_is_refused_however_long_the_first_is_done(
     fleet: aio.Fleet, log: RecordLog
-) -> None:
+):
     first = await submit(fleet, "a")
     await log.add([image("a", digest=first._jobs["spring/a"].digest)])
     await submit(fleet, "a")  # the same job
@@ -336,7 +334,7 @@ async def test_a_second_job_of_an_id_is_refused_however_long_the_first_is_done(
 
 async def test_an_older_picture_of_the_id_is_not_the_result_of_a_new_job(
     fleet: aio.Fleet, log: RecordLog
-) -> None:
+):
     old = Job(prompt="a cat", id="a", campaign="spring").digest
     await log.add([image("a", digest=old), end("b", "failed", digest=old)])
     batch = await submit(fleet, "a", "b")
@@ -351,8 +349,8 @@ async def test_an_older_picture_of_the_id_is_not_the_result_of_a_new_job(
 
 
 async def test_jobs_are_sent_with_credentials_that_neither_list_nor_append(
-    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    fleet: aio.Fleet, monkeypatch, caplog
+):
     async def refused(*_: object) -> bool:
         raise errors.SetupError("the SAS token may not append to records")
 

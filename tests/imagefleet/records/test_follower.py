@@ -45,7 +45,7 @@ def thief(storage: Storage) -> RecordLog:
 
 async def test_only_what_fits_is_handed_on(
     storage: Storage, worker: ImageLog, thief: RecordLog
-) -> None:
+):
     await worker.add([record("a"), record("b", "failed")])
     forged = [
         record("a", sha256=OTHER),
@@ -77,7 +77,7 @@ async def test_only_what_fits_is_handed_on(
 
 async def test_what_a_second_record_says_of_a_stored_image_comes_after_the_first(
     storage: Storage, worker: ImageLog, thief: RecordLog
-) -> None:
+):
     """A worker that finds the image of one that died may not read it, and so does not prove it."""
     await worker.add([record("a", prompt="honest")])
     follower = Follower(storage)
@@ -89,7 +89,7 @@ async def test_what_a_second_record_says_of_a_stored_image_comes_after_the_first
 
 async def test_a_job_of_several_images_is_not_complete_before_all_are_stored(
     storage: Storage, worker: ImageLog, thief: RecordLog
-) -> None:
+):
     await worker.add([record("a", images=2, completes=False, sha256=None)])
     forged = record("a", images=2, completes=True, sha256=None)
     await thief.add([forged], again=True)
@@ -99,7 +99,7 @@ async def test_a_job_of_several_images_is_not_complete_before_all_are_stored(
 
 async def test_the_record_of_a_job_that_a_load_has_not_noted_yet_waits(
     storage: Storage, worker: ImageLog
-) -> None:
+):
     now = datetime.now(UTC)
     await worker.add([record("e", at=now), record("a"), record("x", "failed", at=now)])
     await worker.add([record("y", "failed", at=now - timedelta(hours=1))])
@@ -117,9 +117,7 @@ async def test_the_record_of_a_job_that_a_load_has_not_noted_yet_waits(
     )
 
 
-async def test_a_replaced_drawing_is_no_misfit(
-    storage: Storage, worker: ImageLog
-) -> None:
+async def test_a_replaced_drawing_is_no_misfit(storage: Storage, worker: ImageLog):
     told = {"worker": "w1", "started_at": "2026-11-22T12:00:00.123+00:00"}
     await worker.add([record("a", **told)])
     await storage.blobs.delete("spring/a.png")
@@ -137,7 +135,7 @@ async def test_a_replaced_drawing_is_no_misfit(
 
 async def test_the_client_has_the_picture_of_a_job_that_somebody_says_has_failed(
     local_settings: StorageSettings,
-) -> None:
+):
     async with aio.connect(local_settings.storage) as fleet:
         batch = await fleet.submit(
             [Job(prompt="a fox", id=name) for name in ("a", "b")]

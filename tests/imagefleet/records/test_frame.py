@@ -46,7 +46,7 @@ async def frames(settings: StorageSettings) -> imagefleet.Fleet:
     return imagefleet.connect(settings.storage)
 
 
-async def test_a_campaign_is_a_data_frame(local_settings: StorageSettings) -> None:
+async def test_a_campaign_is_a_data_frame(local_settings: StorageSettings):
     with await frames(local_settings) as fleet:
         table = fleet.results("spring").frame()
 
@@ -71,7 +71,7 @@ async def test_a_campaign_is_a_data_frame(local_settings: StorageSettings) -> No
 
 async def test_what_is_read_is_not_in_the_frame_of_the_rest(
     local_settings: StorageSettings,
-) -> None:
+):
     with await frames(local_settings) as fleet:
         results = fleet.results("spring")
         assert next(results).id == "a"
@@ -82,8 +82,8 @@ async def test_what_is_read_is_not_in_the_frame_of_the_rest(
 
 
 async def test_without_pandas_one_sentence_says_what_to_install(
-    local_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    local_settings: StorageSettings, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with (
         await frames(local_settings) as fleet,

@@ -4,8 +4,6 @@ import asyncio
 import random
 from typing import Any
 
-import pytest
-
 import sent_jobs
 from imagefleet import errors
 from imagefleet.job.message import Job
@@ -25,7 +23,7 @@ async def noted(storage: Storage, *entries: bytes) -> Ledger:
 
 async def test_many_writers_at_the_same_time_lose_no_job_and_count_none_twice(
     storage: Storage,
-) -> None:
+):
     await asyncio.gather(
         *(sent_jobs.note(storage, "spring", 50, 25 * turn) for turn in range(8))
     )
@@ -38,7 +36,7 @@ async def test_many_writers_at_the_same_time_lose_no_job_and_count_none_twice(
 
 async def test_a_writer_that_has_read_the_ledger_counts_jobs_of_others_once(
     storage: Storage,
-) -> None:
+):
     ledgers = [Ledger(storage, "spring") for _ in range(6)]
     for number, each in enumerate(ledgers):
         await each.read()
@@ -48,9 +46,7 @@ async def test_a_writer_that_has_read_the_ledger_counts_jobs_of_others_once(
     assert await ledger.Ledger(storage, "spring").count() == 70
 
 
-async def test_a_full_blob_is_followed_by_another(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_blob_is_followed_by_another(storage: Storage, monkeypatch):
     monkeypatch.setattr(ledger, "_MAX_FRAMES", 3)
     for number in range(8):
         await noted(storage, entry_of(f"{number}", "0" * 64))
@@ -61,8 +57,8 @@ async def test_a_full_blob_is_followed_by_another(
 
 
 async def test_an_append_whose_reply_is_lost_is_not_made_twice(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, monkeypatch
+):
     append = storage.files.append
 
     replies = iter([False])
@@ -84,7 +80,7 @@ async def test_an_append_whose_reply_is_lost_is_not_made_twice(
     assert part.total_bytes == 28 + 16
 
 
-async def test_a_damaged_part_is_said_and_hides_nothing_else(storage: Storage) -> None:
+async def test_a_damaged_part_is_said_and_hides_nothing_else(storage: Storage):
     await noted(storage, entry_of("a", "0" * 64))
     await storage.files.append(
         f"{ledger.folder_of(storage)}spring/0000", b"IF-SENT1 broken off", 44
@@ -97,7 +93,7 @@ async def test_a_damaged_part_is_said_and_hides_nothing_else(storage: Storage) -
     assert await ledger.Ledger(storage, "spring").count() == 2
 
 
-async def test_an_id_has_the_digest_that_was_sent_last(storage: Storage) -> None:
+async def test_an_id_has_the_digest_that_was_sent_last(storage: Storage):
     first = await noted(storage, entry_of("a", "0" * 64))
     await noted(storage, entry_of("a", "1" * 64))
     found = await first.read()
@@ -105,7 +101,7 @@ async def test_an_id_has_the_digest_that_was_sent_last(storage: Storage) -> None
     assert len(found) == 1
 
 
-def test_a_message_tells_its_job_whatever_it_holds_besides() -> None:
+def test_a_message_tells_its_job_whatever_it_holds_besides():
     jobs = [
         Job(prompt='say "id":"x"', id="a", campaign="spring"),
         Job(prompt="a", id="b", metadata={"id": "c", "digest": "d", "campaign": "e"}),
@@ -122,7 +118,7 @@ def test_a_message_tells_its_job_whatever_it_holds_besides() -> None:
     )
 
 
-def test_digests_are_found_and_replaced_among_many() -> None:
+def test_digests_are_found_and_replaced_among_many():
     rng = random.Random(1)
     digests, expected = Digests(), dict[bytes, bytes]()
     for _ in range(20_000):
@@ -140,7 +136,7 @@ def test_digests_are_found_and_replaced_among_many() -> None:
 
 async def test_a_storage_without_files_has_no_counts(
     azurite_settings: StorageSettings,
-) -> None:
+):
     names = azurite_settings.model_copy(update={"files_container": "no-such-files"})
     async with open_storage(names) as storage:
         assert await ledger.Ledger(storage, "spring").count() is None
@@ -149,7 +145,7 @@ async def test_a_storage_without_files_has_no_counts(
 
 async def test_fleets_that_share_their_files_have_ledgers_of_their_own(
     storage: Storage, storage_settings: StorageSettings
-) -> None:
+):
     others = f"{storage_settings.container}-others"
     names = storage_settings.model_copy(update={"container": others})
     await sent_jobs.note(storage, "spring", 3)

@@ -40,7 +40,7 @@ async def counted(fleet: aio.Fleet) -> dict[str, int | None]:
 
 async def test_a_program_that_submits_jobs_one_by_one_leaves_one_blob(
     fleet: aio.Fleet,
-) -> None:
+):
     for _ in range(12):
         await submit(fleet)
     assert await counted(fleet) == {"spring": 12}
@@ -48,8 +48,8 @@ async def test_a_program_that_submits_jobs_one_by_one_leaves_one_blob(
 
 
 async def test_submissions_at_the_same_time_share_writes_and_each_is_counted(
-    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fleet: aio.Fleet, monkeypatch
+):
     appends = 0
     spring = fleet._ledgers.of("spring")
     append = fleet.storage.files.append
@@ -68,8 +68,8 @@ async def test_submissions_at_the_same_time_share_writes_and_each_is_counted(
 
 
 async def test_jobs_whose_note_failed_are_in_the_next_one(
-    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    fleet: aio.Fleet, monkeypatch, caplog
+):
     async def fails(*_: object) -> bool:
         raise errors.TransientError("the storage does not answer")
 
@@ -83,8 +83,8 @@ async def test_jobs_whose_note_failed_are_in_the_next_one(
 
 
 async def test_more_campaigns_than_are_remembered_are_all_counted(
-    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fleet: aio.Fleet, monkeypatch
+):
     monkeypatch.setattr(ledger, "MAX_LEDGERS", 2)
     names = [f"campaign-{number}" for number in range(5)]
     for _ in range(2):
@@ -96,8 +96,8 @@ async def test_more_campaigns_than_are_remembered_are_all_counted(
 
 
 async def test_a_submission_that_is_cancelled_during_its_note_breaks_no_other(
-    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fleet: aio.Fleet, monkeypatch
+):
     append = fleet.storage.files.append
     begun, may_end = asyncio.Event(), asyncio.Event()
 

@@ -54,7 +54,7 @@ async def count(storage: Storage) -> tuple[dict[str, Counts], Cost]:
 
 async def test_campaigns_take_three_reads_each_once_and_then_none(
     storage: Storage,
-) -> None:
+):
     log = await fill(storage)
 
     first, cost = await count(storage)
@@ -78,7 +78,7 @@ async def test_campaigns_take_three_reads_each_once_and_then_none(
 
 async def test_two_that_count_at_once_and_a_campaign_that_is_deleted_leave_true_numbers(
     storage: Storage,
-) -> None:
+):
     await fill(storage, 4)
     await asyncio.gather(*(count(storage) for _ in range(5)))
     for store in (storage.blobs, storage.files):
@@ -95,7 +95,7 @@ async def test_two_that_count_at_once_and_a_campaign_that_is_deleted_leave_true_
 @pytest.mark.parametrize("data", [b"", b"{", b'{"campaign-0":["","",0]}', b"[]"])
 async def test_an_overview_that_is_damaged_is_counted_anew_and_replaced(
     storage: Storage, data: bytes
-) -> None:
+):
     await fill(storage, 1)
     await count(storage)
     (name,) = [each async for each in storage.files.names("-counts/")]
@@ -110,7 +110,7 @@ async def test_an_overview_that_is_damaged_is_counted_anew_and_replaced(
 
 async def test_records_that_do_not_fit_are_counted_though_they_are_not_read_again(
     storage: Storage,
-) -> None:
+):
     log = await fill(storage, 2)
     await log.add([of_job("nobody-sent-it", "campaign-1")])
     for _ in range(2):
@@ -121,7 +121,7 @@ async def test_records_that_do_not_fit_are_counted_though_they_are_not_read_agai
 
 async def test_a_campaign_that_stored_images_decide_on_is_counted_each_time(
     storage: Storage,
-) -> None:
+):
     """Its record says that it failed, and another that it is drawn: until the image is stored."""
     log = await fill(storage, 1)
     await log.add([of_job("b", "campaign-0")])
@@ -135,7 +135,7 @@ async def test_a_campaign_that_stored_images_decide_on_is_counted_each_time(
 
 async def test_tokens_that_only_read_use_what_others_stored_and_remember_the_rest(
     azurite_settings: StorageSettings,
-) -> None:
+):
     async with open_storage(azurite_settings) as owner:
         await owner.create()
         log = await fill(owner)
@@ -155,7 +155,7 @@ async def test_tokens_that_only_read_use_what_others_stored_and_remember_the_res
 
 async def test_a_worker_can_neither_write_nor_make_the_overview(
     azurite_settings: StorageSettings,
-) -> None:
+):
     async with open_storage(azurite_settings) as owner:
         await owner.create()
     given = by_tokens(azurite_settings, ROLES["worker"])

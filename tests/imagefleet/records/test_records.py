@@ -57,7 +57,7 @@ def operator(storage: Storage) -> RecordLog:
 
 async def test_a_job_of_several_images_is_counted_once_all_are_stored(
     storage: Storage, log: RecordLog
-) -> None:
+):
     def of_several(index: int, **fields: Any) -> Record:
         name = f"spring/job-1~{index}.png" if index else "spring/job-1.png"
         return image(1, blob=name, images=3, index=index, **fields)
@@ -72,9 +72,7 @@ async def test_a_job_of_several_images_is_counted_once_all_are_stored(
     assert (await reader.counts(storage, "spring")).images == 3
 
 
-async def test_records_are_read_as_they_were_written(
-    storage: Storage, log: RecordLog
-) -> None:
+async def test_records_are_read_as_they_were_written(storage: Storage, log: RecordLog):
     written = [
         image(
             1,
@@ -91,7 +89,7 @@ async def test_records_are_read_as_they_were_written(
     assert await everything(reader.images(storage, "spring")) == written
 
 
-async def test_a_shard_is_what_zcat_reads(storage: Storage, log: RecordLog) -> None:
+async def test_a_shard_is_what_zcat_reads(storage: Storage, log: RecordLog):
     await log.add([image(1)])
     await log.add([image(2), image(3)])
     (name,) = [each async for each in storage.blobs.names("-records/spring/")]
@@ -104,7 +102,7 @@ async def test_a_shard_is_what_zcat_reads(storage: Storage, log: RecordLog) -> N
 
 async def test_an_image_whose_name_was_taken_counts_only_if_nobody_has_its_record(
     storage: Storage, log: RecordLog
-) -> None:
+):
     other = RecordLog(storage.blobs, "other")
     await log.add([image(1), image(2)])
     await other.add([image(2), image(3)], again=True)
@@ -116,8 +114,8 @@ async def test_an_image_whose_name_was_taken_counts_only_if_nobody_has_its_recor
 
 
 async def test_names_that_were_taken_do_not_make_a_count_read_every_record(
-    storage: Storage, log: RecordLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, log: RecordLog, monkeypatch
+):
     """Each interrupted node leaves some: a count of a million images must not take a minute."""
     await log.add(image(number, prompt="é" * 9) for number in range(300))
     other = ImageLog(storage.blobs, "other")
@@ -142,7 +140,7 @@ async def test_names_that_were_taken_do_not_make_a_count_read_every_record(
 
 async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_not(
     storage: Storage, log: RecordLog, operator: RecordLog
-) -> None:
+):
     async def listed() -> list[tuple[str, str]]:
         found = await everything(reader.images(storage, "spring"))
         assert (await reader.counts(storage, "spring")).images == len(found)
@@ -172,7 +170,7 @@ async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_
 
 async def test_counts_are_those_of_the_records(
     storage: Storage, log: RecordLog, operator: RecordLog
-) -> None:
+):
     await operator.open("spring", "cancelled")
     await sent_jobs.note(
         storage, "spring", 70, ids=(f"job-{number}" for number in range(1, 6))
@@ -194,7 +192,7 @@ async def test_counts_are_those_of_the_records(
     assert (counted.last_at - counted.first_at).total_seconds() < 60
 
 
-async def test_a_campaign_without_records_has_zeros(storage: Storage) -> None:
+async def test_a_campaign_without_records_has_zeros(storage: Storage):
     counted = await reader.counts(storage, "nothing")
     assert counted == reader.Counts(None, 0, 0, 0, 0, None, None)
     assert counted.pending is None
@@ -202,7 +200,7 @@ async def test_a_campaign_without_records_has_zeros(storage: Storage) -> None:
 
 async def test_a_job_that_failed_is_listed_until_it_is_replayed_and_again_if_it_fails_again(
     storage: Storage, log: RecordLog, operator: RecordLog
-) -> None:
+):
     await log.add(
         [ended(1, "failed"), ended(2, "failed"), ended(2, "failed"), ended(3, "failed")]
     )
@@ -216,8 +214,8 @@ async def test_a_job_that_failed_is_listed_until_it_is_replayed_and_again_if_it_
 
 
 async def test_shards_of_a_short_campaign_are_read_once_for_its_images(
-    storage: Storage, log: RecordLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, log: RecordLog, monkeypatch
+):
     await log.add([image(1), image(2), ended(3, "failed"), ended(4, "failed")])
     kinds: list[str | None] = []
     read_part = storage.blobs.read_part
@@ -245,7 +243,7 @@ async def test_shards_of_a_short_campaign_are_read_once_for_its_images(
 
 async def test_a_follower_gets_each_record_once_and_goes_on_from_its_position(
     storage: Storage, log: RecordLog
-) -> None:
+):
     follower = Follower(storage)
     assert await follower.poll() == []
     await log.add([image(1)])
@@ -260,7 +258,7 @@ async def test_a_follower_gets_each_record_once_and_goes_on_from_its_position(
 
 async def test_the_end_of_a_shard_that_is_still_written_is_read_later(
     storage: Storage,
-) -> None:
+):
     whole = shard_part([image(1).line()], Totals(1, 1))
     more = shard_part([image(2).line()], Totals(2, 2))
     name = "-records/spring/20261122T120000Z-w-1.images.jsonl.gz"
@@ -299,7 +297,7 @@ async def test_the_end_of_a_shard_that_is_still_written_is_read_later(
 )
 async def test_a_forged_shard_is_left_out_with_a_reason(
     storage: Storage, log: RecordLog, content: bytes
-) -> None:
+):
     await log.add([image(7)])
     await storage.blobs.append("-records/spring/x.images.jsonl.gz", content, 0)
     damaged = Damaged()
@@ -312,7 +310,7 @@ async def test_a_forged_shard_is_left_out_with_a_reason(
 
 async def test_another_writer_of_the_same_shard_costs_a_new_shard_and_no_record(
     storage: Storage, log: RecordLog
-) -> None:
+):
     await log.add([image(1)])
     (name,) = [each async for each in storage.blobs.names("-records/")]
     size = len(await storage.blobs.read(name) or b"")
@@ -324,7 +322,7 @@ async def test_another_writer_of_the_same_shard_costs_a_new_shard_and_no_record(
 
 async def test_many_long_records_are_appended_in_parts(
     storage: Storage, log: RecordLog
-) -> None:
+):
     await log.add(
         [image(number, prompt=f"{number} " + "x" * 60_000) for number in range(120)]
     )
@@ -332,7 +330,7 @@ async def test_many_long_records_are_appended_in_parts(
     assert (await reader.counts(storage, "spring")).images == 120
 
 
-def test_a_record_that_cannot_be_is_refused_in_one_sentence() -> None:
+def test_a_record_that_cannot_be_is_refused_in_one_sentence():
     with pytest.raises(errors.JobError, match="campaign"):
         Record.read(
             b'{"outcome":"failed","id":"a","campaign":"../x","at":"2026-11-22T12:00:00Z"}'
@@ -340,8 +338,8 @@ def test_a_record_that_cannot_be_is_refused_in_one_sentence() -> None:
 
 
 async def test_many_small_shards_are_not_read_one_after_the_other(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, monkeypatch
+):
     for number in range(16):
         await RecordLog(storage.blobs, f"w{number}").add([image(number)])
     real = type(storage.blobs).read_part
@@ -369,7 +367,7 @@ async def test_many_small_shards_are_not_read_one_after_the_other(
     assert 4 <= most <= 8
 
 
-async def test_whoever_stops_reading_leaves_no_read_behind(storage: Storage) -> None:
+async def test_whoever_stops_reading_leaves_no_read_behind(storage: Storage):
     for number in range(16):
         await RecordLog(storage.blobs, f"w{number}").add([image(number)])
     before = asyncio.all_tasks()
@@ -382,8 +380,8 @@ async def test_whoever_stops_reading_leaves_no_read_behind(storage: Storage) -> 
 
 
 def test_an_error_of_whoever_reads_is_all_that_is_logged(
-    local_settings: StorageSettings, caplog: pytest.LogCaptureFixture
-) -> None:
+    local_settings: StorageSettings, caplog
+):
     """A full disk or a closed pipe, say: asyncio.run() then closes what is being read."""
 
     async def fail_while_reading() -> None:
@@ -400,7 +398,7 @@ def test_an_error_of_whoever_reads_is_all_that_is_logged(
     assert not caplog.messages
 
 
-def test_numbers_and_times_that_no_table_holds_are_damage() -> None:
+def test_numbers_and_times_that_no_table_holds_are_damage():
     for wrong in ({"size_bytes": 2**53}, {"steps": -1}, {"at": "3000-01-01T00:00:00Z"}):
         with pytest.raises(errors.JobError, match=next(iter(wrong))):
             Record.read(json.dumps(json.loads(image(1).line()) | wrong).encode())

@@ -30,7 +30,7 @@ SWEEP = sweep.Sweep(
 )
 
 
-async def test_the_manifest_is_read_as_it_was_written(storage: Storage) -> None:
+async def test_the_manifest_is_read_as_it_was_written(storage: Storage):
     assert await sweep.read(storage, "quality") is None
 
     await sweep.write(storage, SWEEP)
@@ -41,7 +41,7 @@ async def test_the_manifest_is_read_as_it_was_written(storage: Storage) -> None:
 
 async def test_the_same_sweep_again_changes_nothing_and_another_is_refused(
     storage: Storage,
-) -> None:
+):
     await sweep.write(storage, SWEEP)
     await sweep.write(storage, SWEEP)
 
@@ -58,7 +58,7 @@ async def test_the_same_sweep_again_changes_nothing_and_another_is_refused(
     assert await sweep.read(storage, "quality") == SWEEP
 
 
-async def test_the_manifest_is_taken_for_no_record(storage: Storage) -> None:
+async def test_the_manifest_is_taken_for_no_record(storage: Storage):
     await sweep.write(storage, SWEEP)
 
     assert [record async for record in reader.images(storage, "quality")] == []
@@ -78,7 +78,7 @@ async def test_the_manifest_is_taken_for_no_record(storage: Storage) -> None:
 )
 async def test_a_damaged_manifest_is_never_trusted(
     storage: Storage, data: bytes, sentence: str
-) -> None:
+):
     await storage.blobs.create(
         "-records/quality/sweep.json", data, "application/json", {}
     )
@@ -89,15 +89,13 @@ async def test_a_damaged_manifest_is_never_trusted(
         await sweep.write(storage, SWEEP)
 
 
-def test_the_captions_are_those_of_a_text_file_by_their_hash() -> None:
+def test_the_captions_are_those_of_a_text_file_by_their_hash():
     # printf 'a red house\na blue boat\na red house\n' | sha256sum
     expected = "215766a96ec379ac47a89e68ec165d8564e8795362ab573876dd85cc5b325e45"
     assert sweep.digest(iter(CAPTIONS)) == sweep.Captions(count=3, sha256=expected)
 
 
-def test_a_caption_has_one_seed_in_all_groups_and_another_where_it_comes_again() -> (
-    None
-):
+def test_a_caption_has_one_seed_in_all_groups_and_another_where_it_comes_again():
     seeds = [sweep.seed_of(number, caption) for number, caption in enumerate(CAPTIONS)]
 
     assert len(set(seeds)) == 3
@@ -108,7 +106,7 @@ def test_a_caption_has_one_seed_in_all_groups_and_another_where_it_comes_again()
     assert sweep.seed_of(0, CAPTIONS[0], seed=1) != seeds[0]
 
 
-def test_the_caption_of_an_image_is_that_of_the_sweep_not_its_escaped_prompt() -> None:
+def test_the_caption_of_an_image_is_that_of_the_sweep_not_its_escaped_prompt():
     record = Record(
         outcome="completed", id="x", at=datetime.now(UTC), prompt=r"a \(red\) house"
     )

@@ -15,7 +15,7 @@ async def storage(storage: Storage) -> Storage:
     return storage
 
 
-async def test_what_is_appended_follows_what_was_there(storage: Storage) -> None:
+async def test_what_is_appended_follows_what_was_there(storage: Storage):
     assert await storage.blobs.append(NAME, b"one,", 0)
     assert await storage.blobs.append(NAME, b"two", 4)
     assert await storage.blobs.read(NAME) == b"one,two"
@@ -26,25 +26,25 @@ async def test_what_is_appended_follows_what_was_there(storage: Storage) -> None
 @pytest.mark.parametrize("position", [0, 3, 5])
 async def test_nothing_is_appended_at_another_position_than_the_end(
     storage: Storage, position: int
-) -> None:
+):
     await storage.blobs.append(NAME, b"four", 0)
     assert not await storage.blobs.append(NAME, b"late", position)
     assert await storage.blobs.read(NAME) == b"four"
 
 
-async def test_nothing_is_appended_to_a_blob_that_is_gone(storage: Storage) -> None:
+async def test_nothing_is_appended_to_a_blob_that_is_gone(storage: Storage):
     await storage.blobs.append(NAME, b"four", 0)
     await storage.blobs.delete(NAME)
     assert not await storage.blobs.append(NAME, b"late", 4)
 
 
-async def test_an_image_is_never_appended_to(storage: Storage) -> None:
+async def test_an_image_is_never_appended_to(storage: Storage):
     await storage.blobs.create("spring/a.png", b"image", "image/png", {})
     assert not await storage.blobs.append("spring/a.png", b"more", 0)
     assert await storage.blobs.read("spring/a.png") == b"image"
 
 
-async def test_what_exists_is_told_and_not_changed(storage: Storage) -> None:
+async def test_what_exists_is_told_and_not_changed(storage: Storage):
     await storage.blobs.create("spring/a.png", b"image", "image/png", {})
     await storage.blobs.append(NAME, b"one", 0)
     names = ("spring/a.png", NAME, "spring/b.png", "spring")
@@ -61,14 +61,14 @@ async def test_what_exists_is_told_and_not_changed(storage: Storage) -> None:
 
 async def test_appending_to_a_container_that_does_not_exist_says_so(
     storage_settings: StorageSettings,
-) -> None:
+):
     missing = storage_settings.model_copy(update={"container": "no-such-container"})
     async with open_storage(missing) as storage:
         with pytest.raises(errors.SetupError, match=r"imagefleet load. creates it"):
             await storage.blobs.append(NAME, b"one", 0)
 
 
-async def test_folders_are_those_right_below(storage: Storage) -> None:
+async def test_folders_are_those_right_below(storage: Storage):
     for name in (
         "-records/b/1",
         "-records/a/1",

@@ -8,7 +8,7 @@ from imagefleet.storage.open import Storage
 
 async def test_clear_deletes_what_waits_and_what_is_in_flight_of_one_queue(
     storage: Storage,
-) -> None:
+):
     await storage.queue.send(str(number) for number in range(40))
     await storage.poison.send(["a failed job"])
     await storage.queue.receive(3, 30)
@@ -20,7 +20,7 @@ async def test_clear_deletes_what_waits_and_what_is_in_flight_of_one_queue(
 
 async def test_a_message_is_stamped_within_what_the_clock_says(
     storage: Storage,
-) -> None:
+):
     clock = storage.blobs.clock
     await storage.queue.depth()  # the clock's first answer
     blur = timedelta(seconds=BLUR_SECONDS)

@@ -47,7 +47,7 @@ async def receive_one(
 
 async def test_a_message_has_a_body_an_id_a_delivery_count_and_a_time(
     storage: Storage,
-) -> None:
+):
     await storage.queue.send(["a job"])
     message = await receive_one(storage)
     assert message.body == "a job"
@@ -56,24 +56,24 @@ async def test_a_message_has_a_body_an_id_a_delivery_count_and_a_time(
     assert abs(message.enqueued_at - datetime.now(UTC)) < timedelta(seconds=10)
 
 
-async def test_receive_does_not_wait_for_a_message(storage: Storage) -> None:
+async def test_receive_does_not_wait_for_a_message(storage: Storage):
     assert await storage.queue.receive(32, LEASE_SECONDS) == []
 
 
-async def test_messages_of_one_sender_are_received_in_order(storage: Storage) -> None:
+async def test_messages_of_one_sender_are_received_in_order(storage: Storage):
     for body in "abcdef":
         await storage.queue.send([body])
     received = [await receive_one(storage) for _ in range(6)]
     assert [message.body for message in received] == list("abcdef")
 
 
-async def test_receive_returns_at_most_max_messages(storage: Storage) -> None:
+async def test_receive_returns_at_most_max_messages(storage: Storage):
     await storage.queue.send(["a", "b", "c", "d"])
     assert len(await storage.queue.receive(3, LEASE_SECONDS)) == 3
     assert len(await storage.queue.receive(32, LEASE_SECONDS)) == 1
 
 
-async def test_a_body_is_received_unchanged(storage: Storage) -> None:
+async def test_a_body_is_received_unchanged(storage: Storage):
     await storage.queue.send(BODIES)
     received = await storage.queue.receive(32, LEASE_SECONDS)
     assert sorted(message.body for message in received) == sorted(BODIES)
@@ -82,7 +82,7 @@ async def test_a_body_is_received_unchanged(storage: Storage) -> None:
 @pytest.mark.parametrize("character", ["\x00", "\x1b", "\ud83d", "\uffff"])
 async def test_a_character_that_xml_cannot_carry_is_refused_before_anything_is_sent(
     storage: Storage, character: str
-) -> None:
+):
     with pytest.raises(errors.JobError, match=r"U\+"):
         await storage.queue.send(["fine", f"odd {character}"])
     assert (await storage.queue.depth()).messages == 0
@@ -91,7 +91,7 @@ async def test_a_character_that_xml_cannot_carry_is_refused_before_anything_is_s
 @pytest.mark.parametrize("text", ["x" * 65_536, "ä" * 32_768, "&" * 13_107])
 async def test_a_message_holds_64_kib_after_escaping_and_not_a_byte_more(
     storage: Storage, text: str
-) -> None:
+):
     await storage.queue.send([text])
     assert (await receive_one(storage)).body == text
     too_large = text + "&" if text[0] == "&" else text + "x"
@@ -100,7 +100,7 @@ async def test_a_message_holds_64_kib_after_escaping_and_not_a_byte_more(
     assert (await storage.queue.depth()).messages == 1
 
 
-async def test_the_poison_queue_is_separate(storage: Storage) -> None:
+async def test_the_poison_queue_is_separate(storage: Storage):
     await storage.poison.send(["failed"])
     assert storage.poison.name == f"{storage.queue.name}-poison"
     assert await storage.queue.receive(1, LEASE_SECONDS) == []
@@ -113,7 +113,7 @@ async def test_the_poison_queue_is_separate(storage: Storage) -> None:
 
 async def test_a_leased_message_is_hidden_until_its_lease_expires(
     storage: Storage,
-) -> None:
+):
     await storage.queue.send(["a job"])
     first = await receive_one(storage)
     await until_expired(storage)
@@ -125,7 +125,7 @@ async def test_a_leased_message_is_hidden_until_its_lease_expires(
     assert second.enqueued_at == first.enqueued_at
 
 
-async def test_a_renewal_extends_the_lease_and_keeps_the_body(storage: Storage) -> None:
+async def test_a_renewal_extends_the_lease_and_keeps_the_body(storage: Storage):
     await storage.queue.send([BODIES[3]])
     message = await receive_one(storage, SHORTEST_LEASE_SECONDS)
     renewed = await storage.queue.renew(message, LEASE_SECONDS)
@@ -140,7 +140,7 @@ async def test_a_renewal_extends_the_lease_and_keeps_the_body(storage: Storage) 
     assert (await receive_one(storage)).body == BODIES[3]
 
 
-async def test_a_renewal_invalidates_the_previous_receipt(storage: Storage) -> None:
+async def test_a_renewal_invalidates_the_previous_receipt(storage: Storage):
     await storage.queue.send(["a job"])
     stale = await receive_one(storage)
     renewed = await storage.queue.renew(stale, LEASE_SECONDS)
@@ -157,7 +157,7 @@ async def test_a_renewal_invalidates_the_previous_receipt(storage: Storage) -> N
 
 async def test_a_lease_lost_to_another_receiver_neither_renews_nor_deletes(
     storage: Storage,
-) -> None:
+):
     await storage.queue.send(["a job"])
     slow = await receive_one(storage, SHORTEST_LEASE_SECONDS)
     (quick,) = await polling.until(lambda: storage.queue.receive(1, LEASE_SECONDS))
@@ -170,7 +170,7 @@ async def test_a_lease_lost_to_another_receiver_neither_renews_nor_deletes(
 
 async def test_an_expired_lease_remains_usable_until_another_receives_the_message(
     storage: Storage,
-) -> None:
+):
     await storage.queue.send(["a job", "another"])
     one, two = await storage.queue.receive(2, SHORTEST_LEASE_SECONDS)
     await until_expired(storage)
@@ -182,7 +182,7 @@ async def test_an_expired_lease_remains_usable_until_another_receives_the_messag
 
 async def test_a_released_message_is_visible_at_once_and_its_receipt_stale(
     storage: Storage,
-) -> None:
+):
     await storage.queue.send(["a job"])
     message = await receive_one(storage)
     await storage.queue.release(message)
@@ -193,7 +193,7 @@ async def test_a_released_message_is_visible_at_once_and_its_receipt_stale(
 
 async def test_a_message_released_with_a_delay_is_hidden_until_it_is_over(
     storage: Storage,
-) -> None:
+):
     await storage.queue.send(["a job", "another"])
     hidden, shown = await receive_one(storage), await receive_one(storage)
     await storage.queue.release(hidden, delay_seconds=LEASE_SECONDS)
@@ -202,7 +202,7 @@ async def test_a_message_released_with_a_delay_is_hidden_until_it_is_over(
     assert message.body == shown.body
 
 
-async def test_a_renewal_and_a_release_can_replace_the_text(storage: Storage) -> None:
+async def test_a_renewal_and_a_release_can_replace_the_text(storage: Storage):
     await storage.queue.send(["a job"])
     renewed = await storage.queue.renew(
         await receive_one(storage), LEASE_SECONDS, '{"a": "<ä>"}'
@@ -217,7 +217,7 @@ async def test_a_renewal_and_a_release_can_replace_the_text(storage: Storage) ->
 
 async def test_a_deleted_message_can_neither_be_deleted_nor_renewed(
     storage: Storage,
-) -> None:
+):
     await storage.queue.send(["a job"])
     message = await receive_one(storage)
     await storage.queue.delete(message)
@@ -229,7 +229,7 @@ async def test_a_deleted_message_can_neither_be_deleted_nor_renewed(
 
 async def test_concurrent_receivers_never_get_the_same_message(
     storage_settings: StorageSettings,
-) -> None:
+):
     received: list[str] = []
 
     async def drain(storage: Storage) -> None:
@@ -253,7 +253,7 @@ async def test_concurrent_receivers_never_get_the_same_message(
 
 async def test_browse_returns_all_messages_and_leaves_them_visible(
     storage: Storage,
-) -> None:
+):
     bodies = {f"job {number}" for number in range(70)}
     await storage.queue.send(bodies)
     browsed = [message.body async for message in storage.queue.browse()]
@@ -265,14 +265,14 @@ async def test_browse_returns_all_messages_and_leaves_them_visible(
     assert left == 70
 
 
-async def test_browse_does_not_return_leased_messages(storage: Storage) -> None:
+async def test_browse_does_not_return_leased_messages(storage: Storage):
     await storage.queue.send(["leased"])
     await receive_one(storage)
     await storage.queue.send(["waiting"])
     assert [message.body async for message in storage.queue.browse()] == ["waiting"]
 
 
-async def test_depth_reports_the_messages_and_the_oldest_age(storage: Storage) -> None:
+async def test_depth_reports_the_messages_and_the_oldest_age(storage: Storage):
     empty = await storage.queue.depth()
     assert (empty.messages, empty.oldest_age_seconds) == (0, None)
     await storage.queue.send(["a", "b"])
@@ -287,7 +287,7 @@ async def test_depth_reports_the_messages_and_the_oldest_age(storage: Storage) -
 # Operations
 
 
-async def test_operations_are_counted_as_azure_bills_them(storage: Storage) -> None:
+async def test_operations_are_counted_as_azure_bills_them(storage: Storage):
     before = dataclasses.replace(storage.operations)
     await storage.queue.send(["a job", "another"])
     first, second = await storage.queue.receive(2, LEASE_SECONDS)
@@ -317,7 +317,7 @@ async def test_operations_are_counted_as_azure_bills_them(storage: Storage) -> N
 
 async def test_a_storage_that_was_not_created_is_a_setup_error(
     storage_settings: StorageSettings,
-) -> None:
+):
     async with open_storage(storage_settings) as storage:
         with pytest.raises(errors.SetupError, match="imagefleet load"):
             await storage.check()
@@ -332,7 +332,7 @@ async def test_a_storage_that_was_not_created_is_a_setup_error(
                 await blobs.create("a.png", b"x", "image/png", {})
 
 
-async def test_images_and_files_are_apart(storage: Storage) -> None:
+async def test_images_and_files_are_apart(storage: Storage):
     assert storage.blobs.name != storage.files.name
     for number, blobs in enumerate((storage.blobs, storage.files)):
         await blobs.check()
@@ -349,7 +349,7 @@ async def test_images_and_files_are_apart(storage: Storage) -> None:
 
 async def test_create_keeps_the_contents_of_an_existing_storage(
     storage: Storage,
-) -> None:
+):
     await storage.queue.send(["a job"])
     await storage.create()
     await storage.check()

@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 
 
-async def test_a_blob_is_written_once(storage: Storage) -> None:
+async def test_a_blob_is_written_once(storage: Storage):
     assert await storage.blobs.create("a/fox.png", b"first", "image/png", {"seed": "1"})
     assert not await storage.blobs.create(
         "a/fox.png", b"second", "image/png", {"seed": "2"}
@@ -24,7 +23,7 @@ async def test_a_blob_is_written_once(storage: Storage) -> None:
 
 async def test_one_of_many_concurrent_writers_of_a_name_succeeds(
     storage: Storage,
-) -> None:
+):
     data = [bytes([number]) * 1000 for number in range(8)]
     outcomes = await asyncio.gather(
         *(storage.blobs.create("fox.png", each, "image/png", {}) for each in data)
@@ -35,7 +34,7 @@ async def test_one_of_many_concurrent_writers_of_a_name_succeeds(
 
 async def test_each_part_of_a_blob_has_the_total_size_and_the_version(
     storage: Storage,
-) -> None:
+):
     await storage.blobs.create(
         "models/a.bin", b"0123456789", "application/octet-stream", {}
     )
@@ -52,8 +51,8 @@ async def test_each_part_of_a_blob_has_the_total_size_and_the_version(
 
 
 async def test_a_file_is_uploaded_whole_once_and_with_its_progress(
-    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, tmp_path, monkeypatch
+):
     for module in ("azure.blobs.BLOCK_BYTES", "local.blobs._COPIED_BYTES"):
         monkeypatch.setattr(f"imagefleet.storage.{module}", 1000)
     # The same block occurs twice, and the last is shorter.
@@ -77,7 +76,7 @@ async def test_a_file_is_uploaded_whole_once_and_with_its_progress(
     assert await storage.blobs.read("models/a.tar") == content
 
 
-async def test_an_empty_file_is_uploaded_too(storage: Storage, tmp_path: Path) -> None:
+async def test_an_empty_file_is_uploaded_too(storage: Storage, tmp_path):
     (tmp_path / "empty").touch()
     assert await storage.blobs.upload(
         "models/empty", tmp_path / "empty", "text/plain", {}
@@ -87,7 +86,7 @@ async def test_an_empty_file_is_uploaded_too(storage: Storage, tmp_path: Path) -
 
 async def test_a_blob_is_replaced_only_in_the_version_that_was_read(
     storage: Storage,
-) -> None:
+):
     blobs, name = storage.blobs, "loras/manifest.json"
     assert await blobs.replace(name, b"1", "application/json", None)
     assert not await blobs.replace(name, b"2", "application/json", None)
@@ -102,14 +101,14 @@ async def test_a_blob_is_replaced_only_in_the_version_that_was_read(
     assert await blobs.read("loras/none.json") is None
 
 
-async def test_a_missing_blob_reads_as_none(storage: Storage) -> None:
+async def test_a_missing_blob_reads_as_none(storage: Storage):
     await storage.blobs.create("a/b.png", b"x", "image/png", {})
     assert await storage.blobs.read("a/none.png") is None
     assert await storage.blobs.read("a") is None
     assert await storage.blobs.read("a/b.png/c") is None
 
 
-async def test_one_blob_is_looked_up_as_a_listing_has_it(storage: Storage) -> None:
+async def test_one_blob_is_looked_up_as_a_listing_has_it(storage: Storage):
     assert await storage.blobs.record("a/fox.png") is None
     assert await storage.blobs.metadata("a/fox.png") is None
     assert await storage.blobs.record("a") is None
@@ -124,7 +123,7 @@ async def test_one_blob_is_looked_up_as_a_listing_has_it(storage: Storage) -> No
     assert await storage.blobs.metadata("a/fox.png.jpg") == {}
 
 
-async def test_a_deleted_blob_can_be_created_again(storage: Storage) -> None:
+async def test_a_deleted_blob_can_be_created_again(storage: Storage):
     await storage.blobs.create("a/fox.png", b"first", "image/png", {"seed": "1"})
     assert await storage.blobs.delete("a/fox.png")
     assert await storage.blobs.delete("a/fox.png"), "also if it does not exist"
@@ -132,7 +131,7 @@ async def test_a_deleted_blob_can_be_created_again(storage: Storage) -> None:
     assert await storage.blobs.create("a/fox.png", b"second", "image/png", {})
 
 
-async def test_names_are_listed_by_prefix(storage: Storage) -> None:
+async def test_names_are_listed_by_prefix(storage: Storage):
     names = {"a/1.png", "a/2.png", "a/b/3.png", "ab/4.png", "5.png"}
     for name in names:
         await storage.blobs.create(name, b"x", "image/png", {"job": name[0]})
@@ -144,7 +143,7 @@ async def test_names_are_listed_by_prefix(storage: Storage) -> None:
 @pytest.mark.parametrize("letter", ["a", "\u0436", "\u4e00"])
 async def test_a_jobs_metadata_of_any_script_come_back_from_a_blob(
     storage: Storage, letter: str
-) -> None:
+):
     """4 KiB of any script fit the header, beside what else a worker says."""
     count = (sizes.MAX_METADATA_BYTES - len('{"a": ""}')) // len(letter.encode())
     metadata = {"a": letter * count}
@@ -160,7 +159,7 @@ async def test_a_jobs_metadata_of_any_script_come_back_from_a_blob(
 
 async def test_records_have_size_metadata_and_time_of_each_blob(
     storage: Storage,
-) -> None:
+):
     await storage.blobs.create(
         "a/1.png", b"fox", "image/png", {"job": "1", "seconds": "0.5"}
     )
@@ -191,9 +190,7 @@ async def test_records_have_size_metadata_and_time_of_each_blob(
         "a\0b",
     ],
 )
-async def test_a_name_must_be_a_plain_relative_path(
-    storage: Storage, name: str
-) -> None:
+async def test_a_name_must_be_a_plain_relative_path(storage: Storage, name: str):
     with pytest.raises(errors.JobError):
         await storage.blobs.create(name, b"x", "image/png", {})
     with pytest.raises(errors.JobError):
@@ -205,12 +202,12 @@ async def test_a_name_must_be_a_plain_relative_path(
 )
 async def test_metadata_must_fit_http_headers(
     storage: Storage, metadata: dict[str, str]
-) -> None:
+):
     with pytest.raises(errors.JobError, match="metadata"):
         await storage.blobs.create("a.png", b"x", "image/png", metadata)
 
 
-def test_a_blobs_address_names_it_and_holds_no_secret(storage: Storage) -> None:
+def test_a_blobs_address_names_it_and_holds_no_secret(storage: Storage):
     address = storage.blobs.address("spring/a b.png")
 
     assert re.fullmatch(r"(file|http)://[^?]+/spring/a%20b\.png", address)

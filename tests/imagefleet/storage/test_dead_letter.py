@@ -2,7 +2,6 @@ import base64
 import json
 import random
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -44,7 +43,7 @@ def noise(size: int) -> str:
 
 async def test_a_record_holds_the_job_its_error_the_attempts_and_the_worker(
     storage: Storage,
-) -> None:
+):
     message = await lease(storage, '{"prompt":"a cat","campaign":"spring"}')
     job = read_job(message.body, message.id)
 
@@ -65,9 +64,7 @@ async def test_a_record_holds_the_job_its_error_the_attempts_and_the_worker(
 @pytest.mark.parametrize(
     "body", ["no job", '{"prompt":5}', "ü & <b> \u2028 \U0001f408"]
 )
-async def test_an_invalid_message_is_kept_unchanged(
-    storage: Storage, body: str
-) -> None:
+async def test_an_invalid_message_is_kept_unchanged(storage: Storage, body: str):
     record = await add(storage, body)
 
     assert await record.message(storage.blobs) == body
@@ -76,7 +73,7 @@ async def test_an_invalid_message_is_kept_unchanged(
 
 async def test_a_message_too_large_for_a_record_is_kept_in_a_blob(
     storage: Storage,
-) -> None:
+):
     job = Job(prompt="é" * 30_000, id="a", seed=5)
 
     record = await add(storage, job.to_message(), job)
@@ -85,7 +82,7 @@ async def test_a_message_too_large_for_a_record_is_kept_in_a_blob(
     assert read_job(await record.message(storage.blobs), "other") == job
 
 
-async def test_a_message_dead_lettered_twice_has_one_blob(storage: Storage) -> None:
+async def test_a_message_dead_lettered_twice_has_one_blob(storage: Storage):
     for _ in range(2):
         message = await lease(storage, noise(49_140))
         await dead_letter.add(storage, message, None, errors.JobError(), "w")
@@ -96,7 +93,7 @@ async def test_a_message_dead_lettered_twice_has_one_blob(storage: Storage) -> N
 
 async def test_a_full_message_that_its_id_would_make_too_large_can_be_replayed(
     storage: Storage,
-) -> None:
+):
     prompt = noise(49_200)[: MAX_MESSAGE_BYTES - len('{"prompt":""}')]
     body = json.dumps({"prompt": prompt}, separators=(",", ":"))
     assert message_bytes(body) == MAX_MESSAGE_BYTES
@@ -106,7 +103,7 @@ async def test_a_full_message_that_its_id_would_make_too_large_can_be_replayed(
     await storage.queue.send([await record.message(storage.blobs)])
 
 
-async def test_a_missing_blob_is_a_job_error_that_names_it(storage: Storage) -> None:
+async def test_a_missing_blob_is_a_job_error_that_names_it(storage: Storage):
     record = FailedJob(
         outcome="failed",
         id="a",
@@ -124,7 +121,7 @@ async def test_a_missing_blob_is_a_job_error_that_names_it(storage: Storage) -> 
 
 async def test_a_failed_send_to_the_poison_queue_leaves_the_job_in_its_queue(
     storage: Storage,
-) -> None:
+):
     message = await lease(storage, "no job")
 
     async def refuse(bodies: Iterable[str]) -> None:
@@ -141,7 +138,7 @@ async def test_a_failed_send_to_the_poison_queue_leaves_the_job_in_its_queue(
     "reason",
     ["x" * 100_000, "\U0001f408" * 50_000, "<&>" * 10_000, "\ud800", "\0\x1b[31m"],
 )
-async def test_any_error_text_fits_into_a_record(tmp_path: Path, reason: str) -> None:
+async def test_any_error_text_fits_into_a_record(tmp_path, reason: str):
     async with open_storage(StorageSettings(storage=f"local:{tmp_path}")) as storage:
         await storage.create()
         message = await lease(storage, noise(49_140))
@@ -155,14 +152,14 @@ async def test_any_error_text_fits_into_a_record(tmp_path: Path, reason: str) ->
 
 
 @given(st.text() | st.recursive(st.none() | st.text(), st.lists).map(json.dumps))
-def test_reading_an_arbitrary_message_does_not_raise(text: str) -> None:
+def test_reading_an_arbitrary_message_does_not_raise(text: str):
     assert FailedJob.parse(text) is None
 
 
 @pytest.mark.parametrize(
     "blob", ["../jobs.sqlite", "failed/../x.txt", "images/a.png", ""]
 )
-def test_a_record_with_a_foreign_blob_name_is_not_accepted(blob: str) -> None:
+def test_a_record_with_a_foreign_blob_name_is_not_accepted(blob: str):
     fields = {
         "outcome": "failed",
         "id": "a",

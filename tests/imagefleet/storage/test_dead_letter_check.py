@@ -1,7 +1,6 @@
 """Records that somebody made up: a worker's token is enough to add them to the poison queue."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from imagefleet.storage.open import Storage
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> SigningKey:
+def key(tmp_path) -> SigningKey:
     return SigningKey.create(tmp_path / "key.pem")
 
 
@@ -39,7 +38,7 @@ async def waiting(storage: Storage) -> list[str]:
 
 async def test_a_record_that_imitates_another_ones_source_does_not_get_that_one_deleted(
     storage: Storage,
-) -> None:
+):
     await fail(storage, Job(prompt="real", id="a").to_message())
     [real] = [each async for each in storage.poison.browse()]
     [leased] = await storage.poison.receive(1, 60)
@@ -55,7 +54,7 @@ async def test_a_record_that_imitates_another_ones_source_does_not_get_that_one_
 
 async def test_a_stored_message_must_be_the_one_that_its_name_says(
     storage: Storage,
-) -> None:
+):
     body = Job(prompt="a cat", id="a").to_message()
     await storage.blobs.create(
         f"failed/{'0' * 32}.txt", body.encode(), "text/plain", {}
@@ -75,7 +74,7 @@ async def test_a_stored_message_must_be_the_one_that_its_name_says(
 
 async def test_with_a_key_even_an_invalid_job_must_be_signed(
     storage: Storage, key: SigningKey
-) -> None:
+):
     """As workers of another version take it, or took it."""
     fields = {"prompt": "newer", "id": "n", "no_such_field": 1}
     signed = {**fields, "signature": JobSigner(key, storage.scope).sign(fields)}
@@ -97,7 +96,7 @@ async def test_with_a_key_even_an_invalid_job_must_be_signed(
     assert "no_such_field: unknown key" in refused[0].reason
 
 
-async def test_a_preview_counts_all_and_quotes_a_few(storage: Storage) -> None:
+async def test_a_preview_counts_all_and_quotes_a_few(storage: Storage):
     for number in range(8):
         body = Job(
             prompt=f"p{number}", id=f"j{number}", campaign=f"c{number % 2}"

@@ -47,7 +47,7 @@ async def ids(queue: JobQueue) -> Counter[str]:
 
 async def test_a_replayed_job_is_unchanged_but_for_its_delivery_count(
     storage: Storage,
-) -> None:
+):
     await add(storage, "a")
 
     swept = await dead_letter_queue.replay(storage, Selection())
@@ -75,7 +75,7 @@ async def test_a_replayed_job_is_unchanged_but_for_its_delivery_count(
 )
 async def test_only_selected_jobs_are_replayed_and_the_others_stay_visible(
     storage: Storage, selection: Selection, selected: set[str]
-) -> None:
+):
     await add(storage, "a")
     await add(storage, "b", campaign="summer")
     await add(storage, "c", error=UNUSABLE)
@@ -89,7 +89,7 @@ async def test_only_selected_jobs_are_replayed_and_the_others_stay_visible(
     assert set(await ids(storage.poison)) == {"a", "b", "c"} - selected
 
 
-async def test_discarded_jobs_are_in_neither_queue(storage: Storage) -> None:
+async def test_discarded_jobs_are_in_neither_queue(storage: Storage):
     await add(storage, "a")
     await add(storage, "b", campaign="summer")
 
@@ -102,7 +102,7 @@ async def test_discarded_jobs_are_in_neither_queue(storage: Storage) -> None:
 
 async def test_a_record_sent_again_after_a_lost_reply_is_one_failed_job(
     storage: Storage,
-) -> None:
+):
     await add(storage, "a", "b")
     [first, second] = [message async for message in storage.poison.browse()]
     await storage.poison.send([first.body, second.body, first.body])
@@ -122,7 +122,7 @@ async def test_a_record_sent_again_after_a_lost_reply_is_one_failed_job(
     assert (await storage.poison.depth()).messages == 0
 
 
-async def test_a_foreign_message_is_shown_and_kept(storage: Storage) -> None:
+async def test_a_foreign_message_is_shown_and_kept(storage: Storage):
     await add(storage, "a")
     await storage.poison.send(["what is this?"])
 
@@ -137,7 +137,7 @@ async def test_a_foreign_message_is_shown_and_kept(storage: Storage) -> None:
     assert left.body == "what is this?"
 
 
-async def test_a_foreign_message_is_discarded_by_its_id(storage: Storage) -> None:
+async def test_a_foreign_message_is_discarded_by_its_id(storage: Storage):
     await storage.poison.send(["what is this?"])
     [left] = [message async for message in storage.poison.browse()]
 
@@ -149,7 +149,7 @@ async def test_a_foreign_message_is_discarded_by_its_id(storage: Storage) -> Non
 
 async def test_a_sweep_handles_more_than_one_page(
     storage: Storage,
-) -> None:
+):
     await add(storage, *(f"a{number}" for number in range(40)))
     await add(storage, *(f"b{number}" for number in range(40)), campaign="summer")
 
@@ -165,7 +165,7 @@ async def test_a_sweep_handles_more_than_one_page(
 
 async def test_a_replay_ends_even_if_the_jobs_fail_again_meanwhile(
     storage: Storage,
-) -> None:
+):
     await add(storage, *(f"a{number}" for number in range(10)))
     send = storage.queues["normal"].send
 
@@ -185,7 +185,7 @@ async def test_a_replay_ends_even_if_the_jobs_fail_again_meanwhile(
 
 async def test_a_failed_send_to_the_job_queue_leaves_the_failed_jobs_visible(
     storage: Storage,
-) -> None:
+):
     await add(storage, "a", "b")
 
     async def refuse(bodies: Iterable[str]) -> None:
@@ -200,7 +200,7 @@ async def test_a_failed_send_to_the_job_queue_leaves_the_failed_jobs_visible(
 
 async def test_a_lease_that_expires_during_the_sweep_is_not_an_error(
     storage: Storage,
-) -> None:
+):
     await add(storage, "a")
     receive = storage.poison.receive
 
@@ -219,7 +219,7 @@ async def test_a_lease_that_expires_during_the_sweep_is_not_an_error(
 
 async def test_a_damaged_record_stays_and_the_others_are_replayed(
     storage: Storage,
-) -> None:
+):
     await add(storage, "a", "b")
     [first, *_] = await storage.poison.receive(1, 60)
     record = dead_letter.FailedJob.parse(first.body)

@@ -50,7 +50,7 @@ async def queued(queue: JobQueue) -> Counter[str]:
 
 async def test_lists_at_the_same_time_count_every_failed_job(
     azurite_settings: StorageSettings,
-) -> None:
+):
     """On Azure the messages themselves are seen by one reader at a time."""
     async with open_storage(azurite_settings) as storage:
         await storage.create()
@@ -92,7 +92,7 @@ async def test_lists_at_the_same_time_count_every_failed_job(
 
 async def test_an_invalid_job_fails_under_the_id_and_campaign_that_it_gives(
     storage: Storage,
-) -> None:
+):
     """So that it is the same job once it is mended."""
     bodies = {
         '{"prompt":"a cat","id":"cat","campaign":"spring","steps":500}': (
@@ -155,8 +155,8 @@ STEPS = [
 
 @pytest.mark.parametrize("step", STEPS)
 async def test_a_replay_killed_at_any_moment_sends_again_and_loses_none(
-    local_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch, step: Step
-) -> None:
+    local_settings: StorageSettings, monkeypatch, step: Step
+):
     async with open_storage(local_settings) as storage:
         await storage.create()
         await fail(storage, "a", "b", "c")
@@ -177,8 +177,8 @@ async def test_a_replay_killed_at_any_moment_sends_again_and_loses_none(
 
 @pytest.mark.parametrize("step", [each for each in STEPS if each.part != "queue"])
 async def test_a_discard_killed_at_any_moment_is_finished_by_the_next(
-    local_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch, step: Step
-) -> None:
+    local_settings: StorageSettings, monkeypatch, step: Step
+):
     async with open_storage(local_settings) as storage:
         await storage.create()
         await fail(storage, "a", "b", "c")
@@ -196,8 +196,8 @@ async def test_a_discard_killed_at_any_moment_is_finished_by_the_next(
 
 
 async def test_a_job_that_fails_again_during_its_replay_is_on_the_list(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, monkeypatch
+):
     await fail(storage, "a")
     queue = storage.queues["normal"]
     send = queue.send
@@ -212,8 +212,8 @@ async def test_a_job_that_fails_again_during_its_replay_is_on_the_list(
 
 
 async def test_without_access_to_the_records_nothing_is_moved(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, monkeypatch
+):
     await fail(storage, "a")
 
     async def refuse(*_: object) -> bool:
@@ -229,7 +229,7 @@ async def test_without_access_to_the_records_nothing_is_moved(
 
 async def test_messages_of_workers_without_records_are_counted_previewed_and_replayed(
     storage: Storage,
-) -> None:
+):
     await fail(storage, "new")
     old = dead_letter.FailedJob(
         outcome="failed",
@@ -256,7 +256,7 @@ async def test_messages_of_workers_without_records_are_counted_previewed_and_rep
 
 async def test_a_failed_job_whose_message_somebody_deleted_can_be_discarded(
     storage: Storage,
-) -> None:
+):
     await fail(storage, "a", "b")
     (message, *_) = await storage.poison.receive(1, 60)
     await storage.poison.delete(message)
@@ -267,7 +267,7 @@ async def test_a_failed_job_whose_message_somebody_deleted_can_be_discarded(
 
 async def test_failed_jobs_whose_images_are_all_stored_since_are_discarded_and_no_others(
     storage: Storage,
-) -> None:
+):
     await storage.create()
     await fail(storage, "done", "half", "failed", "whole")
     for name, facts in {
@@ -294,7 +294,7 @@ async def test_failed_jobs_whose_images_are_all_stored_since_are_discarded_and_n
 
 async def test_messages_that_another_reader_holds_stay_on_the_list(
     storage: Storage,
-) -> None:
+):
     await fail(storage, "a", "b")
     (held,) = await storage.poison.receive(1, 60)
     assert (await dead_letter_queue.discard(storage, Selection())).done == 1

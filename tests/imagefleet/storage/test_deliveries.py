@@ -18,17 +18,17 @@ def delivered(body: str | None, count: int) -> Deliveries:
     return Deliveries.of(protocol.Message("m", body, count, datetime.now(UTC)))
 
 
-def test_a_first_delivery_has_no_past_whatever_its_message_claims() -> None:
+def test_a_first_delivery_has_no_past_whatever_its_message_claims():
     assert (
         delivered('{"prompt": "x", "deliveries": {"lost_alone": 9}}', 1) == Deliveries()
     )
 
 
-def test_deliveries_without_an_end_are_lost() -> None:
+def test_deliveries_without_an_end_are_lost():
     assert delivered(JOB, 3) == Deliveries(known=2, lost=2, is_unsure=True)
 
 
-def test_failures_and_returns_are_not_lost() -> None:
+def test_failures_and_returns_are_not_lost():
     first = delivered(JOB, 1).ended(failed=True).write_to(JOB)
     second = delivered(first, 2)
     assert second == Deliveries(known=1, failed=1)
@@ -36,7 +36,7 @@ def test_failures_and_returns_are_not_lost() -> None:
     assert third == Deliveries(known=4, failed=1, lost=2, is_unsure=True)
 
 
-def test_a_death_alone_counts_only_while_the_mark_stands() -> None:
+def test_a_death_alone_counts_only_while_the_mark_stands():
     suspect = delivered(JOB, 1 + SUSPECT_AFTER)
     assert suspect.is_suspect
     after_death = delivered(suspect.marked_alone().write_to(JOB), 2 + SUSPECT_AFTER)
@@ -47,7 +47,7 @@ def test_a_death_alone_counts_only_while_the_mark_stands() -> None:
     assert after_death.model_copy(update={"lost_alone": CONDEMNED_AFTER}).is_condemned
 
 
-def test_the_record_does_not_change_the_job() -> None:
+def test_the_record_does_not_change_the_job():
     unmarked = read_job(JOB, "m")
     for body in (JOB, base64.b64encode(JOB.encode()).decode()):
         written = delivered(body, 3).marked_alone().write_to(body)
@@ -55,7 +55,7 @@ def test_the_record_does_not_change_the_job() -> None:
         assert read_job(written, "m") == unmarked
 
 
-def test_what_is_stored_of_a_job_travels_with_its_message() -> None:
+def test_what_is_stored_of_a_job_travels_with_its_message():
     first = (
         delivered(JOB, 1)
         .with_images([9, 0, 1, 2, 6], is_unsure=False)
@@ -85,7 +85,7 @@ def test_what_is_stored_of_a_job_travels_with_its_message() -> None:
         7,
     ],
 )
-def test_a_damaged_record_counts_as_none(record: object) -> None:
+def test_a_damaged_record_counts_as_none(record: object):
     body = json.dumps({"prompt": "x", "deliveries": record})
     assert delivered(body, 2) == Deliveries(known=1, lost=1, is_unsure=True)
 
@@ -93,17 +93,17 @@ def test_a_damaged_record_counts_as_none(record: object) -> None:
 @pytest.mark.parametrize(
     "body", ["not JSON", "[1, 2]", "[" * 60_000, json.dumps("x" * 65_000)]
 )
-def test_a_message_that_cannot_hold_a_record_stays_as_it_is(body: str) -> None:
+def test_a_message_that_cannot_hold_a_record_stays_as_it_is(body: str):
     assert delivered(body, 9).write_to(body) is None
 
 
-def test_a_record_never_makes_a_message_too_large() -> None:
+def test_a_record_never_makes_a_message_too_large():
     body = json.dumps({"prompt": "x" * 65_490})
     assert sizes.fits(body)
     assert delivered(body, 9).write_to(body) is None
 
 
-def test_a_users_own_job_cannot_bring_a_record_along() -> None:
+def test_a_users_own_job_cannot_bring_a_record_along():
     from imagefleet.job.message import Job
 
     with pytest.raises(ValueError, match="deliveries"):

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 from pydantic import SecretStr
 
@@ -30,13 +28,13 @@ def urls(opened: AzureStorage) -> list[str]:
     return [client.url for client in clients]
 
 
-def test_a_folder_is_a_local_storage(tmp_path: Path) -> None:
+def test_a_folder_is_a_local_storage(tmp_path):
     opened = open_storage(StorageSettings(storage=f"local:{tmp_path}"))
     assert isinstance(opened, LocalStorage)
     assert opened.url == f"local:{tmp_path}"
 
 
-def test_a_tilde_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/fox")
     opened = open_storage(StorageSettings(storage="local:~/fleet"))
     assert opened.url == "local:/home/fox/fleet"
@@ -51,7 +49,7 @@ def test_a_tilde_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
         "https://FLEET.Queue.core.windows.net",
     ],
 )
-def test_the_url_of_either_service_implies_the_other(address: str) -> None:
+def test_the_url_of_either_service_implies_the_other(address: str):
     opened = settings_for(address, sas=SAS)
     assert urls(opened) == [
         "https://fleet.queue.core.windows.net/jobs-high",
@@ -64,23 +62,23 @@ def test_the_url_of_either_service_implies_the_other(address: str) -> None:
     assert opened.url == ACCOUNT
 
 
-def test_a_url_may_contain_the_token() -> None:
+def test_a_url_may_contain_the_token():
     opened = settings_for(f"{ACCOUNT}?{SAS.get_secret_value()}")
     assert opened.url == ACCOUNT
 
 
-def test_a_connection_string_names_the_account() -> None:
+def test_a_connection_string_names_the_account():
     assert settings_for(f"DefaultEndpointsProtocol=https;{KEY}").url == ACCOUNT
 
 
-def test_azurites_short_connection_string_is_accepted() -> None:
+def test_azurites_short_connection_string_is_accepted():
     assert (
         settings_for("UseDevelopmentStorage=true").url
         == "http://127.0.0.1:10000/devstoreaccount1"
     )
 
 
-def test_an_account_without_credentials_names_the_setting() -> None:
+def test_an_account_without_credentials_names_the_setting():
     with pytest.raises(errors.SetupError, match="set IMAGEFLEET_SAS or"):
         open_storage(StorageSettings(storage=ACCOUNT))
 
@@ -100,7 +98,7 @@ def test_an_account_without_credentials_names_the_setting() -> None:
         f"BlobEndpoint;AccountName=x;AccountKey={SECRET}",
     ],
 )
-def test_an_invalid_address_is_one_line_without_secrets(address: str) -> None:
+def test_an_invalid_address_is_one_line_without_secrets(address: str):
     with pytest.raises(errors.SetupError) as caught:
         open_storage(StorageSettings(storage=address))
     assert SECRET not in caught.value.message
@@ -109,9 +107,7 @@ def test_an_invalid_address_is_one_line_without_secrets(address: str) -> None:
 
 
 @pytest.mark.parametrize("variable", ["HTTPS_PROXY", "https_proxy", "HTTP_PROXY"])
-def test_a_proxy_in_the_environment_is_used(
-    monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+def test_a_proxy_in_the_environment_is_used(monkeypatch, variable: str):
     for name in (
         "HTTPS_PROXY",
         "https_proxy",
@@ -135,7 +131,7 @@ def test_a_proxy_in_the_environment_is_used(
         f"{KEY};BlobEndpoint=http://azurite:10000/fleet",
     ],
 )
-def test_a_fleet_has_one_name_whatever_address_it_is_reached_by(address: str) -> None:
+def test_a_fleet_has_one_name_whatever_address_it_is_reached_by(address: str):
     opened = settings_for(
         f"{address};QueueEndpoint=https://fleet.queue.core.windows.net"
     )
@@ -146,9 +142,7 @@ def test_a_fleet_has_one_name_whatever_address_it_is_reached_by(address: str) ->
     )
 
 
-def test_a_local_fleet_keeps_its_name_where_its_folder_is_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_fleet_keeps_its_name_where_its_folder_is_moved(tmp_path, monkeypatch):
     def name(address: str) -> str:
         return open_storage(StorageSettings(storage=address)).scope.fleet()
 

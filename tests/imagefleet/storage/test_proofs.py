@@ -37,11 +37,11 @@ def accepted(record: Record) -> bool:
 
 
 @pytest.mark.parametrize("name", ["", "-17", "-17-gpu0", "-gpu0:1", "-a\nb"])
-def test_a_machine_proves_all_names_that_begin_with_its_id(name: str) -> None:
+def test_a_machine_proves_all_names_that_begin_with_its_id(name: str):
     assert accepted(proven(IMAGE.model_copy(update={"worker": MACHINE + name}), PROVER))
 
 
-def test_an_id_is_one_in_capitals_as_well() -> None:
+def test_an_id_is_one_in_capitals_as_well():
     assert accepted(
         proven(IMAGE.model_copy(update={"worker": f"{MACHINE.upper()}-17"}), PROVER)
     )
@@ -50,7 +50,7 @@ def test_an_id_is_one_in_capitals_as_well() -> None:
 @pytest.mark.parametrize(
     "name", [f"{OTHER}-17", f"{MACHINE}0", f"x{MACHINE}-17", f"x-{MACHINE}", "w"]
 )
-def test_a_machine_proves_no_other_name(name: str) -> None:
+def test_a_machine_proves_no_other_name(name: str):
     assert machine_of(name) != MACHINE
     assert PROVER.proof(name, b"claims") is None
     told = proven(IMAGE.model_copy(update={"worker": name}), PROVER)
@@ -58,7 +58,7 @@ def test_a_machine_proves_no_other_name(name: str) -> None:
     assert not accepted(told)
 
 
-def test_a_proof_is_of_one_record_and_one_blob_alone() -> None:
+def test_a_proof_is_of_one_record_and_one_blob_alone():
     record = proven(IMAGE, PROVER)
     changes = {
         "blob": "spring/b.png",
@@ -90,12 +90,12 @@ def test_a_proof_is_of_one_record_and_one_blob_alone() -> None:
     assert PROOFS.author("a.png", forged, b"test") is None
 
 
-def test_a_machine_that_finds_anothers_image_does_not_name_it() -> None:
+def test_a_machine_that_finds_anothers_image_does_not_name_it():
     other = Prover(OTHER, machine_key(SECRET, OTHER))
     assert proven(IMAGE, other).worker == "?"
 
 
-def test_the_key_is_in_no_representation() -> None:
+def test_the_key_is_in_no_representation():
     assert PROVER.key not in repr(PROVER)
 
 
@@ -107,7 +107,7 @@ def test_the_key_is_in_no_representation() -> None:
 )
 def test_a_record_that_was_written_and_read_keeps_its_proof(
     seconds: float, price: float | None, gpu: str, at: datetime
-) -> None:
+):
     told = {
         "seconds": seconds,
         "price_per_hour": price,

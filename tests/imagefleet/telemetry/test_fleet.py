@@ -1,7 +1,6 @@
 """The label `fleet`: which fleet a process or a command belongs to."""
 
 import re
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -26,7 +25,7 @@ SIGNATURE = "sv=2023-11-03&sp=raup&sig=secret%3D"
         "QueueEndpoint=https://acme.z01.queue.storage.azure.net;SharedAccessSignature=sig=x",
     ],
 )
-def test_every_way_to_name_an_account_gives_the_same_fleet(storage: str) -> None:
+def test_every_way_to_name_an_account_gives_the_same_fleet(storage: str):
     assert settings.fleet_name(storage, "jobs") == "acme/jobs"
 
 
@@ -38,13 +37,11 @@ def test_every_way_to_name_an_account_gives_the_same_fleet(storage: str) -> None
         "BlobEndpoint=http://azurite:10000/devstoreaccount1;SharedAccessSignature=sig=secret",
     ],
 )
-def test_an_emulators_account_is_in_its_path(storage: str) -> None:
+def test_an_emulators_account_is_in_its_path(storage: str):
     assert settings.fleet_name(storage, "jobs") == "devstoreaccount1/jobs"
 
 
-def test_a_local_storage_is_its_folder_however_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_storage_is_its_folder_however_it_is_written(tmp_path, monkeypatch):
     folder = tmp_path / "my data"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -67,7 +64,7 @@ def test_a_local_storage_is_its_folder_however_it_is_written(
 )
 def test_an_address_that_cannot_be_opened_gives_a_name_without_its_secret(
     storage: str,
-) -> None:
+):
     name = settings.fleet_name(storage, "jobs")
 
     assert name.endswith("/jobs")
@@ -76,7 +73,7 @@ def test_an_address_that_cannot_be_opened_gives_a_name_without_its_secret(
     assert KEY.strip("=") not in name
 
 
-def test_worker_exporter_and_commands_agree() -> None:
+def test_worker_exporter_and_commands_agree():
     names = {"storage": "https://acme.blob.core.windows.net", "queue": "spring"}
 
     worker = WorkerSettings(model="m", **names)
@@ -96,7 +93,7 @@ def test_worker_exporter_and_commands_agree() -> None:
     assert WorkerSettings(model="m", **names, fleet="mine").fleet_name == "mine"
 
 
-def test_all_stands_for_every_fleet_and_names_none() -> None:
+def test_all_stands_for_every_fleet_and_names_none():
     assert MonitorSettings(fleet="all").queried_fleet is None
     with pytest.raises(ValueError, match="should name one fleet"):
         WorkerSettings(model="m", fleet="all")
@@ -105,12 +102,12 @@ def test_all_stands_for_every_fleet_and_names_none() -> None:
 
 
 @pytest.mark.parametrize("name", ['a"b', "a b", "a{b}", "-x", "x" * 200])
-def test_a_name_that_queries_would_have_to_quote_is_refused(name: str) -> None:
+def test_a_name_that_queries_would_have_to_quote_is_refused(name: str):
     with pytest.raises(ValueError, match="fleet"):
         FleetSettings(fleet=name)
 
 
-def test_every_line_of_the_text_has_the_label() -> None:
+def test_every_line_of_the_text_has_the_label():
     registry = metrics.LabelledRegistry({"fleet": "acme/jobs"})
     Counter("done", "Done.", ["kind"], registry=registry).labels("a").inc()
     Gauge("left", "Left.", registry=registry)
@@ -124,7 +121,7 @@ def test_every_line_of_the_text_has_the_label() -> None:
         assert left == 'left{fleet="acme/jobs"} 0.0'
 
 
-def test_a_counter_that_begins_anew_at_its_address_is_a_series_of_its_own() -> None:
+def test_a_counter_that_begins_anew_at_its_address_is_a_series_of_its_own():
     registries = [
         metrics.LabelledRegistry({"fleet": "acme/jobs", "device": "0"})
         for _ in range(2)
@@ -143,7 +140,7 @@ def test_a_counter_that_begins_anew_at_its_address_is_a_series_of_its_own() -> N
     ]
 
 
-def test_without_labels_nothing_is_added() -> None:
+def test_without_labels_nothing_is_added():
     plain, labelled = CollectorRegistry(), metrics.LabelledRegistry({})
     for registry in (plain, labelled):
         Gauge("left", "Left.", registry=registry)

@@ -1,13 +1,7 @@
-from pathlib import Path
-
-import pytest
-
 from imagefleet.telemetry import host
 
 
-def test_the_memory_of_a_container_counts_not_the_machines_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_memory_of_a_container_counts_not_the_machines_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(host, "_CONTROL_GROUP", tmp_path)
     of_machine = host.free_memory_bytes()
     assert of_machine > 0

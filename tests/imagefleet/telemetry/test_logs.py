@@ -14,7 +14,7 @@ def line_of(**record: object) -> dict[str, object]:
     return found
 
 
-def test_a_line_has_severity_action_message_and_job() -> None:
+def test_a_line_has_severity_action_message_and_job():
     line = line_of(
         levelname="WARNING",
         msg="job %s failed",
@@ -32,7 +32,7 @@ def test_a_line_has_severity_action_message_and_job() -> None:
     }
 
 
-def test_each_line_of_one_of_several_workers_names_its_gpu() -> None:
+def test_each_line_of_one_of_several_workers_names_its_gpu():
     plain = logging.getLogRecordFactory()
     logs.name_device("3")
     try:
@@ -47,7 +47,7 @@ def test_each_line_of_one_of_several_workers_names_its_gpu() -> None:
     assert "device" not in json.loads(logs.JsonLines().format(unnamed))
 
 
-def test_a_record_with_line_breaks_is_one_line() -> None:
+def test_a_record_with_line_breaks_is_one_line():
     try:
         json.loads("two\nlines")
     except ValueError:
@@ -67,7 +67,7 @@ def test_a_record_with_line_breaks_is_one_line() -> None:
 )
 def test_json_is_logged_without_a_terminal_unless_text_is_set(
     log_format: str, is_json: bool
-) -> None:
+):
     program = (
         "import logging; from imagefleet.telemetry import logs;"
         f"logs.configure({log_format!r});"
@@ -86,8 +86,8 @@ def test_json_is_logged_without_a_terminal_unless_text_is_set(
 
 
 def test_a_warning_of_an_outage_is_due_once_a_minute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     now = 5.0
     monkeypatch.setattr(logs.time, "monotonic", lambda: now)
     occasion = logs.Occasion()

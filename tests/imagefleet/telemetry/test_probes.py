@@ -11,11 +11,11 @@ from imagefleet.telemetry import probes
 @pytest.mark.parametrize(
     ("host", "shown"), [("::1", "[::1]:80"), ("127.0.0.1", "127.0.0.1:80")]
 )
-def test_an_ipv6_address_stands_in_brackets(host: str, shown: str) -> None:
+def test_an_ipv6_address_stands_in_brackets(host: str, shown: str):
     assert probes.authority(host, 80) == shown
 
 
-async def test_the_probes_report_the_state_of_the_worker() -> None:
+async def test_the_probes_report_the_state_of_the_worker():
     registry = CollectorRegistry()
     Counter("imagefleet_images", "Images stored.", registry=registry).inc(3)
     state = {"live": True, "ready": False}
@@ -45,7 +45,7 @@ async def test_the_probes_report_the_state_of_the_worker() -> None:
         assert await status("/etc/passwd") == 404
 
 
-async def test_a_port_in_use_is_a_setup_error() -> None:
+async def test_a_port_in_use_is_a_setup_error():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

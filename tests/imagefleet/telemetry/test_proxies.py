@@ -3,7 +3,6 @@
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -25,7 +24,7 @@ VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 
 @pytest.fixture(autouse=True)
-def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_proxies(monkeypatch) -> None:
     for name in VARIABLES:
         # Set first, so that what the test makes of it is undone as well.
         monkeypatch.setenv(name, "")
@@ -52,15 +51,15 @@ async def fetch(address: str) -> str:
 
 @pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"])
 async def test_requests_go_through_the_proxy_that_any_variable_names(
-    monkeypatch: pytest.MonkeyPatch, proxy: str, name: str
-) -> None:
+    monkeypatch, proxy: str, name: str
+):
     monkeypatch.setenv(name, proxy)
     assert await fetch("http://nowhere.invalid/x") == "proxy for nowhere.invalid"
 
 
 async def test_the_proxy_of_one_scheme_comes_before_that_of_all_and_hosts_are_excluded(
-    monkeypatch: pytest.MonkeyPatch, proxy: str
-) -> None:
+    monkeypatch, proxy: str
+):
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("HTTP_PROXY", proxy)
     monkeypatch.setenv("NO_PROXY", "direct.invalid")
@@ -70,9 +69,7 @@ async def test_the_proxy_of_one_scheme_comes_before_that_of_all_and_hosts_are_ex
 
 
 @pytest.mark.parametrize("name", ["ALL_PROXY", "HTTPS_PROXY", "http_proxy"])
-def test_a_socks_proxy_is_refused_without_its_password(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_socks_proxy_is_refused_without_its_password(monkeypatch, name: str):
     monkeypatch.setenv(name, "socks5h://me:secret@proxy:1080")
     with pytest.raises(
         errors.SetupError, match=r"a SOCKS proxy for https?://"
@@ -130,14 +127,14 @@ CLIENTS = [of_azure, of_salad, of_a_model, of_prometheus, of_a_push]
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_a_certificate_of_an_unknown_authority_is_for_the_operator_to_mend(
     untrusted: str, client: Callable[[str], Awaitable[None]]
-) -> None:
+):
     with pytest.raises(errors.SetupError) as caught:
         await client(untrusted)
     assert "the certificate of 127.0.0.1 is not trusted (" in caught.value.message
     assert caught.value.message.endswith("in SSL_CERT_FILE")
 
 
-async def test_a_webhook_says_whose_certificate_is_not_trusted(untrusted: str) -> None:
+async def test_a_webhook_says_whose_certificate_is_not_trusted(untrusted: str):
     async with proxies.session() as session:
         with pytest.raises(aiohttp.ClientConnectorCertificateError) as caught:
             await session.get(f"https://{untrusted}")
@@ -145,9 +142,7 @@ async def test_a_webhook_says_whose_certificate_is_not_trusted(untrusted: str) -
     assert endpoint.redaction is redaction
 
 
-async def test_the_authority_that_the_variable_names_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_authority_that_the_variable_names_is_trusted(tmp_path, monkeypatch):
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))

@@ -79,8 +79,8 @@ async def a_pusher(url: str, registry: CollectorRegistry) -> AsyncIterator[push.
 async def test_counters_are_pushed_at_zero_at_each_interval_and_at_the_end(
     recorder: Recorder,
     images: tuple[CollectorRegistry, Counter],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(push, "PUSH_SECONDS", 1)
     registry, counter = images
     settings = TelemetrySettings(push_url=recorder.url, push_token="s3cret")
@@ -108,7 +108,7 @@ async def test_counters_are_pushed_at_zero_at_each_interval_and_at_the_end(
 
 async def test_without_a_push_url_nothing_is_pushed(
     images: tuple[CollectorRegistry, Counter],
-) -> None:
+):
     async with push.pushing(images[0], TelemetrySettings(), job="j"):
         assert not [
             task for task in asyncio.all_tasks() if task.get_name() == "push metrics"
@@ -120,8 +120,8 @@ async def test_a_transient_error_is_retried_at_once(
     status: int,
     recorder: Recorder,
     images: tuple[CollectorRegistry, Counter],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     recorder.answers = [status, status]
     async with a_pusher(recorder.url, images[0]) as pusher:
         assert await pusher.push_for(10)
@@ -133,8 +133,8 @@ async def test_a_transient_error_is_retried_at_once(
 async def test_a_refusal_is_logged_once_with_what_to_do_and_without_the_password(
     recorder: Recorder,
     images: tuple[CollectorRegistry, Counter],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     caplog.set_level(logging.INFO)
     recorder.answers = [401, 401]
     url = recorder.url.replace("http://", "http://fleet:s3cret@")
@@ -156,8 +156,8 @@ async def test_a_refusal_is_logged_once_with_what_to_do_and_without_the_password
 async def test_an_unreachable_server_does_not_end_the_worker(
     images: tuple[CollectorRegistry, Counter],
     unused_port: int,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     async with a_pusher(f"http://127.0.0.1:{unused_port}{PATH}", images[0]) as pusher:
         assert not await pusher.push_for(10)
 
@@ -167,9 +167,9 @@ async def test_an_unreachable_server_does_not_end_the_worker(
 async def test_a_server_that_hangs_does_not_delay_the_exit(
     recorder: Recorder,
     images: tuple[CollectorRegistry, Counter],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    monkeypatch,
+    caplog,
+):
     monkeypatch.setattr(push, "LAST_PUSH_SECONDS", 0.1)
     recorder.hangs = True
     async with push.pushing(
@@ -182,7 +182,7 @@ async def test_a_server_that_hangs_does_not_delay_the_exit(
 
 async def test_an_error_of_the_worker_propagates_after_the_last_push(
     recorder: Recorder, images: tuple[CollectorRegistry, Counter]
-) -> None:
+):
     registry, counter = images
     settings = TelemetrySettings(push_url=recorder.url)
 
@@ -200,9 +200,9 @@ async def test_an_error_of_the_worker_propagates_after_the_last_push(
 async def test_a_bug_in_a_collector_is_logged_and_does_not_end_the_worker(
     recorder: Recorder,
     images: tuple[CollectorRegistry, Counter],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    monkeypatch,
+    caplog,
+):
     registry, counter = images
     async with push.pushing(
         registry, TelemetrySettings(push_url=recorder.url), job="j"
@@ -213,7 +213,7 @@ async def test_a_bug_in_a_collector_is_logged_and_does_not_end_the_worker(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_push_of_a_worker_is_small(images: tuple[CollectorRegistry, Counter]) -> None:
+def test_a_push_of_a_worker_is_small(images: tuple[CollectorRegistry, Counter]):
     from worker.metrics import WorkerMetrics
 
     text = metrics.render(WorkerMetrics().registry)

@@ -99,7 +99,7 @@ def jobs_of(source: FileSource) -> list[Job]:
 
 # Between tabs no cell has a line break.
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "jobs.tsv"])
-def test_every_format_gives_the_same_jobs(tmp_path: Path, name: str) -> None:
+def test_every_format_gives_the_same_jobs(tmp_path, name: str):
     source = opened(write(tmp_path, name, JOBS))
     source.check()
 
@@ -115,7 +115,7 @@ def test_every_format_gives_the_same_jobs(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_format_has_its_jobs_in_order(tmp_path: Path, name: str) -> None:
+def test_every_format_has_its_jobs_in_order(tmp_path, name: str):
     source = opened(
         write(tmp_path, name, [{"prompt": f"{number}"} for number in range(9)])
     )
@@ -127,7 +127,7 @@ def test_every_format_has_its_jobs_in_order(tmp_path: Path, name: str) -> None:
     assert list(opened(tmp_path / name, count=4).bodies()) == whole[:4]
 
 
-def test_the_same_bytes_in_another_format_are_other_jobs(tmp_path: Path) -> None:
+def test_the_same_bytes_in_another_format_are_other_jobs(tmp_path):
     text = "prompt\na\nb\n"
     table = source_of(tmp_path, "a.csv", text)
     prompts = source_of(tmp_path, "a.txt", text)
@@ -139,7 +139,7 @@ def test_the_same_bytes_in_another_format_are_other_jobs(tmp_path: Path) -> None
     )
 
 
-def test_text_is_a_prompt_per_line_without_comments(tmp_path: Path) -> None:
+def test_text_is_a_prompt_per_line_without_comments(tmp_path):
     text = (
         "\ufeff# my prompts\na red house, (sunset:1.2)\r\n\n  # more\n  a blue one  \n"
     )
@@ -156,7 +156,7 @@ def test_text_is_a_prompt_per_line_without_comments(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["jsonl", "json", "csv", "txt"])
 def test_standard_input_takes_every_format_compressed_or_not(
     stdin: Callable[[bytes], None], form: str
-) -> None:
+):
     content = {
         "jsonl": b'{"prompt":"a"}\n{"prompt":"b"}',
         "json": b'[{"prompt":"a"},{"prompt":"b"}]',
@@ -170,7 +170,7 @@ def test_standard_input_takes_every_format_compressed_or_not(
         assert [job.prompt for job in jobs_of(source)] == ["a", "b"]
 
 
-def test_a_campaign_is_given_to_jobs_without_one(tmp_path: Path) -> None:
+def test_a_campaign_is_given_to_jobs_without_one(tmp_path):
     """A file of prompts has no other way to name it."""
     text = "prompt,campaign\na,\nb,spring\n"
     plain = jobs_of(source_of(tmp_path, "a.csv", text))
@@ -191,7 +191,7 @@ def test_a_campaign_is_given_to_jobs_without_one(tmp_path: Path) -> None:
         ]
 
 
-def test_a_format_may_be_named(tmp_path: Path) -> None:
+def test_a_format_may_be_named(tmp_path):
     source = source_of(tmp_path, "prompts.list", "a\nb\n", form="txt")
 
     assert [job.prompt for job in jobs_of(source)] == ["a", "b"]
@@ -208,7 +208,7 @@ def test_a_format_may_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["jobs.jsonl", "jobs.json", "jobs.csv", "jobs.parquet"]
 )
-def test_what_failed_export_noted_is_dropped(tmp_path: Path, name: str) -> None:
+def test_what_failed_export_noted_is_dropped(tmp_path, name: str):
     job = {"prompt": "a", "steps": 12, "id": "one"}
     noted = opened(
         write(tmp_path, name, [job | {"failure": {"error": "X", "reason": "y"}}])
@@ -219,7 +219,7 @@ def test_what_failed_export_noted_is_dropped(tmp_path: Path, name: str) -> None:
     assert '"failure"' not in str(list(noted.bodies()))
 
 
-def test_a_signed_job_is_valid_without_what_failed_export_noted(tmp_path: Path) -> None:
+def test_a_signed_job_is_valid_without_what_failed_export_noted(tmp_path):
     key = SigningKey.create(tmp_path / "key.pem")
     signed = json.loads(Job(prompt="a", id="a").to_message(signers.signer(key))) | {
         "failure": {"error": "X"}
@@ -258,8 +258,8 @@ def test_a_signed_job_is_valid_without_what_failed_export_noted(tmp_path: Path) 
     ],
 )
 def test_an_invalid_job_is_reported_by_its_place_or_skipped(
-    tmp_path: Path, name: str, content: str | bytes, sentences: list[str]
-) -> None:
+    tmp_path, name: str, content: str | bytes, sentences: list[str]
+):
     with pytest.raises(errors.SetupError) as caught:
         source_of(tmp_path, name, content).check()
     reported = caught.value.message.splitlines()[1:]
@@ -320,8 +320,8 @@ def test_an_invalid_job_is_reported_by_its_place_or_skipped(
     ],
 )
 def test_a_file_that_is_not_of_its_format_is_one_sentence(
-    tmp_path: Path, name: str, content: str | bytes, sentence: str
-) -> None:
+    tmp_path, name: str, content: str | bytes, sentence: str
+):
     with pytest.raises(errors.SetupError) as caught:
         source_of(tmp_path, name, content)
 
@@ -331,8 +331,8 @@ def test_a_file_that_is_not_of_its_format_is_one_sentence(
 
 
 def test_a_table_may_have_empty_rows_short_rows_and_columns_without_a_name(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     source = source_of(tmp_path, "a.csv", "Prompt , steps,,\na,5,,\n\n,,,\nb\n")
 
     assert [(job.prompt, job.steps) for job in jobs_of(source)] == [("a", 5), ("b", 20)]
@@ -340,22 +340,22 @@ def test_a_table_may_have_empty_rows_short_rows_and_columns_without_a_name(
 
 
 def test_the_delimiter_is_the_one_that_gives_the_first_row_field_names(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     german = "prompt;cfg_scale;metadata.sku\na, b;7,5;001\n"
     (job,) = jobs_of(source_of(tmp_path, "a.csv", german))
 
     assert (job.prompt, job.cfg_scale, job.metadata) == ("a, b", 7.5, {"sku": "001"})
 
 
-def test_a_cell_may_hold_the_further_stages_of_a_job(tmp_path: Path) -> None:
+def test_a_cell_may_hold_the_further_stages_of_a_job(tmp_path):
     text = 'prompt,then\na,"[{""steps"": 9}, {}]"\nb,\n'
     first, second = jobs_of(source_of(tmp_path, "a.csv", text))
 
     assert (first.then, second.then) == (({"steps": 9}, {}), ())
 
 
-def test_a_file_with_a_header_alone_or_nothing_has_no_jobs(tmp_path: Path) -> None:
+def test_a_file_with_a_header_alone_or_nothing_has_no_jobs(tmp_path):
     for name, content in (
         ("a.csv", "prompt\n"),
         ("a.csv", ""),
@@ -366,7 +366,7 @@ def test_a_file_with_a_header_alone_or_nothing_has_no_jobs(tmp_path: Path) -> No
         assert (source.count, list(source.bodies())) == (0, [])
 
 
-def test_missing_values_of_pandas_are_defaults(tmp_path: Path) -> None:
+def test_missing_values_of_pandas_are_defaults(tmp_path):
     table = pa.table(
         {
             "prompt": ["a", "b"],
@@ -394,9 +394,7 @@ def test_missing_values_of_pandas_are_defaults(tmp_path: Path) -> None:
     ]
 
 
-def test_without_pyarrow_a_sentence_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pyarrow_a_sentence_says_what_to_install(tmp_path, monkeypatch):
     path = write(tmp_path, "jobs.parquet", JOBS)
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
 
@@ -405,9 +403,7 @@ def test_without_pyarrow_a_sentence_says_what_to_install(
 
 
 @pytest.mark.parametrize("name", ["jobs.csv", "jobs.jsonl.gz"])
-def test_a_table_or_lines_are_never_in_memory_as_a_whole(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_table_or_lines_are_never_in_memory_as_a_whole(tmp_path, name: str):
     jobs = [{"prompt": f"{number} " + "x" * 4_000} for number in range(4_000)]
     path = write(tmp_path, name, jobs)
     del jobs
@@ -427,8 +423,8 @@ def test_a_table_or_lines_are_never_in_memory_as_a_whole(
 
 
 def test_an_array_beyond_any_size_is_refused_before_it_fills_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(json_array, "MAX_BYTES", 1_000)
 
     with pytest.raises(errors.SetupError, match=r"more than 1,000 bytes.*jsonl"):
@@ -437,8 +433,8 @@ def test_an_array_beyond_any_size_is_refused_before_it_fills_the_memory(
 
 @pytest.mark.parametrize("name", ["jobs.jsonl", "jobs.csv", "jobs.txt"])
 def test_a_line_beyond_any_size_is_refused_before_it_fills_the_memory(
-    tmp_path: Path, name: str
-) -> None:
+    tmp_path, name: str
+):
     array = b"[" + b'{"prompt": "a cat"},' * 500_000
     (tmp_path / name).write_bytes(array)
     tracemalloc.start()
@@ -452,7 +448,7 @@ def test_a_line_beyond_any_size_is_refused_before_it_fills_the_memory(
         tracemalloc.stop()
 
 
-def test_a_table_that_changes_while_it_is_loaded_is_an_error(tmp_path: Path) -> None:
+def test_a_table_that_changes_while_it_is_loaded_is_an_error(tmp_path):
     source = source_of(tmp_path, "a.csv", "prompt\na\nb\n")
     (tmp_path / "a.csv").write_text("prompt\na\nc\nd\n")
 
@@ -460,7 +456,7 @@ def test_a_table_that_changes_while_it_is_loaded_is_an_error(tmp_path: Path) -> 
         list(source.bodies())
 
 
-def test_the_table_of_the_documentation_is_valid(tmp_path: Path) -> None:
+def test_the_table_of_the_documentation_is_valid(tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "loading.md").read_text(
         encoding="utf-8"
     )
@@ -474,7 +470,7 @@ def test_the_table_of_the_documentation_is_valid(tmp_path: Path) -> None:
     )
 
 
-def test_a_table_has_columns_for_images_and_the_second_pass(tmp_path: Path) -> None:
+def test_a_table_has_columns_for_images_and_the_second_pass(tmp_path):
     path = tmp_path / "jobs.csv"
     path.write_text(
         "prompt,init_images,mask,denoising_strength,enable_hr,hr_scale,hr_prompt\n"

@@ -22,14 +22,14 @@ def rows(first: int, last: int) -> str:
 
 @pytest.mark.parametrize("last", [50, 20_000])
 @pytest.mark.parametrize("wrong", ['12,"a fish\n', '12,"a" fish\n'])
-def test_a_quote_that_is_missing_is_named_by_its_row(wrong: str, last: int) -> None:
+def test_a_quote_that_is_missing_is_named_by_its_row(wrong: str, last: int):
     text = f"id,prompt\n{rows(1, 12)}{wrong}{rows(13, last)}"
 
     with pytest.raises(FormatError, match=r"^row 13, .* line 13: .* quote missing"):
         CsvRows().count(io.BytesIO(text.encode()))
 
 
-def test_a_quote_that_closes_many_rows_later_is_named() -> None:
+def test_a_quote_that_closes_many_rows_later_is_named():
     (swallowed,) = entries(f'id,prompt\n1,"a\n{rows(2, 9)}9,b"\n')
     (letter,) = entries('id,prompt\n1,"a\n\nb, c, d\n\n- e\n\nf"\n')
 
@@ -49,7 +49,7 @@ def test_a_quote_that_closes_many_rows_later_is_named() -> None:
 )
 def test_a_quote_between_tabs_is_a_letter_unless_it_closes_in_its_cell(
     text: str, expected: list[str]
-) -> None:
+):
     found = entries("id\tprompt\tcampaign\n" + text)
     assert [json.loads(entry.text)["prompt"] for entry in found] == expected
 
@@ -61,9 +61,7 @@ def test_a_quote_between_tabs_is_a_letter_unless_it_closes_in_its_cell(
     st.lists(st.text(st.sampled_from('a" ,;\t\n'), min_size=1, max_size=9), min_size=1),
     st.sampled_from(["excel", "excel-tab"]),
 )
-def test_what_a_program_has_quoted_is_read_as_it_was(
-    cells: list[str], dialect: str
-) -> None:
+def test_what_a_program_has_quoted_is_read_as_it_was(cells: list[str], dialect: str):
     if dialect == "excel-tab":  # a tab or a line's end ends a cell, in quotes, too
         cells = [" ".join(cell.split("\t")).replace("\n", " ") for cell in cells]
     written = io.StringIO()

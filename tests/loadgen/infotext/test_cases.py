@@ -102,7 +102,7 @@ def differences(
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_picture_of_another_program_is_the_job_that_it_must_become(name: str) -> None:
+def test_a_picture_of_another_program_is_the_job_that_it_must_become(name: str):
     row = EXPECTED[name]
     if row["job"] is None:
         with pytest.raises(errors.JobError) as refused:
@@ -143,7 +143,7 @@ def wanted(models: Mapping[str, Any]) -> set[tuple[str, str | None, str | None]]
     return found
 
 
-def test_the_cases_are_thirty_and_all_are_here() -> None:
+def test_the_cases_are_thirty_and_all_are_here():
     assert len(EXPECTED) == 30
     assert EXPECTED.keys() == {each.name for each in CASES.iterdir()} - {
         "README.md",

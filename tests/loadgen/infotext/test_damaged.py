@@ -65,7 +65,7 @@ def of_another_type(chance: random.Random, text: str) -> str:
     return json.dumps(found)
 
 
-def test_a_damaged_text_is_a_job_or_refused_with_a_sentence() -> None:
+def test_a_damaged_text_is_a_job_or_refused_with_a_sentence():
     chance = random.Random(7)
     known = texts()
     jobs = refused = 0

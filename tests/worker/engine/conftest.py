@@ -33,14 +33,14 @@ DEMO_MODEL = Path(__file__).parents[3] / "demo_model"
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory) -> Path:
     # Two threads on a busy machine wait for each other: 5x slower.
     torch.set_num_threads(1)
     return tiny_model.build_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
-def small_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_model(checkpoint: Path, tmp_path_factory) -> Path:
     """The tiny checkpoint with fewer blocks, each of which takes seconds to trace."""
     folder = tmp_path_factory.mktemp("model") / "small"
     shutil.copytree(checkpoint, folder)
@@ -72,9 +72,7 @@ def small_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="session")
-def lora_paths(
-    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
-) -> list[Path]:
+def lora_paths(tmp_path_factory, checkpoint: Path) -> list[Path]:
     folder = tmp_path_factory.mktemp("loras")
     return [
         tiny_model.build_tiny_lora(
@@ -91,9 +89,7 @@ def styles(lora_paths: list[Path]) -> list[contract.Lora]:
 
 
 @pytest.fixture(scope="session")
-def make_control(
-    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
-) -> Callable[..., contract.Control]:
+def make_control(tmp_path_factory, checkpoint: Path) -> Callable[..., contract.Control]:
     """A tiny ControlNet for the checkpoint in a folder, and an image of lines of a seed's own."""
     files = {}
 
@@ -239,7 +235,7 @@ def make_slot_engine(
 
 
 @pytest.fixture(scope="session")
-def single_file(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+def single_file(tmp_path_factory, checkpoint: Path) -> Path:
     """The tiny checkpoint as one file with the keys of SD1.5's original release."""
     path = tmp_path_factory.mktemp("single") / "tiny.safetensors"
     save_file(key_names.original_layout(checkpoint), path)

@@ -24,9 +24,7 @@ def plain(checkpoint: Path) -> baseline.PlainDiffusers:
 
 
 @pytest.fixture(scope="module")
-def loras(
-    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
-) -> list[contract.Lora]:
+def loras(tmp_path_factory, checkpoint: Path) -> list[contract.Lora]:
     folder = tmp_path_factory.mktemp("random")
     names = lora_kinds.build(folder, checkpoint, 2, CPU, rank=4)
     return [
@@ -34,9 +32,7 @@ def loras(
     ]
 
 
-def test_plain_diffusers_matches_the_engine(
-    plain: Any, engine: Any, loras: Any
-) -> None:
+def test_plain_diffusers_matches_the_engine(plain: Any, engine: Any, loras: Any):
     requests = [make_request(seed=seed) for seed in (1, 2)]
     with_lora = [dataclasses.replace(request, loras=(loras[seed],))
                  for seed, request in enumerate(requests)]  # fmt: skip
@@ -52,11 +48,11 @@ def test_plain_diffusers_matches_the_engine(
     assert difference(plain.draw(requests[:1])[0], both[0]) <= 1
 
 
-def test_a_sampler_without_a_scheduler_is_refused(plain: Any) -> None:
+def test_a_sampler_without_a_scheduler_is_refused(plain: Any):
     with pytest.raises(errors.SetupError, match="'ddim'"):
         plain.draw([make_request(sampler="ddim")])
 
 
-def test_an_image_of_sd15_takes_26_64_tflop(tmp_path: Path) -> None:
+def test_an_image_of_sd15_takes_26_64_tflop(tmp_path):
     flops = machine.count_image_flops(tmp_path / "no folder: SD1.5", 512, 512, 15)
     assert flops == pytest.approx(26.64e12, rel=1e-3)

@@ -43,13 +43,11 @@ def load_engine(model: Path, config: Path | None = None) -> contract.Engine:
 
 
 @pytest.fixture
-def copy(checkpoint: Path, tmp_path: Path) -> Path:
+def copy(checkpoint: Path, tmp_path) -> Path:
     return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
 
 
-def test_loading_touches_no_network(
-    checkpoint: Path, single_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_touches_no_network(checkpoint: Path, single_file: Path, monkeypatch):
     def refuse(*_: object) -> NoReturn:
         raise AssertionError("a connection was tried")
 
@@ -64,31 +62,29 @@ def test_a_single_file_draws_the_same_as_the_folder(
     engine: Any,
     checkpoint: Path,
     single_file: Path,
-) -> None:
+):
     single = load_engine(single_file, checkpoint)
     assert single.model_name == "tiny"
     (image,) = draw(single, make_request())
     assert difference(image, draw(engine, make_request())[0]) == 0
 
 
-def test_a_single_file_finds_the_folder_of_its_own_name(
-    copy: Path, single_file: Path
-) -> None:
+def test_a_single_file_finds_the_folder_of_its_own_name(copy: Path, single_file: Path):
     beside = copy.with_suffix(".safetensors")
     shutil.copy(single_file, beside)
     assert load_checkpoint(beside).name == "copy"
 
 
 @pytest.fixture(scope="module")
-def with_clips_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_clips_vocabulary(tmp_path_factory) -> Path:
     """A tiny checkpoint in diffusers format, without a tokenizer."""
     folder = tmp_path_factory.mktemp("clip") / "tiny"
     return tiny_model.build_tiny_checkpoint(folder, clips_tokenizer=True)
 
 
 def test_a_single_file_alone_is_enough(
-    with_clips_vocabulary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    with_clips_vocabulary: Path, tmp_path, monkeypatch
+):
     """Its tokenizer is the package's, its configuration SD1.5's: here with the tiny widths."""
     parts = {
         "unet": SD1.unet_config,
@@ -114,8 +110,8 @@ def test_a_single_file_alone_is_enough(
     "name", ["v1.5.safetensors", "dream.v2", "dream", "Dream.SafeTensors"]
 )
 def test_a_file_of_any_suffix_has_the_name_by_which_jobs_ask_its_worker_for_it(
-    name: str, single_file: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+    name: str, single_file: Path, checkpoint: Path, tmp_path
+):
     """Or the worker would hand the jobs of its own model back forever."""
     path = tmp_path / name
     path.write_bytes(single_file.read_bytes())
@@ -124,17 +120,15 @@ def test_a_file_of_any_suffix_has_the_name_by_which_jobs_ask_its_worker_for_it(
 
 
 def test_a_folder_without_a_tokenizer_has_clips_if_its_vocabulary_fits(
-    with_clips_vocabulary: Path, tmp_path: Path
-) -> None:
+    with_clips_vocabulary: Path, tmp_path
+):
     assert len(load_checkpoint(with_clips_vocabulary).tokenizer) == 49_408
     path = tmp_path / "tiny.safetensors"
     save_file(key_names.original_layout(with_clips_vocabulary), path)
     assert len(load_checkpoint(path, with_clips_vocabulary).tokenizer) == 49_408
 
 
-def test_a_config_folder_without_a_configuration_is_named(
-    single_file: Path, tmp_path: Path
-) -> None:
+def test_a_config_folder_without_a_configuration_is_named(single_file: Path, tmp_path):
     assert_refused(r"nowhere' has no configuration", single_file, tmp_path / "nowhere")
 
 
@@ -185,10 +179,10 @@ def in_mixed_precision(weights: Weights) -> Weights:
 )
 def test_variants_of_single_files_are_the_same_checkpoint(
     change: Callable[[Weights], Weights],
-    tmp_path: Path,
+    tmp_path,
     checkpoint: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    capfd,
+):
     path = tmp_path / "variant.safetensors"
     save_file(change(key_names.original_layout(checkpoint)), path)
     found = load_checkpoint(path, checkpoint)
@@ -196,9 +190,7 @@ def test_variants_of_single_files_are_the_same_checkpoint(
     assert "EMA" not in capfd.readouterr().err
 
 
-def test_a_file_in_mixed_precision_is_read_in_one(
-    tmp_path: Path, checkpoint: Path
-) -> None:
+def test_a_file_in_mixed_precision_is_read_in_one(tmp_path, checkpoint: Path):
     path = tmp_path / "mixed.safetensors"
     save_file(in_mixed_precision(key_names.original_layout(checkpoint)), path)
     networks = load_checkpoint(path, checkpoint).networks.values()
@@ -207,8 +199,8 @@ def test_a_file_in_mixed_precision_is_read_in_one(
 
 
 def test_v_prediction_holds_where_no_scheduler_says_otherwise(
-    single_file: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+    single_file: Path, checkpoint: Path, tmp_path
+):
     config = Path(shutil.copytree(checkpoint, tmp_path / "config"))
     scheduler = config / "scheduler" / "scheduler_config.json"
     assert load_checkpoint(single_file, config).prediction_type == "epsilon"
@@ -225,7 +217,7 @@ def test_v_prediction_holds_where_no_scheduler_says_otherwise(
     assert_refused("predicts 'sample'", single_file, config)
 
 
-def test_a_float16_variant_is_found(copy: Path) -> None:
+def test_a_float16_variant_is_found(copy: Path):
     weights = copy / "unet" / "diffusion_pytorch_model.safetensors"
     weights.rename(weights.with_name("diffusion_pytorch_model.fp16.safetensors"))
     assert load_checkpoint(copy).unet.dtype == torch.float32
@@ -233,8 +225,8 @@ def test_a_float16_variant_is_found(copy: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_folder_of_half_precision_takes_no_more_memory_and_is_the_same_checkpoint(
-    copy: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    copy: Path, dtype: torch.dtype, monkeypatch
+):
     def convert(to: torch.dtype) -> None:
         for path in copy.rglob("*.safetensors"):
             weights = load_file(path)
@@ -273,8 +265,8 @@ def test_a_folder_of_half_precision_takes_no_more_memory_and_is_the_same_checkpo
 
 
 def test_images_drawn_while_another_checkpoint_is_read_have_their_own_noise(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    copy: Path, monkeypatch
+):
     """The default type is the whole process': in float16, torch's noise has other numbers."""
     set_to = []
     monkeypatch.setattr(torch, "set_default_dtype", set_to.append)
@@ -286,7 +278,7 @@ def test_images_drawn_while_another_checkpoint_is_read_have_their_own_noise(
 
 def test_weights_in_several_files_are_read_and_no_other_files(
     copy: Path, checkpoint: Path
-) -> None:
+):
     """SD1.5's own release has the same weights without their average beside the UNet's."""
     whole = copy / "unet" / "diffusion_pytorch_model.safetensors"
     weights = load_file(whole)
@@ -311,7 +303,7 @@ def test_weights_in_several_files_are_read_and_no_other_files(
     assert_refused("nor an index of its parts", copy)
 
 
-def test_key_names_of_older_folders_are_read(checkpoint: Path, copy: Path) -> None:
+def test_key_names_of_older_folders_are_read(checkpoint: Path, copy: Path):
     """As in SD1.5's own release: the VAE's attention, and the text encoder's extra level."""
     renamed = {
         "vae/diffusion_pytorch_model.safetensors": [
@@ -332,11 +324,11 @@ def test_key_names_of_older_folders_are_read(checkpoint: Path, copy: Path) -> No
     assert load_checkpoint(copy).weight_sums == load_checkpoint(checkpoint).weight_sums
 
 
-def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
+def test_a_model_that_does_not_exist_is_named(tmp_path):
     assert_refused(r"gone\.safetensors", tmp_path / "gone.safetensors")
 
 
-def test_a_folder_without_a_tokenizer_names_it(copy: Path) -> None:
+def test_a_folder_without_a_tokenizer_names_it(copy: Path):
     shutil.rmtree(copy / "tokenizer")
     assert_refused("tokenizer", copy)
 
@@ -344,7 +336,7 @@ def test_a_folder_without_a_tokenizer_names_it(copy: Path) -> None:
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
 def test_weights_that_are_cut_off_missing_or_of_another_shape_name_their_folder(
     copy: Path, part: str
-) -> None:
+):
     (file,) = (copy / part).glob("*.safetensors")
     whole = load_file(file)
     refused = rf"copy/{part}' cannot be loaded"
@@ -363,7 +355,7 @@ def test_weights_that_are_cut_off_missing_or_of_another_shape_name_their_folder(
 @pytest.mark.parametrize("number", [float("nan"), float("-inf"), 1e6])
 def test_weights_that_are_no_numbers_are_the_files_fault_not_the_nodes(
     number: float, copy: Path
-) -> None:
+):
     path = copy / "unet" / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)
     weights["conv_out.weight"][0, 0, 0, 0] = number
@@ -376,9 +368,7 @@ def test_weights_that_are_no_numbers_are_the_files_fault_not_the_nodes(
         load_checkpoint(copy)
 
 
-def test_the_command_that_refuses_a_pickle_converts_it(
-    single_file: Path, tmp_path: Path
-) -> None:
+def test_the_command_that_refuses_a_pickle_converts_it(single_file: Path, tmp_path):
     path = tmp_path / "it's old.ckpt"
     torch.save(load_file(single_file), path)
     with pytest.raises(errors.SetupError) as refused:
@@ -389,16 +379,14 @@ def test_the_command_that_refuses_a_pickle_converts_it(
 
 
 @pytest.mark.parametrize("name", ["model.ckpt", "model.safetensors"])
-def test_a_pickled_checkpoint_is_never_loaded(
-    tmp_path: Path, checkpoint: Path, name: str
-) -> None:
+def test_a_pickled_checkpoint_is_never_loaded(tmp_path, checkpoint: Path, name: str):
     torch.save({"state_dict": {}}, tmp_path / name)
     assert_refused(f"{name}' cannot be loaded", tmp_path / name, checkpoint)
 
 
 def test_a_single_file_of_another_architecture_is_refused(
-    tmp_path: Path, checkpoint: Path, single_file: Path
-) -> None:
+    tmp_path, checkpoint: Path, single_file: Path
+):
     weights = load_file(single_file)
     other = tmp_path / "other.safetensors"
     save_file(
@@ -422,13 +410,13 @@ def test_a_single_file_of_another_architecture_is_refused(
 )
 def test_a_mismatched_configuration_is_refused(
     copy: Path, part: str, change: dict[str, object], reason: str
-) -> None:
+):
     (file,) = (path for path in (copy / part).glob("*config.json"))
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     assert_refused(reason, copy)
 
 
-def test_a_tokenizer_of_another_model_is_refused(copy: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(copy: Path):
     config = copy / "text_encoder" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 100}))
     file = copy / "text_encoder" / "model.safetensors"
@@ -440,14 +428,14 @@ def test_a_tokenizer_of_another_model_is_refused(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "what"), [("{", "JSON"), ("[]", "a JSON object")])
-def test_a_damaged_configuration_is_named(copy: Path, text: str, what: str) -> None:
+def test_a_damaged_configuration_is_named(copy: Path, text: str, what: str):
     (copy / "scheduler" / "scheduler_config.json").write_text(text)
     assert_refused(f"scheduler_config.json' is not {what}", copy)
 
 
 def test_damaged_positions_are_put_right_and_told_or_kept_as_they_are(
-    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, checkpoint: Path, caplog
+):
     """Merging in float16 rounds 41 to 40.9, which AUTOMATIC1111 takes for 40."""
     weights = with_positions(key_names.original_layout(checkpoint), torch.float32)
     key = "cond_stage_model.transformer.text_model.embeddings.position_ids"

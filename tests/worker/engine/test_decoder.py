@@ -16,7 +16,7 @@ SMALL, LARGE = torch.Size((4, 2, 2)), torch.Size((4, 2, 4))
 
 
 @pytest.fixture
-def slices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def slices(monkeypatch) -> list[tuple[Any, ...]]:
     """The shapes that are decoded, told apart if by the VAE."""
     seen = []
 
@@ -40,7 +40,7 @@ def make_decoder(*compiled: torch.Size) -> decoder.Decoder:
     return made
 
 
-def test_a_full_slice_does_not_wait_for_one_of_another_size(slices: Any) -> None:
+def test_a_full_slice_does_not_wait_for_one_of_another_size(slices: Any):
     waiting = make_decoder(SMALL, LARGE)
     for ticket, shape in enumerate([SMALL, LARGE, LARGE]):
         waiting.add(ticket, torch.zeros(shape))
@@ -52,9 +52,7 @@ def test_a_full_slice_does_not_wait_for_one_of_another_size(slices: Any) -> None
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_a_part_of_a_slice_waits_longer_where_lanes_take_turns(
-    slices: Any, lanes: int
-) -> None:
+def test_a_part_of_a_slice_waits_longer_where_lanes_take_turns(slices: Any, lanes: int):
     waiting = make_decoder(SMALL)
     waiting.add(0, torch.zeros(SMALL))
     ticks = 0
@@ -64,7 +62,7 @@ def test_a_part_of_a_slice_waits_longer_where_lanes_take_turns(
     assert ticks == 8 * lanes
 
 
-def test_a_slice_is_of_one_decoder(slices: Any) -> None:
+def test_a_slice_is_of_one_decoder(slices: Any):
     waiting = make_decoder(SMALL)
     by = (None, "Full", "TAESD", "Full", "Full")
     for ticket, each in enumerate(by):
@@ -75,7 +73,7 @@ def test_a_slice_is_of_one_decoder(slices: Any) -> None:
     assert [each.ticket for each in waiting.collect(wait=True)] == [0, 2, 1, 3, 4]
 
 
-def test_a_vae_with_a_shift_encodes_and_decodes_as_diffusers_does() -> None:
+def test_a_vae_with_a_shift_encodes_and_decodes_as_diffusers_does():
     vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, shift_factor=0.25)
     pixels = np.arange(4 * 4 * 3, dtype=np.uint8).reshape(4, 4, 3)
     images = torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 127.5 - 1

@@ -3,7 +3,6 @@
 import copy
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def vectors(count: int, width: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Write:
+def write(tmp_path) -> Write:
     """Writes a file; returns the embedding as a request has it."""
 
     def to_file(
@@ -72,7 +71,7 @@ def embedding(
 )
 def test_names_are_found_by_their_tokens_the_longest_first(
     tokenizer: text.Tokenizer, words: str, found: list[str]
-) -> None:
+):
     names = (
         "EasyNegative",
         "EasyNegativeV2",
@@ -88,7 +87,7 @@ def test_names_are_found_by_their_tokens_the_longest_first(
 
 def test_both_prompts_are_searched_and_a_new_list_of_names_is_used(
     tokenizer: text.Tokenizer,
-) -> None:
+):
     prompts = ["a tree", prompt.read_negative_prompt("ugly, [mist]")]
     assert tokenizer.find_names(prompts, ("mist", "tree")) == ("tree", "mist")
     assert tokenizer.find_names(prompts, ("mist",)) == ("mist",)
@@ -100,7 +99,7 @@ def ids(tokenizer: text.Tokenizer, words: str) -> tuple[int, ...]:
     return chunk.tokens
 
 
-def test_vectors_take_the_weight_of_their_bracket(tokenizer: text.Tokenizer) -> None:
+def test_vectors_take_the_weight_of_their_bracket(tokenizer: text.Tokenizer):
     mist = embedding("mist", 3)
     (chunk,) = tokenizer.chunks("a cat, (ugly mist:1.5), mist", [mist])
     a, cat, comma, ugly = ids(tokenizer, "a cat, ugly")
@@ -135,7 +134,7 @@ def test_an_embedding_is_never_cut_at_a_chunks_end(
     words: str,
     lengths: list[int],
     places: list[tuple[int, int]],
-) -> None:
+):
     chunks = tokenizer.chunks(words, [embedding("mist", 3)])
     assert [len(chunk.tokens) for chunk in chunks] == lengths
     assert [len(chunk.weights) for chunk in chunks] == lengths
@@ -151,7 +150,7 @@ def test_an_embedding_is_never_cut_at_a_chunks_end(
 @torch.inference_mode()
 def test_vectors_that_stay_behind_a_comma_are_in_place_of_the_padding(
     clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
-) -> None:
+):
     """AUTOMATIC1111 moves the words and their weights, and forgets the vectors."""
     mist = embedding("mist", 2, clip.text_encoder.config.hidden_size)
     words = "cat " * 60 + ", (mist:1.2) " + "cat " * 12 + "dog"
@@ -170,7 +169,7 @@ def test_vectors_that_stay_behind_a_comma_are_in_place_of_the_padding(
 @torch.inference_mode()
 def test_another_file_of_the_same_name_is_another_encoding(
     clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
-) -> None:
+):
     width = clip.text_encoder.config.hidden_size
     one, other = (embedding("mist", 2, width, seed) for seed in (1, 2))
 
@@ -197,7 +196,7 @@ def test_jobs_with_embeddings_loras_and_without_are_drawn_together_as_alone(
     engine: Any,
     styles: list[contract.Lora],
     write: Write,
-) -> None:
+):
     width = slot_engine.checkpoint.text_encoder.config.hidden_size
     one, other = (
         write(name, {"v": 3 * vectors(4, width, len(name))}) for name in ("mist", "ash")
@@ -262,7 +261,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("content", BROKEN)
-def test_what_cannot_be_used_is_refused_by_name(write: Write, content: str) -> None:
+def test_what_cannot_be_used_is_refused_by_name(write: Write, content: str):
     data, message = BROKEN[content]
     with pytest.raises(errors.UnusableFileError, match=message) as raised:
         embeddings.read(write("mist", data), WIDTHS, torch.float32)
@@ -280,7 +279,7 @@ def test_what_cannot_be_used_is_refused_by_name(write: Write, content: str) -> N
 )
 def test_files_of_all_known_forms_are_read(
     write: Write, tensors: dict[str, torch.Tensor]
-) -> None:
+):
     found = embeddings.read(write("mist", tensors), WIDTHS, torch.float32)
     (tensor,) = tensors.values()
     assert found.length == tensor.numel() // 8
@@ -292,7 +291,7 @@ def test_files_of_all_known_forms_are_read(
 )
 def test_sdxls_have_vectors_for_both_text_encoders(
     write: Write, names: tuple[str, str]
-) -> None:
+):
     both = dict(zip(names, (vectors(2, 8), vectors(2, 12)), strict=True))
     found = embeddings.read(write("mist", both), SDXL, torch.float32)
     assert [tuple(each.shape) for each in found.vectors.values()] == [(2, 8), (2, 12)]
@@ -308,7 +307,7 @@ def test_sdxls_have_vectors_for_both_text_encoders(
 
 def test_numbers_that_overflow_in_the_models_precision_are_refused(
     write: Write,
-) -> None:
+):
     large = write("mist", {"v": torch.full((2, 8), 1e5)})
     embeddings.read(large, WIDTHS, torch.float32)
     with pytest.raises(errors.UnusableFileError, match="too large for float16"):
@@ -317,7 +316,7 @@ def test_numbers_that_overflow_in_the_models_precision_are_refused(
 
 def test_a_file_that_changes_or_goes_away_meanwhile_is_tried_again(
     write: Write,
-) -> None:
+):
     found = write("mist", {"v": torch.ones(2, 8)})
     save_file({"v": torch.zeros(2, 8)}, found.path)
     with pytest.raises(errors.TransientError, match="has just changed"):

@@ -25,9 +25,7 @@ from worker.settings import WorkerSettings
 CPU = torch.device("cpu")
 
 
-def test_without_torch_the_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, checkpoint: Path
-) -> None:
+def test_without_torch_the_error_says_what_to_install(monkeypatch, checkpoint: Path):
     for name in ("worker.engine.slots.engine", "worker.engine.checkpoint"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -49,10 +47,10 @@ def test_without_torch_the_error_says_what_to_install(
 )
 def test_a_loaded_engine_says_what_fits(
     checkpoint: Path,
-    caplog: pytest.LogCaptureFixture,
+    caplog,
     weights: memory.SlotWeights,
     said: str,
-) -> None:
+):
     caplog.set_level("INFO")
     load.load_engine(
         load.EngineSettings(checkpoint, "cpu", slots=3, slot_weights=weights)
@@ -63,12 +61,12 @@ def test_a_loaded_engine_says_what_fits(
 
 
 @pytest.mark.parametrize("name", ["gpu", "meta", "cuda:99"])
-def test_an_unknown_device_is_a_setup_error(checkpoint: Path, name: str) -> None:
+def test_an_unknown_device_is_a_setup_error(checkpoint: Path, name: str):
     with pytest.raises(errors.SetupError, match=name):
         load.load_engine(load.EngineSettings(checkpoint, name))
 
 
-def test_a_gpu_always_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_always_has_its_number(monkeypatch):
     """Some of torch's functions reject `cuda` without a number."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -79,7 +77,7 @@ def test_a_gpu_always_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def gpu(monkeypatch) -> Callable[..., None]:
     """Makes torch one for *cuda* on a machine with NVIDIA's driver *version*, or with none."""
 
     def pretend(cuda: str | None, version: str | None, *, works: bool) -> None:
@@ -109,8 +107,8 @@ def test_one_line_says_which_driver_is_needed_and_which_was_found(
     driver: str,
     needed: int,
     gpu: Callable[..., None],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     gpu(cuda, driver, works=True)
     caplog.set_level("INFO")
     device.find_device("auto")
@@ -126,7 +124,7 @@ def test_one_line_says_which_driver_is_needed_and_which_was_found(
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_driver_too_old_is_named_and_the_cpu_not_taken_for_the_gpu(
     cuda: str, driver: str, needed: int, name: str, gpu: Callable[..., None]
-) -> None:
+):
     gpu(cuda, driver, works=False)
     too_old = (
         f"NVIDIA driver {driver} is too old: .* for CUDA {cuda} needs {needed} or newer"
@@ -138,7 +136,7 @@ def test_a_driver_too_old_is_named_and_the_cpu_not_taken_for_the_gpu(
 
 def test_on_a_rented_node_a_driver_too_old_is_the_nodes_fault(
     gpu: Callable[..., None],
-) -> None:
+):
     gpu("13.0", "570.124.06", works=False)
     with pytest.raises(
         errors.NodeError, match=r"driver 570.124.06 is too old: .* needs 580"
@@ -148,7 +146,7 @@ def test_on_a_rented_node_a_driver_too_old_is_the_nodes_fault(
 
 def test_a_gpu_that_the_driver_lists_and_torch_cannot_open_is_broken(
     gpu: Callable[..., None],
-) -> None:
+):
     gpu("13.0", "580.95.05", works=False)
     with pytest.raises(errors.NodeError, match="torch finds no CUDA GPU"):
         device.check_listed_gpu()
@@ -159,7 +157,7 @@ def test_a_gpu_that_the_driver_lists_and_torch_cannot_open_is_broken(
 )
 def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
     gpu: Callable[..., None], checkpoint: Path, member: object, fault: type[Exception]
-) -> None:
+):
     gpu("13.0", "580.95.05", works=False)
     settings = WorkerSettings(model=str(checkpoint), device="cuda")
     worker = SimpleNamespace(
@@ -174,7 +172,7 @@ def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
 )
 def test_a_torch_or_driver_that_only_the_operator_can_change_is_not_the_gpus_fault(
     cuda: str | None, driver: str, gpu: Callable[..., None]
-) -> None:
+):
     gpu(cuda, driver, works=False)
     device.check_listed_gpu()
     with pytest.raises(errors.SetupError):
@@ -185,8 +183,8 @@ def test_a_torch_or_driver_that_only_the_operator_can_change_is_not_the_gpus_fau
     "set_by_user", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"]
 )
 def test_the_users_settings_of_torchs_allocator_stay(
-    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, set_by_user: str | None
-) -> None:
+    gpu: Callable[..., None], monkeypatch, set_by_user: str | None
+):
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     for name in names:
         monkeypatch.setenv(name, "")  # so that it is as before after the test
@@ -209,8 +207,8 @@ def test_a_machine_without_a_gpu_hears_nothing_of_drivers(
     cuda: str | None,
     driver: str | None,
     gpu: Callable[..., None],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     gpu(cuda, driver, works=False)
     caplog.set_level("INFO")
 
@@ -220,15 +218,13 @@ def test_a_machine_without_a_gpu_hears_nothing_of_drivers(
 
 def test_nvidias_forward_compatibility_makes_do_with_an_old_driver(
     gpu: Callable[..., None],
-) -> None:
+):
     gpu("13.0", "535.183.01", works=True)
 
     assert device.find_device("auto").type == "cuda"
 
 
-def test_auto_precision_is_float32_on_a_cpu(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_precision_is_float32_on_a_cpu(checkpoint: Path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     engine = load.load_engine(load.EngineSettings(checkpoint))
     assert engine.checkpoint.unet.dtype == torch.float32
@@ -236,8 +232,8 @@ def test_auto_precision_is_float32_on_a_cpu(
 
 @pytest.mark.slow
 def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
-    single_file: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    single_file: Path, checkpoint: Path, tmp_path, monkeypatch
+):
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     convert, complete, state_v, _of_embeddings = re.findall(
         r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
@@ -292,7 +288,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(phases, "time", clock)
     monkeypatch.setattr(phases, "seconds", dict.fromkeys(phases.seconds, 0.0))
@@ -305,7 +301,7 @@ def fail(clock: Clock) -> None:
         raise OSError("full")
 
 
-def test_a_second_is_counted_once_by_the_innermost_phase(clock: Clock) -> None:
+def test_a_second_is_counted_once_by_the_innermost_phase(clock: Clock):
     with phases.timed("load"):
         clock.now += 1
         with phases.timed("move"):
@@ -318,7 +314,7 @@ def test_a_second_is_counted_once_by_the_innermost_phase(clock: Clock) -> None:
     assert phases.described() == "load 25.0 s, move 6.0 s"
 
 
-def test_phases_of_several_threads_overlap(clock: Clock) -> None:
+def test_phases_of_several_threads_overlap(clock: Clock):
     def compile_beside() -> None:
         with phases.timed("trace"):
             clock.now += 2

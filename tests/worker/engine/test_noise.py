@@ -31,7 +31,7 @@ def drawn(noise: NoiseStream, shape: tuple[int, int, int] = SHAPE) -> torch.Tens
     return out
 
 
-def test_nv_noise_is_that_of_torch_on_an_nvidia_gpu() -> None:
+def test_nv_noise_is_that_of_torch_on_an_nvidia_gpu():
     """The first numbers of seed 0, as torch prints them on a GPU."""
     known = [
         [-0.92466259, -0.42534415, -2.6438457, 0.14518388],
@@ -44,7 +44,7 @@ def test_nv_noise_is_that_of_torch_on_an_nvidia_gpu() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("seed", [0, 1234567, 2**32 - 1])
-def test_nv_noise_is_that_of_this_gpu(seed: int) -> None:
+def test_nv_noise_is_that_of_this_gpu(seed: int):
     generator = torch.Generator("cuda").manual_seed(seed)
     ours = Philox(seed)
     for _ in range(3):
@@ -55,20 +55,20 @@ def test_nv_noise_is_that_of_this_gpu(seed: int) -> None:
         assert difference.max() < 1e-3
 
 
-def test_nv_noise_is_the_same_to_the_bit_on_any_machine() -> None:
+def test_nv_noise_is_the_same_to_the_bit_on_any_machine():
     noise = stream(5, NV)
     drawn_bits = torch.stack([noise.first(), drawn(noise), drawn(noise)]).flatten()
     places = torch.arange(1, drawn_bits.numel() + 1)
     assert int((drawn_bits.view(torch.int32).long() * places).sum()) == NV_SUM
 
 
-def test_the_gpus_noise_is_the_same_as_nv() -> None:
+def test_the_gpus_noise_is_the_same_as_nv():
     ours, theirs = stream(3, Noise("GPU")), stream(3, NV)
     assert torch.equal(ours.first(), theirs.first())
     assert torch.equal(drawn(ours), drawn(theirs))
 
 
-def test_each_draw_comes_from_new_counters_and_none_is_left_out() -> None:
+def test_each_draw_comes_from_new_counters_and_none_is_left_out():
     """Noise that is drawn ahead is that which would be drawn next."""
     generator = Philox(9)
     wanted = [generator.randn(SHAPE) for _ in range(13)]
@@ -80,7 +80,7 @@ def test_each_draw_comes_from_new_counters_and_none_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("source", ["CPU", "NV"])
-def test_the_seeds_delta_changes_all_noise_but_the_first(source: Any) -> None:
+def test_the_seeds_delta_changes_all_noise_but_the_first(source: Any):
     plain, moved = (
         stream(10, Noise(source)),
         stream(10, Noise(source, seed_delta=31337)),
@@ -91,7 +91,7 @@ def test_the_seeds_delta_changes_all_noise_but_the_first(source: Any) -> None:
 
 
 @pytest.mark.parametrize("source", ["CPU", "NV"])
-def test_a_negative_delta_beyond_zero_draws(source: Any) -> None:
+def test_a_negative_delta_beyond_zero_draws(source: Any):
     noise = stream(1, Noise(source, seed_delta=-5))
     noise.first()
     assert drawn(noise).isfinite().all()
@@ -107,9 +107,7 @@ def slerp(strength: float, low: torch.Tensor, high: torch.Tensor) -> torch.Tenso
 
 @pytest.mark.parametrize("strength", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("source", ["CPU", "NV"])
-def test_a_variation_lies_between_both_seeds_noise(
-    source: Any, strength: float
-) -> None:
+def test_a_variation_lies_between_both_seeds_noise(source: Any, strength: float):
     low, high = (stream(seed, Noise(source)).first() for seed in (1, 2))
     settings = Noise(source, subseed=2, subseed_strength=strength)
     varied = stream(1, settings)
@@ -121,14 +119,14 @@ def test_a_variation_lies_between_both_seeds_noise(
     assert torch.equal(drawn(varied), drawn(plain))
 
 
-def test_a_variation_of_a_seed_by_itself_changes_nothing() -> None:
+def test_a_variation_of_a_seed_by_itself_changes_nothing():
     low = stream(1, Noise()).first()
     same = stream(1, Noise(subseed=1, subseed_strength=0.4)).first()
     torch.testing.assert_close(same, low)
 
 
 @pytest.mark.parametrize("source", ["CPU", "NV"])
-def test_a_smaller_images_noise_is_put_into_the_middle(source: Any) -> None:
+def test_a_smaller_images_noise_is_put_into_the_middle(source: Any):
     small = stream(4, Noise(source), shape=(4, 4, 6)).first()
     plain = stream(4, Noise(source)).first()
     settings = Noise(source, resize_from=(48, 32))
@@ -139,7 +137,7 @@ def test_a_smaller_images_noise_is_put_into_the_middle(source: Any) -> None:
     assert torch.equal(found, plain)
 
 
-def test_a_larger_images_noise_is_cut_off() -> None:
+def test_a_larger_images_noise_is_cut_off():
     large = stream(4, Noise(), shape=(4, 11, 8)).first()
     noise = stream(4, Noise(resize_from=(64, 88))).first()
     # 11 rows into 8: AUTOMATIC1111 rounds the excess up, and its last rows stay as they are.
@@ -163,7 +161,7 @@ OTHERS = [
 
 def test_every_option_changes_the_image_and_none_depends_on_its_company(
     slot_engine: Any, engine: Any
-) -> None:
+):
     plain = make_request(seed=3, steps=2)
     requests = [plain, *(dataclasses.replace(plain, **changes) for changes in OTHERS)]
     together = draw(slot_engine, *requests)

@@ -33,7 +33,7 @@ def diffusers_sample(
     return latents
 
 
-def test_zero_terminal_snr_is_diffusers_but_for_the_last_value() -> None:
+def test_zero_terminal_snr_is_diffusers_but_for_the_last_value():
     scheduler = DDIMScheduler(**BETAS, rescale_betas_zero_snr=True)
     ours = reading.rescale_to_zero_terminal_snr(alphas_cumprod()).float()
     torch.testing.assert_close(
@@ -51,7 +51,7 @@ TIMESTEP_COUNTS = [2, 4, 15, 20, 30, 35, 50, 150]
 
 
 @pytest.mark.parametrize("steps", TIMESTEP_COUNTS)
-def test_plms_at_a1111s_timesteps_matches_diffusers(steps: int) -> None:
+def test_plms_at_a1111s_timesteps_matches_diffusers(steps: int):
     noise = noises(1)
     reference = PNDMScheduler(**LEADING, skip_prk_steps=True)
     first, *others = a1111_timesteps(steps)
@@ -64,9 +64,7 @@ def test_plms_at_a1111s_timesteps_matches_diffusers(steps: int) -> None:
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("steps", TIMESTEP_COUNTS)
-def test_ddim_at_a1111s_timesteps_matches_diffusers(
-    steps: int, prediction_type: str
-) -> None:
+def test_ddim_at_a1111s_timesteps_matches_diffusers(steps: int, prediction_type: str):
     noise = noises(1)
     reference = DDIMScheduler(
         **LEADING,
@@ -83,7 +81,7 @@ def test_ddim_at_a1111s_timesteps_matches_diffusers(
 
 @pytest.mark.parametrize("eta", [0.3, 1.0])
 @pytest.mark.parametrize("steps", [2, 20, 30])
-def test_ddims_eta_matches_diffusers(steps: int, eta: float) -> None:
+def test_ddims_eta_matches_diffusers(steps: int, eta: float):
     noise = noises(steps + 10)
     reference = DDIMScheduler(**LEADING, set_alpha_to_one=False, clip_sample=False)
     reference.set_timesteps(steps)
@@ -102,7 +100,7 @@ def test_ddims_eta_matches_diffusers(steps: int, eta: float) -> None:
     assert relative_difference(sample(schedule, noise, stand_in), latents) < 1e-5
 
 
-def test_every_other_call_below_s_min_uncond_is_unguided() -> None:
+def test_every_other_call_below_s_min_uncond_is_unguided():
     given = samplers.Options(s_min_uncond=2.0)
     schedule = schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon", given)
     sigmas = (
@@ -122,7 +120,7 @@ def test_every_other_call_below_s_min_uncond_is_unguided() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
-def test_every_sampler_has_finite_rows_for_any_number_of_steps(name: str) -> None:
+def test_every_sampler_has_finite_rows_for_any_number_of_steps(name: str):
     known = samplers.SAMPLERS[name]
     counted = known.schedule in (None, "uniform", "karras")
     counted = counted and known.method not in ("unipc", "dpm_adaptive")
@@ -140,7 +138,7 @@ def test_every_sampler_has_finite_rows_for_any_number_of_steps(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["heun_", "ddim_karras", "", "Euler a"])
-def test_an_unknown_sampler_is_refused_listing_the_known_ones(name: str) -> None:
+def test_an_unknown_sampler_is_refused_listing_the_known_ones(name: str):
     with pytest.raises(
         errors.JobError, match="models of latents: Euler a, Euler, DPM\\+\\+ 2M, "
     ):
@@ -151,7 +149,7 @@ def test_an_unknown_sampler_is_refused_listing_the_known_ones(name: str) -> None
 SAME_AS_OTHERS = ("restart_sgm_uniform", "dpm_fast_sgm_uniform")
 
 
-def test_an_image_is_the_same_alone_and_with_other_samplers(slot_engine: Any) -> None:
+def test_an_image_is_the_same_alone_and_with_other_samplers(slot_engine: Any):
     names = [
         each.key
         for each in samplers.SAMPLERS.values()
@@ -165,7 +163,7 @@ def test_an_image_is_the_same_alone_and_with_other_samplers(slot_engine: Any) ->
 
 
 @pytest.mark.parametrize("name", ["euler", "ddim"])
-def test_extra_noise_is_on_an_image_alone(name: str) -> None:
+def test_extra_noise_is_on_an_image_alone(name: str):
     def scale(extra_noise: float, t_enc: int | None) -> float:
         options = samplers.Options(extra_noise=extra_noise)
         known = alphas_cumprod()

@@ -31,7 +31,7 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
 )
 def test_one_flipped_bit_of_any_network_is_found_and_named(
     make_slot_engine: Callable[..., slots.SlotEngine], precision: str, network: str
-) -> None:
+):
     engine = make_slot_engine(precision)
     assert engine.self_check.find_fault() is None
     name, parameter = list(getattr(engine.checkpoint, network).named_parameters())[3]
@@ -48,7 +48,7 @@ def test_one_flipped_bit_of_any_network_is_found_and_named(
 
 def test_a_flipped_bit_is_found_in_what_is_made_of_the_weights(
     make_slot_engine: Callable[..., slots.SlotEngine],
-) -> None:
+):
     engine = make_slot_engine("float32", backend="eager")
     assert engine.self_check.find_fault() is None
     folded = next(
@@ -62,7 +62,7 @@ def test_a_flipped_bit_is_found_in_what_is_made_of_the_weights(
 def test_merged_loras_are_no_fault_and_a_flipped_bit_beside_them_is(
     make_slot_engine: Callable[..., slots.SlotEngine],
     styles: list[contract.Lora],
-) -> None:
+):
     engine = make_slot_engine("float32")
     # So many steps of one job that merging its LoRA for all slots pays.
     (image,) = draw(engine, make_request(loras=(styles[0],), steps=9))
@@ -79,7 +79,7 @@ def test_merged_loras_are_no_fault_and_a_flipped_bit_beside_them_is(
 
 def test_a_vae_that_was_widened_is_no_fault(
     make_slot_engine: Callable[..., slots.SlotEngine],
-) -> None:
+):
     engine = make_slot_engine("float16")
     engine.checkpoint.vae.float()
     assert engine.self_check.find_fault() is None
@@ -92,8 +92,8 @@ def test_a_vae_that_was_widened_is_no_fault(
 async def test_a_bit_that_flips_while_a_worker_draws_ends_it_and_its_images_are_suspect(
     storage: Storage,
     worker_settings: Callable[..., WorkerSettings],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("worker.node.checks.WEIGHTS_SECONDS", 0.1)
     monkeypatch.setattr("worker.stages.record.LOCAL_FLUSH_SECONDS", 0.01)
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ START, END = 49406, 49407
 
 def test_a_wide_comma_and_curly_quotes_are_the_tokens_that_automatic1111_reads(
     tokenizer: text.Tokenizer,
-) -> None:
+):
     assert tokenizer.chunks("1girl\uff0cit\u2019s &amp;") == tokenizer.chunks(
         "1girl,it's &"
     )
@@ -46,7 +46,7 @@ def counting(clip: Any, **settings: Any) -> tuple[text.Encoder, CountingEncoder]
 @torch.inference_mode()
 def test_a_chunk_is_encoded_once_for_all_prompts_that_have_it(
     clip: Any, tokenizer: text.Tokenizer
-) -> None:
+):
     encoder, counter = counting(clip)
     negative = tokenizer.chunks("blurry, ugly")
     first = encoder.encode([tokenizer.chunks("a cat"), negative, negative], 1).vectors
@@ -60,7 +60,7 @@ def test_a_chunk_is_encoded_once_for_all_prompts_that_have_it(
 @torch.inference_mode()
 def test_the_cache_key_has_everything_that_changes_the_vectors(
     clip: Any, tokenizer: text.Tokenizer
-) -> None:
+):
     encoder, counter = counting(clip)
     variants = [
         ("a cat", 1, ()),
@@ -79,7 +79,7 @@ def test_the_cache_key_has_everything_that_changes_the_vectors(
 @torch.inference_mode()
 def test_more_chunks_at_once_than_fit_the_cache_are_encoded(
     clip: Any, tokenizer: text.Tokenizer
-) -> None:
+):
     encoder, _ = counting(
         clip, cache_bytes=77 * clip.text_encoder.config.hidden_size * 4
     )
@@ -102,7 +102,7 @@ class OpposedEncoder:
         return SimpleNamespace(hidden_states=(vectors,))
 
 
-def test_weights_that_cancel_out_are_a_job_error() -> None:
+def test_weights_that_cancel_out_are_a_job_error():
     encoder = text.Encoder([text.Reader(OpposedEncoder())], START, END)  # type: ignore[arg-type]
     nothing = text.Chunk((320,) * 75, (0.0,) * 75)
     with pytest.raises(errors.JobError, match="cancel each other out"):
@@ -111,6 +111,6 @@ def test_weights_that_cancel_out_are_a_job_error() -> None:
 
 def test_text_like_control_tokens_does_not_end_the_prompt(
     tokenizer: text.Tokenizer,
-) -> None:
+):
     (chunk,) = tokenizer.chunks("one <|endoftext|> two")
     assert len(chunk.tokens) == 3

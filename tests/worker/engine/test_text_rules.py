@@ -115,9 +115,7 @@ def a_prompt(number: int) -> str:
 PROMPTS = [a_prompt(number) for number in range(200)]
 
 
-def test_200_prompts_are_chunked_by_the_rules(
-    clip: Any, tokenizer: text.Tokenizer
-) -> None:
+def test_200_prompts_are_chunked_by_the_rules(clip: Any, tokenizer: text.Tokenizer):
     for prompt in PROMPTS:
         expected = chunks_by_the_rules(clip, prompt)
         found = [
@@ -128,7 +126,7 @@ def test_200_prompts_are_chunked_by_the_rules(
 
 
 @torch.inference_mode()
-def test_prompts_are_encoded_by_the_rules(clip: Any, tokenizer: text.Tokenizer) -> None:
+def test_prompts_are_encoded_by_the_rules(clip: Any, tokenizer: text.Tokenizer):
     encoder = text.Encoder([text.Reader(clip.text_encoder)], START, END)
     for first, clip_skip in ((0, 1), (20, 2), (40, 1)):
         prompts = PROMPTS[first : first + 20]
@@ -145,7 +143,7 @@ def test_prompts_are_encoded_by_the_rules(clip: Any, tokenizer: text.Tokenizer) 
             assert largest / np.abs(expected).max() < 1e-5, prompt
 
 
-def test_the_reference_message_has_77_and_70_tokens(tokenizer: text.Tokenizer) -> None:
+def test_the_reference_message_has_77_and_70_tokens(tokenizer: text.Tokenizer):
     job = json.loads(
         (ROOT / "imagefleet" / "files" / "reference-job.json").read_text(
             encoding="utf-8"
@@ -159,7 +157,7 @@ def test_the_reference_message_has_77_and_70_tokens(tokenizer: text.Tokenizer) -
     assert [len(chunk.tokens) for chunk in negative] == [70]
 
 
-def test_a_prompt_has_32_chunks_at_most(tokenizer: text.Tokenizer) -> None:
+def test_a_prompt_has_32_chunks_at_most(tokenizer: text.Tokenizer):
     assert len(tokenizer.chunks("cat " * 2400)) == 32
     with pytest.raises(errors.JobError, match="33 chunks of 75 tokens; 32 at most"):
         tokenizer.chunks("cat " * 2401)
@@ -167,7 +165,7 @@ def test_a_prompt_has_32_chunks_at_most(tokenizer: text.Tokenizer) -> None:
 
 def test_a_prompt_that_is_refused_at_reading_has_too_many_chunks(
     tokenizer: text.Tokenizer,
-) -> None:
+):
     chosen, is_refused = random.Random(5), []
     for _ in range(150):
         signs = chosen.choices(
@@ -189,7 +187,7 @@ def test_a_prompt_that_is_refused_at_reading_has_too_many_chunks(
 
 def test_neighbours_of_equal_weight_are_tokenised_together(
     tokenizer: text.Tokenizer,
-) -> None:
+):
     (apart,), (joined,) = (
         tokenizer.chunks("light(house:1.2)"),
         tokenizer.chunks("light(house:1.0)"),

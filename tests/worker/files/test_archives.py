@@ -2,7 +2,6 @@
 
 import os
 import tarfile
-from pathlib import Path
 
 import pytest
 
@@ -36,8 +35,8 @@ def entry_of(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
     ],
 )
 def test_an_archive_that_cannot_be_a_model_is_the_archives_fault(
-    content: bytes, complaint: str, tmp_path: Path
-) -> None:
+    content: bytes, complaint: str, tmp_path
+):
     cache = DiskCache(tmp_path / "cache")
     cache.folder.mkdir()
     archive = cache.folder / "sd15.tar.part"
@@ -50,7 +49,7 @@ def test_an_archive_that_cannot_be_a_model_is_the_archives_fault(
     assert not (cache.folder / "sd15").exists()
 
 
-def test_a_chain_of_links_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+def test_a_chain_of_links_does_not_lead_out_of_the_folder(tmp_path):
     deep = "/".join(["d" * 200] * 3)
     links = [
         entry_of("a", tarfile.SYMTYPE, deep),

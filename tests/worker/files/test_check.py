@@ -25,7 +25,7 @@ MakeSettings = Callable[..., WorkerSettings]
 
 
 @pytest.fixture
-def make_settings(tmp_path: Path) -> MakeSettings:
+def make_settings(tmp_path) -> MakeSettings:
     def make(model: str, **changes: Any) -> WorkerSettings:
         return WorkerSettings(model=model, storage=f"local:{tmp_path}", **changes)
 
@@ -33,7 +33,7 @@ def make_settings(tmp_path: Path) -> MakeSettings:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """A folder that looks like a checkpoint in diffusers format."""
     made = tmp_path / "model"
     for part in ("unet", "vae", "text_encoder"):
@@ -55,7 +55,7 @@ def refusal(path: Path) -> str:
 # Single files
 
 
-def test_a_single_file_of_sd1_passes(tmp_path: Path) -> None:
+def test_a_single_file_of_sd1_passes(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_of())
     (tmp_path / "another.vae.safetensors").write_bytes(
@@ -65,9 +65,7 @@ def test_a_single_file_of_sd1_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".vae.pt", ".vae.ckpt", ".vae.safetensors"])
-def test_a_vae_beside_the_file_is_not_left_out_without_a_word(
-    suffix: str, tmp_path: Path
-) -> None:
+def test_a_vae_beside_the_file_is_not_left_out_without_a_word(suffix: str, tmp_path):
     path = tmp_path / "dream.v8.safetensors"
     path.write_bytes(file_of())
     beside = tmp_path / f"dream.v8{suffix}"
@@ -91,17 +89,15 @@ def test_a_vae_beside_the_file_is_not_left_out_without_a_word(
     ],
 )
 def test_another_kind_is_named_with_what_to_do(
-    names: tuple[str, ...], reason: str, tmp_path: Path
-) -> None:
+    names: tuple[str, ...], reason: str, tmp_path
+):
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_of(*names))
     assert reason in refusal(path)
 
 
 @pytest.mark.parametrize("name", ["model.ckpt", "model.pt", "model.BIN"])
-def test_a_pickle_comes_with_the_command_that_converts_it(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_pickle_comes_with_the_command_that_converts_it(name: str, tmp_path):
     (tmp_path / name).write_bytes(b"\x80\x02")
     assert "python -c 'import torch" in refusal(tmp_path / name)
 
@@ -125,14 +121,14 @@ def test_a_pickle_comes_with_the_command_that_converts_it(
     ],
 )
 def test_what_is_no_safetensors_file_is_called_what_it_is(
-    content: bytes, reason: str, tmp_path: Path
-) -> None:
+    content: bytes, reason: str, tmp_path
+):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     assert reason in refusal(path)
 
 
-def test_a_cut_off_file_is_told_by_its_size(tmp_path: Path) -> None:
+def test_a_cut_off_file_is_told_by_its_size(tmp_path):
     path = tmp_path / "model.safetensors"
     whole = file_of(data=b"weights")
     path.write_bytes(whole[:-1])
@@ -143,8 +139,8 @@ def test_a_cut_off_file_is_told_by_its_size(tmp_path: Path) -> None:
 
 
 def test_a_missing_path_is_named_and_a_hub_id_comes_with_the_download(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     assert refusal(tmp_path / "gone.safetensors").endswith("does not exist")
     assert (
         "`hf download prompthero/openjourney --local-dir ./model`, and then"
@@ -187,7 +183,7 @@ def test_a_missing_path_is_named_and_a_hub_id_comes_with_the_download(
 )
 def test_a_page_or_a_pickle_is_refused_by_its_address(
     address: str, reason: str, make_settings: MakeSettings
-) -> None:
+):
     with pytest.raises(errors.SetupError) as refused:
         check.check(make_settings(address))
     assert reason in refused.value.message
@@ -205,11 +201,11 @@ def test_a_page_or_a_pickle_is_refused_by_its_address(
 )
 def test_addresses_of_files_pass_without_a_request(
     address: str, make_settings: MakeSettings
-) -> None:
+):
     check.check(make_settings(address))
 
 
-def test_a_renewed_signature_is_the_same_model_and_another_parameter_is_not() -> None:
+def test_a_renewed_signature_is_the_same_model_and_another_parameter_is_not():
     def folder(text: str) -> str:
         address = addresses.read_address(text, None, "")
         assert address is not None
@@ -231,7 +227,7 @@ def test_a_renewed_signature_is_the_same_model_and_another_parameter_is_not() ->
 )
 def test_a_setting_that_does_not_fit_the_model_is_named(
     changes: dict[str, Any], reason: str, make_settings: MakeSettings
-) -> None:
+):
     with pytest.raises(errors.SetupError, match=reason):
         check.check(make_settings("model.safetensors", **changes))
 
@@ -239,7 +235,7 @@ def test_a_setting_that_does_not_fit_the_model_is_named(
 # Folders
 
 
-def test_a_folder_in_diffusers_format_passes(folder: Path) -> None:
+def test_a_folder_in_diffusers_format_passes(folder: Path):
     check.check_path(folder)
 
 
@@ -278,15 +274,15 @@ def test_a_folder_in_diffusers_format_passes(folder: Path) -> None:
 )
 def test_a_folder_of_another_architecture_is_named(
     file: str, content: dict[str, object], reason: str, folder: Path
-) -> None:
+):
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text(json.dumps(content))
     assert reason in refusal(folder)
 
 
 def test_sdxls_refiner_is_a_model_that_jobs_name_beside_their_own(
-    folder: Path, tmp_path: Path
-) -> None:
+    folder: Path, tmp_path
+):
     unet = {"cross_attention_dim": 1280, "addition_embed_type": "text_time"}
     (folder / "unet" / "config.json").write_text(json.dumps(unet))
     (folder / "text_encoder").rename(folder / "text_encoder_2")
@@ -301,7 +297,7 @@ def test_sdxls_refiner_is_a_model_that_jobs_name_beside_their_own(
         check.check_path(folder, kinds.OTHER_MODEL)
 
 
-def test_an_inpainting_checkpoint_is_one_of_its_family(folder: Path) -> None:
+def test_an_inpainting_checkpoint_is_one_of_its_family(folder: Path):
     (folder / "model_index.json").write_text(
         '{"_class_name": "StableDiffusionInpaintPipeline"}'
     )
@@ -318,7 +314,7 @@ def test_an_inpainting_checkpoint_is_one_of_its_family(folder: Path) -> None:
 )
 def test_the_family_of_a_folder_is_told_by_its_unet(
     folder: Path, width: object, family: str
-) -> None:
+):
     (folder / "unet" / "config.json").write_text(
         json.dumps({"cross_attention_dim": width})
     )
@@ -330,7 +326,7 @@ def test_the_family_of_a_folder_is_told_by_its_unet(
     assert check.family(folder) == "SD x4 upscaler"
 
 
-def test_a_damaged_folder_names_what_is_wrong(folder: Path) -> None:
+def test_a_damaged_folder_names_what_is_wrong(folder: Path):
     weights = folder / "vae" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(errors.SetupError, match=r"vae/model\.safetensors' is cut off"):
@@ -343,7 +339,7 @@ def test_a_damaged_folder_names_what_is_wrong(folder: Path) -> None:
     assert "is not JSON" in refusal(folder)
 
 
-def test_a_folder_around_a_file_says_which_file_to_name(tmp_path: Path) -> None:
+def test_a_folder_around_a_file_says_which_file_to_name(tmp_path):
     assert "it has no unet/config.json" in refusal(tmp_path)
     (tmp_path / "a.ckpt").touch()
     assert "a.ckpt is a pickle" in refusal(tmp_path)
@@ -356,7 +352,7 @@ def test_a_folder_around_a_file_says_which_file_to_name(tmp_path: Path) -> None:
 # What the UNet predicts
 
 
-def test_a_yaml_beside_the_file_tells_v_prediction(tmp_path: Path) -> None:
+def test_a_yaml_beside_the_file_tells_v_prediction(tmp_path):
     """As AUTOMATIC1111 has it."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_of(modelspec__prediction_type="epsilon"))
@@ -379,8 +375,8 @@ def test_a_yaml_beside_the_file_tells_v_prediction(tmp_path: Path) -> None:
     ],
 )
 def test_a_yaml_of_sdxl_tells_it_by_its_scaling(
-    scaling: str, expected: str | None, tmp_path: Path
-) -> None:
+    scaling: str, expected: str | None, tmp_path
+):
     """As AUTOMATIC1111 has it, whose configurations of SDXL name no parameterization."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_of())
@@ -397,7 +393,7 @@ def test_a_yaml_of_sdxl_tells_it_by_its_scaling(
 @pytest.mark.parametrize(
     "content", ["model: [", "a: b\n" * 50_000, "!!python/object:os.system {}"]
 )
-def test_a_yaml_that_cannot_be_read_is_named(content: str, tmp_path: Path) -> None:
+def test_a_yaml_that_cannot_be_read_is_named(content: str, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_of())
     path.with_suffix(".yaml").write_text(content)
@@ -409,8 +405,8 @@ def test_a_yaml_that_cannot_be_read_is_named(content: str, tmp_path: Path) -> No
 
 
 def test_the_command_refuses_a_wrong_model_before_it_imports_anything_heavy(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "sdxl.safetensors").write_bytes(file_of(*REFINER))
     (tmp_path / "a.ckpt").touch()
     (tmp_path / "folder").mkdir()

@@ -15,7 +15,7 @@ DAY = 86_400.0
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     return tmp_path / "not" / "there" / "yet"
 
 
@@ -35,7 +35,7 @@ def names(folder: Path) -> set[str]:
     return {path.name.removesuffix(".safetensors") for path in folder.iterdir()}
 
 
-def test_what_is_stored_is_found_and_what_is_not_is_not(folder: Path) -> None:
+def test_what_is_stored_is_found_and_what_is_not_is_not(folder: Path):
     loras = disk_cache.DiskCache(folder, 1000)
     assert loras.find("a") is None
     path = loras.store("a", b"bytes")
@@ -49,7 +49,7 @@ def test_what_is_stored_is_found_and_what_is_not_is_not(folder: Path) -> None:
 
 def test_the_least_recently_used_are_evicted(
     folder: Path, age: Callable[[str, float], None]
-) -> None:
+):
     loras = disk_cache.DiskCache(folder, 250)
     for days, name in ((3, "a"), (2, "b")):
         loras.store(name, b"x" * 100)
@@ -65,7 +65,7 @@ def test_the_least_recently_used_are_evicted(
 
 def test_a_file_in_use_stays_above_the_limit(
     folder: Path, age: Callable[[str, float], None]
-) -> None:
+):
     loras = disk_cache.DiskCache(folder, 150)
     loras.store("a", b"x" * 100)
     loras.store("b", b"x" * 100)
@@ -78,8 +78,8 @@ def test_a_file_in_use_stays_above_the_limit(
 
 
 def test_a_full_disk_evicts_files_below_the_limit(
-    folder: Path, age: Callable[[str, float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder: Path, age: Callable[[str, float], None], monkeypatch
+):
     loras = disk_cache.DiskCache(folder, 10**9)
     for days, name in ((3, "a"), (2, "b"), (1, "c")):
         loras.store(name, b"x" * 100)
@@ -89,7 +89,7 @@ def test_a_full_disk_evicts_files_below_the_limit(
     assert names(folder) == {"c", "d"}
 
 
-def test_finding_a_file_keeps_its_modification_time(folder: Path) -> None:
+def test_finding_a_file_keeps_its_modification_time(folder: Path):
     """The cache in memory compares it."""
     loras = disk_cache.DiskCache(folder, 1000)
     path = loras.store("a", b"bytes")
@@ -101,7 +101,7 @@ def test_finding_a_file_keeps_its_modification_time(folder: Path) -> None:
 
 def test_partial_files_of_killed_workers_are_removed_and_current_ones_stay(
     folder: Path,
-) -> None:
+):
     loras = disk_cache.DiskCache(folder, 1000)
     loras.store("a", b"bytes")
     old, new = folder / ".old.part", folder / ".new.part"
@@ -114,8 +114,8 @@ def test_partial_files_of_killed_workers_are_removed_and_current_ones_stay(
 
 
 def test_a_failed_write_leaves_nothing_and_is_the_machines_fault(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder: Path, monkeypatch
+):
     loras = disk_cache.DiskCache(folder, 1000)
     loras.store("a", b"first")
 
@@ -129,7 +129,7 @@ def test_a_failed_write_leaves_nothing_and_is_the_machines_fault(
     assert (folder / "a.safetensors").read_bytes() == b"first"
 
 
-def test_what_is_in_the_way_of_the_cache_is_for_the_operator(tmp_path: Path) -> None:
+def test_what_is_in_the_way_of_the_cache_is_for_the_operator(tmp_path):
     (tmp_path / "file").write_text("in the way")
     for folder in (tmp_path / "file", tmp_path / "file" / "cache"):
         loras = disk_cache.DiskCache(folder, 1000)
@@ -151,7 +151,7 @@ def test_what_is_in_the_way_of_the_cache_is_for_the_operator(tmp_path: Path) -> 
 @pytest.mark.parametrize("jump", [-DAY, DAY])
 def test_a_clock_that_is_set_does_not_keep_old_files_for_ever(
     folder: Path, age: Callable[[str, float], None], jump: float
-) -> None:
+):
     """What was used before the clock was set back was used in the future."""
     loras = disk_cache.DiskCache(folder, 250)
     for name in ("a", "b"):
@@ -162,7 +162,7 @@ def test_a_clock_that_is_set_does_not_keep_old_files_for_ever(
     assert "c" in names(folder)
 
 
-def test_a_folder_deleted_while_a_worker_runs_is_made_again(folder: Path) -> None:
+def test_a_folder_deleted_while_a_worker_runs_is_made_again(folder: Path):
     loras = disk_cache.DiskCache(folder, 1000)
     loras.store("a", b"bytes")
     shutil.rmtree(folder)
@@ -170,7 +170,7 @@ def test_a_folder_deleted_while_a_worker_runs_is_made_again(folder: Path) -> Non
     assert loras.store("a", b"bytes").read_bytes() == b"bytes"
 
 
-def test_workers_that_share_a_folder_see_only_complete_files(folder: Path) -> None:
+def test_workers_that_share_a_folder_see_only_complete_files(folder: Path):
     workers = [disk_cache.DiskCache(folder, 150) for _ in range(4)]
     contents = {bytes([letter]) * 100_000 for letter in b"abcd"}
     workers[0].store("a", next(iter(contents)))

@@ -28,7 +28,7 @@ FileBytes = Callable[
 
 
 @pytest.fixture
-def library(storage: Storage, tmp_path: Path) -> Library:
+def library(storage: Storage, tmp_path) -> Library:
     def make(
         directory: Path | None = None, trusted: TrustedKeys | None = None
     ) -> EmbeddingLibrary:
@@ -60,7 +60,7 @@ async def replace(storage: Storage, name: str, data: bytes) -> None:
 
 async def test_the_names_are_those_of_the_manifest_and_the_files_are_found(
     storage: Storage, library: Library, lora_bytes: FileBytes
-) -> None:
+):
     await put(storage, mist=lora_bytes("a"), Ash=lora_bytes("b"))
     found = library()
     assert await found.names() == ("Ash", "mist")
@@ -71,8 +71,8 @@ async def test_the_names_are_those_of_the_manifest_and_the_files_are_found(
 
 
 async def test_a_folders_files_need_no_manifest_and_come_first(
-    storage: Storage, library: Library, lora_bytes: FileBytes, tmp_path: Path
-) -> None:
+    storage: Storage, library: Library, lora_bytes: FileBytes, tmp_path
+):
     await put(storage, mist=lora_bytes("stored"))
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -91,7 +91,7 @@ async def test_a_folders_files_need_no_manifest_and_come_first(
 
 async def test_a_file_put_into_a_local_storage_by_hand_is_used_and_its_replacement_at_once(
     storage: Storage, library: Library, lora_bytes: FileBytes
-) -> None:
+):
     await replace(storage, "embeddings/mist.safetensors", lora_bytes("old"))
     found = library()
     if storage.settings.is_billed:
@@ -107,8 +107,8 @@ async def test_the_list_is_read_once_in_a_while_and_a_new_or_replaced_file_is_th
     storage: Storage,
     library: Library,
     lora_bytes: FileBytes,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     await put(storage, mist=lora_bytes("old"))
     found = library()
     names = await found.names()
@@ -128,8 +128,8 @@ async def test_a_list_that_cannot_be_read_leaves_the_last_one_in_force(
     storage: Storage,
     library: Library,
     lora_bytes: FileBytes,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     await put(storage, mist=lora_bytes("a"))
     monkeypatch.setattr("worker.files.library.LIST_SECONDS", -1.0)
     found = library()
@@ -151,8 +151,8 @@ async def test_names_that_lead_out_of_the_folder_are_left_out(
     storage: Storage,
     library: Library,
     lora_bytes: FileBytes,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     bad = ["../../etc/x", "a/b", "..", ".hidden", "", "a\\b", "x" * 201, "a\0b"]
     listed = dict.fromkeys([*bad, "mist"], sha256(b""))
     await replace(storage, "embeddings/manifest.json", json.dumps(listed).encode())
@@ -175,9 +175,9 @@ async def test_a_pickle_is_refused_by_name_and_the_advice_converts_it(
     storage: Storage,
     library: Library,
     lora_bytes: FileBytes,
-    tmp_path: Path,
+    tmp_path,
     content: Any,
-) -> None:
+):
     mine = tmp_path / "mine"
     mine.mkdir()
     torch.save(content, mine / "mist.pt")
@@ -196,7 +196,7 @@ async def test_a_pickle_is_refused_by_name_and_the_advice_converts_it(
     assert converted["emb_params"].shape[-1] == 768
 
 
-def test_the_advice_is_one_command_for_a_shell(tmp_path: Path) -> None:
+def test_the_advice_is_one_command_for_a_shell(tmp_path):
     path = tmp_path / "it's; $(touch x).pt"
     advice = addresses.pickle_advice(str(path), is_embedding=True)
     command = advice[advice.index("python -c") :].replace("python -c", "printf %s")
@@ -208,8 +208,8 @@ def test_the_advice_is_one_command_for_a_shell(tmp_path: Path) -> None:
 
 
 async def test_with_a_trusted_key_the_signed_list_alone_counts(
-    storage: Storage, library: Library, lora_bytes: FileBytes, tmp_path: Path
-) -> None:
+    storage: Storage, library: Library, lora_bytes: FileBytes, tmp_path
+):
     key = SigningKey.create(tmp_path / "key.pem")
     trusted = TrustedKeys.read(key.public)
     assert await library(trusted=trusted).names() == (), (
@@ -238,8 +238,8 @@ async def test_an_image_and_its_record_tell_the_embeddings_of_their_prompts(
     storage: Storage,
     run_pipeline: RunPipeline,
     lora_bytes: FileBytes,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     await put(storage, mist=lora_bytes("a"), ash=lora_bytes("b"), fog=lora_bytes("c"))
     pipeline = await run_pipeline(
         sent=[

@@ -35,8 +35,8 @@ def files() -> Iterator[FileHashes]:
 
 
 def test_a_loras_hash_is_that_of_its_weights_whatever_its_header(
-    files: FileHashes, tmp_path: Path
-) -> None:
+    files: FileHashes, tmp_path
+):
     expected = hashlib.sha256(WEIGHTS).hexdigest()[:12]
     plain = safetensors_file(tmp_path / "a.safetensors")
     described = safetensors_file(tmp_path / "b.safetensors", ss_output_name="night")
@@ -46,8 +46,8 @@ def test_a_loras_hash_is_that_of_its_weights_whatever_its_header(
 
 
 def test_a_lora_that_names_its_hash_is_not_read(
-    files: FileHashes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    files: FileHashes, tmp_path, monkeypatch
+):
     path = safetensors_file(
         tmp_path / "a.safetensors", sshs_model_hash="ab" * 32, other="x"
     )
@@ -64,15 +64,15 @@ def test_a_lora_that_names_its_hash_is_not_read(
     ],
 )
 def test_what_only_looks_like_a_named_hash_is_not_taken(
-    files: FileHashes, tmp_path: Path, metadata: dict[str, str]
-) -> None:
+    files: FileHashes, tmp_path, metadata: dict[str, str]
+):
     path = safetensors_file(tmp_path / "a.safetensors", **metadata)
     assert files.of_lora(path).result() == hashlib.sha256(WEIGHTS).hexdigest()[:12]
 
 
 def test_a_file_is_hashed_once_until_it_changes(
-    files: FileHashes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    files: FileHashes, tmp_path, monkeypatch
+):
     read = []
     original = manifest.hash_lora
     monkeypatch.setattr(
@@ -86,17 +86,15 @@ def test_a_file_is_hashed_once_until_it_changes(
     assert files.of_lora(path).result() != first
 
 
-def test_a_checkpoints_hash_is_that_of_its_whole_file(
-    files: FileHashes, tmp_path: Path
-) -> None:
+def test_a_checkpoints_hash_is_that_of_its_whole_file(files: FileHashes, tmp_path):
     path = safetensors_file(tmp_path / "m.safetensors")
     expected = hashlib.sha256(path.read_bytes()).hexdigest()[:10]
     assert files.of_model(path).result() == expected
 
 
 def test_a_folder_has_no_hash_and_a_known_one_is_not_computed(
-    files: FileHashes, tmp_path: Path
-) -> None:
+    files: FileHashes, tmp_path
+):
     assert files.of_model(tmp_path).result() is None
     assert files.of_model(tmp_path / "missing").result() is None
     path = safetensors_file(tmp_path / "m.safetensors")
@@ -104,8 +102,8 @@ def test_a_folder_has_no_hash_and_a_known_one_is_not_computed(
 
 
 def test_a_file_that_cannot_be_read_leaves_the_hash_out_and_says_so(
-    files: FileHashes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    files: FileHashes, tmp_path, caplog
+):
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"\xff" * 64)
     with caplog.at_level(logging.WARNING):

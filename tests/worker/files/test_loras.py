@@ -49,7 +49,7 @@ class Watched:
 
 
 @pytest.fixture
-def watched(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Watched:
+def watched(storage: Storage, monkeypatch) -> Watched:
     return Watched(storage, monkeypatch)
 
 
@@ -57,7 +57,7 @@ Library = Callable[..., FileLibrary]
 
 
 @pytest.fixture
-def library(storage: Storage, tmp_path: Path) -> Library:
+def library(storage: Storage, tmp_path) -> Library:
     source = Source(storage.files, tmp_path / "cache", cache_bytes=10_000)
     kind = dataclasses.replace(LORA, max_bytes=1000)
     return functools.partial(FileLibrary, source, kind)
@@ -83,7 +83,7 @@ def sha256(data: bytes) -> str:
 
 async def test_a_lora_is_fetched_once_for_all_jobs_that_need_it(
     storage: Storage, watched: Watched, library: Library, lora_bytes: LoraBytes
-) -> None:
+):
     await put(storage, "style", lora_bytes("style"))
     watched.answer.clear()
     loras = library()
@@ -100,7 +100,7 @@ async def test_a_lora_is_fetched_once_for_all_jobs_that_need_it(
 
 async def test_a_fetch_whose_job_is_cancelled_is_begun_anew_by_the_next_that_waits(
     storage: Storage, watched: Watched, library: Library, lora_bytes: LoraBytes
-) -> None:
+):
     await put(storage, "style", lora_bytes("style"))
     watched.answer.clear()
     loras = library()
@@ -113,7 +113,7 @@ async def test_a_fetch_whose_job_is_cancelled_is_begun_anew_by_the_next_that_wai
 
 async def test_a_failed_fetch_is_not_remembered(
     storage: Storage, library: Library, lora_bytes: LoraBytes
-) -> None:
+):
     loras = library()
     with pytest.raises(
         errors.MissingFileError, match=r"style\.safetensors in loras/ of the container"
@@ -127,8 +127,8 @@ async def test_a_failed_fetch_is_not_remembered(
     "name", ["a b", "a+b", "a(b)", "_a", "a.b", "A-1.", "a..b", "x" * 128]
 )
 async def test_every_name_allowed_in_a_prompt_works_in_both_storages_and_on_the_disk(
-    storage: Storage, library: Library, lora_bytes: LoraBytes, name: str, tmp_path: Path
-) -> None:
+    storage: Storage, library: Library, lora_bytes: LoraBytes, name: str, tmp_path
+):
     assert prompt.SAFE_NAME.fullmatch(name)
     await put(storage, name, lora_bytes(name))
     path = await library().resolve(name)
@@ -137,8 +137,8 @@ async def test_every_name_allowed_in_a_prompt_works_in_both_storages_and_on_the_
 
 
 async def test_the_folder_comes_before_the_storage(
-    storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
-) -> None:
+    storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path
+):
     await put(storage, "style", lora_bytes("store"))
     await put(storage, "other", lora_bytes("other"))
     mine = tmp_path / "mine" / "style.safetensors"
@@ -155,8 +155,8 @@ async def test_the_folder_comes_before_the_storage(
 
 
 async def test_a_file_above_the_limit_is_refused_unread_wherever_it_is(
-    storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
-) -> None:
+    storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path
+):
     await put(storage, "large", lora_bytes("x" * 1001))
     mine = tmp_path / "mine" / "huge.safetensors"
     mine.parent.mkdir()
@@ -176,8 +176,8 @@ async def test_what_is_not_a_lora_is_refused_and_a_truncated_one_is_retried(
     watched: Watched,
     library: Library,
     lora_bytes: LoraBytes,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     await put(storage, "page", b"<html>not found</html>")
     loras = library()
     with pytest.raises(
@@ -194,7 +194,7 @@ async def test_what_is_not_a_lora_is_refused_and_a_truncated_one_is_retried(
 
 async def test_a_damaged_file_in_the_cache_is_fetched_again(
     storage: Storage, library: Library, lora_bytes: LoraBytes
-) -> None:
+):
     await put(storage, "style", lora_bytes("style"))
     path = await library().resolve("style")
     for damage in (b"", lora_bytes("style")[:-1], b"<html>not found</html>", None):
@@ -210,8 +210,8 @@ async def test_a_replaced_lora_is_fetched_again_once_the_manifest_names_it(
     watched: Watched,
     library: Library,
     lora_bytes: LoraBytes,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     watched.replace("style", lora_bytes("old"))
     watched.state(style=sha256(lora_bytes("old")))
     loras = library()
@@ -230,7 +230,7 @@ async def test_a_replaced_lora_is_fetched_again_once_the_manifest_names_it(
 
 async def test_a_job_is_retried_between_the_replacements_of_a_lora_and_its_manifest(
     watched: Watched, library: Library, lora_bytes: LoraBytes
-) -> None:
+):
     watched.state(style=sha256(lora_bytes("old")))
     watched.replace("style", lora_bytes("new"))
     loras = library()
@@ -266,7 +266,7 @@ async def test_a_lora_is_fetched_and_read_while_the_gpu_draws_other_jobs(
     watched: Watched,
     run_pipeline: Any,
     lora_bytes: LoraBytes,
-) -> None:
+):
     watched.replace("style", lora_bytes("style"))
     watched.answer.clear()
     engine = ReadingEngine()

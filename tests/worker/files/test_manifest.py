@@ -1,7 +1,6 @@
 """Manifests of files: plain ones, and signed ones, which list all that a worker takes."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,7 @@ def plain(source: Source) -> Manifest:
     return Manifest(WHERE, source.read, LORA)
 
 
-async def test_a_manifest_gives_hashes_by_name_in_any_case() -> None:
+async def test_a_manifest_gives_hashes_by_name_in_any_case():
     source = Source(json.dumps({"a": "ABC", "b": "def"}).encode())
     hashes = plain(source)
     assert [await hashes.sha256(name) for name in ("a", "b", "c")] == [
@@ -42,7 +41,7 @@ async def test_a_manifest_gives_hashes_by_name_in_any_case() -> None:
     assert source.reads == 1
 
 
-async def test_without_a_manifest_any_file_will_do() -> None:
+async def test_without_a_manifest_any_file_will_do():
     source = Source(None)
     hashes = plain(source)
     assert await hashes.sha256("a") is None
@@ -51,8 +50,8 @@ async def test_without_a_manifest_any_file_will_do() -> None:
 
 
 async def test_a_manifest_is_read_again_after_a_while_and_when_told_to_forget_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     source = Source(b'{"a": "1"}')
     hashes = plain(source)
     assert await hashes.sha256("a") == "1"
@@ -70,7 +69,7 @@ async def test_a_manifest_is_read_again_after_a_while_and_when_told_to_forget_it
 )
 async def test_an_invalid_manifest_stops_the_lookup_instead_of_trusting_any_file(
     content: bytes,
-) -> None:
+):
     source = Source(content)
     hashes = plain(source)
     for _ in range(2):
@@ -84,12 +83,12 @@ async def test_an_invalid_manifest_stops_the_lookup_instead_of_trusting_any_file
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> SigningKey:
+def key(tmp_path) -> SigningKey:
     return SigningKey.create(tmp_path / "key.pem")
 
 
 @pytest.fixture
-def other_key(tmp_path: Path) -> SigningKey:
+def other_key(tmp_path) -> SigningKey:
     return SigningKey.create(tmp_path / "other.pem")
 
 
@@ -98,7 +97,7 @@ def strict(source: Source, *keys: SigningKey) -> Manifest:
     return Manifest(WHERE, source.read, LORA, trusted)
 
 
-async def test_a_signed_manifest_lists_all_that_is_taken(key: SigningKey) -> None:
+async def test_a_signed_manifest_lists_all_that_is_taken(key: SigningKey):
     source = Source(manifest.encode("loras", {"a": "ABC"}, key))
     hashes = strict(source, key)
     assert await hashes.sha256("a") == "abc"
@@ -110,7 +109,7 @@ async def test_a_signed_manifest_lists_all_that_is_taken(key: SigningKey) -> Non
 
 async def test_a_file_listed_a_moment_ago_is_not_refused_for_an_old_copy(
     key: SigningKey,
-) -> None:
+):
     source = Source(manifest.encode("loras", {"a": "1"}, key))
     hashes = strict(source, key)
     assert await hashes.sha256("a") == "1"
@@ -119,7 +118,7 @@ async def test_a_file_listed_a_moment_ago_is_not_refused_for_an_old_copy(
     assert source.reads == 2
 
 
-async def test_a_file_that_is_not_listed_costs_one_read_a_job(key: SigningKey) -> None:
+async def test_a_file_that_is_not_listed_costs_one_read_a_job(key: SigningKey):
     source = Source(manifest.encode("loras", {}, key))
     hashes = strict(source, key)
     for reads in (1, 2, 3):
@@ -130,7 +129,7 @@ async def test_a_file_that_is_not_listed_costs_one_read_a_job(key: SigningKey) -
 
 async def test_a_manifest_that_is_not_signed_is_the_operators_fault_and_no_jobs(
     key: SigningKey, other_key: SigningKey
-) -> None:
+):
     listed = {"a": "1"}
     good = json.loads(manifest.encode("loras", listed, key))
     bad = {
@@ -156,7 +155,7 @@ async def test_a_manifest_that_is_not_signed_is_the_operators_fault_and_no_jobs(
             await strict(Source(content), key).sha256("a")
 
 
-async def test_a_jobs_signature_is_none_for_a_manifest(key: SigningKey) -> None:
+async def test_a_jobs_signature_is_none_for_a_manifest(key: SigningKey):
     fields = {"folder": "loras", "files": {"a": "1"}}
     source = Source(
         json.dumps({**fields, "signature": key.sign("job", fields)}).encode()
@@ -167,7 +166,7 @@ async def test_a_jobs_signature_is_none_for_a_manifest(key: SigningKey) -> None:
 
 async def test_two_keys_are_trusted_while_keys_change(
     key: SigningKey, other_key: SigningKey
-) -> None:
+):
     for signer in (key, other_key):
         source = Source(manifest.encode("loras", {"a": "1"}, signer))
         assert await strict(source, key, other_key).sha256("a") == "1"
@@ -175,7 +174,7 @@ async def test_two_keys_are_trusted_while_keys_change(
 
 async def test_without_a_trusted_key_a_signed_manifest_is_read_as_a_plain_one(
     key: SigningKey,
-) -> None:
+):
     hashes = plain(Source(manifest.encode("loras", {"a": "1"}, key)))
     assert await hashes.sha256("a") == "1"
     assert await hashes.sha256("b") is None
@@ -183,8 +182,8 @@ async def test_without_a_trusted_key_a_signed_manifest_is_read_as_a_plain_one(
 
 @pytest.mark.parametrize("is_strict", [False, True])
 async def test_a_manifest_is_bounded_in_bytes_and_files(
-    key: SigningKey, monkeypatch: pytest.MonkeyPatch, *, is_strict: bool
-) -> None:
+    key: SigningKey, monkeypatch, *, is_strict: bool
+):
     source = Source(manifest.encode("loras", {"a": "1", "b": "2"}, key))
     hashes = strict(source, key) if is_strict else plain(source)
     with monkeypatch.context() as patch:

@@ -94,7 +94,7 @@ class ModelServer:
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[ModelServer]:
+async def server(tmp_path) -> AsyncIterator[ModelServer]:
     served = ModelServer(tmp_path)
     runner = web.ServerRunner(web.Server(served.answer), shutdown_timeout=0)
     await runner.setup()
@@ -127,9 +127,7 @@ class Client:
 
 
 @pytest.fixture
-def client(
-    server: ModelServer, tmp_path: Path, local_settings: StorageSettings
-) -> Client:
+def client(server: ModelServer, tmp_path, local_settings: StorageSettings) -> Client:
     return Client(server.url, tmp_path, open_storage(local_settings).files)
 
 
@@ -140,7 +138,7 @@ def kept_in(folder: Path) -> set[str]:
 
 async def test_a_path_is_used_as_it_is_and_nothing_is_fetched(
     client: Client, server: ModelServer
-) -> None:
+):
     path = Path("models/sd15")
     assert await client.fetch(model=path, model_sha256=None) == path
     assert server.ranges == []
@@ -148,7 +146,7 @@ async def test_a_path_is_used_as_it_is_and_nothing_is_fetched(
 
 async def test_a_broken_download_resumes_where_it_was(
     client: Client, server: ModelServer
-) -> None:
+):
     server.breaks_after = [1_000_000, 500_000]
     place = await client.fetch()
     assert place.read_bytes() == CONTENT
@@ -162,8 +160,8 @@ async def test_a_broken_download_resumes_where_it_was(
 async def test_more_breaks_than_tries_are_survived_while_something_arrives(
     client: Client,
     server: ModelServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(download, "PROGRESS_BYTES", 100_000)
     server.breaks_after = [300_000] * 8
     assert (await client.fetch()).read_bytes() == CONTENT
@@ -171,7 +169,7 @@ async def test_more_breaks_than_tries_are_survived_while_something_arrives(
 
 async def test_a_restarted_worker_resumes_the_download(
     client: Client, server: ModelServer
-) -> None:
+):
     server.breaks_after, server.hangs = [1_000_000], True
     running = asyncio.create_task(client.fetch())
     await polling.until(lambda: server.has_stored(0, bytes(1_000_000)))
@@ -185,14 +183,14 @@ async def test_a_restarted_worker_resumes_the_download(
 
 async def test_what_was_fetched_once_is_not_requested_again(
     client: Client, server: ModelServer
-) -> None:
+):
     await client.fetch()
     # A token is renewed; the file behind it is the same.
     await client.fetch(model=f"{server.url}?sig=another")
     assert len(server.ranges) == 1
 
 
-async def test_another_hash_is_refused_with_both_named(client: Client) -> None:
+async def test_another_hash_is_refused_with_both_named(client: Client):
     other = {"model_sha256": "0" * 64}
     with pytest.raises(errors.SetupError, match=f"{SHA256}, not {'0' * 64}"):
         await client.fetch(**other)
@@ -201,14 +199,14 @@ async def test_another_hash_is_refused_with_both_named(client: Client) -> None:
 
 async def test_without_a_hash_https_must_not_lead_to_plain_http(
     server: ModelServer,
-) -> None:
+):
     source = download.HttpSource(server.url, requires_https=True)
     with pytest.raises(errors.SetupError, match="--model-sha256"):
         async with source.opened(0, None):
             pass
 
 
-def test_without_a_hash_not_even_one_hop_may_be_plain_http() -> None:
+def test_without_a_hash_not_even_one_hop_may_be_plain_http():
     source = download.HttpSource(
         "https://a.example/sd15.safetensors", requires_https=True
     )
@@ -220,7 +218,7 @@ def test_without_a_hash_not_even_one_hop_may_be_plain_http() -> None:
 
 async def test_a_refusal_is_reported_at_once_and_without_the_token(
     client: Client, server: ModelServer
-) -> None:
+):
     server.statuses = [403] * 9
     with pytest.raises(errors.SetupError, match="HTTP 403") as refused:
         await client.fetch(model=f"{server.url}?sig=secret")
@@ -230,7 +228,7 @@ async def test_a_refusal_is_reported_at_once_and_without_the_token(
 
 async def test_a_busy_server_is_asked_again_and_given_up_if_it_stays_busy(
     client: Client, server: ModelServer
-) -> None:
+):
     server.statuses = [503, 429]
     await client.fetch()
     server.statuses = [503] * 9
@@ -241,8 +239,8 @@ async def test_a_busy_server_is_asked_again_and_given_up_if_it_stays_busy(
 async def test_a_stalled_server_is_given_up_and_asked_again(
     client: Client,
     server: ModelServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(download, "STALL_SECONDS", 0.2)
     server.breaks_after, server.hangs = [1_500_000], True
     running = asyncio.create_task(client.fetch())
@@ -271,8 +269,8 @@ async def test_an_address_without_a_suffix_is_taken_by_its_content_and_the_serve
     name: str,
     client: Client,
     server: ModelServer,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     server.disposition = disposition
     address = server.url.replace(
         "models/sd15.safetensors", "api/download/models/128713?type=Model"
@@ -289,7 +287,7 @@ async def test_an_address_without_a_suffix_is_taken_by_its_content_and_the_serve
 
 async def test_such_a_download_resumes_with_its_name(
     client: Client, server: ModelServer
-) -> None:
+):
     server.disposition = 'attachment; filename="dreams.safetensors"'
     server.breaks_after = [1_500_000] + [0] * 9
     address = server.url.replace("sd15.safetensors", "1")
@@ -319,7 +317,7 @@ async def test_a_download_that_is_no_checkpoint_is_refused_and_not_kept(
     reason: str,
     client: Client,
     server: ModelServer,
-) -> None:
+):
     server.content = content
     is_cut_off = reason == "is cut off"  # which only its end tells
     server.breaks_after = [] if is_cut_off else [1_500_000]
@@ -335,8 +333,8 @@ async def test_a_download_that_is_no_checkpoint_is_refused_and_not_kept(
 
 
 async def test_two_workers_share_one_download_and_one_says_that_it_fetched(
-    client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
+    client: Client, caplog
+):
     caplog.set_level("INFO")
     first, second = await asyncio.gather(*(client.fetch() for _ in range(2)))
     assert first == second
@@ -345,7 +343,7 @@ async def test_two_workers_share_one_download_and_one_says_that_it_fetched(
 
 async def test_a_worker_that_stops_does_not_wait_for_the_model(
     client: Client, server: ModelServer
-) -> None:
+):
     server.breaks_after, server.hangs = [1_000_000], True
     stop = asyncio.Event()
     asyncio.get_running_loop().call_later(0.1, stop.set)
@@ -356,8 +354,8 @@ async def test_a_worker_that_stops_does_not_wait_for_the_model(
 async def test_a_disk_that_is_too_small_is_reported_before_it_is_full(
     client: Client,
     server: ModelServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(disk_cache, "SPARE_BYTES", 10**15)
     with pytest.raises(errors.NodeError, match="larger disk"):
         await client.fetch()
@@ -373,7 +371,7 @@ async def test_a_tar_becomes_the_folder_in_it(
     top: str,
     client: Client,
     server: ModelServer,
-) -> None:
+):
     names = {f"{top}model_index.json": b"{}", f"{top}unet/config.json": b'{"a": 1}'}
     server.content = tar_of(names)
     server.url = server.url.replace(".safetensors", suffix)
@@ -388,8 +386,8 @@ async def test_a_tar_becomes_the_folder_in_it(
 
 
 async def test_a_model_comes_from_the_storage(
-    storage: Storage, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, client: Client, monkeypatch
+):
     client.blobs = storage.files
     monkeypatch.setattr(download, "_PART_BYTES", 300_000)
     kind = "application/octet-stream"
@@ -401,7 +399,7 @@ async def test_a_model_comes_from_the_storage(
 
 async def test_a_part_of_a_model_that_the_storage_has_no_more_is_fetched_again(
     storage: Storage, client: Client
-) -> None:
+):
     client.blobs = storage.files
     content = file_of(data=b"weights" * 100)
     await storage.files.create("models/v15.safetensors", content, "text/plain", {})
@@ -416,7 +414,7 @@ async def test_a_part_of_a_model_that_the_storage_has_no_more_is_fetched_again(
 
 async def test_a_model_that_is_not_in_the_storage_is_named(
     storage: Storage, client: Client
-) -> None:
+):
     client.blobs = storage.files
     with pytest.raises(errors.SetupError, match="models/v15"):
         await client.fetch(model="store:v15.safetensors", model_sha256=None)

@@ -3,9 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 
 from evaluation.stand_in import StandInEngine
 from imagefleet.storage import dead_letter
@@ -23,10 +20,10 @@ JOBS = {
 
 async def test_a_worker_without_a_container_of_files_draws_what_needs_none(
     storage_settings: StorageSettings,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path,
+    caplog,
     worker_settings: Callable[..., WorkerSettings],
-) -> None:
+):
     settings = storage_settings.model_copy(update={"files_container": "no-such-files"})
     async with open_storage(storage_settings) as storage:
         await storage.create()

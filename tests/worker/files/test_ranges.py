@@ -224,8 +224,8 @@ def download(server: Server, folder: Path) -> Download:
 
 @pytest.mark.parametrize("respond", ENDS_WHOLE.values(), ids=ENDS_WHOLE)
 async def test_any_answer_to_a_request_for_the_rest_ends_in_the_whole_file(
-    serve: Serve, tmp_path: Path, respond: Respond
-) -> None:
+    serve: Serve, tmp_path, respond: Respond
+):
     server = await serve(respond)
     found = download(server, tmp_path / "cache")
     await found.run(POLICY)
@@ -237,8 +237,8 @@ async def test_any_answer_to_a_request_for_the_rest_ends_in_the_whole_file(
     ("respond", "why"), ENDS_IN_AN_ERROR.values(), ids=ENDS_IN_AN_ERROR
 )
 async def test_a_server_that_never_sends_the_file_is_given_up_with_a_reason(
-    serve: Serve, tmp_path: Path, respond: Respond, why: str
-) -> None:
+    serve: Serve, tmp_path, respond: Respond, why: str
+):
     server = await serve(respond)
     with pytest.raises((errors.TransientError, errors.SetupError), match=why):
         await download(server, tmp_path / "cache").run(POLICY)

@@ -23,13 +23,13 @@ def with_header(header: bytes, data: bytes = b"") -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-def test_a_whole_file_passes_and_with_its_hash_too(lora_bytes: LoraBytes) -> None:
+def test_a_whole_file_passes_and_with_its_hash_too(lora_bytes: LoraBytes):
     data = lora_bytes("a")
     check(data)
     check(data, hashlib.sha256(data).hexdigest())
 
 
-def test_a_file_with_another_hash_is_retried(lora_bytes: LoraBytes) -> None:
+def test_a_file_with_another_hash_is_retried(lora_bytes: LoraBytes):
     """It or the manifest is about to be replaced, or it was damaged on its way."""
     wanted = hashlib.sha256(lora_bytes("a")).hexdigest()
     with pytest.raises(
@@ -38,7 +38,7 @@ def test_a_file_with_another_hash_is_retried(lora_bytes: LoraBytes) -> None:
         check(lora_bytes("b"), wanted)
 
 
-def test_a_file_truncated_anywhere_is_retried(lora_bytes: LoraBytes) -> None:
+def test_a_file_truncated_anywhere_is_retried(lora_bytes: LoraBytes):
     data = lora_bytes("a")
     for size in range(len(data)):
         with pytest.raises(
@@ -70,7 +70,7 @@ def test_a_file_truncated_anywhere_is_retried(lora_bytes: LoraBytes) -> None:
         with_header(b"\xff\xfe"),
     ],
 )
-def test_what_is_not_a_safetensors_file_is_refused_by_name(data: bytes) -> None:
+def test_what_is_not_a_safetensors_file_is_refused_by_name(data: bytes):
     with pytest.raises(
         errors.UnusableFileError, match=r"style\.safetensors is not a safetensors"
     ):
@@ -78,7 +78,7 @@ def test_what_is_not_a_safetensors_file_is_refused_by_name(data: bytes) -> None:
 
 
 @given(st.binary() | st.binary().map(with_header))
-def test_no_bytes_raise_anything_but_a_refusal(data: bytes) -> None:
+def test_no_bytes_raise_anything_but_a_refusal(data: bytes):
     for sha256 in (None, "0" * 64):
         with contextlib.suppress(errors.TransientError, errors.UnusableFileError):
             check(data, sha256)

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -42,9 +41,7 @@ Worker = subprocess.Popen[str]
 
 
 @pytest.fixture
-def start(
-    tmp_path: Path, lora_bytes: LoraBytes
-) -> Iterator[Callable[..., list[Worker]]]:
+def start(tmp_path, lora_bytes: LoraBytes) -> Iterator[Callable[..., list[Worker]]]:
     """Starts workers that fetch a LoRA, each with a download of so many seconds."""
     (tmp_path / "lora").write_bytes(lora_bytes("style"))
     started: list[Worker] = []
@@ -82,8 +79,8 @@ def begin(worker: Worker) -> None:
 
 
 def test_a_lora_that_two_gpus_want_at_once_is_downloaded_once(
-    start: Callable[..., list[Worker]], tmp_path: Path
-) -> None:
+    start: Callable[..., list[Worker]], tmp_path
+):
     workers = start(0.3, 0.3)
     for each in workers:
         begin(each)
@@ -94,7 +91,7 @@ def test_a_lora_that_two_gpus_want_at_once_is_downloaded_once(
 
 def test_a_worker_killed_as_it_downloads_does_not_hold_up_the_others(
     start: Callable[..., list[Worker]],
-) -> None:
+):
     killed, other = start(60, 0)
     begin(killed)
     assert line(killed) == "begins"
@@ -104,8 +101,8 @@ def test_a_worker_killed_as_it_downloads_does_not_hold_up_the_others(
 
 
 async def test_a_worker_that_hangs_as_it_downloads_holds_up_the_others_for_a_time(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, caplog
+):
     cache = DiskCache(tmp_path)
     async with cache.fetching("style"):
         async with cache.fetching("other"):
@@ -118,9 +115,7 @@ async def test_a_worker_that_hangs_as_it_downloads_holds_up_the_others_for_a_tim
         assert not caplog.messages
 
 
-async def test_a_folder_without_locks_stops_no_fetch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_folder_without_locks_stops_no_fetch(tmp_path, caplog):
     (tmp_path / "file").touch()
     async with DiskCache(tmp_path / "file").fetching("style"):
         assert "is fetched without a lock" in caplog.text

@@ -22,7 +22,7 @@ IMPATIENT = concurrency.RetryPolicy(
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> SigningKey:
+def key(tmp_path) -> SigningKey:
     return SigningKey.create(tmp_path / "key.pem")
 
 
@@ -47,14 +47,14 @@ async def fetch(settings: WorkerSettings, storage: Storage) -> Path:
 
 async def test_a_listed_model_is_fetched_and_verified(
     storage: Storage, settings: WorkerSettings, key: SigningKey
-) -> None:
+):
     await put(storage, manifest.encode("models", {"dreams.safetensors": SHA256}, key))
     assert (await fetch(settings, storage)).read_bytes() == CONTENT
 
 
 async def test_another_file_under_the_models_name_is_refused(
     storage: Storage, settings: WorkerSettings, key: SigningKey
-) -> None:
+):
     content = manifest.encode("models", {"dreams.safetensors": SHA256}, key)
     await put(storage, content, file_of(data=b"planted"))
     with pytest.raises(errors.SetupError, match="SHA-256"):
@@ -63,7 +63,7 @@ async def test_another_file_under_the_models_name_is_refused(
 
 async def test_a_file_fetched_before_there_was_a_key_is_not_taken_for_the_model(
     storage: Storage, settings: WorkerSettings, key: SigningKey
-) -> None:
+):
     without_key = settings.model_copy(update={"trusted_key": None})
     await put(storage, manifest.encode("models", {"dreams.safetensors": "0" * 64}, key))
     assert (await fetch(without_key, storage)).is_file()
@@ -74,7 +74,7 @@ async def test_a_file_fetched_before_there_was_a_key_is_not_taken_for_the_model(
 @pytest.mark.parametrize("case", ["no list", "plain", "not listed", "a list of LoRAs"])
 async def test_without_a_signed_list_that_has_the_model_the_operator_must_act(
     storage: Storage, settings: WorkerSettings, key: SigningKey, case: str
-) -> None:
+):
     listed = {"dreams.safetensors": SHA256}
     content: Any = {
         "no list": None,
@@ -91,7 +91,7 @@ async def test_without_a_signed_list_that_has_the_model_the_operator_must_act(
 
 async def test_a_hash_in_the_settings_needs_no_list(
     storage: Storage, settings: WorkerSettings
-) -> None:
+):
     await put(storage, None)
     given = settings.model_copy(update={"model_sha256": SHA256})
     assert (await fetch(given, storage)).read_bytes() == CONTENT

@@ -39,14 +39,14 @@ def age(path: Path, seconds: float) -> None:
 
 
 @pytest.fixture
-def rests(monkeypatch: pytest.MonkeyPatch) -> None:
+def rests(monkeypatch) -> None:
     monkeypatch.setattr(safetensors, "REST_SECONDS", 3.0)
 
 
 @pytest.mark.usefixtures("rests")
 def test_a_file_that_was_just_written_is_waited_for_and_one_at_rest_is_not(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "x"
     path.write_bytes(b"1")
     with pytest.raises(
@@ -60,8 +60,8 @@ def test_a_file_that_was_just_written_is_waited_for_and_one_at_rest_is_not(
 
 
 def test_a_file_of_a_clock_that_is_ahead_is_not_waited_for_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     now = 1_000.0
     monkeypatch.setattr(safetensors, "REST_SECONDS", 3.0)
     monkeypatch.setattr(safetensors.time, "monotonic", lambda: now)
@@ -97,8 +97,8 @@ def replaced(path: Path) -> None:
 @pytest.mark.parametrize("change", [overwritten, replaced, Path.unlink])
 @pytest.mark.parametrize("error", [None, errors.UnusableFileError("damaged")])
 def test_what_was_read_of_a_file_that_changes_meanwhile_does_not_count(
-    tmp_path: Path, change: Callable[[Path], None], error: Exception | None
-) -> None:
+    tmp_path, change: Callable[[Path], None], error: Exception | None
+):
     path = tmp_path / "x"
     path.write_bytes(b"1")
     age(path, 100)
@@ -120,8 +120,8 @@ def test_what_was_read_of_a_file_that_changes_meanwhile_does_not_count(
     "kind", [kinds.LORA, kinds.CONTROLNET, kinds.UPSCALER, kinds.TEXT]
 )
 async def test_a_file_that_somebody_copies_into_the_local_storage_is_waited_for(
-    local_settings: StorageSettings, tmp_path: Path, kind: kinds.FileKind
-) -> None:
+    local_settings: StorageSettings, tmp_path, kind: kinds.FileKind
+):
     async with open_storage(local_settings) as storage:
         await storage.create()
         path = library.local_path(storage.files, f"{kind.folder}/x.safetensors")
@@ -141,8 +141,8 @@ async def test_a_file_that_somebody_copies_into_the_local_storage_is_waited_for(
 
 @pytest.mark.usefixtures("rests")
 def test_a_model_that_is_still_being_copied_is_waited_for_and_one_that_is_cut_off_is_not(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "x.safetensors"
     path.write_bytes((100).to_bytes(8, "little") + b"{")
     settings = WorkerSettings(model=str(path), storage="local:x")
@@ -202,8 +202,8 @@ def distance(one: Pixels, two: Pixels) -> float:
     ids=["same-size", "other-size"],
 )
 async def test_a_lora_that_is_overwritten_in_place_is_drawn_whole_with_its_own_hash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+    tmp_path, monkeypatch, rank: int
+):
     monkeypatch.setattr(safetensors, "REST_SECONDS", 1.0)
     monkeypatch.setattr(settle, "LONGEST_REST_SECONDS", 1.0)
     model = tiny_model.build_tiny_checkpoint(tmp_path / "model")
@@ -261,8 +261,8 @@ async def worker_draws(folder: Path, model: Path, jobs: int) -> progress.WorkerR
 
 
 def test_a_model_that_is_overwritten_while_it_is_read_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     model = tiny_model.build_tiny_checkpoint(tmp_path / "model")
     (weights,) = (model / "unet").glob("*.safetensors")
     read, reads = load._read, 0

@@ -26,12 +26,12 @@ def samples(rates: Mapping[str, float], idle: float = 0.0) -> list[Sample]:
     return found
 
 
-def test_rounds_of_slots_do_not_blur_a_rate() -> None:
+def test_rounds_of_slots_do_not_blur_a_rate():
     for rate in (13.1, 15.27, 16.0):
         assert figures.rate(samples({"0": rate}), "0") == pytest.approx(rate, rel=3e-3)
 
 
-def test_what_is_missing_to_linear_is_idle_time_or_speed() -> None:
+def test_what_is_missing_to_linear_is_idle_time_or_speed():
     one = figures.measured(samples({"0": 16.0}), ["0"], {"0": {"sm_megahertz": 1980}})
     clocks = {gpu: {"sm_megahertz": 1881} for gpu in "01"}
     slow = figures.measured(samples({"0": 15.2, "1": 15.2}), ["0", "1"], clocks)

@@ -26,7 +26,7 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(monkeypatch) -> Driver:
     fake = Driver()
     for name, answer in {
         "nvmlInit": fake.init,
@@ -59,11 +59,11 @@ def chosen(gpus: str, **changes: Any) -> dict[str, str | None]:
 )
 def test_numbers_are_those_of_the_visible_gpus(
     driver: Driver,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     visible: str | None,
     gpus: str,
     expected: dict[str, str],
-) -> None:
+):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert chosen(gpus) == expected
@@ -89,12 +89,12 @@ def test_numbers_are_those_of_the_visible_gpus(
 )
 def test_a_wrong_choice_is_one_sentence(
     driver: Driver,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     gpus: str,
     changes: dict[str, str],
     visible: str | None,
     sentence: str,
-) -> None:
+):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(errors.SetupError, match=r"^--gpus") as raised:
@@ -118,15 +118,13 @@ def test_a_wrong_choice_is_one_sentence(
 )
 def test_a_machine_without_gpus_is_one_sentence(
     driver: Driver, cards: int, error: Exception | None, sentence: str
-) -> None:
+):
     driver.cards, driver.error = cards, error
     with pytest.raises(errors.SetupError, match=sentence):
         chosen("all")
 
 
-def test_a_driver_that_hangs_is_one_sentence(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_hangs_is_one_sentence(driver: Driver, monkeypatch):
     monkeypatch.setattr(replica, "DRIVER_SECONDS", 0.01)
     answers = threading.Event()
     monkeypatch.setattr(pynvml, "nvmlInit", answers.wait)
@@ -136,12 +134,12 @@ def test_a_driver_that_hangs_is_one_sentence(
 
 
 @pytest.mark.parametrize("gpus", ["", ",", "0,,1", "0 1"])
-def test_what_is_no_list_is_refused(gpus: str) -> None:
+def test_what_is_no_list_is_refused(gpus: str):
     with pytest.raises(ValueError, match="gpus"):
         MachineSettings(model="m", gpus=gpus)
 
 
-def test_the_parent_needs_neither_torch_nor_numpy() -> None:
+def test_the_parent_needs_neither_torch_nor_numpy():
     program = (
         "import sys; from worker.gpus import choice, parent\n"
         "sys.exit(' '.join({'torch', 'numpy'} & sys.modules.keys()))"

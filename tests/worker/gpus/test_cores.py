@@ -11,7 +11,7 @@ CARD = Gpu("0", "GPU-x")
 
 
 @pytest.fixture(autouse=True)
-def quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def quota(monkeypatch, tmp_path) -> Path:
     """The file of a container's limit, on a machine of 16 cores of which 8 are for this process."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
@@ -33,22 +33,22 @@ def quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 )
 def test_the_workers_of_a_machine_share_the_cores_that_its_container_may_use(
     quota: Path, limit: str | None, processes: int, expected: str
-) -> None:
+):
     if limit:
         quota.write_text(limit + "\n")
     assert choice.threads(processes) == expected
 
 
 def test_where_affinity_is_unknown_all_cores_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.delattr(os, "sched_getaffinity")
     assert choice.threads(2) == "8"
 
 
 def test_each_of_several_gpus_has_its_share_and_a_single_one_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     visible = {"CUDA_VISIBLE_DEVICES": "GPU-x"}
     assert CARD.environment(1) == visible
     assert CARD.environment(4) == {**visible, "OMP_NUM_THREADS": "2"}

@@ -12,7 +12,7 @@ from worker.settings import MachineSettings
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Member, socket.socket]]:
+def pair(monkeypatch) -> Iterator[tuple[Member, socket.socket]]:
     """A worker's view of its parent, and the parent's end."""
     ours, theirs = socket.socketpair()
     assignment = Assignment(
@@ -32,7 +32,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Member, socket.socke
 
 def test_a_worker_learns_its_part_once_and_its_own_processes_do_not(
     pair: tuple[Member, socket.socket],
-) -> None:
+):
     member, ours = pair
     settings = MachineSettings(
         model="m", gpus="all", host="0.0.0.0", port=8080, price_per_hour=2, name="m"
@@ -62,7 +62,7 @@ def test_a_worker_learns_its_part_once_and_its_own_processes_do_not(
 )
 async def test_only_the_parent_hurries_a_worker(
     pair: tuple[Member, socket.socket], signals: list[signal.Signals], is_hurried: bool
-) -> None:
+):
     member, _ = pair
     with process._signals(member) as (stop, hurry, received):
         for number in signals:

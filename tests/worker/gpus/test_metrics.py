@@ -16,7 +16,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch) -> Clock:
     return Clock(monkeypatch)
 
 
@@ -29,7 +29,7 @@ def values(metrics: MachineMetrics) -> dict[str, float]:
     }
 
 
-def test_a_gpu_without_a_worker_costs_its_share_of_the_machine(clock: Clock) -> None:
+def test_a_gpu_without_a_worker_costs_its_share_of_the_machine(clock: Clock):
     """Each GPU costs $2/h for two hours: its worker counts while it runs, the parent else."""
     metrics = MachineMetrics("f", ["0", "1"], 2.0)
     for gpu in "01":
@@ -62,6 +62,6 @@ def test_a_gpu_without_a_worker_costs_its_share_of_the_machine(clock: Clock) -> 
     assert again['imagefleet_gpu_restarts_total{device="1",fleet="f"}'] == 1
 
 
-def test_without_a_price_a_gpu_without_a_worker_costs_nothing() -> None:
+def test_without_a_price_a_gpu_without_a_worker_costs_nothing():
     metrics = MachineMetrics("f", ["0", "1"], None)
     assert not any("dollars" in name for name in values(metrics))

@@ -37,7 +37,7 @@ def hang(): threading.Event().wait()
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _quick(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(parent, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(parent, "MAX_CRASHES", 2)
@@ -45,7 +45,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Any]:
+def run(tmp_path) -> Callable[..., Any]:
     """Runs two workers of that Python; returns the parent's exit code."""
 
     async def start(worker: str, **changes: Any) -> int:
@@ -78,18 +78,18 @@ def runs(folder: Path) -> tuple[int, ...]:
 )
 async def test_what_ends_the_workers_decides_who_starts_again_and_the_exit_code(
     run: Callable[..., Any],
-    tmp_path: Path,
+    tmp_path,
     worker: str,
     code: int,
     times: tuple[int, int],
-) -> None:
+):
     assert await run(worker) == code
     assert runs(tmp_path) == times
 
 
 async def test_a_broken_gpu_is_left_out_and_the_others_draw_on(
-    run: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    run: Callable[..., Any], tmp_path, caplog
+):
     worker = """
 if gpu == "1":
     until(pathlib.Path("runs-0").exists)
@@ -106,8 +106,8 @@ sys.exit(1 if len(runs.read_text()) == 1 else 0)
 
 
 async def test_a_worker_that_crashed_is_not_started_for_a_queue_that_another_emptied(
-    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run: Callable[..., Any], tmp_path, monkeypatch
+):
     monkeypatch.setattr(parent, "FIRST_PAUSE_SECONDS", 1.0)
     assert await run("sys.exit(int(gpu))", until_empty=True) == 0
     assert runs(tmp_path) == (1, 1)
@@ -129,12 +129,12 @@ async def test_a_worker_that_crashed_is_not_started_for_a_queue_that_another_emp
 )
 async def test_a_signal_ends_both_and_says_whether_the_queue_is_empty(
     run: Callable[..., Any],
-    tmp_path: Path,
+    tmp_path,
     number: signal.Signals,
     until_empty: bool,
     codes: str,
     code: int,
-) -> None:
+):
     worker = f"""
 pathlib.Path("ready-" + gpu).touch()
 assert word() == signal.SIGTERM
@@ -150,8 +150,8 @@ os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
 
 
 async def test_a_second_signal_and_the_end_of_the_grace_time_hurry_the_workers(
-    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run: Callable[..., Any], tmp_path, monkeypatch
+):
     worker = """
 pathlib.Path("ready-" + gpu).touch()
 assert word() == signal.SIGTERM
@@ -172,7 +172,7 @@ hang()
 
 
 @pytest.fixture
-def _gpu_1_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def _gpu_1_hangs(monkeypatch) -> None:
     """The first report of GPU 1's first worker was its last, so long ago that it hangs."""
     kill_if_hung, hung = child.Child.kill_if_hung, list[float]()
 
@@ -188,8 +188,8 @@ def _gpu_1_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_gpu_1_hangs")
 async def test_a_worker_that_stops_reporting_is_started_again_and_others_go_on(
-    run: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    run: Callable[..., Any], tmp_path, caplog
+):
     worker = """
 control.sendall(b"ready\\n")
 if gpu == "1" and len(runs.read_text()) == 1: hang()
@@ -203,10 +203,10 @@ until(lambda: again.exists() and len(again.read_text()) == 2)
 
 async def test_a_worker_that_hangs_before_its_first_report_is_started_again(
     run: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    caplog,
+):
     monkeypatch.setattr(child, "FIRST_REPORT_SECONDS", 0.5)
     kill, killed = child.Child.kill, set[str]()
 
@@ -227,9 +227,9 @@ async def test_a_worker_that_hangs_before_its_first_report_is_started_again(
 @pytest.mark.usefixtures("_gpu_1_hangs")
 async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_the_parent(
     run: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    monkeypatch,
+):
     """As one whose driver hangs in the kernel; the other GPU's goes on until it is told to end."""
     monkeypatch.setattr(parent, "LAST_SECONDS", 0.1)
     monkeypatch.setattr(parent, "KILLS", 2)
@@ -262,15 +262,15 @@ word()
 
 
 async def test_a_port_in_use_starts_no_worker(
-    run: Callable[..., Any], tmp_path: Path, serve_probes: Callable[..., Any]
-) -> None:
+    run: Callable[..., Any], tmp_path, serve_probes: Callable[..., Any]
+):
     async with serve_probes(True) as port:
         with pytest.raises(errors.SetupError, match="--port"):
             await run("", port=port)
     assert not count(tmp_path, "runs")
 
 
-def test_the_exit_codes_are_those_of_the_console() -> None:
+def test_the_exit_codes_are_those_of_the_console():
     assert (
         *(parent.DONE, parent.UNEXPECTED, parent.SETUP, parent.NODE),
         *(parent.JOBS_FAILED, parent.INTERRUPTED, parent.TERMINATED),

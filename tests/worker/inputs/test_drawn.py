@@ -14,7 +14,7 @@ from worker.inputs import img2img
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     return tiny_model.build_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 async def test_jobs_of_all_passes_are_drawn_beside_each_other(
     storage: Storage, run_pipeline: RunPipeline, model: Path
-) -> None:
+):
     source = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
     mask = np.zeros((96, 128), np.uint8)
     mask[20:60, 30:90] = 255

@@ -34,17 +34,17 @@ pytestmark = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     return tiny_model.build_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def network(tmp_path_factory) -> tuple[Path, Any]:
     return esrgan.build(tmp_path_factory.mktemp("upscalers") / "4x_Tiny.safetensors")
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _soon(monkeypatch) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
     monkeypatch.setattr("worker.stages.record.FLUSH_SECONDS", 0.05)
     monkeypatch.setattr("worker.stages.record.LOCAL_FLUSH_SECONDS", 0.05)
@@ -83,7 +83,7 @@ def upscaled(**fields: Any) -> str:
 
 async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
     storage: Storage, run_pipeline: RunPipeline, model: Path, network: tuple[Path, Any]
-) -> None:
+):
     first = {
         "id": "a",
         "prompt": "a house",
@@ -129,7 +129,7 @@ async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
 
 async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     exif = Image.Exif()
     exif.get_ifd(0x8769)[0x9286] = b"UNICODE\0" + "a hut\nSteps: 9".encode("utf-16-be")
     await put(storage, "a.png", file_of(picture()))
@@ -162,7 +162,7 @@ async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
 
 async def test_a_prompt_of_a_stage_that_enlarges_needs_none_of_its_files(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     engine = Drawing(size=(64, 64))
     await put(storage, "a.png", file_of(picture()))
     pipeline = await run_pipeline(
@@ -179,7 +179,7 @@ async def test_a_prompt_of_a_stage_that_enlarges_needs_none_of_its_files(
 
 async def test_what_cannot_be_enlarged_is_the_jobs_fault_and_says_why(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await put(storage, "a.png", file_of(picture()))
     await put(storage, "large.png", file_of(np.resize(picture(16, 1), (1200, 1200, 3))))
     await put(storage, "grey.png", file_of(np.full((64, 64, 3), 7, np.uint8)))
@@ -216,7 +216,7 @@ async def test_what_cannot_be_enlarged_is_the_jobs_fault_and_says_why(
 
 async def test_one_colour_after_a_cut_is_the_jobs_fault_and_not_the_nodes(
     storage: Storage, run_pipeline: RunPipeline, model: Path
-) -> None:
+):
     pixels = np.full((64, 256, 3), 7, np.uint8)
     pixels[0, 0] = 200
     await put(storage, "a.png", file_of(pixels))

@@ -158,7 +158,7 @@ def begin(case: Case) -> tuple[InitImage, img2img.Overlay | None]:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_every_pixel_is_as_in_a1111(number: int) -> None:
+def test_every_pixel_is_as_in_a1111(number: int):
     case = CASES[number]
     init, overlay = begin(case)
     assert np.array_equal(init.pixels, EXPECTED[f"{number}_image"])
@@ -172,7 +172,7 @@ def test_every_pixel_is_as_in_a1111(number: int) -> None:
     assert np.array_equal(final, EXPECTED[f"{number}_final"])
 
 
-def test_the_result_of_a_masked_part_is_as_large_as_the_image_and_so_limited() -> None:
+def test_the_result_of_a_masked_part_is_as_large_as_the_image_and_so_limited():
     case = Case(image=(2560, 2048), size=(64, 64), mask="disc")
     with pytest.raises(
         errors.JobError, match=r"inpaint_full_res: .* 2,560 x 2,048 pixels"
@@ -180,7 +180,7 @@ def test_the_result_of_a_masked_part_is_as_large_as_the_image_and_so_limited() -
         begin(case)
 
 
-def test_a_drawing_is_not_enlarged_without_end_to_cover_a_long_thin_part() -> None:
+def test_a_drawing_is_not_enlarged_without_end_to_cover_a_long_thin_part():
     job = read_job(
         json.dumps({"prompt": "a", "init_images": ["a.png"], "mask": "b.png"}), "m"
     )
@@ -195,9 +195,7 @@ def test_a_drawing_is_not_enlarged_without_end_to_cover_a_long_thin_part() -> No
     ("fill", "content"),
     [(0, "fill"), (1, "original"), (2, "latent noise"), (3, "latent nothing")],
 )
-def test_the_engine_is_told_what_is_below_the_mask_at_first(
-    fill: int, content: str
-) -> None:
+def test_the_engine_is_told_what_is_below_the_mask_at_first(fill: int, content: str):
     case = Case(image=(64, 64), size=(64, 64), mask="disc", full_res=False, fill=fill)
     init, _ = begin(case)
     assert (init.masked_content, init.denoising_strength) == (content, 0.75)

@@ -52,7 +52,7 @@ async def put(
 
 async def test_an_image_may_be_a_file_a_result_or_in_the_message(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     images = {
         "file": picture(64, 64, 1),
         "result": picture(64, 64, 2),
@@ -92,7 +92,7 @@ async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_i
     storage: Storage,
     run_pipeline: RunPipeline,
     opened: str,
-) -> None:
+):
     await put(storage, "secret/s.png", image_file(picture(64, 64)), "images")
     await put(storage, "spring/a.png", image_file(picture(64, 64)), "images")
     named = "images/secret/s.png"
@@ -125,7 +125,7 @@ async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_i
 
 async def test_an_image_has_whole_cells_of_the_size_that_is_asked_for(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     """Also one with a mask, whose borders outside of them are left out."""
     source, mask = picture(200, 120), disc(200, 120)
     await put(storage, "inputs/a.png", image_file(source))
@@ -152,7 +152,7 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
     storage: Storage,
     run_pipeline: RunPipeline,
     lora_bytes: Callable[[str], bytes],
-) -> None:
+):
     await put(storage, "upscalers/4x_Sharp.safetensors", lora_bytes("weights"))
     hires = {
         "enable_hr": True,
@@ -193,7 +193,7 @@ async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
     storage: Storage,
     run_pipeline: RunPipeline,
     lora_bytes: Callable[[str], bytes],
-) -> None:
+):
     data = lora_bytes("weights")
     await put(storage, "vaes/sharp.safetensors", data)
     settings = {"sd_vae": "sharp.safetensors"}
@@ -229,7 +229,7 @@ async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
 
 async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is_its_own(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     files = {
         "late": file_of(data=b"late"),
         "xl": file_of(*REFINER),
@@ -288,7 +288,7 @@ async def test_a_controlnet_gets_its_map_in_the_jobs_size(
     storage: Storage,
     run_pipeline: RunPipeline,
     lora_bytes: Callable[[str], bytes],
-) -> None:
+):
     await put(storage, "controlnets/canny.safetensors", lora_bytes("weights"))
     await put(storage, "inputs/map.png", image_file(picture(64, 64, 7)))
     unit = {
@@ -321,8 +321,8 @@ async def test_a_controlnet_gets_its_map_in_the_jobs_size(
 async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("worker.inputs.reader.MAX_IMAGE_BYTES", 50_000)
     good = image_file(picture(64, 64))
     await put(storage, "inputs/truncated.png", good[:2000])
@@ -370,7 +370,7 @@ async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
 
 async def test_a_size_that_only_the_checkpoint_tells_is_checked_by_the_worker(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await run_pipeline(
         StandInEngine(size=(512, 512)),
         sent=[message(id="j", enable_hr=True, hr_scale=8)],
@@ -391,10 +391,10 @@ async def test_a_size_that_only_the_checkpoint_tells_is_checked_by_the_worker(
 async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job_and_one_that_refuses_is(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     error: errors.FleetError,
     outcomes: dict[str, int],
-) -> None:
+):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
     await put(storage, "default/a.png", image_file(picture(64, 64)), "images")
     faulty = failing(storage.blobs.read, error, 1)

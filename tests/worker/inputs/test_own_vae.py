@@ -20,7 +20,7 @@ async def test_images_name_it_unless_their_job_names_another(
     storage: Storage,
     run_pipeline: Any,
     lora_bytes: Callable[[str], bytes],
-) -> None:
+):
     hashes = {}
     for name in ("sharp", "soft"):
         await storage.files.create(
@@ -38,7 +38,7 @@ async def test_images_name_it_unless_their_job_names_another(
 
 async def test_a_name_that_is_no_file_of_the_storage_ends_the_worker_and_fails_no_job(
     storage: Storage, run_pipeline: Any
-) -> None:
+):
     await storage.queue.send([message(id="j")])
     with pytest.raises(errors.SetupError, match="--vae: no VAE sharp"):
         await run_pipeline(vae="sharp")
@@ -49,7 +49,7 @@ async def test_the_engine_gets_the_files_of_the_settings(
     storage: Storage,
     worker_settings: Callable[..., Any],
     lora_bytes: Callable[[str], bytes],
-) -> None:
+):
     await storage.files.create(
         "vaes/sharp.safetensors", lora_bytes("x"), "text/plain", {}
     )

@@ -59,14 +59,14 @@ def claims(width: int, height: int) -> bytes:
         ),
     ],
 )
-def test_a_wrong_file_says_what_it_is(data: bytes, reason: str) -> None:
+def test_a_wrong_file_says_what_it_is(data: bytes, reason: str):
     with pytest.raises(errors.JobError, match=f"^mask: the image ({reason})"):
         pictures.read("mask: the image", data)
 
 
 @settings(max_examples=60)
 @given(st.binary(max_size=300), st.integers(0, 1000))
-def test_no_damage_raises_anything_but_a_job_error(noise: bytes, at: int) -> None:
+def test_no_damage_raises_anything_but_a_job_error(noise: bytes, at: int):
     data = bytearray(encoded(picture()))
     at %= len(data)
     data[at : at + len(noise)] = noise
@@ -78,7 +78,7 @@ def test_no_damage_raises_anything_but_a_job_error(noise: bytes, at: int) -> Non
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "1"])
-def test_every_mode_becomes_rgb(mode: str) -> None:
+def test_every_mode_becomes_rgb(mode: str):
     kind = "JPEG" if mode == "CMYK" else "PNG"
     source = (
         Image.new("I;16", (8, 8), 300)
@@ -89,12 +89,12 @@ def test_every_mode_becomes_rgb(mode: str) -> None:
     assert (read.mode, read.size) == ("RGB", (8, 8))
 
 
-def test_what_is_transparent_becomes_white() -> None:
+def test_what_is_transparent_becomes_white():
     read = pictures.read("it", encoded(Image.new("RGBA", (4, 4), (9, 9, 9, 0))))
     assert pictures.flatten(read).getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_a_photograph_is_turned_as_its_camera_was() -> None:
+def test_a_photograph_is_turned_as_its_camera_was():
     exif = Image.Exif()
     exif[0x0112] = 6
     assert pictures.read("it", encoded(picture(40, 24), "JPEG", exif=exif)).size == (
@@ -112,7 +112,7 @@ def test_a_photograph_is_turned_as_its_camera_was() -> None:
         b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x05\0\x01\0\0\0\xf0\xff\xff\xff",
     ],
 )
-def test_damaged_exif_data_leave_a_picture_as_it_is(kind: str, exif: bytes) -> None:
+def test_damaged_exif_data_leave_a_picture_as_it_is(kind: str, exif: bytes):
     read = pictures.read("it", encoded(picture(40, 24), kind, exif=exif))
     assert (read.mode, read.size) == ("RGB", (40, 24))
 
@@ -120,7 +120,7 @@ def test_damaged_exif_data_leave_a_picture_as_it_is(kind: str, exif: bytes) -> N
 @pytest.mark.parametrize("image_size", [(1, 200_000), (200_000, 1)])
 def test_cutting_a_long_thin_image_takes_no_gigabytes(
     image_size: tuple[int, int],
-) -> None:
+):
     image = Image.new("RGB", image_size)
     reason = r"^an image of [\d,]+ x [\d,]+ pixels is too long to be cut to 512 x 512: it would"
     with pytest.raises(errors.JobError, match=reason):
@@ -132,12 +132,12 @@ def test_cutting_a_long_thin_image_takes_no_gigabytes(
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
-def test_a_map_in_the_jobs_size_is_not_touched(mode: int) -> None:
+def test_a_map_in_the_jobs_size_is_not_touched(mode: int):
     image = picture(64, 32)
     assert np.array_equal(pictures.control(image, mode, (64, 32)), np.asarray(image))
 
 
-def test_a_map_of_classes_keeps_its_colours() -> None:
+def test_a_map_of_classes_keeps_its_colours():
     colours = np.array([[0, 0, 0], [250, 10, 3], [7, 200, 99]], np.uint8)
     classes = colours[np.random.default_rng(2).integers(0, 3, (16, 16))]
     found = pictures.control(Image.fromarray(classes), 0, (40, 24)).reshape(-1, 3)
@@ -146,7 +146,7 @@ def test_a_map_of_classes_keeps_its_colours() -> None:
     }
 
 
-def test_a_map_is_cut_or_filled_with_the_colour_of_its_border() -> None:
+def test_a_map_is_cut_or_filled_with_the_colour_of_its_border():
     image = Image.new("RGB", (32, 32), (10, 20, 30))
     image.paste((200, 0, 0), (8, 8, 24, 24))
     cut = pictures.control(image, 1, (64, 32))

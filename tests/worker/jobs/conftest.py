@@ -2,7 +2,7 @@ import pytest
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(monkeypatch) -> None:
     """What a worker otherwise waits for, for some seconds, comes at once."""
     monkeypatch.setattr("worker.stages.record.FLUSH_SECONDS", 0.05)
     monkeypatch.setattr("worker.stages.record.LOCAL_FLUSH_SECONDS", 0.05)

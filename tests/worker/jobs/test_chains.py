@@ -6,7 +6,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ def picture_file() -> bytes:
 
 async def test_each_stage_is_drawn_once_and_the_job_completes_with_the_last(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     engine = Drawing()
     await run_pipeline(engine, sent=[chained(metadata={"order": 7})])
 
@@ -89,7 +88,7 @@ async def test_each_stage_is_drawn_once_and_the_job_completes_with_the_last(
 @local_only
 async def test_half_a_surrogate_pair_in_a_field_without_effect_stops_no_chain(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     then = [{"steps": 12, "hr_prompt": "\ud800"}]
     text = json.dumps(
         {**json.loads(message(id="a", steps=11)), "comments": "\udfff", "then": then}
@@ -108,10 +107,10 @@ async def test_half_a_surrogate_pair_in_a_field_without_effect_stops_no_chain(
 async def test_a_bug_between_two_stages_is_retried_and_fails_no_other_job(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     bugs: int,
     drawn: list[int],
-) -> None:
+):
     buggy = failing(chains.send_next, KeyError("a bug"), bugs)
     monkeypatch.setattr("worker.jobs.chains.send_next", buggy)
     await storage.queue.send([chained(), message(id="b", steps=14)])
@@ -128,7 +127,7 @@ async def test_a_bug_between_two_stages_is_retried_and_fails_no_other_job(
 @pytest.mark.parametrize("priority", ["normal", "high"])
 async def test_a_stage_waits_in_the_queue_of_its_model_with_the_priority_of_the_job(
     storage: Storage, run_pipeline: RunPipeline, priority: Any
-) -> None:
+):
     body = chained({"model": "second", "steps": 12}, {"model": None, "steps": 13})
     await storage.models.send([body], priority)
     first = Drawing()
@@ -149,7 +148,7 @@ async def test_a_worker_that_was_lost_before_it_sent_the_next_stage_loses_none(
     storage: Storage,
     run_pipeline: RunPipeline,
     store_images: Callable[..., Any],
-) -> None:
+):
     await redelivered(storage, chained())
     await store_images(chained(), data=picture_file())
     engine = Drawing()
@@ -161,7 +160,7 @@ async def test_a_worker_that_was_lost_before_it_sent_the_next_stage_loses_none(
 
 async def test_stages_that_were_sent_twice_are_drawn_and_counted_once(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     fields = json.loads(chained())
     again = [
         json.dumps({**fields, "stage": {"number": number, "message": "m"}})
@@ -178,7 +177,7 @@ async def test_stages_that_were_sent_twice_are_drawn_and_counted_once(
 
 async def test_a_failed_stage_is_one_failed_job_and_a_replay_goes_on_from_there(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await run_pipeline(Drawing(second_fails), sent=[chained()])
     (record,) = await failed_jobs(storage)
     assert (record.id, record.stage, record.reason) == (
@@ -203,7 +202,7 @@ async def test_a_stage_that_fails_in_two_messages_is_one_failed_job(
     storage: Storage,
     run_pipeline: RunPipeline,
     store_images: Callable[..., Any],
-) -> None:
+):
     body = json.loads(chained()) | {"stage": {"number": 2, "message": "m"}}
     await store_images(chained(), data=picture_file())
     await run_pipeline(
@@ -216,7 +215,7 @@ async def test_a_stage_that_fails_in_two_messages_is_one_failed_job(
 
 async def test_a_replay_can_change_the_stage_that_failed(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await run_pipeline(Drawing(second_fails), sent=[chained()])
     change = Change({"steps": 20})
     preview = await dead_letter_queue.preview(
@@ -233,7 +232,7 @@ async def test_a_replay_can_change_the_stage_that_failed(
 @local_only
 async def test_what_is_the_whole_jobs_cannot_be_changed_in_a_later_stage(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await run_pipeline(
         Drawing(fails=lambda _: errors.UnusableFileError("a bad file")),
         sent=[json.dumps(json.loads(chained()) | {"stage": {"number": 2}})],
@@ -250,8 +249,8 @@ async def test_a_campaign_that_is_cancelled_while_the_queue_does_not_answer_goes
     storage: Storage,
     run_pipeline: RunPipeline,
     spring_is_read: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     send, calls = storage.models.send, iter([True])
 
     async def unanswered(*given: Any) -> None:
@@ -275,8 +274,8 @@ async def test_a_campaign_that_is_cancelled_while_the_queue_does_not_answer_goes
 async def test_a_chain_whose_next_stage_cannot_be_sent_is_delivered_again(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     stop = asyncio.Event()
 
     async def refuse(*_: object) -> None:
@@ -298,7 +297,7 @@ async def test_a_chain_whose_next_stage_cannot_be_sent_is_delivered_again(
 @local_only
 async def test_a_stage_that_is_drawn_anew_leaves_the_later_ones_as_they_are(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await run_pipeline(Drawing(), sent=[chained()])
     assert await storage.blobs.delete(
         IMAGES[1]
@@ -316,7 +315,7 @@ async def test_a_stage_that_is_drawn_anew_leaves_the_later_ones_as_they_are(
 @local_only
 async def test_an_image_of_a_stage_carries_the_message_that_draws_it_again(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await run_pipeline(Drawing(), sent=[chained()])
     for number, name in enumerate(IMAGES, 1):
         job = read_job(
@@ -327,8 +326,8 @@ async def test_an_image_of_a_stage_carries_the_message_that_draws_it_again(
 
 
 async def test_a_signed_chain_goes_on_at_workers_without_the_signing_key(
-    storage: Storage, run_pipeline: RunPipeline, tmp_path: Path
-) -> None:
+    storage: Storage, run_pipeline: RunPipeline, tmp_path
+):
     key = SigningKey.create(tmp_path / "key.pem")
     then = ({"steps": 12}, {"steps": 13})
     job = Job(prompt="a house", id="a", steps=11, then=then)

@@ -29,7 +29,7 @@ def store(entry: InFlightJob, *images: int) -> None:
 
 def test_images_without_records_leave_the_next_worker_in_doubt(
     entry: InFlightJob,
-) -> None:
+):
     store(entry, 0, 1, 2)
     entry.recorded = {0, 1}
     left = entry.ended(failed=False)
@@ -46,7 +46,7 @@ def test_images_without_records_leave_the_next_worker_in_doubt(
 
 def test_the_record_that_completes_a_job_is_the_last_to_be_written(
     entry: InFlightJob,
-) -> None:
+):
     store(entry, 9, 0, 1)
     taken, _ = entry.take_records()
     assert [each.index for each in taken] == [0, 1]
@@ -57,7 +57,7 @@ def test_the_record_that_completes_a_job_is_the_last_to_be_written(
 
 def test_a_job_whose_last_image_was_recorded_earlier_is_completed_all_the_same(
     entry: InFlightJob,
-) -> None:
+):
     store(entry, 3)
     entry.mark_completed(NOW)
     assert [(each.index, each.completes) for each in entry.again] == [(9, True)]
@@ -65,7 +65,7 @@ def test_a_job_whose_last_image_was_recorded_earlier_is_completed_all_the_same(
 
 def test_a_job_goes_on_after_a_few_failures_and_not_after_many(
     entry: InFlightJob,
-) -> None:
+):
     for index in range(2):
         entry.image_failed(index, errors.TransientError())
         assert not entry.is_stopping
@@ -73,7 +73,7 @@ def test_a_job_goes_on_after_a_few_failures_and_not_after_many(
     assert entry.is_stopping
 
 
-def test_what_cannot_succeed_stops_a_job_at_once(entry: InFlightJob) -> None:
+def test_what_cannot_succeed_stops_a_job_at_once(entry: InFlightJob):
     entry.image_failed(4, error := errors.JobError("it does not fit"))
     assert entry.is_stopping
     assert (
@@ -98,5 +98,5 @@ def test_what_cannot_succeed_stops_a_job_at_once(entry: InFlightJob) -> None:
         ("n_iter", 1),
     ],
 )
-def test_how_many_images_a_message_asks_for(body: str, images: int) -> None:
+def test_how_many_images_a_message_asks_for(body: str, images: int):
     assert images_of(body) == images

@@ -181,15 +181,15 @@ class Model:
 
 
 @pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_once(monkeypatch) -> None:
     monkeypatch.setattr("worker.pipeline.HAND_BACK_SECONDS", 0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", CASES.values(), ids=CASES.keys())
 async def test_a_worker_that_dies_at_any_call_leaves_each_job_one_outcome(
-    tmp_path: Path, jobs: list[StormJob]
-) -> None:
+    tmp_path, jobs: list[StormJob]
+):
     whole = Life(float("inf"), after=False)
     async with Model(tmp_path / "whole", jobs) as model:
         await live(model.settings("whole"), whole)

@@ -32,7 +32,7 @@ async def test_each_image_has_a_record_and_each_record_an_image(
     storage: Storage,
     run_pipeline: RunPipeline,
     store_images: Callable[..., Any],
-) -> None:
+):
     await store_images(message(id="taken"), data=b"another's")
     await run_pipeline(
         sent=[
@@ -62,8 +62,8 @@ async def test_each_image_has_a_record_and_each_record_an_image(
 
 
 async def test_an_image_whose_worker_died_before_its_record_gets_one(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+):
     await storage.queue.send(message(id=f"j{number}") for number in range(4))
     dies = failing(storage.blobs.append, errors.SetupError("as good as killed"), 1)
     monkeypatch.setattr(storage.blobs, "append", dies)
@@ -82,8 +82,8 @@ async def test_an_image_whose_worker_died_before_its_record_gets_one(
 async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_a_record(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     is_storing, has_failed = threading.Event(), asyncio.Event()
     create, image_failed = storage.blobs.create, InFlightJob.image_failed
 
@@ -116,8 +116,8 @@ async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_
 
 
 async def test_a_job_whose_record_cannot_be_stored_is_delivered_again(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+):
     await storage.queue.send([message(id="j")])
     down = failing(storage.blobs.append, errors.TransientError("503 server busy"), 7)
     monkeypatch.setattr(storage.blobs, "append", down)
@@ -128,7 +128,7 @@ async def test_a_job_whose_record_cannot_be_stored_is_delivered_again(
 
 async def test_records_are_written_in_batches_while_more_images_are_in_the_making(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await storage.queue.send(message(id=f"j{number}") for number in range(60))
     before = storage.operations.blob_writes
     await run_pipeline(StandInEngine(capacity=4, tick_seconds=0.005))
@@ -184,7 +184,7 @@ class Stage:
         await tasks.cancel(self._tasks)
 
 
-async def test_a_record_waits_for_others_only_while_there_can_be_others() -> None:
+async def test_a_record_waits_for_others_only_while_there_can_be_others():
     async with Stage(in_flight=2) as work:
         await work.put()
         await polling.turn(20)
@@ -194,9 +194,7 @@ async def test_a_record_waits_for_others_only_while_there_can_be_others() -> Non
         assert len(work.written) == 1
 
 
-async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_for_records() -> (
-    None
-):
+async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_for_records():
     async with Stage(in_flight=100, flush_seconds=0.05) as work:
         work.answers.clear()
         await work.put()
@@ -208,9 +206,7 @@ async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_fo
         assert work.pending.behind_seconds == 0
 
 
-async def test_an_awaited_jobs_record_is_written_soon_and_takes_no_others_along() -> (
-    None
-):
+async def test_an_awaited_jobs_record_is_written_soon_and_takes_no_others_along():
     async with Stage(in_flight=1_000) as work:
         work.answers.clear()  # so many jobs are in flight all the time
         await work.put("bulk")
@@ -225,7 +221,7 @@ async def test_an_awaited_jobs_record_is_written_soon_and_takes_no_others_along(
         assert work.written[1] == ["bulk"] * stage.MAX_RECORDS
 
 
-def test_records_of_short_leases_wait_no_longer_than_the_leases_allow() -> None:
+def test_records_of_short_leases_wait_no_longer_than_the_leases_allow():
     assert stage.flush_seconds(120, is_billed=True) == 15
     assert stage.flush_seconds(4, is_billed=True) == 0.5
     assert stage.flush_seconds(120, is_billed=False) == 1

@@ -55,7 +55,7 @@ class Counting(Drawing):
 
 
 @pytest.fixture
-def looked_for(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def looked_for(storage: Storage, monkeypatch) -> list[str]:
     """The names that workers ask the storage for."""
     names: list[str] = []
     record = storage.blobs.record
@@ -91,7 +91,7 @@ async def interrupted(
 
 async def test_images_and_their_records_are_there_while_the_job_goes_on(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await storage.queue.send([message(id="j", seed=0, batch_size=4, n_iter=10)])
     allowed = threading.Semaphore(0)
 
@@ -123,7 +123,7 @@ async def test_a_worker_that_was_killed_leaves_only_what_is_missing(
     run_pipeline: RunPipeline,
     store_images: Callable[..., Any],
     looked_for: list[str],
-) -> None:
+):
     bodies = [message(id="j", seed=0, n_iter=8), message(id="k", seed=100)]
     await redelivered(storage, *bodies)  # it dies after it has stored these
     await store_images(bodies[0], 1, 4)
@@ -141,7 +141,7 @@ async def test_a_worker_that_was_killed_leaves_only_what_is_missing(
 
 async def test_a_drain_waits_for_the_images_in_slots_and_leaves_the_others_to_the_next_worker(
     storage: Storage, run_pipeline: RunPipeline, looked_for: list[str]
-) -> None:
+):
     await storage.queue.send([message(id="j", seed=0, batch_size=50)])
     first = Drawing(capacity=2, tick_seconds=0.1)
     pipeline = await interrupted(run_pipeline, first, 5)
@@ -162,7 +162,7 @@ async def test_a_drain_waits_for_the_images_in_slots_and_leaves_the_others_to_th
 @local_only
 async def test_a_worker_that_has_to_hurry_leaves_the_next_one_to_look(
     storage: Storage, run_pipeline: RunPipeline, looked_for: list[str]
-) -> None:
+):
     await storage.queue.send([message(id="j", seed=0, batch_size=20)])
     first = Drawing(capacity=2, tick_seconds=0.2)
     await interrupted(run_pipeline, first, 5, grace_seconds=0)
@@ -178,7 +178,7 @@ async def test_a_worker_that_has_to_hurry_leaves_the_next_one_to_look(
 
 async def test_a_failed_image_fails_its_job_once_and_says_what_is_stored(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     def bad(request: contract.ImageRequest) -> errors.FleetError | None:
         return errors.JobError("it does not fit") if request.seed == 6 else None
 
@@ -226,8 +226,8 @@ class Held:
 async def test_the_engine_draws_on_while_the_first_image_is_stored_and_the_others_wait_for_it(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     engine = Drawing(capacity=4)
     held = Held(storage, monkeypatch)
     held.is_held = lambda _: len(engine.seeds) < 40
@@ -241,9 +241,9 @@ async def test_the_engine_draws_on_while_the_first_image_is_stored_and_the_other
 async def test_of_two_batches_of_one_id_at_the_same_moment_one_is_completed(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     later: int,
-) -> None:
+):
     held = Held(storage, monkeypatch)
     held.is_held = lambda metadata: metadata["seed"] == str(later) and not held.created
     await run_pipeline(
@@ -272,7 +272,7 @@ def failing_once(
 @pytest.mark.parametrize(("failing", "most"), [(0, 50 + 20), (3, 50 + 1)])
 async def test_one_image_that_fails_for_a_time_is_all_that_is_drawn_again(
     storage: Storage, run_pipeline: RunPipeline, failing: int, most: int
-) -> None:
+):
     """Of the first, whose name is claimed later, also those that were drawn without it."""
     engine = Drawing(failing_once(failing), capacity=4)
     pipeline = await run_pipeline(engine, sent=[message(id="j", seed=0, n_iter=50)])
@@ -285,7 +285,7 @@ async def test_one_image_that_fails_for_a_time_is_all_that_is_drawn_again(
 @local_only
 async def test_a_job_that_fails_with_every_image_is_given_up_after_a_few(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     engine = Drawing(lambda _: errors.TransientError("out of memory"), capacity=4)
     pipeline = await run_pipeline(
         engine, sent=[message(id="j", seed=0, n_iter=500)], max_attempts=4
@@ -299,7 +299,7 @@ async def test_a_job_that_fails_with_every_image_is_given_up_after_a_few(
 @local_only
 async def test_a_thousand_images_in_one_message_hold_little_memory_and_keep_their_lease(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     class Sampled(Counting):
         most = 0
 
@@ -329,7 +329,7 @@ async def test_a_thousand_images_in_one_message_hold_little_memory_and_keep_thei
 @local_only
 async def test_a_worker_takes_images_for_seconds_not_messages(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await storage.queue.send(message(id=f"j{n}", seed=0, n_iter=50) for n in range(8))
     engine = Drawing(capacity=2, tick_seconds=0.1)
     stop = asyncio.Event()

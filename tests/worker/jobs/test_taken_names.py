@@ -62,7 +62,7 @@ async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
     run_pipeline: RunPipeline,
     first: str,
     is_lost: bool,
-) -> None:
+):
     bodies = {prompt: message(id="1", prompt=prompt) for prompt in ("a house", "a cat")}
     second = next(prompt for prompt in bodies if prompt != first)
     await run_pipeline(sent=[bodies[first]], name="the first")
@@ -96,7 +96,7 @@ async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
 @pytest.mark.parametrize("single_first", [True, False])
 async def test_a_job_of_several_images_and_one_of_a_single_one_meet(
     storage: Storage, run_pipeline: RunPipeline, single_first: bool
-) -> None:
+):
     bodies = [
         message(id="1", prompt="one"),
         message(id="1", prompt="two", batch_size=2),
@@ -113,7 +113,7 @@ async def test_a_job_of_several_images_and_one_of_a_single_one_meet(
 
 async def test_images_of_a_job_and_ids_that_end_in_numbers_are_apart(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await storage.queue.send([message(id="dup", batch_size=2, prompt="two")])
     pipeline = await run_pipeline(
         sent=(message(id=f"dup-{each}", prompt=f"{each}") for each in range(2))
@@ -129,7 +129,7 @@ async def test_images_of_a_job_and_ids_that_end_in_numbers_are_apart(
 
 async def test_two_chains_of_one_id_meet_at_the_stage_in_which_they_differ(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     for steps in (12, 13):
         await storage.queue.send([message(id="1", steps=11, then=[{"steps": steps}])])
         pipeline = await run_pipeline()
@@ -142,7 +142,7 @@ async def test_two_chains_of_one_id_meet_at_the_stage_in_which_they_differ(
 
 async def test_a_name_that_somebody_has_squatted_is_no_picture_of_its_job(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await storage.blobs.create("default/1.png", b"squatted", "image/png", {"job": "1"})
     await run_pipeline(sent=[message(id="1")])
     (record,) = await failed_jobs(storage)
@@ -154,7 +154,7 @@ async def test_images_found_before_a_taken_name_have_records(
     storage: Storage,
     run_pipeline: RunPipeline,
     store_images: StoreImages,
-) -> None:
+):
     body = message(id="1", batch_size=3)
     await store_images(body, 1, 2)
     await store_images(message(id="1", prompt="another"))
@@ -172,7 +172,7 @@ async def test_a_token_that_cannot_read_takes_a_new_jobs_taken_name_for_anothers
     storage: Storage,
     storage_settings: StorageSettings,
     run_pipeline: RunPipeline,
-) -> None:
+):
     bodies = [
         message(id="1", prompt=prompt) for prompt in ("a house", "a house", "a cat")
     ]
@@ -199,7 +199,7 @@ async def test_a_token_that_cannot_read_takes_a_redelivered_jobs_taken_name_for_
     storage_settings: StorageSettings,
     run_pipeline: RunPipeline,
     store_images: StoreImages,
-) -> None:
+):
     own, other = message(id="own"), message(id="other", prompt="a dog")
     await store_images(own)
     await store_images(message(id="other", prompt="a cat"))
@@ -216,7 +216,7 @@ async def test_tokens_for_chains_tell_jobs_of_one_id_apart(
     storage: Storage,
     storage_settings: StorageSettings,
     run_pipeline: RunPipeline,
-) -> None:
+):
     outcomes: Counter[str] = Counter()
     async with with_worker_tokens(storage_settings, "chains") as opened:
         for prompt in ("a house", "a house", "a cat"):
@@ -229,8 +229,8 @@ async def test_an_image_whose_reply_was_lost_is_told_from_another_jobs(
     storage: Storage,
     run_pipeline: RunPipeline,
     store_images: StoreImages,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     await store_images(message(id="1", prompt="a cat"))
     create, is_lost = storage.blobs.create, True
 
@@ -256,7 +256,7 @@ async def test_a_second_drawing_of_another_job_is_none(
     storage: Storage,
     run_pipeline: RunPipeline,
     store_images: StoreImages,
-) -> None:
+):
     await store_images(message(id="1", prompt="a cat", verify=True))
     pipeline = await run_pipeline(sent=[message(id="1", prompt="a dog", verify=True)])
     assert pipeline.metrics.outcomes == {"unverified": 1}
@@ -265,7 +265,7 @@ async def test_a_second_drawing_of_another_job_is_none(
 
 async def test_a_failed_job_is_not_completed_by_another_of_its_id(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     for prompt in ("a house", "a cat"):
         await storage.queue.send([message(id="1", prompt=prompt)])
         await run_pipeline()

@@ -30,7 +30,7 @@ IMAGES = ["default/a.png", "default/a~s2.png", "default/a~s3.png"]
 
 async def test_a_stage_that_nobody_may_draw_yet_fails_no_job_but_itself(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     forged = json.dumps(
         json.loads(chained()) | {"stage": {"number": 3, "message": "m"}}
     )
@@ -51,7 +51,7 @@ async def test_a_stage_that_nobody_may_draw_yet_fails_no_job_but_itself(
 
 async def test_a_stage_that_is_sent_too_early_waits_for_its_input(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     early = json.dumps(json.loads(chained()) | {"stage": {"number": 2, "message": "m"}})
     await storage.queue.send([early, chained()])
     engine = Drawing()
@@ -68,7 +68,7 @@ async def test_a_stage_that_is_sent_too_early_waits_for_its_input(
 
 async def test_a_stage_is_not_drawn_from_another_jobs_image(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await run_pipeline(Drawing(second_fails), sent=[chained(prompt="a cat")])
     forged = json.loads(chained(prompt="a dog")) | {"stage": {"number": 2}}
     await run_pipeline(Drawing(), sent=[json.dumps(forged)])

@@ -7,7 +7,6 @@ import json
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ class Engines:
 
 
 @pytest.fixture(autouse=True)
-def _quick_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _quick_looks(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(change, "IDLE_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(change, "LOOK_SECONDS", 0.02)
     for name in MODELS:  # what is read ahead
@@ -105,7 +104,7 @@ async def greys(storage: Storage) -> dict[str, int]:
 
 async def test_each_job_is_drawn_with_the_model_that_it_names(
     storage: Storage, worker_settings: MakeSettings
-) -> None:
+):
     engines = Engines(worker_settings, *MODELS)
     for model in (None, *MODELS):
         await storage.models.send([job(number, model) for number in range(5)])
@@ -129,8 +128,8 @@ async def test_each_job_is_drawn_with_the_model_that_it_names(
 async def test_a_worker_whose_queues_run_dry_does_not_wait_for_its_next_look_at_the_others(
     storage: Storage,
     worker_settings: MakeSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(change, "LOOK_SECONDS", 60.0)
     for model in ("first", "second"):
         await storage.models.send([job(number, model) for number in range(3)])
@@ -142,7 +141,7 @@ async def test_a_worker_whose_queues_run_dry_does_not_wait_for_its_next_look_at_
 @local_only
 async def test_an_image_names_the_hash_of_its_own_model(
     storage: Storage, worker_settings: MakeSettings
-) -> None:
+):
     for model in MODELS:
         await storage.models.send([job(1, model)])
     await work(storage, worker_settings(), Engines(worker_settings, *MODELS).models())
@@ -156,7 +155,7 @@ async def test_an_image_names_the_hash_of_its_own_model(
 
 async def test_a_job_in_the_wrong_queue_is_moved_to_its_models_and_keeps_id_and_priority(
     storage: Storage, worker_settings: MakeSettings
-) -> None:
+):
     await storage.queues["high"].send(['{"prompt": "a", "model": "second"}'])
     async for message in storage.queues["high"].browse():
         first_id = message.id
@@ -180,8 +179,8 @@ async def test_a_job_in_the_wrong_queue_is_moved_to_its_models_and_keeps_id_and_
 async def test_a_job_that_cannot_be_moved_is_handed_back_and_never_poison(
     storage: Storage,
     worker_settings: MakeSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     async def refuse(*_: object) -> None:
         raise errors.SetupError("the SAS token may not add messages")
 
@@ -213,7 +212,7 @@ async def test_a_job_that_cannot_be_moved_is_handed_back_and_never_poison(
 @local_only
 async def test_a_model_that_cannot_be_loaded_leaves_its_jobs_to_others(
     storage: Storage, worker_settings: MakeSettings
-) -> None:
+):
     engines = Engines(worker_settings, "first", "second")
     engines.broken = {"second"}
     await storage.models.send([job(1, "second"), job(2, "first")])
@@ -229,7 +228,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_its_jobs_to_others(
 @local_only
 async def test_a_worker_begins_with_a_model_whose_jobs_wait_and_fetches_no_other(
     storage: Storage, worker_settings: MakeSettings
-) -> None:
+):
     engines = Engines(worker_settings, "first", "second")
     await storage.models.send([job(1, "second")])
     models = engines.models()
@@ -244,7 +243,7 @@ async def test_a_worker_begins_with_a_model_whose_jobs_wait_and_fetches_no_other
 @local_only
 async def test_a_worker_whose_beginning_fails_goes_on_with_the_model_of_jobs_without_one(
     storage: Storage, worker_settings: MakeSettings
-) -> None:
+):
     engines = Engines(worker_settings, "first", "second")
     engines.broken = {"second"}
     await storage.models.send([job(1, "second")])
@@ -262,8 +261,8 @@ async def test_a_worker_whose_beginning_fails_goes_on_with_the_model_of_jobs_wit
 async def test_the_next_models_weights_are_read_while_the_last_images_are_drawn(
     storage: Storage,
     worker_settings: MakeSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("worker.models.change.SHORTEST_STAY_SECONDS", 0.05)
     engines = Engines(worker_settings, "first", "second")
     drawn_meanwhile = threading.Event()
@@ -288,8 +287,8 @@ async def test_the_next_models_weights_are_read_while_the_last_images_are_drawn(
 async def test_a_long_job_is_put_off_for_another_model_and_loses_no_image_that_is_begun(
     storage: Storage,
     worker_settings: MakeSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("worker.models.change.SHORTEST_STAY_SECONDS", 0.05)
     monkeypatch.setattr("worker.models.change.STAY_PER_CHANGE", 0)
     monkeypatch.setattr("worker.pipeline.FINISH_SECONDS", 0.3)
@@ -315,7 +314,7 @@ async def test_a_long_job_is_put_off_for_another_model_and_loses_no_image_that_i
 @local_only
 async def test_a_stop_during_a_change_loses_nothing(
     storage: Storage, worker_settings: MakeSettings
-) -> None:
+):
     engines, stop = Engines(worker_settings, "first", "second"), asyncio.Event()
     loading, go_on = threading.Event(), threading.Event()
     load = engines.load
@@ -345,7 +344,7 @@ async def test_a_stop_during_a_change_loses_nothing(
 @local_only
 async def test_all_models_of_the_storage_are_found_by_a_star(
     storage: Storage, worker_settings: MakeSettings
-) -> None:
+):
     for name in ("b.safetensors", "a.tar", "manifest.json", "a.txt"):
         await storage.files.create(f"models/{name}", b"", "x/y", {})
     for text in ("store:*", "store:models/*"):
@@ -380,15 +379,15 @@ async def test_models_that_cannot_be_told_apart_are_refused(
     worker_settings: MakeSettings,
     changes: dict[str, Any],
     message: str,
-) -> None:
+):
     with pytest.raises(errors.SetupError, match=message):
         await checkpoints.find(worker_settings(**changes), storage.files)
 
 
 @local_only
 async def test_one_path_with_a_comma_is_one_model(
-    worker_settings: MakeSettings, tmp_path: Path
-) -> None:
+    worker_settings: MakeSettings, tmp_path
+):
     (tmp_path / "a,b").mkdir()
     assert checkpoints.given(worker_settings(model=tmp_path / "a,b")) == [
         str(tmp_path / "a,b")
@@ -396,9 +395,7 @@ async def test_one_path_with_a_comma_is_one_model(
     assert checkpoints.given(worker_settings(model="c,d")) == ["c", "d"]
 
 
-async def test_an_engine_that_is_replaced_delivers_nothing_to_the_next_ones_jobs() -> (
-    None
-):
+async def test_an_engine_that_is_replaced_delivers_nothing_to_the_next_ones_jobs():
     """Tickets begin anew: an image of before would pass for another job's."""
     thread = EngineThread(lambda: StandInEngine(capacity=2), backlog=1)
     engine = await thread.start()
@@ -423,9 +420,7 @@ def _fail() -> contract.Engine:
     raise errors.SetupError("it is broken")
 
 
-async def test_an_engine_that_takes_the_next_model_stays_and_one_that_cannot_is_closed() -> (
-    None
-):
+async def test_an_engine_that_takes_the_next_model_stays_and_one_that_cannot_is_closed():
     closed = []
 
     class Engine(StandInEngine):
@@ -458,10 +453,10 @@ async def test_an_engine_that_takes_the_next_model_stays_and_one_that_cannot_is_
 async def test_weights_are_read_for_the_engine_where_there_is_memory_for_them(
     storage: Storage,
     worker_settings: MakeSettings,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    monkeypatch,
+    tmp_path,
     free: int,
-) -> None:
+):
     engines = Engines(worker_settings, "first", "second")
     path = tmp_path / "second.safetensors"
     path.write_bytes(bytes(1000))

@@ -81,9 +81,7 @@ def bound(worker: Worker) -> float:
     return len(worker.rates) * one
 
 
-def test_two_models_whose_queues_are_never_empty_share_the_time_equally_and_lose_little() -> (
-    None
-):
+def test_two_models_whose_queues_are_never_empty_share_the_time_equally_and_lose_little():
     worker = Worker({"a": 10.0, "b": 10.0}, change_seconds=20)
     worker.run(20_000)
     assert worker.drawn["a"] == pytest.approx(worker.drawn["b"], rel=0.1)
@@ -97,7 +95,7 @@ def test_two_models_whose_queues_are_never_empty_share_the_time_equally_and_lose
 )
 def test_beside_a_queue_that_is_never_empty_no_job_of_another_waits_longer_than_said(
     rates: list[float], change_seconds: float
-) -> None:
+):
     """Also where a model has a job now and then only."""
     few = {f"b{number}": rate for number, rate in enumerate(rates)}
     worker = Worker({"a": 10.0, **few}, change_seconds)
@@ -113,7 +111,7 @@ def test_beside_a_queue_that_is_never_empty_no_job_of_another_waits_longer_than_
         assert worker.drawn.get(model) or worker.change_seconds > 60
 
 
-def test_a_backlog_that_is_older_does_not_keep_the_worker() -> None:
+def test_a_backlog_that_is_older_does_not_keep_the_worker():
     worker = Worker({"a": 0.0, "b": 0.0}, change_seconds=1)
     worker.queues["a"].extend([-1e6] * 5000)
     worker.queues["b"].extend([0.0] * 10)
@@ -121,13 +119,13 @@ def test_a_backlog_that_is_older_does_not_keep_the_worker() -> None:
     assert worker.drawn["b"] == 10
 
 
-def test_an_idle_worker_changes_at_once() -> None:
+def test_an_idle_worker_changes_at_once():
     worker = Worker({"a": 0.0, "b": 1.0}, change_seconds=1)
     worker.run(20)
     assert worker.drawn["b"] > 10
 
 
-def test_a_worker_stays_with_its_jobs_for_a_while() -> None:
+def test_a_worker_stays_with_its_jobs_for_a_while():
     now = 0.0
     choice = ModelChoice("a", lambda: now)
     choice.longest_change_seconds = 10.0
@@ -144,7 +142,7 @@ def test_a_worker_stays_with_its_jobs_for_a_while() -> None:
     ("change_seconds", "stay_seconds"),
     [(0.1, SHORTEST_STAY_SECONDS), (1000, LONGEST_STAY_SECONDS)],
 )
-def test_the_stay_has_limits(change_seconds: float, stay_seconds: float) -> None:
+def test_the_stay_has_limits(change_seconds: float, stay_seconds: float):
     choice = ModelChoice("a")
     choice.changed("b", change_seconds)
     assert choice.stay_seconds == stay_seconds

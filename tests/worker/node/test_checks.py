@@ -44,8 +44,8 @@ async def send(storage: Storage, jobs: int) -> None:
 
 
 async def test_a_node_whose_weights_go_wrong_hands_its_jobs_back_and_its_images_are_recorded(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+):
     monkeypatch.setattr(checks, "WEIGHTS_SECONDS", 0.05)
     await send(storage, 60)
     engine = StandInEngine(capacity=1, tick_seconds=0.02)
@@ -70,7 +70,7 @@ async def test_a_node_whose_weights_go_wrong_hands_its_jobs_back_and_its_images_
 
 async def test_weights_that_differ_once_were_read_wrongly_and_twice_are_a_fault(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await send(storage, 1)
     engine = StandInEngine()
     weights = engine.self_check = Weights()
@@ -87,8 +87,8 @@ async def test_weights_that_differ_once_were_read_wrongly_and_twice_are_a_fault(
 
 
 async def test_a_record_that_cannot_be_stored_is_in_the_log_with_what_to_do(
-    storage: Storage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, caplog, monkeypatch
+):
     async def refuse(*_: object) -> bool:
         raise errors.TransientError("no answer")
 
@@ -101,8 +101,8 @@ async def test_a_record_that_cannot_be_stored_is_in_the_log_with_what_to_do(
 
 
 async def test_a_record_has_what_was_generated_since_and_stays_bounded(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, monkeypatch
+):
     monkeypatch.setattr(suspects, "MAX_IMAGES", 3)
     made = Suspects("odd/näme", storage, WorkerMetrics(), concurrency.NEVER)
     start = made.good_at
@@ -142,9 +142,9 @@ def listing(*names: str) -> bytes:
 async def test_a_quarantined_node_leases_nothing(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     name: str,
-) -> None:
+):
     monkeypatch.setenv("SALAD_MACHINE_ID", "machine-7")
     await put_list(storage, listing("somebody else", name))
     await storage.queue.send(['{"prompt": "a cat"}'])
@@ -156,8 +156,8 @@ async def test_a_quarantined_node_leases_nothing(
 
 
 async def test_a_node_that_is_quarantined_while_it_works_hands_its_jobs_back(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+):
     monkeypatch.setattr(quarantine, "PERIOD_SECONDS", 0.05)
     stored, is_read = threading.Event(), threading.Event()
     reason = quarantine.Quarantine.reason
@@ -193,8 +193,8 @@ async def test_a_node_that_is_quarantined_while_it_works_hands_its_jobs_back(
     "content", [b"no JSON", b"{}", b'{"nodes": [7]}', b" " * 5_000_000]
 )
 async def test_a_list_that_cannot_be_read_stops_no_node_and_is_logged_once_a_minute(
-    storage: Storage, caplog: pytest.LogCaptureFixture, content: bytes
-) -> None:
+    storage: Storage, caplog, content: bytes
+):
     await put_list(storage, content)
     looked = quarantine.Quarantine(storage.files, frozenset({"test-worker"}))
     assert await looked.reason() is None

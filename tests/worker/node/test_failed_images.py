@@ -49,10 +49,10 @@ async def send(storage: Storage, prompt: str, count: int) -> None:
 async def test_a_campaign_whose_images_all_fail_goes_to_the_poison_queue_and_costs_no_node(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch,
+    caplog,
     failing: Draw,
-) -> None:
+):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr("worker.node.watchdog.FAILURES_IN_A_ROW", 4)
     caplog.set_level(logging.WARNING, "worker.node.checks")
@@ -93,10 +93,10 @@ async def test_a_campaign_whose_images_all_fail_goes_to_the_poison_queue_and_cos
 async def test_a_gpu_that_fails_every_image_is_a_broken_node_named_with_the_count(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     failing: Draw,
     how: str,
-) -> None:
+):
     monkeypatch.setattr("worker.node.watchdog.FAILURES_IN_A_ROW", 5)
     plain_images = 0
 

@@ -11,16 +11,14 @@ from worker.node.salad import SaladMetadata
 
 async def test_each_call_is_one_that_the_service_accepts(
     salad_metadata_service: Any,
-) -> None:
+):
     metadata = SaladMetadata(salad_metadata_service.url + "/")
     assert await metadata.token() == "header.claims.signature"
     await metadata.reallocate("too slow")
     assert salad_metadata_service.reasons == ["too slow"]
 
 
-async def test_no_proxy_comes_between(
-    salad_metadata_service: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_proxy_comes_between(salad_metadata_service: Any, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
@@ -32,7 +30,7 @@ async def test_no_proxy_comes_between(
 
 async def test_long_reasons_are_cut(
     salad_metadata_service: Any,
-) -> None:
+):
     metadata = SaladMetadata(salad_metadata_service.url)
     await metadata.reallocate("x" * 2000)
 
@@ -72,7 +70,7 @@ async def moved(_: web.Request) -> web.StreamResponse:
 )
 async def test_every_other_answer_is_a_transient_error(
     broken: Any, says: str, salad_metadata_service: Any
-) -> None:
+):
     salad_metadata_service.broken = broken
     # A short limit is for what never answers: another answer may take any time.
     limit = {"timeout_seconds": 0.2} if broken is slow else {}
@@ -86,14 +84,14 @@ async def test_every_other_answer_is_a_transient_error(
             await call
 
 
-async def test_a_missing_service_is_a_transient_error() -> None:
+async def test_a_missing_service_is_a_transient_error():
     with pytest.raises(errors.TransientError, match="does not answer"):
         await SaladMetadata("http://127.0.0.1:9").token()
 
 
 def test_it_is_used_only_on_saladcloud_and_where_a_variable_names_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     assert salad.find_metadata() is None
     monkeypatch.setenv("SALAD_METADATA_URL", "http://127.0.0.1:1")
     assert salad.find_metadata() is not None

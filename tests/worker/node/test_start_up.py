@@ -20,7 +20,7 @@ def settings(**changes: Any) -> WorkerSettings:
 
 
 @pytest.fixture
-def check(tmp_path: Path) -> Check:
+def check(tmp_path) -> Check:
     def make(
         device: str = "cpu", metrics: WorkerMetrics | None = None, **limits: Any
     ) -> StartUpCheck:
@@ -33,9 +33,7 @@ def check(tmp_path: Path) -> Check:
     return make
 
 
-async def test_the_findings_are_one_log_line_and_the_metrics(
-    check: Check, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_findings_are_one_log_line_and_the_metrics(check: Check, caplog):
     caplog.set_level("INFO")
     found = check(start_up_seconds=100)
     assert list(found.collect()) == []
@@ -63,7 +61,7 @@ async def test_the_findings_are_one_log_line_and_the_metrics(
 )
 async def test_the_error_and_the_metrics_say_which_check_failed(
     check: Check, limits: dict[str, float], error: str, fault: str
-) -> None:
+):
     metrics = WorkerMetrics()
     node = check(metrics=metrics, **limits)
 
@@ -85,8 +83,8 @@ async def test_the_error_and_the_metrics_say_which_check_failed(
 
 
 def test_a_rented_gpu_that_torch_cannot_use_is_a_broken_node_and_not_a_cpu(
-    check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    check: Check, monkeypatch
+):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -96,9 +94,7 @@ def test_a_rented_gpu_that_torch_cannot_use_is_a_broken_node_and_not_a_cpu(
         check(device="auto", free_gpu_bytes=1).load(StandInEngine)
 
 
-def test_limits_are_those_that_are_set_and_on_saladcloud_an_eighth_of_the_classs_record() -> (
-    None
-):
+def test_limits_are_those_that_are_set_and_on_saladcloud_an_eighth_of_the_classs_record():
     assert limits_of(settings(), "RTX 4090 24GB", on_salad=False) == NodeLimits()
     given = settings(min_images_per_second=2, start_up_seconds=4)
     assert limits_of(given, "none", on_salad=False) == NodeLimits(2, 0, 4)
@@ -112,6 +108,6 @@ def test_limits_are_those_that_are_set_and_on_saladcloud_an_eighth_of_the_classs
     assert switched_off.start_up_seconds == 0
 
 
-def test_a_class_without_a_record_has_a_low_limit_and_an_unknown_card_none() -> None:
+def test_a_class_without_a_record_has_a_low_limit_and_an_unknown_card_none():
     assert broken_below("RTX 3050 8GB") == pytest.approx(0.6 / 8)
     assert broken_below("H200") == broken_below("none") == broken_below("GTX 1050") == 0

@@ -31,7 +31,7 @@ class Attempts:
 
 
 @pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def pauses(monkeypatch) -> list[float]:
     """The longest duration of each pause, which takes no time here."""
     pauses: list[float] = []
 
@@ -43,7 +43,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return pauses
 
 
-async def test_a_worker_waits_for_what_the_operator_fixes(pauses: list[float]) -> None:
+async def test_a_worker_waits_for_what_the_operator_fixes(pauses: list[float]):
     attempts = Attempts(
         errors.SetupError("no queue"), errors.TransientError("503"), "done"
     )
@@ -53,7 +53,7 @@ async def test_a_worker_waits_for_what_the_operator_fixes(pauses: list[float]) -
     assert attempts.waits == [True, False, True, False]
 
 
-async def test_pauses_grow_to_five_minutes(pauses: list[float]) -> None:
+async def test_pauses_grow_to_five_minutes(pauses: list[float]):
     attempts = Attempts(*[errors.SetupError()] * 8, "done")
     await attempts.run()
 
@@ -62,16 +62,14 @@ async def test_pauses_grow_to_five_minutes(pauses: list[float]) -> None:
 
 async def test_a_worker_that_has_worked_starts_to_wait_anew(
     pauses: list[float],
-) -> None:
+):
     attempts = Attempts(*[errors.SetupError()] * 4, "done")
     await attempts.run(has_worked=lambda: True)
 
     assert pauses == [5, 5, 5, 5]
 
 
-async def test_the_waiting_ends(
-    pauses: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_waiting_ends(pauses: list[float], monkeypatch):
     monkeypatch.setattr(salad, "GIVE_UP_SECONDS", 30)
     attempts = Attempts(*[errors.SetupError()] * 9)
 
@@ -79,13 +77,13 @@ async def test_the_waiting_ends(
     assert pauses == [5, 10, 20]
 
 
-async def test_a_broken_node_is_not_waited_out(pauses: list[float]) -> None:
+async def test_a_broken_node_is_not_waited_out(pauses: list[float]):
     with pytest.raises(errors.NodeError):
         await Attempts(errors.NodeError()).run()
     assert pauses == []
 
 
-async def test_a_signal_ends_the_waiting_at_once() -> None:
+async def test_a_signal_ends_the_waiting_at_once():
     attempts = Attempts(errors.SetupError(), "done")
     attempts.stop.set()
 

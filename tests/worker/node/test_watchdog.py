@@ -67,11 +67,11 @@ class Node:
 
 
 @pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Node:
+def node(monkeypatch) -> Node:
     return Node(monkeypatch)
 
 
-def test_three_slow_windows_in_a_row_are_a_broken_node(node: Node) -> None:
+def test_three_slow_windows_in_a_row_are_a_broken_node(node: Node):
     reasons = [node.window(images=100, busy_seconds=290) for _ in range(3)]
 
     assert reasons == ["the GPU makes 0.345 images/s, less than 1"] * 3
@@ -80,7 +80,7 @@ def test_three_slow_windows_in_a_row_are_a_broken_node(node: Node) -> None:
     assert sample("imagefleet_node_faults_total", {"fault": "gpu_speed"}) == 3
 
 
-def test_one_slow_image_is_not(node: Node) -> None:
+def test_one_slow_image_is_not(node: Node):
     assert node.window(images=400, busy_seconds=290) is None
     assert node.window(images=1, busy_seconds=290) is not None
     assert node.window(images=400, busy_seconds=290) is None
@@ -89,7 +89,7 @@ def test_one_slow_image_is_not(node: Node) -> None:
 
 def test_a_window_in_which_images_were_only_enlarged_says_nothing_of_the_speed(
     node: Node,
-) -> None:
+):
     assert node.window(images=100, busy_seconds=290) is not None
     node.watch.image_generated(
         "sd1", [Pass(2048, 2048, 0, decodes=False, enlarged=512 * 512)]
@@ -104,7 +104,7 @@ def test_a_window_in_which_images_were_only_enlarged_says_nothing_of_the_speed(
     assert node.window(busy_seconds=290) is not None
 
 
-def test_idle_time_counts_neither_against_a_node_nor_for_it(node: Node) -> None:
+def test_idle_time_counts_neither_against_a_node_nor_for_it(node: Node):
     node.window(images=100, busy_seconds=290)
     assert (
         node.window(images=80, busy_seconds=70) is None
@@ -121,7 +121,7 @@ def test_idle_time_counts_neither_against_a_node_nor_for_it(node: Node) -> None:
     assert results == {"passed": 1, "failed": 2, "unknown": 1}
 
 
-def test_a_window_in_which_no_time_passed_shows_nothing(node: Node) -> None:
+def test_a_window_in_which_no_time_passed_shows_nothing(node: Node):
     assert node.watch._close_window() is None
     assert node.watch.failed_in_a_row == 0
 
@@ -135,7 +135,7 @@ def upload(node: Node, megabytes: float, seconds: float, at_once: int = 1) -> No
         each.__exit__(None, None, None)
 
 
-def test_an_upload_so_slow_that_the_gpu_waits_is_a_broken_node(node: Node) -> None:
+def test_an_upload_so_slow_that_the_gpu_waits_is_a_broken_node(node: Node):
     upload(node, megabytes=1, seconds=100, at_once=4)
 
     assert node.window(blocked=250) == (
@@ -143,13 +143,13 @@ def test_an_upload_so_slow_that_the_gpu_waits_is_a_broken_node(node: Node) -> No
     )
 
 
-def test_a_slow_upload_that_the_gpu_does_not_wait_for_is_not(node: Node) -> None:
+def test_a_slow_upload_that_the_gpu_does_not_wait_for_is_not(node: Node):
     upload(node, megabytes=1, seconds=100)
 
     assert node.window(images=400, busy_seconds=290) is None
 
 
-def test_storage_that_is_down_is_not_the_nodes_fault(node: Node) -> None:
+def test_storage_that_is_down_is_not_the_nodes_fault(node: Node):
     upload(node, megabytes=1, seconds=100)
     with pytest.raises(errors.TransientError), node.watch.uploading(1):
         raise errors.TransientError
@@ -161,7 +161,7 @@ def test_storage_that_is_down_is_not_the_nodes_fault(node: Node) -> None:
 def run_watched(
     storage: Storage,
     worker_settings: MakeSettings,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ) -> Callable[..., Any]:
     """Starts a pipeline on a node with a limit and short windows."""
     monkeypatch.setattr(watchdog, "WINDOW_SECONDS", 0.15)
@@ -193,7 +193,7 @@ def slow_engine() -> StandInEngine:
 
 async def test_a_node_that_fails_three_times_finishes_its_jobs_and_is_given_up(
     storage: Storage, run_watched: Callable[..., Any]
-) -> None:
+):
     await fill(storage)
     pipeline, running = run_watched(slow_engine(), asyncio.Event())
     with pytest.raises(errors.NodeError, match="images/s, less than 1"):

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +21,13 @@ JOB = Job(prompt="a house", id="hut", campaign="c")
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> SigningKey:
+def key(tmp_path) -> SigningKey:
     return SigningKey.create(tmp_path / "key.pem")
 
 
 @pytest.fixture
 async def elsewhere(
-    storage_settings: StorageSettings, tmp_path: Path
+    storage_settings: StorageSettings, tmp_path
 ) -> AsyncIterator[Storage]:
     """Another fleet's storage: another folder, or another container of the same account."""
     other = {"container": f"{storage_settings.container}-2"}
@@ -50,7 +49,7 @@ def scoped(key: SigningKey, scope: Scope, **changes: Any) -> JobSigner:
 
 async def test_a_captured_message_that_is_sent_again_is_a_duplicate(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey
-) -> None:
+):
     body = JOB.to_message(JobSigner(key, storage.scope))
     await run_pipeline(sent=[body], trusted_key=key.public)
     stored = await storage.blobs.read("c/hut.png")
@@ -64,7 +63,7 @@ async def test_a_captured_message_that_is_sent_again_is_a_duplicate(
 
 async def test_a_captured_message_of_another_fleet_or_queue_of_the_same_key_is_not_drawn(
     storage: Storage, elsewhere: Storage, run_pipeline: RunPipeline, key: SigningKey
-) -> None:
+):
     for signer, at in (
         (JobSigner(key, elsewhere.scope), f"the fleet {elsewhere.scope.fleet()}"),
         (scoped(key, storage.scope, queue="tests"), "the queue tests, not for "),
@@ -77,7 +76,7 @@ async def test_a_captured_message_of_another_fleet_or_queue_of_the_same_key_is_n
 
 async def test_a_message_is_not_drawn_after_its_date_until_a_replay_signs_it_again(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey
-) -> None:
+):
     pipeline = await run_pipeline(
         sent=[JOB.to_message(scoped(key, storage.scope, now=signers.ahead(-31)))],
         trusted_key=key.public,
@@ -105,7 +104,7 @@ async def test_a_message_is_not_drawn_after_its_date_until_a_replay_signs_it_aga
 
 async def test_a_replay_signs_nothing_that_was_captured_elsewhere(
     storage: Storage, elsewhere: Storage, key: SigningKey
-) -> None:
+):
     """Whoever may write to the poison queue would have it signed for this fleet."""
     body = JOB.to_message(JobSigner(key, elsewhere.scope))
     await storage.queue.send([body])
@@ -122,7 +121,7 @@ async def test_a_replay_signs_nothing_that_was_captured_elsewhere(
 @pytest.mark.parametrize("days", [400, 40_000])
 async def test_a_signature_of_another_program_does_not_hold_for_ever(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey, days: float
-) -> None:
+):
     await run_pipeline(
         sent=[JOB.to_message(scoped(key, storage.scope, now=signers.ahead(days)))],
         trusted_key=key.public,
@@ -132,7 +131,7 @@ async def test_a_signature_of_another_program_does_not_hold_for_ever(
 
 async def test_a_signature_outlasts_priorities_and_moves_between_models_queues(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey
-) -> None:
+):
     signer = JobSigner(key, storage.scope)
     await storage.models.send([JOB.to_message(signer)], "high")
     of_model = JOB.model_copy(update={"id": "b", "model": StandInEngine.model_name})

@@ -28,7 +28,7 @@ def opened(file: encode.EncodedImage) -> Image.Image:
 )
 def test_any_size_and_any_text_survive_in_a_png(
     height: int, width: int, seed: int, text: str
-) -> None:
+):
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     pixels[0, 0], pixels[0, 1] = 0, 255
     file = encode.encode(pixels, Output(), text)
@@ -38,14 +38,14 @@ def test_any_size_and_any_text_survive_in_a_png(
     assert image.info["parameters"] == text
 
 
-def test_pixels_of_a_transposed_view_are_not_mixed_up() -> None:
+def test_pixels_of_a_transposed_view_are_not_mixed_up():
     view = NOISE.transpose(1, 0, 2)
     assert not view.flags.c_contiguous
     assert np.array_equal(np.asarray(opened(encode.encode(view, Output(), ""))), view)
 
 
 @pytest.mark.parametrize("name", ["jpeg", "webp"])
-def test_lossy_formats_carry_the_parameters_as_exif_and_look_alike(name: str) -> None:
+def test_lossy_formats_carry_the_parameters_as_exif_and_look_alike(name: str):
     smooth = np.linspace(0, 255, 64 * 64 * 3).reshape(64, 64, 3).astype(np.uint8)
     file = encode.encode(smooth, Output(format=name, quality=95), "ein Prümpt, 🎨")
     image = opened(file)
@@ -56,9 +56,7 @@ def test_lossy_formats_carry_the_parameters_as_exif_and_look_alike(name: str) ->
     assert np.abs(difference).mean() < 4
 
 
-def test_prompts_too_long_for_a_jpegs_exif_are_the_jobs_fault_and_fit_other_formats() -> (
-    None
-):
+def test_prompts_too_long_for_a_jpegs_exif_are_the_jobs_fault_and_fit_other_formats():
     long = "a" * 40_000
     with pytest.raises(errors.JobError, match="choose png or webp"):
         encode.encode(NOISE, Output(format="jpeg"), long)
@@ -72,13 +70,13 @@ def test_prompts_too_long_for_a_jpegs_exif_are_the_jobs_fault_and_fit_other_form
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\u4e00a\0b"])
-def test_a_nul_in_another_pictures_text_is_in_no_chunk(text: str) -> None:
+def test_a_nul_in_another_pictures_text_is_in_no_chunk(text: str):
     file = encode.encode(NOISE, Output(), text)
 
     assert opened(file).info["parameters"] == text.replace("\0", "")
 
 
-def test_a_lower_quality_makes_a_smaller_file() -> None:
+def test_a_lower_quality_makes_a_smaller_file():
     sizes = [
         len(encode.encode(NOISE, Output(format="jpeg", quality=quality), "").data)
         for quality in (20, 60, 95)
@@ -88,12 +86,12 @@ def test_a_lower_quality_makes_a_smaller_file() -> None:
 
 
 @pytest.mark.parametrize("colour", [(0, 0, 0), (255, 255, 255), (12, 200, 7)])
-def test_an_image_of_one_colour_is_never_encoded(colour: tuple[int, int, int]) -> None:
+def test_an_image_of_one_colour_is_never_encoded(colour: tuple[int, int, int]):
     with pytest.raises(errors.TransientError, match="all one colour"):
         encode.encode(np.full((8, 8, 3), colour, np.uint8), Output(), "")
 
 
-def test_one_pixel_of_another_colour_is_enough() -> None:
+def test_one_pixel_of_another_colour_is_enough():
     pixels = np.zeros((8, 8, 3), np.uint8)
     pixels[7, 7] = 1
     assert np.array_equal(

@@ -6,7 +6,7 @@ from imagefleet.job.message import read_job
 from worker.stages.requests import requests_of
 
 
-def test_each_batch_has_the_noise_of_the_first_as_in_automatic1111() -> None:
+def test_each_batch_has_the_noise_of_the_first_as_in_automatic1111():
     # `init` of StableDiffusionProcessingImg2Img (1.10) runs once, with all_seeds[0:batch_size].
     fields = {
         "prompt": "a",

@@ -27,7 +27,7 @@ def facts_of(**fields: Any) -> str:
     return infotext.parameters(job_of(**fields), 0, (512, 512), "m").split("\n")[-1]
 
 
-def test_the_text_has_the_three_parts_that_viewers_expect() -> None:
+def test_the_text_has_the_three_parts_that_viewers_expect():
     job = job_of(
         prompt="a house, <lora:x:0.5>",
         negative_prompt="people",
@@ -59,7 +59,7 @@ def test_the_text_has_the_three_parts_that_viewers_expect() -> None:
 )
 def test_the_text_of_an_enlarged_image_begins_with_that_of_the_image(
     source: str, before: str
-) -> None:
+):
     given = {
         "init_images": ["a.png"],
         "upscaler_1": "4x_Sharp",
@@ -78,7 +78,7 @@ def test_the_text_of_an_enlarged_image_begins_with_that_of_the_image(
     )
 
 
-def test_unset_fields_are_not_written() -> None:
+def test_unset_fields_are_not_written():
     assert infotext.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split(
         "\n"
     ) == [
@@ -111,13 +111,11 @@ def test_unset_fields_are_not_written() -> None:
         ({"cfg_scale": 7.123456789}, "CFG scale: 7.123456789,"),
     ],
 )
-def test_settings_are_spelt_as_a1111_spells_them(
-    fields: dict[str, Any], written: str
-) -> None:
+def test_settings_are_spelt_as_a1111_spells_them(fields: dict[str, Any], written: str):
     assert written in facts_of(**fields)
 
 
-def test_each_option_is_stated_in_a1111s_words_and_place() -> None:
+def test_each_option_is_stated_in_a1111s_words_and_place():
     job = job_of(
         prompt="a house # mine\n<lora:x:0.5>",
         negative_prompt="# none",
@@ -199,11 +197,11 @@ def test_each_option_is_stated_in_a1111s_words_and_place() -> None:
 )
 def test_only_options_that_the_sampler_has_are_stated(
     fields: dict[str, Any], written: str
-) -> None:
+):
     assert written in facts_of(**fields)
 
 
-def test_the_version_is_none_that_a1111_would_be_compatible_with() -> None:
+def test_the_version_is_none_that_a1111_would_be_compatible_with():
     """It reads a bare number as one of its own, and would then draw as it did then."""
     with pytest.raises(InvalidVersion):
         Version(VERSION.removeprefix("Version: "))
@@ -219,7 +217,7 @@ def test_the_version_is_none_that_a1111_would_be_compatible_with() -> None:
         ('a "b", c\nd', 'Model: "a \\"b\\", c\\nd", '),
     ],
 )
-def test_a_value_that_would_break_the_line_is_quoted(model: str, written: str) -> None:
+def test_a_value_that_would_break_the_line_is_quoted(model: str, written: str):
     text = infotext.parameters(job_of(), 0, (64, 64), model)
     assert written in text.split("\n")[1]
 
@@ -243,9 +241,7 @@ words = st.text(
 @example("a cat, (red:1.3)\nBREAK Steps: 5, a: b", "ugly,\nSize: 1x1", "png")
 @example("猫 🎨", "ä", "jpeg")
 @example("", "", "webp")
-def test_sd_parsers_reads_the_jobs_values_back(
-    prompt: str, negative: str, name: str
-) -> None:
+def test_sd_parsers_reads_the_jobs_values_back(prompt: str, negative: str, name: str):
     job = job_of(sampler_name="k_dpmpp_2m_ka", steps=15, cfg_scale=6.5, seed=2**32 - 1)
     # Not read from a message: what the words mean, and whether they are allowed, is not asked here.
     words = {
@@ -273,7 +269,7 @@ def test_sd_parsers_reads_the_jobs_values_back(
     assert read.metadata["Size"] == "512x768"
 
 
-def test_what_decoded_in_place_of_the_vae_is_told_as_a1111_tells_it() -> None:
+def test_what_decoded_in_place_of_the_vae_is_told_as_a1111_tells_it():
     told = infotext.parameters(job_of(), 0, (512, 512), "m", decoder="TAESD")
     assert ", VAE Decoder: TAESD, " in told
     assert "VAE Decoder" not in facts_of()
@@ -282,7 +278,7 @@ def test_what_decoded_in_place_of_the_vae_is_told_as_a1111_tells_it() -> None:
     )
 
 
-def test_other_checkpoints_are_stated_as_a1111_does() -> None:
+def test_other_checkpoints_are_stated_as_a1111_does():
     job = {"refiner_checkpoint": "late", "refiner_switch_at": 0.7}
     assert "Refiner: late, Refiner switch at: 0.7, Version" in facts_of(**job)
     by_steps = {"refiner_switch_by_sample_steps": True, "enable_hr": True}

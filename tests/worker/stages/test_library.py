@@ -30,9 +30,7 @@ def draw(request: contract.ImageRequest) -> contract.Pixels:
 
 
 @pytest.fixture
-def make(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[..., Engine]]:
+def make(monkeypatch, tmp_path) -> Iterator[Callable[..., Engine]]:
     """Makes an engine that draws noise."""
     made: list[Engine] = []
     monkeypatch.setattr(library.load, "load_engine", lambda _: StandInEngine(draw=draw))
@@ -47,7 +45,7 @@ def make(
         each.close()
 
 
-def test_a_list_of_prompts_is_drawn_each_once(make: Callable[..., Engine]) -> None:
+def test_a_list_of_prompts_is_drawn_each_once(make: Callable[..., Engine]):
     jobs = [imagefleet.Job(prompt=f"house {number}", n_iter=2) for number in range(20)]
 
     found = list(make().draw(jobs))
@@ -60,8 +58,8 @@ def test_a_list_of_prompts_is_drawn_each_once(make: Callable[..., Engine]) -> No
 
 
 def test_a_job_that_fails_is_a_result_and_stops_no_other(
-    make: Callable[..., Engine], tmp_path: Path
-) -> None:
+    make: Callable[..., Engine], tmp_path
+):
     prompts = ["a", "broken", "b, <lora:nowhere:1>", "c"]
 
     found = list(
@@ -77,7 +75,7 @@ def test_a_job_that_fails_is_a_result_and_stops_no_other(
 
 def test_a_source_that_never_ends_is_read_as_there_is_room(
     make: Callable[..., Engine],
-) -> None:
+):
     read = itertools.count()
     engine = make()
 
@@ -92,7 +90,7 @@ def test_a_source_that_never_ends_is_read_as_there_is_room(
     ] == [1]
 
 
-async def test_a_slow_source_keeps_no_result_back(make: Callable[..., Engine]) -> None:
+async def test_a_slow_source_keeps_no_result_back(make: Callable[..., Engine]):
     make()  # for its stand-in
     goes_on = asyncio.Event()
 
@@ -108,7 +106,7 @@ async def test_a_slow_source_keeps_no_result_back(make: Callable[..., Engine]) -
         assert [each.job.prompt async for each in results] == ["b"]
 
 
-def test_a_broken_gpu_ends_the_drawing(make: Callable[..., Engine]) -> None:
+def test_a_broken_gpu_ends_the_drawing(make: Callable[..., Engine]):
     engine = make()
 
     with pytest.raises(errors.NodeError):
@@ -117,14 +115,14 @@ def test_a_broken_gpu_ends_the_drawing(make: Callable[..., Engine]) -> None:
         list(engine.draw([imagefleet.Job(prompt="a")]))
 
 
-def test_what_is_no_checkpoint_or_setting_is_refused_at_once(tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_or_setting_is_refused_at_once(tmp_path):
     with pytest.raises(errors.SetupError, match="checkpoint"):
         Engine(tmp_path)
     with pytest.raises(errors.SetupError, match="slots"):
         Engine(demo.find_checkpoint(), slots=-1)
 
 
-def test_the_class_is_found_by_its_entry_point() -> None:
+def test_the_class_is_found_by_its_entry_point():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
         "project"
     ]
@@ -137,7 +135,7 @@ def test_the_class_is_found_by_its_entry_point() -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_is_drawn_with_loras_of_its_own_in_one_call() -> None:
+def test_the_demo_is_drawn_with_loras_of_its_own_in_one_call():
     folder = demo.find_checkpoint()
     jobs = [
         imagefleet.Job(prompt=f"a red house{lora}", steps=steps, seed=1)

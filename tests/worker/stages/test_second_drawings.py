@@ -28,8 +28,8 @@ async def drawings(storage: Storage) -> set[str]:
 async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(
         "worker.stages.prepare.HAND_BACKS", 100
     )  # one of two takes it each time
@@ -54,7 +54,7 @@ async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
 @pytest.mark.usefixtures("one_hand_back")
 async def test_a_lone_worker_draws_nothing_twice_and_still_ends(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     jobs = [message(id=f"j{number}", seed=number) for number in range(20)]
     checks = [
         message(id=f"j{number}", seed=number, verify=True) for number in range(20)
@@ -75,7 +75,7 @@ async def test_a_lone_worker_draws_nothing_twice_and_still_ends(
 @pytest.mark.usefixtures("one_hand_back")
 async def test_a_message_too_large_for_a_count_is_not_handed_back_for_ever(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     fields = {"prompt": "a" * 6000, "negative_prompt": ""}
     size = len(message(**fields, id="j", verify=True))
     fields["negative_prompt"] = "b" * (MAX_MESSAGE_BYTES - size)
@@ -92,9 +92,9 @@ async def test_a_message_too_large_for_a_count_is_not_handed_back_for_ever(
 async def test_a_second_drawing_that_fails_is_no_failed_job(
     storage: Storage,
     run_pipeline: RunPipeline,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     error: errors.FleetError,
-) -> None:
+):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.01)
 
     pipeline = await run_pipeline(
@@ -111,7 +111,7 @@ async def test_a_second_drawing_that_fails_is_no_failed_job(
 
 async def test_second_drawings_cost_time_but_are_no_images(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await storage.queue.send([message(id="a"), message(id="b", verify=True)])
     engine = StandInEngine(tick_seconds=0.05)
     pipeline = await run_pipeline(engine)
@@ -126,7 +126,7 @@ async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
     storage: Storage,
     run_pipeline: RunPipeline,
     store_images: Callable[..., Any],
-) -> None:
+):
     await store_images(message(id="victim", seed=3), data=b"garbage")
     pipeline = await run_pipeline(sent=[message(id="victim", seed=3)], name="../we/ird")
 
@@ -144,7 +144,7 @@ async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_dra
     storage: Storage,
     run_pipeline: RunPipeline,
     store_images: Callable[..., Any],
-) -> None:
+):
     for each in (message(id="j"), message(id="j", verify=True)):
         await store_images(each, data=b"garbage")
     await run_pipeline(sent=[message(id="j"), message(id="j")])
@@ -158,7 +158,7 @@ async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_dra
 
 async def test_every_image_of_a_job_has_the_job_with_it(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     body = message(id="j", batch_size=2, output={"format": "webp"}, metadata={"a": "ü"})
     await storage.queue.send([body])
     (leased,) = await storage.queue.receive(1, 30)

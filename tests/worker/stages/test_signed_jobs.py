@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ LoraBytes = Callable[[str], bytes]
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> SigningKey:
+def key(tmp_path) -> SigningKey:
     return SigningKey.create(tmp_path / "key.pem")
 
 
@@ -55,8 +54,8 @@ async def test_only_jobs_as_they_were_signed_are_generated(
     run_pipeline: RunPipeline,
     key: SigningKey,
     signer: JobSigner,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     other = SigningKey.create(tmp_path / "other.pem")
     good = job("good").to_message(signer)
     without_id = {"prompt": "a house", "campaign": "c"}
@@ -92,7 +91,7 @@ async def test_only_jobs_as_they_were_signed_are_generated(
 
 async def test_a_thief_who_renews_a_lease_cannot_change_the_job(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey, signer: JobSigner
-) -> None:
+):
     """The token of a worker may update a message, and so write another text."""
     await storage.queue.send([job(f"j{n}").to_message(signer) for n in range(3)])
     for leased in await storage.queue.receive(3, 30):
@@ -118,7 +117,7 @@ async def test_a_thief_who_renews_a_lease_cannot_change_the_job(
 
 async def test_a_job_suspected_of_killing_workers_must_be_signed_too(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey, signer: JobSigner
-) -> None:
+):
     await storage.queue.send([job("unsigned").to_message()])
     for _ in range(3):
         (leased,) = await storage.queue.receive(1, 30)
@@ -130,7 +129,7 @@ async def test_a_job_suspected_of_killing_workers_must_be_signed_too(
 
 async def test_a_failed_job_keeps_the_signature_of_what_was_sent(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey, signer: JobSigner
-) -> None:
+):
     sent = job("j", seed=5, metadata={"ü": 1}).to_message(signer)
     released = job("released", seed=5).to_message(signer)
     await storage.queue.send(
@@ -155,7 +154,7 @@ async def test_only_loras_of_the_signed_list_are_used_and_without_one_the_worker
     signer: JobSigner,
     lora_bytes: LoraBytes,
     is_signed: bool,
-) -> None:
+):
     listed = {"style": hashlib.sha256(lora_bytes("style")).hexdigest()}
     content = manifest.encode("loras", listed, key if is_signed else None)
     files = {

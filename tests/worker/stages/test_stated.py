@@ -1,6 +1,5 @@
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
 
 from imagefleet.job.noise import Noise
 from imagefleet.job.samplers import Options
@@ -12,8 +11,8 @@ async def test_an_image_states_what_its_job_asked_for_and_the_hashes_of_its_file
     storage: Storage,
     run_pipeline: RunPipeline,
     lora_bytes: Callable[[str], bytes],
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     data = lora_bytes("fox")
     weights = data[8 + int.from_bytes(data[:8], "little") :]
     await storage.files.create("loras/fox.safetensors", data, "text/plain", {})
@@ -41,8 +40,8 @@ async def test_an_image_states_what_its_job_asked_for_and_the_hashes_of_its_file
 async def test_a_job_goes_before_the_worker_in_what_decodes_its_image(
     storage: Storage,
     run_pipeline: RunPipeline,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     engine = Drawing()
     for by in ("Full", "TAESD", None):
         settings = {"sd_vae_decode_method": by}

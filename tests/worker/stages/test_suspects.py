@@ -28,7 +28,7 @@ async def vanish(storage: Storage, times: int, *, alone: bool = False) -> None:
 
 async def test_a_job_that_killed_the_workers_that_had_it_alone_goes_to_the_poison_queue_untried(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await storage.queue.send([message(id="killer", campaign="c")])
     await vanish(storage, 2)
     await vanish(storage, CONDEMNED_AFTER, alone=True)
@@ -44,7 +44,7 @@ async def test_a_job_that_killed_the_workers_that_had_it_alone_goes_to_the_poiso
 
 async def test_a_job_that_was_only_held_by_workers_that_vanished_is_generated_alone(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     company: dict[int, int] = {}
     engine = StandInEngine(capacity=4, tick_seconds=0.05)
     tick = engine.tick
@@ -70,7 +70,7 @@ async def test_a_job_that_was_only_held_by_workers_that_vanished_is_generated_al
 
 async def test_a_job_handed_back_by_many_workers_is_no_suspect(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     await storage.queue.send([message(id="j")])
     for _ in range(4):
         (leased,) = await storage.queue.receive(1, 30)
@@ -85,7 +85,7 @@ async def test_a_job_handed_back_by_many_workers_is_no_suspect(
 
 async def test_a_suspect_that_fails_leaves_the_way_free_for_the_others(
     storage: Storage, run_pipeline: RunPipeline
-) -> None:
+):
     bad = [message(id=f"bad{number}", seed=100) for number in range(3)]
     await redelivered(storage, *bad)
     for _ in range(2):
@@ -98,7 +98,7 @@ async def test_a_suspect_that_fails_leaves_the_way_free_for_the_others(
     assert dict(pipeline.metrics.outcomes) == {"failed": 3, "completed": 5}
 
 
-async def test_nothing_shares_the_time_of_a_suspect() -> None:
+async def test_nothing_shares_the_time_of_a_suspect():
     isolation = Isolation()
     running: list[str] = []
     together: set[tuple[str, ...]] = set()
@@ -120,7 +120,7 @@ async def test_nothing_shares_the_time_of_a_suspect() -> None:
 
 
 @pytest.mark.parametrize("stage", ["waiting", "inside"])
-async def test_a_cancelled_suspect_lets_the_others_go_on(stage: str) -> None:
+async def test_a_cancelled_suspect_lets_the_others_go_on(stage: str):
     isolation = Isolation()
     release = asyncio.Event()
 

@@ -7,7 +7,7 @@ import polling
 from worker.stages.prepare import Turns
 
 
-async def test_every_other_turn_is_of_a_job_that_is_not_begun() -> None:
+async def test_every_other_turn_is_of_a_job_that_is_not_begun():
     turns, entries, begun = (
         Turns(10),
         [object() for _ in range(3)],
@@ -33,7 +33,7 @@ async def test_every_other_turn_is_of_a_job_that_is_not_begun() -> None:
     ]
 
 
-async def test_whoever_waits_for_a_turn_gets_the_next_job_of_either_kind() -> None:
+async def test_whoever_waits_for_a_turn_gets_the_next_job_of_either_kind():
     turns = Turns(1)
     waiting = [asyncio.ensure_future(turns.next()) for _ in range(2)]
     await polling.turn()
@@ -43,7 +43,7 @@ async def test_whoever_waits_for_a_turn_gets_the_next_job_of_either_kind() -> No
     assert set(await asyncio.gather(*waiting)) == {first, second}
 
 
-async def test_no_more_jobs_wait_than_there_is_room_for() -> None:
+async def test_no_more_jobs_wait_than_there_is_room_for():
     turns = Turns(1)
     await turns.put(object())  # type: ignore[arg-type]
     putting = asyncio.ensure_future(turns.put(object()))  # type: ignore[arg-type]

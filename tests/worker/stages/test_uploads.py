@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from imagefleet.storage.open import Storage
 from messages import message
 
@@ -16,8 +14,8 @@ IMAGES = 18
 async def test_a_distant_storage_does_not_hold_up_the_fastest_engine(
     storage: Storage,
     run_pipeline: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """None is stored before as many are on their way."""
     create, on_their_way = storage.blobs.create, asyncio.Barrier(IMAGES)
 

@@ -24,7 +24,7 @@ def refusal(**fields: Any) -> str:
     return caught.value.message
 
 
-def test_a_job_that_only_enlarges_needs_no_prompt() -> None:
+def test_a_job_that_only_enlarges_needs_no_prompt():
     job = read()
     assert (job.only_upscales, job.prompt, job.upscalers) == (True, "", ("4x_Sharp",))
     again = read_job(job.to_message(), "another")
@@ -32,7 +32,7 @@ def test_a_job_that_only_enlarges_needs_no_prompt() -> None:
     assert not read_job('{"prompt": "a"}', "m").only_upscales
 
 
-def test_the_payload_of_a1111s_extras_is_taken_as_it_is() -> None:
+def test_the_payload_of_a1111s_extras_is_taken_as_it_is():
     payload = {
         "resize_mode": 0,
         "show_extras_results": True,
@@ -61,7 +61,7 @@ def test_the_payload_of_a1111s_extras_is_taken_as_it_is() -> None:
         read_job(json.dumps({"prompt": "a", **nothing}), "m")
 
 
-def test_the_second_upscaler_counts_only_where_it_shows() -> None:
+def test_the_second_upscaler_counts_only_where_it_shows():
     both = read(upscaler_2="Lanczos", extras_upscaler_2_visibility=0.5)
     assert both.upscalers == ("4x_Sharp", "Lanczos")
     assert both.upscaler_files == ("4x_Sharp",)
@@ -100,13 +100,11 @@ def test_the_second_upscaler_counts_only_where_it_shows() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
-    fields: dict[str, Any], reason: str
-) -> None:
+def test_what_does_not_fit_is_refused_by_name(fields: dict[str, Any], reason: str):
     assert reason in refusal(**fields)
 
 
-def test_controlnets_have_nothing_to_control() -> None:
+def test_controlnets_have_nothing_to_control():
     unit = {"image": "b.png", "model": "canny"}
     scripts = {"controlnet": {"args": [unit]}}
     assert refusal(alwayson_scripts=scripts).startswith(
@@ -146,7 +144,7 @@ def test_controlnets_have_nothing_to_control() -> None:
 )
 def test_sizes_are_those_of_a1111_with_its_black_borders(
     fields: dict[str, Any], size: tuple[int, int], sizes: tuple[tuple[int, int], ...]
-) -> None:
+):
     assert extras.sizes_after(read(**fields), size) == sizes
 
 
@@ -168,12 +166,12 @@ def test_sizes_are_those_of_a1111_with_its_black_borders(
 )
 def test_images_beyond_the_limits_are_refused(
     fields: dict[str, Any], size: tuple[int, int], reason: str
-) -> None:
+):
     with pytest.raises(errors.JobError, match=reason):
         extras.sizes_after(read(**fields), size)
 
 
-def test_a_chain_tells_the_size_of_its_last_stage_before_it_is_drawn() -> None:
+def test_a_chain_tells_the_size_of_its_last_stage_before_it_is_drawn():
     hires = {
         "prompt": "a",
         "width": 512,
@@ -204,7 +202,7 @@ def test_a_chain_tells_the_size_of_its_last_stage_before_it_is_drawn() -> None:
         read_job(json.dumps(body), "m")
 
 
-def test_the_image_of_a_stage_cannot_be_given() -> None:
+def test_the_image_of_a_stage_cannot_be_given():
     body = {"prompt": "a", "then": [{"upscaler_1": "Lanczos", "image": "b.png"}]}
     with pytest.raises(
         errors.InvalidMessageError, match="stage 2: image is the image of"
@@ -212,7 +210,7 @@ def test_the_image_of_a_stage_cannot_be_given() -> None:
         read_job(json.dumps(body), "m")
 
 
-def test_a_network_that_is_applied_twice_costs_what_it_takes() -> None:
+def test_a_network_that_is_applied_twice_costs_what_it_takes():
     job = read(upscaling_resize=8, upscaler_2="other", extras_upscaler_2_visibility=0.5)
     (found,) = job.passes(64, 64)
     assert found.enlarged == 2 * (64 * 64 + 256 * 256)

@@ -39,19 +39,19 @@ def refusal(**fields: Any) -> str:
 )
 def test_a_wrong_value_in_img2img_is_refused_by_name(
     field: str, value: object, reason: str
-) -> None:
+):
     message = refusal(**{"init_images": ["a.png"], field: value})
     assert message.startswith(field)
     assert reason in message
 
 
 @pytest.mark.parametrize("value", [None, [], ""])
-def test_without_an_image_a_job_is_one_of_txt2img(value: object) -> None:
+def test_without_an_image_a_job_is_one_of_txt2img(value: object):
     assert read(init_images=value) == read()
     assert read(init_images=value, denoising_strength=0.3) == read()
 
 
-def test_there_is_one_image() -> None:
+def test_there_is_one_image():
     assert "init_images" in refusal(init_images=["a.png", "b.png"])
     assert read(init_images="a.png") == read(init_images=["a.png"])
 
@@ -59,7 +59,7 @@ def test_there_is_one_image() -> None:
 @pytest.mark.parametrize("field", sorted(img2img.OWN_FIELDS))
 def test_a_field_of_img2img_without_its_image_is_refused_unless_it_is_null(
     field: str,
-) -> None:
+):
     value = "a.png" if field == "mask" else 1
     assert (
         refusal(**{field: value}) == f"{field}: is for img2img; init_images is missing"
@@ -67,7 +67,7 @@ def test_a_field_of_img2img_without_its_image_is_refused_unless_it_is_null(
     assert read(**{field: None}) == read()
 
 
-def test_mask_blur_is_both_of_its_parts() -> None:
+def test_mask_blur_is_both_of_its_parts():
     assert read(init_images=["a.png"], mask_blur=9, mask_blur_x=1).blur == (9, 9)
     assert read(init_images=["a.png"], mask_blur_x=1).blur == (1, 4)
 
@@ -96,7 +96,7 @@ def test_mask_blur_is_both_of_its_parts() -> None:
 )
 def test_a_wrong_value_of_the_second_pass_is_refused_by_name(
     field: str, value: object, reason: str
-) -> None:
+):
     message = refusal(**{"enable_hr": True, "width": 512, "height": 512, field: value})
     assert field in message
     assert reason in message
@@ -115,13 +115,13 @@ def test_a_wrong_value_of_the_second_pass_is_refused_by_name(
 )
 def test_the_second_pass_has_the_size_that_a1111_computes(
     fields: dict[str, Any], size: tuple[int, int]
-) -> None:
+):
     job = read(enable_hr=True, width=512, height=768, hr_second_pass_steps=7, **fields)
     assert job.passes(512, 768) == [Pass(512, 768, 20, decodes=False), Pass(*size, 7)]
     assert job.final_size == size
 
 
-def test_a_second_pass_of_another_ratio_is_cut() -> None:
+def test_a_second_pass_of_another_ratio_is_cut():
     fields = {"enable_hr": True, "width": 512, "height": 768}
     assert read(**fields, hr_resize_x=768, hr_resize_y=768).final_size == (768, 768)
     assert read(**fields, hr_resize_x=512, hr_resize_y=1024).final_size == (512, 1024)
@@ -140,7 +140,7 @@ def test_a_second_pass_of_another_ratio_is_cut() -> None:
 )
 def test_sizes_between_whole_cells_are_rounded_down_in_the_latent_alone(
     size: tuple[int, int], fields: dict[str, Any], whole: tuple[int, int]
-) -> None:
+):
     job = read(enable_hr=True, width=size[0], height=size[1], **fields)
     found, final = hires.sizes_after(job, size)
     assert found == whole
@@ -160,12 +160,12 @@ def test_sizes_between_whole_cells_are_rounded_down_in_the_latent_alone(
     )
 
 
-def test_an_image_has_whole_cells_of_the_size_that_is_asked_for() -> None:
+def test_an_image_has_whole_cells_of_the_size_that_is_asked_for():
     assert read(width=515, height=775).final_size == (512, 768)
     assert read(width=515).final_size == (515, None)
 
 
-def test_the_loras_of_the_second_pass_are_those_of_its_own_prompt() -> None:
+def test_the_loras_of_the_second_pass_are_those_of_its_own_prompt():
     words, others = "a <lora:x:1> <lora:y:1>", "b <lora:y:1> <lora:x:0.5>"
     job = read(prompt=words, enable_hr=True, hr_prompt=others)
     assert [(each.name, each.unet_weight) for each in job.loras] == [
@@ -178,7 +178,7 @@ def test_the_loras_of_the_second_pass_are_those_of_its_own_prompt() -> None:
     assert read(prompt=words, hr_prompt=others).loras == job.parsed_prompt.loras
 
 
-def test_a_pass_without_guidance_takes_one_row_a_call() -> None:
+def test_a_pass_without_guidance_takes_one_row_a_call():
     assert [each.rows for each in read(cfg_scale=0).passes(64, 64)] == [1]
     job = read(cfg_scale=2, enable_hr=True, hr_prompt="a cat:0.5")
     assert [each.rows for each in job.passes(64, 64)] == [2, 1]
@@ -190,7 +190,7 @@ def test_a_pass_without_guidance_takes_one_row_a_call() -> None:
     assert [each.rows for each in job.passes(64, 64)] == [3, 4]
 
 
-def test_a_second_pass_counts_its_steps_from_those_of_the_first() -> None:
+def test_a_second_pass_counts_its_steps_from_those_of_the_first():
     words = {
         "prompt": "[a:b:0.5] [c:d:12] [e:f:1.5]",
         "negative_prompt": "[g:h:1.5]",
@@ -213,12 +213,12 @@ def test_a_second_pass_counts_its_steps_from_those_of_the_first() -> None:
     assert read(prompt="(a:1.2)", enable_hr=True).hires_prompts == (None, None)
 
 
-def test_a_second_pass_without_strength_is_enlarging_alone() -> None:
+def test_a_second_pass_without_strength_is_enlarging_alone():
     job = read(enable_hr=True, denoising_strength=0, hr_upscaler="None")
     assert job.passes(64, 64)[1] == Pass(128, 128, 0, encodes=True)
 
 
-def test_the_calls_of_img2img_are_those_of_the_end_of_the_schedule() -> None:
+def test_the_calls_of_img2img_are_those_of_the_end_of_the_schedule():
     for strength, calls in ((0, 1), (0.5, 11), (0.75, 16), (1, 20)):
         job = read(init_images=["a.png"], denoising_strength=strength)
         assert job.passes(64, 64) == [Pass(64, 64, calls, encodes=True)]
@@ -227,7 +227,7 @@ def test_the_calls_of_img2img_are_those_of_the_end_of_the_schedule() -> None:
         )
 
 
-def test_the_files_and_prompts_of_the_second_pass() -> None:
+def test_the_files_and_prompts_of_the_second_pass():
     job = read(
         prompt="a <lora:x:0.5>",
         enable_hr=True,
@@ -270,9 +270,7 @@ def test_the_files_and_prompts_of_the_second_pass() -> None:
         ("canny", "should be an object"),
     ],
 )
-def test_a_wrong_unit_of_a_controlnet_is_refused_by_name(
-    unit: object, reason: str
-) -> None:
+def test_a_wrong_unit_of_a_controlnet_is_refused_by_name(unit: object, reason: str):
     message = refusal(alwayson_scripts={"controlnet": {"args": [unit]}})
     assert message.startswith("alwayson_scripts.controlnet.args[0]")
     assert reason in message
@@ -288,13 +286,13 @@ def test_a_wrong_unit_of_a_controlnet_is_refused_by_name(
         ("x", "alwayson_scripts is not supported"),
     ],
 )
-def test_other_scripts_are_refused_by_name(scripts: object, reason: str) -> None:
+def test_other_scripts_are_refused_by_name(scripts: object, reason: str):
     message = refusal(alwayson_scripts=scripts)
     assert message.startswith("alwayson_scripts")
     assert reason in message
 
 
-def test_units_are_read_as_the_extension_writes_them() -> None:
+def test_units_are_read_as_the_extension_writes_them():
     unit = {
         "enabled": True,
         "input_image": "maps/pose.png",
@@ -314,7 +312,7 @@ def test_units_are_read_as_the_extension_writes_them() -> None:
     assert read_job(job.to_message(), "another") == job
 
 
-def test_no_unit_that_is_enabled_is_none() -> None:
+def test_no_unit_that_is_enabled_is_none():
     nothing: list[dict[str, Any]] = [{"args": [{"enabled": False}]}, {"args": []}, {}]
     for scripts in ({}, *({"controlnet": each} for each in nothing)):
         assert read(alwayson_scripts=scripts) == read()
@@ -332,12 +330,12 @@ def test_no_unit_that_is_enabled_is_none() -> None:
 )
 def test_controlnets_are_refused_where_their_map_would_need_another_size(
     fields: dict[str, Any], reason: str
-) -> None:
+):
     message = refusal(alwayson_scripts={"controlnet": {"args": [UNIT]}}, **fields)
     assert reason in message
 
 
-def test_extra_noise_is_of_img2img_and_of_the_second_pass() -> None:
+def test_extra_noise_is_of_img2img_and_of_the_second_pass():
     settings = {"img2img_extra_noise": 0.1}
     for fields in ({"init_images": ["a.png"]}, {"enable_hr": True}):
         job = read(**fields, override_settings=settings)
@@ -350,7 +348,7 @@ def test_extra_noise_is_of_img2img_and_of_the_second_pass() -> None:
     assert read(override_settings=settings) == read()
 
 
-def test_the_format_of_the_server_is_that_of_the_output() -> None:
+def test_the_format_of_the_server_is_that_of_the_output():
     for name, kind in {
         "jpg": "jpeg",
         "JPEG": "jpeg",
@@ -371,20 +369,18 @@ def test_the_format_of_the_server_is_that_of_the_output() -> None:
     assert "output" in refusal(override_settings={"samples_format": "gif"})
 
 
-def test_null_is_the_default_of_what_extensions_leave_empty() -> None:
+def test_null_is_the_default_of_what_extensions_leave_empty():
     names = ("seed", "steps", "cfg_scale", "batch_size", "n_iter")
     assert read(**dict.fromkeys(names)) == read()
 
 
-def test_a_subseed_counts_only_with_the_extras_of_seeds() -> None:
+def test_a_subseed_counts_only_with_the_extras_of_seeds():
     variation = {"seed": 1, "subseed": 2, "subseed_strength": 0.5}
     assert read(**variation, seed_enable_extras=True) == read(**variation)
     assert read(**variation, seed_enable_extras=False) == read(seed=1)
 
 
-def test_scripts_that_the_page_always_records_are_taken_while_they_change_nothing() -> (
-    None
-):
+def test_scripts_that_the_page_always_records_are_taken_while_they_change_nothing():
     off = {
         "API payload": {"args": []},
         "Refiner": {"args": [False, "", 0.8]},

@@ -28,9 +28,7 @@ def read(source: object) -> Job:
         ("images/spring/0001-3.webp", "images", "spring/0001-3.webp"),
     ],
 )
-def test_a_name_is_a_blob_of_its_container(
-    source: str, container: str, blob: str
-) -> None:
+def test_a_name_is_a_blob_of_its_container(source: str, container: str, blob: str):
     (given,) = read(source).init_images
     assert img2img.place(given) == img2img.Named(container, blob)  # type: ignore[arg-type]
     protocol.check_blob_name(blob)
@@ -39,7 +37,7 @@ def test_a_name_is_a_blob_of_its_container(
 @pytest.mark.parametrize(
     "prefix", ["", "data:image/png;base64,", "data:image/jpeg;base64,"]
 )
-def test_base64_is_an_image_within_the_message(prefix: str) -> None:
+def test_base64_is_an_image_within_the_message(prefix: str):
     (given,) = read(prefix + base64.b64encode(PNG).decode()).init_images
     assert img2img.place(given) is None
     assert img2img.content(given) == PNG
@@ -69,7 +67,7 @@ def test_base64_is_an_image_within_the_message(prefix: str) -> None:
         (None, "should be a valid string"),
     ],
 )
-def test_anything_else_is_refused_by_name(source: object, reason: str) -> None:
+def test_anything_else_is_refused_by_name(source: object, reason: str):
     with pytest.raises(
         errors.InvalidMessageError, match=rf"^init_images\[0\]: .*{reason}"
     ):
@@ -77,7 +75,7 @@ def test_anything_else_is_refused_by_name(source: object, reason: str) -> None:
 
 
 @given(st.text())
-def test_no_text_is_a_blob_outside_its_folder(text: str) -> None:
+def test_no_text_is_a_blob_outside_its_folder(text: str):
     try:
         (source,) = read(text).init_images
     except errors.InvalidMessageError:
@@ -87,15 +85,13 @@ def test_no_text_is_a_blob_outside_its_folder(text: str) -> None:
         assert place.container == "images" or place.blob.startswith("inputs/")
 
 
-def test_base64_beyond_a_message_says_what_to_do() -> None:
+def test_base64_beyond_a_message_says_what_to_do():
     data = base64.b64encode(PNG + bytes(60_000)).decode()
     with pytest.raises(errors.InvalidMessageError, match="store the image in inputs/"):
         read(data)
 
 
-def test_base64_that_fits_alone_but_not_with_the_rest_is_refused_when_it_is_sent() -> (
-    None
-):
+def test_base64_that_fits_alone_but_not_with_the_rest_is_refused_when_it_is_sent():
     data = base64.b64encode(PNG + bytes(49_080)).decode()
     body = read(data).to_message()
     with pytest.raises(errors.JobError, match="a queue message holds 65,536"):

@@ -1,7 +1,6 @@
 """An upload in blocks that breaks off, and goes on where it was."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from imagefleet.storage.settings import StorageSettings
 
 
 async def test_an_upload_that_broke_off_sends_only_what_is_missing(
-    azurite_settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    azurite_settings: StorageSettings, tmp_path, monkeypatch
+):
     monkeypatch.setattr(azure_blobs, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(azure_blobs, "_CONCURRENT_BLOCKS", 1)
     content = os.urandom(6500)

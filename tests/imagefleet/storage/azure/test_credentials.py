@@ -78,7 +78,7 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
 
 async def test_a_missing_container_is_detected_with_a_sas_token(
     azurite_settings: StorageSettings, owner: Storage
-) -> None:
+):
     """A container's SAS token cannot read the properties of the container."""
     settings = with_tokens(
         azurite_settings.model_copy(update={"container": "no-such-container"}),
@@ -95,7 +95,7 @@ async def test_a_missing_container_is_detected_with_a_sas_token(
 
 async def test_a_token_that_may_only_create_does_no_more(
     azurite_settings: StorageSettings, owner: Storage
-) -> None:
+):
     settings = with_tokens(azurite_settings, blob=container_sas(azurite_settings, "c"))
     async with AzureStorage(settings, NEVER) as storage:
         await storage.blobs.check()
@@ -112,7 +112,7 @@ async def test_a_token_that_may_only_create_does_no_more(
 
 async def test_a_token_that_may_not_even_create_is_not_told_that_the_name_is_taken(
     azurite_settings: StorageSettings, owner: Storage
-) -> None:
+):
     await owner.blobs.create("fox.png", b"pixels", "image/png", {})
     settings = with_tokens(azurite_settings, blob=container_sas(azurite_settings, "l"))
     async with AzureStorage(settings, NEVER) as storage:
@@ -124,7 +124,7 @@ async def test_a_token_that_may_not_even_create_is_not_told_that_the_name_is_tak
 @pytest.mark.parametrize("key", ["a2V5", "not base64!"])
 async def test_a_wrong_key_is_refused_by_the_check(
     azurite_settings: StorageSettings, key: str
-) -> None:
+):
     address = re.sub(r"AccountKey=[^;]+", f"AccountKey={key}", azurite_settings.storage)
     settings = azurite_settings.model_copy(update={"storage": address})
     with pytest.raises(errors.SetupError, match="key") as caught:
@@ -135,7 +135,7 @@ async def test_a_wrong_key_is_refused_by_the_check(
 
 async def test_a_resource_without_a_token_is_not_asked(
     azurite_settings: StorageSettings, owner: Storage
-) -> None:
+):
     token = queue_sas(azurite_settings, azurite_settings.queue, "raup")
     async with AzureStorage(
         with_tokens(azurite_settings, queue=token), NEVER
@@ -150,7 +150,7 @@ async def test_a_resource_without_a_token_is_not_asked(
 
 async def test_the_token_of_an_account_is_for_all_resources(
     azurite_settings: StorageSettings, owner: Storage
-) -> None:
+):
     token = generate_account_sas(
         **account_of(azurite_settings),
         resource_types=ResourceTypes(container=True, object=True),
@@ -179,7 +179,7 @@ async def test_the_token_of_an_account_is_for_all_resources(
         ('{"blob": "sig"}', "blob: is not a SAS token"),
     ],
 )
-def test_a_setting_without_tokens_is_one_line(text: str, complaint: str) -> None:
+def test_a_setting_without_tokens_is_one_line(text: str, complaint: str):
     settings = StorageSettings(storage="https://fleet.blob.core.windows.net", sas=text)
     with pytest.raises(errors.SetupError, match=complaint) as caught:
         open_storage(settings)
@@ -189,7 +189,7 @@ def test_a_setting_without_tokens_is_one_line(text: str, complaint: str) -> None
 
 async def test_neither_messages_nor_tracebacks_show_a_token(
     azurite_settings: StorageSettings, faulty_azurite: object, unused_tcp_port: int
-) -> None:
+):
     token = queue_sas(azurite_settings, azurite_settings.queue, "raup")
     signature = token.split("sig=")[1][:20]
     nobody = f"http://127.0.0.1:{unused_tcp_port}/devstoreaccount1"

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,7 +83,7 @@ async def test_a_transient_fault_is_retried_and_reported(
     retried: list[errors.TransientError],
     call: str,
     fault: Any,
-) -> None:
+):
     faulty_azurite.faults.extend([fault, fault])
     await CALLS[call](azure_storage)
     assert len(retried) == 2
@@ -93,7 +92,7 @@ async def test_a_transient_fault_is_retried_and_reported(
 @pytest.mark.parametrize("read_timeout_seconds", [20.0])
 async def test_each_retry_is_an_operation(
     azure_storage: AzureStorage, faulty_azurite: Any
-) -> None:
+):
     operations = azure_storage.operations
     before = dataclasses.replace(operations)
     for call in (CALLS["send"], CALLS["create blob"], CALLS["read blob"]):
@@ -110,7 +109,7 @@ async def test_a_malformed_answer_is_retried(
     faulty_azurite: Any,
     retried: list[errors.TransientError],
     call: str,
-) -> None:
+):
     faulty_azurite.faults.append("garbage")
     await CALLS[call](azure_storage)
     assert len(retried) == 1
@@ -119,7 +118,7 @@ async def test_a_malformed_answer_is_retried(
 @pytest.mark.parametrize("fault", TRANSIENT_FAULTS)
 async def test_a_lasting_fault_is_raised_as_a_transient_error_that_names_it(
     azure_storage: AzureStorage, faulty_azurite: Any, fault: Any
-) -> None:
+):
     faulty_azurite.faults.extend([fault] * 3)
     with pytest.raises(errors.TransientError) as caught:
         await azure_storage.queue.receive(1, LEASE_SECONDS)
@@ -131,7 +130,7 @@ async def test_a_lasting_fault_is_raised_as_a_transient_error_that_names_it(
 
 async def test_an_unreachable_address_is_a_transient_error(
     azurite_settings: StorageSettings, unused_tcp_port: int
-) -> None:
+):
     url = f"http://127.0.0.1:{unused_tcp_port}/devstoreaccount1"
     endpoints = f"BlobEndpoint={url};QueueEndpoint={url}"
     address = f"AccountName=devstoreaccount1;AccountKey=a2V5;{endpoints}"
@@ -141,7 +140,7 @@ async def test_an_unreachable_address_is_a_transient_error(
             await azure_storage.check()
 
 
-async def test_a_misspelt_account_is_named() -> None:
+async def test_a_misspelt_account_is_named():
     storage = "AccountName=picturs;AccountKey=a2V5;EndpointSuffix=core.windows.invalid"
     async with AzureStorage(StorageSettings(storage=storage), NEVER) as azure_storage:
         with pytest.raises(
@@ -156,7 +155,7 @@ async def test_a_misspelt_account_is_named() -> None:
 
 async def test_a_renewal_whose_reply_was_lost_is_unknown_until_the_next_one(
     azure_storage: AzureStorage, faulty_azurite: Any
-) -> None:
+):
     await azure_storage.queue.send(["a job"])
     (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
     faulty_azurite.faults.append("lose reply")
@@ -170,7 +169,7 @@ async def test_a_renewal_whose_reply_was_lost_is_unknown_until_the_next_one(
 @pytest.mark.parametrize("fault", [500, 503, "drop"])
 async def test_a_renewal_that_did_not_arrive_is_retried(
     azure_storage: AzureStorage, faulty_azurite: Any, fault: Any
-) -> None:
+):
     await azure_storage.queue.send(["a job"])
     (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
     faulty_azurite.faults.append(fault)
@@ -181,7 +180,7 @@ async def test_a_renewal_that_did_not_arrive_is_retried(
 
 async def test_a_delete_whose_reply_was_lost_succeeds(
     azure_storage: AzureStorage, faulty_azurite: Any
-) -> None:
+):
     await azure_storage.queue.send(["a job"])
     (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
     faulty_azurite.faults.append("lose reply")
@@ -191,7 +190,7 @@ async def test_a_delete_whose_reply_was_lost_succeeds(
 
 async def test_a_release_whose_reply_was_lost_succeeds(
     azure_storage: AzureStorage, faulty_azurite: Any
-) -> None:
+):
     await azure_storage.queue.send(["a job"])
     (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
     faulty_azurite.faults.append("lose reply")
@@ -201,7 +200,7 @@ async def test_a_release_whose_reply_was_lost_succeeds(
 
 async def test_a_message_whose_reply_was_lost_is_sent_at_least_once(
     azure_storage: AzureStorage, faulty_azurite: Any
-) -> None:
+):
     faulty_azurite.faults.append("lose reply")
     await azure_storage.queue.send(["a job"])
     received = await azure_storage.queue.receive(32, LEASE_SECONDS)
@@ -213,7 +212,7 @@ async def test_a_message_whose_reply_was_lost_is_sent_at_least_once(
 )
 async def test_a_blob_whose_reply_was_lost_is_created_once_and_is_its_creators(
     azure_storage: AzureStorage, faulty_azurite: Any, faults: list[Any]
-) -> None:
+):
     faulty_azurite.faults.extend(faults)
     assert await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
     assert await azure_storage.blobs.read("fox.png") == b"pixels"
@@ -223,7 +222,7 @@ async def test_a_blob_whose_reply_was_lost_is_created_once_and_is_its_creators(
 @pytest.mark.parametrize("fault", [503, 429])
 async def test_a_blob_of_another_is_not_taken_for_ones_own_after_a_refused_attempt(
     azure_storage: AzureStorage, faulty_azurite: Any, fault: Any
-) -> None:
+):
     await azure_storage.blobs.create("fox.png", b"another's", "image/png", {})
     faulty_azurite.faults.append(fault)
     assert not await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
@@ -231,7 +230,7 @@ async def test_a_blob_of_another_is_not_taken_for_ones_own_after_a_refused_attem
 
 async def test_an_error_after_a_lost_reply_says_that_the_blob_may_have_been_created(
     azure_storage: AzureStorage, faulty_azurite: Any
-) -> None:
+):
     """The caller's own retry must know; the last error alone says that nothing was done."""
     for faults, is_unknown in (
         (["lose reply", 503, 503], True),
@@ -248,7 +247,7 @@ async def test_an_error_after_a_lost_reply_says_that_the_blob_may_have_been_crea
 @pytest.mark.parametrize("data", [b"", b"pixels"])
 async def test_the_size_of_a_blob_is_right_however_its_reply_arrives(
     azure_storage: AzureStorage, faulty_azurite: Any, fault: Any, data: bytes
-) -> None:
+):
     await azure_storage.blobs.create("fox.png", data, "image/png", {})
     faulty_azurite.faults.append(fault)
     record = await azure_storage.blobs.record("fox.png")
@@ -257,8 +256,8 @@ async def test_the_size_of_a_blob_is_right_however_its_reply_arrives(
 
 
 async def test_a_file_whose_commits_reply_was_lost_is_uploaded(
-    azure_storage: AzureStorage, faulty_azurite: Any, tmp_path: Path
-) -> None:
+    azure_storage: AzureStorage, faulty_azurite: Any, tmp_path
+):
     (tmp_path / "model").write_bytes(b"weights")
     # It looks for the blob and for blocks, and sends one block.
     faulty_azurite.faults.extend(["pass", "pass", "pass", "lose reply"])
@@ -271,7 +270,7 @@ async def test_a_file_whose_commits_reply_was_lost_is_uploaded(
 
 async def test_messages_in_a_lost_reply_are_visible_again_later(
     azure_storage: AzureStorage, faulty_azurite: Any
-) -> None:
+):
     await azure_storage.queue.send(["a job"])
     faulty_azurite.faults.append("lose reply")
     normal = azure_storage.queues["normal"]
@@ -288,7 +287,7 @@ async def test_messages_in_a_lost_reply_are_visible_again_later(
 )
 async def test_other_conflicts_do_not_count_as_an_existing_blob(
     azure_storage: AzureStorage, faulty_azurite: Any, code: str
-) -> None:
+):
     faulty_azurite.faults.extend([(409, code)] * 3)
     with pytest.raises(errors.TransientError, match=code):
         await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
@@ -300,14 +299,14 @@ async def test_other_conflicts_do_not_count_as_an_existing_blob(
 )
 async def test_an_existing_blob_is_recognized_whatever_the_token_permits(
     azure_storage: AzureStorage, faulty_azurite: Any, answer: tuple[int, str]
-) -> None:
+):
     faulty_azurite.faults.append(answer)
     assert not await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
 
 
 async def test_a_body_too_large_for_azure_is_a_job_error(
     azure_storage: AzureStorage, faulty_azurite: Any
-) -> None:
+):
     faulty_azurite.faults.append(413)
     with pytest.raises(errors.JobError, match="HTTP 413"):
         await azure_storage.queue.send(["a job"])
@@ -319,7 +318,7 @@ async def test_refused_credentials_are_a_setup_error(
     faulty_azurite: Any,
     retried: list[errors.TransientError],
     status: int,
-) -> None:
+):
     faulty_azurite.faults.append(status)
     with pytest.raises(
         errors.SetupError,
@@ -331,7 +330,7 @@ async def test_refused_credentials_are_a_setup_error(
 
 async def test_a_failed_send_cancels_the_others(
     azure_storage: AzureStorage, faulty_azurite: Any
-) -> None:
+):
     faulty_azurite.faults.extend([403] * 100)
     with pytest.raises(errors.SetupError):
         await azure_storage.queue.send(str(number) for number in range(1_000))
@@ -341,7 +340,7 @@ async def test_a_failed_send_cancels_the_others(
 @pytest.mark.parametrize("code", sorted(azure_errors.NOT_FOR_TOKENS))
 async def test_create_does_nothing_with_a_token_for_one_queue(
     azure_storage: AzureStorage, faulty_azurite: Any, code: str
-) -> None:
+):
     faulty_azurite.faults.append((403, code))
     await azure_storage.create()  # neither an error nor further requests
     assert not faulty_azurite.faults
@@ -350,7 +349,7 @@ async def test_create_does_nothing_with_a_token_for_one_queue(
 
 async def test_a_refused_blob_is_not_mistaken_for_an_existing_one(
     azure_storage: AzureStorage, faulty_azurite: Any
-) -> None:
+):
     faulty_azurite.faults.append((403, "AuthorizationPermissionMismatch"))
     with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
         await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})

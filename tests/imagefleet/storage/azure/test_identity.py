@@ -112,7 +112,7 @@ async def cloud(broker: Any) -> AsyncIterator[FakeCloud]:
 
 
 @pytest.fixture
-def pod(cloud: FakeCloud, tmp_path: Path) -> dict[str, str]:
+def pod(cloud: FakeCloud, tmp_path) -> dict[str, str]:
     """The environment of a pod with workload identity."""
     (tmp_path / "token").write_text("the pod's own token")
     return {
@@ -125,7 +125,7 @@ def pod(cloud: FakeCloud, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path) -> Run:
     """Runs the program with these environment variables."""
     warnings = tmp_path / "warnings"
     warnings.touch()
@@ -147,14 +147,14 @@ def run(tmp_path: Path) -> Run:
 
 async def test_a_pods_identity_gives_access(
     cloud: FakeCloud, pod: dict[str, str], run: Run
-) -> None:
+):
     assert await run(**pod) == {"result": 3 * 7, "addresses": ["127.0.0.1"]}
     assert cloud.assertions == ["the pod's own token"]
 
 
 async def test_a_refused_identity_is_a_setup_error(
     cloud: FakeCloud, pod: dict[str, str], run: Run
-) -> None:
+):
     cloud.status = 401
     found = await run(**pod)
     assert found["result"].startswith(
@@ -166,14 +166,14 @@ async def test_a_refused_identity_is_a_setup_error(
 
 async def test_an_identity_without_a_permission_is_told_azures_role(
     cloud: FakeCloud, pod: dict[str, str], run: Run
-) -> None:
+):
     cloud.denies = True
     found = await run(**pod)
     assert "the pod's identity may not count and peek at messages" in found["result"]
     assert "assign it the Azure role 'Storage Queue Data Reader'" in found["result"]
 
 
-async def test_a_missing_client_id_is_named(pod: dict[str, str], run: Run) -> None:
+async def test_a_missing_client_id_is_named(pod: dict[str, str], run: Run):
     del pod["AZURE_CLIENT_ID"]
     found = await run(**pod)
     assert "AZURE_CLIENT_ID" in found["result"]
@@ -182,7 +182,7 @@ async def test_a_missing_client_id_is_named(pod: dict[str, str], run: Run) -> No
 
 async def test_a_key_takes_precedence_over_a_pods_identity(
     cloud: FakeCloud, pod: dict[str, str], azurite_settings: StorageSettings, run: Run
-) -> None:
+):
     async with open_storage(azurite_settings) as storage:
         await storage.create()
     pod["IMAGEFLEET_STORAGE"] = azurite_settings.storage
@@ -191,7 +191,7 @@ async def test_a_key_takes_precedence_over_a_pods_identity(
     assert cloud.assertions == []
 
 
-async def test_without_credentials_no_address_is_contacted(run: Run) -> None:
+async def test_without_credentials_no_address_is_contacted(run: Run):
     found = await run(
         IMAGEFLEET_STORAGE="https://pictures.blob.core.windows.net",
         SALAD_MACHINE_ID="a-machine",
@@ -201,7 +201,7 @@ async def test_without_credentials_no_address_is_contacted(run: Run) -> None:
     assert found["addresses"] == []
 
 
-def test_no_code_uses_a_credential_that_tries_several_sources() -> None:
+def test_no_code_uses_a_credential_that_tries_several_sources():
     """It would contact another service on SaladCloud's nodes; a comment may name one."""
     searching = re.compile(
         "(?<!`)(Default|Chained|ManagedIdentity)(Azure|Token)?Credential"
@@ -212,8 +212,8 @@ def test_no_code_uses_a_credential_that_tries_several_sources() -> None:
 
 
 def test_a_missing_azure_identity_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setenv("AZURE_FEDERATED_TOKEN_FILE", "/var/run/secrets/token")
     monkeypatch.setitem(sys.modules, "azure.identity", None)
     settings = StorageSettings(storage="https://pictures.blob.core.windows.net")

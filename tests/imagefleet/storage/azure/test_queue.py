@@ -12,7 +12,7 @@ from imagefleet.storage.settings import StorageSettings
 LEASE_SECONDS = 30
 
 
-async def test_messages_never_expire(azurite_settings: StorageSettings) -> None:
+async def test_messages_never_expire(azurite_settings: StorageSettings):
     async with open_storage(azurite_settings) as storage:
         await storage.create()
         await storage.queue.send(["a job"])
@@ -25,7 +25,7 @@ async def test_messages_never_expire(azurite_settings: StorageSettings) -> None:
 
 async def test_a_blob_carries_its_content_type_and_metadata(
     azurite_settings: StorageSettings,
-) -> None:
+):
     async with open_storage(azurite_settings) as storage:
         await storage.create()
         await storage.blobs.create(
@@ -44,7 +44,7 @@ async def test_a_blob_carries_its_content_type_and_metadata(
 
 async def test_a_message_of_another_program_is_received_unchanged(
     azurite_settings: StorageSettings,
-) -> None:
+):
     async with open_storage(azurite_settings) as storage:
         await storage.create()
         async with QueueClient.from_connection_string(
@@ -57,7 +57,7 @@ async def test_a_message_of_another_program_is_received_unchanged(
 
 async def test_an_interrupted_browse_releases_all_messages(
     azurite_settings: StorageSettings,
-) -> None:
+):
     async with open_storage(azurite_settings) as storage:
         await storage.create()
         await storage.queue.send(str(number) for number in range(40))

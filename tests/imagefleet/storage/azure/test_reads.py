@@ -13,7 +13,7 @@ ODD = ["a b", "100%", "1+1=2&c", "%41", "größe", "~a'b(c)", "#1;x,y", "house-�
 @pytest.mark.parametrize("odd", ODD)
 async def test_a_blob_is_read_and_listed_by_its_name_whatever_is_in_it(
     azurite_settings: StorageSettings, odd: str
-) -> None:
+):
     name = f"{odd}/{odd}.png"
     async with AzureStorage(azurite_settings, concurrency.NEVER) as storage:
         await storage.create()
@@ -34,8 +34,8 @@ async def test_a_blob_is_read_and_listed_by_its_name_whatever_is_in_it(
 
 
 async def test_reads_and_pages_of_listings_are_counted_as_they_are_billed(
-    azurite_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    azurite_settings: StorageSettings, monkeypatch
+):
     monkeypatch.setattr("imagefleet.storage.azure.blobs._NAMES_PAGE", 2)
     async with AzureStorage(azurite_settings, concurrency.NEVER) as storage:
         await storage.create()
@@ -55,7 +55,7 @@ async def test_reads_and_pages_of_listings_are_counted_as_they_are_billed(
 
 
 @pytest.mark.parametrize("answer", ["", "<html/>", "<EnumerationResults>"])
-async def test_a_listing_that_a_proxy_made_up_is_not_an_empty_one(answer: str) -> None:
+async def test_a_listing_that_a_proxy_made_up_is_not_an_empty_one(answer: str):
     async def made_up(_: web.Request) -> web.Response:
         return web.Response(text=answer, content_type="application/xml")
 

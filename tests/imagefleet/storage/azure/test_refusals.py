@@ -89,7 +89,7 @@ async def complaints(settings: StorageSettings) -> list[str]:
 
 async def test_an_expired_token_says_when_it_expired_and_how_to_get_a_new_one(
     created: StorageSettings,
-) -> None:
+):
     settings = with_tokens(created, None, timedelta(days=-2, minutes=-1))
     ended = datetime.now(UTC) - timedelta(days=2, minutes=1)
     names = (
@@ -113,7 +113,7 @@ async def test_an_expired_token_says_when_it_expired_and_how_to_get_a_new_one(
 
 async def test_a_token_of_the_future_says_from_when_on_it_is_valid(
     created: StorageSettings,
-) -> None:
+):
     settings = with_tokens(created, timedelta(hours=3, minutes=1), timedelta(hours=9))
     for complaint in await complaints(settings):
         assert re.search(
@@ -121,7 +121,7 @@ async def test_a_token_of_the_future_says_from_when_on_it_is_valid(
         )
 
 
-async def test_a_damaged_token_is_not_called_expired(created: StorageSettings) -> None:
+async def test_a_damaged_token_is_not_called_expired(created: StorageSettings):
     settings = with_tokens(created, None, ONE_HOUR)
     damaged = {
         resource: re.sub(r"sig=.{4}", "sig=AAAA", each)
@@ -134,7 +134,7 @@ async def test_a_damaged_token_is_not_called_expired(created: StorageSettings) -
 
 async def test_a_missing_token_is_named_and_the_role_that_has_one(
     created: StorageSettings,
-) -> None:
+):
     settings = with_tokens(created, None, ONE_HOUR)
     settings = having(settings, {"queue": tokens_of(settings)["queue"]})
     async with AzureStorage(settings, NEVER) as storage:
@@ -152,7 +152,7 @@ async def test_a_missing_token_is_named_and_the_role_that_has_one(
 
 async def test_the_check_names_every_role_with_a_token_for_what_has_none(
     created: StorageSettings,
-) -> None:
+):
     """A worker checks its storage before it needs a permission: the role `worker` must be named."""
     settings = with_tokens(created, None, ONE_HOUR)
     settings = having(settings, {"queue": tokens_of(settings)["queue"]})
@@ -171,7 +171,7 @@ async def test_the_check_names_every_role_with_a_token_for_what_has_none(
 
 async def test_a_token_in_a_connection_string_is_explained_as_well(
     created: StorageSettings,
-) -> None:
+):
     expired = tokens_of(with_tokens(created, None, -ONE_HOUR))["queue"]
     endpoints = ";".join(re.findall(r"\w+Endpoint=[^;]+", created.storage))
     settings = created.model_copy(
@@ -193,7 +193,7 @@ def sentence(
     return Refusal("the queue 'jobs'", credential, permission, code, 403, at).sentence()
 
 
-def test_azures_clock_decides_and_a_wrong_one_of_this_machine_is_named() -> None:
+def test_azures_clock_decides_and_a_wrong_one_of_this_machine_is_named():
     behind = datetime.now(UTC) + timedelta(days=3, minutes=1)  # Azure's time
     ends = behind - timedelta(hours=5)
     text = sentence(
@@ -211,13 +211,13 @@ def test_azures_clock_decides_and_a_wrong_one_of_this_machine_is_named() -> None
     assert "this machine's clock is 23 hours ahead of Azure's" in key
 
 
-def test_the_tokens_of_a_revoked_policy_need_another_name() -> None:
+def test_the_tokens_of_a_revoked_policy_need_another_name():
     text = sentence(Credential("queue", "sig=x&si=spring"), "p", "AuthenticationFailed")
     assert "its stored policy 'spring' has ended or was revoked" in text
     assert "`imagefleet keys mint ROLE --policy NAME`" in text
 
 
-def test_the_tokens_of_a_broker_are_not_minted_by_hand() -> None:
+def test_the_tokens_of_a_broker_are_not_minted_by_hand():
     credential = Credential(
         "queue", token(se="2026-11-20T08:00:00Z"), is_from_broker=True
     )
@@ -228,7 +228,7 @@ def test_the_tokens_of_a_broker_are_not_minted_by_hand() -> None:
     assert "imagefleet keys" not in text
 
 
-def test_a_permission_that_the_token_lacks_is_named_whatever_azure_calls_it() -> None:
+def test_a_permission_that_the_token_lacks_is_named_whatever_azure_calls_it():
     credential = Credential("queue", token(se="2099-01-01"))
     text = sentence(credential, "a", "AuthorizationFailure")
     assert "may not add messages" in text
@@ -243,7 +243,7 @@ def test_a_permission_that_the_token_lacks_is_named_whatever_azure_calls_it() ->
         ("AuthorizationProtocolMismatch", "requires https"),
     ],
 )
-def test_other_refusals_have_their_own_reason(code: str, reason: str) -> None:
+def test_other_refusals_have_their_own_reason(code: str, reason: str):
     assert reason in sentence(Credential("queue", token(se="2099-01-01")), "p", code)
 
 
@@ -260,7 +260,7 @@ def test_other_refusals_have_their_own_reason(code: str, reason: str) -> None:
         ("queue", "", "Storage Queue Data Contributor"),
     ],
 )
-def test_an_identity_is_told_azures_role(resource: Any, letter: str, role: str) -> None:
+def test_an_identity_is_told_azures_role(resource: Any, letter: str, role: str):
     credential = Credential(resource, is_identity=True)
     text = sentence(credential, letter, "AuthorizationPermissionMismatch")
     assert text.startswith("the pod's identity may not ")
@@ -268,7 +268,7 @@ def test_an_identity_is_told_azures_role(resource: Any, letter: str, role: str) 
     assert "imagefleet keys" not in text
 
 
-def test_every_permission_of_every_role_has_words_and_a_role() -> None:
+def test_every_permission_of_every_role_has_words_and_a_role():
     for role in roles.ROLES.values():
         for resource in roles.RESOURCES:
             for letter in role.letters(resource):

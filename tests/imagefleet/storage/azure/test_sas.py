@@ -50,7 +50,7 @@ def mint(azurite_settings: StorageSettings) -> Mint:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path) -> Path:
     return tmp_path / "tokens.json"
 
 
@@ -67,7 +67,7 @@ def broker_settings(settings: StorageSettings, broker: Any) -> StorageSettings:
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_waiting(monkeypatch) -> None:
     """Checks the file on each request."""
     monkeypatch.setattr(sas, "FILE_CHECK_SECONDS", 0.0)
 
@@ -114,7 +114,7 @@ def replace(file: Path, text: str | None) -> None:
 
 async def test_a_request_with_expired_tokens_fails_until_there_are_new_ones(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint
-) -> None:
+):
     replace(file, mint())
     async with opened(settings) as storage:
         await storage.check()
@@ -141,8 +141,8 @@ async def test_a_request_with_expired_tokens_fails_until_there_are_new_ones(
 
 
 async def test_new_tokens_are_used_before_the_old_ones_expire(
-    owner: Storage, settings: StorageSettings, file: Path, mint: Mint, caplog: Any
-) -> None:
+    owner: Storage, settings: StorageSettings, file: Path, mint: Mint, caplog
+):
     caplog.set_level(logging.INFO, "imagefleet.storage.azure.credentials")
     replace(file, mint())
     async with opened(settings) as storage:
@@ -160,8 +160,8 @@ async def test_new_tokens_are_used_before_the_old_ones_expire(
 
 
 async def test_an_updated_kubernetes_secret_is_read(
-    owner: Storage, settings: StorageSettings, file: Path, tmp_path: Path, mint: Mint
-) -> None:
+    owner: Storage, settings: StorageSettings, file: Path, tmp_path, mint: Mint
+):
     data = tmp_path / "..data"
 
     def mount(folder: Path, text: str) -> None:
@@ -196,9 +196,9 @@ async def test_a_broken_file_leaves_the_last_good_tokens_and_is_logged_once(
     settings: StorageSettings,
     file: Path,
     mint: Mint,
-    caplog: Any,
+    caplog,
     broken: Any,
-) -> None:
+):
     replace(file, mint())
     async with opened(settings) as storage:
         await storage.check()
@@ -214,7 +214,7 @@ async def test_a_broken_file_leaves_the_last_good_tokens_and_is_logged_once(
 @pytest.mark.parametrize("text", [None, "", '{"queue": "no token"}'])
 async def test_a_broken_file_at_the_start_is_a_setup_error(
     settings: StorageSettings, file: Path, text: str | None
-) -> None:
+):
     replace(file, text)
     async with opened(settings) as storage:
         with pytest.raises(
@@ -226,7 +226,7 @@ async def test_a_broken_file_at_the_start_is_a_setup_error(
 @pytest.mark.parametrize("damage", ["ended", "signature"])
 async def test_tokens_that_were_never_accepted_are_a_setup_error(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint, damage: str
-) -> None:
+):
     text = mint(ENDED) if damage == "ended" else mint().replace("sig=", "sig=abc")
     replace(file, text)
     async with opened(settings) as storage:
@@ -236,7 +236,7 @@ async def test_tokens_that_were_never_accepted_are_a_setup_error(
 
 async def test_a_missing_permission_is_not_waited_for(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint
-) -> None:
+):
     replace(file, mint())
     async with opened(settings) as storage:
         await storage.check()
@@ -249,7 +249,7 @@ async def test_a_missing_permission_is_not_waited_for(
 
 async def test_a_broker_is_asked_once_while_its_tokens_are_valid(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
-) -> None:
+):
     broker.answer = lambda: answer(mint())
     async with opened(broker_settings) as storage:
         await asyncio.gather(*(storage.queue.depth() for _ in range(20)))
@@ -259,7 +259,7 @@ async def test_a_broker_is_asked_once_while_its_tokens_are_valid(
 
 async def test_a_broker_is_asked_again_before_its_tokens_expire(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
-) -> None:
+):
     broker.answer = lambda: answer(mint())
     async with opened(broker_settings) as storage:
         await storage.check()
@@ -279,8 +279,8 @@ async def test_a_brokers_key_proves_what_its_machine_stores_and_is_not_shown(
     broker_settings: StorageSettings,
     broker: Any,
     mint: Mint,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     caplog.set_level("DEBUG")
     machine, key = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11", "5ec2e7" * 10
     broker.answer = lambda: answer(
@@ -304,7 +304,7 @@ async def test_a_brokers_key_proves_what_its_machine_stores_and_is_not_shown(
 
 async def test_a_wrong_clock_does_not_shorten_a_tokens_life(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
-) -> None:
+):
     tomorrow = datetime.now(UTC) + timedelta(
         days=1
     )  # this machine's clock is a day behind
@@ -322,9 +322,9 @@ async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_expire(
     broker_settings: StorageSettings,
     broker: Any,
     mint: Mint,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    caplog,
+    monkeypatch,
+):
     monkeypatch.setattr(sas, "FIRST_PAUSE_SECONDS", 600.0)
     monkeypatch.setattr(sas, "LONGEST_PAUSE_SECONDS", 600.0)
     broker.answer = lambda: answer(mint())
@@ -350,7 +350,7 @@ async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_expire(
 
 async def test_revoked_tokens_are_replaced_at_once(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
-) -> None:
+):
     answers = iter((mint(), mint(2 * ONE_HOUR)))
     broker.answer = lambda: answer(next(answers))
     async with opened(broker_settings) as storage:
@@ -364,7 +364,7 @@ async def test_revoked_tokens_are_replaced_at_once(
 @pytest.mark.parametrize("status", [401, 403, 404, 302])
 async def test_repeated_refusals_of_the_broker_are_a_setup_error(
     owner: Storage, broker_settings: StorageSettings, broker: Any, status: int
-) -> None:
+):
     broker.answer = lambda: web.Response(
         status=status, headers={"Location": "/elsewhere"}
     )
@@ -384,7 +384,7 @@ async def test_repeated_refusals_of_the_broker_are_a_setup_error(
 @pytest.mark.parametrize("body", ["<html>", '{"queue": "x"}', "null", ""])
 async def test_an_invalid_answer_of_the_broker_is_a_transient_error(
     broker_settings: StorageSettings, broker: Any, body: str
-) -> None:
+):
     broker.answer = lambda: answer(body)
     async with opened(broker_settings) as storage:
         with pytest.raises(errors.TransientError, match="invalid answer of the broker"):
@@ -392,8 +392,8 @@ async def test_an_invalid_answer_of_the_broker_is_a_transient_error(
 
 
 async def test_the_identity_token_is_not_sent_to_a_broker_with_an_untrusted_certificate(
-    broker_settings: StorageSettings, broker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    broker_settings: StorageSettings, broker: Any, monkeypatch
+):
     monkeypatch.delenv("SSL_CERT_FILE")
     async with opened(broker_settings) as storage:
         with pytest.raises(
@@ -408,7 +408,7 @@ async def test_the_identity_token_is_not_sent_to_a_broker_with_an_untrusted_cert
 )
 async def test_a_missing_identity_token_is_a_transient_error(
     broker_settings: StorageSettings, error: Exception
-) -> None:
+):
     async def no_identity_token() -> str:
         raise error
 
@@ -430,7 +430,7 @@ async def test_a_missing_identity_token_is_a_transient_error(
         "broker.example",
     ],
 )
-def test_a_broker_url_must_be_https_without_a_password(url: str) -> None:
+def test_a_broker_url_must_be_https_without_a_password(url: str):
     with pytest.raises(ValidationError):
         StorageSettings(broker_url=url)
 
@@ -443,13 +443,13 @@ def test_a_broker_url_must_be_https_without_a_password(url: str) -> None:
         {"sas": SecretStr("sig=x"), "broker_url": "https://broker.example"},
     ],
 )
-def test_two_sources_of_tokens_are_a_setup_error(two: dict[str, Any]) -> None:
+def test_two_sources_of_tokens_are_a_setup_error(two: dict[str, Any]):
     settings = StorageSettings(storage="https://pictures.blob.core.windows.net", **two)
     with pytest.raises(errors.SetupError, match="keep one"):
         open_storage(settings, identity_token=identity_token)
 
 
-def test_a_broker_needs_an_identity_token() -> None:
+def test_a_broker_needs_an_identity_token():
     settings = StorageSettings(
         storage="https://pictures.blob.core.windows.net",
         broker_url="https://broker.example",
@@ -458,7 +458,7 @@ def test_a_broker_needs_an_identity_token() -> None:
         open_storage(settings)
 
 
-def test_tokens_expire_with_the_first_of_them() -> None:
+def test_tokens_expire_with_the_first_of_them():
     tokens = sas.read_tokens(
         '{"queue": "?se=2026-11-22T10%3A00%3A00Z&sig=x", "poison": "se=2026-11-22&sig=y"}'
     )

@@ -23,9 +23,7 @@ async def storage(azurite_settings: StorageSettings) -> AsyncIterator[AzureStora
 
 
 @pytest.mark.parametrize("body", ["a job", ODD, "x" * 65_536, ODD * 500])
-async def test_a_message_arrives_as_it_was_sent(
-    storage: AzureStorage, body: str
-) -> None:
+async def test_a_message_arrives_as_it_was_sent(storage: AzureStorage, body: str):
     await storage.queue.send([body])
     (message,) = await storage.queue.receive(1, LEASE_SECONDS)
     assert message.body == body
@@ -70,7 +68,7 @@ async def busy() -> AsyncIterator[tuple[BusyQueue, StorageSettings]]:
 
 async def test_a_storage_that_asks_to_slow_down_gets_every_message_once(
     busy: tuple[BusyQueue, StorageSettings],
-) -> None:
+):
     queue, settings = busy
     refusals: list[errors.TransientError] = []
     patient = concurrency.RetryPolicy(

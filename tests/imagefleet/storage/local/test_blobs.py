@@ -19,7 +19,7 @@ from imagefleet.storage.protocol import Operations
 
 
 @pytest.fixture
-async def blobs(tmp_path: Path) -> LocalBlobs:
+async def blobs(tmp_path) -> LocalBlobs:
     blobs = LocalBlobs(tmp_path / "images", Operations())
     await blobs.create_folder()
     return blobs
@@ -31,7 +31,7 @@ async def names(blobs: LocalBlobs) -> list[str]:
 
 async def test_metadata_and_content_type_are_kept_in_a_sidecar_file(
     blobs: LocalBlobs,
-) -> None:
+):
     await blobs.create("night/fox.png", b"pixels", "image/png", {"seed": "7"})
     sidecar = blobs.folder / ".metadata" / "night" / "fox.png.json"
     assert json.loads(sidecar.read_text()) == {
@@ -41,9 +41,7 @@ async def test_metadata_and_content_type_are_kept_in_a_sidecar_file(
     assert await names(blobs) == ["night/fox.png"]
 
 
-async def test_a_full_disk_leaves_no_partial_blob(
-    blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_leaves_no_partial_blob(blobs: LocalBlobs, monkeypatch):
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -56,7 +54,7 @@ async def test_a_full_disk_leaves_no_partial_blob(
     assert await blobs.create("fox.png", b"pixels", "image/png", {})
 
 
-async def test_leftovers_of_a_crash_are_ignored(blobs: LocalBlobs) -> None:
+async def test_leftovers_of_a_crash_are_ignored(blobs: LocalBlobs):
     (blobs.folder / ".temporary" / "half").write_bytes(b"pix")
     (blobs.folder / ".metadata" / "fox.png.json").write_text("{}")
     assert await names(blobs) == []
@@ -66,7 +64,7 @@ async def test_leftovers_of_a_crash_are_ignored(blobs: LocalBlobs) -> None:
 
 async def test_what_killed_workers_left_is_removed_a_day_later(
     blobs: LocalBlobs,
-) -> None:
+):
     for name, age_seconds in (
         ("new", 60),
         ("old", 100_000),
@@ -79,15 +77,15 @@ async def test_what_killed_workers_left_is_removed_a_day_later(
     assert [path.name for path in (blobs.folder / ".temporary").iterdir()] == ["new"]
 
 
-async def test_a_file_without_metadata_is_listed(blobs: LocalBlobs) -> None:
+async def test_a_file_without_metadata_is_listed(blobs: LocalBlobs):
     (blobs.folder / "copied.png").write_bytes(b"pixels")
     (record,) = [record async for record in blobs.records()]
     assert (record.name, record.size_bytes, record.metadata) == ("copied.png", 6, {})
 
 
 async def test_the_file_and_its_folders_are_synced_before_create_returns(
-    blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    blobs: LocalBlobs, monkeypatch
+):
     synced = []
     fsync = os.fsync
 
@@ -102,8 +100,8 @@ async def test_the_file_and_its_folders_are_synced_before_create_returns(
 
 
 async def test_blobs_of_the_same_moment_share_the_sync_of_their_folder(
-    blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    blobs: LocalBlobs, monkeypatch
+):
     synced = []
     fsync = os.fsync
 
@@ -122,7 +120,7 @@ async def test_blobs_of_the_same_moment_share_the_sync_of_their_folder(
 
 async def test_of_two_blobs_of_one_name_in_the_same_moment_one_is_created(
     blobs: LocalBlobs,
-) -> None:
+):
     contents = [str(number).encode() for number in range(32)]
     created = await asyncio.gather(
         *(blobs.create("fox.png", each, "image/png", {}) for each in contents)
@@ -131,7 +129,7 @@ async def test_of_two_blobs_of_one_name_in_the_same_moment_one_is_created(
     assert await blobs.read("fox.png") == contents[created.index(True)]
 
 
-async def test_a_blob_that_cannot_be_created_fails_alone(blobs: LocalBlobs) -> None:
+async def test_a_blob_that_cannot_be_created_fails_alone(blobs: LocalBlobs):
     (blobs.folder / "night").write_bytes(b"")
     names_ = ["a.png", "night/fox.png", "b.png", "night/owl.png"] * 4
     results = await asyncio.gather(
@@ -177,7 +175,7 @@ def created_until_killed(folder: Path) -> list[str]:
 
 async def test_a_process_killed_while_it_creates_many_leaves_whole_blobs_alone(
     blobs: LocalBlobs,
-) -> None:
+):
     reported = await asyncio.to_thread(created_until_killed, blobs.folder)
     found = {record.name: record.metadata async for record in blobs.records()}
     assert set(reported) <= set(found)
@@ -186,7 +184,7 @@ async def test_a_process_killed_while_it_creates_many_leaves_whole_blobs_alone(
         assert metadata == {"name": name}
 
 
-async def test_a_missing_folder_is_a_setup_error(tmp_path: Path) -> None:
+async def test_a_missing_folder_is_a_setup_error(tmp_path):
     blobs = LocalBlobs(tmp_path / "none", Operations())
     with pytest.raises(errors.SetupError, match="no folder"):
         await blobs.create("fox.png", b"pixels", "image/png", {})
@@ -195,9 +193,7 @@ async def test_a_missing_folder_is_a_setup_error(tmp_path: Path) -> None:
     assert not blobs.folder.exists()
 
 
-async def test_a_read_only_folder_is_a_setup_error(
-    blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_read_only_folder_is_a_setup_error(blobs: LocalBlobs, monkeypatch):
     def refused(handle: int) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
@@ -206,9 +202,7 @@ async def test_a_read_only_folder_is_a_setup_error(
         await blobs.create("fox.png", b"pixels", "image/png", {})
 
 
-async def test_names_are_listed_by_pages(
-    blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_names_are_listed_by_pages(blobs: LocalBlobs, monkeypatch):
     monkeypatch.setattr(local_blobs, "_NAMES_PAGE", 2)
     for number in range(5):
         await blobs.create(f"a/{number}.png", b"x", "image/png", {})
@@ -223,7 +217,7 @@ async def test_names_are_listed_by_pages(
 )
 async def test_what_is_in_the_way_of_an_image_does_not_count_as_the_image(
     blobs: LocalBlobs, path: str
-) -> None:
+):
     obstacle = blobs.folder / path
     if obstacle.is_dir():
         obstacle.rmdir()
@@ -235,7 +229,7 @@ async def test_what_is_in_the_way_of_an_image_does_not_count_as_the_image(
 
 async def test_hidden_folders_that_were_deleted_are_made_again(
     blobs: LocalBlobs,
-) -> None:
+):
     for name in (".metadata", ".temporary"):
         (blobs.folder / name).rmdir()
     assert await blobs.create("fox.png", b"pixels", "image/png", {})
@@ -243,8 +237,8 @@ async def test_hidden_folders_that_were_deleted_are_made_again(
 
 
 async def test_a_listing_that_is_cancelled_while_a_thread_reads_the_folder_ends_as_cancelled(
-    blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    blobs: LocalBlobs, monkeypatch
+):
     is_reading, may_end = threading.Event(), threading.Event()
     scandir = os.scandir
 

@@ -20,7 +20,7 @@ Opened = Callable[[], tuple[QueueFile, LocalQueue]]
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path) -> Path:
     return tmp_path / "data" / "queue.sqlite"
 
 
@@ -88,7 +88,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 async def test_a_damaged_file_is_neither_used_nor_replaced_by_an_empty_queue(
     path: Path, opened: Opened, damage: str
-) -> None:
+):
     await filled(path, 500)
     DAMAGE[damage](path)
     content = content_of(path)
@@ -113,7 +113,7 @@ FOREIGN = {
 @pytest.mark.parametrize("kind", FOREIGN)
 async def test_the_database_of_another_program_is_left_as_it_is(
     path: Path, opened: Opened, kind: str
-) -> None:
+):
     make_database(path, *FOREIGN[kind])
     content = content_of(path)
     file, queue = opened()
@@ -130,7 +130,7 @@ def folder_in_the_way(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("folder_in_the_way")
-async def test_a_folder_in_the_place_of_the_file_is_named(opened: Opened) -> None:
+async def test_a_folder_in_the_place_of_the_file_is_named(opened: Opened):
     file, _ = opened()
     with pytest.raises(errors.SetupError, match="is a folder"):
         await file.create("jobs")
@@ -138,7 +138,7 @@ async def test_a_folder_in_the_place_of_the_file_is_named(opened: Opened) -> Non
 
 async def test_the_log_of_a_lost_file_is_not_deleted_with_the_jobs_in_it(
     path: Path, opened: Opened
-) -> None:
+):
     file, queue = opened()
     await file.create("jobs")
     await queue.send(["a job"])
@@ -158,7 +158,7 @@ async def test_the_log_of_a_lost_file_is_not_deleted_with_the_jobs_in_it(
 
 async def test_a_new_file_appears_in_one_step_with_nothing_beside_it(
     path: Path,
-) -> None:
+):
     files = [QueueFile(path) for _ in range(8)]
     await asyncio.gather(*(file.create("jobs") for file in files))
     await LocalQueue(files[0], "jobs", Operations()).send(["a job"])
@@ -181,7 +181,7 @@ async def deleted_in_use(path: Path, opened: Opened) -> tuple[LocalQueue, Messag
 
 async def test_a_file_deleted_in_use_is_missed_and_a_new_one_is_used(
     path: Path, opened: Opened
-) -> None:
+):
     queue, old = await deleted_in_use(path, opened)
     for call in (
         queue.receive(1, LEASE_SECONDS),
@@ -200,7 +200,7 @@ async def test_a_file_deleted_in_use_is_missed_and_a_new_one_is_used(
 
 async def test_a_receipt_of_a_replaced_file_ends_no_job_of_the_new_one(
     path: Path, opened: Opened
-) -> None:
+):
     queue, old = await deleted_in_use(path, opened)
     await filled(path, 1)
     (new,) = await opened()[1].receive(1, LEASE_SECONDS)
@@ -214,7 +214,7 @@ async def test_a_receipt_of_a_replaced_file_ends_no_job_of_the_new_one(
 
 async def test_whoever_still_had_the_deleted_file_open_leaves_the_log_of_the_new_one(
     path: Path, opened: Opened
-) -> None:
+):
     """The last connection deletes the log by its name."""
     old = QueueFile(path)
     await old.create("jobs")
@@ -233,8 +233,8 @@ async def test_whoever_still_had_the_deleted_file_open_leaves_the_log_of_the_new
 
 
 async def test_a_locked_file_is_reported_with_its_name(
-    path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    path: Path, opened: Opened, monkeypatch
+):
     await filled(path, 1)
     monkeypatch.setattr(sqlite_file, "BUSY_TIMEOUT_SECONDS", 0.05)
     other = sqlite3.connect(path, isolation_level=None)

@@ -8,7 +8,6 @@ import sys
 import textwrap
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def file(tmp_path: Path) -> AsyncIterator[QueueFile]:
+async def file(tmp_path) -> AsyncIterator[QueueFile]:
     file = QueueFile(tmp_path / "storage" / "queue.sqlite")
     await file.create("jobs")
     yield file
@@ -49,7 +48,7 @@ async def file(tmp_path: Path) -> AsyncIterator[QueueFile]:
 
 
 @pytest.fixture
-def queue(file: QueueFile, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> LocalQueue:
+def queue(file: QueueFile, clock: Clock, monkeypatch) -> LocalQueue:
     queue = LocalQueue(file, "jobs", Operations())
     monkeypatch.setattr(queue, "_clock", clock)
     return queue
@@ -62,7 +61,7 @@ def bodies(messages: list[Message]) -> list[str]:
 # Order
 
 
-async def test_a_released_message_comes_first_again(queue: LocalQueue) -> None:
+async def test_a_released_message_comes_first_again(queue: LocalQueue):
     await queue.send(["first", "second", "third"])
     first, second = await queue.receive(2, LEASE_SECONDS)
     await queue.release(second)
@@ -72,7 +71,7 @@ async def test_a_released_message_comes_first_again(queue: LocalQueue) -> None:
 
 async def test_a_message_whose_lease_expired_comes_first_again(
     queue: LocalQueue, clock: Clock
-) -> None:
+):
     await queue.send(["first", "second", "third"])
     await queue.receive(2, LEASE_SECONDS)
     clock.now += LEASE_SECONDS
@@ -81,7 +80,7 @@ async def test_a_message_whose_lease_expired_comes_first_again(
 
 async def test_a_message_released_with_a_delay_keeps_its_place(
     queue: LocalQueue, clock: Clock
-) -> None:
+):
     await queue.send(["first", "second"])
     (first,) = await queue.receive(1, LEASE_SECONDS)
     await queue.release(first, delay_seconds=5)
@@ -90,9 +89,7 @@ async def test_a_message_released_with_a_delay_keeps_its_place(
     assert bodies([message async for message in queue.browse()]) == ["first", "second"]
 
 
-async def test_browse_reads_all_pages(
-    queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_browse_reads_all_pages(queue: LocalQueue, monkeypatch):
     monkeypatch.setattr(local_queue, "_BROWSE_PAGE", 2)
     await queue.send("abcde")
     assert bodies([message async for message in queue.browse()]) == list("abcde")
@@ -116,7 +113,7 @@ FREQUENT_STATEMENTS = {
 @pytest.mark.parametrize("name", FREQUENT_STATEMENTS)
 async def test_no_frequent_statement_scans_or_sorts_the_queue(
     file: QueueFile, name: str
-) -> None:
+):
     statement, parameters = FREQUENT_STATEMENTS[name]
 
     def plan(connection: sqlite3.Connection) -> list[str]:
@@ -158,7 +155,7 @@ DRAIN = """
 """
 
 
-async def test_two_processes_receive_each_message_once(tmp_path: Path) -> None:
+async def test_two_processes_receive_each_message_once(tmp_path):
     settings = StorageSettings(storage=f"local:{tmp_path}")
     async with open_storage(settings) as storage:
         await storage.create()
@@ -172,8 +169,8 @@ async def test_two_processes_receive_each_message_once(tmp_path: Path) -> None:
 
 
 async def test_a_process_killed_inside_a_transaction_changes_nothing(
-    tmp_path: Path, file: QueueFile, queue: LocalQueue
-) -> None:
+    tmp_path, file: QueueFile, queue: LocalQueue
+):
     await queue.send(["a job", "another"])
     worker = start(
         """
@@ -193,7 +190,7 @@ async def test_a_process_killed_inside_a_transaction_changes_nothing(
     assert bodies(await queue.receive(32, LEASE_SECONDS)) == ["a job", "another"]
 
 
-async def test_many_processes_can_create_one_storage_at_once(tmp_path: Path) -> None:
+async def test_many_processes_can_create_one_storage_at_once(tmp_path):
     create = """
         import asyncio, sys
         from imagefleet.storage.open import open_storage
@@ -216,8 +213,8 @@ async def test_many_processes_can_create_one_storage_at_once(tmp_path: Path) -> 
 
 
 async def test_a_locked_file_is_waited_for_and_does_not_block_the_event_loop(
-    file: QueueFile, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    file: QueueFile, queue: LocalQueue, monkeypatch
+):
     begins = threading.Event()
     transaction = local_queue.transaction
 
@@ -245,7 +242,7 @@ async def test_a_locked_file_is_waited_for_and_does_not_block_the_event_loop(
 
 async def test_a_send_is_synced_to_the_disk_and_a_lease_is_not(
     file: QueueFile, queue: LocalQueue
-) -> None:
+):
     def synchronous(connection: sqlite3.Connection) -> int:
         return int(connection.execute("PRAGMA synchronous").fetchone()[0])
 
@@ -260,8 +257,8 @@ async def test_a_send_is_synced_to_the_disk_and_a_lease_is_not(
 
 
 async def test_a_file_that_stays_locked_is_a_transient_error(
-    tmp_path: Path, file: QueueFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, file: QueueFile, monkeypatch
+):
     monkeypatch.setattr(sqlite_file, "BUSY_TIMEOUT_SECONDS", 0.05)
     short_timeout = QueueFile(file.path)
     other = sqlite3.connect(file.path, isolation_level=None)
@@ -281,7 +278,7 @@ async def leased(queue: LocalQueue, count: int) -> list[LeasedMessage]:
 
 async def test_what_many_tasks_end_at_once_takes_few_transactions(
     file: QueueFile, queue: LocalQueue
-) -> None:
+):
     messages = await leased(queue, 128)
     statements: list[str] = []
     await file.run(lambda connection: connection.set_trace_callback(statements.append))
@@ -296,7 +293,7 @@ async def test_what_many_tasks_end_at_once_takes_few_transactions(
 
 async def test_a_lost_lease_among_others_is_that_messages_alone(
     queue: LocalQueue,
-) -> None:
+):
     messages = await leased(queue, 8)
     await queue.renew(messages[3], LEASE_SECONDS)
     ended = await asyncio.gather(*map(queue.delete, messages), return_exceptions=True)
@@ -308,7 +305,7 @@ async def test_a_lost_lease_among_others_is_that_messages_alone(
 
 async def test_changes_that_do_not_fit_on_the_disk_are_all_undone(
     file: QueueFile, queue: LocalQueue
-) -> None:
+):
     messages = await leased(queue, 8)
     await file.run(
         lambda connection: connection.execute("PRAGMA max_page_count = 20").fetchall()
@@ -327,7 +324,7 @@ async def test_changes_that_do_not_fit_on_the_disk_are_all_undone(
 
 async def test_the_file_does_not_grow_while_jobs_come_and_go(
     file: QueueFile, queue: LocalQueue
-) -> None:
+):
     pages = []
     for _ in range(30):
         await asyncio.gather(*map(queue.delete, await leased(queue, 64)))
@@ -343,7 +340,7 @@ async def test_the_file_does_not_grow_while_jobs_come_and_go(
 
 async def test_a_full_disk_is_a_transient_error_and_sends_nothing_of_the_batch(
     file: QueueFile, queue: LocalQueue
-) -> None:
+):
     await queue.send(["a job"])
     await file.run(
         lambda connection: connection.execute("PRAGMA max_page_count = 20").fetchall()
@@ -354,12 +351,12 @@ async def test_a_full_disk_is_a_transient_error_and_sends_nothing_of_the_batch(
     await queue.delete((await queue.receive(1, LEASE_SECONDS))[0])
 
 
-async def test_a_send_does_not_create_a_queue(file: QueueFile) -> None:
+async def test_a_send_does_not_create_a_queue(file: QueueFile):
     with pytest.raises(errors.SetupError, match="there is no queue 'other'"):
         await LocalQueue(file, "other", Operations()).send(["a job"])
 
 
-async def test_check_does_not_create_a_storage(tmp_path: Path) -> None:
+async def test_check_does_not_create_a_storage(tmp_path):
     folder = tmp_path / "typo"
     async with open_storage(StorageSettings(storage=f"local:{folder}")) as storage:
         with pytest.raises(errors.SetupError, match="there is no queue"):

@@ -45,7 +45,7 @@ async def ids(queue: JobQueue) -> list[str]:
 )
 def test_every_model_has_a_queue_name_that_azure_accepts(
     model: str, length: int, priority: str
-) -> None:
+):
     assert AZURE_RULE.fullmatch(job_queue("j" * length, model, priority))
 
 
@@ -59,18 +59,18 @@ def test_every_model_has_a_queue_name_that_azure_accepts(
         ("_", "__"),
     ],
 )
-def test_models_whose_names_differ_share_no_queue(one: str, other: str) -> None:
+def test_models_whose_names_differ_share_no_queue(one: str, other: str):
     assert job_queue("jobs", one) != job_queue("jobs", other)
 
 
-def test_the_names_stay_what_they_are() -> None:
+def test_the_names_stay_what_they_are():
     """Another version's jobs would not be found."""
     assert job_queue("jobs") == "jobs"
     assert job_queue("jobs", None, "high") == "jobs-high"
     assert job_queue("jobs", A, "low") == "jobs-dreamshaper-8-rhhjxt4rma-low"
 
 
-def test_a_queue_name_without_room_for_models_is_refused() -> None:
+def test_a_queue_name_without_room_for_models_is_refused():
     StorageSettings(queue="j" * 56).queues_of(None)
     with pytest.raises(errors.SetupError, match="40 characters at most"):
         StorageSettings(queue="j" * 41).queues_of(A)
@@ -82,7 +82,7 @@ def test_a_queue_name_without_room_for_models_is_refused() -> None:
 @pytest.mark.parametrize("priority", PRIORITIES)
 async def test_each_job_gets_into_the_queue_of_its_model(
     storage: Storage, priority: str
-) -> None:
+):
     await storage.models.send(
         [job(A, id="a"), job(id="none"), job(B, id="b"), job(A, id="a2")], priority
     )
@@ -93,7 +93,7 @@ async def test_each_job_gets_into_the_queue_of_its_model(
 
 async def test_what_is_no_valid_job_is_left_to_the_worker_to_refuse(
     storage: Storage,
-) -> None:
+):
     bodies = [
         'no JSON, but "model"',
         job("../etc", id="x"),
@@ -107,14 +107,14 @@ async def test_what_is_no_valid_job_is_left_to_the_worker_to_refuse(
 
 async def test_a_job_in_base64_gets_into_the_queue_of_its_model(
     storage: Storage,
-) -> None:
+):
     import base64
 
     await storage.models.send([base64.b64encode(job(A, id="a").encode()).decode()])
     assert (await storage.models.of(A)["normal"].depth()).messages == 1
 
 
-async def test_a_job_too_large_keeps_all_from_being_sent(storage: Storage) -> None:
+async def test_a_job_too_large_keeps_all_from_being_sent(storage: Storage):
     with pytest.raises(errors.JobError, match="a queue message holds"):
         await storage.models.send([job(A), job(B, negative_prompt="x" * 70_000)])
     assert (await storage.queue.depth()).messages == 0
@@ -122,7 +122,7 @@ async def test_a_job_too_large_keeps_all_from_being_sent(storage: Storage) -> No
 
 async def test_depth_find_and_clear_know_the_queues_of_every_model(
     storage: Storage, storage_settings: StorageSettings
-) -> None:
+):
     await storage.models.send([job(A, id="a"), job(id="none")])
     await storage.models.send([job(B, id="b")], "high")
     async with open_storage(storage_settings) as other:  # which has sent nothing
@@ -141,8 +141,8 @@ async def test_depth_find_and_clear_know_the_queues_of_every_model(
 async def test_the_depth_says_nothing_of_queues_that_only_another_fleet_has(
     storage: Storage,
     storage_settings: StorageSettings,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     """Fleets that share a container of images see each other's models."""
     await storage.models.send([job(A, id="a")])
     another = storage_settings.model_copy(
@@ -158,7 +158,7 @@ async def test_the_depth_says_nothing_of_queues_that_only_another_fleet_has(
 
 async def test_a_worker_takes_jobs_of_its_models_only_and_each_of_them_in_turn(
     storage: Storage,
-) -> None:
+):
     for model in (None, A, B):
         await storage.models.send([job(model, id=str(n)) for n in range(6)])
     served = storage.models.served([A])
@@ -174,7 +174,7 @@ async def test_a_worker_takes_jobs_of_its_models_only_and_each_of_them_in_turn(
 
 async def test_a_worker_with_several_models_takes_those_of_the_one_that_it_has_loaded(
     storage: Storage,
-) -> None:
+):
     await storage.models.send([job(A), job(B), job()])
     served = storage.models.served([A, B])
     served.receive_only({B})
@@ -191,7 +191,7 @@ async def test_a_worker_with_several_models_takes_those_of_the_one_that_it_has_l
 
 async def test_a_job_whose_model_no_worker_can_have_is_refused_before_it_is_sent(
     storage: Storage,
-) -> None:
+):
     await storage.files.create("models/Dreamshaper 8.safetensors", b"", "x/y", {})
     await JobSender(storage).send([job(A)])
     with pytest.raises(
@@ -206,7 +206,7 @@ async def test_a_job_whose_model_no_worker_can_have_is_refused_before_it_is_sent
 
 async def test_a_model_that_a_worker_serves_from_elsewhere_is_no_reason_to_refuse(
     storage: Storage,
-) -> None:
+):
     await storage.files.create("models/other.safetensors", b"", "x/y", {})
     await storage.models.note_served(A)
     await JobSender(storage).send([job(A)])
@@ -214,7 +214,7 @@ async def test_a_model_that_a_worker_serves_from_elsewhere_is_no_reason_to_refus
 
 async def test_without_a_model_in_the_storage_no_job_is_refused(
     storage: Storage,
-) -> None:
+):
     await JobSender(storage).send([job(A)])
     assert (await storage.models.of(A)["normal"].depth()).messages == 1
 
@@ -224,7 +224,7 @@ async def test_without_a_model_in_the_storage_no_job_is_refused(
 )
 async def test_a_model_that_no_job_can_name_fails_no_worker(
     storage: Storage, name: str
-) -> None:
+):
     """Its folder's name may be no blob's; it draws jobs without a model."""
     await storage.models.make(name)
     await storage.models.note_served(name)
@@ -236,7 +236,7 @@ async def test_a_model_that_no_job_can_name_fails_no_worker(
 
 async def test_which_models_are_served_is_known_for_ten_to_twenty_minutes(
     storage: Storage,
-) -> None:
+):
     now = datetime(2026, 11, 22, 14, 9, 59, tzinfo=UTC)
     await storage.models.note_served(A, now)
     for minutes, known in ((0, True), (10, True), (11, False), (60, False)):
@@ -249,7 +249,7 @@ async def test_which_models_are_served_is_known_for_ten_to_twenty_minutes(
     assert len(notes) == 1, "old ones are deleted"
 
 
-def test_a_job_that_moves_keeps_the_id_that_its_message_gave_it() -> None:
+def test_a_job_that_moves_keeps_the_id_that_its_message_gave_it():
     assert json.loads(named(job(A), "m1"))["id"] == "m1"
     assert named(job(A, id="own"), "m1") == job(A, id="own")
 
@@ -259,7 +259,7 @@ def test_a_job_that_moves_keeps_the_id_that_its_message_gave_it() -> None:
 
 async def test_tokens_of_a_model_serve_its_queues_and_no_other_models(
     azurite_settings: StorageSettings,
-) -> None:
+):
     tokens = by_tokens(azurite_settings, ROLES["worker"], [A])
     async with open_storage(azurite_settings) as owner, open_storage(tokens) as worker:
         await owner.create()

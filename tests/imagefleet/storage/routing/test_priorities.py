@@ -89,7 +89,7 @@ class StandIns:
 @pytest.mark.parametrize("priority", PRIORITIES)
 async def test_a_message_is_settled_in_the_queue_that_it_came_from(
     storage: Storage, priority: Priority
-) -> None:
+):
     name = storage.queues[priority].name
     await storage.queues[priority].send(["a job"])
     (leased,) = await storage.queue.receive(2, LEASE_SECONDS)
@@ -116,7 +116,7 @@ async def test_a_message_is_settled_in_the_queue_that_it_came_from(
 
 async def test_queues_are_drained_in_their_order_and_one_receive_takes_from_several(
     storage: Storage,
-) -> None:
+):
     for priority in reversed(PRIORITIES):
         await storage.queues[priority].send([priority] * 2)
     received = await storage.queue.receive(5, LEASE_SECONDS)
@@ -134,7 +134,7 @@ async def test_queues_are_drained_in_their_order_and_one_receive_takes_from_seve
 
 async def test_the_depth_is_the_sum_and_has_that_of_each_queue(
     storage: Storage,
-) -> None:
+):
     await storage.queues["high"].send(["a"])
     await storage.queues["low"].send(["b", "c"])
     depth = await storage.queue.depth()
@@ -153,7 +153,7 @@ async def test_the_depth_is_the_sum_and_has_that_of_each_queue(
 
 async def test_messages_without_a_priority_are_sent_to_the_queue_of_before(
     storage: Storage, storage_settings: StorageSettings
-) -> None:
+):
     await storage.queue.send(["a job"])
     assert storage.queue.name == storage.queues["normal"].name == storage_settings.queue
     assert (await storage.queues["normal"].depth()).messages == 1
@@ -164,8 +164,8 @@ async def test_messages_without_a_priority_are_sent_to_the_queue_of_before(
 
 async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_later(
     azurite_settings: StorageSettings,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     caplog.set_level(logging.INFO, logger="imagefleet.storage.routing")
     clock = Clock()
     async with open_storage(azurite_settings) as storage:
@@ -198,7 +198,7 @@ async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_la
 
 async def test_tokens_for_one_priority_serve_the_queue_that_they_are_for(
     azurite_settings: StorageSettings,
-) -> None:
+):
     minted = mint.Minter(azurite_settings).mint(ROLES["worker"], timedelta(hours=1))
     old = {
         key: each for key, each in minted.by_place.items() if "_" not in key.resource
@@ -220,7 +220,7 @@ async def test_tokens_for_one_priority_serve_the_queue_that_they_are_for(
         assert worker.operations.queue == before + 1, "what has no token costs nothing"
 
 
-async def test_the_main_queue_must_exist(azurite_settings: StorageSettings) -> None:
+async def test_the_main_queue_must_exist(azurite_settings: StorageSettings):
     async with open_storage(azurite_settings) as storage:
         name = azurite_settings.queue
         for call in (
@@ -248,7 +248,7 @@ async def test_the_main_queue_must_exist(azurite_settings: StorageSettings) -> N
 )
 async def test_no_queue_starves_below_others_that_are_never_empty(
     never_empty: tuple[Priority, ...], shares: dict[str, int]
-) -> None:
+):
     fleet = StandIns(**dict.fromkeys(never_empty))
     received: Counter[str] = Counter()
     for _ in range(160):
@@ -273,7 +273,7 @@ async def idle_receives_a_day(fleet: StandIns) -> dict[str, int]:
     return {each.name: each.asked for each in (fleet.high, fleet.normal, fleet.low)}
 
 
-async def test_an_idle_worker_asks_the_other_queues_half_as_often() -> None:
+async def test_an_idle_worker_asks_the_other_queues_half_as_often():
     asked = await idle_receives_a_day(StandIns())
     assert asked["jobs"] == pytest.approx(11_520, rel=0.05)
     assert asked["jobs-high"] == asked["jobs-low"]
@@ -281,7 +281,7 @@ async def test_an_idle_worker_asks_the_other_queues_half_as_often() -> None:
     assert sum(asked.values()) == pytest.approx(23_000, rel=0.1), "as the comment says"
 
 
-async def test_an_idle_worker_finds_a_job_in_the_stated_time() -> None:
+async def test_an_idle_worker_finds_a_job_in_the_stated_time():
     for priority, seconds in (("high", 20.0), ("normal", 10.0), ("low", 20.0)):
         fleet = StandIns()
         for _ in range(40):
@@ -294,16 +294,14 @@ async def test_an_idle_worker_finds_a_job_in_the_stated_time() -> None:
         assert fleet.clock.now - sent_at <= seconds
 
 
-async def test_an_idle_worker_asks_for_missing_queues_once_a_minute() -> None:
+async def test_an_idle_worker_asks_for_missing_queues_once_a_minute():
     fleet = StandIns()
     fleet.high.error = fleet.low.error = errors.MissingResourceError()
     asked = await idle_receives_a_day(fleet)
     assert asked["jobs-high"] + asked["jobs-low"] <= 2 * 24 * 60
 
 
-async def test_a_job_of_high_priority_is_found_within_two_seconds_while_others_are_done() -> (
-    None
-):
+async def test_a_job_of_high_priority_is_found_within_two_seconds_while_others_are_done():
     fleet = StandIns(normal=None)
     for _ in range(50):
         await fleet.receive()
@@ -317,7 +315,7 @@ async def test_a_job_of_high_priority_is_found_within_two_seconds_while_others_a
     assert fleet.high.jobs == 0
 
 
-async def test_after_an_idle_time_the_pauses_are_short_again() -> None:
+async def test_after_an_idle_time_the_pauses_are_short_again():
     fleet = StandIns()
     for _ in range(20):
         await fleet.receive()
@@ -329,7 +327,7 @@ async def test_after_an_idle_time_the_pauses_are_short_again() -> None:
     assert "jobs-high" in await fleet.receive()
 
 
-async def test_jobs_that_the_depth_shows_are_received_at_once() -> None:
+async def test_jobs_that_the_depth_shows_are_received_at_once():
     """With --until-empty a worker asks for the depth before it ends, and must not wait then."""
     fleet = StandIns()
     for _ in range(20):
@@ -346,8 +344,8 @@ async def test_jobs_that_the_depth_shows_are_received_at_once() -> None:
 
 
 async def test_a_queue_that_does_not_answer_holds_up_no_other(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     fleet = StandIns(normal=1)
     fleet.high.error = errors.TransientError("503 server busy")
     assert await fleet.receive() == ["jobs"]
@@ -359,14 +357,14 @@ async def test_a_queue_that_does_not_answer_holds_up_no_other(
     assert "no jobs are taken from the queue jobs-high: 503" in record.getMessage()
 
 
-async def test_an_outage_is_no_empty_queue() -> None:
+async def test_an_outage_is_no_empty_queue():
     fleet = StandIns()
     fleet.low.error = errors.TransientError("503 server busy")
     with pytest.raises(errors.TransientError, match="503 server busy"):
         await fleet.receive()
 
 
-async def test_after_an_outage_of_all_queues_none_waits_for_long() -> None:
+async def test_after_an_outage_of_all_queues_none_waits_for_long():
     fleet = StandIns()
     every = (fleet.high, fleet.normal, fleet.low)
     for queue in every:
@@ -381,7 +379,7 @@ async def test_after_an_outage_of_all_queues_none_waits_for_long() -> None:
     assert await fleet.receive() == ["jobs-high"]
 
 
-async def test_messages_leased_before_a_fault_are_returned() -> None:
+async def test_messages_leased_before_a_fault_are_returned():
     fleet = StandIns(high=1)
     for error in (errors.TransientError("503"), errors.SetupError("gone")):
         fleet.high.jobs, fleet.normal.error = 1, error
@@ -390,8 +388,8 @@ async def test_messages_leased_before_a_fault_are_returned() -> None:
 
 
 async def test_a_refused_token_of_one_queue_is_a_warning_and_not_the_end(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     fleet = StandIns(normal=2)
     fleet.high.error = errors.SetupError(
         "the SAS token of the queue 'jobs-high' expired"
@@ -404,7 +402,7 @@ async def test_a_refused_token_of_one_queue_is_a_warning_and_not_the_end(
     assert "jobs-high: the SAS token" in record.getMessage()
 
 
-def test_the_names_fit_into_azures_limit() -> None:
+def test_the_names_fit_into_azures_limit():
     settings = StorageSettings(queue="q" * 56)
     assert list(settings.queues_of(None)) == list(get_args(Priority))
     assert (

@@ -52,7 +52,7 @@ def tensors(make_control: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def write(tmp_path: Path, make_control: Any) -> Any:
+def write(tmp_path, make_control: Any) -> Any:
     def save(tensors: dict[str, torch.Tensor], name: str = "edges") -> Any:
         path = tmp_path / f"{name}.safetensors"
         save_file({key: each.contiguous() for key, each in tensors.items()}, path)
@@ -68,7 +68,7 @@ def test_the_original_names_give_the_same_image(
     tensors: Any,
     write: Any,
     make_control: Any,
-) -> None:
+):
     """Projections may be linear layers there; a whole checkpoint may be beside."""
     renamed = original_layout(tensors, prefix)
     for key in renamed:
@@ -84,7 +84,7 @@ def test_the_original_names_give_the_same_image(
 
 
 @pytest.fixture(scope="module")
-def sdxl(tmp_path_factory: Any) -> Path:
+def sdxl(tmp_path_factory) -> Path:
     return tiny_families.build(tmp_path_factory.mktemp("families") / "sdxl", "sdxl")
 
 
@@ -103,7 +103,7 @@ def checked(nets: cache.ControlNets, control: Any) -> Any:
 
 def test_sdxls_in_the_original_names_have_all_tensors(
     sdxl: Path, sdxl_nets: Any, write: Any
-) -> None:
+):
     network = tiny_controlnets.make(sdxl)
     control = write(original_layout(network.state_dict(), "", layers=2))
     checked(sdxl_nets, control)
@@ -117,7 +117,7 @@ def test_sdxls_in_the_original_names_have_all_tensors(
 @torch.no_grad()
 def test_sdxls_smaller_ones_leave_attentions_out(
     size: str, sdxl: Path, sdxl_nets: Any, write: Any
-) -> None:
+):
     full = tiny_controlnets.make(sdxl)
     config = dict(full.config)
     if size == "small":
@@ -204,7 +204,7 @@ def test_damaged_files_and_other_files_are_refused_by_name(
     slot_engine: Any,
     tensors: Any,
     write: Any,
-) -> None:
+):
     control = write(change(tensors))
     for _ in range(2):
         with pytest.raises(
@@ -219,7 +219,7 @@ def test_another_familys_file_is_refused_with_the_families_names(
     sdxl_nets: Any,
     write: Any,
     make_control: Any,
-) -> None:
+):
     control = write(tiny_controlnets.make(sdxl).state_dict(), "large")
     with pytest.raises(
         errors.UnusableFileError,
@@ -232,8 +232,8 @@ def test_another_familys_file_is_refused_with_the_families_names(
 
 
 def test_a_truncated_file_is_refused_and_a_missing_one_tried_again(
-    slot_engine: Any, make_control: Any, tmp_path: Path
-) -> None:
+    slot_engine: Any, make_control: Any, tmp_path
+):
     path = tmp_path / "half.safetensors"
     content = make_control().path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
@@ -251,9 +251,9 @@ def test_a_truncated_file_is_refused_and_a_missing_one_tried_again(
 def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
     make_slot_engine: Any,
     make_control: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    monkeypatch,
+    tmp_path,
+):
     engine = make_slot_engine(slots=2)
     reads, load = [], cache.ControlNets.load
     monkeypatch.setattr(
@@ -286,7 +286,7 @@ def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
 
 def test_beyond_their_room_the_least_recently_used_one_is_freed(
     make_slot_engine: Any, make_control: Any
-) -> None:
+):
     nets = make_slot_engine(slots=2)._control_nets
     first, second, third = (checked(nets, make_control(seed)) for seed in range(3))
     size = nets.get(first).size_bytes

@@ -57,7 +57,7 @@ def mixed(make_control: Any, styles: list[contract.Lora]) -> list[Any]:
 
 def test_an_image_beside_others_is_what_it_is_alone(
     make_slot_engine: Any, mixed: list[Any]
-) -> None:
+):
     engine = make_slot_engine(slots=3)
     alone = draw_alone(engine, mixed)
     assert_alike(draw(engine, *mixed), alone)
@@ -71,8 +71,8 @@ def test_an_image_beside_others_is_what_it_is_alone(
 def test_the_next_images_of_a_job_use_its_embedded_control_image(
     make_slot_engine: Any,
     make_control: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=2)
     requests = [
         make_request(seed=seed, controls=(make_control(),)) for seed in range(4)
@@ -104,7 +104,7 @@ def test_the_next_images_of_a_job_use_its_embedded_control_image(
 )
 def test_the_steps_are_those_of_sd_webui_controlnet(
     sampler: str, start: float, end: float, steered: list[int], make_control: Any
-) -> None:
+):
     """Calls with `start <= state.sampling_step / steps <= end`, that being set after each step."""
     control = make_control(weight=0.5, start=start, end=end)
     made = make_schedule(
@@ -120,7 +120,7 @@ def test_the_steps_are_those_of_sd_webui_controlnet(
 )
 def test_img2img_is_steered_in_the_steps_that_automatic1111_counts(
     sampler: str, steered: list[int], slot_engine: Any, make_control: Any
-) -> None:
+):
     """Of the steps that are taken: seven of eight; DDIM and PLMS end two earlier."""
     control = make_control(start=0.2, end=0.6)
     init = contract.InitImage(control.pixels, 0.8)
@@ -132,7 +132,7 @@ def test_img2img_is_steered_in_the_steps_that_automatic1111_counts(
 def test_controlnets_without_effect_take_no_lane_and_load_nothing_on_the_device(
     make_slot_engine: Any,
     make_control: Any,
-) -> None:
+):
     engine = make_slot_engine(slots=2)
     idle = [make_control(seed, weight=0.0) for seed in range(4)]
     image, plain = draw(engine, make_request(controls=tuple(idle)), make_request())
@@ -142,7 +142,7 @@ def test_controlnets_without_effect_take_no_lane_and_load_nothing_on_the_device(
 
 def test_more_controlnets_than_work_at_once_are_refused(
     slot_engine: Any, make_control: Any
-) -> None:
+):
     with pytest.raises(errors.JobError, match="has 4 ControlNets; at most 3"):
         slot_engine.prepare(make_request(controls=(make_control(),) * 4))
 
@@ -152,8 +152,8 @@ def test_without_memory_unneeded_controlnets_are_dropped_before_slots(
     when: str,
     make_slot_engine: Any,
     make_control: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=4, blocks=2)
     requests = [make_request(seed=seed, controls=(make_control(1),)) for seed in (1, 2)]
     sound = draw(make_slot_engine(slots=4), *requests)
@@ -182,8 +182,8 @@ def test_without_memory_unneeded_controlnets_are_dropped_before_slots(
 def test_a_controlnet_that_has_no_room_beside_the_slots_gets_theirs(
     make_slot_engine: Any,
     make_control: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=4, blocks=1)
     request = make_request(controls=(make_control(),))
     (sound,) = draw(make_slot_engine(slots=4), request)
@@ -205,8 +205,8 @@ def test_a_controlnet_that_has_no_room_beside_the_slots_gets_theirs(
 def test_a_controlnet_that_fits_no_gpu_fails_its_own_jobs_alone(
     make_slot_engine: Any,
     make_control: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=2)
 
     def fail(identity: Any) -> Any:
@@ -229,7 +229,7 @@ def test_a_controlnet_that_fits_no_gpu_fails_its_own_jobs_alone(
 
 def test_their_memory_is_taken_from_the_room_for_the_next_jobs_loras(
     make_slot_engine: Any, make_control: Any
-) -> None:
+):
     engine = make_slot_engine(slots=2)
     draw(engine, make_request(controls=(make_control(),)))
     taken = engine._control_nets.held_bytes

@@ -26,7 +26,7 @@ SIDE = 64
 
 
 @pytest.fixture(scope="session")
-def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def family_folder(tmp_path_factory) -> Callable[..., Path]:
     """A tiny checkpoint of a family in diffusers' format; SD2's predicts v."""
     torch.set_num_threads(1)
 
@@ -98,7 +98,7 @@ def family_pipeline(family_folder: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def build_taesd(tmp_path: Path) -> Any:
+def build_taesd(tmp_path) -> Any:
     """Random weights; *blocks*: each but the first doubles the sides."""
 
     def build(blocks: int = 2) -> Path:
@@ -137,7 +137,7 @@ def mask() -> np.ndarray[Any, Any]:
 
 
 @pytest.fixture
-def latents(family_engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def latents(family_engine: Any, monkeypatch) -> list[torch.Tensor]:
     """Those that decoders are given from now on."""
     kind = type(family_engine("sd1")._decoder)
     seen, add = [], kind.add

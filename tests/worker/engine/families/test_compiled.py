@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def small_model(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_model(family_folder: Any, tmp_path_factory) -> Path:
     """A tiny SDXL with fewer blocks, each of which takes seconds to trace."""
     folder = tmp_path_factory.mktemp("model") / "small"
     shutil.copytree(family_folder("sdxl"), folder)
@@ -44,7 +44,7 @@ def small_model(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def test_a_larger_rank_compiles_once_more(small_model: Path, tmp_path: Path) -> None:
+def test_a_larger_rank_compiles_once_more(small_model: Path, tmp_path):
     def load(**settings: Any) -> slot_engine.SlotEngine:
         loaded = checkpoints.load_checkpoint(
             small_model, torch.device("cpu"), torch.float32

@@ -80,7 +80,7 @@ def test_images_are_those_of_diffusers(
     network: Any,
     steered: Any,
     draw_steered: Any,
-) -> None:
+):
     """Those whose latents do not halve evenly as well."""
 
     def made(*controls: contract.Control) -> contract.ImageRequest:
@@ -105,7 +105,7 @@ def test_several_controlnets_are_those_of_diffusers(
     network: Any,
     steered: Any,
     draw_steered: Any,
-) -> None:
+):
     controls = [steered(1, family, weight=0.6), steered(0, family, image=1, weight=0.9)]
     request = request_of(*controls)
     (image,) = draw(family_engine(family), request)
@@ -125,7 +125,7 @@ def test_a_range_of_steps_is_that_of_diffusers_where_both_count_alike(
     network: Any,
     steered: Any,
     draw_steered: Any,
-) -> None:
+):
     """Begun after two finished steps of 8 is begun in the fourth."""
     request = request_of(steered(0, "sd1", start=0.25, end=0.5), steps=8)
     (image,) = draw(family_engine("sd1"), request)
@@ -142,8 +142,8 @@ def test_shuffle_steers_the_prompt_alone_and_by_means(
     make_control: Any,
     family_folder: Any,
     draw_steered: Any,
-    tmp_path: Any,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "control_v11e_sd15_shuffle.safetensors"
     tiny_controlnets.build(path, family_folder("sd1"))
     request = request_of(make_control(path=path, weight=1.5))

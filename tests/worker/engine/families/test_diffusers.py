@@ -2,7 +2,6 @@
 
 import shutil
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def test_images_are_those_of_diffusers(
     cfg_scale: float,
     family_engine: Any,
     family_pipeline: Any,
-) -> None:
+):
     """Those without guidance as well, of which it draws one row, too."""
     request = request_of(cfg_scale=cfg_scale)
     (image,) = draw(family_engine(family), request)
@@ -55,8 +54,8 @@ def test_an_lcm_models_image_depends_on_the_guidance_that_it_embeds(
     family: str,
     family_folder: Any,
     family_pipeline: Any,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """And never takes a row for the negative prompt."""
     folder = shutil.copytree(family_folder(family), tmp_path / "lcm")
     config = UNet2DConditionModel.load_config(folder / "unet")
@@ -89,7 +88,7 @@ def test_sdxls_image_depends_on_the_size_that_the_unet_is_told(
     family_engine: Any,
     family_pipeline: Any,
     width: int,
-) -> None:
+):
     request = request_of(width=width)
     (image,) = draw(family_engine("sdxl"), request)
     pipeline = family_pipeline("sdxl")
@@ -101,7 +100,7 @@ def test_sdxls_image_depends_on_the_size_that_the_unet_is_told(
 def test_sdxls_empty_negative_prompt_is_zeros_as_in_automatic1111(
     family_engine: Any,
     family_pipeline: Any,
-) -> None:
+):
     """In diffusers only a missing one is."""
     request = request_of(negative_prompt="")
     (image,) = draw(family_engine("sdxl"), request)
@@ -118,7 +117,7 @@ def test_sdxls_empty_negative_prompt_is_zeros_as_in_automatic1111(
 @torch.no_grad()
 def test_unet_output_is_diffusers(
     family_checkpoint: Any, sides: tuple[int, int], tiles: bool
-) -> None:
+):
     """With AUTOMATIC1111's sizes where latents do not halve evenly; images that tile as well."""
     for family in FAMILIES:
         checkpoint = family_checkpoint(family)
@@ -162,7 +161,7 @@ def test_unet_output_is_diffusers(
 @pytest.mark.parametrize("family", ["sd2", "sdxl"])
 def test_clip_skip_changes_nothing_where_automatic1111_ignores_it(
     family: str, family_engine: Any
-) -> None:
+):
     engine = family_engine(family)
     plain, skipped = draw(engine, request_of(), request_of(clip_skip=12))
     # A prompt that was encoded in other company may be rounded in another way.

@@ -334,8 +334,8 @@ def test_all_are_drawn_beside_each_other_and_plain_jobs_as_alone(
     family_engine: Any,
     family_pipeline: Any,
     k_diffusion: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     reference = Reference(family_pipeline(family), k_diffusion)
     expected, requests = [], []
     for seed, case in enumerate(CASES.values(), start=1):

@@ -31,8 +31,8 @@ def test_images_with_an_embedding_are_those_of_diffusers(
     family: str,
     family_engine: Any,
     family_pipeline: Any,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     pipeline = family_pipeline.__wrapped__(family)  # not the one that other tests share
     generator = torch.Generator().manual_seed(1)
     tensors = {}
@@ -62,8 +62,8 @@ def test_images_with_an_embedding_are_those_of_diffusers(
 
 
 def test_an_embedding_for_another_family_is_refused_by_name(
-    family_engine: Any, tmp_path: Path
-) -> None:
+    family_engine: Any, tmp_path
+):
     engine = family_engine("sdxl")
     for_sd1 = written(tmp_path / "e.safetensors", {"emb_params": torch.ones(2, 768)})
     with pytest.raises(errors.UnusableFileError, match=r"'easynegative'.* for SD 1"):

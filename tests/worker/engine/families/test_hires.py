@@ -6,7 +6,6 @@ strength: `steps / strength`, of which the last `steps`.
 
 import copy
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def test_latent_upscalers_are_two_of_diffusers_pipelines(
     how: dict[str, Any],
     family_engine: Any,
     family_pipeline: Any,
-) -> None:
+):
     request = request_of({"upscaler": upscaler, "width": 96, "height": 96})
     pipeline = family_pipeline(family)
     upscaled = a1111.interpolate(first_pass(pipeline, request), 96, 96, **how)
@@ -79,7 +78,7 @@ def test_the_second_pass_may_have_another_sampler_prompt_and_guidance(
     family_engine: Any,
     family_pipeline: Any,
     k_diffusion: Any,
-) -> None:
+):
     changed = {
         "sampler": sampler,
         "prompt": read_prompt("a blue cat:2"),
@@ -116,7 +115,7 @@ def test_a_target_of_another_shape_is_cut_out_of_the_middle(
     family_engine: Any,
     family_pipeline: Any,
     k_diffusion: Any,
-) -> None:
+):
     """SDXL is told the size before that, which need not have whole cells of the latent."""
     request = request_of({"width": width, "height": height, "whole": size})
     pipeline = family_pipeline(family)
@@ -148,7 +147,7 @@ def test_other_upscalers_take_the_decoded_image(
     family_engine: Any,
     family_pipeline: Any,
     k_diffusion: Any,
-) -> None:
+):
     """Enlarged as in `passes/test_upscaling`; one of no whole cells is encoded as it is."""
     request = request_of({"upscaler": upscaler, "whole": whole})
     pipeline = family_pipeline(family)
@@ -169,8 +168,8 @@ def test_the_second_pass_is_drawn_with_the_loras_of_its_own_prompt_alone(
     family_engine: Any,
     family_pipeline: Any,
     k_diffusion: Any,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """On its text states as well."""
     paths = [
         tiny_model.build_tiny_lora(

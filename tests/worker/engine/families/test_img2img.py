@@ -69,7 +69,7 @@ def test_images_are_those_of_diffusers_pipeline(
     family_pipeline: Any,
     reference: Any,
     request_of: Any,
-) -> None:
+):
     xl = StableDiffusionXLImg2ImgPipeline
     kind = xl if family == "sdxl" else StableDiffusionImg2ImgPipeline
     pipeline = with_parts_of(family_pipeline(family), kind, sampler)
@@ -90,7 +90,7 @@ def test_an_image_of_no_whole_cells_is_encoded_as_it_is_and_drawn_in_whole_ones(
     reference: Any,
     request_of: Any,
     pixels: contract.Pixels,
-) -> None:
+):
     """SDXL is told the size as it was asked for."""
     wide = np.asarray(Image.fromarray(pixels).resize((79, 69)))
     request = request_of(init={"pixels": wide}, width=79, height=69)
@@ -107,7 +107,7 @@ def test_images_are_automatic1111s_with_every_sampler(
     family_engine: Any,
     reference: Any,
     request_of: Any,
-) -> None:
+):
     request = request_of(sampler=sampler)
     (image,) = draw(family_engine(family), request)
     assert difference(image, expected(reference(family), request)) <= ROUNDING
@@ -121,7 +121,7 @@ def test_the_least_and_the_most_strength_are_automatic1111s(
     family_engine: Any,
     reference: Any,
     request_of: Any,
-) -> None:
+):
     """DDIM and PLMS may have no step to take, and leave some noise."""
     request = request_of(strength, sampler=sampler)
     (image,) = draw(family_engine("sd1"), request)
@@ -143,7 +143,7 @@ def test_inpainting_is_automatic1111s(
     reference: Any,
     request_of: Any,
     mask: Any,
-) -> None:
+):
     given = {"mask": mask, "masked_content": content}
     request = request_of(init=given, sampler=sampler, fill_seed=31)
     own = reference(family)
@@ -154,9 +154,7 @@ def test_inpainting_is_automatic1111s(
     assert difference(image, unmasked) > 20, "or the test shows nothing"
 
 
-def test_what_is_below_the_mask_is_filled_from_around_it(
-    pixels: Any, mask: Any
-) -> None:
+def test_what_is_below_the_mask_is_filled_from_around_it(pixels: Any, mask: Any):
     pixels = pixels.copy()
     pixels[mask < 255] = pixels[mask < 255] // 4 + [180, 0, 0]
     pixels[mask == 255] = [0, 0, 255]

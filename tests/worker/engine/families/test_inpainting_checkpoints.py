@@ -47,7 +47,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
-def folder(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def folder(family_folder: Any, tmp_path_factory) -> Any:
     def build(family: str) -> Path:
         path = tmp_path_factory.mktemp("inpainting") / family
         return tiny_families.build_inpainting(path, family_folder(family))
@@ -82,7 +82,7 @@ def pipeline(folder: Any, family_pipeline: Any) -> Any:
 
 
 @pytest.fixture
-def encodes_means(monkeypatch: pytest.MonkeyPatch) -> None:
+def encodes_means(monkeypatch) -> None:
     """Latents are not drawn from the VAE's distribution, as diffusers would have it."""
     mean = lambda self, generator=None: self.mode()  # noqa: E731
     monkeypatch.setattr(DiagonalGaussianDistribution, "sample", mean)
@@ -106,7 +106,7 @@ def test_txt2img_is_diffusers_with_all_of_an_image_below_the_mask(
     pixels: Any,
     pipeline: Any,
     encodes_means: None,
-) -> None:
+):
     request = request_of(sampler=sampler, width=72)
     wide = np.asarray(Image.fromarray(pixels).resize((72, SIZE)))
     theirs = draw_in_diffusers(
@@ -129,7 +129,7 @@ def test_what_the_unet_sees_of_an_image_is_what_diffusers_shows_it(
     pixels: Any,
     pipeline: Any,
     encodes_means: None,
-) -> None:
+):
     """With a mask that has holes: the UNet sees through them, and no whole latent is kept."""
     holes = np.full((SIZE, SIZE), 255, np.uint8)
     for row in range(3):
@@ -169,7 +169,7 @@ def test_inpainting_is_automatic1111s(
     k_diffusion: Any,
     pixels: Any,
     mask: Any,
-) -> None:
+):
     init = contract.InitImage(pixels, 0.6, mask, content)
     request = request_of(init=init, sampler=sampler)
     begins = begin.prepare_image(init, 8).pixels
@@ -192,7 +192,7 @@ def test_img2img_without_a_mask_shows_the_unet_nothing_of_the_image(
     pipeline: Any,
     k_diffusion: Any,
     pixels: Any,
-) -> None:
+):
     """As in AUTOMATIC1111, where it begins with the image's latents all the same."""
     own = a1111.Reference(pipeline("sd1"), k_diffusion)
     conditioning = own.inpainting_image_conditioning(pixels, None)
@@ -212,7 +212,7 @@ def test_a_second_pass_has_the_conditioning_of_its_own_size(
     encodes_means: None,
     pipeline: Any,
     k_diffusion: Any,
-) -> None:
+):
     """AUTOMATIC1111's has the first pass' after a latent upscaler, which its UNet cannot take."""
     hires = contract.HiresPass(
         96, 96, denoising_strength=0.7, steps=5, upscaler="Latent"
@@ -248,7 +248,7 @@ def test_images_are_the_same_in_company_and_alone(
     weights: str,
     make_engine: Any,
     mixed: list[contract.ImageRequest],
-) -> None:
+):
     single = make_engine(slots=1, slot_weights=weights)
     alone = draw_alone(single, mixed)
     together = draw(make_engine(slot_weights=weights), *mixed, *reversed(mixed))
@@ -259,10 +259,10 @@ def test_controlnets_see_the_latents_alone(
     engine: Any,
     pipeline: Any,
     family_folder: Any,
-    tmp_path: Path,
+    tmp_path,
     pixels: Any,
     encodes_means: None,
-) -> None:
+):
     path = tiny_controlnets.build(tmp_path / "net.safetensors", family_folder("sd1"), 0)
     network = tiny_controlnets.make(family_folder("sd1"), 0)
     control = contract.Control("net", path, pixels)
@@ -285,9 +285,9 @@ def test_controlnets_see_the_latents_alone(
 def test_a_single_file_is_told_by_its_first_layer(
     folder: Any,
     engine: Any,
-    tmp_path: Path,
-    monkeypatch: Any,
-) -> None:
+    tmp_path,
+    monkeypatch,
+):
     """Without a configuration of its UNet, which says so as well."""
     whole = folder("sd1")
     for part in ("vae", "text_encoder"):
@@ -307,16 +307,14 @@ def test_a_single_file_is_told_by_its_first_layer(
     assert (one == other).all()
 
 
-def test_such_an_sd2_predicts_epsilon_where_nothing_states_it(folder: Any) -> None:
+def test_such_an_sd2_predicts_epsilon_where_nothing_states_it(folder: Any):
     """As in AUTOMATIC1111, which cannot ask its UNet without a mask."""
     unet = reading.read_network(UNet2DConditionModel, folder("sd2") / "unet")
     assert unet.config.in_channels == 9
     assert find_prediction(unet) == "epsilon"
 
 
-def test_a_unet_with_other_inputs_is_refused(
-    family_folder: Any, tmp_path: Path
-) -> None:
+def test_a_unet_with_other_inputs_is_refused(family_folder: Any, tmp_path):
     shutil.copytree(family_folder("sd1"), tmp_path / "editing")
     part = tmp_path / "editing" / "unet"
     config = json.loads((part / "config.json").read_text())

@@ -76,8 +76,8 @@ def test_loras_draw_as_in_diffusers_with_peft(
     family_engine: Any,
     family_pipeline: Any,
     family_checkpoint: Any,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = write_lora(
         tmp_path / "style.safetensors", family_checkpoint(family), spelling
     )

@@ -116,7 +116,7 @@ def norm_name(path: str, names: Mapping[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def files(
-    family_folder: Any, family_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory
+    family_folder: Any, family_checkpoint: Any, tmp_path_factory
 ) -> Mapping[str, Path]:
     folder = tmp_path_factory.mktemp("files")
     paths = {name: folder / f"{name}.safetensors" for name in ("sd2", "sdxl")}
@@ -138,7 +138,7 @@ def files(
 @pytest.mark.parametrize("family", ["sd2", "sdxl"])
 def test_a_single_file_is_the_folders_checkpoint(
     family: str, files: Mapping[str, Path], family_folder: Any, family_checkpoint: Any
-) -> None:
+):
     folder = family_checkpoint(family)
     file = family_checkpoint(family, path=files[family], config=family_folder(family))
     assert file.family is folder.family
@@ -146,7 +146,7 @@ def test_a_single_file_is_the_folders_checkpoint(
     assert len(file.tokenizer) == 49_408
 
 
-def test_the_built_in_configurations_are_the_published_ones() -> None:
+def test_the_built_in_configurations_are_the_published_ones():
     """By their counts of weights, in millions."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -169,9 +169,7 @@ def test_the_built_in_configurations_are_the_published_ones() -> None:
     assert [round(size / 1e6, 1) for size in sizes] == expected
 
 
-def test_an_x4_upscaler_in_one_file_is_the_folders(
-    tmp_path: Path, family_checkpoint: Any
-) -> None:
+def test_an_x4_upscaler_in_one_file_is_the_folders(tmp_path, family_checkpoint: Any):
     """Without schedulers' configurations beside it, it has the published noise."""
     folder = tiny_families.build_upscaler(tmp_path / "folder")
     whole = family_checkpoint("x4", path=folder)
@@ -199,7 +197,7 @@ def with_marks(path: Path, source: Path, *names: str) -> Path:
 
 
 @pytest.fixture
-def config(family_folder: Any, tmp_path: Path) -> Any:
+def config(family_folder: Any, tmp_path) -> Any:
     """A configuration folder without a scheduler's."""
 
     def make(family: str) -> Path:
@@ -216,8 +214,8 @@ def config(family_folder: Any, tmp_path: Path) -> Any:
 
 
 def test_a_file_says_that_it_predicts_v_and_ends_in_pure_noise(
-    files: Mapping[str, Path], config: Any, family_checkpoint: Any, tmp_path: Path
-) -> None:
+    files: Mapping[str, Path], config: Any, family_checkpoint: Any, tmp_path
+):
     settings = {"config": config("sdxl")}
     plain = family_checkpoint("sdxl", path=files["sdxl"], **settings)
     assert plain.prediction_type == "epsilon"
@@ -233,8 +231,8 @@ def test_a_files_own_mark_goes_before_the_scheduler_of_the_folder_around_it(
     files: Mapping[str, Path],
     family_folder: Any,
     family_checkpoint: Any,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """As that of the folder that it was converted to, which says epsilon unless told otherwise."""
     settings = {"config": family_folder("sdxl")}
     scheduler = settings["config"] / "scheduler" / "scheduler_config.json"
@@ -249,15 +247,15 @@ def test_a_files_own_mark_goes_before_the_scheduler_of_the_folder_around_it(
     assert stated.prediction_type == "epsilon"
 
 
-def test_a_folder_says_the_same_in_its_schedulers_configuration(tmp_path: Path) -> None:
+def test_a_folder_says_the_same_in_its_schedulers_configuration(tmp_path):
     scheduler = {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction"}
     assert reading.alphas_cumprod(tmp_path, scheduler, ())[-1] < 1e-7
     assert reading.prediction_type(tmp_path, scheduler, None, ()) == "v_prediction"
 
 
 def test_what_an_unmarked_sd2_predicts_shows_in_its_answer(
-    files: Mapping[str, Path], config: Any, family_checkpoint: Any, tmp_path: Path
-) -> None:
+    files: Mapping[str, Path], config: Any, family_checkpoint: Any, tmp_path
+):
     settings = {"config": config("sd2")}
     assert (
         family_checkpoint("sd2", path=files["sd2"], **settings).prediction_type
@@ -286,8 +284,8 @@ def test_a_file_that_lacks_a_part_is_refused(
     files: Mapping[str, Path],
     family_folder: Any,
     family_checkpoint: Any,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "part.safetensors"
     weights = load_file(files["sdxl"])
     save_file(
@@ -301,8 +299,8 @@ def test_a_unet_with_another_familys_text_encoders_is_refused(
     family_folder: Any,
     family_checkpoint: Any,
     files: Mapping[str, Path],
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     weights = {
         key.replace("conditioner.embedders.0.", "cond_stage_model."): each
         for key, each in load_file(files["sdxl"]).items()

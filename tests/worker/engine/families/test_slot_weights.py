@@ -34,9 +34,7 @@ def engines(family_folder: Any) -> Iterator[dict[str, SlotEngine]]:
 
 
 @pytest.fixture(scope="module")
-def loras(
-    family_folder: Any, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, contract.Lora]:
+def loras(family_folder: Any, tmp_path_factory) -> dict[str, contract.Lora]:
     folder = tmp_path_factory.mktemp("loras")
     found = {}
     kinds = [
@@ -67,7 +65,7 @@ def test_each_kind_draws_as_with_merged_weights(
     names: list[str],
     engines: dict[str, SlotEngine],
     loras: dict[str, contract.Lora],
-) -> None:
+):
     request = make_request(loras=tuple(loras[each] for each in names), steps=3)
     plain = make_request(steps=3)
     images = {}
@@ -84,7 +82,7 @@ def test_each_kind_draws_as_with_merged_weights(
 def test_a_kind_without_low_rank_is_merged_and_undone_from_the_cpus_copy(
     engines: dict[str, SlotEngine],
     loras: dict[str, contract.Lora],
-) -> None:
+):
     engine = engines["factors"]
     plain = make_request(steps=2)
     (before,) = draw(engine, plain)

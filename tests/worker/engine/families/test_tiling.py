@@ -34,7 +34,7 @@ def test_images_with_an_image_to_begin_with_are_automatic1111s_in_any_company(
     family_engine: Any,
     reference: Any,
     pixels: contract.Pixels,
-) -> None:
+):
     """Beside others of their size that do not tile, and that are drawn as alone."""
     init = contract.InitImage(pixels, 0.6)
     engine, (tiled, plain) = (
@@ -54,7 +54,7 @@ def test_images_with_an_image_to_begin_with_are_automatic1111s_in_any_company(
     assert difference(drawn[0], drawn[1]) > 20, "or the test shows nothing"
 
 
-def test_both_passes_of_hires_fix_tile(family_engine: Any, reference: Any) -> None:
+def test_both_passes_of_hires_fix_tile(family_engine: Any, reference: Any):
     hires = contract.HiresPass(96, 96, 0.7, 4, "Latent")
     request = make_request(
         hires=hires, tiling=True, seed=5, prompt="a star", negative_prompt="x"

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     torch.set_num_threads(1)
     return tiny_families.build_upscaler(tmp_path_factory.mktemp("upscaler") / "x4")
 
@@ -57,7 +57,7 @@ def make_engine(folder: Path, make_slot_engine: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def lora(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> contract.Lora:
+def lora(folder: Path, tmp_path_factory) -> contract.Lora:
     path = tmp_path_factory.mktemp("loras") / "style.safetensors"
     return contract.Lora("style", tiny_model.build_tiny_lora(path, folder), 1.0, 1.0)
 
@@ -118,7 +118,7 @@ def test_images_are_those_of_diffusers(
     size: tuple[int, int],
     engine: Any,
     eulers: Any,
-) -> None:
+):
     """Of sides that the UNet's blocks cannot halve three times as well."""
     request = request_of(*size, sampler=sampler)
     image, other = draw(engine, request, dataclasses.replace(request, prompt="a boat"))
@@ -132,7 +132,7 @@ def test_ddim_is_diffusers_up_to_the_timestep_that_automatic1111_leaves_out(
     engine: Any,
     folder: Path,
     pipeline: Any,
-) -> None:
+):
     request = request_of(sampler="ddim", steps=8)
     made = pipeline(DDIMScheduler.from_pretrained(folder / "scheduler"))
     seen = []
@@ -147,7 +147,7 @@ def test_ddim_is_diffusers_up_to_the_timestep_that_automatic1111_leaves_out(
 @pytest.mark.parametrize("level", [0, 20, 350])
 def test_the_noise_has_the_level_that_the_unet_is_told(
     level: int, engine: Any, eulers: Any
-) -> None:
+):
     init = contract.InitImage(image_of(16, 16), level / 1000)
     image, usual = draw(engine, request_of(init=init), request_of())
     theirs = draw_upscaled(eulers("euler_ancestral"), request_of(), level)
@@ -160,7 +160,7 @@ def test_a_lora_changes_the_image_as_in_diffusers(
     folder: Path,
     pipeline: Any,
     lora: contract.Lora,
-) -> None:
+):
     """Those of the layers that attend to the prompt in the place of the image as well."""
     request = request_of(loras=(lora,))
     spaced = {"timestep_spacing": "linspace"}
@@ -193,7 +193,7 @@ def test_images_are_the_same_in_company_and_alone(
     weights: str,
     make_engine: Any,
     mixed: list[dict[str, Any]],
-) -> None:
+):
     requests = [dataclasses.replace(request_of(), **each) for each in mixed]
     alone = [
         draw(make_engine(slots=1, slot_weights=weights), each)[0] for each in requests
@@ -204,7 +204,7 @@ def test_images_are_the_same_in_company_and_alone(
 
 def test_compiled_ticks_read_what_is_written_into_the_slots_later(
     make_engine: Any,
-) -> None:
+):
     other = contract.InitImage(image_of(16, 16, 8), 0.35)
     requests = [request_of(), request_of(init=other), request_of(seed=6)]
     plain = make_engine(slots=2)
@@ -251,18 +251,18 @@ MASK = np.zeros((16, 16), np.uint8)
 )
 def test_a_request_that_cannot_be_drawn_is_refused_with_what_to_do(
     changes: dict[str, Any], sentence: str, engine: Any
-) -> None:
+):
     with pytest.raises(errors.JobError, match=sentence):
         engine.prepare(request_of(**changes))
 
 
-def test_its_nodes_are_not_checked_by_images_that_may_all_be_alike(engine: Any) -> None:
+def test_its_nodes_are_not_checked_by_images_that_may_all_be_alike(engine: Any):
     assert engine.self_check is None
     assert engine.family == "x4_upscaler"
 
 
 @pytest.fixture
-def changed(folder: Path, tmp_path: Path) -> Any:
+def changed(folder: Path, tmp_path) -> Any:
     """A copy of the checkpoint with another configuration of a part."""
 
     def change(part: str, **values: Any) -> Path:
@@ -274,15 +274,13 @@ def changed(folder: Path, tmp_path: Path) -> Any:
     return change
 
 
-def test_the_highest_level_is_the_checkpoints_own(
-    changed: Any, make_engine: Any
-) -> None:
+def test_the_highest_level_is_the_checkpoints_own(changed: Any, make_engine: Any):
     made = make_engine(model=changed("model_index.json", max_noise_level=99))
     with pytest.raises(errors.JobError, match="levels up to 99"):
         made.prepare(request_of())
 
 
-def test_no_level_is_beyond_those_that_the_unet_knows(changed: Any) -> None:
+def test_no_level_is_beyond_those_that_the_unet_knows(changed: Any):
     folder = changed("model_index.json", max_noise_level=5000)
     loaded = checkpoints.load_checkpoint(folder, torch.device("cpu"), torch.float32)
     assert loaded.image_noise.max_level == 999

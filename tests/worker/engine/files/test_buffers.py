@@ -7,7 +7,7 @@ import torch
 from worker.engine.files.safetensors import Buffers
 
 
-def test_memory_is_used_again_once_no_tensor_refers_to_it() -> None:
+def test_memory_is_used_again_once_no_tensor_refers_to_it():
     buffers = Buffers()
     first = buffers.take(1000)
     place, view = first.data_ptr(), first[500:].view(torch.float16)
@@ -18,7 +18,7 @@ def test_memory_is_used_again_once_no_tensor_refers_to_it() -> None:
     assert place in {buffers.take(900).data_ptr(), buffers.take(900).data_ptr()}
 
 
-def test_a_small_buffer_does_not_take_a_large_memory() -> None:
+def test_a_small_buffer_does_not_take_a_large_memory():
     buffers = Buffers()
     buffers.take(1000)
     assert buffers.spare_bytes == 1000
@@ -26,14 +26,14 @@ def test_a_small_buffer_does_not_take_a_large_memory() -> None:
     assert (len(small), buffers.spare_bytes) == (100, 1000)
 
 
-def test_no_more_than_the_limit_is_kept() -> None:
+def test_no_more_than_the_limit_is_kept():
     buffers = Buffers(spare_bytes=2500)
     held = [buffers.take(1000) for _ in range(4)]
     held.clear()
     assert buffers.spare_bytes == 2000
 
 
-def test_no_two_threads_write_to_the_same_memory() -> None:
+def test_no_two_threads_write_to_the_same_memory():
     buffers = Buffers()
 
     def fill(number: int) -> bool:
@@ -69,13 +69,13 @@ class Cuda:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+def cuda(monkeypatch) -> Cuda:
     cuda = Cuda(10_000)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     return cuda
 
 
-def test_pages_are_unlocked_before_their_memory_is_given_up(cuda: Cuda) -> None:
+def test_pages_are_unlocked_before_their_memory_is_given_up(cuda: Cuda):
     buffers = Buffers(spare_bytes=2000)
     buffers.locks_pages = True
     held = [buffers.take(1000) for _ in range(4)]
@@ -92,7 +92,7 @@ def test_pages_are_unlocked_before_their_memory_is_given_up(cuda: Cuda) -> None:
     )
 
 
-def test_memory_that_the_system_does_not_lock_is_used_unlocked(cuda: Cuda) -> None:
+def test_memory_that_the_system_does_not_lock_is_used_unlocked(cuda: Cuda):
     cuda.limit_bytes = 1500
     buffers = Buffers(spare_bytes=10_000)
     buffers.locks_pages = True

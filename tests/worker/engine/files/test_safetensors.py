@@ -32,7 +32,7 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
     }, content.metadata
 
 
-def test_tensors_are_as_the_library_wrote_them(tmp_path: Path) -> None:
+def test_tensors_are_as_the_library_wrote_them(tmp_path):
     torch.manual_seed(0)
     tensors = {
         "byte": torch.tensor([7], dtype=torch.uint8),  # what follows is not aligned
@@ -74,12 +74,12 @@ def test_tensors_are_as_the_library_wrote_them(tmp_path: Path) -> None:
         {"a": entry(), "__metadata__": {}, "b": entry(end=10, shape=(5,))},
     ],
 )
-def test_a_damaged_header_is_refused(tmp_path: Path, header: Any) -> None:
+def test_a_damaged_header_is_refused(tmp_path, header: Any):
     with pytest.raises(safetensors.UnusableError, match="not a complete"):
         read(write(tmp_path / "a.safetensors", header))
 
 
-def test_a_tensor_that_is_not_aligned_is_read(tmp_path: Path) -> None:
+def test_a_tensor_that_is_not_aligned_is_read(tmp_path):
     """The library sorts tensors by their types' sizes; other writers need not."""
     header = {"a": entry(0, 1, (1,), "F8_E4M3"), "b": entry(1, 9)}
     data = bytes(1) + torch.ones(4).half().numpy().tobytes()
@@ -87,7 +87,7 @@ def test_a_tensor_that_is_not_aligned_is_read(tmp_path: Path) -> None:
     assert found["b"].tolist() == [1.0] * 4
 
 
-def test_an_unknown_type_is_named(tmp_path: Path) -> None:
+def test_an_unknown_type_is_named(tmp_path):
     path = write(tmp_path / "a.safetensors", {"a": entry(dtype="F6_E2M3")})
     with pytest.raises(safetensors.UnusableError, match="F6_E2M3"):
         read(path)
@@ -96,8 +96,8 @@ def test_an_unknown_type_is_named(tmp_path: Path) -> None:
 @settings(max_examples=200)
 @given(st.data())
 def test_a_file_that_ends_anywhere_or_has_other_bytes_is_read_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+    tmp_path_factory, data: st.DataObject
+):
     whole = bytearray(save({"a": torch.ones(4), "b": torch.ones(2, 3).half()}))
     path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
     for at in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=3)):

@@ -6,7 +6,7 @@ from worker.engine.kernels import layers
 pytestmark = pytest.mark.slow
 
 
-def test_a_kernel_that_gives_nan_is_never_chosen() -> None:
+def test_a_kernel_that_gives_nan_is_never_chosen():
     expected = torch.linspace(-1, 1, 64)
     nan = expected.clone()
     nan[3] = torch.nan
@@ -21,7 +21,7 @@ def test_a_kernel_that_gives_nan_is_never_chosen() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str
 )
-def test_the_chosen_kernel_is_right_in_every_precision(dtype: torch.dtype) -> None:
+def test_the_chosen_kernel_is_right_in_every_precision(dtype: torch.dtype):
     q, k, v = torch.randn(3, 2, 4, 256, 16, dtype=dtype, device="cuda")
 
     attended = layers.KernelSelector().select(q, k, v)(q, k, v)

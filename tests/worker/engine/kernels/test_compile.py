@@ -29,7 +29,7 @@ def state() -> torch.Tensor:
 
 def test_tracing_on_another_thread_leaves_the_tensors_alone(
     state: torch.Tensor,
-) -> None:
+):
     weight = torch.eye(4) / 2
     before, expected = state.clone(), state.clone()
     step(expected, weight)
@@ -45,8 +45,8 @@ def test_tracing_on_another_thread_leaves_the_tensors_alone(
 
 
 def test_compiling_is_taken_apart_in_tracing_the_compiler_and_the_first_runs(
-    state: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    state: torch.Tensor, monkeypatch
+):
     calls = itertools.count()
     monkeypatch.setattr(phases, "time", SimpleNamespace(monotonic=lambda: next(calls)))
     monkeypatch.setattr(phases, "seconds", dict.fromkeys(phases.seconds, 0.0))
@@ -56,9 +56,7 @@ def test_compiling_is_taken_apart_in_tracing_the_compiler_and_the_first_runs(
     assert phases.seconds["trace"] == 2, "without the compiler"
 
 
-def test_what_cannot_be_compiled_runs_uncompiled(
-    state: torch.Tensor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_compiled_runs_uncompiled(state: torch.Tensor, caplog):
     expected = state + 1
     compiled = Compiled("a step", break_the_graph, (state,), backend="eager", pool=None)
     compiled()
@@ -68,8 +66,8 @@ def test_what_cannot_be_compiled_runs_uncompiled(
 
 
 def test_other_threads_run_their_layers_as_ever_while_torch_traces(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     layer, found = torch.nn.Linear(2, 2), []
 
     def use_layer() -> None:
@@ -94,9 +92,7 @@ def torch_double(x: torch.Tensor) -> torch.Tensor:
     return x.mul_(2)
 
 
-def test_what_is_released_keeps_no_memory_even_where_the_collector_passes_over_it() -> (
-    None
-):
+def test_what_is_released_keeps_no_memory_even_where_the_collector_passes_over_it():
     class Outputs(list[torch.Tensor]):
         """Lists have no weak references of their own."""
 
@@ -120,7 +116,7 @@ def test_what_is_released_keeps_no_memory_even_where_the_collector_passes_over_i
         gc.unfreeze()
 
 
-def test_any_number_of_functions_can_be_compiled() -> None:
+def test_any_number_of_functions_can_be_compiled():
     for size in range(12):
         tensors = (torch.ones(size + 2),)
         compiled = Compiled("it", torch_double, tensors, backend="eager", pool=None)

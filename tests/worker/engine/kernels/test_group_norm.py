@@ -28,7 +28,7 @@ NORMALISE = [layers.normalise, pytest.param(on_gpu, marks=needs_gpu)]
 @pytest.mark.parametrize("normalise", NORMALISE)
 def test_the_output_matches_torch_at_any_size_and_mean(
     normalise: Normalise, size: tuple[int, int], offset: float
-) -> None:
+):
     torch.manual_seed(0)
     norm = nn.GroupNorm(4, 24, eps=1e-5)
     nn.init.normal_(norm.weight)
@@ -43,14 +43,14 @@ def test_the_output_matches_torch_at_any_size_and_mean(
 
 @pytest.mark.parametrize("normalise", NORMALISE)
 @torch.no_grad()
-def test_a_constant_group_is_not_nan(normalise: Normalise) -> None:
+def test_a_constant_group_is_not_nan(normalise: Normalise):
     x = torch.full((1, 8, 4, 4), 1000.3)
     assert normalise(x, nn.GroupNorm(2, 8)).isfinite().all()
 
 
 @needs_gpu
 @torch.no_grad()
-def test_more_programs_than_a_grids_second_side_takes_reach_the_last_pixel() -> None:
+def test_more_programs_than_a_grids_second_side_takes_reach_the_last_pixel():
     """As in SDXL's VAE at 1024x1024, and beyond 2 ** 31 numbers."""
     for rows, side in ((2, 1024), (1, 3000)):
         x = torch.randn(rows, 256, side, side, dtype=torch.float16, device="cuda")
@@ -67,7 +67,7 @@ def test_more_programs_than_a_grids_second_side_takes_reach_the_last_pixel() -> 
 
 
 @needs_gpu
-def test_in_float16_squares_and_shifts_beyond_its_range_do_not_overflow() -> None:
+def test_in_float16_squares_and_shifts_beyond_its_range_do_not_overflow():
     x = torch.randn(1, 8, 16, 16).half().to(memory_format=torch.channels_last) + 600
     norm = nn.GroupNorm(2, 8, eps=1e-6).requires_grad_(requires_grad=False)
     expected = norm.double()(x.double()).float()  # float32 loses the variance on a CPU
@@ -86,7 +86,7 @@ def test_in_float16_squares_and_shifts_beyond_its_range_do_not_overflow() -> Non
 @torch.no_grad()
 def test_what_is_added_and_activated_in_the_same_kernel_is_what_torch_computes(
     device: str, dtype: torch.dtype
-) -> None:
+):
     torch.manual_seed(0)
     for rows, channels, height, width, groups in (
         (2, 64, 16, 16, 32),

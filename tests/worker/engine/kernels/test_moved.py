@@ -1,7 +1,5 @@
 """Torch's own caches, from one folder through an archive into another."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -37,9 +35,7 @@ def misses() -> int:
     return int(found["fxgraph_cache_miss"])
 
 
-def test_torch_finds_its_kernels_in_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_finds_its_kernels_in_another_folder(tmp_path, monkeypatch):
     there, here = tmp_path / "there", tmp_path / "somewhere" / "else"
     monkeypatch.setenv(cache.TORCH_FOLDER, str(there))
     assert misses() == 1
@@ -52,8 +48,8 @@ def test_torch_finds_its_kernels_in_another_folder(
 
 
 def test_the_folder_that_torch_takes_when_it_is_imported_is_nobodys_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv(cache.TORCH_FOLDER, default_cache_dir())
     monkeypatch.setenv(cache.TRITON_FOLDER, str(tmp_path / "triton"))
     assert cache.use_folder(tmp_path, KEY) == tmp_path / "kernels" / KEY.name

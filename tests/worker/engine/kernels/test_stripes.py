@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("shape", [(2, 4, 24, 16), (1, 4, 8, 24), (1, 4, 9, 8)])
 @torch.no_grad()
-def test_stripes_have_no_seams(shape: tuple[int, ...]) -> None:
+def test_stripes_have_no_seams(shape: tuple[int, ...]):
     """Images of 192 and 72 rows, and of fewer than a stripe has in the first layers."""
     torch.manual_seed(0)
     vae = tiny_model.make_vae(64).eval().requires_grad_(False)

@@ -20,7 +20,7 @@ def make(x: torch.Tensor) -> compile.Compiled:
 
 
 @pytest.fixture
-def during(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], Any]:
+def during(monkeypatch) -> Callable[[Callable[[], object]], Any]:
     """Traces on the thread, where a function runs instead of torch's compiler."""
 
     def run(look: Callable[[], object]) -> Any:
@@ -36,13 +36,13 @@ def during(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], 
 
 def test_the_thread_ends_with_the_process_which_must_leave_around_it(
     during: Any,
-) -> None:
+):
     thread = during(threading.current_thread)
     assert thread.daemon
     assert thread.name.startswith(THREAD_NAME)
 
 
-def test_compiled_functions_are_bound_to_the_threads_of_the_engine(during: Any) -> None:
+def test_compiled_functions_are_bound_to_the_threads_of_the_engine(during: Any):
     before = torch.get_num_threads()
     torch.set_num_threads(3)  # a new thread begins with as many as the environment says
     try:
@@ -51,7 +51,7 @@ def test_compiled_functions_are_bound_to_the_threads_of_the_engine(during: Any) 
         torch.set_num_threads(before)
 
 
-def test_what_breaks_on_the_thread_is_raised_on_the_engines(during: Any) -> None:
+def test_what_breaks_on_the_thread_is_raised_on_the_engines(during: Any):
     def break_down() -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
@@ -60,9 +60,7 @@ def test_what_breaks_on_the_thread_is_raised_on_the_engines(during: Any) -> None
     assert not compile.compiling_elsewhere.is_set()
 
 
-def test_a_compiled_function_that_runs_while_another_is_traced_is_not_taken_for_part_of_it() -> (
-    None
-):
+def test_a_compiled_function_that_runs_while_another_is_traced_is_not_taken_for_part_of_it():
     x = torch.ones(2)
     compiled = make(x)
     compiled()
@@ -76,8 +74,8 @@ def test_a_compiled_function_that_runs_while_another_is_traced_is_not_taken_for_
 
 
 def test_what_is_abandoned_is_not_compiled_and_not_reported(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     compiled = make(torch.ones(2))
     compiled.abandon()
     compile.trace_on_thread(compiled, torch.device("cpu")).result()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_folded_convolution_matches_up_to_the_edges(
     size: tuple[int, int], bias: bool
-) -> None:
+):
     torch.manual_seed(0)
     conv = nn.Conv2d(6, 4, 3, padding=1, bias=bias)
     x = torch.randn(2, 6, *size)
@@ -28,7 +28,7 @@ def test_the_folded_convolution_matches_up_to_the_edges(
 @pytest.mark.parametrize("folds", [True, False])
 def test_sides_that_do_not_halve_evenly_are_resized_after_the_convolution(
     folds: bool,
-) -> None:
+):
     torch.manual_seed(0)
     original = Upsample2D(8, use_conv=True)
     ours = layers.Upsampler(original)
@@ -43,7 +43,7 @@ def test_sides_that_do_not_halve_evenly_are_resized_after_the_convolution(
 
 
 @pytest.mark.parametrize("folds", [True, False])
-def test_an_image_that_tiles_is_padded_with_its_other_side(folds: bool) -> None:
+def test_an_image_that_tiles_is_padded_with_its_other_side(folds: bool):
     torch.manual_seed(0)
     ours = layers.Upsampler(Upsample2D(8, use_conv=True))
     if folds:
@@ -61,7 +61,7 @@ def test_an_image_that_tiles_is_padded_with_its_other_side(folds: bool) -> None:
         assert (ours(x) - expected).abs().max() > 0.1
 
 
-def test_changed_weights_are_folded_into_the_same_memory() -> None:
+def test_changed_weights_are_folded_into_the_same_memory():
     ours = layers.Upsampler(Upsample2D(8, use_conv=True))
     ours.fold()
     recorded = ours.folded

@@ -129,10 +129,10 @@ KINDS = [
 @pytest.mark.parametrize(("path", "kind"), KINDS)
 def test_each_kind_changes_the_weight_by_its_formula(
     engine: Any,
-    tmp_path: Path,
+    tmp_path,
     path: str,
     kind: Callable[[Array], tuple[Tensors, Array]],
-) -> None:
+):
     weight = base(engine, path)
     parts, change = kind(weight)
     lora = write(tmp_path / "x.safetensors", prefixed(path, parts))
@@ -149,8 +149,8 @@ def test_each_kind_changes_the_weight_by_its_formula(
     ],
 )
 def test_a_bias_changes_with_its_weight_and_without_its_scale(
-    engine: Any, tmp_path: Path, path: str, names: tuple[str, str]
-) -> None:
+    engine: Any, tmp_path, path: str, names: tuple[str, str]
+):
     weight, bias = base(engine, path), base(engine, f"{path}.bias")
     parts = dict(zip(names, (drawn(*weight.shape), drawn(*bias.shape)), strict=True))
     lora = write(
@@ -165,9 +165,7 @@ def test_a_bias_changes_with_its_weight_and_without_its_scale(
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_scales_of_the_other_side_of_a_layer_are_refused(
-    engine: Any, tmp_path: Path
-) -> None:
+def test_scales_of_the_other_side_of_a_layer_are_refused(engine: Any, tmp_path):
     path = f"{BLOCK}.ff.net.2"
     outer, inner = base(engine, path).shape
     for number, is_input in ((outer, True), (inner, False)):
@@ -179,7 +177,7 @@ def test_scales_of_the_other_side_of_a_layer_are_refused(
             engine.prepare(make_request(loras=(lora,)))
 
 
-def test_kohyas_oft_has_a_prefix_of_its_own(engine: Any, tmp_path: Path) -> None:
+def test_kohyas_oft_has_a_prefix_of_its_own(engine: Any, tmp_path):
     weight = base(engine, LINEAR)
     parts, change = oft(weight)
     lora = write(tmp_path / "x.safetensors", prefixed(LINEAR, parts, "oft_unet_"))
@@ -188,8 +186,8 @@ def test_kohyas_oft_has_a_prefix_of_its_own(engine: Any, tmp_path: Path) -> None
 
 
 def test_a_lora_of_a_plain_model_changes_the_same_inputs_of_one_for_inpainting(
-    engine: Any, tmp_path: Path
-) -> None:
+    engine: Any, tmp_path
+):
     """AUTOMATIC1111 pads the change of the first layer with zeros."""
     unet = torch.nn.Module()
     unet.conv_in = torch.nn.Conv2d(9, 32, 3)
@@ -208,8 +206,8 @@ def test_a_lora_of_a_plain_model_changes_the_same_inputs_of_one_for_inpainting(
 
 
 def test_what_the_model_has_no_layer_for_is_skipped_and_counted(
-    engine: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    engine: Any, tmp_path, caplog
+):
     weight = base(engine, LINEAR)
     parts, change = scaled(weight)
     elsewhere = prefixed("nothing.here", parts) | {"lora_te2_text_projection": drawn(3)}
@@ -228,10 +226,10 @@ def test_what_the_model_has_no_layer_for_is_skipped_and_counted(
 @pytest.mark.parametrize("shape", [(32, 1), (1, 32)])
 def test_a_dora_that_automatic1111_draws_otherwise_is_told(
     engine: Any,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path,
+    caplog,
     shape: tuple[int, ...],
-) -> None:
+):
     parts, _ = scaled(base(engine, LINEAR))
     lora = write(
         tmp_path / "x.safetensors",
@@ -258,13 +256,13 @@ def test_a_dora_that_automatic1111_draws_otherwise_is_told(
 )
 def test_loras_that_automatic1111_draws_otherwise_or_not_at_all_are_told(
     engine: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path,
+    monkeypatch,
     kind: Callable[[Array], tuple[Tensors, Array]],
     prefix: str,
     beside: bool,
     told: set[str],
-) -> None:
+):
     found = set[str]()
     monkeypatch.setattr(differences, "warn", found.add)
     weight = base(engine, LINEAR)
@@ -280,9 +278,7 @@ def test_loras_that_automatic1111_draws_otherwise_or_not_at_all_are_told(
     assert found == told
 
 
-def test_embeddings_in_a_loras_file_are_words_of_its_jobs(
-    slot_engine: Any, tmp_path: Path
-) -> None:
+def test_embeddings_in_a_loras_file_are_words_of_its_jobs(slot_engine: Any, tmp_path):
     """An embedding of the fleet goes before it, and one for another model is skipped."""
     parts, _ = scaled(base(slot_engine, LINEAR))
 

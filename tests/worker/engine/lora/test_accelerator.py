@@ -25,7 +25,7 @@ def test_an_accelerator_is_as_a_lora_of_every_job(
     slot_engine: Any,
     accelerated: Any,
     styles: list[contract.Lora],
-) -> None:
+):
     shared, style, other = styles
     own = [(), (style,), (other, style), (shared,)]
     engine = load.load_engine(accelerated)
@@ -40,7 +40,7 @@ def test_an_accelerator_is_as_a_lora_of_every_job(
     assert difference(images[0], draw(slot_engine, make_request())[0]) > 20
 
 
-def test_the_sum_of_its_weights_is_of_what_it_draws_with(accelerated: Any) -> None:
+def test_the_sum_of_its_weights_is_of_what_it_draws_with(accelerated: Any):
     """Else each check of the weights would find them damaged; and it is another model."""
     engine = load.load_engine(accelerated)
     assert engine.self_check.find_fault() is None
@@ -50,7 +50,7 @@ def test_the_sum_of_its_weights_is_of_what_it_draws_with(accelerated: Any) -> No
     assert engine.checkpoint.weight_sums != plain.weight_sums
 
 
-def test_a_model_that_is_changed_to_has_the_accelerator_too(accelerated: Any) -> None:
+def test_a_model_that_is_changed_to_has_the_accelerator_too(accelerated: Any):
     engine = load.load_engine(accelerated)
     (expected,) = draw(engine, make_request())
     take = load.read_beside(engine, accelerated)
@@ -62,9 +62,9 @@ def test_a_model_that_is_changed_to_has_the_accelerator_too(accelerated: Any) ->
 def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_beside_it(
     make_slot_engine: Any,
     styles: list[contract.Lora],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     has_style: bool,
-) -> None:
+):
     merged, activate = list[int](), Merger.activate
 
     monkeypatch.setattr(
@@ -89,9 +89,7 @@ def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_besid
     assert merged == merges
 
 
-def test_a_file_that_is_no_lora_of_the_model_is_refused(
-    accelerated: Any, tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_lora_of_the_model_is_refused(accelerated: Any, tmp_path):
     broken = tmp_path / "lcm.safetensors"
     broken.write_bytes(b"\0" * 100)
     for path in (broken, tmp_path / "missing-lcm.safetensors"):
@@ -101,8 +99,8 @@ def test_a_file_that_is_no_lora_of_the_model_is_refused(
 
 
 def test_a_lora_of_the_text_encoder_alone_is_refused(
-    accelerated: Any, lora_paths: list[Path], tmp_path: Path
-) -> None:
+    accelerated: Any, lora_paths: list[Path], tmp_path
+):
     of_text = {
         key: each for key, each in load_file(lora_paths[0]).items() if "lora_te" in key
     }

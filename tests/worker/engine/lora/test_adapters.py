@@ -61,9 +61,7 @@ QUICK = {"LORA with rsLoRA", "VERA", "HRA"}
 
 
 @pytest.fixture
-def save(
-    checkpoint_unet: nn.Module, tmp_path: Path
-) -> Callable[..., tuple[nn.Module, Path]]:
+def save(checkpoint_unet: nn.Module, tmp_path) -> Callable[..., tuple[nn.Module, Path]]:
     """The UNet with a random adapter, and the folder that peft saves of it."""
 
     def make(kind: str, **changes: Any) -> tuple[nn.Module, Path]:
@@ -110,7 +108,7 @@ def outputs(unet: nn.Module) -> Tensor:
 )
 def test_a_network_computes_with_an_adapter_what_it_does_in_peft(
     kind: str, save: Any, checkpoint_unet: nn.Module, layers: lora_file.Layers
-) -> None:
+):
     model, folder = save(kind)
     found = read(folder, layers)
     unet = copy.deepcopy(checkpoint_unet)
@@ -126,7 +124,7 @@ def test_a_network_computes_with_an_adapter_what_it_does_in_peft(
 @pytest.mark.parametrize("kind", ["LOHA", "LORA with DoRA"])
 def test_a_convolution_is_changed_as_in_peft(
     kind: str, save: Any, checkpoint_unet: nn.Module, layers: lora_file.Layers
-) -> None:
+):
     model, folder = save(kind, target_modules=["conv1"])
     found = read(folder, layers)
     unet = copy.deepcopy(checkpoint_unet)
@@ -136,8 +134,8 @@ def test_a_convolution_is_changed_as_in_peft(
 
 
 def test_networks_that_lie_in_folders_of_their_own_become_one_file(
-    save: Any, layers: lora_file.Layers, tmp_path: Path
-) -> None:
+    save: Any, layers: lora_file.Layers, tmp_path
+):
     _, folder = save("VERA")
     both = tmp_path / "both"
     both.mkdir()
@@ -158,7 +156,7 @@ def test_networks_that_lie_in_folders_of_their_own_become_one_file(
 )
 def test_a_configuration_that_peft_should_not_be_given_is_refused(
     change: dict[str, Any], message: str, save: Any, layers: lora_file.Layers
-) -> None:
+):
     _, folder = save("LOHA")
     edit(folder, change)
     packed = folder.with_suffix(".safetensors")
@@ -169,7 +167,7 @@ def test_a_configuration_that_peft_should_not_be_given_is_refused(
 
 def test_a_lora_that_changed_the_checkpoint_as_it_began_is_refused(
     save: Any, layers: lora_file.Layers
-) -> None:
+):
     _, folder = save("LORA")
     edit(folder, {"init_lora_weights": "pissa_niter_4"})
     with pytest.raises(errors.SetupError, match="path_initial_model_for_weight"):
@@ -178,14 +176,14 @@ def test_a_lora_that_changed_the_checkpoint_as_it_began_is_refused(
 
 def test_an_adapter_that_changes_more_than_weights_is_refused(
     save: Any, layers: lora_file.Layers
-) -> None:
+):
     """A bias of peft's layers is none of the checkpoint's weights."""
     _, folder = save("BEFT", target_modules=["to_v"])
     with pytest.raises(UnusableError, match="BEFT changes more than"):
         read(folder, layers)
 
 
-def test_a_folder_without_weights_says_how_to_save_them(save: Any) -> None:
+def test_a_folder_without_weights_says_how_to_save_them(save: Any):
     _, folder = save("LORA")
     (folder / adapter.WEIGHTS).rename(folder / "adapter_model.bin")
     with pytest.raises(errors.SetupError, match="save_pretrained"):

@@ -48,8 +48,8 @@ def in_threads(count: int, work: Callable[[], object]) -> None:
 
 
 def test_concurrent_reads_of_one_file_read_it_once(
-    cache: lora_file.LoraCache, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cache: lora_file.LoraCache, lora_paths: list[Path], monkeypatch
+):
     reads = slowed(6, monkeypatch)
     got = []
     in_threads(6, lambda: got.append(cache.get(named(lora_paths[0]))))
@@ -62,9 +62,9 @@ def test_concurrent_reads_of_one_file_read_it_once(
 def test_concurrent_reads_of_a_bad_file_all_fail_and_the_next_read_retries(
     cache: lora_file.LoraCache,
     lora_paths: list[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    monkeypatch,
+):
     path = tmp_path / "bad.safetensors"
     path.write_bytes(b"bad")
     slowed(6, monkeypatch)
@@ -84,8 +84,8 @@ def test_concurrent_reads_of_a_bad_file_all_fail_and_the_next_read_retries(
 
 
 def test_different_files_are_read_concurrently(
-    cache: lora_file.LoraCache, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cache: lora_file.LoraCache, lora_paths: list[Path], monkeypatch
+):
     meeting = threading.Barrier(2)
     read = lora_file.read_lora
 
@@ -101,7 +101,7 @@ def test_different_files_are_read_concurrently(
 
 def test_a_file_larger_than_the_cache_is_not_kept(
     layers: lora_file.Layers, lora_paths: list[Path]
-) -> None:
+):
     cache = lora_file.LoraCache(layers, cache_bytes=1)
     first = cache.get(named(lora_paths[0]))
     assert cache.get(named(lora_paths[0])) is not first
@@ -109,8 +109,8 @@ def test_a_file_larger_than_the_cache_is_not_kept(
 
 
 def test_a_replaced_file_is_read_again(
-    cache: lora_file.LoraCache, lora_paths: list[Path], tmp_path: Path
-) -> None:
+    cache: lora_file.LoraCache, lora_paths: list[Path], tmp_path
+):
     path = tmp_path / "x.safetensors"
     path.write_bytes(lora_paths[0].read_bytes())
     first = cache.get(named(path))
@@ -124,11 +124,11 @@ def test_a_replaced_file_is_read_again(
 
 
 def test_a_lora_whose_deltas_are_all_zero_is_reported_once_and_used(
-    tmp_path: Path,
+    tmp_path,
     lora_paths: list[Path],
     layers: lora_file.Layers,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     tensors = load_file(lora_paths[0])
     zero = {
         key: each * 0 if "lora_up" in key else each for key, each in tensors.items()

@@ -84,9 +84,9 @@ def load_in_diffusers(uses: Uses) -> StableDiffusionPipeline:
 def test_loras_in_four_key_formats_match_diffusers(
     demo_engine: contract.Engine,
     base: Any,
-    tmp_path: Path,
+    tmp_path,
     uses: Uses,
-) -> None:
+):
     expected = draw_in_diffusers(load_in_diffusers(uses), request_of())
     for spelling in ("kohya", "diffusers", "old diffusers", "peft"):
         loras = []
@@ -109,9 +109,9 @@ def test_loras_in_four_key_formats_match_diffusers(
 def test_a_file_saved_by_diffusers_is_read_with_alpha_from_its_header(
     demo_engine: contract.Engine,
     base: Any,
-    tmp_path: Path,
+    tmp_path,
     spell: Callable[[Any], dict[str, torch.Tensor]],
-) -> None:
+):
     uses = [("rocket", 1.0, 1.0)]  # its alpha is half of its rank
     pipeline = load_in_diffusers(uses)
     layers = {

@@ -28,7 +28,7 @@ def tensors_of(kind: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", LOW_RANK)
-def test_factors_multiply_to_the_whole_change(kind: Any) -> None:
+def test_factors_multiply_to_the_whole_change(kind: Any):
     rank = LOW_RANK[kind]
     delta = file.make_delta(tensors_of(kind), alpha=1.5)
     factors = kinds.factorise(delta.tensors, rank)
@@ -41,7 +41,7 @@ def test_factors_multiply_to_the_whole_change(kind: Any) -> None:
     assert kinds.factorise(delta.tensors, rank - 1) is None
 
 
-def test_small_factors_do_not_underflow_in_float16() -> None:
+def test_small_factors_do_not_underflow_in_float16():
     tensors = {
         name: tensor * (1e-3 if name.endswith("_b") else 1.0)
         for name, tensor in tensors_of(formats.loha).items()
@@ -54,6 +54,6 @@ def test_small_factors_do_not_underflow_in_float16() -> None:
 
 
 @pytest.mark.parametrize("extra", ["dora_scale", "magnitude"])
-def test_a_rescaled_weight_has_no_factors(extra: str) -> None:
+def test_a_rescaled_weight_has_no_factors(extra: str):
     tensors = {**tensors_of(formats.locon), extra: torch.ones(OUT)}
     assert kinds.factorise(tensors, 128) is None

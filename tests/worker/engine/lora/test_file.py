@@ -113,10 +113,10 @@ def under_another_name(weights: Weights) -> Weights:
 def test_a_lora_that_does_not_fit_is_refused_by_name(
     cache: lora_file.LoraCache,
     lora_paths: list[Path],
-    tmp_path: Path,
+    tmp_path,
     change: Callable[[Weights], Weights],
     reason: str,
-) -> None:
+):
     path = tmp_path / "x.safetensors"
     save_file(change(load_file(lora_paths[0])), path)
     with pytest.raises(errors.UnusableFileError) as refusal:
@@ -128,9 +128,7 @@ def test_a_lora_that_does_not_fit_is_refused_by_name(
     )
 
 
-def test_a_vanished_file_is_a_transient_error(
-    cache: lora_file.LoraCache, tmp_path: Path
-) -> None:
+def test_a_vanished_file_is_a_transient_error(cache: lora_file.LoraCache, tmp_path):
     """Another worker may have evicted it from the disk since its name was looked up."""
     for path in (tmp_path / "gone.safetensors", tmp_path):
         with pytest.raises(errors.TransientError, match="'some-style' cannot be read"):
@@ -170,11 +168,11 @@ UNET_KEY = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k"
 )
 def test_a_lora_of_another_model_is_refused_naming_the_model(
     cache: lora_file.LoraCache,
-    tmp_path: Path,
+    tmp_path,
     foreign: Weights,
     metadata: dict[str, str],
     model: str,
-) -> None:
+):
     path = tmp_path / "x.safetensors"
     save_file(foreign, path, metadata)
     made_for = rf"'some-style' does not fit this model \(it is a LoRA for {model}.*\): "
@@ -182,9 +180,7 @@ def test_a_lora_of_another_model_is_refused_naming_the_model(
         cache.get(named(path))
 
 
-def test_a_pickle_is_refused_without_loading_it(
-    cache: lora_file.LoraCache, tmp_path: Path
-) -> None:
+def test_a_pickle_is_refused_without_loading_it(cache: lora_file.LoraCache, tmp_path):
     path = tmp_path / "evil.safetensors"
     torch.save({"lora_unet_conv_in.alpha": torch.tensor(1.0)}, path)
     with pytest.raises(
@@ -197,8 +193,8 @@ def test_a_pickle_is_refused_without_loading_it(
     "suffix", ["x", ".lora_mid.weight", ".diff_b", ".lora_down.weight"]
 )
 def test_a_tensors_name_of_megabytes_is_not_quoted_whole(
-    cache: lora_file.LoraCache, tmp_path: Path, suffix: str
-) -> None:
+    cache: lora_file.LoraCache, tmp_path, suffix: str
+):
     path = tmp_path / "x.safetensors"
     save_file({"lora_unet_" + "n" * 3_000_000 + suffix: torch.zeros(1)}, path)
     with pytest.raises(errors.UnusableFileError, match="some-style") as caught:
@@ -208,8 +204,8 @@ def test_a_tensors_name_of_megabytes_is_not_quoted_whole(
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,) * 50])
 def test_a_tensor_of_an_absurd_shape_is_the_files_fault(
-    cache: lora_file.LoraCache, tmp_path: Path, shape: tuple[int, ...]
-) -> None:
+    cache: lora_file.LoraCache, tmp_path, shape: tuple[int, ...]
+):
     path = tmp_path / "x.safetensors"
     for part in (
         "lora_down.weight",
@@ -225,8 +221,8 @@ def test_a_tensor_of_an_absurd_shape_is_the_files_fault(
 
 
 def test_finite_numbers_whose_sum_is_infinite_are_no_damage(
-    cache: lora_file.LoraCache, tmp_path: Path
-) -> None:
+    cache: lora_file.LoraCache, tmp_path
+):
     path = tmp_path / "x.safetensors"
     save_file({"lora_unet_conv_in.diff": torch.full((32, 4, 3, 3), 3e38)}, path)
     assert not cache.get(named(path)).is_zero
@@ -250,10 +246,10 @@ def test_finite_numbers_whose_sum_is_infinite_are_no_damage(
 def test_invalid_peft_metadata_is_refused(
     cache: lora_file.LoraCache,
     lora_paths: list[Path],
-    tmp_path: Path,
+    tmp_path,
     config: str,
     reason: str,
-) -> None:
+):
     path = tmp_path / "x.safetensors"
     save_file(load_file(lora_paths[0]), path, {"lora_adapter_metadata": config})
     with pytest.raises(errors.UnusableFileError) as refusal:
@@ -262,8 +258,8 @@ def test_invalid_peft_metadata_is_refused(
 
 
 def test_the_scale_is_alpha_over_rank_wherever_alpha_is_stored(
-    cache: lora_file.LoraCache, lora_paths: list[Path], tmp_path: Path
-) -> None:
+    cache: lora_file.LoraCache, lora_paths: list[Path], tmp_path
+):
     weights = load_file(lora_paths[0])
     path = tmp_path / "x.safetensors"
     scales = []
@@ -284,8 +280,8 @@ def test_the_scale_is_alpha_over_rank_wherever_alpha_is_stored(
 
 
 def test_the_header_may_set_alpha_per_layer(
-    cache: lora_file.LoraCache, lora_paths: list[Path], tmp_path: Path
-) -> None:
+    cache: lora_file.LoraCache, lora_paths: list[Path], tmp_path
+):
     path = tmp_path / "x.safetensors"
     patterns = {
         "unet.alpha_pattern": {

@@ -1,7 +1,6 @@
 """Each kind of LoRA against its definition in numpy."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,11 +143,11 @@ def parts_of(kind: Any, *shape: int) -> Iterator[tuple[str, Array]]:
 @pytest.mark.parametrize("alpha", [None, 2.0])
 def test_each_kind_changes_the_weight_as_defined(
     engine: Any,
-    tmp_path: Path,
+    tmp_path,
     layer: str,
     kind: Callable[[Array], tuple[Tensors, Array]],
     alpha: float | None,
-) -> None:
+):
     weight = base(engine, layer)
     parts, delta = kind(weight)
     if alpha is not None:
@@ -166,11 +165,11 @@ def test_each_kind_changes_the_weight_as_defined(
 @pytest.mark.parametrize("axis", [0, 1], ids=["outputs", "inputs"])
 def test_dora_rescales_the_changed_weight_to_its_norms(
     engine: Any,
-    tmp_path: Path,
+    tmp_path,
     layer: str,
     kind: Callable[[Array], tuple[Tensors, Array]],
     axis: int,
-) -> None:
+):
     weight = base(engine, layer)
     parts, delta = kind(weight)
     changed = weight + delta
@@ -189,10 +188,10 @@ def test_dora_rescales_the_changed_weight_to_its_norms(
 @pytest.mark.parametrize(("layer", "kind"), KINDS)
 def test_missing_tensors_and_wrong_shapes_are_refused(
     engine: Any,
-    tmp_path: Path,
+    tmp_path,
     layer: str,
     kind: Callable[[Array], tuple[Tensors, Array]],
-) -> None:
+):
     parts, _ = kind(base(engine, layer))
     for part, values in parts.items():
         others = {other: value for other, value in parts.items() if other != part}

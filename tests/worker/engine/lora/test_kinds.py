@@ -101,9 +101,7 @@ def expected(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("paths", [PATHS, ["one", "four"]])
-def test_each_kind_is_merged_into_all_layers_at_once(
-    kind: str, paths: list[str]
-) -> None:
+def test_each_kind_is_merged_into_all_layers_at_once(kind: str, paths: list[str]):
     lora, original = make_lora(KINDS[kind], paths=paths), draw(5, OUT, IN)
     before = original.clone()
     found = merged(unpack([lora]), original)
@@ -119,7 +117,7 @@ def test_each_kind_is_merged_into_all_layers_at_once(
 )
 def test_several_loras_of_several_kinds_add_up_on_the_original_weights(
     pair: tuple[str, str],
-) -> None:
+):
     one, other = (KINDS[kind] for kind in pair)
     loras = [
         make_lora(one, 0.5),
@@ -132,7 +130,7 @@ def test_several_loras_of_several_kinds_add_up_on_the_original_weights(
     torch.testing.assert_close(found, expected(loras, original), rtol=1e-5, atol=1e-5)
 
 
-def test_layers_of_one_file_may_differ_in_kind_rank_alpha_and_factors() -> None:
+def test_layers_of_one_file_may_differ_in_kind_rank_alpha_and_factors():
     parts = [
         make_lora(LORA, paths=["zero"], alpha=9.0),
         make_lora({"down": (5, IN), "up": (OUT, 5)}, paths=["one"]),
@@ -150,7 +148,7 @@ def test_layers_of_one_file_may_differ_in_kind_rank_alpha_and_factors() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_of_one_layer_give_the_same_bits_as_one_chunk(kind: str) -> None:
+def test_chunks_of_one_layer_give_the_same_bits_as_one_chunk(kind: str):
     loras = [
         make_lora(KINDS[kind]),
         make_lora(LOHA, 0.2, ["one", "two"]),
@@ -163,7 +161,7 @@ def test_chunks_of_one_layer_give_the_same_bits_as_one_chunk(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "dora", "full difference"])
-def test_changes_are_summed_in_float32_and_rounded_once(kind: str) -> None:
+def test_changes_are_summed_in_float32_and_rounded_once(kind: str):
     loras = [
         make_lora(KINDS[kind], dtype=torch.float16),
         make_lora(LOHA, dtype=torch.bfloat16),
@@ -176,7 +174,7 @@ def test_changes_are_summed_in_float32_and_rounded_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_small_alpha_loses_no_digits_in_float16(others: int) -> None:
+def test_a_small_alpha_loses_no_digits_in_float16(others: int):
     # Beside another LoRA its strength is in its factors.
     loras = [make_lora({"down": (128, IN), "up": (OUT, 128)}, 0.7, alpha=1.0)]
     loras += [make_lora(LORA, 1.0, alpha=3.0)] * others
@@ -191,9 +189,7 @@ def test_a_small_alpha_loses_no_digits_in_float16(others: int) -> None:
     assert ((found - exact).norm() / exact.norm()).item() < 1e-3
 
 
-def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_holds_it() -> (
-    None
-):
+def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_holds_it():
     lora = make_lora(LORA, paths=["one", "a convolution"])
     assert merge.pack([lora], GROUPS, dtype=torch.float32) is None
     groups = {**GROUPS, merge.Shape(OUT, IN, 1): ["a convolution"]}
@@ -207,7 +203,7 @@ def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_hold
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_gpu_merges_the_same(kind: str, dtype: torch.dtype) -> None:
+def test_a_gpu_merges_the_same(kind: str, dtype: torch.dtype):
     loras = [
         make_lora(KINDS[kind], dtype=dtype),
         make_lora(LOHA, 0.2, ["one"], dtype=dtype),

@@ -26,9 +26,7 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def files(
-    slot_engine: Any, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def files(slot_engine: Any, tmp_path_factory) -> dict[str, Path]:
     """LoRAs of all linear and 1x1 layers that slots can hold, and of the text encoder."""
     folder, generator = (
         tmp_path_factory.mktemp("kinds"),
@@ -72,8 +70,8 @@ def test_jobs_with_every_kind_share_calls(
     slot_engine: Any,
     files: dict[str, Path],
     lora_paths: list[Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     sets = [(use(path),) for path in files.values()]
     sets += [
         (),
@@ -100,7 +98,7 @@ def test_no_kind_leaves_a_trace_in_its_slot_or_the_text_encoder(
     slot_engine: Any,
     files: dict[str, Path],
     lora_paths: list[Path],
-) -> None:
+):
     text_encoder = slot_engine.checkpoint.text_encoder
     before = {name: value.clone() for name, value in text_encoder.state_dict().items()}
     company = make_request(seed=9, loras=(use(lora_paths[0]),), steps=12)
@@ -121,8 +119,8 @@ def test_no_kind_leaves_a_trace_in_its_slot_or_the_text_encoder(
 def test_slots_weights_in_several_tensors_make_the_same_images(
     make_slot_engine: Any,
     files: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     requests = [make_request(loras=(use(path),), steps=2) for path in files.values()]
     whole = draw(make_slot_engine(slots=3), *requests)
     monkeypatch.setattr(linear, "_MAX_PART_BYTES", 1)

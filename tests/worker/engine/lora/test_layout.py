@@ -34,8 +34,8 @@ def weights(lora_paths: list[Path]) -> Weights:
 
 
 def test_files_of_one_layout_keep_their_own_numbers_and_alphas(
-    cache: lora_file.LoraCache, weights: Weights, tmp_path: Path
-) -> None:
+    cache: lora_file.LoraCache, weights: Weights, tmp_path
+):
     other = {key: tensor * 2 for key, tensor in weights.items()}
     save_file(weights, tmp_path / "a.safetensors", metadata={"ss_epoch": "1"})
     save_file(
@@ -59,11 +59,11 @@ def test_files_of_one_layout_keep_their_own_numbers_and_alphas(
 def test_a_number_that_is_not_finite_is_found_in_a_file_of_a_known_layout(
     cache: lora_file.LoraCache,
     weights: Weights,
-    tmp_path: Path,
+    tmp_path,
     dtype: torch.dtype,
     ending: str,
     value: float,
-) -> None:
+):
     weights = {key: tensor.to(dtype) for key, tensor in weights.items()}
     save_file(weights, tmp_path / "good.safetensors")
     cache.get(named(tmp_path / "good.safetensors"))
@@ -75,8 +75,8 @@ def test_a_number_that_is_not_finite_is_found_in_a_file_of_a_known_layout(
 
 
 def test_the_largest_numbers_of_a_type_are_finite(
-    cache: lora_file.LoraCache, weights: Weights, tmp_path: Path
-) -> None:
+    cache: lora_file.LoraCache, weights: Weights, tmp_path
+):
     for key, tensor in weights.items():
         if not key.endswith("alpha"):
             weights[key] = torch.full_like(

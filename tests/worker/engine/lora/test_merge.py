@@ -17,7 +17,7 @@ def use(
     )
 
 
-def test_weight_zero_is_the_base_model(engine: Any, lora_paths: list[Path]) -> None:
+def test_weight_zero_is_the_base_model(engine: Any, lora_paths: list[Path]):
     base, zero, opposed = draw(
         engine,
         make_request(),
@@ -30,7 +30,7 @@ def test_weight_zero_is_the_base_model(engine: Any, lora_paths: list[Path]) -> N
 
 def test_a_hundred_merges_leave_the_checkpoints_weights_bit_exact(
     engine: Any, lora_paths: list[Path]
-) -> None:
+):
     unet, merger = engine.checkpoint.unet, engine._merger
     merger.activate(())
     before = {name: tensor.clone() for name, tensor in unet.state_dict().items()}

@@ -91,8 +91,8 @@ def of_console(kind: kinds.FileKind, path: Path) -> str:
 
 @pytest.mark.parametrize("name", LAYOUTS["loras"])
 def test_each_layout_of_a_lora_is_stored_and_drawn_by_its_models(
-    models: dict[str, lora_file.Layers], tmp_path: Path, name: str
-) -> None:
+    models: dict[str, lora_file.Layers], tmp_path, name: str
+):
     layout = LAYOUTS["loras"][name]
     path = tmp_path / f"{name}.safetensors"
     path.write_bytes(save(made(layout)))
@@ -133,8 +133,8 @@ BROKEN: dict[str, Tensors] = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_every_worker_refuses_is_never_stored_and_for_the_same_reason(
-    models: dict[str, lora_file.Layers], tmp_path: Path, name: str
-) -> None:
+    models: dict[str, lora_file.Layers], tmp_path, name: str
+):
     path = tmp_path / f"{name}.safetensors"
     path.write_bytes(
         save({key: each.contiguous() for key, each in BROKEN[name].items()})
@@ -146,8 +146,8 @@ def test_what_every_worker_refuses_is_never_stored_and_for_the_same_reason(
 
 @pytest.mark.parametrize("name", LAYOUTS["embeddings"])
 def test_each_layout_of_an_embedding_is_stored_and_drawn_or_refused_in_both_places(
-    tmp_path: Path, name: str
-) -> None:
+    tmp_path, name: str
+):
     layout = LAYOUTS["embeddings"][name]
     path = tmp_path / f"{name}.safetensors"
     path.write_bytes(save(tensors := made(layout)))

@@ -51,8 +51,8 @@ def hires(width: int = 96, height: int = 96, **changes: Any) -> contract.HiresPa
 
 
 def test_both_passes_share_calls_with_other_jobs_of_their_size(
-    make_slot_engine: Any, init: Any, monkeypatch: Any
-) -> None:
+    make_slot_engine: Any, init: Any, monkeypatch
+):
     engine = make_slot_engine(slots=3)
     watched = watch_calls(monkeypatch, engine)
     requests = [
@@ -71,8 +71,8 @@ def test_both_passes_share_calls_with_other_jobs_of_their_size(
 
 
 def test_the_images_of_a_job_share_what_was_prepared_and_what_was_encoded(
-    make_slot_engine: Any, init: Any, monkeypatch: Any,
-) -> None:  # fmt: skip
+    make_slot_engine: Any, init: Any, monkeypatch,
+):  # fmt: skip
     engine = make_slot_engine(slots=3)
     kinds = {"init": init()}, {"hires": hires()}
     requests = [
@@ -96,8 +96,8 @@ def test_out_of_memory_in_either_pass_fails_no_image(
     upscaler: str,
     make_slot_engine: Any,
     init: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=4, blocks=2)
     requests = [
         make_request(seed=seed, hires=hires(upscaler=upscaler)) for seed in (1, 2, 3)
@@ -119,8 +119,8 @@ def test_out_of_memory_in_either_pass_fails_no_image(
 def test_only_the_job_with_a_first_pass_of_nan_fails(
     upscaler: str,
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=3)
     requests = [
         make_request(seed=seed, hires=hires(upscaler=upscaler)) for seed in (1, 666, 3)
@@ -141,8 +141,8 @@ def test_only_the_job_with_a_first_pass_of_nan_fails(
 
 
 def test_a_vae_that_overflows_in_float16_encodes_in_float32(
-    make_slot_engine: Any, init: Any, monkeypatch: Any
-) -> None:
+    make_slot_engine: Any, init: Any, monkeypatch
+):
     """Its decoder may go on in float16."""
     engine = make_slot_engine("float16", slots=2)
     requests = [
@@ -170,8 +170,8 @@ def test_a_vae_that_overflows_in_float16_encodes_in_float32(
 
 def test_a_first_pass_without_memory_to_decode_it_whole_is_decoded_in_stripes(
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=2)
     request = make_request(hires=hires(upscaler="Lanczos"))
     (sound,) = draw(engine, request)
@@ -200,6 +200,6 @@ def test_a_first_pass_without_memory_to_decode_it_whole_is_decoded_in_stripes(
 )
 def test_requests_that_cannot_be_drawn_are_refused(
     changes: dict[str, Any], reason: str, slot_engine: Any
-) -> None:
+):
     with pytest.raises(errors.JobError, match=reason):
         slot_engine.prepare(make_request(**changes))

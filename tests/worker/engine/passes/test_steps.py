@@ -43,7 +43,7 @@ def schedule(name: str, taken: begin.Steps, **options: Any) -> sampler.Schedule:
 )
 def test_img2img_takes_fewer_steps_at_less_strength(
     count: int, strength: float, t_enc: int
-) -> None:
+):
     """AUTOMATIC1111's rule, by hand."""
     assert begin.img2img(count, strength) == (count, t_enc)
 
@@ -54,7 +54,7 @@ def test_img2img_takes_fewer_steps_at_less_strength(
 )
 def test_a_second_pass_takes_its_steps_at_any_strength(
     count: int, strength: float, whole: int
-) -> None:
+):
     assert begin.second_pass(count, strength) == (whole, count - 1)
 
 
@@ -76,7 +76,7 @@ CALLS: dict[str, Callable[[int], int]] = {
 @pytest.mark.parametrize(
     "name", [each for each in samplers.SAMPLERS if "_" not in each or each in CALLS]
 )
-def test_every_sampler_has_a_finite_end_for_any_steps_and_strength(name: str) -> None:
+def test_every_sampler_has_a_finite_end_for_any_steps_and_strength(name: str):
     for count in (1, 2, 3, 7, 20, 150):
         for strength in (0.0, 0.01, 0.3, 0.5, 0.75, 0.99, 1.0):
             second = begin.second_pass(count, max(0.2, strength))
@@ -91,7 +91,7 @@ def test_every_sampler_has_a_finite_end_for_any_steps_and_strength(name: str) ->
 
 
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
-def test_no_step_leaves_the_latents_as_they_are(name: str) -> None:
+def test_no_step_leaves_the_latents_as_they_are(name: str):
     made = schedule(name, begin.second_pass(20, 0.0), s_churn=10.0)
     assert (made.image_scale, made.initial_scale, made.initial_churn or 0.0) == (
         1.0,
@@ -110,8 +110,8 @@ def test_no_step_leaves_the_latents_as_they_are(name: str) -> None:
 
 @pytest.mark.parametrize("s_churn", [8.0, 40.0])
 def test_the_churn_of_the_end_of_a_schedule_is_k_diffusions(
-    s_churn: float, k_diffusion: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    s_churn: float, k_diffusion: Any, monkeypatch
+):
     """It is shared among the steps that are taken."""
     image, *noise = noises(30)
     monkeypatch.setattr(torch, "randn_like", taking(noise[1:]))
@@ -126,7 +126,7 @@ def test_the_churn_of_the_end_of_a_schedule_is_k_diffusions(
     assert relative_difference(ours, theirs) < 2e-5
 
 
-def test_s_min_uncond_counts_the_calls_of_the_pass() -> None:
+def test_s_min_uncond_counts_the_calls_of_the_pass():
     made = schedule("euler", begin.img2img(20, 0.5), s_min_uncond=3.0)
     whole = schedules.make_schedule(
         "euler", 20, ALPHAS, "epsilon", samplers.Options(s_min_uncond=3.0)

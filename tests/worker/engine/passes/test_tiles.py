@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -50,7 +48,7 @@ def by_call(*levels: float) -> Network:
         (600, [0, 136, 272, 408]),
     ],
 )
-def test_tiles_begin_where_split_grid_has_them(width: int, starts: list[int]) -> None:
+def test_tiles_begin_where_split_grid_has_them(width: int, starts: list[int]):
     run, tiles = seen_by(double)
     image = picture(192, width)
     in_tiles(run, image, 2, 192)
@@ -59,7 +57,7 @@ def test_tiles_begin_where_split_grid_has_them(width: int, starts: list[int]) ->
         assert np.array_equal(tile, image[:, start : start + 192])
 
 
-def test_before_an_image_smaller_than_a_tile_it_is_black() -> None:
+def test_before_an_image_smaller_than_a_tile_it_is_black():
     run, tiles = seen_by(double)
     image = picture(100, 60)
     assert np.array_equal(in_tiles(run, image, 2, 192), image.repeat(2, 0).repeat(2, 1))
@@ -72,13 +70,13 @@ def test_before_an_image_smaller_than_a_tile_it_is_black() -> None:
 @pytest.mark.parametrize("averaged", [False, True])
 def test_a_network_that_looks_at_each_pixel_alone_gives_the_same_in_tiles(
     averaged: bool,
-) -> None:
+):
     image = picture(250, 430)
     found = in_tiles(double, image, 2, 192, averaged=averaged)
     assert np.array_equal(found, image.repeat(2, 0).repeat(2, 1))
 
 
-def test_a_tile_fades_in_over_the_first_pixels_that_it_shares() -> None:
+def test_a_tile_fades_in_over_the_first_pixels_that_it_shares():
     image = picture(192, 320)  # tiles from 0 and 128 on, which share 64 pixels
     row = in_tiles(by_call(0, 1), image, 1, 192)[50, :, 0]
     ramp = [int(at * 255 / OVERLAP) for at in range(OVERLAP)]
@@ -87,7 +85,7 @@ def test_a_tile_fades_in_over_the_first_pixels_that_it_shares() -> None:
     assert column.tolist() == row.tolist()
 
 
-def test_tiles_of_swinir_and_scunet_are_averaged_before_they_are_rounded() -> None:
+def test_tiles_of_swinir_and_scunet_are_averaged_before_they_are_rounded():
     image = picture(192, 376)  # tiles from 0 and 184 on
     row = in_tiles(by_call(0.101, 0.904), image, 1, 192, averaged=True)[0, :, 0]
     shared = round((0.101 + 0.904) / 2 * 255)
@@ -97,7 +95,7 @@ def test_tiles_of_swinir_and_scunet_are_averaged_before_they_are_rounded() -> No
     assert tiles[0].shape == (100, 100, 3)
 
 
-def test_a_network_of_a_file_runs_in_these_tiles(tmp_path: Path) -> None:
+def test_a_network_of_a_file_runs_in_these_tiles(tmp_path):
     path, network = esrgan.build(tmp_path / "4x.safetensors")
     image = picture(24, 320)
     found = upscaling.UpscalerCache(torch.device("cpu")).get(path).enlarge(image)

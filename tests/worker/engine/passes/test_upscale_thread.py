@@ -31,7 +31,7 @@ def picture(width: int = 40, height: int = 24) -> contract.Pixels:
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def network(tmp_path_factory) -> tuple[Path, Any]:
     return esrgan.build(tmp_path_factory.mktemp("upscalers") / "4x_Tiny.safetensors")
 
 
@@ -61,7 +61,7 @@ def enlarging(network: Any) -> Enlarging:
 
 def test_two_upscalers_are_blended_and_cut_at_both_sides(
     slot_engine: SlotEngine, enlarging: Enlarging, network: Any
-) -> None:
+):
     upscalers = (("4x_Tiny", network[0]), ("Nearest", None))
     request = enlarging(upscalers=upscalers, blend=0.25, width=96, height=96)
     (found,) = draw(slot_engine, request)
@@ -73,7 +73,7 @@ def test_two_upscalers_are_blended_and_cut_at_both_sides(
 
 def test_images_are_drawn_and_enlarged_beside_each_other(
     slot_engine: SlotEngine, enlarging: Enlarging
-) -> None:
+):
     drawings = [make_request(seed=seed) for seed in range(3)]
     resize = enlarging(upscalers=(("Lanczos", None),))
     alone = [*draw(slot_engine, *drawings), *draw(slot_engine, resize)]
@@ -85,8 +85,8 @@ def test_images_are_drawn_and_enlarged_beside_each_other(
 
 
 def test_the_engine_holds_no_more_than_it_has_room_for_and_waits_only_briefly(
-    slot_engine: SlotEngine, enlarging: Enlarging, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    slot_engine: SlotEngine, enlarging: Enlarging, monkeypatch
+):
     may_go_on = threading.Event()
     enlarge = upscale_thread.upscaling.enlarge
 
@@ -112,8 +112,8 @@ def test_the_engine_holds_no_more_than_it_has_room_for_and_waits_only_briefly(
 def test_what_fails_is_the_images_own_outcome(
     slot_engine: SlotEngine,
     enlarging: Enlarging,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     def fail(*_: Any) -> contract.Pixels:
         raise torch.cuda.OutOfMemoryError
 
@@ -123,9 +123,7 @@ def test_what_fails_is_the_images_own_outcome(
     assert "ran out of memory" in outcome.message
 
 
-def test_a_broken_gpu_is_the_nodes_fault(
-    enlarging: Enlarging, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_gpu_is_the_nodes_fault(enlarging: Enlarging, monkeypatch):
     def fail(*_: Any) -> contract.Pixels:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -139,8 +137,8 @@ def test_a_broken_gpu_is_the_nodes_fault(
 
 
 def test_a_file_that_is_no_upscaler_is_refused_before_the_request_waits(
-    slot_engine: SlotEngine, enlarging: Enlarging, tmp_path: Path
-) -> None:
+    slot_engine: SlotEngine, enlarging: Enlarging, tmp_path
+):
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(b"none")
     with pytest.raises(errors.UnusableFileError, match="'damaged' is not a complete"):

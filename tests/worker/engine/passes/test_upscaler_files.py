@@ -24,7 +24,7 @@ Build = Callable[..., tuple[Path, Any]]
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Build:
+def build(tmp_path) -> Build:
     def build(name: str = "4x-tiny", **options: int) -> tuple[Path, Any]:
         return esrgan.build(tmp_path / f"{name}.safetensors", **options)
 
@@ -36,8 +36,8 @@ def picture(height: int, width: int) -> contract.Pixels:
 
 
 def test_tiles_become_smaller_while_the_memory_is_short(
-    build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    build: Build, monkeypatch, caplog
+):
     path, network = build()
     upscaler = model.UpscalerCache(CPU).get(path)
     run, sizes, longest = model.in_tiles, [], 96
@@ -69,8 +69,8 @@ def test_tiles_become_smaller_while_the_memory_is_short(
 
 
 def test_an_image_for_which_no_tile_is_small_enough_is_tried_again_elsewhere(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    build: Build, monkeypatch
+):
     path, _ = build()
 
     def fail(*_: object, **__: object) -> NoReturn:
@@ -81,7 +81,7 @@ def test_an_image_for_which_no_tile_is_small_enough_is_tried_again_elsewhere(
         model.UpscalerCache(CPU).get(path).enlarge(picture(8, 8))
 
 
-def test_a_file_is_read_once_unless_it_is_replaced(build: Build) -> None:
+def test_a_file_is_read_once_unless_it_is_replaced(build: Build):
     path, _ = build()
     cache = model.UpscalerCache(CPU)
     first = cache.get(path)
@@ -90,19 +90,19 @@ def test_a_file_is_read_once_unless_it_is_replaced(build: Build) -> None:
     assert cache.get(path).scale == 2
 
 
-def test_a_file_that_has_gone_is_fetched_again(tmp_path: Path) -> None:
+def test_a_file_that_has_gone_is_fetched_again(tmp_path):
     with pytest.raises(errors.TransientError, match="'gone' cannot be read"):
         model.UpscalerCache(CPU).get(tmp_path / "gone.safetensors")
 
 
-def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_refused_by_name(tmp_path):
     path = tmp_path / "lora.safetensors"
     save_file({"lora_unet_down.weight": torch.zeros(4, 4)}, path)
     with pytest.raises(errors.UnusableFileError, match="'lora' has an architecture"):
         model.UpscalerCache(CPU).get(path)
 
 
-def test_a_network_for_grey_images_is_refused(build: Build) -> None:
+def test_a_network_for_grey_images_is_refused(build: Build):
     path, _ = build(channels=1)
     with pytest.raises(errors.UnusableFileError, match="does not enlarge RGB images"):
         model.UpscalerCache(CPU).get(path)
@@ -118,7 +118,7 @@ def test_a_network_for_grey_images_is_refused(build: Build) -> None:
         (lambda tensors: tensors["model.0.bias"].fill_(torch.nan), "NaN, infinity"),
     ],
 )
-def test_damaged_weights_are_refused(build: Build, damage: Any, reason: str) -> None:
+def test_damaged_weights_are_refused(build: Build, damage: Any, reason: str):
     path, network = build()
     tensors = network.state_dict()
     damage(tensors)
@@ -127,15 +127,13 @@ def test_damaged_weights_are_refused(build: Build, damage: Any, reason: str) -> 
         model.UpscalerCache(CPU).get(path)
 
 
-def test_a_worker_without_spandrel_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_worker_without_spandrel_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "spandrel", None)
     with pytest.raises(errors.JobError, match=r"pip install '\.\[upscalers\]'"):
         model.read_upscaler((str(tmp_path / "x.safetensors"), 0, 0, 0), CPU)
 
 
-def test_nothing_is_left_that_others_would_take_for_torchvision() -> None:
+def test_nothing_is_left_that_others_would_take_for_torchvision():
     program = """
 import importlib.util, sys
 from worker.engine.passes import upscaling

@@ -32,22 +32,20 @@ def image(width: int, height: int) -> contract.Pixels:
 )
 def test_the_size_before_the_cut_need_not_have_whole_cells(
     target: tuple[int, int], whole: tuple[int, int]
-) -> None:
+):
     found = find(*target, whole=whole)
     latents = found.enlarge_latents(torch.zeros(4, 96, 64), 8)
     assert latents.shape == (4, whole[1] // 8, whole[0] // 8)
     assert found.crop(latents, 8).shape == (4, target[1] // 8, target[0] // 8)
 
 
-def test_of_an_odd_excess_the_end_loses_more() -> None:
+def test_of_an_odd_excess_the_end_loses_more():
     found = find(1024, 1512, whole=(1024, 1536))  # 3 of 192 rows
     rows = torch.arange(192.0).expand(4, 128, 192).mT
     assert found.crop(rows, 8)[0, :, 0].tolist() == list(range(1, 190))
 
 
-def test_an_upscaler_that_enlarges_too_little_is_applied_again_and_one_too_much_is_reduced() -> (
-    None
-):
+def test_an_upscaler_that_enlarges_too_little_is_applied_again_and_one_too_much_is_reduced():
     pixels = image(64, 96)
     found = upscaling.Upscaling((192, 288), (192, 288), None, double)
     four_times = double(double(pixels, 1), 1)
@@ -55,7 +53,7 @@ def test_an_upscaler_that_enlarges_too_little_is_applied_again_and_one_too_much_
     assert (found.enlarge_pixels(pixels) == np.asarray(expected)).all()
 
 
-def test_an_upscaler_that_leaves_images_as_they_are_is_applied_once() -> None:
+def test_an_upscaler_that_leaves_images_as_they_are_is_applied_once():
     asked = []
 
     def idle(pixels: contract.Pixels, scale: float) -> contract.Pixels:
@@ -68,7 +66,7 @@ def test_an_upscaler_that_leaves_images_as_they_are_is_applied_once() -> None:
 
 
 @pytest.mark.parametrize("upscaler", ["None", "Lanczos", "Nearest"])
-def test_a_smaller_target_is_resampled_by_lanczos(upscaler: str) -> None:
+def test_a_smaller_target_is_resampled_by_lanczos(upscaler: str):
     """As in AUTOMATIC1111, where upscalers only enlarge."""
     pixels = image(512, 768)
     found = find(256, 384, upscaler)
@@ -83,7 +81,7 @@ def test_a_smaller_target_is_resampled_by_lanczos(upscaler: str) -> None:
 )
 def test_the_steps_of_resizing_are_automatic1111s(
     upscaler: str, resampling: Image.Resampling, width: int, height: int
-) -> None:
+):
     """By the scale, to multiples of 8, and to the size: often the same."""
     pixels = image(512, 768)
     found = find(width, height, upscaler)
@@ -99,7 +97,7 @@ def test_the_steps_of_resizing_are_automatic1111s(
     assert (found.enlarge_pixels(pixels) == np.asarray(theirs)).all()
 
 
-def test_a_file_goes_before_a_name() -> None:
+def test_a_file_goes_before_a_name():
     assert (
         find(1024, 1536, "Latent", upscaler_path=Path("4x.safetensors")).enlarge
         is double

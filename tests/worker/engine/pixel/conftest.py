@@ -29,7 +29,7 @@ Images = dict[int, torch.Tensor]
 
 
 @pytest.fixture(scope="session")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def stage(tmp_path_factory) -> Callable[..., Path]:
     """The folder of a tiny stage, by 'base' or 'sr' and changes of its scheduler."""
     torch.set_num_threads(1)
 
@@ -56,9 +56,7 @@ def remove_encoder() -> Callable[[Path, Path], Path]:
 
 
 @pytest.fixture(scope="session")
-def without_encoder(
-    stage: Any, remove_encoder: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def without_encoder(stage: Any, remove_encoder: Any, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "base"
     return remove_encoder(stage("base"), folder)  # type: ignore[no-any-return]
 
@@ -157,7 +155,7 @@ def request_of(low_image: contract.Pixels) -> Callable[..., contract.ImageReques
 
 
 @pytest.fixture
-def draw_floats(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.Tensor]]:
+def draw_floats(monkeypatch) -> Callable[..., list[torch.Tensor]]:
     """Draws requests; returns their images [3, height, width] before they are rounded."""
 
     def run(engine: SlotEngine, *requests: contract.ImageRequest) -> list[torch.Tensor]:

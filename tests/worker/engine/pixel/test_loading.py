@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def copied(stage: Any, tmp_path: Path) -> Path:
+def copied(stage: Any, tmp_path) -> Path:
     """A base stage to be damaged."""
     folder = tmp_path / "base"
     shutil.copytree(stage("base"), folder)
@@ -30,7 +30,7 @@ def change(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_stage_has_its_scheduler_and_its_sizes(stage: Any) -> None:
+def test_a_stage_has_its_scheduler_and_its_sizes(stage: Any):
     base, sr = read(stage("base")), read(stage("sr"))
     assert schedules.limit_of(base.noise, 3).keywords["limit"] == 1.5
     assert schedules.limit_of(sr.noise, 3).keywords["limit"] == 1.0
@@ -42,13 +42,13 @@ def test_a_stage_has_its_scheduler_and_its_sizes(stage: Any) -> None:
 @pytest.mark.parametrize("name", ["base", "sr"])
 def test_the_check_before_torch_takes_a_stage_for_what_it_is(
     name: str, stage: Any, without_encoder: Path
-) -> None:
+):
     check.check_path(stage(name))
     check.check_path(without_encoder)
     assert check.family(stage(name)).startswith("DeepFloyd IF")
 
 
-def test_a_stage_without_its_unet_or_scheduler_is_refused(copied: Path) -> None:
+def test_a_stage_without_its_unet_or_scheduler_is_refused(copied: Path):
     (copied / "scheduler" / "scheduler_config.json").unlink()
     with pytest.raises(
         errors.SetupError, match=r"has no scheduler/scheduler_config\.json"
@@ -73,17 +73,13 @@ def test_a_stage_without_its_unet_or_scheduler_is_refused(copied: Path) -> None:
         ({"sample_size": [16, 32]}, "sample_size is no number"),
     ],
 )
-def test_another_architecture_is_refused(
-    changes: Any, message: str, copied: Path
-) -> None:
+def test_another_architecture_is_refused(changes: Any, message: str, copied: Path):
     change(copied / "unet" / "config.json", **changes)
     with pytest.raises(errors.SetupError, match=message):
         read(copied)
 
 
-def test_a_super_resolution_stage_needs_its_second_scheduler(
-    stage: Any, tmp_path: Path
-) -> None:
+def test_a_super_resolution_stage_needs_its_second_scheduler(stage: Any, tmp_path):
     folder = tmp_path / "sr"
     shutil.copytree(stage("sr"), folder)
     shutil.rmtree(folder / "image_noising_scheduler")
@@ -91,7 +87,7 @@ def test_a_super_resolution_stage_needs_its_second_scheduler(
         read(folder)
 
 
-def test_a_base_is_no_super_resolution_stage(copied: Path) -> None:
+def test_a_base_is_no_super_resolution_stage(copied: Path):
     change(copied / "model_index.json", _class_name="IFSuperResolutionPipeline")
     with pytest.raises(errors.SetupError, match="in_channels is 3"):
         read(copied)

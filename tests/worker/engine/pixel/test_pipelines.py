@@ -48,7 +48,7 @@ def draw_base(
 )
 def test_a_base_image_is_that_of_diffusers(
     scheduler: Any, make_engine: Any, pipeline: Any, request_of: Any, draw_floats: Any
-) -> None:
+):
     (image,) = draw_floats(make_engine(**scheduler), request_of())
     expected = draw_base(pipeline("base", **scheduler), num_inference_steps=8)
     assert torch.allclose(image, expected, atol=ROUNDING), (
@@ -68,7 +68,7 @@ def test_a_super_resolution_image_is_that_of_diffusers(
     request_of: Any,
     low_image: Any,
     draw_floats: Any,
-) -> None:
+):
     engine, owned = make_engine("sr", slots=2), pipeline("sr")
     flipped = low_image[::-1]
     requests = [

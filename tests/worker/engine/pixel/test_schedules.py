@@ -35,13 +35,13 @@ def table(name: str, steps: int = 20, **changes: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", schedules.LISTS)
-def test_the_named_lists_of_timesteps_are_those_of_diffusers(name: str) -> None:
+def test_the_named_lists_of_timesteps_are_those_of_diffusers(name: str):
     found = table(name)[:, sampler.TIMESTEP].tolist()
     assert found == getattr(deepfloyd_if, f"{name}_timesteps")
 
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
-def test_any_number_of_steps_is_spaced_as_diffusers_spaces_it(spacing: str) -> None:
+def test_any_number_of_steps_is_spaced_as_diffusers_spaces_it(spacing: str):
     noise = noise_schedule(timestep_spacing=spacing)
     scheduler = DDPMScheduler(**{**CONFIG, "timestep_spacing": spacing})
     for steps in (1, 2, 7, 27, 50, 100, 333, 1000):
@@ -52,7 +52,7 @@ def test_any_number_of_steps_is_spaced_as_diffusers_spaces_it(spacing: str) -> N
 
 
 @pytest.mark.parametrize("name", [schedules.DDPM, *schedules.LISTS])
-def test_a_step_is_that_of_diffusers_scheduler(name: str) -> None:
+def test_a_step_is_that_of_diffusers_scheduler(name: str):
     """Each step alone, from a random image, output and variance."""
     scheduler = tiny_cascade.make_scheduler("base")
     rows = table(name, 40)
@@ -94,7 +94,7 @@ def run_step(
 
 
 @pytest.mark.parametrize("scale", [0.2, 1.1, 3.0, 50.0])
-def test_dynamic_thresholding_is_that_of_diffusers(scale: float) -> None:
+def test_dynamic_thresholding_is_that_of_diffusers(scale: float):
     scheduler = tiny_cascade.make_scheduler("base")
     images = scale * torch.randn(4, 3, 9, 7, generator=torch.Generator().manual_seed(0))
     images[1] *= 10
@@ -109,7 +109,7 @@ def edm_sigmas(noise: DDPMScheduler) -> list[float]:
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-def test_edm_is_algorithm_1_of_karras(prediction: str) -> None:
+def test_edm_is_algorithm_1_of_karras(prediction: str):
     """Heun's method as the paper has it, in float64, on a denoiser that is not linear."""
     noise = noise_schedule(
         prediction_type=prediction, thresholding=False, clip_sample=False
@@ -162,7 +162,7 @@ def test_edm_is_algorithm_1_of_karras(prediction: str) -> None:
         ("fast28", 20, "unknown sampler 'fast28'"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused(name: str, steps: int, message: str) -> None:
+def test_what_cannot_be_sampled_is_refused(name: str, steps: int, message: str):
     with pytest.raises(errors.JobError, match=message):
         table(name, steps)
 
@@ -175,6 +175,6 @@ def test_what_cannot_be_sampled_is_refused(name: str, steps: int, message: str) 
         ({"prediction_type": "sample"}, "predicts 'sample'"),
     ],
 )
-def test_a_scheduler_of_another_kind_is_refused(changes: Any, message: str) -> None:
+def test_a_scheduler_of_another_kind_is_refused(changes: Any, message: str):
     with pytest.raises(errors.SetupError, match=message):
         noise_schedule(**changes)

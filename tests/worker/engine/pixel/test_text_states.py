@@ -42,22 +42,20 @@ PLAIN = ["", "A red house ", "a" * 200, "über"]
         "plan.pdf",
     ],
 )
-def test_states_are_those_of_diffusers_pipeline(
-    prompt: str, text: Any, pipeline: Any
-) -> None:
+def test_states_are_those_of_diffusers_pipeline(prompt: str, text: Any, pipeline: Any):
     expected, _ = pipeline("base").encode_prompt(prompt, clean_caption=True)
     assert torch.equal(text.encode([prompt]), expected)
 
 
-def test_a_caption_is_cleaned_of_what_a_page_has_around_it() -> None:
+def test_a_caption_is_cleaned_of_what_a_page_has_around_it():
     prompt = "<a href='x'>A House</a> by www.houses.com/a , “new” free shipping"
     assert text_stage.clean_caption(prompt) == 'a house by , "new"'
     assert text_stage.clean_caption("about.txt") == "about. txt", "and no warning"
 
 
 def test_an_encoder_that_was_trained_with_plain_captions_reads_them_as_they_are(
-    stage: Any, tmp_path: Path, pipeline: Any, make_engine: Any, monkeypatch: Any
-) -> None:
+    stage: Any, tmp_path, pipeline: Any, make_engine: Any, monkeypatch
+):
     monkeypatch.setattr(text_stage, "_CLEANING", {"no_such_library": "none"})
     shutil.copytree(stage("base"), tmp_path, dirs_exist_ok=True)
     path = tmp_path / "text_encoder" / "config.json"
@@ -73,8 +71,8 @@ def test_an_encoder_that_was_trained_with_plain_captions_reads_them_as_they_are(
 
 @pytest.mark.parametrize("missing", ["bs4", "ftfy"])
 def test_without_what_cleans_prompts_no_encoder_is_loaded(
-    missing: str, stage: Any, without_encoder: Path, make_engine: Any, monkeypatch: Any
-) -> None:
+    missing: str, stage: Any, without_encoder: Path, make_engine: Any, monkeypatch
+):
     find = text_stage.importlib.util.find_spec
     monkeypatch.setattr(
         text_stage.importlib.util,
@@ -88,7 +86,7 @@ def test_without_what_cleans_prompts_no_encoder_is_loaded(
     make_engine(folder=without_encoder)
 
 
-def test_a_prompt_among_others_has_the_states_that_it_has_alone(text: Any) -> None:
+def test_a_prompt_among_others_has_the_states_that_it_has_alone(text: Any):
     prompts = ["a red house", "", "two dogs"]
     together = text.encode(prompts)
     assert together.shape == (3, text_states.TOKENS, WIDTH)
@@ -97,8 +95,8 @@ def test_a_prompt_among_others_has_the_states_that_it_has_alone(text: Any) -> No
 
 
 def test_a_file_has_the_states_in_float16_under_the_name_of_prompt_and_encoder(
-    tmp_path: Path, text: Any
-) -> None:
+    tmp_path, text: Any
+):
     (states,) = text.encode(["A red house"])
     path = write(tmp_path, "A red house", NAME, states)
     assert path.stem == text_states.stem(" a red HOUSE", NAME), (
@@ -119,8 +117,8 @@ def test_a_file_has_the_states_in_float16_under_the_name_of_prompt_and_encoder(
     ],
 )
 def test_states_of_another_prompt_encoder_or_width_are_refused(
-    prompt: str, encoder: str, width: int, tmp_path: Path, text: Any
-) -> None:
+    prompt: str, encoder: str, width: int, tmp_path, text: Any
+):
     path = write(tmp_path, "a red house", NAME, text.encode(["a red house"])[0])
     with pytest.raises(
         errors.JobError, match=r"does not have the text states|are damaged"
@@ -128,7 +126,7 @@ def test_states_of_another_prompt_encoder_or_width_are_refused(
         text_states.read(path, prompt, encoder, width)
 
 
-def test_damaged_states_are_refused(tmp_path: Path, text: Any) -> None:
+def test_damaged_states_are_refused(tmp_path, text: Any):
     states = text.encode(["a"])[0]
     states[3, 4] = float("nan")
     with pytest.raises(errors.JobError, match="or not finite"):
@@ -140,9 +138,7 @@ def test_damaged_states_are_refused(tmp_path: Path, text: Any) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x10", b"PK\x03\x04 a pickle"])
-def test_a_file_that_cannot_be_read_is_read_again_later(
-    content: bytes, tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_read_is_read_again_later(content: bytes, tmp_path):
     path = tmp_path / "cut-off.safetensors"
     path.write_bytes(content)
     with pytest.raises(errors.TransientError, match="cannot be read"):
@@ -151,20 +147,20 @@ def test_a_file_that_cannot_be_read_is_read_again_later(
         text_states.read(tmp_path / "missing", "a", NAME, WIDTH)
 
 
-def test_a_folder_without_a_text_encoder_is_refused(without_encoder: Path) -> None:
+def test_a_folder_without_a_text_encoder_is_refused(without_encoder: Path):
     assert text_stage.encoder_name(without_encoder) == NAME
     assert not text_stage.has_encoder(without_encoder)
     with pytest.raises(errors.SetupError, match="has no weights of a T5 encoder"):
         text_stage.require_encoder(without_encoder)
 
 
-def test_an_encoder_without_a_name_is_deepfloyds(tmp_path: Path) -> None:
+def test_an_encoder_without_a_name_is_deepfloyds(tmp_path):
     assert text_stage.encoder_name(tmp_path) == "t5-v1_1-xxl"
 
 
 def test_a_tokenizer_that_another_library_has_to_convert_is_refused_by_name(
-    stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stage: Any, tmp_path, monkeypatch
+):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         text_stage.importlib.util,

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     torch.set_num_threads(1)
     return tiny_families.build_upscaler(tmp_path_factory.mktemp("upscaler") / "x4")
 
@@ -58,7 +58,7 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     folder: Path,
     request_of: Any,
     stored: Any,
-) -> None:
+):
     base, middle = make_engine(), make_engine("sr")
     fields = {
         "prompt": "A red house",
@@ -90,7 +90,7 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
 
 def test_nodes_measure_their_speed_with_an_image_to_enlarge(
     upscaler: Any, make_engine: Any
-) -> None:
+):
     for engine in (upscaler, make_engine("sr")):
         (image,) = draw(engine, start_up.plain_request(engine, seed=0))
         width, height = engine.default_size

@@ -12,9 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("stage", "noise_level"), [("base", None), ("sr", 250)])
-def test_each_slot_gets_what_the_whole_unet_gives_alone(
-    stage: Any, noise_level: Any
-) -> None:
+def test_each_slot_gets_what_the_whole_unet_gives_alone(stage: Any, noise_level: Any):
     torch.manual_seed(0)
     original = tiny_cascade.make_unet(stage).double().eval()
     torch.manual_seed(0)

@@ -32,7 +32,7 @@ Folders = dict[str, Path]
 
 
 @pytest.fixture(scope="session")
-def cascade(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def cascade(stage: Any, tmp_path_factory) -> Folders:
     """Two stages that have the same text encoder, as IF's have."""
     folder = tmp_path_factory.mktemp("cascade")
     for name in ("base", "sr"):
@@ -46,9 +46,7 @@ def cascade(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 @pytest.fixture(scope="session")
-def small_cascade(
-    cascade: Folders, remove_encoder: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Folders:
+def small_cascade(cascade: Folders, remove_encoder: Any, tmp_path_factory) -> Folders:
     """The same as 8 GB cards have them: without a text encoder."""
     folder = tmp_path_factory.mktemp("small")
     return {
@@ -57,7 +55,7 @@ def small_cascade(
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
+def made(tmp_path) -> Path:
     """Where text states are made."""
     folder = tmp_path / "made"
     folder.mkdir()
@@ -87,10 +85,10 @@ async def test_stages_without_a_text_encoder_draw_the_images_of_those_with_one(
     cascade: Folders,
     small_cascade: Folders,
     made: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path,
+    monkeypatch,
     stored: Any,
-) -> None:
+):
     # As files have them; random weights would enlarge the rounding from step to step.
     encode = text_stage.TextStage.encode
     monkeypatch.setattr(
@@ -126,7 +124,7 @@ async def test_a_job_whose_text_states_are_missing_fails_with_the_command_that_m
     small_cascade: Folders,
     made: Path,
     failures: Any,
-) -> None:
+):
     await store_states(storage, cascade["base"], made, "a red house", "")
     jobs = {
         "good": {"prompt": "a red house"},
@@ -165,9 +163,9 @@ async def test_with_a_trusted_key_only_listed_text_states_are_used(
     cascade: Folders,
     small_cascade: Folders,
     made: Path,
-    tmp_path: Path,
+    tmp_path,
     failures: Any,
-) -> None:
+):
     key = SigningKey.create(tmp_path / "key.pem")
     await store_states(
         storage, cascade["base"], made, "a red house", "a blue house", ""

@@ -13,7 +13,7 @@ from worker.engine import contract
 adaptive = partial(make_request, sampler="dpm_adaptive", width=32, height=32)
 
 
-def test_an_image_of_unknown_calls_is_what_it_is_alone(slot_engine: Any) -> None:
+def test_an_image_of_unknown_calls_is_what_it_is_alone(slot_engine: Any):
     asked = [
         adaptive(seed=1),
         adaptive(seed=3, sampler="heun", steps=9),
@@ -31,7 +31,7 @@ def test_an_image_of_unknown_calls_is_what_it_is_alone(slot_engine: Any) -> None
 
 def test_its_second_pass_and_the_steps_that_are_given_change_what_they_change(
     slot_engine: Any,
-) -> None:
+):
     hires = contract.HiresPass(
         64, 64, denoising_strength=0.6, steps=3, upscaler="Latent"
     )
@@ -42,7 +42,7 @@ def test_its_second_pass_and_the_steps_that_are_given_change_what_they_change(
     assert enlarged.shape[:2] == (64, 64)
 
 
-def test_a_failed_image_begins_again_with_its_first_row(make_slot_engine: Any) -> None:
+def test_a_failed_image_begins_again_with_its_first_row(make_slot_engine: Any):
     engine = make_slot_engine()
     request = adaptive(seed=3)
     (whole,) = draw(engine, request)
@@ -61,7 +61,7 @@ def test_a_failed_image_begins_again_with_its_first_row(make_slot_engine: Any) -
     assert difference(finished[0].outcome, whole) <= 2
 
 
-def test_it_cannot_be_controlled(slot_engine: Any, make_control: Any) -> None:
+def test_it_cannot_be_controlled(slot_engine: Any, make_control: Any):
     request = adaptive(controls=(make_control(0),))
     with pytest.raises(errors.JobError, match="DPM adaptive cannot be controlled"):
         slot_engine.prepare(request)

@@ -43,7 +43,7 @@ def theirs(k_diffusion: Any) -> Callable[[float, float, int], Any]:
 @pytest.mark.parametrize("method", SDE)
 def test_the_noise_of_an_image_is_k_diffusions_to_the_bit(
     k_diffusion: Any, theirs: Any, method: str, schedule: str, steps: int, seed: int
-) -> None:
+):
     """At the sigmas of k-diffusion, in its order, from the image's own seed."""
     asked = []
 
@@ -71,7 +71,7 @@ def test_the_noise_of_an_image_is_k_diffusions_to_the_bit(
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**40 + 3])
-def test_the_seed_of_every_place_is_numpys(seed: int) -> None:
+def test_the_seed_of_every_place_is_numpys(seed: int):
     seeds = []
 
     def remember(drawn: int) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_the_seed_of_every_place_is_numpys(seed: int) -> None:
     assert seeds == [theirs(), *(theirs(*place) for place in places)]
 
 
-def test_the_noise_has_variance_1_and_follows_the_source() -> None:
+def test_the_noise_has_variance_1_and_follows_the_source():
     tree = BrownianTree(5, (0.03, 14.6), lambda seed: Philox(seed).randn((4, 64, 64)))
     (noise,) = tree.noise([(2.0, 1.5)])
     assert float(noise.std()) == pytest.approx(1, abs=0.02)

@@ -24,9 +24,7 @@ STEP_COUNTS = [3, 8, 15, 36]
 
 
 @pytest.fixture
-def theirs(
-    k_diffusion: Any, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., torch.Tensor]:
+def theirs(k_diffusion: Any, monkeypatch) -> Callable[..., torch.Tensor]:
     """Draws with k-diffusion on a list of noise, the first of which the image begins with."""
 
     def draw(
@@ -77,23 +75,21 @@ _OF_SEVERAL_STEPS = ("dpmpp_2m_sde", "dpmpp_2m_sde_heun", "dpmpp_3m_sde")
         if steps > 1 or method not in _OF_SEVERAL_STEPS
     ],
 )
-def test_each_sampler_is_k_diffusions(theirs: Any, method: str, steps: int) -> None:
+def test_each_sampler_is_k_diffusions(theirs: Any, method: str, steps: int):
     # Heun's step from sigma 14.6 to 0.03 has 250 times the rounding of the latents, there and here.
     bound = 3e-5 if (method, steps) == ("heun", 2) else 1e-5
     assert check(theirs, method, "karras", steps) < bound
 
 
 @pytest.mark.parametrize("schedule", samplers.SCHEDULES)
-def test_each_schedule_is_the_references(theirs: Any, schedule: str) -> None:
+def test_each_schedule_is_the_references(theirs: Any, schedule: str):
     assert check(theirs, "euler_ancestral", schedule, 8) < 1e-5
 
 
 @pytest.mark.parametrize(
     "schedule", sorted(set(samplers.SCHEDULES) - {"turbo"})
 )  # Forge's
-def test_a_schedule_in_half_precision_is_k_diffusions(
-    schedule: str, k_diffusion: Any
-) -> None:
+def test_a_schedule_in_half_precision_is_k_diffusions(schedule: str, k_diffusion: Any):
     """As AUTOMATIC1111 drew before 1.7, whose model had its `alphas_cumprod` in float16 as well."""
     key = "euler" if schedule == "uniform" else f"euler_{schedule}"
     noise, alphas = noises(1), alphas_cumprod()
@@ -113,6 +109,6 @@ def test_a_schedule_in_half_precision_is_k_diffusions(
 @pytest.mark.parametrize("method", METHODS)
 def test_each_sampler_with_each_schedule_is_the_references(
     theirs: Any, method: str, schedule: str
-) -> None:
+):
     found = {steps: check(theirs, method, schedule, steps) for steps in STEP_COUNTS}
     assert max(found.values()) < 1e-5, found

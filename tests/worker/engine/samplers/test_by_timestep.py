@@ -40,8 +40,8 @@ def run(
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("count", [3, 9, 27, 37, 111])
 def test_unipc_is_diffusers_where_its_times_are_whole_timesteps(
-    count: int, prediction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    count: int, prediction: str, monkeypatch
+):
     """AUTOMATIC1111's times are even fractions; diffusers rounds them."""
     monkeypatch.setattr(by_timestep, "ddim_timesteps", lambda *_: [0] * count)
     (noise,) = noises(1)
@@ -65,9 +65,7 @@ def test_unipc_is_diffusers_where_its_times_are_whole_timesteps(
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("eta", [0.0, None, 1.0])
 @pytest.mark.parametrize("steps", COUNTS)
-def test_tcd_is_diffusers(
-    steps: int, eta: float | None, prediction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tcd_is_diffusers(steps: int, eta: float | None, prediction: str, monkeypatch):
     noise = noises(steps + 1)
     module = sys.modules[TCDScheduler.__module__]
     monkeypatch.setattr(module, "randn_tensor", taking(noise[1:]))
@@ -81,9 +79,7 @@ def test_tcd_is_diffusers(
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 5, 8, 10])
-def test_lcm_at_trailing_timesteps_is_diffusers(
-    steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lcm_at_trailing_timesteps_is_diffusers(steps: int, monkeypatch):
     """As DMD2 was distilled: 999, 749, 499, 249 of four."""
     noise = noises(steps + 1)
     module = sys.modules[LCMScheduler.__module__]
@@ -107,7 +103,7 @@ def test_lcm_at_trailing_timesteps_is_diffusers(
         ("_karras", [999, 759, 339, 19]),
     ],
 )
-def test_lcm_is_automatic1111s(schedule: str, timesteps: list[int]) -> None:
+def test_lcm_is_automatic1111s(schedule: str, timesteps: list[int]):
     """It calls the UNet at the nearest of the 50 timesteps that LCM was distilled on."""
     noise = noises(5)
     made = make_schedule(f"lcm{schedule}", 4, alphas_cumprod(), "epsilon")
@@ -129,7 +125,7 @@ def test_lcm_is_automatic1111s(schedule: str, timesteps: list[int]) -> None:
 @pytest.mark.parametrize("steps", [2, 4, 5, 10, 15, 20, 30, 35, 50, 100])
 def test_ddim_cfgpp_puts_the_noise_without_the_prompt_back(
     steps: int, prediction: str, eta: float
-) -> None:
+):
     """Chung et al. (2024), algorithm 2, at AUTOMATIC1111's scale, of which 12.5 is 1."""
 
     def without(latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
@@ -164,7 +160,7 @@ def test_ddim_cfgpp_puts_the_noise_without_the_prompt_back(
 
 @pytest.mark.parametrize("schedule", ["uniform", "karras", "kl_optimal"])
 @pytest.mark.parametrize("steps", [1, 4, 8, 15, 19, 20, 28, 35, 36, 50])
-def test_restart_is_automatic1111s(k_diffusion: Any, steps: int, schedule: str) -> None:
+def test_restart_is_automatic1111s(k_diffusion: Any, steps: int, schedule: str):
     """Xu et al. (2023): of 20 steps and more, some go back from sigma 0.1 to 2, by noise."""
     noise = noises(4)
     reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())

@@ -44,8 +44,8 @@ def test_options_are_k_diffusions(
     method: str,
     options: dict[str, float],
     steps: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     noise = noises(3 * steps + 80)
     monkeypatch.setattr(torch, "randn_like", taking(noise[1:]))
     reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
@@ -58,8 +58,8 @@ def test_options_are_k_diffusions(
 @pytest.mark.parametrize("t_enc", [1, 5, 14])
 @pytest.mark.parametrize("method", references.METHODS)
 def test_an_inpainting_of_the_end_of_a_schedule_is_k_diffusions(
-    k_diffusion: Any, method: str, t_enc: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    k_diffusion: Any, method: str, t_enc: int, monkeypatch
+):
     """The image is in the estimate where it is kept, as in AUTOMATIC1111's `CFGDenoiser`."""
     image, *noise = noises(100)
     kept = torch.zeros(SHAPE[0], 1, *SHAPE[2:])
@@ -81,8 +81,8 @@ def test_an_inpainting_of_the_end_of_a_schedule_is_k_diffusions(
 @pytest.mark.parametrize("is_rescaled", [False, True])
 @pytest.mark.parametrize("method", references.METHODS)
 def test_v_prediction_is_k_diffusions(
-    k_diffusion: Any, method: str, is_rescaled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    k_diffusion: Any, method: str, is_rescaled: bool, monkeypatch
+):
     alphas, bound = alphas_cumprod(), 1e-5
     if is_rescaled:
         alphas, bound = reading.rescale_to_zero_terminal_snr(alphas), 1e-4

@@ -42,7 +42,7 @@ def pays(of: Outlook, kind: GraphKey) -> bool:
 @pytest.mark.parametrize("share", [0.005, 0.01])
 def test_a_kind_that_is_always_rare_never_compiles_however_long_the_queue(
     seed: int, share: float
-) -> None:
+):
     chosen = random.Random(seed)
     of = outlook(math.inf)
     for _ in range(5000):
@@ -51,19 +51,19 @@ def test_a_kind_that_is_always_rare_never_compiles_however_long_the_queue(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_half_of_a_deep_queue_compiles_within_the_first_jobs(seed: int) -> None:
+def test_half_of_a_deep_queue_compiles_within_the_first_jobs(seed: int):
     chosen = random.Random(seed)
     of = outlook(3000.0, chosen.choices([USUAL, OTHER], k=32))
     assert pays(of, OTHER)
 
 
 @pytest.mark.parametrize("left", [0.0, 60.0, 90.0, 110.0])
-def test_a_queue_that_ends_before_it_pays_is_drawn_uncompiled(left: float) -> None:
+def test_a_queue_that_ends_before_it_pays_is_drawn_uncompiled(left: float):
     assert not pays(outlook(left, [USUAL] * 100), USUAL)
     assert not pays(outlook(math.inf, [USUAL] * 100), RARE), "none has come"
 
 
-def test_of_a_queue_of_unknown_depth_as_much_is_expected_as_has_come() -> None:
+def test_of_a_queue_of_unknown_depth_as_much_is_expected_as_has_come():
     clock = Clock()
     of = outlook(None, [USUAL, OTHER] * 50, clock)
     assert not pays(of, USUAL), "it has just begun"
@@ -73,7 +73,7 @@ def test_of_a_queue_of_unknown_depth_as_much_is_expected_as_has_come() -> None:
     assert not pays(of, USUAL), "there was nothing to draw"
 
 
-def test_small_images_are_less_work() -> None:
+def test_small_images_are_less_work():
     of = outlook(600.0)
     for _ in range(50):
         of.add(USUAL, 30.0)
@@ -82,7 +82,7 @@ def test_small_images_are_less_work() -> None:
     assert not pays(of, OTHER), "half of the images, a thirtieth of the work"
 
 
-def test_what_comes_no_more_is_forgotten() -> None:
+def test_what_comes_no_more_is_forgotten():
     of = outlook(math.inf, [*[OTHER] * 100, *[USUAL] * 600])
     assert of.share(OTHER) == 0
     assert of.share(USUAL) == pytest.approx(1, abs=0.1)
@@ -94,7 +94,7 @@ def test_what_comes_no_more_is_forgotten() -> None:
 )
 def test_what_was_lost_is_compiled_again_if_it_lasts_long_enough_between_losses(
     had_lasted: float, pays_at_once: bool
-) -> None:
+):
     clock = Clock()
     of = outlook(math.inf, [USUAL] * 50, clock)
     clock.seconds += had_lasted
@@ -104,9 +104,7 @@ def test_what_was_lost_is_compiled_again_if_it_lasts_long_enough_between_losses(
     assert pays(of, USUAL)
 
 
-def test_what_could_not_be_kept_is_tried_again_after_a_while_and_others_are_not_put_off() -> (
-    None
-):
+def test_what_could_not_be_kept_is_tried_again_after_a_while_and_others_are_not_put_off():
     clock = Clock()
     of = outlook(math.inf, [USUAL, OTHER] * 50, clock)
     clock.seconds += 3600

@@ -74,7 +74,7 @@ def compiled_engine(drawn_meanwhile: Any) -> Iterator[slot_engine.SlotEngine]:
 
 @pytest.fixture
 def one_mode(
-    compiled_engine: slot_engine.SlotEngine, monkeypatch: pytest.MonkeyPatch
+    compiled_engine: slot_engine.SlotEngine, monkeypatch
 ) -> slot_engine.SlotEngine:
     """Compiles what else is asked for with shared weights alone."""
     monkeypatch.setattr(compiled_engine._runner, "_compiled_modes", ("shared",))
@@ -88,7 +88,7 @@ def plain_engine(small_model: Path) -> contract.Engine:
 
 def test_images_drawn_while_torch_compiles_are_those_drawn_before_and_afterwards(
     drawn_meanwhile: Any, plain_engine: contract.Engine
-) -> None:
+):
     engine, images, noticed = drawn_meanwhile
     assert len(images) > 2
     assert not any(noticed), "layers would act as if they were compiled"
@@ -99,7 +99,7 @@ def test_images_drawn_while_torch_compiles_are_those_drawn_before_and_afterwards
 
 def test_the_tick_and_the_vae_compile_to_one_graph_each(
     compiled_engine: slot_engine.SlotEngine,
-) -> None:
+):
     (call,) = compiled_engine._runner._compiled.values()
     assert {
         weight_mode: each.graphs for weight_mode, each in call.compiled.items()
@@ -117,8 +117,8 @@ def test_no_job_causes_a_recompile_and_the_images_match(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
     small_model: Path,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     paths = [
         tiny_model.build_tiny_lora(
             tmp_path / f"{rank}.safetensors", small_model, rank=rank, seed=rank
@@ -141,7 +141,7 @@ def test_no_job_causes_a_recompile_and_the_images_match(
 
 def test_slots_of_one_row_are_compiled_beside_those_of_two(
     one_mode: slot_engine.SlotEngine, plain_engine: contract.Engine
-) -> None:
+):
     requests = [
         small_request(seed=1),
         small_request(seed=2, cfg_scale=1.0),
@@ -159,7 +159,7 @@ def test_jobs_that_begin_with_an_image_cause_no_recompile(
     compiled_engine: slot_engine.SlotEngine,
     small_model: Path,
     make_slot_engine: Any,
-) -> None:
+):
     """Nor do second passes; one of another size runs uncompiled, as other jobs of that size."""
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     mask = np.zeros((32, 32), np.uint8)
@@ -190,7 +190,7 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
     plain_engine: contract.Engine,
     small_model: Path,
     make_control: Any,
-) -> None:
+):
     """Other lanes keep their graphs. The model hardly changes its noise: weights are large."""
     (before,) = one_mode._runner._compiled.values()
     graphs = dict(before.compiled)
@@ -221,7 +221,7 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
 
 def test_images_that_tile_have_a_graph_of_their_own(
     one_mode: slot_engine.SlotEngine, plain_engine: contract.Engine
-) -> None:
+):
     """With latents that do not halve evenly; images are those drawn uncompiled."""
     requests = [
         make_request(width=40, height=24, seed=seed, tiling=tiling)
@@ -239,9 +239,9 @@ def test_images_that_tile_have_a_graph_of_their_own(
 def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    monkeypatch,
+):
     name = "lora_unet_mid_block_resnets_0_conv1"
     requests = []
     for seed in range(5):

@@ -41,7 +41,7 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+def compiler(monkeypatch) -> Iterator[Compiler]:
     stand_in = Compiler()
     monkeypatch.setattr(Compiled, "trace", lambda compiled: stand_in.compile(compiled))  # noqa: PLW0108 - it becomes a method
     monkeypatch.setattr(
@@ -86,7 +86,7 @@ def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
     engine: Any,
     slot_engine: Any,
     compiler: Compiler,
-) -> None:
+):
     around = []
 
     def enter(name: str) -> Any:
@@ -117,8 +117,8 @@ def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
 def test_a_worker_whose_jobs_are_without_guidance_compiles_for_those_first(
     engine: Any,
     compiler: Compiler,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", 60.0)
     engine.compile_in_background()
     width, height = engine.default_size
@@ -130,7 +130,7 @@ def test_a_worker_whose_jobs_are_without_guidance_compiles_for_those_first(
 
 def test_a_worker_with_an_accelerator_compiles_for_one_row_before_any_job(
     make_slot_engine: Any, compiler: Compiler
-) -> None:
+):
     engine = make_slot_engine(slots=2, backend="eager", is_unguided=True)
     plain = engine.prepare(start_up.plain_request(engine, seed=0))
     assert plain.rows(0) == 1
@@ -144,7 +144,7 @@ def test_a_worker_with_an_accelerator_compiles_for_one_row_before_any_job(
     ]
 
 
-def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: Compiler) -> None:
+def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: Compiler):
     engine.compile_in_background()
     assert engine.busy
     engine.tick()
@@ -156,7 +156,7 @@ def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: Compiler) 
 
 def test_a_lane_that_is_closed_meanwhile_is_compiled_anew(
     engine: Any, compiler: Compiler
-) -> None:
+):
     engine.compile_in_background()
     engine.tick()
     (lane,) = engine._lanes
@@ -177,8 +177,8 @@ def test_out_of_memory_while_recording_costs_slots_or_that_mode_but_no_image(
     make_slot_engine: Any,
     slot_engine: Any,
     compiler: Compiler,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=4, backend="eager")
     take_up_graph, attempts = step.StepRunner.take_up, iter(range(100))
 
@@ -205,7 +205,7 @@ def test_out_of_memory_while_recording_costs_slots_or_that_mode_but_no_image(
         assert compiled_modes(engine) == ["per_slot"]
 
 
-def test_closing_waits_for_no_compiler(engine: Any, compiler: Compiler) -> None:
+def test_closing_waits_for_no_compiler(engine: Any, compiler: Compiler):
     engine.compile_in_background()
     engine.tick()
     threads = [each for each in threading.enumerate() if each.name == THREAD_NAME]
@@ -218,8 +218,8 @@ def test_closing_waits_for_no_compiler(engine: Any, compiler: Compiler) -> None:
 def test_a_broken_compiler_ends_compiling_not_the_worker(
     engine: Any,
     compiler: Compiler,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     def break_down(*_: object) -> None:
         raise ValueError("no such stream")
 
@@ -236,9 +236,9 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
     engine: Any,
     slot_engine: Any,
     compiler: Compiler,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    monkeypatch,
+    tmp_path,
+):
     """Changes of convolutions would take all images of their calls along, until they compile."""
     locon = (write_locon(tmp_path / "locon.safetensors", engine),)
     requests = [
@@ -270,7 +270,7 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
 
 def test_half_of_a_deep_queue_is_compiled_beside_the_ticks_and_a_rare_size_is_not(
     make_slot_engine: Any, slot_engine: Any, compiler: Compiler
-) -> None:
+):
     engine = make_slot_engine(slots=2, backend="eager", queue_seconds=lambda: math.inf)
     engine.compile_in_background()
     compiler.end(100)
@@ -302,7 +302,7 @@ def test_half_of_a_deep_queue_is_compiled_beside_the_ticks_and_a_rare_size_is_no
 
 def test_a_weight_mode_that_is_not_compiled_is_not_used(
     make_slot_engine: Any, compiler: Compiler
-) -> None:
+):
     engine = make_slot_engine(slots=2, backend="eager", compiled_modes=("per_slot",))
     compiler.end(9)
     engine.warm_up()
@@ -311,7 +311,7 @@ def test_a_weight_mode_that_is_not_compiled_is_not_used(
 
 
 @pytest.fixture
-def slow_compiler(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+def slow_compiler(compiler: Compiler, monkeypatch) -> Compiler:
     """Each graph seems to take 20 s or so, and none begins before the first image."""
     clock = itertools.count(0.0, 40.0)
     monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", math.inf)
@@ -337,10 +337,10 @@ def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_dra
     slot_engine: Any,
     slow_compiler: Compiler,
     styles: list[contract.Lora],
-    tmp_path: Path,
+    tmp_path,
     every: int,
     mode: str,
-) -> None:
+):
     """Jobs that change convolutions are in it, and do not cost those a product that have none."""
     engine = make_slot_engine(slots=4, backend="eager", queue_seconds=lambda: math.inf)
     locons = [
@@ -368,8 +368,8 @@ def test_a_graph_that_takes_fewer_seconds_is_compiled_once_its_own_ticks_pay_for
     make_slot_engine: Any,
     slot_engine: Any,
     slow_compiler: Compiler,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """LoCons come at first and then no more; then no LoRAs come at all, for long."""
     engine = make_slot_engine(slots=2, backend="eager", queue_seconds=lambda: math.inf)
     locon = write_locon(tmp_path / "locon.safetensors", engine)
@@ -408,8 +408,8 @@ def test_a_graph_that_takes_fewer_seconds_is_compiled_once_its_own_ticks_pay_for
 
 
 def test_modes_that_were_not_timed_are_taken_to_differ_as_guessed(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine: Any, monkeypatch
+):
     """Else a guess of one GPU would be compared with what was measured on another."""
     runner, seconds = engine._runner, {"per_slot": 0.525, "shared": 0.45}
     monkeypatch.setattr(runner, "_device", torch.device("cuda"))

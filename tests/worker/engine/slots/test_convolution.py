@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ def strong(
 
 
 @pytest.fixture
-def write_lora(slot_engine: slots.SlotEngine, tmp_path: Path) -> Write:
+def write_lora(slot_engine: slots.SlotEngine, tmp_path) -> Write:
     """Writes a LoRA on the given layers of the UNet, by default all that are no linear ones."""
 
     def write(
@@ -67,7 +66,7 @@ def every_path(engine: slots.SlotEngine) -> set[str]:
 
 def test_slots_can_hold_a_change_of_every_layer_of_the_unet(
     slot_engine: slots.SlotEngine,
-) -> None:
+):
     held = [path for paths in slot_engine._unet.groups.values() for path in paths]
     changed = [
         path for paths in slot_engine._unet.changes.groups.values() for path in paths
@@ -100,7 +99,7 @@ def test_a_slots_own_change_of_a_layer_computes_what_merging_it_does(
     path: str,
     height: int,
     tiles: bool,
-) -> None:
+):
     """A height of 9 is odd, so that upsamplers cut what they double."""
     unet = slot_engine._unet
     prepared = slot_engine.prepare(make_request(loras=(write_lora(path, weight=2.0),)))
@@ -130,7 +129,7 @@ def test_each_of_several_locons_draws_its_own_image_in_any_slot_and_company(
     engine: Any,
     write_lora: Write,
     styles: list[contract.Lora],
-) -> None:
+):
     one, other = write_lora(rank=5), write_lora(rank=2, seed=1, weight=-0.7)
     style, *_ = styles
     loras = [(one,), (other, style), (), (style,), (one, other), ()]
@@ -151,7 +150,7 @@ def test_locons_of_two_sizes_take_turns(
     engine: Any,
     write_lora: Write,
     blocks: int,
-) -> None:
+):
     """Both lanes' changes are in the same memory, or in blocks of their own that grow together."""
     path = "mid_block.resnets.0.conv1"
     small, large = write_lora(path, rank=4), write_lora(path, rank=17, seed=1)
@@ -171,8 +170,8 @@ def test_no_trace_of_a_slots_last_locon_is_left(
     make_slot_engine: Any,
     write_lora: Write,
     styles: list[contract.Lora],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=2)
     calls = watch_calls(monkeypatch, engine)
     mixed = [make_request(seed=seed, loras=(styles[seed],)) for seed in range(2)]
@@ -198,7 +197,7 @@ def test_memory_is_taken_at_the_first_locon_and_grows_with_the_rank(
     make_slot_engine: Any,
     engine: Any,
     write_lora: Write,
-) -> None:
+):
     ours = make_slot_engine(slots=2)
     path = "mid_block.resnets.0.conv1"
     before = ours._unet.slot_bytes
@@ -231,10 +230,10 @@ def test_a_change_that_is_not_of_low_rank_is_merged_instead(
     slot_engine: slots.SlotEngine,
     engine: Any,
     write_lora: Write,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     make: Any,
     rank: int,
-) -> None:
+):
     lora = write_lora("down_blocks.1.resnets.0.conv2", rank=rank, make=make)
     request = make_request(loras=(lora,), steps=3)
     calls = watch_calls(monkeypatch, slot_engine)
@@ -245,7 +244,7 @@ def test_a_change_that_is_not_of_low_rank_is_merged_instead(
 
 def test_loras_of_one_job_add_up_to_at_most_the_highest_rank(
     slot_engine: slots.SlotEngine, write_lora: Write
-) -> None:
+):
     path = "down_blocks.1.resnets.0.conv2"
     one, other = write_lora(path, rank=64), write_lora(path, rank=64, seed=1)
     fits = slot_engine.prepare(make_request(loras=(one, other)))
@@ -259,8 +258,8 @@ def test_a_job_runs_beside_others_when_memory_runs_out_for_its_change(
     make_slot_engine: Any,
     engine: Any,
     write_lora: Write,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     ours = make_slot_engine(slots=4)
     allocate = torch.Tensor.new_zeros
 

@@ -38,7 +38,7 @@ def test_texts_that_say_the_same_change_nothing_whatever_the_job(
     mixed: list[contract.ImageRequest],
     weights: str,
     slots: int,
-) -> None:
+):
     """LoRAs of the text's layers, masks, ControlNets and both passes among it."""
     engine = make_slot_engine(slots=slots, slot_weights=weights)
     expected = draw(engine, *mixed)
@@ -52,7 +52,7 @@ def test_texts_that_say_the_same_change_nothing_whatever_the_job(
 )
 def test_what_and_joins_takes_rows_and_slots_become_fewer(
     make_slot_engine: Any, words: str, rows: list[int]
-) -> None:
+):
     engine = make_slot_engine(slots=6)
     request = make_request(prompt=read_prompt(words, steps=4))
     prepared = engine.prepare(request)
@@ -62,7 +62,7 @@ def test_what_and_joins_takes_rows_and_slots_become_fewer(
     assert engine.unet_rows == sum(rows)
 
 
-def test_a_second_pass_has_a_schedule_of_its_own(make_slot_engine: Any) -> None:
+def test_a_second_pass_has_a_schedule_of_its_own(make_slot_engine: Any):
     engine = make_slot_engine(slots=2)
     hires = contract.HiresPass(
         64, 64, denoising_strength=0.7, steps=4, upscaler="Latent"
@@ -88,7 +88,7 @@ def test_a_second_pass_has_a_schedule_of_its_own(make_slot_engine: Any) -> None:
 
 def test_what_cannot_be_drawn_is_refused_by_name(
     make_slot_engine: Any, make_control: Any
-) -> None:
+):
     engine = make_slot_engine(slots=2)
     joined = read_prompt("a AND b", steps=4)
     controlled = make_request(

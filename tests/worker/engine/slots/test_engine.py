@@ -32,8 +32,8 @@ def lora(
 
 
 def test_a_slot_is_refilled_the_tick_after_its_image_is_done(
-    make_slot_engine: Any, monkeypatch: Any
-) -> None:
+    make_slot_engine: Any, monkeypatch
+):
     engine = make_slot_engine(slots=2)
     calls = watch_calls(monkeypatch, engine)
     steps = [2, 5, 1, 3, 4, 2, 2]
@@ -49,9 +49,9 @@ def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
     engine: Any,
     checkpoint: Path,
     lora_paths: list[Path],
-    monkeypatch: Any,
-    tmp_path: Path,
-) -> None:
+    monkeypatch,
+    tmp_path,
+):
     path = tiny_model.build_tiny_lora(
         tmp_path / "odd.safetensors", checkpoint, rank=12, seed=5
     )
@@ -77,8 +77,8 @@ def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
 
 def test_only_a_nan_image_fails_and_its_slot_recovers(
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=2)
     sound = draw(engine, make_request(seed=1), make_request(seed=2))
     original = PreparedRequest.first_latents
@@ -96,7 +96,7 @@ def test_only_a_nan_image_fails_and_its_slot_recovers(
     assert_alike(images, [sound[0], *sound])
 
 
-def test_only_a_job_that_cannot_start_fails(slot_engine: Any, monkeypatch: Any) -> None:
+def test_only_a_job_that_cannot_start_fails(slot_engine: Any, monkeypatch):
     original = slot_engine._stager._encode
 
     def encode(job: Any, *given: Any) -> Any:
@@ -118,7 +118,7 @@ SIZES = ((64, 64), (64, 96), (96, 64))
 def test_images_of_mixed_sizes_match_each_drawn_alone(
     make_slot_engine: Any,
     lora_paths: list[Path],
-) -> None:
+):
     engine = make_slot_engine(blocks=3)
     requests = [
         make_request(width=width, height=height, seed=at, steps=1 + at % 2, loras=loras)
@@ -136,8 +136,8 @@ def test_images_of_mixed_sizes_match_each_drawn_alone(
 def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
     make_slot_engine: Any,
     lora_paths: list[Path],
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(lane, "SHARED_TURN_TICKS", 1)
     requests = [
         make_request(width=width, height=height, seed=at, loras=(lora(path),), steps=2)
@@ -167,8 +167,8 @@ def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
 def test_lanes_with_equal_loras_share_them_and_others_do_not_merge_in_turns(
     make_slot_engine: Any,
     lora_paths: list[Path],
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(blocks=2)
     calls = watch_calls(monkeypatch, engine)
     merges = []
@@ -201,8 +201,8 @@ def test_lanes_with_equal_loras_share_them_and_others_do_not_merge_in_turns(
 
 def test_prompts_of_any_length_share_calls_with_their_like(
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=8, blocks=4)
     requests = [
         make_request(
@@ -219,7 +219,7 @@ def test_prompts_of_any_length_share_calls_with_their_like(
         assert difference(images[at], draw(engine, requests[at])[0]) <= ROUNDING
 
 
-def test_a_lane_of_large_images_has_fewer_slots(make_slot_engine: Any) -> None:
+def test_a_lane_of_large_images_has_fewer_slots(make_slot_engine: Any):
     engine = make_slot_engine(slots=6)
     long = make_request(prompt="a castle on a hill, " * 11)
     for ticket, request in enumerate(
@@ -242,14 +242,12 @@ def test_a_lane_of_large_images_has_fewer_slots(make_slot_engine: Any) -> None:
         ({"sampler": "huen"}, "huen"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(
-    slot_engine: Any, changes: Any, reason: str
-) -> None:
+def test_what_cannot_be_drawn_is_refused(slot_engine: Any, changes: Any, reason: str):
     with pytest.raises(errors.JobError, match=reason):
         slot_engine.prepare(make_request(**changes))
 
 
-def test_prepare_is_thread_safe(slot_engine: Any) -> None:
+def test_prepare_is_thread_safe(slot_engine: Any):
     requests = [
         make_request(prompt=f"photo number {number} " * 20) for number in range(40)
     ]

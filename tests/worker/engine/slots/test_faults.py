@@ -49,8 +49,8 @@ def limit_decoding(
 
 def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=4)
     requests = [make_request(seed=seed, steps=2 + seed) for seed in range(5)]
     ticks = draw_again(monkeypatch, engine, requests, lambda call: len(call.seeds) > 2)
@@ -62,8 +62,8 @@ def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
 
 
 def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
-    make_slot_engine: Any, monkeypatch: Any
-) -> None:
+    make_slot_engine: Any, monkeypatch
+):
     engine = make_slot_engine(slots=2)
     draw(engine, make_request())
     former = [
@@ -91,10 +91,10 @@ def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
 )
 def test_unfinished_images_restart_after_out_of_memory(
     make_slot_engine: Any,
-    monkeypatch: Any,
+    monkeypatch,
     sampler: str,
     steps: int,
-) -> None:
+):
     engine = make_slot_engine(slots=2)
     requests = [
         make_request(seed=seed, sampler=sampler, steps=steps) for seed in (1, 2)
@@ -107,8 +107,8 @@ def test_unfinished_images_restart_after_out_of_memory(
 def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slots(
     make_slot_engine: Any,
     styles: list[contract.Lora],
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=4, blocks=2)
     requests = [
         make_request(
@@ -125,8 +125,8 @@ def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slot
 
 def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=2)
     requests = [
         make_request(seed=seed, width=128 if seed == 1 else 64) for seed in (1, 2, 3)
@@ -143,8 +143,8 @@ def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
 
 def test_a_failed_tick_restarts_no_image_of_another_lane(
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=4, blocks=2)
     requests = [
         make_request(seed=seed, width=64 + 32 * (seed % 2), steps=3)
@@ -164,8 +164,8 @@ def test_a_failed_tick_restarts_no_image_of_another_lane(
 
 
 def test_an_image_too_large_for_the_memory_is_a_transient_error(
-    make_slot_engine: Any, monkeypatch: Any
-) -> None:
+    make_slot_engine: Any, monkeypatch
+):
     engine = make_slot_engine(slots=2)
     watch_calls(monkeypatch, engine, lambda call: True)
     (outcome,) = draw(engine, make_request())
@@ -178,10 +178,10 @@ def test_an_image_too_large_for_the_memory_is_a_transient_error(
 @pytest.mark.parametrize("is_frequent", [True, False])
 def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
     make_slot_engine: Any,
-    monkeypatch: Any,
+    monkeypatch,
     small_model: Path,
     is_frequent: bool,
-) -> None:
+):
     lasts = math.inf
     engine = make_slot_engine(
         model=small_model,
@@ -215,8 +215,8 @@ def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
 
 def test_only_the_image_that_breaks_a_tick_fails_with_the_reason(
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=3)
     requests = [make_request(seed=seed) for seed in (1, 666, 3, 4)]
     sound = draw(engine, *requests)
@@ -234,7 +234,7 @@ def test_only_the_image_that_breaks_a_tick_fails_with_the_reason(
     assert [666] in [call.seeds for call in ticks]
 
 
-def test_a_broken_gpu_is_a_node_error(make_slot_engine: Any, monkeypatch: Any) -> None:
+def test_a_broken_gpu_is_a_node_error(make_slot_engine: Any, monkeypatch):
     engine = make_slot_engine()
     broken = RuntimeError("CUDA error: an illegal memory access was encountered")
     watch_calls(monkeypatch, engine, lambda call: True, broken)
@@ -245,8 +245,8 @@ def test_a_broken_gpu_is_a_node_error(make_slot_engine: Any, monkeypatch: Any) -
 def test_a_failed_merge_affects_no_other_image(
     make_slot_engine: Any,
     styles: list[contract.Lora],
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     from worker.engine.lora import shared as lora
 
     engine = make_slot_engine()
@@ -268,8 +268,8 @@ def test_a_failed_merge_affects_no_other_image(
 
 def test_out_of_memory_while_decoding_reduces_the_slices(
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=3)
     requests = [make_request(seed=seed) for seed in range(3)]
     sound = draw(engine, *requests)
@@ -289,8 +289,8 @@ def test_out_of_memory_while_decoding_reduces_the_slices(
 
 def test_a_vae_that_overflows_in_float16_decodes_in_float32_from_then_on(
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(precision="float16")
     sound = draw(engine, make_request())
     original = decoder.decode
@@ -307,8 +307,8 @@ def test_a_vae_that_overflows_in_float16_decodes_in_float32_from_then_on(
 
 def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=2)
     requests = [make_request(seed=1, height=96), make_request(seed=2)]
     sound = draw(engine, *requests)
@@ -325,8 +325,8 @@ def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(
 
 def test_an_image_without_memory_for_its_stripes_takes_it_from_the_slots(
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=4)
     requests = [make_request(seed=seed, steps=2 + seed % 3) for seed in range(6)]
     sound = draw(engine, *requests)
@@ -340,8 +340,8 @@ def test_an_image_without_memory_for_its_stripes_takes_it_from_the_slots(
 
 def test_a_single_slot_runs_uncompiled_before_an_image_fails_for_want_of_memory(
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     (sound,) = draw(make_slot_engine(slots=1), make_request())
     engine = make_slot_engine(slots=1, backend="eager")
     limit_decoding(monkeypatch, lambda *_: engine._runner.may_compile)
@@ -351,8 +351,8 @@ def test_a_single_slot_runs_uncompiled_before_an_image_fails_for_want_of_memory(
 
 
 def test_an_image_that_has_no_memory_with_one_slot_is_for_another_worker(
-    make_slot_engine: Any, monkeypatch: Any
-) -> None:
+    make_slot_engine: Any, monkeypatch
+):
     engine = make_slot_engine(slots=2)
 
     limit_decoding(monkeypatch, lambda *_: True)

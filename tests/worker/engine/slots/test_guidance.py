@@ -32,7 +32,7 @@ ROUNDING, LEAST_DECIBELS = 2, 50
 )
 def test_an_image_takes_a_row_less_of_each_call_without_guidance(
     make_slot_engine: Any, changes: Any, rows: int
-) -> None:
+):
     engine = make_slot_engine(slots=1)
     draw(engine, make_request(steps=5, **changes))
     assert engine.unet_rows == rows
@@ -53,7 +53,7 @@ def test_jobs_of_all_kinds_are_in_company_what_they_are_alone(
     weights: str,
     slots: int,
     blocks: int,
-) -> None:
+):
     engine = make_slot_engine(slots=slots, blocks=blocks, slot_weights=weights)
     alone = draw_alone(engine, mixed)
     together = draw(engine, *mixed, *mixed[::-1])
@@ -62,7 +62,7 @@ def test_jobs_of_all_kinds_are_in_company_what_they_are_alone(
     assert min(map(decibels, together, expected)) >= LEAST_DECIBELS
 
 
-def test_calls_are_full_of_either_kind(make_slot_engine: Any, monkeypatch: Any) -> None:
+def test_calls_are_full_of_either_kind(make_slot_engine: Any, monkeypatch):
     """Neither waits for the other to end, no row is drawn for nothing, and calls are as large."""
     scales = [7.0, 1.0, 1.0, 7.0] * 2
     requests = [make_request(seed=at, cfg_scale=each) for at, each in enumerate(scales)]
@@ -77,10 +77,10 @@ def test_calls_are_full_of_either_kind(make_slot_engine: Any, monkeypatch: Any) 
 def test_images_of_one_row_with_loras_are_twice_as_many_if_weights_for_them_have_room(
     make_slot_engine: Any,
     lora_paths: list[Path],
-    monkeypatch: Any,
+    monkeypatch,
     blocks: int,
     slots: int,
-) -> None:
+):
     engine = make_slot_engine(slots=2, blocks=blocks)
     requests = [
         make_request(
@@ -98,8 +98,8 @@ def test_images_of_one_row_with_loras_are_twice_as_many_if_weights_for_them_have
 
 
 def test_the_engine_asks_for_as_many_images_as_fill_its_calls(
-    make_slot_engine: Any, monkeypatch: Any
-) -> None:
+    make_slot_engine: Any, monkeypatch
+):
     engine, tickets, finished = make_slot_engine(slots=2), itertools.count(), 0
     prepared = engine.prepare(make_request(cfg_scale=1.0))
     calls = watch_calls(monkeypatch, engine)
@@ -113,8 +113,8 @@ def test_the_engine_asks_for_as_many_images_as_fill_its_calls(
 
 def test_an_image_between_two_kinds_of_steps_begins_again_with_the_first(
     make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     """The memory ends in a step without guidance: the first one has guidance."""
     engine = make_slot_engine(slots=2)
     requests = [
@@ -132,7 +132,7 @@ def test_an_image_between_two_kinds_of_steps_begins_again_with_the_first(
 
 def test_the_negative_prompt_of_an_unguided_image_is_not_encoded(
     make_slot_engine: Any,
-) -> None:
+):
     engine = make_slot_engine(slots=2)
     request = make_request(cfg_scale=1.0, negative_prompt=LONG * 3)
     assert engine.prepare(request).tokens == engine.prepare(make_request()).tokens

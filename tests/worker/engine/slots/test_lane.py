@@ -117,14 +117,14 @@ def mean(values: list[float]) -> float:
 
 
 @pytest.mark.parametrize("sizes", [1, 2, 3, 6])
-def test_mixed_sizes_leave_hardly_any_slot_empty(sizes: int) -> None:
+def test_mixed_sizes_leave_hardly_any_slot_empty(sizes: int):
     drawing = Drawing(mixed(sizes, 600), calls=various_calls()).run()
     assert len(drawing.drawn_at) == 600
     assert mean(drawing.fill) > 0.96
     assert drawing.most_held <= SLOTS * (sizes + 1)
 
 
-def test_lanes_that_share_weights_take_long_turns_and_stay_nearly_full() -> None:
+def test_lanes_that_share_weights_take_long_turns_and_stay_nearly_full():
     drawing = Drawing(mixed(3, 900), blocks=1, weight_mode="per_slot").run()
     assert mean(drawing.fill) > 0.93
     changes = sum(
@@ -136,7 +136,7 @@ def test_lanes_that_share_weights_take_long_turns_and_stay_nearly_full() -> None
     assert drawing.most_held <= SLOTS * 6
 
 
-def test_guided_and_unguided_jobs_fill_calls_as_large() -> None:
+def test_guided_and_unguided_jobs_fill_calls_as_large():
     chosen, guided = random.Random(3), SIZES[0]
     unguided = guided._replace(slot_rows=1, is_plain=True)
     keys = [chosen.choice([guided, unguided]) for _ in range(600)]
@@ -151,9 +151,7 @@ def test_guided_and_unguided_jobs_fill_calls_as_large() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "slots"), [(1, SLOTS), (3, SLOTS), (4, 2 * SLOTS)])
-def test_slots_of_one_row_are_as_many_as_there_are_weights_for(
-    blocks: int, slots: int
-) -> None:
+def test_slots_of_one_row_are_as_many_as_there_are_weights_for(blocks: int, slots: int):
     lanes = Lanes(SLOTS, blocks, LARGEST, max_overtakes=2)
     with_loras = SIZES[0]._replace(slot_rows=1)
     plain = with_loras._replace(is_plain=True)
@@ -171,7 +169,7 @@ def test_slots_of_one_row_are_as_many_as_there_are_weights_for(
 @pytest.mark.parametrize("seed", range(12))
 def test_a_lane_with_few_images_takes_ticks_by_its_images_not_by_turns(
     seed: int,
-) -> None:
+):
     """A compiled call computes all of its slots, so an empty one is lost."""
     chosen = random.Random(seed)
     share = chosen.uniform(0.005, 0.15)
@@ -187,7 +185,7 @@ def test_a_lane_with_few_images_takes_ticks_by_its_images_not_by_turns(
 @pytest.mark.parametrize(("blocks", "turn"), [(20, 1), (1, SHARED_TURN_TICKS)])
 def test_every_lane_runs_within_its_patience_and_a_turn_of_each_other(
     blocks: int, turn: int
-) -> None:
+):
     sizes = 4
     drawing = Drawing(mixed(sizes, 800), blocks=blocks, weight_mode="per_slot").run()
     for lane in {id(lane): lane for lane in drawing.ran}.values():
@@ -197,15 +195,15 @@ def test_every_lane_runs_within_its_patience_and_a_turn_of_each_other(
 
 
 def test_more_sizes_than_lanes_all_get_their_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(lanes_module, "MAX_LANES", 3)
     drawing = Drawing(mixed(12, 600)).run()
     assert len(drawing.drawn_at) == 600
     assert max(drawing.waited(at) for at in range(600)) < 12 * (PATIENCE_TICKS + CALLS)
 
 
-def test_jobs_that_change_the_shared_weights_have_the_unet_to_themselves() -> None:
+def test_jobs_that_change_the_shared_weights_have_the_unet_to_themselves():
     ordinary = SIZES[0]
     merged = ordinary._replace(merged_loras=("odd",))
     keys = [merged if at % 4 == 3 else ordinary for at in range(100)]
@@ -222,7 +220,7 @@ def test_jobs_that_change_the_shared_weights_have_the_unet_to_themselves() -> No
     assert drawn_by_others > 1
 
 
-def test_an_endless_stream_of_them_lets_others_draw() -> None:
+def test_an_endless_stream_of_them_lets_others_draw():
     ordinary = SIZES[0]
     merged = ordinary._replace(merged_loras=("odd",))
     keys = [merged] * 6 + [ordinary] + [merged] * 200
@@ -230,7 +228,7 @@ def test_an_endless_stream_of_them_lets_others_draw() -> None:
     assert drawing.waited(6) <= 2 * (PATIENCE_TICKS + CALLS) + CALLS * PATIENCE_TICKS
 
 
-def test_a_compiled_lane_stays_open() -> None:
+def test_a_compiled_lane_stays_open():
     drawing = Drawing([SIZES[0]]).run()
     (lane,) = drawing.lanes
     lane.step.is_kept = True  # type: ignore[misc,union-attr]
@@ -241,7 +239,7 @@ def test_a_compiled_lane_stays_open() -> None:
     assert lane in list(drawing.lanes)
 
 
-def test_each_lane_has_weights_of_its_own_while_there_are_enough() -> None:
+def test_each_lane_has_weights_of_its_own_while_there_are_enough():
     drawing = Drawing(mixed(3, 40), blocks=3).run(20)
     assert sorted(lane.block for lane in drawing.lanes) == [0, 1, 2]
     drawing = Drawing(mixed(4, 40), blocks=2).run(20)

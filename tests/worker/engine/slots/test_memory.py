@@ -51,8 +51,8 @@ def find(
     ],
 )
 def test_the_slots_fit_the_free_memory(
-    monkeypatch: pytest.MonkeyPatch, free: float, slots: int, decoded: int, blocks: int
-) -> None:
+    monkeypatch, free: float, slots: int, decoded: int, blocks: int
+):
     found = find(monkeypatch, free)
     assert found[:3] == (slots, decoded, blocks)
     staged = found.staged_bytes / GIB
@@ -64,15 +64,15 @@ def test_the_slots_fit_the_free_memory(
 
 
 def test_a_compiled_tick_keeps_more_memory_than_an_uncompiled_one_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     assert find(monkeypatch, 6, is_compiled=True).slots < find(monkeypatch, 6).slots
     assert find(monkeypatch, 80, is_compiled=True).slots == memory.MAX_SLOTS
 
 
 def test_changes_of_convolutions_take_no_slot_and_have_room_in_all_lanes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """SD1.5's take 46 MB per slot at rank 32: the first lane's fit the margin."""
     changes = 0.043
     for free in (5.2, 13, 21, 75, 135):
@@ -88,8 +88,8 @@ def test_changes_of_convolutions_take_no_slot_and_have_room_in_all_lanes(
 
 
 def test_slots_leave_room_for_the_tensors_and_graphs_of_sizes_that_come_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Without it, three sizes of SDXL filled 80 GB, and a decode ran out of memory."""
     monkeypatch.setattr(memory, "_peak_bytes", lambda _, work: int(work() * GIB))
 
@@ -121,8 +121,8 @@ def test_slots_leave_room_for_the_tensors_and_graphs_of_sizes_that_come_later(
 
 
 def test_slots_of_low_rank_leave_room_for_the_loras_of_the_next_jobs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """With room for one alone, a slot would wait while it is copied and its prompt encoded."""
     for free in (6, 9, 13):
         fit = find(monkeypatch, free, weights="factors")
@@ -149,8 +149,8 @@ def choose(
 
 @pytest.mark.parametrize("short", [{"rate": 2e9}, {"host_gib": 5}, {"slots": 4}])
 def test_slots_hold_factors_where_copies_are_slow_the_host_is_small_or_several_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch, short: dict[str, Any]
-) -> None:
+    monkeypatch, short: dict[str, Any]
+):
     assert choose(monkeypatch, 6, **short) == "factors"
     assert choose(monkeypatch, 17, **short) == "merged"
 
@@ -159,8 +159,8 @@ def test_slots_hold_factors_where_copies_are_slow_the_host_is_small_or_several_a
     ("free", "have_none"), [(132, False), (41, False), (17, True), (6, True)]
 )
 def test_copies_of_merged_layers_are_on_the_gpu_only_where_slots_leave_room_for_them(
-    monkeypatch: pytest.MonkeyPatch, free: float, have_none: bool
-) -> None:
+    monkeypatch, free: float, have_none: bool
+):
     """A campaign's jobs may all have one LoRA, which is then merged for all of them."""
     monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
     gpu = torch.device("cuda", 0)
@@ -169,8 +169,8 @@ def test_copies_of_merged_layers_are_on_the_gpu_only_where_slots_leave_room_for_
 
 
 def test_running_out_of_memory_means_stripes_first_and_then_a_plain_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     def fail(*_: object) -> int:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
@@ -181,8 +181,8 @@ def test_running_out_of_memory_means_stripes_first_and_then_a_plain_error(
 
 
 def test_a_gpu_that_cannot_hold_one_image_is_refused_before_the_first_job(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     with pytest.raises(
         errors.SetupError, match=r"0.5 GiB left beside the model.* takes 1.3 GiB"
     ):
@@ -197,8 +197,8 @@ CONTEXT = 0.055
 
 
 def test_on_8_gb_sdxl_encodes_prompts_on_the_cpu_copies_layers_and_decodes_in_stripes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     model, text, gpu = int(5.15 * GIB), int(1.53 * GIB), torch.device("cuda", 0)
     for free, has_none in ((7.4, True), (11.1, False)):
         monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: int(free * GIB))

@@ -27,23 +27,23 @@ def tickets(waiting: Lane, preferred: Any = None) -> list[int]:
     return [job.ticket for job in taken if job is not None]
 
 
-def test_jobs_are_taken_in_order() -> None:
+def test_jobs_are_taken_in_order():
     waiting = queue((), ONE, (), ONE)
     assert tickets(waiting) == [0, 1, 2, 3]
     assert waiting.take() is None
 
 
-def test_a_job_is_overtaken_at_most_max_overtakes_times() -> None:
+def test_a_job_is_overtaken_at_most_max_overtakes_times():
     waiting = queue((), *[ONE] * 4, max_overtakes=2)
     assert tickets(waiting, ONE) == [1, 2, 0, 3, 4], "after two, the older one is next"
 
 
-def test_a_job_at_its_limit_blocks_younger_jobs() -> None:
+def test_a_job_at_its_limit_blocks_younger_jobs():
     waiting = queue((), ONE, ONE, max_overtakes=0)
     assert tickets(waiting, ONE) == [0, 1, 2]
 
 
-def test_the_cheaper_weight_mode_is_chosen() -> None:
+def test_the_cheaper_weight_mode_is_chosen():
     costs = slot_queue.Costs(
         per_slot_seconds=1.1, shared_seconds=1.0, merge_seconds=1.0
     )

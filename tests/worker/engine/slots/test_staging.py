@@ -12,7 +12,7 @@ from worker.engine.slots.staging import LatentStager
 
 
 @pytest.fixture
-def second_may_go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def second_may_go_on(monkeypatch) -> threading.Event:
     """The second job's prompt is not encoded before this is set."""
     encode, may_go_on = LatentStager._encode, threading.Event()
 
@@ -26,7 +26,7 @@ def second_may_go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
     make_slot_engine: Any, second_may_go_on: threading.Event
-) -> None:
+):
     engine = make_slot_engine(slots=1)
     for ticket in range(2):
         engine.admit(ticket, engine.prepare(make_request(steps=3, seed=ticket)))
@@ -37,7 +37,7 @@ def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
 
 def test_a_lane_that_is_half_full_draws_while_the_next_job_is_still_being_staged(
     make_slot_engine: Any, second_may_go_on: threading.Event
-) -> None:
+):
     engine = make_slot_engine(slots=2)
     engine._draws_while_staging = True  # as on a GPU
     engine.admit(0, engine.prepare(make_request(steps=4)))
@@ -51,8 +51,8 @@ def test_a_lane_that_is_half_full_draws_while_the_next_job_is_still_being_staged
 def test_loras_are_not_read_while_slots_are_filled(
     slot_engine: Any,
     styles: list[contract.Lora],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     start, reading = slot_engine._start, []
 
     def read_meanwhile(*arguments: Any) -> None:
@@ -75,7 +75,7 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
     styles: list[contract.Lora],
     room: float,
     begun: int,
-) -> None:
+):
     engine = make_slot_engine(slots=4)
     requests = [make_request(seed=seed, loras=styles[:1]) for seed in range(8)]
     prepared = [engine.prepare(request) for request in requests]
@@ -93,7 +93,7 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
     ]
 
 
-def test_all_lanes_next_jobs_are_staged_ahead(make_slot_engine: Any) -> None:
+def test_all_lanes_next_jobs_are_staged_ahead(make_slot_engine: Any):
     engine = make_slot_engine(slots=2)
     for ticket in range(8):
         request = make_request(seed=ticket, width=(64, 32)[ticket % 2])
@@ -112,8 +112,8 @@ def test_all_lanes_next_jobs_are_staged_ahead(make_slot_engine: Any) -> None:
 def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahead(
     make_slot_engine: Any,
     styles: list[contract.Lora],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     engine = make_slot_engine(slots=4)
     requests = [
         make_request(seed=seed, loras=(styles[seed % 3],), steps=3) for seed in range(8)

@@ -26,7 +26,7 @@ class Event:
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def log(monkeypatch) -> list[str]:
     Event.log = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     return Event.log
@@ -49,7 +49,7 @@ def draw(feeder: step.InputFeeder, log: list[str], *, has_room: bool) -> None:
 
 def test_a_tick_is_handed_over_while_the_gpu_is_at_the_one_before(
     log: list[str], feeder: step.InputFeeder
-) -> None:
+):
     for _ in range(3):
         draw(feeder, log, has_room=True)
     assert log == [
@@ -61,7 +61,7 @@ def test_a_tick_is_handed_over_while_the_gpu_is_at_the_one_before(
 
 def test_a_tick_for_which_the_driver_has_no_room_is_handed_over_after_the_one_before(
     log: list[str], feeder: step.InputFeeder
-) -> None:
+):
     """Else the driver spins, and all other threads' work for the GPU waits."""
     for _ in range(2):
         draw(feeder, log, has_room=False)

@@ -84,8 +84,8 @@ def take(engine: slots.SlotEngine, folder: Path) -> None:
     ],
 )
 def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_own(
-    tmp_path: Path, small_model: Path, family: Any, settings: dict[str, Any]
-) -> None:
+    tmp_path, small_model: Path, family: Any, settings: dict[str, Any]
+):
     if family == "small":
         first = small_model
         second = change_all_weights(first, tmp_path / "second")
@@ -121,7 +121,7 @@ def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_ow
     engine.close()
 
 
-def test_a_model_is_not_taken_while_there_are_jobs(tmp_path: Path) -> None:
+def test_a_model_is_not_taken_while_there_are_jobs(tmp_path):
     first, second = two_models(tmp_path, "sd1")
     engine = engine_of(first)
     engine.admit(0, engine.prepare(make_request()))
@@ -132,7 +132,7 @@ def test_a_model_is_not_taken_while_there_are_jobs(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def sd1_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def sd1_engine(tmp_path_factory) -> Iterator[Any]:
     engine = engine_of(
         tiny_families.build(tmp_path_factory.mktemp("sd1") / "first", "sd1")
     )
@@ -151,8 +151,8 @@ def sd1_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ids=["another family", "another native size", "a stage of a cascade", "no model"],
 )
 def test_a_model_of_another_architecture_needs_another_engine(
-    tmp_path: Path, build: Callable[[Path], Path], sd1_engine: Any
-) -> None:
+    tmp_path, build: Callable[[Path], Path], sd1_engine: Any
+):
     assert (
         load.read_beside(sd1_engine, load.EngineSettings(build(tmp_path / "second")))
         is None
@@ -160,9 +160,7 @@ def test_a_model_of_another_architecture_needs_another_engine(
 
 
 @pytest.fixture(scope="module")
-def styles(
-    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
-) -> list[contract.Lora]:
+def styles(tmp_path_factory, checkpoint: Path) -> list[contract.Lora]:
     folder = tmp_path_factory.mktemp("styles")
     paths = [
         tiny_model.build_tiny_lora(
@@ -179,7 +177,7 @@ def engine(make_slot_engine: Callable[..., slots.SlotEngine]) -> slots.SlotEngin
 
 
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def loads(monkeypatch) -> list[bool]:
     """Of each time that weights are loaded: whether with LoRAs."""
     seen = []
     original = SlotUnet.load_slot
@@ -205,7 +203,7 @@ def test_weights_are_not_loaded_again_for_the_loras_that_they_hold(
     engine: slots.SlotEngine,
     styles: list[contract.Lora],
     loads: list[bool],
-) -> None:
+):
     plain, (one, other) = (), styles
     for loras, expected in [
         (plain, [False]),
@@ -224,7 +222,7 @@ def test_a_job_with_the_loras_that_are_loaded_goes_before_an_older_one_but_not_f
     engine: slots.SlotEngine,
     styles: list[contract.Lora],
     loads: list[bool],
-) -> None:
+):
     own, other = ((style,) for style in styles)
     requests = [make_request(steps=2, loras=own), make_request(steps=2, loras=other)]
     requests += [make_request(steps=2, loras=own) for _ in range(20)]
@@ -238,8 +236,8 @@ def test_what_slots_cannot_hold_is_merged_below_the_slot_and_undone(
     engine: slots.SlotEngine,
     make_slot_engine: Callable[..., slots.SlotEngine],
     styles: list[contract.Lora],
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     layer = engine.checkpoint.unet.get_submodule("down_blocks.1.resnets.0.conv2")
     generator = torch.Generator().manual_seed(3)
     change = 0.3 * torch.randn(layer.weight.shape, generator=generator)
@@ -262,8 +260,8 @@ def test_what_slots_cannot_hold_is_merged_below_the_slot_and_undone(
 def test_weights_that_could_not_be_loaded_are_loaded_again(
     engine: slots.SlotEngine,
     styles: list[contract.Lora],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     requests = [make_request(loras=(styles[0],)), make_request(seed=2)]
     sound = draw(engine, *requests)
     original, failed = ReloadedStack.load, []
@@ -286,7 +284,7 @@ def test_a_bit_that_flips_is_found_where_the_layers_compute_and_in_the_hosts_mem
     engine: slots.SlotEngine,
     styles: list[contract.Lora],
     place: str,
-) -> None:
+):
     check = engine.self_check
     draw(engine, make_request(loras=(styles[0],)))
     assert check.find_fault() is None, "LoRAs do not count"
@@ -304,7 +302,7 @@ def test_a_bit_that_flips_is_found_where_the_layers_compute_and_in_the_hosts_mem
 
 def test_a_check_of_the_weights_leaves_images_in_flight_as_they_are(
     engine: slots.SlotEngine, styles: list[contract.Lora]
-) -> None:
+):
     request = make_request(loras=(styles[0],))
     (expected,) = draw(engine, request)
     engine.admit(0, engine.prepare(request))
@@ -313,9 +311,7 @@ def test_a_check_of_the_weights_leaves_images_in_flight_as_they_are(
     assert (finish(engine)[0] == expected).all()
 
 
-def test_the_layers_of_a_model_are_once_on_the_device_and_once_in_the_hosts_memory() -> (
-    None
-):
+def test_the_layers_of_a_model_are_once_on_the_device_and_once_in_the_hosts_memory():
     layers = {str(number): torch.nn.Linear(4, 6) for number in range(3)}
     expected = [layer.weight.clone() for layer in layers.values()]
     linears = [SlotLinear({name: layer}) for name, layer in layers.items()]

@@ -16,7 +16,7 @@ from worker.files.kernels.archive import UnusableArchiveError
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> Path:
+def packed(tmp_path) -> Path:
     archive.pack(compile_into(tmp_path / "there"), KEY, tmp_path / "kernels.tar.xz")
     return tmp_path / "kernels.tar.xz"
 
@@ -29,9 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_kernels_come_out_as_they_were_and_know_where_they_are(
-    packed: Path, tmp_path: Path
-) -> None:
+def test_kernels_come_out_as_they_were_and_know_where_they_are(packed: Path, tmp_path):
     here = tmp_path / "somewhere" / "else"
     archive.unpack(packed, here, KEY)
 
@@ -45,14 +43,14 @@ def test_kernels_come_out_as_they_were_and_know_where_they_are(
 
 def test_that_something_is_compiled_is_said_once_all_of_it_is_there(
     packed: Path,
-) -> None:
+):
     with tarfile.open(packed) as tar:
         assert tar.getnames()[-1] == "imagefleet-12.compiled"
 
 
 def test_the_same_kernels_give_the_same_bytes_whatever_their_folder(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     for name in ("a", "much/longer"):
         target = tmp_path / f"{name[0]}.tar.xz"
         archive.pack(compile_into(tmp_path / name), KEY, target)
@@ -60,8 +58,8 @@ def test_the_same_kernels_give_the_same_bytes_whatever_their_folder(
 
 
 def test_what_is_there_already_stays_as_another_worker_may_be_reading_it(
-    packed: Path, tmp_path: Path
-) -> None:
+    packed: Path, tmp_path
+):
     here = tmp_path / "here"
     (here / GRAPH).parent.mkdir(parents=True)
     (here / GRAPH).write_bytes(b"my own")
@@ -71,9 +69,7 @@ def test_what_is_there_already_stays_as_another_worker_may_be_reading_it(
     assert not list(here.rglob("*.part"))
 
 
-def test_kernels_of_another_torch_or_driver_are_never_unpacked(
-    packed: Path, tmp_path: Path
-) -> None:
+def test_kernels_of_another_torch_or_driver_are_never_unpacked(packed: Path, tmp_path):
     with pytest.raises(
         UnusableArchiveError, match=r"is for driver 580, torch 2\.11\.0$"
     ):
@@ -83,8 +79,8 @@ def test_kernels_of_another_torch_or_driver_are_never_unpacked(
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.9, 0.999])
 def test_a_truncated_archive_leaves_nothing_behind(
-    packed: Path, tmp_path: Path, share: float
-) -> None:
+    packed: Path, tmp_path, share: float
+):
     data = packed.read_bytes()
     packed.write_bytes(data[: int(len(data) * share)])
     with pytest.raises(UnusableArchiveError, match=r"kernels\.tar\.xz is damaged"):
@@ -92,7 +88,7 @@ def test_a_truncated_archive_leaves_nothing_behind(
     assert not (tmp_path / "here").exists()
 
 
-def test_no_flipped_byte_goes_unnoticed(packed: Path, tmp_path: Path) -> None:
+def test_no_flipped_byte_goes_unnoticed(packed: Path, tmp_path):
     data = packed.read_bytes()
     for at in range(0, len(data), 37):
         packed.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
@@ -102,21 +98,21 @@ def test_no_flipped_byte_goes_unnoticed(packed: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside", "/outside", "a/../../outside"])
-def test_no_entry_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+def test_no_entry_leads_out_of_the_folder(tmp_path, name: str):
     written = by_hand(tmp_path, name)
     with pytest.raises(UnusableArchiveError, match="an entry not its own"):
         archive.unpack(written, tmp_path / "in" / "here", KEY)
     assert not list(tmp_path.rglob("*outside"))
 
 
-def test_a_link_is_no_kernel(tmp_path: Path) -> None:
+def test_a_link_is_no_kernel(tmp_path):
     written = by_hand(tmp_path, "link", tarfile.SYMTYPE)
     with pytest.raises(UnusableArchiveError, match="an entry not its own"):
         archive.unpack(written, tmp_path / "here", KEY)
 
 
 @pytest.mark.parametrize("header", [b"{}", b"[", b'{"gpu": 1}', b"[" * 60_000])
-def test_an_archive_of_something_else_is_named(tmp_path: Path, header: bytes) -> None:
+def test_an_archive_of_something_else_is_named(tmp_path, header: bytes):
     written = by_hand(tmp_path, "file", header=header)
     with pytest.raises(
         UnusableArchiveError, match="no key of kernels that this version reads"
@@ -130,8 +126,8 @@ def test_an_archive_of_something_else_is_named(tmp_path: Path, header: bytes) ->
 
 
 def test_an_archive_that_would_fill_the_disk_is_refused(
-    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    packed: Path, tmp_path, monkeypatch
+):
     monkeypatch.setattr(
         archive, "MAX_BYTES", archive.check(packed)[1]
     )  # and its header
@@ -141,8 +137,8 @@ def test_an_archive_that_would_fill_the_disk_is_refused(
 
 
 def test_a_folder_that_cannot_be_written_is_the_nodes_fault_not_the_archives(
-    packed: Path, tmp_path: Path
-) -> None:
+    packed: Path, tmp_path
+):
     (tmp_path / "file").touch()
     with pytest.raises(errors.SetupError, match="cannot be written"):
         archive.unpack(packed, tmp_path / "file" / "here", KEY)

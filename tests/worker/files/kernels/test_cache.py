@@ -27,7 +27,7 @@ NAME = f"{KEY.name}{archive.SUFFIX}"
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> Path:
+def packed(tmp_path) -> Path:
     """In a folder as the image has it."""
     target = tmp_path / "image" / NAME
     archive.pack(compile_into(tmp_path / "there"), KEY, target)
@@ -35,7 +35,7 @@ def packed(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def kernels(tmp_path: Path) -> KernelCache:
+def kernels(tmp_path) -> KernelCache:
     return KernelCache(tmp_path / "here", KEY)
 
 
@@ -71,7 +71,7 @@ async def fetch(
 
 async def test_kernels_in_the_storage_are_fetched_once_and_then_on_the_disk(
     storage: Storage, packed: Path, kernels: KernelCache
-) -> None:
+):
     await put(storage, packed)
     assert await fetch(kernels, storage) == "store"
     assert (kernels.folder / GRAPH).read_bytes() == b"a graph"
@@ -84,7 +84,7 @@ async def test_kernels_in_the_storage_are_fetched_once_and_then_on_the_disk(
 
 async def test_kernels_in_the_image_come_before_those_in_the_storage(
     storage: Storage, packed: Path, kernels: KernelCache
-) -> None:
+):
     await put(storage, packed)
     assert await fetch(kernels, storage, packed.parent) == "image"
     assert (kernels.folder / CUBIN).exists()
@@ -94,8 +94,8 @@ async def test_a_truncated_file_in_the_image_is_named_and_the_storage_asked(
     storage: Storage,
     packed: Path,
     kernels: KernelCache,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     await put(storage, packed)
     cut_off(packed)
     assert await fetch(kernels, storage, packed.parent) == "store"
@@ -106,8 +106,8 @@ async def test_a_file_that_was_changed_in_the_storage_is_not_unpacked(
     storage: Storage,
     packed: Path,
     kernels: KernelCache,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     await put(storage, packed, listed=b"what was pushed")
     assert await fetch(kernels, storage) is None
     assert "as in kernels/manifest.json: one of the two is wrong" in caplog.text
@@ -117,7 +117,7 @@ async def test_a_file_that_was_changed_in_the_storage_is_not_unpacked(
 
 async def test_a_file_that_no_list_names_is_not_even_downloaded(
     storage: Storage, packed: Path, kernels: KernelCache
-) -> None:
+):
     await put(storage, packed)
     part = await storage.files.read_part("kernels/manifest.json", 0, 10_000)
     assert part is not None
@@ -130,8 +130,8 @@ async def test_a_file_that_no_list_names_is_not_even_downloaded(
 
 
 async def test_with_a_trusted_key_only_kernels_of_a_signed_list_are_loaded(
-    storage: Storage, packed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    storage: Storage, packed: Path, tmp_path, caplog
+):
     key = SigningKey.create(tmp_path / "key.pem")
     trusted = TrustedKeys.read(key.public)
     await put(storage, packed)
@@ -157,9 +157,9 @@ async def test_with_a_trusted_key_only_kernels_of_a_signed_list_are_loaded(
 async def test_an_unreachable_storage_leaves_the_worker_to_compile(
     storage: Storage,
     kernels: KernelCache,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    monkeypatch,
+    caplog,
+):
     async def read(*_: object) -> bytes:
         raise errors.TransientError("the storage does not answer")
 
@@ -173,7 +173,7 @@ async def test_an_unreachable_storage_leaves_the_worker_to_compile(
 
 async def test_a_worker_killed_while_unpacking_leaves_it_to_the_next(
     storage: Storage, packed: Path, kernels: KernelCache
-) -> None:
+):
     await put(storage, packed)
     (kernels.folder / GRAPH).parent.mkdir(parents=True)
     (kernels.folder / GRAPH).write_bytes(b"a graph")  # unpacked before the kill
@@ -186,9 +186,9 @@ async def test_compiling_waits_for_the_download_but_not_for_ever(
     storage: Storage,
     packed: Path,
     kernels: KernelCache,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    monkeypatch,
+    caplog,
+):
     await put(storage, packed)
     found: list[bool] = []
 
@@ -221,8 +221,8 @@ async def test_compiling_waits_for_the_download_but_not_for_ever(
 
 
 async def test_kernels_that_did_not_fit_count_as_compiled(
-    storage: Storage, packed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    storage: Storage, packed: Path, tmp_path, caplog
+):
     caplog.set_level("INFO")
     await put(storage, packed)
     metrics = WorkerMetrics()
@@ -245,7 +245,7 @@ async def test_kernels_that_did_not_fit_count_as_compiled(
 
 
 @pytest.fixture
-def no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_folders(monkeypatch) -> None:
     """Without torch's and Triton's variables, which are as before after the test."""
     for name in (cache.TORCH_FOLDER, cache.TRITON_FOLDER):
         monkeypatch.setenv(name, "")
@@ -254,8 +254,8 @@ def no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_folders")
 def test_each_key_has_a_folder_of_its_own_unless_the_operator_chose_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     folder = cache.use_folder(tmp_path, KEY)
     assert folder == tmp_path / "kernels" / KEY.name
     assert os.environ[cache.TORCH_FOLDER] == str(folder)
@@ -270,10 +270,10 @@ def test_each_key_has_a_folder_of_its_own_unless_the_operator_chose_one(
 async def test_a_cache_that_cannot_be_written_leaves_torch_its_own_folder(
     worker_settings: Callable[..., WorkerSettings],
     storage: Storage,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    caplog,
+):
     monkeypatch.setattr(cache, "find_key", lambda *_: KEY)
     (tmp_path / "cache").touch()
     async with cache.fetching(worker_settings(), storage.files) as found:
@@ -284,7 +284,7 @@ async def test_a_cache_that_cannot_be_written_leaves_torch_its_own_folder(
 
 async def test_a_worker_that_compiles_nothing_looks_for_nothing(
     worker_settings: Callable[..., WorkerSettings], storage: Storage
-) -> None:
+):
     for changes in ({"compile": "off"}, {"device": "cpu"}):
         reads = storage.operations.blob_reads
         async with cache.fetching(worker_settings(**changes), storage.files) as found:

@@ -19,7 +19,7 @@ DEMO = ROOT / "demo_model"
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def driver(monkeypatch) -> None:
     """NVML as with an H200."""
     for name, answer in {
         "nvmlInit": None,
@@ -47,7 +47,7 @@ def shapes_as_file(path: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
     return path
 
 
-def test_the_key_is_one_plain_name_that_any_storage_takes() -> None:
+def test_the_key_is_one_plain_name_that_any_storage_takes():
     assert KEY.name == (
         "h200-sm90-driver580-cuda12.8-torch2.11.0-triton3.6.0-diffusers0.42.1-py3.11-x86_64"
         "-engine0123abcd-unet4567cdef"
@@ -60,13 +60,13 @@ def test_the_key_is_one_plain_name_that_any_storage_takes() -> None:
 
 
 @pytest.mark.parametrize("field", [each.name for each in fields(archive.Key)])
-def test_whatever_differs_gives_another_name(field: str) -> None:
+def test_whatever_differs_gives_another_name(field: str):
     other = replace(KEY, **{field: "9.9"})
     assert other.name != KEY.name
     assert KEY.differences(other) == [f"{field} 9.9"]
 
 
-def test_the_versions_are_those_that_torch_says_without_importing_it() -> None:
+def test_the_versions_are_those_that_torch_says_without_importing_it():
     found = cache._torch_versions()
     assert found is not None
     assert found[0] == metadata.version("torch").partition("+")[0]
@@ -76,7 +76,7 @@ def test_the_versions_are_those_that_torch_says_without_importing_it() -> None:
 
 
 @pytest.mark.usefixtures("driver")
-def test_the_key_of_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_a_machine_with_a_gpu(monkeypatch):
     monkeypatch.setattr(cache, "_torch_versions", lambda: ("2.11.0", "12.8"))
     found = cache.find_key(DEMO, "auto")
     assert found is not None
@@ -86,11 +86,11 @@ def test_the_key_of_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_cpu_has_no_key() -> None:
+def test_a_cpu_has_no_key():
     assert cache.find_key(DEMO, "cpu") is None
 
 
-def test_a_machine_without_a_driver_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_driver_has_no_key(monkeypatch):
     def fails() -> None:
         raise pynvml.NVMLError_LibraryNotFound
 
@@ -98,12 +98,12 @@ def test_a_machine_without_a_driver_has_no_key(monkeypatch: pytest.MonkeyPatch) 
     assert cache.find_key(DEMO, "auto") is None
 
 
-def test_without_torch_there_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_there_is_no_key(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert cache._torch_versions() is None
 
 
-def test_any_change_of_the_engines_source_is_another_engine(tmp_path: Path) -> None:
+def test_any_change_of_the_engines_source_is_another_engine(tmp_path):
     (tmp_path / "slots").mkdir()
     (tmp_path / "slots" / "step.py").write_text("x = 1")
     before = cache.hash_sources(tmp_path)
@@ -113,7 +113,7 @@ def test_any_change_of_the_engines_source_is_another_engine(tmp_path: Path) -> N
     assert cache.hash_sources(tmp_path) != before
 
 
-def test_fine_tunes_of_a_model_share_kernels_in_either_format(tmp_path: Path) -> None:
+def test_fine_tunes_of_a_model_share_kernels_in_either_format(tmp_path):
     shapes = {"conv_in.weight": (320, 4, 3, 3), "mid.weight": (1280, 1280)}
     single = {f"model.diffusion_model.{name}": shape for name, shape in shapes.items()}
     one = shapes_as_file(

@@ -85,8 +85,8 @@ def worker(
 
 
 async def test_a_second_worker_compiles_nothing_that_the_first_has_compiled(
-    storage: Storage, storage_settings: StorageSettings, tmp_path: Path
-) -> None:
+    storage: Storage, storage_settings: StorageSettings, tmp_path
+):
     async def stored() -> list[str]:
         return [name async for name in storage.files.names(f"kernels/{KEY.name}/")]
 

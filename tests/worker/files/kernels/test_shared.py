@@ -35,7 +35,7 @@ UNET = "the UNet for 4 slots"
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_once(monkeypatch) -> None:
     monkeypatch.setattr(cache, "SETTLE_SECONDS", 0.0)
 
 
@@ -118,9 +118,7 @@ def packed(folder: Path, graph: str, key: archive.Key = KEY) -> bytes:
     return (folder / f"{graph}.xz").read_bytes()
 
 
-async def test_what_one_worker_compiles_no_other_does(
-    storage: Storage, tmp_path: Path
-) -> None:
+async def test_what_one_worker_compiles_no_other_does(storage: Storage, tmp_path):
     async with working(storage, tmp_path / "a") as first:
         assert await compile_here(first, UNET, "fabc")
         await polling.until(lambda: numbers(storage))
@@ -132,8 +130,8 @@ async def test_what_one_worker_compiles_no_other_does(
 
 
 async def test_what_is_compiled_later_is_stored_by_itself_and_found_before_it_is_compiled(
-    storage: Storage, tmp_path: Path
-) -> None:
+    storage: Storage, tmp_path
+):
     async with (
         working(storage, tmp_path / "a") as first,
         working(storage, tmp_path / "b") as other,
@@ -153,8 +151,8 @@ async def test_what_is_compiled_later_is_stored_by_itself_and_found_before_it_is
 
 
 async def test_of_two_that_compile_the_same_at_once_one_adds_nothing(
-    storage: Storage, tmp_path: Path
-) -> None:
+    storage: Storage, tmp_path
+):
     for name in "ab":
         compile_graph(tmp_path / name, "fabc", entry=f"named on {name}")
     compile_graph(tmp_path / "b", "fbcd")
@@ -174,8 +172,8 @@ async def test_of_two_that_compile_the_same_at_once_one_adds_nothing(
 
 
 async def test_an_upload_that_broke_off_is_seen_by_nobody_and_done_by_the_next(
-    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, tmp_path, monkeypatch
+):
     compile_graph(tmp_path / "a", "fabc")
     create = type(storage.files).create
 
@@ -193,8 +191,8 @@ async def test_an_upload_that_broke_off_is_seen_by_nobody_and_done_by_the_next(
 
 
 async def test_with_a_trusted_key_only_what_it_signed_is_loaded(
-    storage: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    storage: Storage, tmp_path, caplog
+):
     key, stranger = (
         SigningKey.create(tmp_path / f"{name}.pem") for name in ("own", "strangers")
     )
@@ -223,10 +221,10 @@ async def test_with_a_trusted_key_only_what_it_signed_is_loaded(
 
 async def test_what_is_damaged_hostile_or_for_another_torch_is_left_out_and_the_rest_taken(
     storage: Storage,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    caplog,
+):
     good = packed(tmp_path, "fgood")
     with tarfile.open(tmp_path / "hostile", "w:xz") as tar:
         archive._add(tar, archive.HEADER, json.dumps(asdict(KEY)).encode())
@@ -257,9 +255,7 @@ async def test_what_is_damaged_hostile_or_for_another_torch_is_left_out_and_the_
     assert not [name for name in left if name == "outside" or ".part" in name]
 
 
-async def test_a_fleets_archives_have_an_end(
-    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_fleets_archives_have_an_end(storage: Storage, tmp_path, monkeypatch):
     monkeypatch.setattr(shared, "MOST", 2)
     for graph in ("fabc", "fbcd"):
         compile_graph(tmp_path / "a", graph)
@@ -271,8 +267,8 @@ async def test_a_fleets_archives_have_an_end(
 
 
 async def test_only_the_token_of_a_trusted_worker_shares_and_it_replaces_nothing(
-    azurite_settings: StorageSettings, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    azurite_settings: StorageSettings, tmp_path, caplog
+):
     caplog.set_level("INFO")
     async with open_storage(azurite_settings) as owner:
         await owner.create()
@@ -309,10 +305,10 @@ async def test_only_the_token_of_a_trusted_worker_shares_and_it_replaces_nothing
 async def test_who_shares(
     worker_settings: Callable[..., WorkerSettings],
     storage: Storage,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path,
+    monkeypatch,
     case: str,
-) -> None:
+):
     key = SigningKey.create(tmp_path / "key.pem")
     settings = worker_settings(
         trusted_key=key.public,

@@ -19,8 +19,8 @@ from worker.settings import WorkerSettings
 @pytest.fixture
 def settings(
     worker_settings: Callable[..., WorkerSettings],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path,
+    monkeypatch,
 ) -> WorkerSettings:
     """Of a worker on a machine with the key, without torch's and Triton's variables."""
     for name in (cache.TORCH_FOLDER, cache.TRITON_FOLDER):
@@ -32,8 +32,8 @@ def settings(
 
 
 async def test_kernels_arrive_while_the_model_loads_where_torch_looks_for_them(
-    storage: Storage, settings: WorkerSettings, caplog: pytest.LogCaptureFixture
-) -> None:
+    storage: Storage, settings: WorkerSettings, caplog
+):
     caplog.set_level("INFO")
     found: list[str] = []
 
@@ -49,8 +49,8 @@ async def test_kernels_arrive_while_the_model_loads_where_torch_looks_for_them(
 
 
 async def test_a_download_that_never_ends_keeps_no_worker_from_its_work_and_its_end(
-    storage: Storage, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, settings: WorkerSettings, monkeypatch
+):
     monkeypatch.setattr(cache.Manifest, "sha256", lambda *_: asyncio.Event().wait())
     without_image = settings.model_copy(update={"kernels": None})
     report = await process.run_worker(without_image, load=StandInEngine)
@@ -58,8 +58,8 @@ async def test_a_download_that_never_ends_keeps_no_worker_from_its_work_and_its_
 
 
 async def test_no_compiler_waits_for_what_a_worker_has_stopped_to_fetch(
-    storage: Storage, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage: Storage, settings: WorkerSettings, monkeypatch
+):
     monkeypatch.setattr(cache.Manifest, "sha256", lambda *_: asyncio.Event().wait())
     async with cache.fetching(settings, storage.files) as kernels:
         pass  # at once: the fetch has not even begun

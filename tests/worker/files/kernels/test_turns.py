@@ -37,9 +37,7 @@ def start(folder: Path, work: str = "pass") -> subprocess.Popen[str]:
     )
 
 
-def test_others_wait_for_the_first_and_then_go_on_together(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_others_wait_for_the_first_and_then_go_on_together(tmp_path, caplog):
     inside, most = 0, []
     first_is_done = threading.Event()
     together = threading.Barrier(3)
@@ -70,8 +68,8 @@ def test_others_wait_for_the_first_and_then_go_on_together(
 
 
 def test_a_worker_that_dies_as_it_compiles_leaves_that_to_the_next(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     with start(tmp_path, "signal.pause()") as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "begins\n"
@@ -80,7 +78,7 @@ def test_a_worker_that_dies_as_it_compiles_leaves_that_to_the_next(
             assert second.communicate()[0] == "begins\nends\n"
 
 
-def test_a_failure_is_not_taken_for_compiled_kernels(tmp_path: Path) -> None:
+def test_a_failure_is_not_taken_for_compiled_kernels(tmp_path):
     with pytest.raises(ZeroDivisionError), cache.by_one_first(tmp_path, "kernels"):
         raise ZeroDivisionError
     assert not list(tmp_path.glob("*.compiled"))
@@ -89,9 +87,7 @@ def test_a_failure_is_not_taken_for_compiled_kernels(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.compiled"))
 
 
-def test_a_folder_that_cannot_be_written_stops_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path, caplog):
     (tmp_path / "file").touch()
     with cache.by_one_first(tmp_path / "file", "kernels"):
         pass
@@ -99,8 +95,8 @@ def test_a_folder_that_cannot_be_written_stops_nobody(
 
 
 def test_a_worker_draws_first_and_each_graph_is_compiled_once_on_a_machine(
-    monkeypatch: pytest.MonkeyPatch, worker_settings: Callable[..., Any], tmp_path: Path
-) -> None:
+    monkeypatch, worker_settings: Callable[..., Any], tmp_path
+):
     given: list[load.EngineSettings] = []
     monkeypatch.setattr(load, "load_engine", given.append)
     settings = worker_settings(model=str(DEMO_MODEL), compile="auto")

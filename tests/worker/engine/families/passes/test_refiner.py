@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
-def other_folder(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def other_folder(family_folder: Any, tmp_path_factory) -> Any:
     """Another checkpoint of a family: all of its networks have other weights."""
 
     @cache
@@ -131,7 +131,7 @@ def test_another_checkpoint_goes_on_with_the_same_run_beside_plain_jobs(
     pipelines: Any,
     k_diffusion: Any,
     family_engine: Any,
-) -> None:
+):
     """With its own text states, to 1e-5 of the latents, and its own VAE."""
     request = make_request(
         prompt="a star", negative_prompt="red", sampler=sampler, steps=7, seed=3
@@ -170,7 +170,7 @@ def test_inpainting_is_the_same_with_its_first_checkpoints_latents_where_it_keep
     k_diffusion: Any,
     pixels: contract.Pixels,
     family_engine: Any,
-) -> None:
+):
     mask = np.zeros(pixels.shape[:2], np.uint8)
     mask[:, 32:] = 255
     init = contract.InitImage(pixels, 0.75, mask)
@@ -205,7 +205,7 @@ def test_hires_fix_goes_on_with_another_checkpoint_and_its_vae(
     pipelines: Any,
     k_diffusion: Any,
     family_engine: Any,
-) -> None:
+):
     hires = contract.HiresPass(
         96, 96, 0.7, 4, upscaler, checkpoint=other_folder(family)
     )
@@ -235,8 +235,8 @@ def test_from_the_first_call_on_it_draws_as_an_engine_of_that_checkpoint_with_th
     family_checkpoint: Any,
     family_folder: Any,
     other_folder: Any,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Its LoRAs are in its own weights, and in those of the other checkpoint."""
     own, its = (
         load.load_engine(
@@ -302,8 +302,8 @@ def mixed(other_folder: Any) -> list[contract.ImageRequest]:
 def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
     engine: Any,
     mixed: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """What another checkpoint goes on with is begun again where it took over, with its noise."""
     alone = draw_alone(engine, mixed)
     failing = iter((*[False] * 3, True))
@@ -332,7 +332,7 @@ def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
 
 def test_a_check_of_the_weights_in_between_finds_the_checkpoints_own(
     engine: Any, mixed: list[Any]
-) -> None:
+):
     alone = draw(engine, mixed[0])[0]
     engine.admit(0, engine.prepare(mixed[0]))
     checked, finished = 0, []
@@ -350,7 +350,7 @@ def test_they_are_dropped_once_no_job_needs_them_and_the_engine_may_take_another
     engine: Any,
     mixed: list[Any],
     other_folder: Any,
-) -> None:
+):
     held = engine._stager._checkpoints
     held.kept_bytes = 0
     draw(engine, mixed[0], mixed[4], mixed[0])
@@ -374,9 +374,9 @@ def test_a_checkpoint_that_does_not_fit_fails_its_job_alone_and_says_why(
     engine: Any,
     family_folder: Any,
     other_folder: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    monkeypatch,
+):
     v = shutil.copytree(other_folder("sd1"), tmp_path / "v")
     config = v / "scheduler" / "scheduler_config.json"
     config.write_text(config.read_text().replace('"epsilon"', '"v_prediction"'))

@@ -32,9 +32,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
-def refiner_folder(
-    family_folder: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def refiner_folder(family_folder: Any, tmp_path_factory) -> Path:
     """A refiner, whose VAE is another than the tiny SDXL's: it decodes what it has drawn."""
     folder = tmp_path_factory.mktemp("refiners") / "xl-refiner"
     tiny_families.build_refiner(folder, family_folder("sdxl"))
@@ -48,9 +46,7 @@ def refiner_folder(
 
 
 @pytest.fixture(scope="session")
-def refiner_file(
-    refiner_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def refiner_file(refiner_folder: Path, tmp_path_factory) -> Path:
     """The same in one file with the keys of its original release, and a configuration beside it."""
     unet = UNet2DConditionModel.from_pretrained(refiner_folder / "unet")
     prefix = "conditioner.embedders.0.model."
@@ -67,7 +63,7 @@ def refiner_file(
 
 
 @pytest.fixture(params=["folder", "file"])
-def refiner(request: Any, refiner_folder: Path, refiner_file: Path) -> contract.Refiner:
+def refiner(request, refiner_folder: Path, refiner_file: Path) -> contract.Refiner:
     return contract.Refiner(
         refiner_file if request.param == "file" else refiner_folder, SWITCH_AT
     )
@@ -113,7 +109,7 @@ def test_it_goes_on_with_its_own_unet_texts_scores_and_vae_beside_jobs_without(
     family_pipeline: Any,
     k_diffusion: Any,
     family_engine: Any,
-) -> None:
+):
     """To 1e-5 of the largest latent; others are as without it."""
     width, height = size
     request = make_request(
@@ -143,8 +139,8 @@ def test_a_lora_changes_what_it_goes_on_with_and_nothing_after(
     refiner_folder: Path,
     family_folder: Any,
     family_checkpoint: Any,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """AUTOMATIC1111 adds it to layers of the same name, of which none has its shape."""
     settings = load.EngineSettings(
         family_folder("sdxl"), "cpu", slots=2, slot_weights=slot_weights
@@ -179,8 +175,8 @@ def test_a_lora_changes_what_it_goes_on_with_and_nothing_after(
 def test_words_of_embeddings_are_words_for_it(
     refiner_folder: Path,
     family_engine: Any,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """AUTOMATIC1111 skips those whose width is not its text encoder's, SDXL's among them."""
     tensors = {"clip_l": torch.randn(3, 32), "clip_g": torch.randn(3, 48)}
     embedding = written(tmp_path / "e.safetensors", tensors)
@@ -204,7 +200,7 @@ def test_it_is_no_model_of_its_own_and_fits_sdxls_alone(
     engine: Any,
     refiner: contract.Refiner,
     family_engine: Any,
-) -> None:
+):
     with pytest.raises(
         errors.SetupError, match="is an SDXL refiner checkpoint; imagefleet gen"
     ):

@@ -1,7 +1,6 @@
 """A VAE of a file encodes and decodes in place of the checkpoint's own, beside jobs without it."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ FAMILIES = ["sd1", "sdxl"]
 
 
 @pytest.fixture(scope="session")
-def vaes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def vaes(tmp_path_factory) -> Any:
     """The file of a random VAE for a family, in the names of *layout*, and the VAE."""
 
     def make(
@@ -71,7 +70,7 @@ def test_images_are_those_that_it_makes_of_the_same_latents(
     vaes: Any,
     latents: list[torch.Tensor],
     family_engine: Any,
-) -> None:
+):
     """In company of images that are decoded by the checkpoint's own."""
     named, vae = vaes(family, layout)
     engine = family_engine(family)
@@ -94,7 +93,7 @@ def test_it_encodes_what_a_job_begins_with_and_what_is_enlarged(
     pixels: contract.Pixels,
     family_engine: Any,
     family_folder: Any,
-) -> None:
+):
     """Drawn without noise, the latents are those that were encoded."""
     named, vae = vaes(family)
     engine = family_engine(family)
@@ -146,8 +145,8 @@ def test_a_file_that_does_not_fit_fails_its_job_alone(
     reason: str,
     vaes: Any,
     family_engine: Any,
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     named, _ = vaes("sd1")
     tensors = load_file(named.path)
     damage(tensors)
@@ -163,7 +162,7 @@ def test_taesd_decodes_in_its_place_unless_the_job_says_full(
     family_engine: Any,
     latents: list[torch.Tensor],
     build_taesd: Any,
-) -> None:
+):
     named, vae = vaes("sd1")
     blocks = len(family_engine("sd1").checkpoint.vae.config.block_out_channels)
     folder = family_folder("sd1")
@@ -184,7 +183,7 @@ def test_a_workers_own_is_that_of_all_jobs_that_name_none(
     pixels: contract.Pixels,
     family_engine: Any,
     family_folder: Any,
-) -> None:
+):
     """Of those that begin with an image, too, and of a model that is changed to."""
     (own, _), (other, _) = vaes(family, "original"), vaes(family, seed=8)
     init = contract.InitImage(pixels, 0.4)
@@ -203,8 +202,8 @@ def test_a_workers_own_is_that_of_all_jobs_that_name_none(
 
 
 def test_a_workers_own_that_does_not_fit_ends_it(
-    vaes: Any, family_folder: Any, tmp_path: Path
-) -> None:
+    vaes: Any, family_folder: Any, tmp_path
+):
     named, _ = vaes("sd1")
     tensors = load_file(named.path)
     tensors.popitem()

@@ -36,7 +36,7 @@ def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
     family: str,
     with_taesd: Any,
     latents: list[torch.Tensor],
-) -> None:
+):
     engine, folder, plain = with_taesd(family)
     init = np.zeros((64, 64, 3), np.uint8)
     requests = [make_request(seed=1), make_request(init=contract.InitImage(init, 0.5))]
@@ -55,7 +55,7 @@ def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
 
 
-def test_a_request_has_the_decoder_that_it_asks_for(with_taesd: Any) -> None:
+def test_a_request_has_the_decoder_that_it_asks_for(with_taesd: Any):
     (engine, _, plain), hires = (
         with_taesd("sd1"),
         contract.HiresPass(96, 96, 0.5, 2, "Lanczos"),
@@ -75,8 +75,8 @@ def test_a_request_has_the_decoder_that_it_asks_for(with_taesd: Any) -> None:
 
 
 def test_what_is_none_for_the_model_is_refused(
-    family_folder: Any, build_taesd: Any, tmp_path: Path
-) -> None:
+    family_folder: Any, build_taesd: Any, tmp_path
+):
     for folder, complaint in (
         (tmp_path / "missing", "missing' has neither"),
         (build_taesd(1), "does not fit the model's latents"),

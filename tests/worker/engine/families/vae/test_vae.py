@@ -34,7 +34,7 @@ def latents() -> torch.Tensor:
 @torch.no_grad()
 def test_in_float32_only_exponents_change(
     tiny_vae: AutoencoderKL, latents: torch.Tensor
-) -> None:
+):
     scaled = copy.deepcopy(tiny_vae)
     scale_down(scaled)
     before = decoder.decode(tiny_vae, latents)[0]
@@ -47,7 +47,7 @@ def test_in_float32_only_exponents_change(
 @torch.no_grad()
 def test_what_overflows_in_float16_is_drawn_right(
     tiny_vae: AutoencoderKL, latents: torch.Tensor
-) -> None:
+):
     """Its first layer writes values of up to 300,000, as SDXL's decoder does further in."""
     large = copy.deepcopy(tiny_vae)
     scale_down(large, 2.0**14)
