@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -11,10 +10,8 @@ from rich.console import Console
 from rich.table import Column
 
 from cli import console
-from fleet.files import meant
 from fleet.files.stored import Listing, read
-from imagefleet import concurrency, errors, signing, validation
-from imagefleet.files import kinds, safetensors
+from imagefleet import errors, signing, validation
 from imagefleet.files.kinds import (
     CONTROLNET,
     EMBEDDING,
@@ -24,7 +21,7 @@ from imagefleet.files.kinds import (
     VAE,
     FileKind,
 )
-from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
+from imagefleet.job.message import Job
 from imagefleet.job.passes import img2img
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings
@@ -44,10 +41,6 @@ NAMED: Mapping[str, FileKind] = {
     kind.noun: kind
     for kind in (LORA, MODEL, EMBEDDING, UPSCALER, CONTROLNET, VAE, IMAGE)
 }
-
-#: As much of a stored file holds its header; a longer one is judged by workers alone.
-_HEADER_BYTES = 2**22
-_HEADERS_AT_ONCE = 16
 
 #: Jobs that name a file, of which so many are reported with their places.
 MAX_PLACES = 3
@@ -73,32 +66,16 @@ class Uses:
     def __init__(self) -> None:
         self.jobs = 0
         self.by_kind: dict[str, dict[str, Use]] = {noun: {} for noun in NAMED}
-        self.other_campaigns: set[str] = set()
-        """Campaigns with images that jobs of others begin with."""
         self.has_comfyui_names = False
-        self.words: dict[str, Use] = {}
-        """Words that look like names of embeddings; once looked up, those that are none."""
 
     def add(self, place: str, job: Job) -> None:
         self.jobs += 1
-        for stage in job.stages_left():
-            found = filter(None, map(img2img.place, stage.sources))
-            self.other_campaigns |= {
-                image.campaign for image in found if image.campaign
-            }
-        self.other_campaigns.discard(job.campaign or DEFAULT_CAMPAIGN)
         for kind, name in set[tuple[str, str]]().union(*map(named, job.stages_left())):
             self.has_comfyui_names |= kind == EMBEDDING.noun
-            self.note(place, kind, name)
-        for word in set[str]().union(*map(meant.words, job.stages_left())):
-            self.note(place, "word", word)
-
-    def note(self, place: str, kind: str, name: str) -> None:
-        uses = self.by_kind.get(kind, self.words)
-        use = uses.setdefault(name, Use(kind, name))
-        use.jobs += 1
-        if len(use.places) < MAX_PLACES:
-            use.places.append(place)
+            use = self.by_kind[kind].setdefault(name, Use(kind, name))
+            use.jobs += 1
+            if len(use.places) < MAX_PLACES:
+                use.places.append(place)
 
 
 def named(job: Job) -> set[tuple[str, str]]:
@@ -164,7 +141,7 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
     Azure, what is in the list in any case.
     """
     keys = settings.keys()
-    missing, present = list[Use](), list[Use]()
+    missing = list[Use]()
     async with open_storage(settings) as storage:
         for noun, wanted in uses.by_kind.items():
             if not wanted:
@@ -177,10 +154,7 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
             if needs_list and kind is not IMAGE:
                 listed = await _listed(storage, kind, keys)
             for use in wanted.values():
-                if use.name in own:
-                    continue
-                if use.name in there & listed:
-                    present.append(use)
+                if use.name in own or use.name in there & listed:
                     continue
                 use.reason = f"not in {kind.folder}/{validation.suggestion(use.name, own | there)}"
                 if use.name in there:
@@ -190,16 +164,6 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
                         f"not listed in {blob}{signed}: `{kind.add_command}` lists it"
                     )
                 missing.append(use)
-
-        async def judge(use: Use) -> None:
-            use.reason = await _unusable(storage, NAMED[use.kind], use.name)
-
-        await concurrency.for_each(present, judge, _HEADERS_AT_ONCE)
-        names = await stored(storage, EMBEDDING) if uses.words else set()
-    lowered = {name.lower() for name in names}
-    for use in uses.words.values():
-        use.reason = meant.reason(use.name, lowered)
-    missing += [use for use in present if use.reason]
     return sorted(missing, key=lambda use: -use.jobs)
 
 
@@ -208,8 +172,6 @@ def summary(uses: Uses, found: list[Use]) -> dict[str, Any]:
         "jobs": uses.jobs,
         "named": {NAMED[noun].folder: len(some) for noun, some in uses.by_kind.items()},
         "missing": [asdict(use) for use in found],
-        "words": [asdict(use) for use in uses.words.values() if use.reason],
-        "input_campaigns": sorted(uses.other_campaigns),
     }
 
 
@@ -236,18 +198,6 @@ def show(uses: Uses, found: list[Use], to: Console = console.stdout) -> None:
     console.print_note(
         f"{console.counted(uses.jobs, 'job')}{with_files}: {are}; nothing was sent"
     )
-    if uses.other_campaigns:
-        campaigns = ",".join(sorted(uses.other_campaigns))
-        console.print_warning(
-            "jobs name images of other campaigns, which fail unless workers have"
-            f" --input-campaigns {campaigns}"
-        )
-    for use in [use for use in uses.words.values() if use.reason][
-        : console.SCREEN_LINES
-    ]:
-        console.print_warning(
-            f"{use.name!r} in {console.counted(use.jobs, 'job')} is {use.reason}"
-        )
     if uses.has_comfyui_names:
         console.print_warning(
             "`embedding:NAME` is how ComfyUI names an embedding; workers draw the word 'embedding'"
@@ -278,23 +228,6 @@ async def aliases(storage: Storage, keys: signing.Keys, there: set[str]) -> set[
     return found | {
         name for name in listed if listed[name] in {listed.get(each) for each in there}
     }
-
-
-async def _unusable(storage: Storage, kind: FileKind, name: str) -> str:
-    """Why workers cannot use a stored LoRA or embedding, by its header; '' if they can."""
-    if kind not in {LORA, EMBEDDING}:
-        return ""
-    blob = f"{kind.folder}/{name}{kind.suffixes[0]}"
-    part = await storage.files.read_part(blob, 0, _HEADER_BYTES)
-    if part is None:  # another name finds it
-        return ""
-    try:
-        kinds.check(kind, name, safetensors.read_header(BytesIO(part.data)))
-    except safetensors.TruncatedError:
-        return "" if len(part.data) == _HEADER_BYTES else f"{blob} is cut off"
-    except (safetensors.MalformedError, errors.SetupError) as error:
-        return str(error) or f"{blob} is not a safetensors file"
-    return ""
 
 
 async def _listed(storage: Storage, kind: FileKind, keys: signing.Keys) -> set[str]:

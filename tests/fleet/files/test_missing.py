@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 import pytest
 
 from cli import console
-from fleet.files import meant
 from fleet.files.stored import Listing
-from header_files import lora_of, shaped
 from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
@@ -46,11 +43,7 @@ def in_storage(settings: StorageSettings, *names: str) -> None:
         async with open_storage(settings) as storage:
             await storage.create()
             for name in names:
-                data = {"loras": lora_of(), "embeddings": shaped(v=[1, 768])}
-                content = data.get(name.partition("/")[0], b"x")
-                await storage.files.create(
-                    name, content, "application/octet-stream", {}
-                )
+                await storage.files.create(name, b"x", "application/octet-stream", {})
 
     asyncio.run(fill())
 
@@ -236,7 +229,6 @@ def test_images_and_files_of_their_passes_are_looked_for_as_well(
     unit = {"image": "cats/a.png", "model": "canny [0123abcd]"}
     given = [
         {"prompt": "a", "init_images": ["cats/a.png"], "mask": "masks/1.webp"},
-        {"prompt": "b", "init_images": ["images/spring/0001.png"]},
         {"prompt": "c", "enable_hr": True, "hr_upscaler": "4x"},
         {"prompt": "d", "enable_hr": True, "hr_upscaler": "4x_b"},
         {"prompt": "e", "alwayson_scripts": {"controlnet": {"args": [unit]}}},
@@ -258,73 +250,3 @@ def test_images_and_files_of_their_passes_are_looked_for_as_well(
         ("VAE", "sharp"): "not in vaes/; did you mean 'sharper'?",
         ("model", "later"): "not in models/; did you mean 'late'?",
     }
-    assert json.loads(result.stdout)["input_campaigns"] == ["spring"]
-
-
-def test_words_that_seem_to_be_names_of_embeddings_are_told_and_are_no_failure(
-    in_process: Imagefleet, tmp_path, storage_settings: StorageSettings
-):
-    in_storage(
-        storage_settings,
-        "embeddings/Bad-Hands-5.safetensors",
-        "embeddings/forest.safetensors",
-    )
-    prompts = [
-        {
-            "prompt": "forests, blue-eyed, 8k",
-            "negative_prompt": "bad-hands-5, EasyNegative",
-        },
-        {"prompt": "a", "negative_prompt": "(badhandv4:1.2), bad_hands_5", "id": "b"},
-        {"prompt": "<lora:easynegative_x:1>", "negative_prompt": "easynegative."},
-    ]
-    (tmp_path / "jobs.jsonl").write_text(
-        "".join(json.dumps(each) + "\n" for each in prompts)
-    )
-    result = in_process(
-        "load", "jobs.jsonl", "--check", "--json", *flags(storage_settings)
-    )
-    found = {
-        each["name"]: each["reason"] for each in json.loads(result.stdout)["words"]
-    }
-    assert found.keys() == {"EasyNegative", "easynegative", "badhandv4", "bad_hands_5"}
-    assert found["bad_hands_5"] == "a word, much like the embedding 'bad-hands-5'"
-    assert found["badhandv4"] == "a word: no embedding of this name is in embeddings/"
-    (tmp_path / "words.jsonl").write_text(json.dumps(prompts[1]) + "\n")
-    shown = in_process("load", "words.jsonl", "--check", *flags(storage_settings))
-    assert shown.returncode == console.EXIT_DONE
-    assert "'badhandv4' in 1 job is a word" in shown.stderr
-
-
-def test_the_known_names_are_none_that_a_prompt_has_as_words():
-    assert "easynegative" in meant.KNOWN
-    assert all(re.search(r"[\d_-]|negative|dream", name) for name in meant.KNOWN)
-
-
-def test_a_file_that_every_worker_would_refuse_is_told_with_its_sentence(
-    in_process: Imagefleet, tmp_path, storage_settings: StorageSettings
-):
-    in_storage(storage_settings, "loras/good.safetensors")
-
-    async def spoil() -> None:
-        async with open_storage(storage_settings) as storage:
-            for name, data in (
-                ("half", lora_of("lora_unet_x.alpha")),
-                ("text", b"no file" * 9),
-            ):
-                blob = f"loras/{name}.safetensors"
-                await storage.files.create(blob, data, "application/octet-stream", {})
-
-    asyncio.run(spoil())
-    jobs = [{"prompt": f"<lora:{name}:1>"} for name in ("good", "half", "text")]
-    (tmp_path / "jobs.jsonl").write_text(
-        "".join(json.dumps(each) + "\n" for each in jobs)
-    )
-    result = in_process(
-        "load", "jobs.jsonl", "--check", "--json", *flags(storage_settings)
-    )
-    reasons = {name: use["reason"] for (_, name), use in missing(result).items()}
-    assert reasons["half"].startswith(
-        "the LoRA 'half' is damaged or of an unknown kind: for 'lora"
-    )
-    assert reasons["text"] == "loras/text.safetensors is not a safetensors file"
-    assert reasons.keys() == {"half", "text"}
