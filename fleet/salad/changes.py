@@ -4,7 +4,6 @@ No step has more replicas, or a higher price, than the groups before the change 
 """
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,9 @@ from fleet.salad import groups as salad_groups
 from fleet.salad.groups import Group, Quota
 from imagefleet import errors
 
-#: Old groups are drained in this many steps, each only once the new replicas before it run.
-DRAIN_STEPS = 4
+#: New groups take the place of old ones in this many steps, each only once the new replicas of the
+#: step before it run.
+STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,84 +37,20 @@ class Changes:
         return bool(self.create or self.resize or self.start or self.delete)
 
 
-def applied(
-    bodies: Sequence[Mapping[str, Any]],
-    existing: Sequence[Group],
-    quota: Quota,
-    dollars: Mapping[str, float],
-) -> Changes:
-    """Changes from the *existing* groups to *bodies*; SetupError if one was changed elsewhere.
-
-    *dollars* are $/h of one replica of each group, 0 where the price is unknown.
-    """
+def applied(bodies: Sequence[Mapping[str, Any]], existing: Sequence[Group]) -> Changes:
+    """Changes from the *existing* groups to *bodies*; SetupError if one was changed elsewhere."""
+    by_name = {group.name: group for group in existing}
     for body in bodies:
-        for group in existing:
-            if group.name == body["name"]:
-                _refuse_drift(body, group)
-
-    def cost(replicas: Mapping[str, int]) -> float:
-        return sum(count * dollars[name] for name, count in replicas.items())
-
+        if body["name"] in by_name:
+            _refuse_drift(body, by_name[body["name"]])
     wanted = {body["name"]: body["replicas"] for body in bodies}
-    live = {group.name: group.live_replicas for group in existing}
-    # Those that do not run give way first.
-    running = {
-        group.name: min(group.live_replicas, group.running) for group in existing
-    }
-    old = {name: count for name, count in running.items() if name not in wanted}
-    new = {name: live.get(name, 0) for name in wanted}
-    old_total, total = sum(old.values()), sum(wanted.values())
-    most = max(total, min(sum(live.values()), quota.room(existing)))
-    most_dollars = max(cost(live), cost(wanted))
-    each = cost(wanted) / total
-    steps: list[Mapping[str, int]] = []
-    for quarters in reversed(range(DRAIN_STEPS + 1)) if old_total else [0]:
-        old = _resplit(old, old_total * quarters // DRAIN_STEPS)
-        fit = most - sum(old.values())
-        if each:
-            fit = min(
-                fit, math.floor((most_dollars - cost(old)) / each + 1e-6)
-            )  # rounding
-        new = _resplit(new, min(total, max(sum(new.values()), fit)))
-        if {**old, **new} not in steps[-1:]:
-            steps.append({**old, **new})
-    return _changes(wanted, existing, steps)
-
-
-def resized(groups: Sequence[Group], replicas: int) -> Changes:
-    """Changes that give *groups* so many *replicas* in all, and touch nothing else."""
-    wanted = _resplit({group.name: group.live_replicas for group in groups}, replicas)
-    return _changes(wanted, groups, [wanted])
-
-
-def refuse_over_quota(plan: Changes, existing: Sequence[Group], quota: Quota) -> None:
-    """Raises SetupError if the quota does not allow the replicas of *plan*."""
-    wanted = sum(plan.steps[-1].values())
-    room = quota.room(existing)
-    if plan.new_replicas and wanted > room:
-        raise errors.SetupError(
-            f"SaladCloud's quota is {quota.replicas:,} replicas, and other groups use"
-            f" {quota.replicas - room:,} (stopped ones count): {wanted:,} do not fit. Request a"
-            " larger quota in the portal, or delete groups that you do not need"
-        )
-
-
-def is_rolling(groups: Sequence[Group]) -> bool:
-    """True while groups of several revisions exist."""
-    return len({group.name.rpartition("-")[0] for group in groups}) > 1
-
-
-def _changes(
-    wanted: Mapping[str, int],
-    existing: Sequence[Group],
-    steps: Sequence[Mapping[str, int]],
-) -> Changes:
-    kept = [group for group in existing if group.name in wanted]
+    steps = _steps(wanted, existing)
     live = {group.name: group.live_replicas for group in existing}
     kept_by_step = [
         sum(min(count, before.get(name, 0)) for name, count in after.items())
         for before, after in itertools.pairwise([live, *steps])
     ]
+    kept = [group for group in existing if group.name in wanted]
     return Changes(
         create={name: count for name, count in wanted.items() if name not in live},
         resize={
@@ -132,10 +68,44 @@ def _changes(
     )
 
 
-def _resplit(shares: Mapping[str, int], replicas: int) -> dict[str, int]:
-    return dict(
-        zip(shares, salad_groups.split(replicas, list(shares.values())), strict=True)
-    )
+def _steps(
+    wanted: Mapping[str, int], existing: Sequence[Group]
+) -> list[Mapping[str, int]]:
+    """Replicas after each step: old ones give way to the same share of the new ones.
+
+    So no step has more replicas, or a higher price, than the first or the last.
+    """
+    new = dict.fromkeys(wanted, 0)
+    old = {}
+    live = 0
+    for group in existing:
+        if group.name in wanted:
+            new[group.name] = group.live_replicas
+        else:
+            old[group.name] = min(group.live_replicas, group.running)
+            live += group.live_replicas
+    running, total = sum(old.values()), sum(wanted.values())
+    steps: list[Mapping[str, int]] = []
+    for left in reversed(range(STEPS)) if running else [0]:
+        # Those that do not run give way first.
+        old = salad_groups.resplit(old, min(running, live * left // STEPS))
+        share = total * (STEPS - left) // STEPS
+        new = salad_groups.resplit(new, min(total, max(sum(new.values()), share)))
+        if {**old, **new} not in steps[-1:]:
+            steps.append({**old, **new})
+    return steps
+
+
+def refuse_over_quota(plan: Changes, existing: Sequence[Group], quota: Quota) -> None:
+    """Raises SetupError if the quota does not allow the replicas of *plan*."""
+    wanted = sum(plan.steps[-1].values())
+    room = quota.room(existing)
+    if plan.new_replicas and wanted > room:
+        raise errors.SetupError(
+            f"SaladCloud's quota is {quota.replicas:,} replicas, and other groups use"
+            f" {quota.replicas - room:,} (stopped ones count): {wanted:,} do not fit. Request a"
+            " larger quota in the portal, or delete groups that you do not need"
+        )
 
 
 def _refuse_drift(body: Mapping[str, Any], group: Group) -> None:

@@ -69,7 +69,11 @@ async def apply(
             fleet.groups(),
             fleet.client.quota(),
         )
-        bodies, plan, price = _plan(fleet_file, replicas, known, existing, quota)
+        classes = fleet_file.gpu_classes(known)
+        bodies = groups.render(fleet_file, classes, replicas, existing)
+        plan = changes.applied(bodies, existing)
+        total = sum(body["replicas"] for body in bodies)
+        price = gpus.replica_price(classes, fleet_file.priority).times(total)
         if plan:
             console.print_note("\n".join(_plan_lines(plan)))
             changes.refuse_over_quota(plan, existing, quota)
@@ -79,31 +83,13 @@ async def apply(
         if plan and not dry_run:
             if plan.new_replicas or plan.delete:
                 console.confirm("Apply?", yes=yes)
-            await fleet.carry_out(plan, bodies, wait_seconds=wait_minutes * 60)
+            await fleet.apply(plan, bodies, wait_minutes * 60)
             console.print_note(
                 "done; `imagefleet deploy status --follow` shows the replicas start"
             )
     if as_json:
         record = {"fleet": fleet_file.name, "dry_run": dry_run, **asdict(plan)}
         console.print_json({**record, "dollars_per_hour": asdict(price)})
-
-
-def _plan(
-    file: FleetFile,
-    replicas: int | None,
-    known: Sequence[gpus.GpuClass],
-    existing: Sequence[Group],
-    quota: Quota,
-) -> tuple[list[dict[str, Any]], changes.Changes, gpus.PriceRange]:
-    """The requests for the groups, what is to be changed, and the price of all replicas."""
-    classes = file.gpu_classes(known)
-    bodies = groups.render(file, classes, replicas, existing)
-    one = gpus.replica_price(classes, file.priority)
-    total = sum(body["replicas"] for body in bodies)
-    old = {group.name: group.price(known) for group in existing}
-    dollars = {name: price.most if price else 0.0 for name, price in old.items()}
-    dollars |= {body["name"]: one.most for body in bodies}
-    return bodies, changes.applied(bodies, existing, quota, dollars), one.times(total)
 
 
 def _plan_lines(plan: changes.Changes) -> list[str]:

@@ -5,7 +5,6 @@ Each step checks the actual state first, so an interrupted command can be run ag
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import (
     AsyncIterator,
@@ -62,71 +61,55 @@ class Deployment:
             )
         return groups
 
-    async def carry_out(
-        self,
-        plan: Changes,
-        bodies: Iterable[Mapping[str, Any]] = (),
-        *,
-        wait_seconds: float | None = None,
+    async def apply(
+        self, plan: Changes, bodies: Sequence[Mapping[str, Any]], wait_seconds: float
     ) -> None:
         """Takes the steps of *plan*, then deletes old groups; *bodies* creates new ones.
 
         A step shrinks groups, waits until their instances are gone, and grows others; the next one
-        follows once `ENOUGH` of the new replicas run. Without *wait_seconds* nothing is awaited.
-        Raises TransientError if what is awaited does not come.
+        follows once `ENOUGH` of the new replicas run. Raises TransientError if what is awaited does
+        not come within *wait_seconds*.
         """
         for step in plan.steps:
-            kept = await self._shrink(step)
-            growing = {
-                name: step[name] for name in step if step[name] > kept.get(name, 0)
+            groups = await self.groups()
+            kept = {
+                group.name: min(step[group.name], group.live_replicas)
+                for group in groups
             }
-            if wait_seconds is not None and (growing or plan.delete):
+            await self.resize(groups, kept)
+            if plan.new_replicas or plan.delete:
                 await self._until_at_most(kept, wait_seconds)
-            if growing:
-                await self._grow(growing, bodies)
-            if wait_seconds is not None and step is not plan.steps[-1]:
+            await self.resize(await self.groups(), step)
+            for body in bodies:
+                name, count = body["name"], step[body["name"]]
+                if count and name not in kept:
+                    await self.client.create({**body, "replicas": count})
+                    replicas = console.counted(count, "replica")
+                    console.print_note(f"created {name}: {replicas}")
+            if step is not plan.steps[-1]:
                 await self._until_running(step.keys() - plan.delete, wait_seconds)
         if plan.delete:
             await self.delete(plan.delete)
 
-    async def _shrink(self, step: Mapping[str, int]) -> dict[str, int]:
-        """Returns the replicas that stay."""
-        groups = [group for group in await self.groups() if group.name in step]
-        for group in groups:
-            if group.replicas > step[group.name]:
-                await self.resize(group.name, step[group.name])
-        return {
-            group.name: min(step[group.name], group.live_replicas) for group in groups
-        }
-
-    async def _grow(
-        self, step: Mapping[str, int], bodies: Iterable[Mapping[str, Any]]
+    async def resize(
+        self, groups: Iterable[Group], replicas: Mapping[str, int]
     ) -> None:
-        groups = {group.name: group for group in await self.groups()}
-        for body in bodies:
-            if (name := body["name"]) in step and name not in groups:
-                await self.client.create({**body, "replicas": step[name]})
-                console.print_note(
-                    f"created {name}: {console.counted(step[name], 'replica')}"
-                )
-        for name in filter(groups.get, step):
-            if groups[name].replicas < step[name]:
-                await self.resize(name, step[name])
-            if groups[name].is_stopped:
+        """Gives *groups* their *replicas*, and starts those that are stopped and get any."""
+        for group in groups:
+            name, count = group.name, replicas[group.name]
+            if count != group.replicas:
+                await self.client.scale(name, count)
+                console.print_note(f"{name}: {console.counted(count, 'replica')}")
+            if count and group.is_stopped:
                 await self.client.turn(name, "start")
                 console.print_note(f"started {name}")
-
-    async def resize(self, name: str, replicas: int) -> None:
-        await self.client.scale(name, replicas)
-        console.print_note(f"{name}: {console.counted(replicas, 'replica')}")
 
     async def drain(self, wait_seconds: float) -> None:
         """Scales to zero, then stops the groups; raises TransientError if instances are left."""
         groups = await self.groups()
-        for group in groups:
-            if group.replicas:
-                await self.resize(group.name, 0)
-        await self._until_at_most({group.name: 0 for group in groups}, wait_seconds)
+        none = {group.name: 0 for group in groups}
+        await self.resize(groups, none)
+        await self._until_at_most(none, wait_seconds)
         for group in groups:
             if not group.is_stopped:
                 await self.client.turn(group.name, "stop")
@@ -157,14 +140,12 @@ class Deployment:
 
     async def _until_running(self, new: Collection[str], wait_seconds: float) -> None:
         def pending(groups: Sequence[Group]) -> str:
-            replicas = sum(group.replicas for group in groups if group.name in new)
-            running = sum(group.running for group in groups if group.name in new)
-            is_enough = running >= math.ceil(replicas * ENOUGH)
-            return (
-                ""
-                if is_enough
-                else f"new groups: {running:,} of {replicas:,} replicas run"
-            )
+            started = [group for group in groups if group.name in new]
+            replicas = sum(group.replicas for group in started)
+            running = sum(group.running for group in started)
+            if running >= replicas * ENOUGH:
+                return ""
+            return f"new groups: {running:,} of {replicas:,} replicas run"
 
         await self._until_none(pending, wait_seconds)
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import AliasPath, BaseModel, BeforeValidator, Field, SecretStr
@@ -102,6 +102,11 @@ def parse_name(fleet: str, name: str) -> tuple[str, int] | None:
     return (found[1], int(found[2])) if found else None
 
 
+def is_rolling(groups: Sequence[Group]) -> bool:
+    """True while groups of several revisions exist."""
+    return len({group.name.rpartition("-")[0] for group in groups}) > 1
+
+
 def split(replicas: int, now: Sequence[int] = (0,)) -> list[int]:
     """Replicas of as many groups as *now*, or more if needed: even, but all stay that can."""
     fewest_groups = math.ceil(replicas / MAX_REPLICAS)
@@ -111,6 +116,11 @@ def split(replicas: int, now: Sequence[int] = (0,)) -> list[int]:
     for _ in range(sum(spread) - replicas):
         spread[-1 - spread[::-1].index(max(spread))] -= 1
     return spread
+
+
+def resplit(shares: Mapping[str, int], replicas: int) -> dict[str, int]:
+    """As many *replicas* in all, split over the groups of *shares* as `split` does."""
+    return dict(zip(shares, split(replicas, list(shares.values())), strict=True))
 
 
 def render(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fleet.monitor import prometheus, rates
-from fleet.salad import changes, deployment
+from fleet.salad import deployment
 from fleet.salad import groups as salad_groups
 from fleet.salad.file import Model
 from fleet.salad.gpus import GpuClass
@@ -147,7 +147,9 @@ class Scaler:
         now = self.clock()
         is_due = now >= self._due_at
         groups = await self._fleet.existing_groups()
-        obstacle = "a rolling change is under way" if changes.is_rolling(groups) else ""
+        obstacle = (
+            "a rolling change is under way" if salad_groups.is_rolling(groups) else ""
+        )
         if not await self._read_queue(now):
             obstacle = "the queue does not answer"
         running = sum(group.running for group in groups)
@@ -242,7 +244,9 @@ class Scaler:
         text = f"{doing} from {now} to {then} replicas: {why}"
         log.log(level, text, action="scale", replicas=then, before=now)
         if not self.is_dry_run:
-            await self._fleet.carry_out(changes.resized(groups, decision.replicas))
+            live = {group.name: group.live_replicas for group in groups}
+            wanted = salad_groups.resplit(live, decision.replicas)
+            await self._fleet.resize(groups, wanted)
 
     async def _price(self, groups: Sequence[Group], *, is_due: bool) -> float | None:
         """$/h of a replica of the most expensive class; in an outage, by the last known prices."""

@@ -75,7 +75,7 @@ async def test_a_job_of_sdxl_counts_by_its_seconds_of_work(
     storage: Storage, tmp_path, monkeypatch
 ):
     """A queue takes ten times the replicas if it is of SDXL."""
-    monkeypatch.setattr(scaler.changes, "is_rolling", lambda _: False)
+    monkeypatch.setattr(scaler.salad_groups, "is_rolling", lambda _: False)
     goal = replace(GOAL, max_replicas=1000, dollars_per_hour=None, deadline=900.0)
     wanted = {}
     for model in ("small", "large"):
