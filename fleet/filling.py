@@ -99,12 +99,7 @@ def fill(
         console.print_json({**asdict(summary), **told})
     elif not quiet:
         _print_summary(summary, told)
-        found = (
-            summary.changed
-            or summary.as_before
-            or summary.cancelled
-            or told.get("invalid")
-        )
+        found = summary.changed or summary.as_before or told.get("invalid")
         if source.count and not summary.sent and summary.finished:
             where = "" if found else f"no jobs in {file}: "
             again = "; --restart sends them again" if summary.as_before else ""
@@ -214,11 +209,6 @@ def _print_summary(summary: Summary, told: Mapping[str, Any]) -> None:
         )
     if skipped := told.get("invalid"):
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")
-    for campaign, jobs in summary.cancelled.items():
-        console.print_note(
-            f"{console.counted(jobs, 'job')} not sent: campaign {campaign} was cancelled; the same"
-            " command sends them"
-        )
     if not summary.finished:
         console.print_note(
             f"stopped after {console.counted(summary.confirmed, 'job')}; the same command goes on"

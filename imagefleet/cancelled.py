@@ -6,7 +6,7 @@ if it is in the list itself.
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime, timedelta
 from typing import NoReturn
 
@@ -67,16 +67,9 @@ class CancelledList(BaseModel, extra="allow", frozen=True):
 class CancelledCampaigns:
     """The cancelled campaigns of one queue, as read last."""
 
-    def __init__(
-        self,
-        files: BlobStore,
-        queue: str,
-        on_unreadable: Callable[[str], None] | None = None,
-    ) -> None:
-        """*on_unreadable* is told why the list cannot be read; by default, a line in the log."""
+    def __init__(self, files: BlobStore, queue: str) -> None:
         self._files = files
         self._queue = queue
-        self._on_unreadable = on_unreadable or self._log
         self.times: Mapping[str, datetime] = {}
         """The time at which each campaign was cancelled, or each single job, by `campaign/id`."""
         self._version: str | None = None
@@ -105,9 +98,9 @@ class CancelledCampaigns:
                 async with asyncio.timeout(READ_SECONDS):
                     await self._read()
             except TimeoutError:
-                self._on_unreadable(f"no answer within {READ_SECONDS:g} seconds")
+                self._log(f"no answer within {READ_SECONDS:g} seconds")
             except errors.FleetError as error:
-                self._on_unreadable(error.message)
+                self._log(error.message)
 
     async def watch(self, in_flight: Collection[object] | None = None) -> NoReturn:
         """Side task: reads the list every five seconds, if given while jobs are *in_flight*."""

@@ -54,7 +54,7 @@ async def keep_noting(note: Callable[[], Awaitable[None]]) -> NoReturn:
 class BulkSender:
     """Calls *send* with messages; None in *bodies* is a position without one.
 
-    *choose* returns a message, or None if it is not to be sent, or raises JobCancelled to end.
+    *choose* returns a message, or None if it is not to be sent, or raises a FleetError to end.
     *second_drawing* returns a second message for some of them.
     """
 
@@ -132,8 +132,6 @@ class BulkSender:
             for body in itertools.islice(self._bodies, size):
                 # What came before an error is kept.
                 batch.append(await self.choose(body) if self.choose else body)  # noqa: PERF401
-        except errors.JobCancelled:
-            self._bodies = iter(())
         except errors.FleetError as error:
             self._bodies = iter(())
             self._source_error = error  # raised once everything before it is sent

@@ -1,10 +1,9 @@
 """Chooses the jobs that a load sends: none of cancelled campaigns, some twice for comparison."""
 
-import asyncio
 import hashlib
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -20,7 +19,6 @@ from imagefleet.job.message import (
 from imagefleet.records.ledger import (
     HASH_BYTES,
     Compared,
-    Digests,
     Ledger,
     Ledgers,
     SentJob,
@@ -28,115 +26,54 @@ from imagefleet.records.ledger import (
 )
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner
 from imagefleet.storage.open import Storage
-from loadgen.file_source import FileSource, MendedMessage
-from loadgen.sources import TemplateSource
+from loadgen.caption_sweep import SweepSource
+from loadgen.file_source import MendedMessage
+from loadgen.sources import Source
 
 
 def shown(found: Counter[Compared]) -> str:
     return f"{found['changed']:,} changed, {found['new']:,} new, {found['as_before']:,} as before"
 
 
-class FileJobs:
-    """The jobs of a whole file, to be compared: some 40 bytes of memory each."""
-
-    def __init__(self) -> None:
-        self.digests: dict[str, Digests] = {}
-        self._positions: dict[str, Digests] = {}
-        self.again = 0
-        """Jobs that are in the file more than once."""
-
-    def add(self, position: int, job: SentJob) -> int | None:
-        """Takes in the job at a position; returns the earlier one that has its id and differs."""
-        if not job.entry:
-            return None
-        digests = self.digests.setdefault(job.campaign, Digests())
-        positions = self._positions.setdefault(job.campaign, Digests())
-        key, digest = job.entry[:HASH_BYTES], job.entry[HASH_BYTES:]
-        before = digests.get(key)
-        if before is None:
-            digests.put(job.entry)
-            positions.put(key + position.to_bytes(HASH_BYTES))
-        elif before != digest:
-            return int.from_bytes(positions.get(key) or b"")
-        else:
-            self.again += 1
-        return None
-
-    async def compared(self, ledgers: Ledgers, changed: list[int]) -> Counter[Compared]:
-        """Counts jobs by whether they were sent; *changed* gets positions of those that differ."""
-        counts: Counter[Compared] = Counter({"as_before": self.again})
-        for campaign in self.digests:
-            ledger = ledgers.of(campaign)
-            await ledger.read()
-            counts += await asyncio.to_thread(self._compare, campaign, ledger, changed)
-        changed.sort()
-        return counts
-
-    def _compare(
-        self, campaign: str, ledger: Ledger, changed: list[int]
-    ) -> Counter[Compared]:
-        counts = Counter[Compared]()
-        for entry in self.digests[campaign]:
-            found = ledger.compare(entry)
-            counts[found] += 1
-            if found == "changed":
-                position = self._positions[campaign].get(entry[:HASH_BYTES])
-                changed.append(int.from_bytes(position or b""))
-        return counts
-
-
-def jobs_of(source: FileSource) -> FileJobs:
-    """The jobs of a file; raises SetupError for two of one id that differ."""
-    jobs = FileJobs()
-
-    def add(position: int, body: str) -> None:
-        if isinstance(body, MendedMessage):
-            return  # it is sent whatever was sent before
-        job = job_of(body)
-        if (earlier := jobs.add(position, job)) is not None:
-            raise errors.SetupError(
-                f"{source.place(earlier)} and {source.place(position)} are two jobs with one id,"
-                f" {job_key(job.campaign, job.id)}; nothing was sent: give one of them another id"
-            )
-
-    source.check(on_body=add)
-    return jobs
-
-
 async def changes_of(
-    storage: Storage, source: TemplateSource | FileSource
+    storage: Storage, source: Source | SweepSource
 ) -> Counter[Compared]:
     """Counts the jobs of a source that are new, changed or as sent before.
 
     Reads all of it, unless its campaign is new.
     """
     ledgers = Ledgers(storage)
-    if isinstance(source, FileSource):
-        return await jobs_of(source).compared(ledgers, [])
-    if source.count and await ledgers.of(source.campaign).is_new():
+    only = source.campaign
+    if source.count and only and await ledgers.of(only).is_new():
         return Counter({"new": source.count})
-    jobs = FileJobs()
-    for position, body in enumerate(source.bodies()):
-        jobs.add(position, job_of(body or ""))
-    return await jobs.compared(ledgers, [])
+    counts = Counter[Compared]()
+    for body in source.bodies():
+        if body is None or isinstance(body, MendedMessage):
+            continue
+        job = job_of(body)
+        ledger = ledgers.of(job.campaign)
+        if not ledger.is_read:
+            await ledger.read()
+        counts[ledger.compare(job.entry)] += 1
+    return counts
 
 
 @dataclass(slots=True, eq=False)
 class LoadedCampaigns:
-    """Leaves out jobs of cancelled campaigns and those sent before; notes the others once sent."""
+    """Leaves out the jobs that were sent before, and notes the others once they are sent."""
 
     cancelled: CancelledCampaigns
     ledgers: Ledgers
     notice: Callable[[str], None]
     only: str | None
     """The campaign of all jobs, whose ids are then the source's own: none is there twice."""
-    total: int
     sends_again: bool
     skips_changed: bool
-    """True if an id that was sent with another content is left out, or ends the load."""
+    """True if a job whose id was sent with another content is left out; else it ends the load."""
+    replace: Callable[[str], Awaitable[None]] | None = None
+    """Called with the messages of such jobs, to have them drawn again."""
     position: int = 0
     counts: Counter[Compared] = field(default_factory=Counter, init=False)
-    left_out: Counter[str] = field(default_factory=Counter, init=False)
     known: Mapping[str, datetime] = field(default_factory=dict, init=False)
     """The cancellations of before this load, which are none of its own."""
     _is_compared: bool = field(default=True, init=False)
@@ -163,49 +100,46 @@ class LoadedCampaigns:
     async def choose(self, body: str | None) -> str | None:
         """The next message; None if it is not sent.
 
-        Raises JobCancelled if none is sent any more, SetupError for an id that was sent with
-        another content.
+        Raises SetupError for a campaign that was cancelled since the load began, and for an id that
+        was sent with another content.
         """
         job = None if body is None else job_of(body)
         if job is not None and self.is_cancelled(job.campaign):
-            self._leave_out(job.campaign)
-            body = job = None
+            raise errors.SetupError(
+                f"campaign {job.campaign} was cancelled: no more jobs are sent; the same command"
+                " sends the others"
+            )
         is_noted = job is not None and bool(job.entry)
         if is_noted and not self._is_compared:
             self.counts["new"] += 1
-        elif job is not None and is_noted and not await self._is_sent(job, body):
+        elif job and body and is_noted and not await self._is_sent(job, body):
             body = job = None
         self._in_flight.append((job.campaign, job.entry) if job and is_noted else None)
         self.position += 1
         return body
 
-    def _leave_out(self, campaign: str) -> None:
-        if campaign not in self.left_out:
-            self.notice(
-                f"campaign {campaign} was cancelled: no more of its jobs are sent"
-            )
-        if self.only:
-            self.left_out[campaign] = self.total - self.position
-            raise errors.JobCancelled
-        self.left_out[campaign] += 1
-
-    async def _is_sent(self, job: SentJob, body: str | None) -> bool:
+    async def _is_sent(self, job: SentJob, body: str) -> bool:
         ledger = await self._ledger(job.campaign)
         found = ledger.compare(job.entry)
         # A failed job that was mended is sent whatever was sent before.
         if isinstance(body, MendedMessage):
             found = "new"
         self.counts[found] += 1
+        key, digest = job.entry[:HASH_BYTES], job.entry[HASH_BYTES:]
+        if found == "changed" and self.replace and key not in ledger.claimed:
+            ledger.claimed[key] = digest
+            await self.replace(body)
+            return False
         if found == "changed" and not self.skips_changed:
             raise errors.SetupError(
                 f"the job {job_key(job.campaign, job.id)}, number {self.position + 1}, was sent"
-                " before with another content; those before it are sent: give it another id, or"
-                " --new-only leaves such jobs out"
+                " before with another content; those before it are sent. Give it another id; or"
+                " leave such jobs out with --new-only, or have them drawn again with --replace"
             )
         if found == "changed" or (found == "as_before" and not self.sends_again):
             return False
         if self.only is None:
-            ledger.claimed[job.entry[:HASH_BYTES]] = job.entry[HASH_BYTES:]
+            ledger.claimed[key] = digest
         return True
 
     async def _ledger(self, campaign: str) -> Ledger:

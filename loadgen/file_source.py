@@ -50,9 +50,6 @@ _GZIP_MAGIC = b"\x1f\x8b"
 #: 96 bits: a collision among a hundred million jobs has a chance of 10^-13.
 ID_BYTES = 12
 
-#: Called with the position and the message of each job.
-OnBody = Callable[[int, str], None]
-
 #: Called with the place and the job of each entry.
 OnJob = Callable[[str, Job], None]
 
@@ -157,6 +154,9 @@ class FileSource:
     came before, so that rows which are added or removed later change no other.
     """
 
+    campaign = None
+    """The campaign of all jobs whose ids are the source's own: those of a file may be others'."""
+
     def __init__(
         self,
         path: Path,
@@ -193,15 +193,10 @@ class FileSource:
             f"{self._name}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
         )
 
-    def check(self, on_job: OnJob | None = None, on_body: OnBody | None = None) -> None:
-        """Checks each entry, for *on_job*; or raises SetupError.
-
-        *on_body* gets the position and the message of each, unsigned.
-        """
-        read = self._read(self.report.reject, on_job or (lambda *_: None))
-        for position, body in enumerate(read):
-            if body is not None and on_body is not None:
-                on_body(position, body)
+    def check(self, on_job: OnJob | None = None) -> None:
+        """Checks each entry, for *on_job*; or raises SetupError."""
+        for _ in self._read(self.report.reject, on_job or (lambda *_: None)):
+            pass
         if self.report.count and not self.report.skips:
             raise errors.SetupError(self.report.sentence(self._name))
 
@@ -213,12 +208,6 @@ class FileSource:
         raise errors.SetupError(
             f"{rejected.place} is not a valid job: {rejected.reason}; --skip-invalid skips such"
         )
-
-    def place(self, position: int) -> str:
-        """The line or the row of the entry at *position*, as messages name it."""
-        with self._opened() as stream:
-            entries = self._form.entries(stream)
-            return next(itertools.islice(entries, position, None)).place
 
     def examples(self, most: int) -> Iterator[str]:
         return itertools.islice(

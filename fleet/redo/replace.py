@@ -267,12 +267,10 @@ async def _delete(storage: Storage, entry: Entry) -> bool:
     return True
 
 
-async def replace_jobs(
-    storage: Storage, bodies: list[str], *, only_check: bool
-) -> None:
+async def replace_jobs(storage: Storage, bodies: list[str]) -> None:
     """Sends jobs in the place of those that were sent with their ids, whose images are put aside.
 
-    Raises SetupError where these have not ended, or images stay. *only_check* changes nothing.
+    Raises SetupError where these have not ended, or images stay.
     """
     given = by_key(bodies)
     campaigns = {split_job_key(key)[0] for key in given}
@@ -310,8 +308,6 @@ async def replace_jobs(
             " they are replaced, wait for them or cancel the campaign"
         )
     await check_access(storage)
-    if only_check:
-        return
     finder = JobFinder(storage.blobs, given, are_others=True)
     replaced = await replace(storage, images, finder, lambda: None)
     if replaced.refused:

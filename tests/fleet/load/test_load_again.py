@@ -62,14 +62,13 @@ def sent_of(settings: StorageSettings) -> int:
     return found
 
 
-def test_ids_of_monday_with_tuesdays_prompts_are_refused_and_none_is_sent(
+def test_ids_of_monday_with_tuesdays_prompts_are_refused_at_the_first(
     load: Load, storage_settings: StorageSettings
 ):
     load("monday.csv", MONDAY)
     assert_refused(
         load("tuesday.csv", TUESDAY),
-        "2 changed, 0 new, 0 as before",
-        "spring/1, spring/2; nothing was sent",
+        "the job spring/1, number 1, was sent before with another content",
     )
     assert prompts_in(storage_settings) == ["a blue fish", "a red house"]
     assert sent_of(storage_settings) == 2
@@ -124,15 +123,20 @@ def test_a_file_of_changed_jobs_that_are_left_out_is_not_called_empty(
     ]
 
 
-def test_two_rows_of_one_id_are_refused_with_both_rows_named(
-    load: Load, storage_settings: StorageSettings
+@pytest.mark.parametrize("option", ["--restart", "--replace"])
+def test_the_second_row_of_one_id_is_refused_and_the_first_is_sent_once(
+    load: Load, storage_settings: StorageSettings, option: str
 ):
     assert_refused(
-        load("jobs.csv", "id,prompt\n1,a cat\n2,a fish\n1,a dog\n"),
-        "row 2 and row 4 are two jobs with one id, spring/1; nothing was sent",
+        load("jobs.csv", "id,prompt\n1,a cat\n2,a fish\n1,a dog\n", option),
+        "the job spring/1, number 3, was sent before with another content",
     )
+    assert prompts_in(storage_settings) == ["a cat", "a fish"]
+
+
+def test_the_same_row_twice_is_one_job(load: Load, storage_settings: StorageSettings):
     twice = load("jobs.csv", "id,prompt\n1,a cat\n1,a cat\n", "--json")
-    assert json.loads(twice.stdout)["sent"] == 1, "the same job twice is one"
+    assert json.loads(twice.stdout)["sent"] == 1
     assert prompts_in(storage_settings) == ["a cat"]
 
 
