@@ -72,10 +72,13 @@ class Uses:
         self.jobs += 1
         for kind, name in set[tuple[str, str]]().union(*map(named, job.stages_left())):
             self.has_comfyui_names |= kind == EMBEDDING.noun
-            use = self.by_kind[kind].setdefault(name, Use(kind, name))
-            use.jobs += 1
-            if len(use.places) < MAX_PLACES:
-                use.places.append(place)
+            self.note(place, kind, name)
+
+    def note(self, place: str, kind: str, name: str) -> None:
+        use = self.by_kind[kind].setdefault(name, Use(kind, name))
+        use.jobs += 1
+        if len(use.places) < MAX_PLACES:
+            use.places.append(place)
 
 
 def named(job: Job) -> set[tuple[str, str]]:
