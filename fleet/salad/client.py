@@ -42,15 +42,11 @@ _Record = TypeVar("_Record")
 
 
 class RefusedError(errors.SetupError):
-    """SaladCloud refuses a call (4xx).
+    """SaladCloud refuses a call (4xx)."""
 
-    *is_repeat*: an earlier try, whose response was lost, may have succeeded.
-    """
-
-    def __init__(self, message: str, status: int, *, is_repeat: bool) -> None:
+    def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-        self.is_repeat = is_repeat
 
 
 def call_limiter() -> AsyncLimiter:
@@ -86,16 +82,11 @@ class SaladClient:
         )
 
     async def create(self, body: Mapping[str, Any]) -> None:
-        """Creates a group; a repeated call is refused if the lost one had created it."""
+        """Creates a group; one that exists is fine: the answer to an earlier try may be lost."""
         try:
             await self.call("POST", self._containers, body)
-        except RefusedError as refused:
-            names = (
-                [group.name for group in await self.groups()]
-                if refused.is_repeat
-                else []
-            )
-            if body["name"] not in names:
+        except RefusedError:
+            if await self._group(body["name"]) is None:
                 raise
 
     async def scale(self, name: str, replicas: int) -> None:
@@ -103,12 +94,17 @@ class SaladClient:
         await self.call("PATCH", f"{self._containers}/{name}", {"replicas": replicas})
 
     async def turn(self, name: str, state: Literal["start", "stop"]) -> None:
+        """Starts or stops a group; SaladCloud refuses to do it twice, which is fine."""
         try:
             await self.call("POST", f"{self._containers}/{name}/{state}")
-        except RefusedError as refused:
-            # A group cannot be stopped twice: the answer to the first call was lost.
-            if not refused.is_repeat:
+        except RefusedError:
+            group = await self._group(name)
+            if group is None or group.is_stopped != (state == "stop"):
                 raise
+
+    async def _group(self, name: str) -> Group | None:
+        groups = await self.groups()
+        return next((group for group in groups if group.name == name), None)
 
     async def delete(self, name: str) -> None:
         """Deletes a group; one that no longer exists is fine."""
@@ -136,13 +132,9 @@ class SaladClient:
             RefusedError: a 4xx.
             TransientError: every try failed.
         """
-        return await RETRIES.call_in_doubt(
-            lambda is_repeat: self._try(method, path, body, is_repeat=is_repeat)
-        )
+        return await RETRIES.call(lambda: self._try(method, path, body))
 
-    async def _try(
-        self, method: str, path: str, body: Mapping[str, Any] | None, *, is_repeat: bool
-    ) -> Any:
+    async def _try(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         secrets = [self._key]
 
         def reveal(secret: SecretStr) -> str:
@@ -167,16 +159,14 @@ class SaladClient:
             ) as response:
                 text = await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
-            failure = proxies.unreachable("SaladCloud's API does not answer", error)
-            if isinstance(failure, errors.TransientError):
-                # The call may have arrived and only its answer been lost.
-                failure.outcome_is_unknown = True
-            raise failure from None
+            raise proxies.unreachable(
+                "SaladCloud's API does not answer", error
+            ) from None
         shown = text
         for secret in filter(None, secrets):  # it may quote what it refuses
             for quoted in (secret, json.dumps(secret)[1:-1]):
                 shown = shown.replace(quoted, salad_groups.MASKED)
-        return _read(response, text, shown, is_repeat=is_repeat)
+        return _read(response, text, shown)
 
     async def _get(self, path: str, read: Callable[[Any], _Record]) -> _Record:
         answer = await self.call("GET", path)
@@ -188,61 +178,52 @@ class SaladClient:
             ) from None
 
 
-def _failure(
-    message: str, after_seconds: float | None = None, *, may_be_done: bool = True
-) -> errors.TransientError:
-    """A failure that may pass; *may_be_done*: the call may have taken effect all the same."""
-    failure = errors.TransientError(message)
-    failure.after_seconds, failure.outcome_is_unknown = after_seconds, may_be_done
-    return failure
-
-
-def _read(
-    response: aiohttp.ClientResponse, text: str, shown: str, *, is_repeat: bool
-) -> Any:
+def _read(response: aiohttp.ClientResponse, text: str, shown: str) -> Any:
     """The JSON in a response whose body is *text*, *shown* in errors, which are those of `call`."""
     status, headers = response.status, response.headers
-    body, message = _body(text)[0], _body(shown)[1]
-    message = redaction.printable(redaction.message(message))
+    message = redaction.printable(redaction.message(_message(shown)))
     details = f"HTTP {status}" + (f", {message}" if message else "")
-    after_seconds = concurrency.after_seconds(
-        headers.get("Retry-After"), LONGEST_RETRY_AFTER_SECONDS, headers.get("Date")
-    )
+    body = failure = None
+    try:
+        body = json.loads(text) if text else None
+    except ValueError:  # proxies return their errors as HTML
+        failure = "SaladCloud's API does not return JSON"
     if status == HTTPStatus.TOO_MANY_REQUESTS:
-        raise _failure(
-            f"SaladCloud's rate limit is reached ({details})",
-            after_seconds,
-            may_be_done=False,
-        )
-    if (
+        failure = "SaladCloud's rate limit is reached"
+    elif (
         status >= HTTPStatus.INTERNAL_SERVER_ERROR
         or status == HTTPStatus.REQUEST_TIMEOUT
     ):
-        raise _failure(f"SaladCloud's API fails ({details})", after_seconds)
-    if status >= HTTPStatus.BAD_REQUEST:
+        failure = "SaladCloud's API fails"
+    elif status >= HTTPStatus.BAD_REQUEST:
         reason = f"SaladCloud refuses {response.method} {response.url.path}: {details}"
         if status == HTTPStatus.UNAUTHORIZED:
             reason = f"SaladCloud does not know the API key ({details})"
         elif status == HTTPStatus.NOT_FOUND and response.method == "GET":
             reason += "; check the organization and the project of the fleet file"
-        raise RefusedError(reason, status, is_repeat=is_repeat)
-    if status >= HTTPStatus.MULTIPLE_CHOICES or (text and body is None):
-        raise _failure(f"SaladCloud's API does not return JSON ({details})")
-    return body
+        raise RefusedError(reason, status)
+    elif status >= HTTPStatus.MULTIPLE_CHOICES:
+        failure = "SaladCloud's API does not return JSON"
+    if failure is None:
+        return body
+    error = errors.TransientError(f"{failure} ({details})")
+    error.after_seconds = concurrency.after_seconds(
+        headers.get("Retry-After"), LONGEST_RETRY_AFTER_SECONDS, headers.get("Date")
+    )
+    raise error
 
 
-def _body(text: str) -> tuple[Any, str]:
-    """The JSON and its error message; for anything else, None and the title of the page."""
+def _message(text: str) -> str:
+    """The error message in a body; of anything but JSON, such as a page, its first words."""
     try:
-        body = json.loads(text) if text else None
-    except ValueError:  # proxies return their errors as HTML
-        title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
-        words = re.sub(r"<[^>]*>", " ", title[1] if title else text).split()
-        return None, f"a page titled {' '.join(words)[:_SHOWN_CHARACTERS]!r}"
+        body = json.loads(text)
+    except ValueError:
+        words = re.sub(r"<[^>]*>", " ", text).split()
+        body = {"title": " ".join(words)}
     if not isinstance(body, dict):
-        return body, ""
-    parts = [str(body[name]) for name in ("title", "detail") if body.get(name)]
+        return ""
     # ASP.NET names the wrong fields in `errors`.
-    if body.get("errors"):
-        parts.append(json.dumps(body["errors"]))
-    return body, ": ".join(parts)[:_SHOWN_CHARACTERS]
+    parts = [
+        str(body[name]) for name in ("title", "detail", "errors") if body.get(name)
+    ]
+    return ": ".join(parts)[:_SHOWN_CHARACTERS]

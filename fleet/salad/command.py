@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -10,7 +9,7 @@ from pydantic import SecretStr
 from rich.console import Group as Screen
 
 from cli import console, options
-from cli.options import AsJson, PriceFile, Yes, option
+from cli.options import AsJson, Yes, option
 from fleet.monitor import watch as watching
 from fleet.salad import changes, deployment, gpus, groups
 from fleet.salad import file as salad_file
@@ -35,11 +34,10 @@ async def apply(
     ),
     wait_minutes: WaitMinutes = 60,
     render: bool = option(
-        "Print the groups of the file and their price, by the built-in table or"
-        " --price-file: makes no call and needs no API key.",
+        "Print the groups of the file and their price, by the built-in table: makes no"
+        " call and needs no API key.",
         default=False,
     ),
-    prices_path: PriceFile = None,
     dry_run: bool = options.dry_run("the changes and their price"),
     yes: Yes = False,
     as_json: AsJson = False,
@@ -59,10 +57,8 @@ async def apply(
     """
     fleet_file = salad_file.read_file(file)
     if render:
-        _render(fleet_file, replicas, prices_path, as_json=as_json)
+        _render(fleet_file, replicas, as_json=as_json)
         return
-    if prices_path is not None:
-        raise errors.SetupError("--price-file goes with --render")
     async with deployment.connected(fleet_file) as fleet:
         known, existing, quota = await concurrency.gather(
             fleet.client.gpu_classes(),
@@ -118,12 +114,9 @@ def _plan_lines(plan: changes.Changes) -> list[str]:
     return lines
 
 
-def _render(
-    file: FleetFile, replicas: int | None, prices_path: Path | None, *, as_json: bool
-) -> None:
+def _render(file: FleetFile, replicas: int | None, *, as_json: bool) -> None:
     """Prints the groups of a fleet file, as `apply` creates them, and their price."""
-    known = prices.read_table(prices_path)
-    classes = file.gpu_classes(gpus.built_in(known))
+    classes = file.gpu_classes(gpus.built_in())
     missing: list[str] = []
 
     def read_secret(source: salad_file.SecretSource) -> SecretStr:
@@ -137,7 +130,7 @@ def _render(
     shown = groups.plain(bodies, lambda _: groups.MASKED)
     total = sum(body["replicas"] for body in bodies)
     price = gpus.replica_price(classes, file.priority).times(total)
-    rows = [(gpu.name, gpu.dollars_per_hour[file.priority]) for gpu in classes]
+    dollars = {gpu.name: gpu.dollars_per_hour[file.priority] for gpu in classes}
     models = file.served_models()
     for message in dict.fromkeys(missing):
         console.print_note(
@@ -149,7 +142,7 @@ def _render(
             "replicas": total,
             "dollars_per_hour": asdict(price),
             "gpus": [
-                {"gpu": gpu, "dollars_per_hour": dollars} for gpu, dollars in rows
+                {"gpu": gpu, "dollars_per_hour": each} for gpu, each in dollars.items()
             ],
             "models": [
                 asdict(model) | {"family": model.family.slug} for model in models
@@ -159,19 +152,15 @@ def _render(
         return
     console.print_json(shown)
     figures = map(console.number_column, ("$/h each", f"$/h for {total:,}"))
-    table = console.table(console.name_column("GPU"), *figures)
-    sources = []
-    for gpu, dollars in rows:
-        table.add_row(gpu, f"{dollars:g}", f"{dollars * total:,.2f}")
-        sources.append(known.gpus[gpu].source)
+    rows = [(gpu, f"{each:g}", f"{each * total:,.2f}") for gpu, each in dollars.items()]
     console.print_tables(
         *(
             f"Serves {model.name} ({model.family.name}), from the queue {model.queue}."
             for model in models
         ),
         f"{total:,} replicas at {file.priority} priority: {price}, {price.per_day} while all run.",
-        table,
-        f"Prices: {'; '.join(dict.fromkeys(sources))}. For images per dollar: `imagefleet plan`.",
+        console.table(console.name_column("GPU"), *figures, rows=rows),
+        f"Prices: {prices.GPU_PRICES_SOURCE}. For images per dollar: `imagefleet plan`.",
     )
 
 

@@ -46,12 +46,11 @@ class PriceRange:
         return f"${self.least * hours:,.2f} to ${self.most * hours:,.2f}"
 
 
-def built_in(table: prices.PriceTable = prices.BUILT_IN) -> list[GpuClass]:
-    """The classes known without the API, at the prices of *table*."""
+def built_in() -> list[GpuClass]:
+    """The classes known without the API, at the prices of the built-in table."""
     return [
         GpuClass(name, prices.SALAD_IDS[name], dict(gpu.dollars_per_hour.items()))
-        for name, gpu in table.gpus.items()
-        if name in prices.SALAD_IDS
+        for name, gpu in prices.BUILT_IN.gpus.items()
     ]
 
 

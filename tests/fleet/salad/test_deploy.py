@@ -43,7 +43,7 @@ def test_the_price_to_confirm_is_the_whole_fleets_before_and_after_an_interrupti
     in_process("deploy", "apply", "--yes")
     edit(tmp_path, "environment:", "priority: high\nenvironment:")
     planned = in_process("deploy", "apply", "--dry-run", "--json")
-    salad.faults = [salad_module.Fault(403, method="POST", skips=1, lands=True)]
+    salad.faults = [salad_module.Fault(403, method="POST", skips=1)]
     assert in_process("deploy", "apply", "--yes").returncode == 2
 
     resumed = in_process("deploy", "apply", "--yes", "--json")
