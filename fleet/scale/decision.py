@@ -41,7 +41,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """One sample; *price* and *quota_free* are None if unknown.
+    """One sample; *price* is None if unknown, *quota_free* if no change is due.
 
     *price* is $/h of one replica of the most expensive class; *replicas* are those requested and
     *running* those billed; *empty_seconds* is how long the queue has been empty.
@@ -129,18 +129,17 @@ def _need(goal: Goal, known: Known) -> tuple[int, str]:
 
 def _most(goal: Goal, known: Known) -> tuple[int, str]:
     """The tightest limit in replicas, and its name."""
-    if known.price is None or known.quota_free is None:
-        unknown = "price" if known.price is None else "quota"
-        return min(
-            known.replicas, _affordable(goal, known)
-        ), f"the {unknown} is unknown"
+    affordable = _affordable(goal, known)
+    if known.price is None:
+        return min(known.replicas, affordable), "the price is unknown"
+    free = known.quota_free or 0
     limits = [
         (goal.max_replicas, f"at most {goal.max_replicas:,} are allowed"),
         (
-            known.replicas + known.quota_free,
-            f"the quota allows {known.quota_free:,} more",
+            known.replicas + free,
+            f"the quota allows {free:,} more",
         ),
-        (_affordable(goal, known), _BUDGET),
+        (affordable, _BUDGET),
     ]
     if goal.dollars_per_hour is not None:
         most = math.floor(goal.dollars_per_hour / known.price)

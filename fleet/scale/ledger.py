@@ -9,7 +9,6 @@ from pydantic import TypeAdapter
 
 from cli import console
 from imagefleet import errors, validation
-from imagefleet.telemetry import host
 
 #: Clocks are set by seconds all the time.
 _NOTABLE_SECONDS = 300.0
@@ -25,9 +24,6 @@ class Ledger:
     running: int
     dollars: float = 0.0
     price: float | None = None
-    boot: str | None = None
-    """The boot of the machine that wrote it, and its *uptime* at *at*."""
-    uptime: float = 0.0
 
     def counted(self, now: float, running: int, price: float | None) -> Ledger:
         """The ledger at *now*, at the larger of the replicas running then and now.
@@ -46,9 +42,6 @@ class Ledger:
 def read(path: Path, fleet: str, now: float) -> Ledger:
     """The ledger in the file, or a new one.
 
-    The time since its last entry is that of the machine's uptime, and only if the machine was
-    restarted that of its clock.
-
     Raises:
         SetupError: it cannot be read, belongs to another fleet or is of the future, so the cost is
             unknown.
@@ -59,8 +52,6 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
     ledger = validation.read_file(Ledger, path, otherwise)
     if ledger is None:
         return Ledger(fleet, now, now, 0)
-    if ledger.boot is not None and ledger.boot == host.boot_id():
-        ledger = replace(ledger, at=now - (host.uptime() - ledger.uptime))
     if ledger.fleet != fleet:
         raise errors.SetupError(
             f"the scaler's ledger {path} belongs to the fleet {ledger.fleet}, not {fleet}: use"
@@ -75,9 +66,6 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
     return ledger
 
 
-def write(path: Path, ledger: Ledger, now: float) -> None:
+def write(path: Path, ledger: Ledger) -> None:
     """Replaces the file atomically; raises SetupError if it cannot be written."""
-    written = replace(
-        ledger, boot=host.boot_id(), uptime=host.uptime() - (now - ledger.at)
-    )
-    console.write_file(path, TypeAdapter(Ledger).dump_json(written))
+    console.write_file(path, TypeAdapter(Ledger).dump_json(ledger))

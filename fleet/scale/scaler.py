@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fleet.monitor import prometheus, rates
 from fleet.salad import deployment
@@ -16,14 +16,12 @@ from fleet.salad.gpus import GpuClass
 from fleet.salad.groups import Group
 from fleet.scale import ledger
 from fleet.scale.decision import SETTLE_SECONDS, Decision, Goal, Known, decide
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import host, logs
 
 log = logs.EventLog(__name__)
-
-_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +100,7 @@ class Scaler:
     def __post_init__(self) -> None:
         self._ledger = ledger.read(self._ledger_path, self._fleet.fleet, self.clock())
         self._classes: Sequence[GpuClass] = ()
+        self._quota_free: int | None = None
         self._messages = 0
         self._jobs_of_first = 0.0
         self._empty_since: float | None = None
@@ -133,42 +132,55 @@ class Scaler:
 
     async def try_once(self, on_decision: Callable[[dict[str, Any]], None]) -> None:
         """One step; after a failure the replicas stay, but the first one's SetupError is raised."""
-        try:
+
+        async def decide_once() -> None:
             on_decision(await self.step())
+
+        await self._failure(decide_once(), "the replicas stay unchanged")
+
+    async def _failure(self, work: Awaitable[None], said: str) -> str:
+        """Does *work*; if it fails, logs and returns what is *said*. Raises a first SetupError."""
+        try:
+            await work
         except (errors.TransientError, errors.SetupError) as error:
             if isinstance(error, errors.SetupError) and self._known is None:
                 raise
-            log.warning(
-                f"the replicas stay unchanged: {error}", action="scale_step_failed"
-            )
+            log.warning(f"{said}: {error}", action="scale_failed")
+            return said
+        return ""
 
     async def step(self) -> dict[str, Any]:
-        """Samples, decides, acts, and returns the record; raises TransientError in an outage."""
+        """Samples, decides, acts, and returns the record; raises TransientError in an outage.
+
+        What cannot be read or written is an obstacle to more replicas; the budget is watched all
+        the same.
+        """
         now = self.clock()
         is_due = now >= self._due_at
         groups = await self._fleet.existing_groups()
-        obstacle = (
-            "a rolling change is under way" if salad_groups.is_rolling(groups) else ""
-        )
-        if not await self._read_queue(now):
-            obstacle = "the queue does not answer"
+        is_rolling = salad_groups.is_rolling(groups)
+        obstacle = "a rolling change is under way" if is_rolling else ""
+        self._quota_free = None
+        if is_due:
+            unknown = "SaladCloud's prices and quota are unknown"
+            obstacle = await self._failure(self._read_prices(), unknown) or obstacle
+        silent = "the queue does not answer"
+        obstacle = await self._failure(self._read_queue(now), silent) or obstacle
         running = sum(group.running for group in groups)
-        price = await self._price(groups, is_due=is_due)
-        self._ledger = self._ledger.counted(now, running, price)
-        if not self._write_ledger():
-            obstacle = "the ledger cannot be written"
+        self._ledger = self._ledger.counted(now, running, self._price(groups))
+        unwritten = "the ledger cannot be written"
+        obstacle = await self._failure(self._write_ledger(), unwritten) or obstacle
         speed = await self._speeds.find()
-        quota = await _known(self._fleet.client.quota(), "quota") if is_due else None
         per_job = self._jobs_of_first / self._messages if self._messages else 1.0
         known = Known(
             now=self.wall_clock(),
             messages=self._messages,
             empty_seconds=0.0 if self._empty_since is None else now - self._empty_since,
-            replicas=sum(group.replicas for group in groups if not group.is_stopped),
+            replicas=sum(group.live_replicas for group in groups),
             running=running,
             spent_dollars=self._ledger.dollars,
             price=self._ledger.price,
-            quota_free=quota.free if quota else None,
+            quota_free=self._quota_free,
             jobs_per_second=speed.jobs_per_second / per_job,
         )
         self._known = known
@@ -188,40 +200,31 @@ class Scaler:
             "reason": decision.reason,
         }
 
-    def _write_ledger(self) -> bool:
-        """False if it cannot be written any more; the budget is watched all the same."""
-        try:
-            if not self.is_dry_run:
-                ledger.write(self._ledger_path, self._ledger, self.clock())
-        except errors.SetupError as error:
-            if self._known is None:
-                raise
-            said = f"{error}: the replicas are not increased meanwhile"
-            log.warning(said, action="ledger_not_written")
-            return False
-        return True
+    async def _write_ledger(self) -> None:
+        if not self.is_dry_run:
+            ledger.write(self._ledger_path, self._ledger)
 
-    async def _read_queue(self, now: float) -> bool:
-        """False if the queue does not answer; the budget is watched all the same."""
-        try:
-            depth = await self._storage.queue.depth()
-            counted = [
-                (each.model, each.messages)
-                for each in depth.by_queue.values()
-                if self._goal.models is None
-                or each.model is None
-                or each.model in self._goal.models
-            ]
-            self._messages = sum(messages for _, messages in counted)
-            self._jobs_of_first = self._speeds.jobs_of_first(counted)
-        except (errors.TransientError, errors.SetupError) as error:
-            if isinstance(error, errors.SetupError) and self._known is None:
-                raise
-            log.warning(f"the queue does not answer: {error}", action="queue_unknown")
-            self._empty_since = None
-            return False
-        self._empty_since = None if self._messages else self._empty_since or now
-        return True
+    async def _read_prices(self) -> None:
+        """Reads the prices of the GPU classes and the quota; in an outage, earlier prices stay."""
+        self._classes, quota = await concurrency.gather(
+            self._fleet.client.gpu_classes(), self._fleet.client.quota()
+        )
+        self._quota_free = quota.free
+
+    async def _read_queue(self, now: float) -> None:
+        empty_since, self._empty_since = self._empty_since, None
+        depth = await self._storage.queue.depth()
+        counted = [
+            (queue.model, queue.messages)
+            for queue in depth.by_queue.values()
+            if self._goal.models is None
+            or queue.model is None
+            or queue.model in self._goal.models
+        ]
+        self._messages = sum(messages for _, messages in counted)
+        self._jobs_of_first = self._speeds.jobs_of_first(counted)
+        if not self._messages:
+            self._empty_since = empty_since or now
 
     async def _carry_out(
         self, decision: Decision, known: Known, groups: Sequence[Group], *, is_due: bool
@@ -230,39 +233,19 @@ class Scaler:
         level = logging.WARNING if is_late else logging.INFO
         now, then = known.replicas, decision.replicas
         spent = f"${known.spent_dollars:,.2f} of ${self._goal.max_dollars:,.2f} spent"
-        why = f"{decision.reason}; {spent}"
+        doing = "would scale" if self.is_dry_run else "scaling"
+        text = f"{doing} from {now} to {then} replicas"
         if then == now:
             level = level if is_due else logging.DEBUG
-            log.log(
-                level,
-                f"keeping {now} replicas: {why}",
-                action="scale_keep",
-                replicas=now,
-            )
-            return
-        doing = "would scale" if self.is_dry_run else "scaling"
-        text = f"{doing} from {now} to {then} replicas: {why}"
+            text = f"keeping {now} replicas"
+        text = f"{text}: {decision.reason}; {spent}"
         log.log(level, text, action="scale", replicas=then, before=now)
-        if not self.is_dry_run:
+        if then != now and not self.is_dry_run:
             live = {group.name: group.live_replicas for group in groups}
-            wanted = salad_groups.resplit(live, decision.replicas)
-            await self._fleet.resize(groups, wanted)
+            await self._fleet.resize(groups, salad_groups.resplit(live, then))
 
-    async def _price(self, groups: Sequence[Group], *, is_due: bool) -> float | None:
-        """$/h of a replica of the most expensive class; in an outage, by the last known prices."""
-        if is_due or not self._classes:
-            asked = self._fleet.client.gpu_classes()
-            self._classes = await _known(asked, "prices") or self._classes
+    def _price(self, groups: Sequence[Group]) -> float | None:
+        """$/h of a replica of the most expensive class; None if that of a group is unknown."""
         found = [group.price(self._classes) for group in groups]
-        highest = [each.most if each else 0.0 for each in found]
-        # If one group has no price, that of the fleet is unknown.
-        return max(highest) if highest and min(highest) > 0 else None
-
-
-async def _known(asked: Awaitable[_Answer], what: str) -> _Answer | None:
-    """SaladCloud's answer; None in an outage."""
-    try:
-        return await asked
-    except errors.TransientError as error:
-        log.warning(f"not known now: the {what}: {error}", action=f"{what}_unknown")
-        return None
+        highest = [price.most if price else 0.0 for price in found]
+        return max(highest) if min(highest) > 0 else None

@@ -48,15 +48,6 @@ def uptime() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def boot_id() -> str | None:
-    """Id of this start of the machine, the same for every process; None where there is none."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        return boot.strip() or None
-    except (OSError, ValueError):
-        return None
-
-
 def steady_clock() -> Callable[[], float]:
     """The time of day as it is now (Unix seconds), going on whatever it is set to later."""
     ahead = time.time() - uptime()
