@@ -22,7 +22,7 @@ from worker.engine import contract, load, phases
 from worker.files import check, model
 from worker.files.kernels import cache as kernels
 from worker.gpu_thread import THREAD_NAME, Take
-from worker.gpus.child import HURRY, Member
+from worker.gpus.parent import HURRY
 from worker.inputs.reader import JobFiles
 from worker.metrics import Outcome, WorkerMetrics
 from worker.models import checkpoints
@@ -56,13 +56,13 @@ async def run_worker(
     load: Callable[[], contract.Engine] | None = None,
     on_settled: Callable[[Outcome], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
-    member: Member | None = None,
+    gpu: str | None = None,
 ) -> WorkerReport:
     """Runs a worker until a signal, or with `until_empty` until the queue is empty.
 
     *load* replaces the engine that the settings describe; *on_settled* is called for every job.
     *on_progress* is called every second, in place of a line a minute, and one at the end, in the
-    log. *member*: this is one of several workers of the machine, which ends with their parent.
+    log. *gpu* is the number of the worker's GPU, where others of the machine have workers as well.
 
     On SaladCloud it does not end for what another node would meet as well: it goes on polling an
     empty queue (`until_empty` is ignored), and waits for storage, credentials and whatever else
@@ -78,9 +78,9 @@ async def run_worker(
         log.warning(text, action="until_empty_ignored")
         settings = settings.model_copy(update={"until_empty": False})
     gc.set_threshold(OBJECTS_PER_COLLECTION)
-    with _signals(member) as (stop, hurry, received):
+    with _signals(is_one_of_several=gpu is not None) as (stop, hurry, received):
         worker = _Worker(
-            settings, load, on_settled, on_progress, metadata, stop, hurry, member
+            settings, load, on_settled, on_progress, metadata, stop, hurry, gpu
         )
         report = await worker.run()
     return (
@@ -120,7 +120,8 @@ class _Worker:
     _metadata: salad.SaladMetadata | None
     _stop: asyncio.Event
     _hurry: asyncio.Event
-    _member: Member | None = None
+    _one_of_several: str | None = None
+    """The number of its GPU, where others of the machine have workers as well."""
     _began_at: float = field(default_factory=time.monotonic)
     _meter: ProgressMeter = field(default_factory=ProgressMeter)
     _pipeline: Pipeline | None = None
@@ -133,12 +134,9 @@ class _Worker:
     _own_files: Mapping[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        member = self._member
-        self._metrics = WorkerMetrics(
-            self._settings.fleet_name, member.assignment.gpu if member else None
-        )
+        self._metrics = WorkerMetrics(self._settings.fleet_name, self._one_of_several)
         # The container is the parent's to give up: the other GPUs go on.
-        self._container = None if member else self._metadata
+        self._container = None if self._one_of_several else self._metadata
 
     async def run(self) -> WorkerReport:
         settings = self._settings
@@ -154,14 +152,8 @@ class _Worker:
                 host=settings.host,
                 port=settings.port,
             ) as self._port,
-            push.pushing(
-                self._metrics.registry,
-                settings,
-                job="imagefleet-worker",
-                instance=self._member.assignment.instance if self._member else None,
-            ),
+            push.pushing(self._metrics.registry, settings, job="imagefleet-worker"),
             tasks.background(self._show_progress(), "show progress"),
-            tasks.background(self._report_to_parent(), "report to the parent"),
         ):
             if self._metadata is None:
                 await self._attempt()
@@ -322,17 +314,6 @@ class _Worker:
             now, now - self._began_at, self._phase(), self._counts(), why_waiting
         )
 
-    async def _report_to_parent(self) -> None:
-        """Every second; once the parent is gone, hands back the jobs in flight and ends."""
-        while self._member is not None:
-            is_ready = self._pipeline is not None and self._pipeline.ready
-            if not self._member.report(is_ready=is_ready):
-                log.error("the parent of this worker is gone", action="parent_gone")
-                self._hurry.set()
-                self._stop.set()
-                return
-            await asyncio.sleep(SAMPLE_SECONDS)
-
     async def _show_progress(self) -> NoReturn:
         """Calls `on_progress` every second, or logs a line a minute."""
         show = self._on_progress or progress.log_progress
@@ -369,7 +350,7 @@ class _Worker:
     def _load_engine(self, checkpoint: Checkpoint) -> contract.Engine:
         settings = checkpoint.settings
         check.check_path(model.local_path(settings))
-        if self._member is not None and settings.device != "cpu":
+        if self._one_of_several and settings.device != "cpu":
             from worker.engine import device
 
             device.check_listed_gpu()
@@ -416,17 +397,19 @@ def engine_settings(
 
 @contextlib.contextmanager
 def _signals(
-    member: Member | None = None,
+    *,
+    is_one_of_several: bool,
 ) -> Iterator[tuple[asyncio.Event, asyncio.Event, list[signal.Signals]]]:
     """The first SIGTERM or SIGINT sets *stop*, the second *hurry*; the list has those received.
 
-    For a *member* they are its parent's STOP and HURRY: a supervisor may send SIGTERM to both.
+    *is_one_of_several*: SIGTERM stops and SIGINT hurries, as the parent sends them; a supervisor
+    may send SIGTERM to both.
     """
     stop, hurry = asyncio.Event(), asyncio.Event()
     received: list[signal.Signals] = []
 
     def on_signal(number: signal.Signals) -> None:
-        hurries = stop.is_set() if member is None else number is HURRY
+        hurries = number is HURRY if is_one_of_several else stop.is_set()
         if stop.is_set() and not hurries:
             return
         received.append(number)

@@ -60,7 +60,6 @@ class Sample:
     stage_seconds: Counter[str] = field(default_factory=Counter)
     stage_counts: Counter[str] = field(default_factory=Counter)
     recompiles: int = 0
-    restarts: int = 0
     worker_cpu_seconds: float = 0.0
     machine_cpu_seconds: float = 0.0
 
@@ -94,8 +93,6 @@ class Sample:
                 self.stage_counts[labels["stage"]] += int(value)
             case "imagefleet_engine_recompiles_total":
                 self.recompiles += int(value)
-            case "imagefleet_gpu_restarts_total":
-                self.restarts += int(value)
 
 
 class Machine:

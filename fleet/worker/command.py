@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import typer
 from rich.live import Live
@@ -24,9 +23,6 @@ from worker.models import checkpoints
 from worker.node import salad
 from worker.progress import Progress, WorkerReport, duration
 from worker.settings import MachineSettings, WorkerSettings, require_libraries
-
-if TYPE_CHECKING:
-    from worker.gpus.child import Member
 
 
 @options.flat
@@ -56,12 +52,13 @@ def command(
     """
     require_libraries()
     # They need libraries of the extra `worker`.
-    from worker.gpus import child, choice, parent
+    from worker.gpus import choice, parent
 
-    if member := child.Member.from_environment():
-        logs.name_device(member.assignment.gpu)
+    if assigned := parent.assigned(settings):
+        gpu, own_settings = assigned
+        logs.name_device(gpu)
         logs.configure(settings.log_format)
-        report = _run(member.settings(settings), member)
+        report = _run(own_settings, gpu)
     else:
         gpus = choice.choose(settings) if settings.gpus is not None else []
         if len(gpus) == 1:
@@ -98,11 +95,11 @@ def _has_terminal(settings: WorkerSettings) -> bool:
     )
 
 
-def _run(settings: WorkerSettings, member: Member | None = None) -> WorkerReport:
+def _run(settings: WorkerSettings, gpu: str | None = None) -> WorkerReport:
     from worker import process  # needs the extra `worker`
 
-    if member or not _has_terminal(settings):
-        return console.run(process.run_worker(settings, member=member))
+    if gpu is not None or not _has_terminal(settings):
+        return console.run(process.run_worker(settings, gpu=gpu))
     logs.configure("text", LogHandler())
     # An error is printed when the live line is gone.
     with console.one_line_errors(), showing() as show:

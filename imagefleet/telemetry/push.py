@@ -39,14 +39,12 @@ _RETRYABLE = frozenset({408, 425, 429})
 
 @contextlib.asynccontextmanager
 async def pushing(
-    registry: CollectorRegistry,
-    settings: TelemetrySettings,
-    job: str,
-    instance: str | None = None,
+    registry: CollectorRegistry, settings: TelemetrySettings, job: str
 ) -> AsyncIterator[None]:
     """Pushes *registry* while the block runs and once more at its end, if `push_url` is set.
 
-    Every series gets the labels of a scrape: `job`, and *instance*, by default a new one.
+    Every series gets the labels of a scrape: `job`, and `instance`, a new random name, which does
+    not identify the machine.
     """
     if settings.push_url is None:
         yield
@@ -55,7 +53,7 @@ async def pushing(
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
     async with proxies.session(headers=headers, timeout=timeout) as client:
-        labels = f"job={job}", f"instance={instance or new_instance()}"
+        labels = f"job={job}", f"instance={uuid.uuid4().hex[:12]}"
         url = URL(settings.push_url).extend_query(
             [("extra_label", label) for label in labels]
         )
@@ -65,11 +63,6 @@ async def pushing(
                 yield
         finally:
             await pusher.push_for(LAST_PUSH_SECONDS)
-
-
-def new_instance() -> str:
-    """A random name, which does not identify the machine."""
-    return uuid.uuid4().hex[:12]
 
 
 @dataclass(eq=False)

@@ -160,7 +160,7 @@ async def test_two_gpus_share_the_jobs_one_comes_back_and_sigterm_drains_both(
         for probe in ("/started", "/live", "/ready"):
             assert (await client.get(address + probe)).ok, probe
         text = await (await client.get(f"{address}/metrics")).text()
-        assert 'imagefleet_gpu_restarts_total{device="1"' in text
+        assert 'imagefleet_gpu_up{device="1"' in text
     await fill(storage, "more")
     await polling.until(lambda: names(storage), lambda found: len(found) >= JOBS + 4)
     running.process.send_signal(signal.SIGTERM)

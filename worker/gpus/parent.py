@@ -1,24 +1,27 @@
-"""The parent of a machine's workers, one for each GPU: starts them, and ends when they have ended.
+"""The parent of a machine's workers: a loop over one process for each GPU, without torch.
 
 A worker that crashes is started again, after ever longer pauses. One that ends because its node or
-its setup is wrong is not: the other GPUs go on. The parent imports no torch and uses no GPU.
+its setup is wrong is not: the other GPUs go on. Each is the same command as the parent's, and finds
+its GPU in its environment.
 """
 
 import asyncio
+import contextlib
+import json
+import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from prometheus_client import Counter
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import Gauge
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 from imagefleet.telemetry import logs, metrics, probes, push
-from worker import replica, tasks
-from worker.gpus.child import HURRY, STOP, Assignment, Child
+from worker import tasks
 from worker.gpus.choice import Gpu
-from worker.settings import MachineSettings
+from worker.settings import MachineSettings, WorkerSettings
 
 log = logs.EventLog(__name__)
 
@@ -37,7 +40,7 @@ DONE, UNEXPECTED, SETUP, NODE, JOBS_FAILED, INTERRUPTED, TERMINATED = (
 FINISHED = frozenset({DONE, JOBS_FAILED, INTERRUPTED, TERMINATED})
 
 #: The first of them that a worker ended with is the parent's.
-_BY_WEIGHT = (JOBS_FAILED, DONE, NODE, SETUP)
+_BY_WEIGHT = (TERMINATED, INTERRUPTED, JOBS_FAILED, DONE, NODE, SETUP)
 
 #: The first pause is short, since most crashes are chance; the longest costs little of an hour.
 FIRST_PAUSE_SECONDS = 1.0
@@ -47,15 +50,12 @@ LONGEST_PAUSE_SECONDS = 60.0
 MAX_CRASHES = 5
 STEADY_SECONDS = 600.0
 
-#: Seconds between two probes of a worker.
-PROBE_SECONDS = 1.0
+#: The parent's signals to its workers. A supervisor may send the first to all processes, so it
+#: means the same however often it comes; Ctrl-C reaches the parent alone.
+STOP, HURRY = signal.SIGTERM, signal.SIGINT
 
-#: The time after the grace time in which a worker hands back jobs and records suspect images, which
-#: takes a minute and a half at most.
-LAST_SECONDS = 90.0
-
-#: Tries to kill what has not ended by then, at intervals of `PROBE_SECONDS`.
-KILLS = 30
+#: Names a worker's GPU and settings; not a setting, and not passed on.
+VARIABLE = "_IMAGEFLEET_GPU"
 
 #: The longest name of a worker.
 _MAX_NAME = 128
@@ -66,270 +66,170 @@ async def run_workers(
 ) -> int:
     """Runs a worker for each of *gpus* by *command*; returns the exit code of them all.
 
-    Raises SetupError if the port is in use, NodeError if a worker cannot be ended.
+    Raises SetupError if the port is in use.
     """
-    return await _Parent(settings, gpus, command).run()
+    registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
+    up = Gauge(
+        "imagefleet_gpu_up",
+        "1 if this GPU of several has a worker, 0 while it has none.",
+        ["device"],
+        registry=registry,
+    )
+    # Its reading end is every worker's standard input, which ends with the parent.
+    lifeline, held_open = os.pipe()
+    stop = asyncio.Event()
+    workers = []
+    for number, gpu in enumerate(gpus):
+        assignment = json.dumps([gpu.name, _changes(settings, gpu, number, len(gpus))])
+        variables = {**gpu.environment(len(gpus)), VARIABLE: assignment}
+        is_up = up.labels(gpu.name)
+        workers.append(_Worker(gpu.name, command, variables, lifeline, is_up, stop))
 
+    def on_signal(number: signal.Signals) -> None:
+        told = HURRY if stop.is_set() else STOP
+        stop.set()
+        for worker in workers:
+            worker.tell(told)
+        what = "hand back jobs in flight" if told is HURRY else "finish what has begun"
+        log.info(f"{number.name}: the workers {what}", action="signal")
 
-class _Parent:
-    def __init__(
-        self, settings: MachineSettings, gpus: Sequence[Gpu], command: Sequence[str]
-    ) -> None:
-        runs_on = replica.find_replica(settings)
-        price = runs_on.dollars_per_hour
-        if settings.price_per_hour is not None:  # of the machine
-            price = settings.price_per_hour / len(gpus)
-        self._settings = settings
-        self._instance = push.new_instance()
-        self._metrics = MachineMetrics(
-            settings.fleet_name, [each.name for each in gpus], price
-        )
-        self._codes: list[int] = []
-        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
-        self._stopped_by: signal.Signals | None = None
-        self._children = [
-            Child(
-                gpu,
-                command,
-                gpu.environment(len(gpus)),
-                Assignment(
-                    control=-1,
-                    gpu=gpu.name,
-                    name=_name(settings.name, gpu),
-                    instance=self._instance,
-                    port=settings.port and settings.port + 1 + number,
-                    price_per_hour=price,
-                ),
-            )
-            for number, gpu in enumerate(gpus)
-        ]
+    def has_worker() -> bool:
+        return any(worker.process is not None for worker in workers)
 
-    async def run(self) -> int:
-        settings = self._settings
-        with tasks.on_signals(self._on_signal):
+    try:
+        with tasks.on_signals(on_signal):
             async with (
                 probes.serving(
-                    self._metrics.registry,
-                    # A worker that hangs is started again; the others' work must not end for it.
+                    registry,
+                    # One that ends is started again; the others' work must not end for it.
                     is_live=lambda: True,
-                    is_ready=lambda: any(each.is_ready for each in self._children),
-                    is_started=lambda: any(each.is_ready for each in self._children),
+                    is_ready=has_worker,
+                    is_started=has_worker,
                     host=settings.host,
                     port=settings.port,
                 ) as port,
-                push.pushing(
-                    self._metrics.registry,
-                    settings,
-                    job="imagefleet-worker",
-                    instance=self._instance,
-                ),
+                push.pushing(registry, settings, job="imagefleet-worker"),
             ):
-                names = ", ".join(child.gpu.name for child in self._children)
+                names = ", ".join(gpu.name for gpu in gpus)
                 address = f"http://{probes.authority(settings.host, port)}/metrics"
                 log.info(
-                    f"starting workers on GPU {names}; the machine's metrics are at"
-                    f" {address}, each worker's on a port of its own",
+                    f"starting workers on GPU {names}; which of them run is at {address},"
+                    " each worker's metrics are on a port of its own",
                     action="start_workers",
                     port=port,
                 )
-                try:
-                    await self._run_children()
-                finally:
-                    for child in self._children:
-                        child.kill()
-        return self._exit_code()
+                codes = await asyncio.gather(*(worker.keep() for worker in workers))
+    finally:
+        os.close(held_open)
+        os.close(lifeline)
+    if stop.is_set():  # by a signal that came before a worker could take it
+        ended = TERMINATED if settings.until_empty else DONE
+        codes = [ended if code < 0 else code for code in codes]
+    return next((code for code in _BY_WEIGHT if code in codes), UNEXPECTED)
 
-    async def _run_children(self) -> None:
-        side_tasks = tasks.SideTasks()
-        side_tasks.start("watch workers", self._watch())
-        side_tasks.start("stop workers", self._pass_on())
-        keeping = asyncio.gather(*map(self._keep, self._children))
-        try:
-            await tasks.first_of(keeping, side_tasks.watch())
-        finally:
-            await side_tasks.cancel()
 
-    async def _keep(self, child: Child) -> None:
-        """Runs the worker of one GPU, again after a crash, until there is a reason to end."""
+def assigned(settings: WorkerSettings) -> tuple[str, WorkerSettings] | None:
+    """The GPU and settings of a parent's worker, which this process is; None: it has no parent.
+
+    It hands its jobs back and ends when the parent does.
+    """
+    assignment = os.environ.pop(VARIABLE, None)
+    if assignment is None:
+        return None
+    tasks.in_daemon_thread(_end_with_parent, "watch the parent")
+    gpu, changes = json.loads(assignment)
+    return gpu, settings.model_copy(update=changes)
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)  # the standard input, to which nothing is written
+    log.error("the parent of this worker is gone", action="parent_gone")
+    os.kill(os.getpid(), HURRY)
+
+
+def _changes(
+    settings: MachineSettings, gpu: Gpu, number: int, count: int
+) -> dict[str, Any]:
+    """The settings that a GPU's worker has in place of the machine's."""
+    suffix = f"-gpu{gpu.name}"
+    price = settings.price_per_hour
+    return {
+        "name": settings.name[: _MAX_NAME - len(suffix)] + suffix,
+        "port": settings.port and settings.port + 1 + number,
+        "price_per_hour": None if price is None else price / count,
+        "device": "cpu" if settings.device == "cpu" else "cuda",
+    }
+
+
+@dataclass(eq=False)
+class _Worker:
+    """One GPU's worker process; started any number of times, one after the other."""
+
+    gpu: str
+    command: Sequence[str]
+    variables: Mapping[str, str]
+    standard_input: int
+    is_up: Gauge
+    stop: asyncio.Event
+    process: asyncio.subprocess.Process | None = None
+
+    async def keep(self) -> int:
+        """Runs the process, again after a crash; returns the exit code that it ended with."""
         crashes = 0
-        gpu = child.gpu.name
         while True:
             began_at = time.monotonic()
-            self._metrics.is_up(gpu)
-            code = await child.run()
-            self._metrics.is_down(gpu)
-            if code in FINISHED or self._stop.is_set():
-                self._codes.append(code)
-                return
-            if code in {NODE, SETUP}:
-                self._leave_out(gpu, code, "its own last line says why")
-                return
-            crashes = (
-                1 if time.monotonic() - began_at >= STEADY_SECONDS else crashes + 1
-            )
-            if crashes > MAX_CRASHES:
-                self._leave_out(gpu, code, f"it crashed {crashes} times in a row")
-                return
+            code = await self._run()
+            if code in FINISHED or self.stop.is_set():
+                return code
+            is_steady = time.monotonic() - began_at >= STEADY_SECONDS
+            crashes = 1 if is_steady else crashes + 1
+            ended = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            if code in {NODE, SETUP} or crashes > MAX_CRASHES:
+                log.error(
+                    f"GPU {self.gpu} is left out, others go on: its worker ended with {ended},"
+                    " its own last line says why",
+                    action="gpu_left_out",
+                    gpu=self.gpu,
+                    exit_code=code,
+                )
+                return code
             seconds = concurrency.backoff(
                 crashes - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
             )
             log.error(
-                f"GPU {gpu}: {_words(code)}; starting it again in {seconds:.0f} s",
+                f"GPU {self.gpu}: the worker ended with {ended}; starting it again in"
+                f" {seconds:.0f} s",
                 action="worker_crashed",
-                gpu=gpu,
+                gpu=self.gpu,
                 exit_code=code,
             )
-            await tasks.first_of(self._stop.wait(), timeout_seconds=seconds)
-            if self._stop.is_set() or self._is_queue_empty():
-                self._codes.append(code)
-                return
-            self._metrics.restarts.labels(gpu).inc()
+            await tasks.first_of(self.stop.wait(), timeout_seconds=seconds)
+            if self.stop.is_set():
+                return code
 
-    def _is_queue_empty(self) -> bool:
-        """True once a worker has found nothing left, not even a lease of a dead worker."""
-        return self._settings.until_empty and not {DONE, JOBS_FAILED}.isdisjoint(
-            self._codes
+    def tell(self, number: signal.Signals) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    async def _run(self) -> int:
+        """Runs the process to its end; returns its exit code, or the negative of a signal."""
+        self.process = process = await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=self.standard_input,
+            env={**os.environ, **self.variables},
+            start_new_session=True,  # Ctrl-C is for the parent
         )
-
-    def _leave_out(self, gpu: str, code: int, why: str) -> None:
-        self._codes.append(code)
-        left = len(self._children) - len(self._codes)
-        go_on = f"{left} of {len(self._children)} go on"
-        log.error(
-            f"GPU {gpu} is left out, {go_on}: its worker ended with {_words(code)},"
-            f" {why}",
-            action="gpu_left_out",
-            gpu=gpu,
-            exit_code=code,
+        log.info(
+            f"the worker of GPU {self.gpu} is process {process.pid}",
+            action="worker_started",
+            gpu=self.gpu,
+            process_id=process.pid,
         )
-
-    def _exit_code(self) -> int:
-        """The code of workers that did what they were told, else the class of what ended them."""
-        codes = set(self._codes)
-        if (
-            self._settings.until_empty
-            and self._stop.is_set()
-            and codes.difference(_BY_WEIGHT)
-        ):
-            return INTERRUPTED if self._stopped_by is signal.SIGINT else TERMINATED
-        found = next((code for code in _BY_WEIGHT if code in codes), UNEXPECTED)
-        # A signal that came before the worker could take it.
-        is_stopped = codes <= {-signal.SIGTERM, -signal.SIGINT}
-        return DONE if self._stop.is_set() and is_stopped else found
-
-    async def _pass_on(self) -> None:
-        await self._stop.wait()
-        for child in self._children:
-            child.tell(STOP)
-        seconds = self._settings.grace_seconds + LAST_SECONDS
-        await tasks.first_of(self._hurry.wait(), timeout_seconds=seconds)
-        for child in self._children:
-            child.tell(HURRY)
-        await asyncio.sleep(LAST_SECONDS)
-        for _ in range(KILLS):
-            for child in self._children:
-                child.kill()
-            await asyncio.sleep(PROBE_SECONDS)  # `_keep` sees them end
-        left = ", ".join(each.gpu.name for each in self._children if each.is_running)
-        raise errors.NodeError(
-            f"the worker of GPU {left} does not even end when it is killed: the driver hangs;"
-            " restart the machine"
-        )
-
-    async def _watch(self) -> None:
-        while True:
-            for child in self._children:
-                if child.kill_if_hung():
-                    self._metrics.is_down(child.gpu.name)
-            await asyncio.sleep(PROBE_SECONDS)
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        self._stopped_by = self._stopped_by or number
-        (self._hurry if self._stop.is_set() else self._stop).set()
-        what = (
-            "hand back jobs in flight"
-            if self._hurry.is_set()
-            else "finish what has begun"
-        )
-        log.info(f"{number.name}: the workers {what}", action="signal")
-
-
-def _name(machine: str, gpu: Gpu) -> str:
-    """The name of a GPU's worker, by which it can be quarantined."""
-    suffix = f"-gpu{gpu.name}"
-    return machine[: _MAX_NAME - len(suffix)] + suffix
-
-
-def _words(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
-
-
-class MachineMetrics(Collector):
-    """The GPUs without a worker: the machine is billed for them all the same.
-
-    A worker counts its own cost, so that the two add up to the machine's.
-    """
-
-    def __init__(
-        self, fleet: str, gpus: Iterable[str], price_per_hour: float | None
-    ) -> None:
-        """*price_per_hour*: of one GPU, in dollars; None: not known."""
-        self.registry = metrics.LabelledRegistry({"fleet": fleet})
-        self.registry.register(self)
-        self.restarts = Counter(
-            "imagefleet_gpu_restarts",
-            "Workers started again after a crash, by GPU.",
-            ["device"],
-            registry=self.registry,
-        )
-        self._price = price_per_hour
-        self._down_since: dict[str, float | None] = dict.fromkeys(
-            gpus, time.monotonic()
-        )
-        self._down_seconds = 0.0  # of those that are up again
-        for gpu in self._down_since:
-            self.restarts.labels(gpu)
-
-    def is_up(self, gpu: str) -> None:
-        since = self._down_since[gpu]
-        if since is not None:
-            self._down_seconds += time.monotonic() - since
-        self._down_since[gpu] = None
-
-    def is_down(self, gpu: str) -> None:
-        if self._down_since[gpu] is None:
-            self._down_since[gpu] = time.monotonic()
-
-    def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily(
-            "imagefleet_gpu_up",
-            "1 if this GPU of several has a worker, 0 while it has none.",
-            labels=["device"],
-        )
-        for gpu, since in self._down_since.items():
-            up.add_metric([gpu], float(since is None))
-        yield up
-        if self._price is None:
-            return
-        down = [since for since in self._down_since.values() if since is not None]
-        now = time.monotonic()
-        seconds = self._down_seconds + sum(now - since for since in down)
-        for name, label, value in (
-            ("imagefleet_cost_dollars", "kind", "gpu"),
-            ("imagefleet_wasted_dollars", "reason", "down"),
-        ):
-            family = CounterMetricFamily(
-                name, "Cost of GPUs without a worker.", labels=[label]
-            )
-            family.add_metric([value], seconds / 3600 * self._price)
-            yield family
-        yield GaugeMetricFamily(
-            "imagefleet_price_dollars_per_hour",
-            "Price of the GPUs without a worker.",
-            value=len(down) * self._price,
-        )
+        if self.stop.is_set():  # before there was the process
+            self.tell(STOP)
+        self.is_up.set(1)
+        code = await process.wait()
+        self.is_up.set(0)
+        self.process = None
+        return code

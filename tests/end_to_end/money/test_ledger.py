@@ -267,7 +267,6 @@ async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
     dollars, drawn = noting.total("imagefleet_cost_dollars_total"), noting.total(IMAGES)
     exactly = partial(pytest.approx, rel=1e-3)
     assert redone["replaced"] > 0
-    assert noting.total("imagefleet_gpu_restarts_total") == 1
     # Of two processes that were killed, what was stored since the last push is in no counter.
     every = redone["sent"] + redone["replaced"]
     assert every - 2 * UNPUSHED <= drawn <= every

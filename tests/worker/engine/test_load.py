@@ -153,15 +153,18 @@ def test_a_gpu_that_the_driver_lists_and_torch_cannot_open_is_broken(
 
 
 @pytest.mark.parametrize(
-    ("member", "fault"), [(object(), errors.NodeError), (None, errors.SetupError)]
+    ("one_of_several", "fault"), [("0", errors.NodeError), (None, errors.SetupError)]
 )
 def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
-    gpu: Callable[..., None], checkpoint: Path, member: object, fault: type[Exception]
+    gpu: Callable[..., None],
+    checkpoint: Path,
+    one_of_several: str | None,
+    fault: type[Exception],
 ):
     gpu("13.0", "580.95.05", works=False)
     settings = WorkerSettings(model=str(checkpoint), device="cuda")
     worker = SimpleNamespace(
-        _settings=settings, _member=member, _kernels=None, _own_files={}
+        _settings=settings, _one_of_several=one_of_several, _kernels=None, _own_files={}
     )
     with pytest.raises(fault, match="CUDA GPU"):
         process._Worker._load_engine(worker, Checkpoint("tiny", settings))
