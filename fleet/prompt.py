@@ -18,6 +18,7 @@ from cli.options import argument, option
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
+from imagefleet.storage import deliveries
 
 #: CLIP's pre-tokenization: words, digits and punctuation.
 _WORD = (
@@ -130,51 +131,30 @@ def _print(name: str, reading: dict[str, Any]) -> None:
     if reading["unsupported"]:
         return
     parts = max(text["part"] for text in reading["texts"])
+    last = max(text["steps"][-1] for text in reading["texts"])
     for text in reading["texts"]:
         at = f", part {text['part']} of {parts}" if parts > 1 else ""
-        if len(text["steps"]) < max(each["steps"][-1] for each in reading["texts"]):
-            at += f", steps {_ranges(text['steps'])}"
+        if len(text["steps"]) < last:
+            at += f", steps {deliveries.shown_images(text['steps'])}"
         chunk_count = console.counted(len(text["chunks"]), "chunk")
         tokens = console.counted(text["tokens"], "token")
-        _print_line(f"{name}{at}: {tokens} in {chunk_count}", "bold")
+        console.print_plain(f"{name}{at}: {tokens} in {chunk_count}")
         for number, chunk in enumerate(text["chunks"], start=1):
-            _print_line(
-                f"  chunk {number}, {console.counted(len(chunk['ids']), 'token')}",
-                "dim",
-            )
+            tokens = console.counted(len(chunk["ids"]), "token")
+            console.print_plain(f"  chunk {number}, {tokens}")
             for weight, words in _words(chunk):
-                style = "green" if weight > 1 else "yellow" if weight < 1 else ""
-                _print_line(f"    {weight:<6.4g} {words}", style)
+                console.print_plain(f"    {weight:<6.4g} {words}")
         if text["weight"] != 1:
-            _print_line(f"  weight of the prompt as a whole: {text['weight']:g}")
+            console.print_plain(
+                f"  weight of the prompt as a whole: {text['weight']:g}"
+            )
     for lora in reading["loras"]:
-        _print_line(
+        console.print_plain(
             f"  LoRA {lora['name']}: {lora['unet_weight']:g} on the UNet,"
-            f" {lora['text_encoder_weight']:g} on the text encoder",
-            "cyan",
+            f" {lora['text_encoder_weight']:g} on the text encoder"
         )
     for comment in reading["comments"]:
-        _print_line(f"  left out: {comment}", "dim")
-
-
-def _print_line(text: str, style: str = "") -> None:
-    console.stdout.print(
-        console.untrusted(text, style), highlight=False, soft_wrap=True
-    )
-
-
-def _ranges(steps: Sequence[int]) -> str:
-    """`1-11, 14`; of every second step `1, 3, 5...`, the first ones."""
-    runs = [
-        [step for _, step in run]
-        for _, run in itertools.groupby(
-            enumerate(steps), lambda each: each[1] - each[0]
-        )
-    ]
-    shown = [
-        str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:3]
-    ]
-    return ", ".join(shown) + "..." * (len(runs) > len(shown))
+        console.print_plain(f"  left out: {comment}")
 
 
 def _words(chunk: Mapping[str, Any]) -> Iterator[tuple[float, str]]:

@@ -27,17 +27,13 @@ class Batch:
     jobs: int | None = option(
         "Jobs in the batch; with FILE, the first so many of it.", min=1, metavar="COUNT"
     )
-    images_per_job: int | None = option(
-        "Images per job. [default: 1, or FILE's]", min=1, max=1000, metavar="COUNT"
-    )
     family: str | None = option(
         "Model family of jobs without a model, and of models without --model."
         " [default: sd1, for jobs without a model]",
         metavar="|".join(families.FAMILIES),
     )
     model: list[str] | None = option(
-        "Family of a model that jobs name, or its checkpoint, whose header tells it; repeatable.",
-        metavar="NAME=FAMILY|PATH",
+        "Family of a model that jobs name; repeatable.", metavar="NAME=FAMILY"
     )
 
 
@@ -46,7 +42,8 @@ class Machines:
     """Options that say which GPUs draw it, at which speed and price."""
 
     gpu: list[str] | None = option(
-        f"GPU class; repeat it, with replicas, for a mix. [default: {estimate.DEFAULT_GPU}]",
+        "GPU class, and how many replicas of it; repeatable, for a mix. [default:"
+        f" {estimate.DEFAULT_GPU}]",
         metavar="NAME[=COUNT]",
     )
     price_per_hour: float | None = option(
@@ -59,7 +56,6 @@ class Machines:
     bench: list[Path] | None = option(
         "JSON of `imagefleet bench`; repeatable.", metavar="FILE"
     )
-    replicas: int | None = option("Number of replicas.", min=1, metavar="COUNT")
     accelerator: str | None = option(
         "The workers' --accelerator, whose steps and guidance count.",
         metavar="FILE|NAME",
@@ -82,7 +78,7 @@ def command(
     another size, number of steps or model family are taken by their operations, where no report is
     of them.
 
-    imagefleet plan --jobs 1000000 --replicas 100
+    imagefleet plan --jobs 1000000 --gpu "RTX 3060 Ti=100"
 
     imagefleet plan jobs.jsonl --model illustrious=sdxl --gpu "RTX 4090=20"
 
@@ -90,8 +86,6 @@ def command(
 
     imagefleet plan --jobs 1000000 --gpu "RTX 4090" --deadline 24 --bench bench.json
     """
-    if machines.replicas is not None and deadline is not None:
-        raise errors.SetupError("give --replicas or --deadline, not both")
     works = _works(batch, machines.accelerator)
     plan, table = planned(works, machines, priority, deadline)
     if as_json:
@@ -125,7 +119,7 @@ def _mix_of(
 ) -> list[estimate.Part]:
     """The GPU classes with their speeds and prices; raises SetupError for what is not known."""
     benches = [estimate.read_bench(path, table) for path in machines.bench or []]
-    named = _named(machines.gpu, benches, machines.replicas)
+    named = _named(machines.gpu, benches)
     dollars, rate = machines.price_per_hour, machines.images_per_second
     if len(named) > 1 and (dollars is not None or rate is not None):
         raise errors.SetupError(
@@ -167,17 +161,13 @@ def _works(batch: Batch, accelerator: str | None) -> list[ModelJobs]:
     if batch.file is None:
         if batch.jobs is None:
             raise errors.SetupError("give the batch: --jobs COUNT, or a FILE of jobs")
-        return of_count(batch.jobs, batch.images_per_job or 1, models)
-    if batch.images_per_job is not None:
-        raise errors.SetupError(
-            "--images-per-job goes with --jobs: the jobs of FILE say it"
-        )
+        return of_count(batch.jobs, models)
     with reading(Path(batch.file), "reading", is_shown=True):
         return of_source(sources.open_source(batch.file, count=batch.jobs), models)
 
 
 def _named(
-    names: list[str] | None, benches: Sequence[estimate.Bench], replicas: int | None
+    names: list[str] | None, benches: Sequence[estimate.Bench]
 ) -> list[tuple[str, int]]:
     """GPU classes as given, and the replicas of each."""
     named = []
@@ -185,13 +175,7 @@ def _named(
         name, _, count = text.partition("=")
         if count and not (count.isdecimal() and int(count)):
             raise errors.SetupError(f"--gpu {text}: should be NAME or NAME=COUNT")
-        if count and replicas is not None:
-            raise errors.SetupError("give either --replicas or --gpu NAME=COUNT")
-        named.append((name, int(count or replicas or 1)))
-    if replicas is not None and len(named) > 1:
-        raise errors.SetupError(
-            "--replicas is for one GPU class; for a mix use --gpu NAME=COUNT"
-        )
+        named.append((name, int(count or 1)))
     return named
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from imagefleet import errors
 from imagefleet.job.message import Job
 from imagefleet.pricing import families
 from loadgen.sources import Source
 from worker.accelerator import Accelerator
-from worker.files import check
 
 
 @dataclass(slots=True)
@@ -30,15 +28,12 @@ class ModelJobs:
         return self.tflop / self.images
 
 
-def of_count(jobs: int, images_per_job: int, models: Models) -> list[ModelJobs]:
+def of_count(jobs: int, models: Models) -> list[ModelJobs]:
     """The work of so many jobs of the family's own size, and steps without an accelerator's."""
-    images, family = jobs * images_per_job, models.family_of(None)
+    family = models.family_of(None)
     usual = models.accelerator.usual if models.accelerator else ()
-    return [
-        ModelJobs(
-            None, family, jobs, images, images * family.image_tflop(None, None, *usual)
-        )
-    ]
+    tflop = jobs * family.image_tflop(None, None, *usual)
+    return [ModelJobs(None, family, jobs, jobs, tflop)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +51,7 @@ class Models:
         if model is not None and family is None:
             raise errors.SetupError(
                 f"the family of the model {model} is not known: give --model {model}="
-                f"{'|'.join(families.FAMILIES)}, or the checkpoint's path as --model, or --family"
-                " for all"
+                f"{'|'.join(families.FAMILIES)}, or --family for all"
             )
         return family or families.SD1
 
@@ -65,22 +59,15 @@ class Models:
 def read_models(
     given: Sequence[str], family: str | None, accelerator: str | None = None
 ) -> Models:
-    """Models given as NAME=FAMILY or checkpoints; raises SetupError for what is neither."""
+    """Models given as NAME=FAMILY; raises SetupError for what is not."""
     by_name = {}
     for text in given:
         name, equals, slug = text.rpartition("=")
-        path = Path(text).expanduser()
-        if path.exists():
-            check.check_path(path)
-            name = path.resolve().name if path.is_dir() else path.stem
-            by_name[name] = families.of_title(check.family(path))
-        elif equals:
-            by_name[name] = families.find(slug)
-        else:
+        if not equals:
             raise errors.SetupError(
-                f"--model {str(path)!r}: should be NAME={'|'.join(families.FAMILIES)}, or the path"
-                " of a checkpoint"
+                f"--model {text}: should be NAME={'|'.join(families.FAMILIES)}"
             )
+        by_name[name] = families.find(slug)
     others = None if family is None else families.find(family)
     return Models(by_name, others, Accelerator.of(accelerator) if accelerator else None)
 

@@ -29,11 +29,11 @@ class Running:
 
     images_per_second: float | None = option(
         "Of one replica, with the first of the fleet file's `models`; those of other"
-        " families count by their operations. By default as --prometheus measures it.",
+        " families count by their operations. Divide it by the images of a job, if those"
+        " are several. By default as --prometheus measures it.",
         min=0.0001,
         metavar="NUMBER",
     )
-    images_per_job: int = option("", 1, min=1, max=64, metavar="COUNT")
     sample_seconds: float = option(
         "Between samples, which count the cost.", 60, min=1, max=600
     )
@@ -128,8 +128,8 @@ def _speeds(
 ) -> scaler.Speeds:
     speed = running.images_per_second
     return scaler.Speeds(
-        given=scaler.Speed(speed / running.images_per_job, "given") if speed else None,
-        last=_assumed_speed(file, running.images_per_job),
+        given=scaler.Speed(speed, "given") if speed else None,
+        last=_assumed_speed(file),
         server=server,
         models=file.served_models(),
     )
@@ -157,9 +157,7 @@ def _refuse_past(deadline: datetime | None) -> None:
         raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
 
 
-def _assumed_speed(
-    file: salad_file.FleetFile, images_per_job: int
-) -> scaler.Speed | None:
+def _assumed_speed(file: salad_file.FleetFile) -> scaler.Speed | None:
     """The speed of the fleet's slowest GPU class on its first model, by public benchmarks."""
     classes = file.gpu_classes(gpus.built_in())
     records = [prices.ASSUMED_IMAGES_PER_SECOND.get(each.name) for each in classes]
@@ -171,7 +169,7 @@ def _assumed_speed(
     known = [
         family.images_per_second(record, steps, rows) for record in records if record
     ]
-    return scaler.Speed(min(known) / images_per_job, "assumed") if known else None
+    return scaler.Speed(min(known), "assumed") if known else None
 
 
 def _print_record(record: dict[str, Any]) -> None:

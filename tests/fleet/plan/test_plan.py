@@ -255,12 +255,7 @@ def test_prices_can_come_from_a_file(tmp_path, in_process: Imagefleet):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--replicas", "1", "--deadline", "1"), "--deadline, not both"),
         (("--gpu", "RTX A5000"), "give --images-per-second"),
-        (
-            ("--gpu", "4090=2", "--gpu", "3060 Ti", "--replicas", "3"),
-            "either --replicas or --gpu",
-        ),
         (("--gpu", "4090=none"), "should be NAME or NAME=COUNT"),
         (("--gpu", "4090=0"), "should be NAME or NAME=COUNT"),
         (

@@ -107,17 +107,17 @@ def test_what_workers_would_refuse_is_refused_before_it_reaches_them(
 def test_the_scaler_assumes_the_slowest_class_on_the_first_model(
     tmp_path,
 ):
-    sdxl = scale._assumed_speed(read(tmp_path), 1)
+    sdxl = scale._assumed_speed(read(tmp_path))
     both = scale._assumed_speed(
-        read(tmp_path, "pony-v6.safetensors: sdxl", "a.tar: sd1"), 1
+        read(tmp_path, "pony-v6.safetensors: sdxl", "a.tar: sd1")
     )
-    sd1 = scale._assumed_speed(read(tmp_path, TWO, "  /models/a: sd1\n"), 2)
+    sd1 = scale._assumed_speed(read(tmp_path, TWO, "  /models/a: sd1\n"))
 
     assert sdxl is not None
     assert sdxl == both
     assert sdxl.jobs_per_second == families.FAMILIES["sdxl"].images_per_second(1.63)
     assert sd1 is not None
-    assert sd1.jobs_per_second == pytest.approx(1.63 / 2)
+    assert sd1.jobs_per_second == pytest.approx(1.63)
 
 
 def test_the_scaler_does_not_rent_for_twenty_guided_steps_where_four_of_one_row_are_drawn(
@@ -125,7 +125,7 @@ def test_the_scaler_does_not_rent_for_twenty_guided_steps_where_four_of_one_row_
 ):
     added = "environment:\n  IMAGEFLEET_ACCELERATOR: sdxl_lightning_4step_lora\n"
     few, usual = (
-        scale._assumed_speed(file, 1)
+        scale._assumed_speed(file)
         for file in (read(tmp_path, "environment:\n", added), read(tmp_path))
     )
 
