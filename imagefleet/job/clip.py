@@ -8,19 +8,16 @@ Embeddings (textual inversion) are found as AUTOMATIC1111 finds them.
 
 from __future__ import annotations
 
-import contextlib
-import html
-import html.entities
 import itertools
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+import ftfy
+
 from imagefleet import errors
-from imagefleet.job import differences
 from imagefleet.job.prompt import Prompt, Section, State, weighted_parts
 
 #: CLIP's tokenizer in the format of transformers: vocab.json and merges.txt.
@@ -40,13 +37,6 @@ MAX_CHUNKS = 32
 #: Those of all texts of an edited prompt, which a job holds on the device: of SDXL 80 MB.
 _MOST_CHUNKS = 256
 
-#: What no token goes across: words, signs that may be in an embedding's name, and others.
-_TOKEN = re.compile(
-    r"(?P<other>'(?:s|t|re|ve|m|ll|d))|(?P<word>[^\W\d_]+)"
-    r"|(?P<sign>\d|[_.+()-]+(?![^\w\s]|_))|(?P<others>(?:[^\w\s]|_)+)"
-)
-_SPECIAL = re.compile(r"<\|(?:start|end)oftext\|>")
-
 Tokenise = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 """The token ids of each text, without start and end tokens."""
 
@@ -61,61 +51,19 @@ def tokenizer_of(folder: Path, vocabulary_size: int) -> Path:
 #: Text to leave as it is: ASCII without control characters and HTML's names of characters.
 _CLEAN = re.compile(r"[\t\n\f\r !-%'-~]*")
 
-#: HTML's whole names of characters: "this&not that" is no "this¬ that".
-_NAMED = re.compile(r"&(#[0-9]{1,7};|#[xX][0-9a-fA-F]{1,6};|[0-9A-Za-z]{1,24};)")
-
-#: Names within names (`&amp;quot;`) are read as deep as this; without a limit, time is quadratic.
-_MAX_NAMED = 4
-
-_DROPPED = [*range(9), 0x0B, *range(0x0E, 0x20), 0x7F, *range(0x206A, 0x2070), 0xFEFF]
-_DROPPED += range(0xFFF9, 0xFFFD)
-_LIGATURES = (
-    0x132,
-    0x133,
-    *range(0x1C4, 0x1CD),
-    *range(0x1F1, 0x1F4),
-    *range(0xFB00, 0xFB07),
-)
-_REPLACED = {
-    **dict.fromkeys(_DROPPED, ""),
-    **{
-        each: unicodedata.normalize("NFKC", chr(each))
-        for each in itertools.chain(_LIGATURES, range(0xFF01, 0xFFF0))
-    },
-    **dict.fromkeys((0x2BC, *range(0x2018, 0x201C)), "'"),
-    **dict.fromkeys(range(0x201C, 0x2020), '"'),
-    0x149: "'n",
-    0x3000: " ",
-    0xFB05: "\u017ft",
-}
+#: Characters that ftfy reads at once: names within names (`&amp;quot;`) take it quadratic time.
+_CLEANED_AT_ONCE = 2_000
 
 
 def cleaned(text: str) -> str:
     """A prompt's words as AUTOMATIC1111's tokenizers clean them, with ftfy.
 
-    Straightens quotes, makes wide signs and ligatures the usual ones, drops control characters, and
-    reads HTML's names of characters (`&amp;`), unless a `<` is in the same line or before. What was
-    decoded wrongly is not repaired.
+    It straightens quotes, makes wide signs and ligatures the usual ones, drops control characters,
+    repairs what was decoded wrongly, and reads HTML's names of characters (`&amp;`).
     """
     if _CLEAN.fullmatch(text):
         return text
-    with contextlib.suppress(UnicodeError):
-        if text.encode("cp1252").decode() != text:
-            differences.warn("mojibake")
-    sign = text.find("<")
-    end = len(text) if sign < 0 else text.rfind("\n", 0, sign) + 1
-    head, rest = text[:end].translate(_REPLACED), text[end:].translate(_REPLACED)
-    for _ in range(_MAX_NAMED):
-        if not _NAMED.search(head):
-            break
-        head = _NAMED.sub(_character, head).translate(_REPLACED)
-    return head + rest
-
-
-def _character(name: re.Match[str]) -> str:
-    if name[1].startswith("#"):
-        return html.unescape(name[0])
-    return html.entities.html5.get(name[1], name[0])
+    return ftfy.fix_text(text, max_decode_length=_CLEANED_AT_ONCE)
 
 
 class Embedding(Protocol):
@@ -257,34 +205,6 @@ def level(
         company = tuple(zip(place, counts, strict=True)) if is_weighted else ()
         columns.append([replace(chunk, company=company) for chunk in place])
     return list(zip(*columns, strict=True))
-
-
-def check_length(prompt: Prompt) -> None:
-    """Raises JobError for a prompt that is too long whatever the tokenizer and the embeddings.
-
-    Each word, digit and row of signs is a token at least, or begins the name of an embedding, which
-    has no two words side by side. `cut_into_chunks` refuses what is shorter and yet too long.
-    """
-    for _, text, sections in prompt.states:
-        # The most that there can be, which nearly no prompt comes near.
-        if len(sections) + len(text) // CHUNK_TOKENS <= MAX_CHUNKS:
-            continue
-        *others, last = (
-            -(-sum(_fewest_tokens(part.text) for part in section) // CHUNK_TOKENS)
-            for section in sections
-        )
-        _refuse_more(sum(max(1, chunks) for chunks in others) + last, "at least ")
-
-
-def _fewest_tokens(text: str) -> int:
-    tokens, before = 0, None
-    text = unicodedata.normalize("NFC", cleaned(text)).lower()
-    for match in _TOKEN.finditer(_SPECIAL.sub(" , ", text)):
-        kind = match.lastgroup
-        is_in_name = {before, kind} in ({"word", "sign"}, {"sign"})
-        tokens += not is_in_name
-        before = kind
-    return tokens
 
 
 def _refuse_more(chunks: int, about: str = "", most: int = MAX_CHUNKS) -> None:

@@ -18,8 +18,6 @@ KNOWN: Mapping[str, str] = {
     "dotted_lora": "LoRAs in the names of diffusers or peft are drawn; there they change nothing",
     "mixed_loras": "a DoRA, IA3, GLoRA or OFT beside other LoRAs changes the checkpoint's weights;"
     " there what the LoRAs before it made of them",
-    "mojibake": "a prompt's text that was decoded wrongly is repaired there by ftfy, and not here:"
-    " send it in UTF-8",
 }
 
 #: Pixels beyond which the noise of a small GPU has another order than that of a large one.

@@ -14,8 +14,8 @@ from pydantic import (
 )
 
 from imagefleet import validation
-from imagefleet.job import clip, samplers
 from imagefleet.job import prompt as prompts
+from imagefleet.job import samplers
 from imagefleet.job.noise import PHILOX, Noise, NoiseSource
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, MIN_SIDE
@@ -114,10 +114,9 @@ class FirstPass(BaseModel):
                 f" which with randn_source {self.randn_source} are no longer those of this job"
             )
         with validation.as_error(ValueError, "prompt: "):
-            clip.check_length(self.parsed_prompt)
+            check_guidance(self.cfg_scale, self.parsed_prompt)
         with validation.as_error(ValueError, "negative_prompt: "):
-            clip.check_length(self.parsed_negative_prompt)
-        check_guidance(self.cfg_scale, self.parsed_prompt)
+            _ = self.parsed_negative_prompt
         return self
 
     @functools.cached_property

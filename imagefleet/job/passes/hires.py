@@ -5,8 +5,8 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from imagefleet import errors, validation
-from imagefleet.job import clip, samplers
 from imagefleet.job import prompt as prompts
+from imagefleet.job import samplers
 from imagefleet.job.passes.first import FirstPass, PromptText, check_guidance
 from imagefleet.job.prompt import SAFE_NAME, Prompt
 from imagefleet.job.sizes import CELL, MAX_SIDE, MIN_SIDE, whole_cells
@@ -159,11 +159,9 @@ def read_prompts(job: Hires) -> tuple[Prompt | None, Prompt | None]:
             positive = job.read(
                 prompts.read_prompt, job.hr_prompt or job.prompt, *counted
             )
-            clip.check_length(positive)
         check_guidance(job.cfg_scale, positive, "hr_prompt")
     if job.hr_negative_prompt or "[" in job.negative_prompt:
         text = job.hr_negative_prompt or job.negative_prompt
         with validation.as_error(ValueError, "hr_negative_prompt: "):
             negative = job.read(prompts.read_negative_prompt, text, *counted)
-            clip.check_length(negative)
     return positive, negative

@@ -26,9 +26,6 @@ from worker.engine.pixel import text_states
 #: The encoder of DeepFloyd IF's stages, where no configuration names one.
 DEFAULT_NAME = "t5-v1_1-xxl"
 
-#: What diffusers cleans captions with, by the name of its package.
-_CLEANING = {"bs4": "beautifulsoup4", "ftfy": "ftfy"}
-
 
 class TextStage:
     """A T5 encoder with its tokenizer; for any thread."""
@@ -110,11 +107,10 @@ def require_encoder(folder: Path) -> None:
 def require_libraries(folder: Path) -> None:
     """Raises SetupError, with the command to run, where prompts for a stage cannot be cleaned."""
     cleans = _config(folder).get("clean_caption", True)
-    for module, package in _CLEANING.items() if cleans else ():
-        if importlib.util.find_spec(module) is None:
-            raise errors.SetupError(
-                f"{package} is not installed, which IF's text encoder needs: pip install '.[t5]'"
-            )
+    if cleans and importlib.util.find_spec("bs4") is None:
+        raise errors.SetupError(
+            "beautifulsoup4 is not installed, which IF's text encoder needs: pip install '.[t5]'"
+        )
 
 
 def encoder_name(folder: Path) -> str:
