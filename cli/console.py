@@ -313,18 +313,14 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
 
 
 def check_writable(path: Path | None) -> None:
-    """Raises SetupError now, rather than after minutes of work, for a file that cannot be."""
-    if path is None:
-        return
-    folder = next(each for each in path.absolute().parents if each.exists())
-    if path.is_dir():
-        raise errors.SetupError(f"cannot write {path}: it is a folder")
-    if not folder.is_dir():
-        raise errors.SetupError(f"cannot write {path}: {folder} is a file")
-    if not os.access(folder, os.W_OK):
-        raise errors.SetupError(
-            f"cannot write {path}: no permission to write in {folder}"
-        )
+    """Raises SetupError now, rather than after minutes of work, for a file that cannot be.
+
+    A new file is there from now on, empty.
+    """
+    if path is not None:
+        with files.writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("ab").close()
 
 
 @contextlib.contextmanager

@@ -21,9 +21,6 @@ _SHOWN_CHARACTERS = 200
 #: Workers push what they like: a figure beyond these is none of a fleet.
 _MIN_VALUE, _MAX_VALUE = 1e-15, 1e15
 
-#: The oldest sample that counts as a counter's value at the start of a window.
-_LOOK_BACK = "5m"
-
 
 class Series(BaseModel):
     """One series of a result: its labels, and its last value."""
@@ -51,24 +48,6 @@ class _Reply(BaseModel):
         default=[], validation_alias=AliasPath("data", "result")
     )
     error: str = ""
-
-
-def gained(counter: str, window: str) -> str:
-    """A query for what each series of *counter*, a name with matchers, gained in *window*.
-
-    Last minus first: `increase()` extrapolates, and misses what a process counted before its first
-    sample. A series that is absent at the start began at zero, and each process has its own, by the
-    label `process`; only a series that begins anew all the same is left to `increase()`.
-    """
-    now = f"last_over_time({counter}[{window}])"
-    before = f"last_over_time({counter}[{_LOOK_BACK}] offset {window})"
-    anew = f"increase({counter}[{window}]) and resets({counter}[{window}]) > 0"
-    return f"({anew} or {now} - ({before} or 0 * {now}))"
-
-
-#: The labels of one process of a worker: `device` only with --gpus, where several have one
-#: `instance`.
-ONE_GPU = "fleet, job, instance, device"
 
 
 class Prometheus:

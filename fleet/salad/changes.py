@@ -38,11 +38,7 @@ class Changes:
 
 
 def applied(bodies: Sequence[Mapping[str, Any]], existing: Sequence[Group]) -> Changes:
-    """Changes from the *existing* groups to *bodies*; SetupError if one was changed elsewhere."""
-    by_name = {group.name: group for group in existing}
-    for body in bodies:
-        if body["name"] in by_name:
-            _refuse_drift(body, by_name[body["name"]])
+    """Changes from the *existing* groups to *bodies*, by their names, which have the revision."""
     wanted = {body["name"]: body["replicas"] for body in bodies}
     steps = _steps(wanted, existing)
     live = {group.name: group.live_replicas for group in existing}
@@ -106,28 +102,3 @@ def refuse_over_quota(plan: Changes, existing: Sequence[Group], quota: Quota) ->
             f" {quota.replicas - room:,} (stopped ones count): {wanted:,} do not fit. Request a"
             " larger quota in the portal, or delete groups that you do not need"
         )
-
-
-def _refuse_drift(body: Mapping[str, Any], group: Group) -> None:
-    container = body["container"]
-    variables = container["environment_variables"]
-    pairs = {
-        # The API may return the registry's full name; the digest stays.
-        "image": (
-            container["image"].rpartition("@")[2],
-            group.image.rpartition("@")[2],
-        ),
-        "priority": (container["priority"], group.priority),
-        "GPU classes": (set(container["resources"]["gpu_classes"]), set(group.gpu_ids)),
-        # Names only: the API need not return values as they were sent.
-        "environment": (
-            set(variables),
-            set(variables if group.environment is None else group.environment),
-        ),
-    }
-    for what, (ours, theirs) in pairs.items():
-        if ours != theirs:
-            raise errors.SetupError(
-                f"{group.name} was changed elsewhere ({what}): change it back in the portal, or"
-                " delete the group there and apply again"
-            )

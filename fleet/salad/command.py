@@ -241,7 +241,7 @@ def _record(
     ]
     return {
         "groups": [
-            group.model_dump(exclude={"environment", "image"})
+            group.model_dump()
             | {"gpus": [names.get(uuid, uuid) for uuid in group.gpu_ids]}
             for group in groups
         ],

@@ -5,6 +5,7 @@ Each step checks the actual state first, so an interrupted command can be run ag
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import (
     AsyncIterator,
@@ -121,44 +122,44 @@ class Deployment:
             await self.client.delete(name)
             console.print_note(f"deleting {name}")
 
-        def pending(groups: Sequence[Group]) -> str:
-            left = sum(group.name in names for group in groups)
-            return f"{console.counted(left, 'group')} not deleted yet" if left else ""
+        def left(groups: Sequence[Group]) -> int:
+            return sum(group.name in names for group in groups)
 
-        await self._until_none(pending, wait_seconds)
+        await self._until_none(left, "group", "not deleted yet", wait_seconds)
 
     async def _until_at_most(
         self, most: Mapping[str, int], wait_seconds: float
     ) -> None:
-        def pending(groups: Sequence[Group]) -> str:
-            more = sum(
+        def more(groups: Sequence[Group]) -> int:
+            return sum(
                 max(0, group.on_nodes - most.get(group.name, 0)) for group in groups
             )
-            return f"{console.counted(more, 'instance')} still to stop" if more else ""
 
-        await self._until_none(pending, wait_seconds)
+        await self._until_none(more, "instance", "still to stop", wait_seconds)
 
     async def _until_running(self, new: Collection[str], wait_seconds: float) -> None:
-        def pending(groups: Sequence[Group]) -> str:
+        def missing(groups: Sequence[Group]) -> int:
             started = [group for group in groups if group.name in new]
-            replicas = sum(group.replicas for group in started)
-            running = sum(group.running for group in started)
-            if running >= replicas * ENOUGH:
-                return ""
-            return f"new groups: {running:,} of {replicas:,} replicas run"
+            enough = math.ceil(ENOUGH * sum(group.replicas for group in started))
+            return max(0, enough - sum(group.running for group in started))
 
-        await self._until_none(pending, wait_seconds)
+        await self._until_none(missing, "new replica", "still to start", wait_seconds)
 
     async def _until_none(
-        self, pending: Callable[[Sequence[Group]], str], wait_seconds: float
+        self,
+        count: Callable[[Sequence[Group]], int],
+        noun: str,
+        state: str,
+        wait_seconds: float,
     ) -> None:
-        """Polls until *pending* describes nothing any more, and logs what it describes."""
+        """Polls until *count* is 0, and says how many there are when their number changes."""
         deadline = time.monotonic() + wait_seconds
-        last = ""
-        while text := pending(await self.groups()):
-            if text != last:
+        last = 0
+        while left := count(await self.groups()):
+            text = f"{console.counted(left, noun)} {state}"
+            if left != last:
                 console.print_note(text)
-            last = text
+            last = left
             if time.monotonic() > deadline:
                 raise errors.TransientError(
                     f"after {wait_seconds / 60:,.0f} minutes: {text}. Nothing was undone: check"
@@ -172,8 +173,8 @@ async def connected(file: FleetFile) -> AsyncIterator[Deployment]:
     key = file.api_key.read().get_secret_value()
     if not key.isprintable():
         raise errors.SetupError(
-            f"the key of SaladCloud's API, {file.api_key.place}, has a line break or another"
-            " control character in it: copy it again"
+            f"the key of SaladCloud's API, the variable {file.api_key.env}, has a line break or"
+            " another control character in it: copy it again"
         )
     timeout = aiohttp.ClientTimeout(total=salad_client.TIMEOUT_SECONDS)
     async with proxies.session(timeout=timeout) as session:

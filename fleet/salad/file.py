@@ -11,14 +11,12 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     SecretStr,
     SerializationInfo,
     ValidationError,
-    ValidationInfo,
     create_model,
     model_serializer,
     model_validator,
@@ -84,42 +82,17 @@ class _Strict(BaseModel):
     )
 
 
-def _beside(file: str, info: ValidationInfo) -> str:
-    """The path of *file*, which is relative to the fleet file's folder."""
-    return str((info.context or Path()) / Path(file).expanduser())
-
-
 class SecretSource(_Strict):
-    """The source of a secret on the deploying machine: an environment variable or a file."""
+    """A secret in an environment variable of the deploying machine."""
 
-    env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    file: Annotated[str, Field(min_length=1), AfterValidator(_beside)] | None = None
-
-    @model_validator(mode="after")
-    def _one_of_them(self) -> SecretSource:
-        if (self.env is None) == (self.file is None):
-            raise ValueError("a secret is {env: VARIABLE} or {file: PATH}")
-        return self
-
-    @property
-    def place(self) -> str:
-        return (
-            f"the variable {self.env}"
-            if self.file is None
-            else f"the secret in {self.file}"
-        )
+    env: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
 
     def read(self) -> SecretStr:
         """The secret; raises SetupError if there is none."""
-        where, text = self.place, os.environ.get(self.env or "", "")
-        if self.file is not None:
-            try:
-                text = Path(self.file).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise errors.SetupError(f"{where} cannot be read: {error}") from None
-        if not text.strip():
-            raise errors.SetupError(f"{where} is {'empty' if self.file else 'not set'}")
-        return SecretStr(text.strip())
+        text = os.environ.get(self.env, "").strip()
+        if not text:
+            raise errors.SetupError(f"the variable {self.env} is not set")
+        return SecretStr(text)
 
     @model_serializer
     def _as_read(self, info: SerializationInfo) -> Any:
@@ -132,13 +105,7 @@ _Headers = list[dict[str, str | SecretSource]]
 _Provider = dict[str, str | int | SecretSource | _Headers]
 
 #: The names of these unions' branches in pydantic's errors.
-_BRANCHES = {
-    "str",
-    "int",
-    "float",
-    "SecretSource",
-    "function-after[_one_of_them(), SecretSource]",
-}
+_BRANCHES = {"str", "int", "float", "SecretSource"}
 
 
 class FleetFile(_Strict):
@@ -256,7 +223,7 @@ def read_file(path: Path | None) -> FleetFile:
         )
     content = yaml_file.read(path, "the fleet file")
     try:
-        return FleetFile.model_validate(content, context=path.parent)
+        return FleetFile.model_validate(content)
     except ValidationError as error:
         raise errors.SetupError(f"the fleet file {path}: {_reason(error)}") from None
 
@@ -269,7 +236,7 @@ def _reason(error: ValidationError) -> str:
     )
     path = tuple(each for each in detail["loc"] if each not in _BRANCHES)
     if path[:1] == ("environment",) and detail["type"] == "string_type":
-        what = "should be text (in quotes: 'off'), a number, {env: VARIABLE} or {file: PATH}"
+        what = "should be text (in quotes: 'off'), a number, or {env: VARIABLE}"
         return f"{validation.location(path)}: {what}"
     return validation.reason({**detail, "loc": path}, FleetFile.model_fields)
 
@@ -319,6 +286,5 @@ def _refuse_written_secret(where: str, name: str, value: object) -> None:
         _SECRET_NAME.search(name) or options.SECRET_VALUE.search(value)
     ):
         raise ValueError(
-            f"{where}: do not write secrets into this file; refer to them as {{env: VARIABLE}} or"
-            " {file: PATH}"
+            f"{where}: do not write secrets into this file; refer to them as {{env: VARIABLE}}"
         )

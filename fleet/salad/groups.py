@@ -44,13 +44,9 @@ class Group(_Answer):
     creating: int = _at(*_COUNTS, "creating_count")
     running: int = _at(*_COUNTS, "running_count")
     stopping: int = _at(*_COUNTS, "stopping_count")
-    image: str = _at("container", "image")
     priority: Annotated[str, BeforeValidator(lambda given: given or "high")] = "high"
     gpu_ids: Annotated[list[str], BeforeValidator(lambda given: given or [])] = _at(
         "container", "resources", "gpu_classes", default=[]
-    )
-    environment: dict[str, str] | None = _at(
-        "container", "environment_variables", default=None
     )
 
     @property

@@ -1,7 +1,7 @@
 """`imagefleet sweep`: captions in all combinations of settings, as one campaign."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ _COMBINED = {
     "cfg_scale": "7",
     "sampler_name": "Euler a",
     "steps": "20",
+    "model": "",
     "lora_strength": "1",
 }
 
@@ -34,7 +35,6 @@ _OF_THE_SWEEP = {
     ),
     "seed": "it follows from the caption and --seed",
     "campaign": "use --campaign",
-    "model": "use --models",
     "verify": "use --verify-share",
     "batch_size": "each caption is one image of a group",
     "n_iter": "each caption is one image of a group",
@@ -74,16 +74,12 @@ def command(
     captions: Captions,
     sending: Sending,
     fields: list[str] | None = option(
-        "Values with commas of cfg_scale, sampler_name, steps or lora_strength, which are"
-        " combined; or the value of all jobs of lora or another field of a job."
+        "Values with commas of cfg_scale, sampler_name, steps, model or lora_strength,"
+        " which are combined; or the value of all jobs of lora or another field of a job."
         " Repeatable.",
         None,
         "--set",
         metavar="FIELD=VALUES",
-    ),
-    models: str | None = option(
-        "Models, with commas: dreams,xl; by default that of the worker that draws.",
-        metavar="LIST",
     ),
     as_json: options.AsJson = False,
 ) -> None:
@@ -100,8 +96,7 @@ def command(
     target.check_name("--campaign", captions.campaign)
     is_shown = not (sending.quiet or as_json)
     reading = functools.partial(filling.reading, captions.file, is_shown=is_shown)
-    named = _models(models)
-    groups, shared = _groups_and_shared(fields or [], named or [None])
+    groups, shared = _groups_and_shared(fields or [])
     with reading("reading"):
         file = CaptionFile(captions.file, form=captions.form, count=captions.count)
     source = SweepSource(
@@ -116,8 +111,8 @@ def command(
     for name in sending.model or []:
         if name not in drawn_with:
             raise errors.SetupError(
-                f"--model {name[:60]} is none of --models, nor of a stage's in `then`: it says"
-                " that workers have a model from elsewhere; they say what is drawn with"
+                f"--model {name[:60]} is none of --set model=LIST, nor of a stage's in `then`: it"
+                " says that workers have a model from elsewhere; they say what is drawn with"
             )
     with reading("checking"):
         source.check()
@@ -153,17 +148,8 @@ def _models_of(source: SweepSource) -> set[str]:
     return {stage.model for stage in stages if stage.model}
 
 
-def _models(models: str | None) -> list[str]:
-    """The names in --models; raises SetupError for one that is there twice."""
-    names = [name.strip() for name in models.split(",")] if models else []
-    for name in names:
-        if names.count(name) > 1:
-            raise errors.SetupError(f"--models: {name[:60]} is there twice")
-    return names
-
-
 def _groups_and_shared(
-    texts: Iterable[str], models: Sequence[str | None]
+    texts: Iterable[str],
 ) -> tuple[tuple[Group, ...], dict[str, Any]]:
     """The groups of all combinations, and what jobs share; raises SetupError for invalid texts."""
     given = _given(texts)
@@ -178,7 +164,7 @@ def _groups_and_shared(
         combined["cfg_scale"],
         combined["sampler_name"],
         combined["steps"],
-        models,
+        [model or None for model in combined["model"]],
         lora,
         combined["lora_strength"] if lora else [None],
     )

@@ -54,7 +54,7 @@ QUERY = f"?token={MARK}Query&{SAS}"
 #: Variables of a worker in the fleet file.
 PLANTED = (
     "IMAGEFLEET_PUSH_TOKEN: {env: PLANTED}",
-    "IMAGEFLEET_PUSH_URL: {file: secret.txt}",
+    "IMAGEFLEET_PUSH_URL: {env: PLANTED}",
 )
 
 #: Every command with arguments that take it as far as it gets. {url}: an address with secrets.

@@ -199,19 +199,6 @@ def test_new_replicas_wait_for_those_that_are_still_to_stop(
     assert max(billed for billed, _ in salad.billed) == 750
 
 
-def test_a_group_that_was_changed_in_the_portal_is_reported(
-    salad: Any, in_process: Imagefleet
-):
-    in_process("deploy", "apply", "--yes")
-    next(iter(salad.groups.values())).body["container"]["image"] = (
-        "somebody/elses:latest"
-    )
-
-    assert_refused(
-        in_process("deploy", "apply", "--yes"), "was changed elsewhere (image)"
-    )
-
-
 def test_resizing_spreads_over_the_groups(salad: Any, in_process: Imagefleet):
     in_process("deploy", "apply", "--yes")
 

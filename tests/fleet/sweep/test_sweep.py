@@ -79,7 +79,7 @@ def test_the_stages_of_a_chain_are_in_each_job(
     stages = [
         {"model": "upscaler", "cfg_scale": 1.5, "steps": 20, "denoising_strength": 0.5}
     ]
-    chained = ("--models", "base", "--set", f"then={json.dumps(stages)}")
+    chained = ("--set", "model=base", "--set", f"then={json.dumps(stages)}")
     elsewhere = ("--model", "base", "--model", "upscaler")
     models = tmp_path / "imagefleet-data" / "files" / "models"
     models.mkdir(parents=True)
@@ -91,7 +91,9 @@ def test_the_stages_of_a_chain_are_in_each_job(
     assert "no worker can have the model 'upscaler'" in unknown.stderr
     assert result.returncode == console.EXIT_DONE, result.stderr
     assert json.loads(result.stdout)["sent"] == 6
-    again = in_process("sweep", "c.txt", *SWEEP, "--models", "base", "--model", "base")
+    again = in_process(
+        "sweep", "c.txt", *SWEEP, "--set", "model=base", "--model", "base"
+    )
     assert "another field of all its jobs differs" in again.stderr
 
     async def read() -> list[dict[str, Any]]:
@@ -271,12 +273,12 @@ async def test_the_images_of_a_sweep_say_their_group_in_their_records(
         (("--set", "stepz=1"), "set stepz: a job has no such field"),
         (("--set", "width=63"), "width: "),
         ((*SETTINGS, "--set", "steps=20"), "--set steps is there twice"),
-        (("--model", "sd15"), "--model sd15 is none of --models"),
+        (("--model", "sd15"), "--model sd15 is none of --set model"),
         (("--campaign", "../x"), "--campaign: use 1 to 128 letters"),
-        (("--models", "a,b,a"), "--models: a is there twice"),
+        (("--set", "model=a,b,a"), "two groups would have the name"),
         (("--set", "then=x"), "then: should be"),
         (("--set", 'then=[{"model": "a", "id": "b"}]'), "stage 2: id is the job's"),
-        (("--models", "none"), "no worker can have the model 'none'"),
+        (("--set", "model=none"), "no worker can have the model 'none'"),
     ],
 )
 def test_a_mistake_is_named_and_nothing_is_sent(
