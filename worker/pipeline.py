@@ -349,7 +349,7 @@ class Pipeline:
                 await self._stop_pulling()
                 if puts_off:
                     await self._hand_back(
-                        map(self.settler.put_off, generate.stop_accepting())
+                        map(self.settler.hand_back, generate.stop_accepting())
                     )
                 finished = self.settler.nothing_in_flight.wait()
                 await tasks.first_of(finished, end.wait(), self._side_tasks.watch())

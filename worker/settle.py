@@ -136,28 +136,22 @@ class Settler:
         elif entry.failures:
             await self._fail(entry, [*entry.failures.values()])
         elif entry.is_put_off and not entry.is_all_stored:
-            await self.put_off(entry)
+            await self.hand_back(entry)
         elif not entry.has_next_stage:
             await self._completed(entry)
         else:
             await self._go_on(entry)
 
     async def look_up(self, entry: InFlightJob) -> None:
-        """Notes which images of a job earlier deliveries have stored, as far as that is in doubt.
+        """Notes which images of a job earlier deliveries have stored, and that they need records.
 
-        It is where a worker was lost, or left in a hurry: it has perhaps written no records. Raises
-        NameTakenError if another job's image has the name of one.
+        Raises NameTakenError if another job's image has the name of one.
         """
         job = entry.job
         if job is None or entry.is_looked_up:
             return
-        earlier = entry.deliveries
-        images = set(range(job.images_to_draw))
-        known = images.intersection(earlier.images if len(images) > 1 else ())
-        entry.stored |= known
-        entry.recorded |= known
-        if earlier.is_unsure or job.stage > 1:  # which may have been sent twice
-            unknown = sorted(images - entry.stored)
+        if entry.is_redelivered or job.stage > 1:  # which may have been sent twice
+            unknown = sorted({*range(job.images_to_draw)} - entry.stored)
             look = partial(
                 stored.find_stored, self.storage.blobs, job, entry.source, unknown
             )
@@ -180,7 +174,7 @@ class Settler:
                 outcome = "verified"
             await self._end(entry, outcome, error)
 
-        entry.mark_completed(self.storage.blobs.clock.now())
+        entry.mark_completed()
         await self.pending.put(entry, finish)
 
     async def _go_on(self, entry: InFlightJob) -> None:
@@ -254,7 +248,7 @@ class Settler:
                 return False
             await self._not_sent(entry, fault)
             return True
-        entry.mark_completed(self.storage.blobs.clock.now())
+        entry.mark_completed()
         await self.pending.put(entry, partial(self._end, entry, "duplicate"))
         return True
 
@@ -308,17 +302,12 @@ class Settler:
             await self._retry(entry, error, attempts)
 
     async def hand_back(self, entry: InFlightJob, delay_seconds: float = 0) -> None:
-        """Leaves a job that was not finished in time to another worker, by default at once."""
-        if entry.settle():
-            await self._release(entry, delay_seconds)
+        """Leaves a job that was not finished in time to another worker, by default at once.
 
-    async def put_off(self, entry: InFlightJob) -> None:
-        """Hands back a job of which some images are stored perhaps; another worker draws the rest.
-
-        It does not have to look for them, since it waits for their records.
+        That one draws the images that are not stored yet, and writes the records of the others.
         """
         if entry.settle():
-            await self._release_after_records(entry)
+            await self._release(entry, delay_seconds)
 
     async def move(self, entry: InFlightJob) -> None:
         """Another model's job: sends it to the queue of its model, where it waits for a worker.
@@ -409,7 +398,7 @@ class Settler:
             "job_retried",
             error=type(error).__name__,
         )
-        await self._release_after_records(entry, delay_seconds, failed=True)
+        await self._release(entry, delay_seconds, failed=True)
 
     async def _wait_for_file(
         self, entry: InFlightJob, error: errors.FleetError
@@ -420,38 +409,19 @@ class Settler:
             deliveries - 1, safetensors.REST_SECONDS, LONGEST_REST_SECONDS
         )
         entry.log(logging.INFO, f"waits {seconds:.0f} s: {error}", "job_waits_for_file")
-        await self._release_after_records(entry, seconds)
+        await self._release(entry, seconds)
 
     async def _release(
-        self,
-        entry: InFlightJob,
-        delay_seconds: float = 0,
-        error: errors.TransientError | None = None,
-        *,
-        failed: bool = False,
-    ) -> None:
-        """Hands a job's message back, unless an *error* has kept its records from storage."""
-
-        async def call() -> None:
-            body = entry.ended(failed=failed).write_to(entry.lease.message.body)
-            await self.keeper.release(entry.lease, delay_seconds, body)
-
-        await self._end(entry, "retried" if failed else "handed_back", error, call)
-
-    async def _release_after_records(
         self, entry: InFlightJob, delay_seconds: float = 0, *, failed: bool = False
     ) -> None:
-        """Releases a job once the records of its images that are stored are stored as well."""
+        """Hands a job's message back."""
 
-        async def finish(error: errors.TransientError | None = None) -> None:
-            if error is None:
-                entry.recorded |= entry.stored
-            await self._release(entry, delay_seconds, error, failed=failed)
+        async def call() -> None:
+            deliveries = entry.deliveries.ended(failed=failed)
+            body = deliveries.write_to(entry.lease.message.body)
+            await self.keeper.release(entry.lease, delay_seconds, body)
 
-        if entry.stored <= entry.recorded:
-            await finish()
-        else:
-            await self.pending.put(entry, finish)
+        await self._end(entry, "retried" if failed else "handed_back", call=call)
 
     async def _end(
         self,

@@ -275,8 +275,8 @@ async def add(
     A crash between the two leaves the job in both queues: it fails once more and is not lost.
     """
     body = _replayable(message, job)
-    if job is not None and job.images > 1 and stored:
-        body = Deliveries().with_images(stored, is_unsure=False).write_to(body) or body
+    if job is not None and job.images > 1 and stored:  # which are then looked for
+        body = Deliveries().write_to(body) or body
     known: dict[str, Any]
     if job is not None:
         known = {"id": job.id, "campaign": job.campaign, "digest": job.digest}

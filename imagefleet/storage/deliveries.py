@@ -14,7 +14,6 @@ from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet.job import sizes
 from imagefleet.job.message import DELIVERIES_FIELD, fields_if_any, message_text
-from imagefleet.job.sizes import MAX_IMAGES_PER_JOB
 from imagefleet.storage import protocol
 
 #: The number of lost deliveries after which a job is generated alone, so that the next loss tells
@@ -40,23 +39,17 @@ class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=Tr
     """Lost deliveries in which the job was generated alone."""
     is_alone: bool = False
     """The latest one was marked as generated alone."""
-    images: tuple[Annotated[int, Field(ge=0, lt=MAX_IMAGES_PER_JOB)], ...] = ()
-    """Images of a job of several that are stored with their records."""
-    is_unsure: bool = False
-    """True if more of the job's images may be stored."""
 
     @classmethod
     def of(cls, message: protocol.Message) -> Self:
         """The deliveries before the present one. A damaged record counts as none."""
-        is_first, before = message.delivery_count == 1, cls()
-        if is_first and DELIVERIES_FIELD not in message.body:
+        before = cls()
+        if message.delivery_count == 1:  # or sent again after it had failed
             return before
         with contextlib.suppress(ValidationError):
             before = cls.model_validate(
                 fields_if_any(message.body).get(DELIVERIES_FIELD) or {}
             )
-        if is_first:  # sent again after it had failed
-            return cls(images=before.images, is_unsure=before.is_unsure)
         lost = max(0, message.delivery_count - 1 - before.known)
         return before.model_copy(
             update={
@@ -64,7 +57,6 @@ class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=Tr
                 "lost": before.lost + lost,
                 "lost_alone": before.lost_alone + (before.is_alone and lost > 0),
                 "is_alone": False,
-                "is_unsure": before.is_unsure or lost > 0,
             }
         )
 
@@ -84,12 +76,6 @@ class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=Tr
         """The record to write when the present delivery ends by handing the message back."""
         return self.model_copy(
             update={"known": self.known + 1, "failed": self.failed + failed}
-        )
-
-    def with_images(self, stored: Iterable[int], *, is_unsure: bool) -> Self:
-        """A copy that notes which of the job's images are stored."""
-        return self.model_copy(
-            update={"images": (*sorted(stored),), "is_unsure": is_unsure}
         )
 
     def write_to(self, body: str) -> str | None:

@@ -8,19 +8,22 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import Any
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.records.record import Record
-from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
+from imagefleet.storage.deliveries import (
+    SUSPECT_AFTER,
+    Deliveries,
+    shown_images,
+    without_deliveries,
+)
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.metrics import MAX_MODELS, OTHER_MODELS
 from worker.engine import contract
 from worker.inputs.img2img import Overlay
-from worker.jobs.stored import stored_record
 from worker.leases import Lease
 from worker.metrics import WorkerMetrics
 
@@ -68,10 +71,8 @@ class InFlightJob:
     """Errors of the images that failed in this delivery, by index."""
     stored: set[int] = field(default_factory=set)
     """The indices of the job's images that are stored, by whomever."""
-    recorded: set[int] = field(default_factory=set)
-    """The indices of stored images whose records are stored as well."""
     records: list[Record] = field(default_factory=list)
-    """Records of images that this worker has stored, as far as they are not written yet."""
+    """Records of images that this worker has stored; written as the job ends."""
     again: list[Record] = field(default_factory=list)
     """Records of the job's images that found their names taken."""
     lora_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
@@ -141,6 +142,13 @@ class InFlightJob:
         return Deliveries.of(self.lease.message)
 
     @property
+    def is_redelivered(self) -> bool:
+        """True if it may have been drawn before, also as a failed job that was sent again."""
+        message = self.lease.message
+        is_sent_again = without_deliveries(message.body) != message.body
+        return message.delivery_count > 1 or is_sent_again
+
+    @property
     def is_suspect(self) -> bool:
         """True if the job may be what its workers died of."""
         return (
@@ -184,27 +192,6 @@ class InFlightJob:
         self.settled = True
         return first
 
-    def ended(self, *, failed: bool) -> Deliveries:
-        """The deliveries of its message when this one ends by handing it back."""
-        earlier = self.deliveries
-        record = earlier.ended(failed=failed)
-        is_unsure = earlier.is_unsure and not self.is_looked_up
-        if self.job is None or self.job.images_to_draw == 1:
-            is_unsure |= self._may_be_stored or bool(self.stored)
-            return record.model_copy(update={"is_unsure": is_unsure})
-        recorded = self.recorded.union(earlier.images)
-        is_unsure |= self._may_be_stored or self.stored != self.recorded
-        return record.with_images(recorded, is_unsure=is_unsure)
-
-    @property
-    def _may_be_stored(self) -> bool:
-        """True if an image that is not in `stored` may be stored all the same."""
-        in_doubt = (
-            getattr(error, "outcome_is_unknown", False)
-            for error in self.failures.values()
-        )
-        return self._uploads > 0 or any(in_doubt)
-
     def image_failed(self, index: int, error: errors.FleetError) -> None:
         """The others go on, unless they would fail as well, or may not be stored without it."""
         self.failures[index] = error
@@ -237,32 +224,14 @@ class InFlightJob:
         stored = shown_images(self.stored) or "none"
         return f"{which}{error.message}; of its {self.job.images} images are stored: {stored}"
 
-    def take_records(self) -> tuple[list[Record], list[Record]]:
-        """Takes `records` and `again`, but for the record that says that the job is complete.
-
-        That is its last image's, and is stored with the job's end.
-        """
-        taken: tuple[list[Record], list[Record]] = ([], [])
-        for kept, some in zip((self.records, self.again), taken, strict=True):
-            some += [each for each in kept if not self._is_last(each)]
-            kept[:] = [each for each in kept if self._is_last(each)]
-        return taken
-
-    def mark_completed(self, at: datetime) -> None:
-        """Every image is stored, which is known *at* that time: the record of the last says so."""
+    def mark_completed(self) -> None:
+        """Every image is stored and has a record here: that of the last says so."""
         if self.job is None or self.job.images_to_draw == 1:
             return
-        last = self.job.images - 1
-        if not any(map(self._is_last, (*self.records, *self.again))):
-            # An earlier delivery has recorded it, while others were missing.
-            self.again.append(stored_record(self.job, self.source, last, at))
         for kept in (self.records, self.again):
             for place, record in enumerate(kept):
-                if self._is_last(record):
+                if record.index == record.images - 1:
                     kept[place] = record.model_copy(update={"completes": True})
-
-    def _is_last(self, record: Record) -> bool:
-        return record.index == record.images - 1
 
 
 @dataclass(slots=True, eq=False)

@@ -199,8 +199,7 @@ class PrepareStage:
         """The images to draw: earlier deliveries may have stored some."""
         if job.verify:
             return [0]
-        if entry.lease.message.delivery_count > 1 or job.images > 1 or job.stage > 1:
-            await self._settler.look_up(entry)
+        await self._settler.look_up(entry)
         images = sorted({*range(job.images)} - entry.stored)
         self._puller.not_ahead(entry, entry.ahead - len(images))
         return images

@@ -52,16 +52,11 @@ def flush_seconds(lease_seconds: float, *, is_billed: bool) -> float:
 
 @dataclass(slots=True, eq=False)
 class PendingRecords:
-    """Records of a job that are to be stored within *seconds*; *finish* ends the job, if given."""
+    """Records of a job that has ended but for them; *finish* ends it once they are stored."""
 
-    job: InFlightJob
-    seconds: float
-    due_at: float
-    count: int
-    """Number of the records when they came."""
     records: list[Record]
     again: list[Record]
-    finish: Finish | None = None
+    finish: Finish
     error: errors.TransientError | None = None
     """Why they could not be stored."""
 
@@ -81,7 +76,6 @@ class RecordStage:
     _waiting: list[PendingRecords] = field(default_factory=list, init=False)
     _records: int = field(default=0, init=False)  # of those that wait
     _due_at: float = field(default=math.inf, init=False)  # of the first of them
-    _early: int = field(default=0, init=False)  # records of jobs that go on
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _room: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _stored: asyncio.Queue[PendingRecords] = field(
@@ -98,17 +92,24 @@ class RecordStage:
 
     async def put(self, job: InFlightJob, finish: Finish, *more: Record) -> None:
         """Stores a job's records soon, with *more* of its end, then calls *finish*."""
-        await self._wait_for_room()
+        while self.jobs >= MAX_WAITING:
+            self._room.clear()
+            await self._room.wait()
         self.jobs += 1
-        self._wait(job, [*job.records, *more], job.again, finish)
-
-    async def add(self, job: InFlightJob) -> None:
-        """Stores the records of a job so far soon; it goes on."""
-        await self._wait_for_room()
-        records, again = job.take_records()
-        if records or again:
-            self._early += len(records) + len(again)
-            self._wait(job, records, again)
+        pending = PendingRecords([*job.records, *more], job.again, finish)
+        count = len(pending.records) + len(pending.again)
+        if not count:
+            self._end(pending)
+            return
+        self._waiting.append(pending)
+        self._records += count
+        seconds = self.flush_seconds
+        if job.job is not None and job.job.whole.awaited:  # by a client
+            seconds = min(seconds, AWAITED_FLUSH_SECONDS)
+        due_at = time.monotonic() + seconds
+        if due_at < self._due_at or self._is_all:
+            self._due_at = min(self._due_at, due_at)
+            self._changed.set()
 
     def job_ended(self) -> None:
         """A job has ended elsewhere: what waits here may be all that is in flight."""
@@ -123,20 +124,9 @@ class RecordStage:
                 seconds = self._due_at - time.monotonic()
                 await tasks.first_of(self._changed.wait(), timeout_seconds=seconds)
             error = await self._write(batch)
-            again: list[PendingRecords] = []
             for pending in batch:
-                if pending.finish is not None:
-                    pending.error = error
-                    self._end(pending)
-                elif error is not None:  # its next records may be stored
-                    pending.due_at = time.monotonic() + pending.seconds
-                    again.append(pending)
-                else:
-                    self._early -= pending.count
-                    stored = (*pending.records, *pending.again)
-                    pending.job.recorded.update(record.index for record in stored)
-            self._waiting[:0] = again
-            self._room.set()
+                pending.error = error
+                self._end(pending)
 
     async def finish(self) -> NoReturn:
         """Side task: ends the jobs whose records are stored."""
@@ -145,38 +135,10 @@ class RecordStage:
             self._stored_at.popleft()
             try:
                 with self.metrics.stage_seconds["acknowledge"].time():
-                    if pending.finish is not None:
-                        await pending.finish(pending.error)
+                    await pending.finish(pending.error)
             finally:
                 self.jobs -= 1
                 self._room.set()
-
-    def _wait(
-        self,
-        job: InFlightJob,
-        records: list[Record],
-        again: list[Record],
-        finish: Finish | None = None,
-    ) -> None:
-        seconds = self.flush_seconds
-        if job.job is not None and job.job.whole.awaited:  # by a client
-            seconds = min(seconds, AWAITED_FLUSH_SECONDS)
-        due_at = time.monotonic() + seconds
-        count = len(records) + len(again)
-        pending = PendingRecords(job, seconds, due_at, count, records, again, finish)
-        if not (count or self._early):
-            self._end(pending)
-            return
-        self._waiting.append(pending)
-        self._records += count
-        if due_at < self._due_at or self._is_all:
-            self._due_at = min(self._due_at, due_at)
-            self._changed.set()
-
-    async def _wait_for_room(self) -> None:
-        while self.jobs + self._early >= MAX_WAITING:
-            self._room.clear()
-            await self._room.wait()
 
     @property
     def _is_all(self) -> bool:
@@ -184,23 +146,11 @@ class RecordStage:
         return self._records >= MAX_RECORDS or self.jobs >= len(self.in_flight)
 
     def _take(self) -> list[PendingRecords]:
-        """Removes and returns what is due, with what falls due before the next write."""
-        now = time.monotonic()
-        longest = math.inf if self._is_all else -1.0
-        for pending in self._waiting:
-            if pending.due_at <= now:
-                longest = max(longest, pending.seconds)
-        taken: list[PendingRecords] = []
-        left: list[PendingRecords] = []
+        """Removes and returns what waits, once some of it is due; else nothing."""
+        if not self._is_all and time.monotonic() < self._due_at:
+            return []
+        taken, self._waiting = self._waiting, []
         self._records, self._due_at = 0, math.inf
-        for pending in self._waiting:
-            if pending.seconds <= longest:
-                taken.append(pending)
-                continue
-            left.append(pending)
-            self._records += pending.count
-            self._due_at = min(self._due_at, pending.due_at)
-        self._waiting = left
         return taken
 
     async def _write(self, batch: list[PendingRecords]) -> errors.TransientError | None:

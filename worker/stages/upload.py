@@ -82,8 +82,6 @@ class UploadStage:
             await self._store(image, file)
         entry.stored.add(image.index)
         await self.settler.less_to_store(entry, 1)
-        if entry.images_to_store:
-            await self.settler.pending.add(entry)
         if not image.index:
             await entry.first_ended()
 
@@ -141,10 +139,7 @@ class UploadStage:
             raise errors.TransientError(
                 "an image that had its name was removed meanwhile"
             )
-        is_first = (
-            entry.lease.message.delivery_count == 1 and not entry.deliveries.is_unsure
-        )
-        if found is stored.NOT_READ and is_first and not is_in_doubt:
+        if found is stored.NOT_READ and not (entry.is_redelivered or is_in_doubt):
             raise stored.taken_unseen(job, image.index)
         return stored.sha256_in(found)
 

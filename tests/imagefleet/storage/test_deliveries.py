@@ -25,7 +25,7 @@ def test_a_first_delivery_has_no_past_whatever_its_message_claims():
 
 
 def test_deliveries_without_an_end_are_lost():
-    assert delivered(JOB, 3) == Deliveries(known=2, lost=2, is_unsure=True)
+    assert delivered(JOB, 3) == Deliveries(known=2, lost=2)
 
 
 def test_failures_and_returns_are_not_lost():
@@ -33,7 +33,7 @@ def test_failures_and_returns_are_not_lost():
     second = delivered(first, 2)
     assert second == Deliveries(known=1, failed=1)
     third = delivered(second.ended(failed=False).write_to(JOB), 5)
-    assert third == Deliveries(known=4, failed=1, lost=2, is_unsure=True)
+    assert third == Deliveries(known=4, failed=1, lost=2)
 
 
 def test_a_death_alone_counts_only_while_the_mark_stands():
@@ -55,23 +55,6 @@ def test_the_record_does_not_change_the_job():
         assert read_job(written, "m") == unmarked
 
 
-def test_what_is_stored_of_a_job_travels_with_its_message():
-    first = (
-        delivered(JOB, 1)
-        .with_images([9, 0, 1, 2, 6], is_unsure=False)
-        .ended(failed=False)
-    )
-    assert first.images == (0, 1, 2, 6, 9)
-    handed_back = delivered(first.write_to(JOB), 2)
-    assert handed_back.images == first.images
-    assert not handed_back.is_unsure
-    assert delivered(first.write_to(JOB), 3).is_unsure, "the worker between was lost"
-    again = delivered(Deliveries(failed=4, images=(1,)).write_to(JOB), 1)
-    assert again == Deliveries(images=(1,)), (
-        "of a job that is sent again nothing else counts"
-    )
-
-
 @pytest.mark.parametrize(
     "record",
     [
@@ -80,14 +63,13 @@ def test_what_is_stored_of_a_job_travels_with_its_message():
         {"lost": -1},
         {"lost": "many"},
         {"known": 10**9},
-        {"images": [-1]},
         None,
         7,
     ],
 )
 def test_a_damaged_record_counts_as_none(record: object):
     body = json.dumps({"prompt": "x", "deliveries": record})
-    assert delivered(body, 2) == Deliveries(known=1, lost=1, is_unsure=True)
+    assert delivered(body, 2) == Deliveries(known=1, lost=1)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 from imagefleet import errors
 from imagefleet.job.message import images_of, read_job
 from imagefleet.storage.protocol import LeasedMessage
-from worker.jobs.in_flight import InFlightJob, stored_record
+from worker.jobs.in_flight import InFlightJob
+from worker.jobs.stored import stored_record
 from worker.leases import Lease
 
 
@@ -27,40 +28,12 @@ def store(entry: InFlightJob, *images: int) -> None:
     entry.records += [stored_record(entry.job, "m", each, NOW) for each in images]
 
 
-def test_images_without_records_leave_the_next_worker_in_doubt(
+def test_the_record_of_the_last_image_says_that_the_job_is_completed(
     entry: InFlightJob,
 ):
-    store(entry, 0, 1, 2)
-    entry.recorded = {0, 1}
-    left = entry.ended(failed=False)
-    assert (left.images, left.is_unsure) == ((0, 1), True)
-    entry.recorded = {0, 1, 2}
-    assert not entry.ended(failed=False).is_unsure
-    with entry.uploading():
-        assert entry.ended(failed=False).is_unsure, "one may be stored a moment later"
-    lost_reply = errors.TransientError("the connection was reset")
-    lost_reply.outcome_is_unknown = True
-    entry.image_failed(5, lost_reply)
-    assert entry.ended(failed=True).is_unsure
-
-
-def test_the_record_that_completes_a_job_is_the_last_to_be_written(
-    entry: InFlightJob,
-):
-    store(entry, 9, 0, 1)
-    taken, _ = entry.take_records()
-    assert [each.index for each in taken] == [0, 1]
-    store(entry, *range(2, 9))
-    entry.mark_completed(NOW)
+    store(entry, 9, *range(9))
+    entry.mark_completed()
     assert [each.index for each in entry.records if each.completes] == [9]
-
-
-def test_a_job_whose_last_image_was_recorded_earlier_is_completed_all_the_same(
-    entry: InFlightJob,
-):
-    store(entry, 3)
-    entry.mark_completed(NOW)
-    assert [(each.index, each.completes) for each in entry.again] == [(9, True)]
 
 
 def test_a_job_goes_on_after_a_few_failures_and_not_after_many(

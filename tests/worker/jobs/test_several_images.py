@@ -89,7 +89,7 @@ async def interrupted(
     return await running
 
 
-async def test_images_and_their_records_are_there_while_the_job_goes_on(
+async def test_images_are_there_while_the_job_goes_on_and_their_records_at_its_end(
     storage: Storage, run_pipeline: RunPipeline
 ):
     await storage.queue.send([message(id="j", seed=0, batch_size=4, n_iter=10)])
@@ -103,11 +103,10 @@ async def test_images_and_their_records_are_there_while_the_job_goes_on(
     for images in (8, 16):
         allowed.release(8)
         # Not at the end alone: the job goes no further.
-        recorded = await until(
-            lambda: counts(storage), lambda found, images=images: found[0] == images
+        await until(
+            lambda: blobs(storage), lambda found, images=images: len(found) == images
         )
-        assert len(await blobs(storage)) == images
-        assert recorded[1] == 0, "counted before it was complete"
+        assert await counts(storage) == (0, 0, 0), "counted before it was complete"
     allowed.release(40)
     pipeline = await running
 
@@ -148,13 +147,12 @@ async def test_a_drain_waits_for_the_images_in_slots_and_leaves_the_others_to_th
     assert pipeline.metrics.outcomes == {"handed_back": 1}
     assert 5 <= len(first.seeds) < 30, "it has drawn on after it was told to stop"
     assert set(await blobs(storage)) == {name(seed) for seed in first.seeds}
-    assert await counts(storage) == (len(first.seeds), 0, 0)
 
     second = Drawing()
     pipeline = await run_pipeline(second)  # at once, not after 300 s
     assert Counter(first.seeds + second.seeds) == Counter(range(50))
     assert set(await blobs(storage)) == names(50)
-    assert looked_for == [], "the message says what is stored"
+    assert len(looked_for) == 50
     assert await counts(storage) == (50, 1, 0)
     assert pipeline.metrics.outcomes == {"completed": 1}
 
@@ -167,11 +165,10 @@ async def test_a_worker_that_has_to_hurry_leaves_the_next_one_to_look(
     first = Drawing(capacity=2, tick_seconds=0.2)
     await interrupted(run_pipeline, first, 5, grace_seconds=0)
     before = set(await blobs(storage))
-    recorded = (await counts(storage))[0]
     second = Drawing()
     await run_pipeline(second)
     assert {name(seed) for seed in second.seeds} == names(20) - before
-    assert looked_for or recorded == len(before)
+    assert looked_for
     assert await blobs(storage, "-duplicates/") == []
     assert await counts(storage) == (20, 1, 0)
 
