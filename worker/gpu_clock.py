@@ -21,11 +21,6 @@ class GpuClock:
     first_image_at: float | None = None
     full_speed_at: float | None = None
     """The end of the first image beside which nothing is compiled."""
-    start_phases: dict[str, float] = field(default_factory=lambda: phases.seconds)
-    """The seconds of each phase until then."""
-    cold_rows_per_second: float = 0.0
-    """Rows of the UNet's calls per busy second until then."""
-    _paid: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def idle_fraction(self) -> float:
@@ -38,17 +33,6 @@ class GpuClock:
             return 0.0
         return max(0.0, 1 - self.busy_seconds / (self.last_at - self.first_at))
 
-    def paid_seconds(self, began_at: float, now: float) -> dict[str, float]:
-        """The running time since *began_at* by what had been reached; none ever decreases."""
-        first_at = now if self.first_image_at is None else self.first_image_at
-        full_at = now if self.full_speed_at is None else self.full_speed_at
-        reached = began_at, first_at, full_at, now
-        for at, state in enumerate(("starting", "warming_up", "full_speed")):
-            # The engine's thread may note a moment before that of the last call.
-            seconds = reached[at + 1] - reached[at]
-            self._paid[state] = max(self._paid[state], seconds)
-        return self._paid.copy()
-
     def note_images(self, engine: contract.Engine, began_at: float, now: float) -> None:
         """Notes the first image, and the first at full speed; not to be called after that."""
         after = f"{now - began_at:.1f} s after the start"
@@ -57,11 +41,8 @@ class GpuClock:
             log.info(f"first image {after}", action="first_image")
         if not getattr(engine, "is_compiling", False):
             self.full_speed_at = now
-            rows = getattr(engine, "unet_rows", 0)
-            self.cold_rows_per_second = rows / max(self.busy_seconds, 1e-9)
-            self.start_phases = phases.seconds.copy()
             log.info(
                 f"full speed {after}: {phases.described()}",
                 action="full_speed",
-                phases=self.start_phases,
+                phases=phases.seconds.copy(),
             )

@@ -67,8 +67,7 @@ NodeFault = Literal[
     "gpu_memory",
     "engine",
     "start_up_time",
-    "gpu_speed",
-    "upload_speed",
+    "speed",
     "failed_images",
     "weights",
     "quarantined",
@@ -147,6 +146,12 @@ class WorkerMetrics:
             "Faults of this node, found by its checks at the start and while it works.",
             "fault",
         )
+        self.node_check_passed = Gauge(
+            "imagefleet_node_check_passed",
+            "0 if this node failed its check before the first job, else 1.",
+            registry=self.registry,
+        )
+        self.node_check_passed.set(1)
         self.suspect_images = counter(
             "suspect_images",
             "Images stored by this node between its last good check and one that failed.",
@@ -224,7 +229,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         clock, engine = self._engine_thread.clock, self._engine_thread.engine
-        busy_seconds, rows = clock.busy_seconds, clock.cold_rows_per_second
+        busy_seconds = clock.busy_seconds
         waited = dict.fromkeys(IDLE_REASONS, 0.0) | clock.idle_seconds.copy()
         yield _counter("gpu_busy_seconds", "Time the engine was busy.", busy_seconds)
         yield _counter(
@@ -233,18 +238,6 @@ class EngineCollector(Collector):
             dict(sorted(waited.items())),
             "reason",
         )
-        yield _gauge(
-            "start_phase_seconds",
-            "Time of each phase until this worker first drew at full speed; some overlap.",
-            clock.start_phases,
-            "phase",
-        )
-        if rows:
-            yield _gauge(
-                "cold_rows_per_second",
-                "Rows of the UNet's calls per busy second until full speed.",
-                rows,
-            )
         yield _counter(
             "engine_recompiles",
             "Compilations after the warm-up; more than 0 is a bug.",
@@ -407,13 +400,6 @@ class CostMeter(Collector):
             self._clock.offset_seconds,
         )
         clock = self._engine_thread.clock
-        paid = clock.paid_seconds(self._began_at, time.monotonic())
-        yield _counter(
-            "paid_seconds",
-            "Running time of this replica: before its first image, until full speed, and since.",
-            paid,
-            "state",
-        )
         for name, until, at in (
             ("start_up", "until its engine was loaded", self._ready_at),
             ("first_image", "to its first image", clock.first_image_at),

@@ -141,7 +141,6 @@ class Pipeline:
         self.metrics.collect_from(
             EngineCollector(self.engine_thread, self._files.loras),
             self.cost,
-            self._checks.start_up,
         )
         self.metrics.set_worker_info(
             worker=settings.name,

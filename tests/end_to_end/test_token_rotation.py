@@ -30,12 +30,10 @@ WORKER = """
 import asyncio
 from imagefleet.telemetry import logs
 from worker import process
-from worker.node import watchdog
 from worker.settings import WorkerSettings
 from evaluation.stand_in import StandInEngine
 
 logs.configure("text")
-watchdog.MIN_UPLOAD_MEGABITS = 0  # Azurite is not a line to measure
 settings = WorkerSettings(
     model="none", until_empty=True, max_attempts=1, lease_seconds=10, prefetch_seconds=3
 )

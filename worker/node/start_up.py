@@ -6,14 +6,9 @@ fetched, slow GPUs and uploads while the node works (`worker.node.watchdog`).
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from imagefleet import errors
 from imagefleet.telemetry import logs
@@ -28,25 +23,15 @@ log = logs.EventLog(__name__)
 _PROMPT = "photo of a house by a lake, volumetric light"
 
 
-#: What is measured, as metrics and in the log.
-_FINDINGS = {
-    "passed": "1 if this node passed its start-up check.",
-    "seconds": "Start-up time, loading included.",
-    "free_gpu_bytes": "GPU memory free before the model loads.",
-}
-
-
 @dataclass(eq=False)
-class StartUpCheck(Collector):
-    """The start-up check of one node, with its findings as metrics."""
+class StartUpCheck:
+    """The start-up check of one node."""
 
     _settings: WorkerSettings
     _limits: NodeLimits
     _metrics: WorkerMetrics
 
     def __post_init__(self) -> None:
-        self.findings: dict[str, Any] = {}
-        """The measurements, by the names of `_FINDINGS`."""
         self._fault: NodeFault = "engine"  # unless a check below fails
         self._began_at = time.monotonic()
 
@@ -67,44 +52,32 @@ class StartUpCheck(Collector):
             async with limit:
                 yield
         except errors.NodeError as error:
-            self._end(error)
+            self._failed(error)
             raise
         except TimeoutError:
             if not limit.expired():
                 raise
-            text = (
+            self._fault = "start_up_time"
+            failure = errors.NodeError(
                 f"this node is not ready after {limit_seconds:g} s (--start-up-seconds)"
             )
-            failure = self._broken("start_up_time", text)
-            self._end(failure)
+            self._failed(failure)
             raise failure from None
-        self._end(None)
-
-    def _broken(self, fault: NodeFault, message: str) -> errors.NodeError:
-        self._fault = fault
-        return errors.NodeError(message)
-
-    def _end(self, failure: errors.NodeError | None) -> None:
-        if failure is not None:
-            self._metrics.node_faults.labels(self._fault).inc()
-        self.findings["passed"] = failure is None
-        self.findings["seconds"] = round(time.monotonic() - self._began_at, 3)
-        level = logging.ERROR if failure else logging.INFO
-        found = f"failed: {failure}" if failure else "passed"
-        log.log(
-            level,
-            f"the node check {found} after {self.findings['seconds']:.1f} s",
+        log.info(
+            f"the node check passed after {time.monotonic() - self._began_at:.1f} s",
             action="node_check",
-            **self.findings,
             limits=asdict(self._limits),
         )
 
-    def collect(self) -> Iterator[Metric]:
-        for name, what in _FINDINGS.items():
-            if "passed" in self.findings and name in self.findings:
-                yield GaugeMetricFamily(
-                    f"imagefleet_node_check_{name}", what, value=self.findings[name]
-                )
+    def _failed(self, failure: errors.NodeError) -> None:
+        self._metrics.node_faults.labels(self._fault).inc()
+        self._metrics.node_check_passed.set(0)
+        log.error(
+            f"the node check failed after {time.monotonic() - self._began_at:.1f} s: {failure}",
+            action="node_check",
+            fault=self._fault,
+            limits=asdict(self._limits),
+        )
 
     def _check_gpu(self) -> None:
         least, device = self._limits.free_gpu_bytes, self._settings.device
@@ -113,11 +86,12 @@ class StartUpCheck(Collector):
             return
         from worker.engine import device as cuda_check  # torch takes seconds to load
 
-        free = self.findings["free_gpu_bytes"] = cuda_check.free_gpu_bytes(device)
+        free = cuda_check.free_gpu_bytes(device)
         if free < least:
+            self._fault = "gpu_memory"
             needed = f"a worker needs {least / 2**20:,.0f}"
-            raise self._broken(
-                "gpu_memory", f"the GPU has {free / 2**20:,.0f} MiB free; {needed}"
+            raise errors.NodeError(
+                f"the GPU has {free / 2**20:,.0f} MiB free; {needed}"
             )
 
 

@@ -1,19 +1,17 @@
 """Measures a node while it works, window by window.
 
-Only what lasts for three windows in a row counts, and only what is the node's own fault: images
-that take too long on the GPU, and uploads so slow that the GPU waits for them. Images that fail are
-counted in a row (and a plain one as well: `NodeChecks`). A GPU call that never ends is for
-`EngineThread.watch`.
+Only what lasts for three windows in a row counts, and only what is the node's own fault: its speed,
+over the time that the GPU draws or waits for slow uploads. Images that fail are counted in a row
+(and a plain one as well: `NodeChecks`). A GPU call that never ends is for `EngineThread.watch`.
 
 A node that lost its platform, but not its network, works on unseen (SaladCloud starts another one
 in its place): leases and blobs that are written once make that harmless.
 """
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -22,7 +20,7 @@ from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families, prices
 from imagefleet.telemetry import logs
 from worker.gpu_thread import EngineThread
-from worker.metrics import NodeFault, WorkerMetrics
+from worker.metrics import WorkerMetrics
 from worker.settings import WorkerSettings
 
 log = logs.EventLog(__name__)
@@ -37,10 +35,6 @@ BROKEN_SHARE = 0.25
 
 #: The expected speed of a class without a record: a quarter of the slowest one's is very little.
 _SLOWEST = min(prices.ASSUMED_IMAGES_PER_SECOND.values())
-
-#: On SaladCloud a tenth of the nodes upload at less than 39 Mbit/s, and a fast card's PNGs
-#: (2 images/s of 400 KB) take 6. Elsewhere uploads are not checked.
-MIN_UPLOAD_MEGABITS = 2.0
 
 #: SaladCloud allowed 300 s in its largest test; a slow disk and compiling take longer.
 START_UP_SECONDS = 1200.0
@@ -65,16 +59,12 @@ LEAST_BUSY_SHARE = 0.2
 #: generates in a minute.
 FAILURES_IN_A_ROW = 10
 
-#: The share of a window that the GPU waited for uploads before they count as too slow.
-BLOCKED_SHARE = 0.5
-
 
 @dataclass(frozen=True, slots=True)
 class NodeLimits:
     """0: not checked; images are of 512x512 and 15 steps."""
 
     images_per_second: float = 0.0
-    upload_bits_per_second: float = 0.0
     start_up_seconds: float = 0.0
     free_gpu_bytes: int = 0
 
@@ -87,8 +77,7 @@ def limits_of(settings: WorkerSettings, gpu: str, *, on_salad: bool) -> NodeLimi
     """The settings' limits; without them the defaults on SaladCloud, and none elsewhere."""
     limits = NO_LIMITS
     if on_salad:
-        upload = 1e6 * MIN_UPLOAD_MEGABITS
-        limits = NodeLimits(broken_below(gpu), upload, START_UP_SECONDS, FREE_GPU_BYTES)
+        limits = NodeLimits(broken_below(gpu), START_UP_SECONDS, FREE_GPU_BYTES)
     if settings.min_images_per_second is not None:
         limits = replace(limits, images_per_second=settings.min_images_per_second)
     if settings.start_up_seconds is not None:
@@ -113,8 +102,6 @@ class _Window:
     blocked_seconds: float
     enlarged_images: int = 0  # only by networks, whose speed the jobs do not tell
     passes: Counter[tuple[str, Pass]] = field(default_factory=Counter)  # by family
-    uploaded_bytes: int = 0
-    uploading_seconds: float = 0.0
     storage_faults: int = 0
 
 
@@ -127,8 +114,6 @@ class NodeWatchdog:
         self._limits = limits
         self._windows = metrics.node_windows
         self._faults = metrics.node_faults
-        self._uploads_in_flight = 0
-        self._uploads_counted_at = time.monotonic()
         self.images_failed_in_a_row = 0
         """Images that failed on the GPU since one succeeded."""
         self._alarms: asyncio.Queue[str] = asyncio.Queue()
@@ -136,9 +121,7 @@ class NodeWatchdog:
 
     @property
     def has_limits(self) -> bool:
-        return bool(
-            self._limits.images_per_second or self._limits.upload_bits_per_second
-        )
+        return bool(self._limits.images_per_second)
 
     def image_generated(self, family: str, passes: Iterable[Pass]) -> None:
         """The GPU finished an image, failed or not."""
@@ -159,20 +142,9 @@ class NodeWatchdog:
                 f"the engine failed {FAILURES_IN_A_ROW} images in a row, the last with: {error}"
             )
 
-    @contextlib.contextmanager
-    def uploading(self, size_bytes: int) -> Iterator[None]:
-        """One upload; overlapping ones count their time once."""
-        self._count_uploading()
-        self._uploads_in_flight += 1
-        try:
-            yield
-            self._window.uploaded_bytes += size_bytes
-        except Exception:
-            self._window.storage_faults += 1
-            raise
-        finally:
-            self._count_uploading()
-            self._uploads_in_flight -= 1
+    def upload_failed(self) -> None:
+        """The storage did not take an image: waiting for it is not the node's fault."""
+        self._window.storage_faults += 1
 
     async def watch_failures(self, diagnose: Diagnose) -> NoReturn:
         """Side task: raises NodeError once an alarm turns out to be the node's fault."""
@@ -193,71 +165,38 @@ class NodeWatchdog:
 
     def _close_window(self) -> str | None:
         """Judges the window that ends now; None: nothing is wrong, or too little was measured."""
-        self._count_uploading()
         window, self._window = self._window, self._new_window()
-        seconds = self._window.began_at - window.began_at
-        busy_seconds = self._window.busy_seconds - window.busy_seconds
-        blocked_seconds = self._window.blocked_seconds - window.blocked_seconds
-        judged: dict[NodeFault, str | None] = {
-            "gpu_speed": self._too_slow(window, busy_seconds, seconds),
-            "upload_speed": self._uploads_too_slow(window, blocked_seconds, seconds),
-        }
-        wrong = {fault: reason for fault, reason in judged.items() if reason}
+        drawing_seconds = self._window.busy_seconds - window.busy_seconds
+        uploading_seconds = self._window.blocked_seconds - window.blocked_seconds
+        if window.storage_faults:
+            uploading_seconds = 0.0
+        seconds = drawing_seconds + uploading_seconds
         # A node that is idle or only enlarges shows nothing, and does not reset the count.
-        is_telling = (
-            busy_seconds > LEAST_BUSY_SHARE * seconds and not window.enlarged_images
-        )
-        self._windows.labels(
-            "failed" if wrong else "passed" if is_telling else "unknown"
-        ).inc()
-        if is_telling and not wrong:
-            self.failed_in_a_row = 0
-        if not wrong:
-            return None
-        self.failed_in_a_row += 1
-        for fault in wrong:
-            self._faults.labels(fault).inc()
-        reason = "; ".join(wrong.values())
-        count = f"{self.failed_in_a_row} windows in a row, of {FAILED_WINDOWS}"
-        log.warning(f"this node failed {count}: {reason}", action="node_window_failed")
-        return reason
-
-    def _too_slow(
-        self, window: _Window, busy_seconds: float, seconds: float
-    ) -> str | None:
-        least = self._limits.images_per_second
-        if busy_seconds <= LEAST_BUSY_SHARE * seconds or window.enlarged_images:
+        least_seconds = LEAST_BUSY_SHARE * (self._window.began_at - window.began_at)
+        if seconds <= least_seconds or window.enlarged_images:
+            self._windows.labels("unknown").inc()
             return None
         tflop = sum(
             count * families.find(family).passes_tflop([job_pass])
             for (family, job_pass), count in window.passes.items()
         )
-        speed = (
-            tflop / families.SD1.image_tflop() / busy_seconds
-        )  # images of 512x512 and 15 steps
+        # In images of 512x512 and 15 steps.
+        speed = tflop / families.SD1.image_tflop() / seconds
+        least = self._limits.images_per_second
         if speed >= least:
+            self._windows.labels("passed").inc()
+            self.failed_in_a_row = 0
             return None
-        return f"the GPU makes {speed:.3g} images/s, less than {least:.3g}"
-
-    def _uploads_too_slow(
-        self, window: _Window, blocked_seconds: float, seconds: float
-    ) -> str | None:
-        if blocked_seconds < BLOCKED_SHARE * seconds or window.storage_faults:
-            return None
-        speed = 8 * window.uploaded_bytes / max(window.uploading_seconds, 1e-9)
-        least = self._limits.upload_bits_per_second
-        if not window.uploading_seconds or speed >= least:
-            return None
-        return (
-            f"the upload to the storage runs at {speed / 1e6:.2f} Mbit/s, less than"
-            f" {least / 1e6:g}, and the GPU waits for it"
+        self._windows.labels("failed").inc()
+        self._faults.labels("speed").inc()
+        self.failed_in_a_row += 1
+        reason = (
+            f"the node makes {speed:.3g} images/s, less than {least:.3g}: its GPU drew for"
+            f" {drawing_seconds:.0f} s and waited for uploads for {uploading_seconds:.0f} s"
         )
-
-    def _count_uploading(self) -> None:
-        now = time.monotonic()
-        if self._uploads_in_flight:
-            self._window.uploading_seconds += now - self._uploads_counted_at
-        self._uploads_counted_at = now
+        count = f"{self.failed_in_a_row} windows in a row, of {FAILED_WINDOWS}"
+        log.warning(f"this node failed {count}: {reason}", action="node_window_failed")
+        return reason
 
     def _new_window(self) -> _Window:
         clock = self._engine_thread.clock

@@ -93,11 +93,14 @@ class UploadStage:
 
         async def create(is_in_doubt: bool) -> bool:
             entry.lease.check()
-            with self.watchdog.uploading(len(file.data)):
+            try:
                 if await self.settler.storage.blobs.create(
                     name, file.data, file.content_type, metadata, on_doubt=doubt.set
                 ):
                     return True
+            except errors.FleetError:
+                self.watchdog.upload_failed()
+                raise
             # A name taken after a reply was lost is most likely taken by this very image.
             doubt.set()
             return is_in_doubt

@@ -33,10 +33,9 @@ def check(tmp_path) -> Check:
     return make
 
 
-async def test_the_findings_are_one_log_line_and_the_metrics(check: Check, caplog):
+async def test_a_check_that_passed_is_one_log_line(check: Check, caplog):
     caplog.set_level("INFO")
     found = check(start_up_seconds=100)
-    assert list(found.collect()) == []
     async with found.limited():
         found.load(StandInEngine)
 
@@ -45,11 +44,8 @@ async def test_the_findings_are_one_log_line_and_the_metrics(check: Check, caplo
         for line in caplog.records
         if vars(line).get("action") == "node_check"
     )
-    assert facts["passed"] is True
     assert facts["limits"]["start_up_seconds"] == 100
-    samples = {family.name: family.samples[0].value for family in found.collect()}
-    assert samples["imagefleet_node_check_passed"] == 1
-    assert "imagefleet_node_check_free_gpu_bytes" not in samples
+    assert "passed" in facts["message"]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +75,7 @@ async def test_the_error_and_the_metrics_say_which_check_failed(
     for each in get_args(NodeFault):
         counted = count("imagefleet_node_faults_total", {"fault": each})
         assert counted == (each == fault)
-    assert node.findings["passed"] is False
+    assert count("imagefleet_node_check_passed") == 0
 
 
 def test_a_rented_gpu_that_torch_cannot_use_is_a_broken_node_and_not_a_cpu(
@@ -97,10 +93,9 @@ def test_a_rented_gpu_that_torch_cannot_use_is_a_broken_node_and_not_a_cpu(
 def test_limits_are_those_that_are_set_and_on_saladcloud_an_eighth_of_the_classs_record():
     assert limits_of(settings(), "RTX 4090 24GB", on_salad=False) == NodeLimits()
     given = settings(min_images_per_second=2, start_up_seconds=4)
-    assert limits_of(given, "none", on_salad=False) == NodeLimits(2, 0, 4)
+    assert limits_of(given, "none", on_salad=False) == NodeLimits(2, 4)
     limits = limits_of(settings(), "RTX 3060 Ti 8GB", on_salad=True)
     assert limits.images_per_second == pytest.approx(0.83 / 8)
-    assert limits.upload_bits_per_second == 2e6
     assert limits.start_up_seconds == 1200
     off = settings(min_images_per_second=0, start_up_seconds=0)
     switched_off = limits_of(off, "RTX 3060 Ti 8GB", on_salad=True)
