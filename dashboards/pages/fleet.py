@@ -96,23 +96,6 @@ FLEET = Dashboard(
             bad_above=0.07,
         ),
         Panel(
-            "Time left, by campaign",
-            "When has each campaign ended, at its speed so far? Beyond the latest 50 as (others).",
-            {
-                "{{fleet}}: {{campaign}}": "max by (fleet, campaign)"
-                f" ({series('imagefleet_campaign_seconds_left')})"
-            },
-            unit="s",
-        ),
-        Stack(
-            "Pending jobs, by campaign",
-            "How much is left of each campaign? Jobs that failed are not pending.",
-            {
-                "{{fleet}}: {{campaign}}": "max by (fleet, campaign)"
-                f" ({series('imagefleet_campaign_pending_jobs')})"
-            },
-        ),
-        Panel(
             "Age of the oldest job",
             "How long does a job wait? If it grows while the queue is short, a job is stuck.",
             {

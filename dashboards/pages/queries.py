@@ -1,12 +1,17 @@
 """Parts of the queries; each asks only for the fleets chosen on the page."""
 
-from fleet.monitor import prometheus
-
 #: Grafana makes this interval at least four pushes long.
 RATE = "[$__rate_interval]"
 
 #: Two pushes of 15 s, varied by 20 %, and their way; a fleet that is scraped less often needs more.
 REPORTING_SECONDS = 40
+
+#: The oldest sample that counts as a counter's value at the start of a window.
+_LOOK_BACK = "5m"
+
+#: The labels of one process of a worker: `device` only with --gpus, where several have one
+#: `instance`.
+ONE_GPU = "fleet, job, instance, device"
 
 #: The fleets chosen on the page.
 CHOSEN = 'fleet=~"$fleet"'
@@ -23,7 +28,20 @@ def series(metric: str, *matchers: str) -> str:
 
 def gained(metric: str, by: str = "fleet") -> str:
     """The exact increase of a counter over the time range shown."""
-    return f"sum by ({by}) {prometheus.gained(metric, '$__range')}"
+    return f"sum by ({by}) {gained_in(metric, '$__range')}"
+
+
+def gained_in(counter: str, window: str) -> str:
+    """A query for what each series of *counter*, a name with matchers, gained in *window*.
+
+    Last minus first: `increase()` extrapolates, and misses what a process counted before its first
+    sample. A series that is absent at the start began at zero, and each process has its own, by the
+    label `process`; only a series that begins anew all the same is left to `increase()`.
+    """
+    now = f"last_over_time({counter}[{window}])"
+    before = f"last_over_time({counter}[{_LOOK_BACK}] offset {window})"
+    anew = f"increase({counter}[{window}]) and resets({counter}[{window}]) > 0"
+    return f"({anew} or {now} - ({before} or 0 * {now}))"
 
 
 def reporting(metric: str) -> str:
@@ -44,7 +62,7 @@ def share(part: str, whole: str) -> str:
     return f"{part} / on () group_left () ({whole} > 0)"
 
 
-_PROCESS = f"{prometheus.ONE_GPU}, process"
+_PROCESS = f"{ONE_GPU}, process"
 
 
 def dollars_by_campaign(matcher: str, window: str) -> str:
@@ -52,8 +70,8 @@ def dollars_by_campaign(matcher: str, window: str) -> str:
 
     A worker's dollars, its start and waiting included, are shared by its images.
     """
-    images = prometheus.gained(f"imagefleet_campaign_images_total{{{matcher}}}", window)
-    dollars = prometheus.gained(f"imagefleet_cost_dollars_total{{{matcher}}}", window)
+    images = gained_in(f"imagefleet_campaign_images_total{{{matcher}}}", window)
+    dollars = gained_in(f"imagefleet_cost_dollars_total{{{matcher}}}", window)
     each = f"sum by ({_PROCESS}) {dollars} / (sum by ({_PROCESS}) {images} > 0)"
     return (
         f"sum by (fleet, campaign) ({images} * on ({_PROCESS}) group_left () ({each}))"
@@ -79,7 +97,6 @@ JOBS_ENDED = series("imagefleet_jobs_total")
 DOLLARS = series("imagefleet_cost_dollars_total")
 GPU_DOLLARS = series("imagefleet_cost_dollars_total", 'kind="gpu"')
 
-ONE_GPU = prometheus.ONE_GPU
 
 #: Only this series has a worker's name and GPU class; everything else joins it.
 WITH_GPU = f"on ({ONE_GPU}) group_left (gpu) {INFO}"

@@ -15,7 +15,6 @@ from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.overview import Counts, Overview
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry.metrics import OTHER_MODELS
 from worker.progress import duration
 
 #: A watch counts all campaigns no more often: that takes a listing and some reads for each.
@@ -101,19 +100,6 @@ class Campaigns:
             console.name_column("last (UTC)"),
             rows=rows,
         )
-
-    def left(self, most: int) -> dict[str, tuple[int, float | None]]:
-        """Pending jobs and seconds left of the latest campaigns that have any; others as one."""
-        found: dict[str, tuple[int, float | None]] = {}
-        for name, counts in self.rows:
-            if counts.pending:
-                label = name if len(found) < most else OTHER_MODELS
-                jobs, seconds = found.get(label, (0, None))
-                left = [
-                    each for each in (seconds, seconds_left(counts)) if each is not None
-                ]
-                found[label] = jobs + counts.pending, max(left, default=None)
-        return found
 
     def notes(self, count: int, messages: int) -> list[str]:
         """Notes on what the table of *count* campaigns lacks; the job queue holds *messages*."""

@@ -2,22 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from typing import NoReturn
+from collections.abc import Iterator
 
 from prometheus_client import Counter
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cli import console, options
-from fleet.campaigns.table import Campaigns
 from fleet.monitor import prometheus, rates, service
 from fleet.settings import ExporterSettings
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import JobQueue
 from imagefleet.telemetry import logs, metrics
-from imagefleet.telemetry.metrics import MAX_MODELS, QueueFlow, QueueGauges
+from imagefleet.telemetry.metrics import QueueFlow, QueueGauges
 
 log = logs.EventLog(__name__)
 
@@ -32,22 +30,16 @@ _GAUGES = {
     "imagefleet_queue_dollars_to_empty": "Cost of the fleet until the queue is empty.",
     "imagefleet_confirmed_dollars_per_hour": "Price of the whole fleet that was confirmed.",
     "imagefleet_exporter_last_look_timestamp_seconds": "Time of the last sample of the queues.",
-    "imagefleet_campaign_pending_jobs": "Jobs of a campaign that have not ended.",
-    "imagefleet_campaign_seconds_left": "Time until they have, at the campaign's speed so far.",
 }
-
-#: Seconds between two counts of the campaigns: each is a listing, and a read for each worker of
-#: those that go on.
-CAMPAIGN_SECONDS = 300.0
 
 
 @options.flat
 async def command(settings: ExporterSettings) -> None:
     """Exports queue depths, and the time and cost to empty them.
 
-    A fleet needs one. It also counts what is left of each campaign, every five minutes. It serves
-    /metrics on --port and pushes them to --push-url if given. With --prometheus it takes the
-    completion rate from the workers' metrics instead of deriving it from the queue depth.
+    A fleet needs one. It serves /metrics on --port and pushes them to --push-url if given. With
+    --prometheus it takes the completion rate from the workers' metrics instead of deriving it from
+    the queue depth.
 
     imagefleet exporter --prometheus http://localhost:9090
     """
@@ -109,53 +101,22 @@ class Exporter(Collector):
         self._settings = settings
         self._server = server
         self._flow = QueueFlow()
-        self._campaigns = Campaigns(storage)
         self.figures: dict[str, float] = {}
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         for name, value in self.figures.items():
             yield GaugeMetricFamily(name, _GAUGES[name], value=value)
-        jobs, seconds = (
-            GaugeMetricFamily(name, _GAUGES[name], labels=["campaign"])
-            for name in (
-                "imagefleet_campaign_pending_jobs",
-                "imagefleet_campaign_seconds_left",
-            )
-        )
-        for campaign, (pending, seconds_left) in self._campaigns.left(
-            MAX_MODELS
-        ).items():
-            jobs.add_metric([campaign], pending)
-            if seconds_left is not None:
-                seconds.add_metric([campaign], seconds_left)
-        yield from (jobs, seconds)
 
     async def run(self) -> None:
-        """Samples and counts forever; an outage is logged."""
-        await concurrency.gather(
-            self._repeat(self.sample, self._settings.sample_seconds),
-            self._repeat(self.count_campaigns, CAMPAIGN_SECONDS),
-        )
-
-    async def _repeat(
-        self, work: Callable[[], Awaitable[None]], seconds: float
-    ) -> NoReturn:
+        """Samples forever; an outage is logged."""
         while True:
             try:
-                await work()
+                await self.sample()
             except errors.TransientError as error:
                 self._failed_samples.inc()
                 log.warning(f"trying again: {error}", action="look_failed")
-            await asyncio.sleep(seconds)
-
-    async def count_campaigns(self) -> None:
-        """Counts what is left of each campaign; raises TransientError if the storage fails."""
-        await self._campaigns.refresh()
-        if (refusal := self._campaigns.refusal) is not None:
-            log.info(
-                f"campaigns cannot be counted: {refusal}", action="campaigns_unknown"
-            )
+            await asyncio.sleep(self._settings.sample_seconds)
 
     async def sample(self) -> None:
         """Samples both queues; raises TransientError if the storage, not if the metrics, fail."""

@@ -1,16 +1,17 @@
 """The table of campaigns."""
 
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+import sent_jobs
 from cli import console
+from fleet.campaigns import table
 from fleet.campaigns.table import Campaigns
+from imagefleet.records import decisions
 from imagefleet.records.overview import Counts
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from imagefleet.telemetry.metrics import OTHER_MODELS
 
 BEGAN = datetime(2026, 11, 1, 12, tzinfo=UTC)
 
@@ -46,26 +47,29 @@ async def test_a_campaigns_columns_add_up_and_it_has_the_time_left_at_its_speed_
     assert ("45.0" in printed.get()) is (expected is not None)
 
 
-async def test_what_is_left_of_many_campaigns_is_that_of_the_latest_and_one_sum(
-    local_settings: StorageSettings,
+async def test_campaigns_that_stand_are_not_read_again(
+    local_settings: StorageSettings, monkeypatch
 ):
-    def counts(sent: int, hours: int) -> Counts:
-        times = BEGAN, BEGAN + timedelta(hours=hours)
-        return Counts(
-            sent, 10, 10, failed=0, cancelled=0, first_at=times[0], last_at=times[1]
-        )
-
+    monkeypatch.setattr(table, "_FRESH_SECONDS", 0)
+    read = list[str]()
     async with open_storage(local_settings) as storage:
+        await storage.create()
+        await sent_jobs.begin(storage, "spring", 4)
+        await sent_jobs.begin(storage, "autumn", 1)
         campaigns = Campaigns(storage)
-    ended = ("ended", counts(10, 1))
-    unknown = ("unknown", replace(ended[1], sent=None))
-    unbegun = ("unbegun", replace(counts(5, 1), completed=0, images=0))
-    rows = [(f"c{number}", counts(12, number)) for number in range(1, 5)]
-    campaigns.rows = [unbegun, ended, *rows, unknown]
 
-    assert campaigns.left(3) == {
-        "unbegun": (5, None),
-        "c1": (2, 720.0),
-        "c2": (2, 1440.0),
-        OTHER_MODELS: (4, 2880.0),
-    }
+        async def pending(campaign: str) -> float | None:
+            await campaigns.refresh()
+            return dict(campaigns.rows)[campaign].pending
+
+        assert await pending("spring") == 3
+        read_settled = decisions.Ends.read_settled
+
+        async def noting(ends: decisions.Ends) -> decisions.Ends:
+            read.extend(shard.campaign for shard in ends.shards)
+            return await read_settled(ends)
+
+        monkeypatch.setattr(decisions.Ends, "read_settled", noting)
+        assert (await pending("autumn"), read) == (0, [])
+        await sent_jobs.note(storage, "autumn", 2)
+        assert (await pending("autumn"), set(read)) == (2, {"autumn"})

@@ -5,13 +5,10 @@ from collections.abc import Mapping
 import pytest
 
 import polling
-import sent_jobs
-from fleet.campaigns import table
 from fleet.monitor.exporter import Exporter, queue_figures
 from fleet.monitor.rates import FleetRates
 from fleet.settings import ExporterSettings
 from imagefleet import errors
-from imagefleet.records import decisions
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry.metrics import QueueFlow
@@ -127,43 +124,6 @@ async def test_depths_and_ages_of_all_queues_are_exported(storage: Storage):
         ) == (0, 2)
     assert value("imagefleet_queue_oldest_age_seconds", {"queue": name}) is not None
     assert value("imagefleet_exporter_last_look_timestamp_seconds") is not None
-
-
-async def test_campaigns_have_what_is_left_and_those_that_stand_are_not_read_again(
-    storage: Storage, monkeypatch
-):
-    monkeypatch.setattr(table, "_FRESH_SECONDS", 0)
-    await sent_jobs.begin(storage, "spring", 4)
-    await sent_jobs.begin(storage, "autumn", 1)
-    exporter, read = (
-        Exporter(storage, ExporterSettings(fleet="mine"), None),
-        list[str](),
-    )
-
-    async def pending(campaign: str) -> float | None:
-        await exporter.count_campaigns()
-        labels = {"campaign": campaign, "fleet": "mine"}
-        assert (
-            exporter.registry.get_sample_value(
-                "imagefleet_campaign_seconds_left", labels
-            )
-            != 0
-        )
-        return exporter.registry.get_sample_value(
-            "imagefleet_campaign_pending_jobs", labels
-        )
-
-    assert await pending("spring") == 3
-    read_settled = decisions.Ends.read_settled
-
-    async def noting(ends: decisions.Ends) -> decisions.Ends:
-        read.extend(shard.campaign for shard in ends.shards)
-        return await read_settled(ends)
-
-    monkeypatch.setattr(decisions.Ends, "read_settled", noting)
-    assert (await pending("autumn"), read) == (None, [])
-    await sent_jobs.note(storage, "autumn", 2)
-    assert (await pending("autumn"), set(read)) == (2, {"autumn"})
 
 
 async def test_an_outage_is_counted_and_the_last_values_stay(tmp_path, monkeypatch):
