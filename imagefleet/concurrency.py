@@ -9,9 +9,9 @@ import dataclasses
 import math
 import os
 import random
-import threading
+import re
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import tenacity
 
@@ -43,10 +43,6 @@ Second = TypeVar("Second")
 Third = TypeVar("Third")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
-
-#: Calls that have ended wait so long for others to be answered with them: to answer a loop takes
-#: longer than many a call, as a thread that runs leaves Python to another after 5 ms.
-_PATIENCE_SECONDS = 0.006
 
 
 def cores() -> int:
@@ -121,22 +117,13 @@ async def beside(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
                 raise ended
 
 
-class _Call(NamedTuple, Generic[Item, Result]):
-    item: Item
-    loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[Result]
-
-
-_Ended = tuple["asyncio.Future[Any]", object]
-
-
 @dataclass(eq=False)
 class Batches(Generic[Item, Result]):
     """Does the items of many calls in a thread, together, in the order of the calls.
 
-    One that comes alone is done at once. Under load, calls share their way to the thread and back,
-    and whatever *work*, which returns results and errors, shares among its items: a transaction, or
-    the sync of a folder. It gets *most* items a batch, and one batch at a time.
+    Under load, calls share their way to the thread and back, and whatever *work*, which returns
+    results and errors, shares among its items: a transaction, or the sync of a folder. It gets
+    *most* items a batch, and one batch at a time. The calls are those of one event loop.
     """
 
     work: Callable[[Sequence[Item]], Sequence[Result | Exception]]
@@ -144,75 +131,40 @@ class Batches(Generic[Item, Result]):
     most: int
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: deque[_Call[Item, Result]] = deque()
-        self._is_running = False
+        self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
+        self._running: asyncio.Task[None] | None = None
 
     async def __call__(self, item: Item) -> Result:
+        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, done))
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._run())
+        return await done
+
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        call: _Call[Item, Result] = _Call(item, loop, loop.create_future())
-        with self._lock:
-            self._waiting.append(call)
-            if not self._is_running:
-                self._is_running = True
-                # What else the loop has to do now may call as well, and shares the way.
-                loop.call_soon(self._begin)
-        return await call.done
-
-    def _begin(self) -> None:
-        try:
-            self.thread.submit(self._run)
-        except RuntimeError as error:  # it is shut down
-            with self._lock:
-                self._is_running = False
-                calls = list(self._waiting)
-                self._waiting.clear()
-            _answer((call, error) for call in calls)
-
-    def _run(self) -> None:
-        ended: list[tuple[_Call[Item, Result], object]] = []
-        began_at = time.monotonic()
-        while batch := self._next():
+        while self._waiting:
+            some = [
+                self._waiting.popleft()
+                for _ in range(min(self.most, len(self._waiting)))
+            ]
+            batch = {done: item for item, done in some if not done.cancelled()}
+            if not batch:
+                continue
             outcomes: Sequence[Result | Exception]
             try:
-                outcomes = self.work([call.item for call in batch])
+                outcomes = await loop.run_in_executor(
+                    self.thread, self.work, list(batch.values())
+                )
             except Exception as error:  # noqa: BLE001 - raised again by the calls
                 outcomes = [error] * len(batch)
-            ended += zip(batch, outcomes, strict=True)
-            if not self._waiting or time.monotonic() - began_at > _PATIENCE_SECONDS:
-                _answer(ended)
-                ended, began_at = [], time.monotonic()
-        _answer(ended)
-
-    def _next(self) -> list[_Call[Item, Result]]:
-        """The next batch; empty: nothing waits, and the thread is done."""
-        batch: list[_Call[Item, Result]] = []
-        with self._lock:
-            while self._waiting and len(batch) < self.most:
-                call = self._waiting.popleft()
-                if not call.done.cancelled():
-                    batch.append(call)
-            self._is_running = bool(batch)
-        return batch
-
-
-def _answer(ended: Iterable[tuple[_Call[Any, Any], object]]) -> None:
-    by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Ended]] = defaultdict(list)
-    for call, outcome in ended:
-        by_loop[call.loop].append((call.done, outcome))
-    for loop, outcomes in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # it is closed: nobody waits
-            loop.call_soon_threadsafe(_end, outcomes)
-
-
-def _end(calls: Iterable[_Ended]) -> None:
-    for done, outcome in calls:
-        if done.done():  # its caller was cancelled
-            continue
-        if isinstance(outcome, Exception):
-            done.set_exception(outcome)
-        else:
-            done.set_result(outcome)
+            for done, outcome in zip(batch, outcomes, strict=True):
+                if done.done():  # its caller was cancelled
+                    continue
+                if isinstance(outcome, Exception):
+                    done.set_exception(outcome)
+                else:
+                    done.set_result(outcome)
 
 
 def jitter(seconds: float, low: float = 0.5, high: float = 1.0) -> float:
@@ -227,18 +179,10 @@ def backoff(
     return jitter(min(longest_seconds, first_seconds * 2 ** min(retries, 30)), low)
 
 
-def after_seconds(
-    value: str | None, longest: float, date: str | None = None
-) -> float | None:
-    """A Retry-After header in seconds, *longest* at most; *date* is the server's time, if known."""
+def after_seconds(value: str | None, longest: float) -> float | None:
+    """A Retry-After header in seconds, *longest* at most; None if it is a date or none."""
     text = (value or "").strip()
-    if text.isascii() and text.isdigit():
-        return min(longest, float(text[:10]))
-    until = http_date(text)
-    if until is None:
-        return None
-    seconds = (until - (http_date(date) or datetime.now(UTC))).total_seconds()
-    return min(longest, max(0.0, seconds))
+    return min(longest, float(text[:10])) if re.fullmatch("[0-9]+", text) else None
 
 
 def http_date(text: str | None) -> datetime | None:
@@ -272,11 +216,7 @@ class RetryPolicy:
 
     async def call(self, operation: Callable[[], Awaitable[Result]]) -> Result:
         """Awaits *operation* until it succeeds; raises the error of the last attempt."""
-        began_at = time.monotonic()
-        try:
-            return await operation()  # outside tenacity: most calls succeed
-        except errors.TransientError as error:
-            return await self._again(lambda _: operation(), error, began_at)
+        return await self.call_in_doubt(lambda _: operation())
 
     async def call_in_doubt(
         self, operation: Callable[[bool], Awaitable[Result]]
@@ -284,7 +224,7 @@ class RetryPolicy:
         """Like `call`; *operation* gets whether an attempt without a reply may have done it."""
         began_at = time.monotonic()
         try:
-            return await operation(False)
+            return await operation(False)  # outside tenacity: most calls succeed
         except errors.TransientError as error:
             return await self._again(operation, error, began_at)
 

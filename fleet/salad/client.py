@@ -208,7 +208,7 @@ def _read(response: aiohttp.ClientResponse, text: str, shown: str) -> Any:
         return body
     error = errors.TransientError(f"{failure} ({details})")
     error.after_seconds = concurrency.after_seconds(
-        headers.get("Retry-After"), LONGEST_RETRY_AFTER_SECONDS, headers.get("Date")
+        headers.get("Retry-After"), LONGEST_RETRY_AFTER_SECONDS
     )
     raise error
 

@@ -40,10 +40,14 @@ DIGEST_FIELD = "digest"
 #: Names of a job, and what is only handed through: two that differ in these draw the same pictures.
 _NOT_IN_DIGEST = chain.OF_JOB | {"metadata"}
 
-#: Fields on which no prompt depends: steps decide what an edited prompt is.
-_NOT_IN_PROMPTS = {"id", "campaign", "seed", "subseed"}
-_PROMPTS = {"parsed_prompt", "parsed_negative_prompt"}
-_COMPUTED = {"digest", "stage_digest", "given_fields"}
+#: What is computed of a job's fields, and of those of a copy anew.
+_COMPUTED = (
+    "digest",
+    "stage_digest",
+    "given_fields",
+    "parsed_prompt",
+    "parsed_negative_prompt",
+)
 
 #: Made once: `json.dumps` makes one for each text.
 _TEXT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -191,10 +195,7 @@ class Job(
         self, *, update: Mapping[str, Any] | None = None, deep: bool = False
     ) -> Self:
         copy = super().model_copy(update=update, deep=deep)
-        # What was computed of the fields is computed anew, but for prompts, which names and seeds
-        # do not change.
-        kept = set(update or ()) <= _NOT_IN_PROMPTS
-        for name in _COMPUTED if kept else _COMPUTED | _PROMPTS:
+        for name in _COMPUTED:
             copy.__dict__.pop(name, None)
         return copy
 

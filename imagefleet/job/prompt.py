@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from imagefleet import errors
@@ -52,7 +53,8 @@ _OPENED_BY = {")": "(", "]": "["}
 _EMPHASIS = re.compile(
     r"[()\[\]]|:\s*([+-]?[.\d]+)\s*\)|:?[^\\()\[\]:]+|:+(?=:)|:|\\[()\[\]\\]?"
 )
-_BREAK = re.compile(r"\bBREAK\b")
+_BREAK_WORD = "BREAK"
+_BREAK = re.compile(rf"\b({_BREAK_WORD})\b")
 
 #: What no prompt without weights has.
 _WEIGHTED = re.compile(r"[()\[\]\\]")
@@ -265,52 +267,42 @@ def weighted_parts(text: str) -> tuple[Section, ...]:
     """
     if not (_WEIGHTED.search(text) or "BREAK" in text):
         return ((Part(text, 1.0),) if text else (),)
-    texts: list[list[str]] = []
+    words: list[str] = []
     weights: list[float] = []
-    breaks: list[int] = []
     opened: dict[str, list[int | None]] = {"(": [], "[": []}
-    is_new = True
     for match in _EMPHASIS.finditer(text):
         token, number = match.group(0, 1)
         bracket = "(" if number else _OPENED_BY.get(token)
         if token in opened:
             counts = len(opened["("]) + len(opened["["]) < MAX_DEPTH
-            opened[token].append(len(texts) if counts else None)
-            is_new = is_new or counts
+            opened[token].append(len(words) if counts else None)
         elif bracket and opened[bracket]:
             start = opened[bracket].pop()
-            if start is not None and start < len(texts):
+            if start is not None:
                 factor = _read_factor(number) if number else _PLAIN_FACTORS[bracket]
                 _multiply(weights, start, factor)
-                is_new = True
         else:
-            words, *sections = _split_at_breaks(token)
-            if is_new:
-                texts.append([])
-                weights.append(1.0)
-                is_new = False
-            texts[-1].append(words)
-            for words in sections:
-                breaks.append(len(texts))
-                texts += [["BREAK"], [words]]
-                weights += [_BREAK_WEIGHT, 1.0]
+            found = _split_at_breaks(token)
+            words += found
+            weights += [_BREAK_WEIGHT if it == _BREAK_WORD else 1.0 for it in found]
     for bracket, starts in opened.items():
         for start in [start for start in starts if start is not None]:
             _multiply(weights, start, _PLAIN_FACTORS[bracket])
-    edges = [-1, *(at for at in breaks if weights[at] == _BREAK_WEIGHT), len(texts)]
-    return tuple(
-        _merge(texts[start + 1 : end], weights[start + 1 : end])
-        for start, end in itertools.pairwise(edges)
-    )
+    sections: list[list[tuple[str, float]]] = [[]]
+    for part in zip(words, weights, strict=True):
+        if part == (_BREAK_WORD, _BREAK_WEIGHT):
+            sections.append([])
+        else:
+            sections[-1].append(part)
+    return tuple(map(_merge, sections))
 
 
 def _split_at_breaks(token: str) -> list[str]:
-    if "BREAK" not in token:
-        return [token.removeprefix("\\")]  # only an escape begins with one
-    words = _BREAK.split(token)
+    """The words before, between and after the BREAKs of a token, and these, in turn."""
+    words = _BREAK.split(token.removeprefix("\\"))  # only an escape begins with one
     # BREAK swallows the white space around it.
-    words[1:] = [after.lstrip() for after in words[1:]]
-    words[:-1] = [before.rstrip() for before in words[:-1]]
+    words[2::2] = [after.lstrip() for after in words[2::2]]
+    words[:-1:2] = [before.rstrip() for before in words[:-1:2]]
     return words
 
 
@@ -327,11 +319,11 @@ def _read_factor(number: str) -> float:
         ) from None
 
 
-def _merge(texts: list[list[str]], weights: list[float]) -> Section:
+def _merge(words: list[tuple[str, float]]) -> Section:
     """Joins neighbours of the same weight, so that they are tokenised together."""
     parts = []
-    for weight, same in itertools.groupby(range(len(texts)), key=weights.__getitem__):
-        text = "".join(itertools.chain.from_iterable(texts[at] for at in same))
+    for weight, same in itertools.groupby(words, key=itemgetter(1)):
+        text = "".join(each for each, _ in same)
         if not abs(weight) <= EMPHASIS_LIMIT:  # also refuses NaN
             raise errors.JobError(
                 f"the prompt gives {text[:40]!r} the weight {weight:.3g}; a weight is a number"

@@ -61,10 +61,8 @@ def whole_cells(width: int, height: int) -> tuple[int, int]:
 
 def from_base64(text: str) -> str:
     """A message's JSON from its base64, in lines, url-safe or unpadded; others unchanged."""
-    digits = "".join(text.split()).translate(_URL_SAFE).rstrip("=")
     with contextlib.suppress(ValueError):
-        padded = digits + "=" * (-len(digits) % 4)
-        text = base64.b64decode(padded, validate=True).decode("utf-8-sig")
+        return base64.b64decode(text.translate(_URL_SAFE) + "==").decode("utf-8-sig")
     return text
 
 
