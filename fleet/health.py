@@ -23,7 +23,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="imagefleet health",
         description="Probes the worker on this machine; exit code 0 for yes, 1 for no.",
-        epilog="Port and host default to the worker's IMAGEFLEET_PORT and IMAGEFLEET_HOST.",
+        epilog="The port is by default the worker's IMAGEFLEET_PORT, and the host its"
+        " IMAGEFLEET_HOST.",
     )
     parser.add_argument(
         "what",
@@ -31,19 +32,13 @@ def main(arguments: Sequence[str]) -> int:
         help="started: the model is loaded and the node checked, or the worker waits for its"
         " storage. live: not hung. ready: takes jobs.",
     )
-    parser.add_argument(
-        "--host", default=os.environ.get("IMAGEFLEET_HOST") or "127.0.0.1"
-    )
     parser.add_argument("--port", default=os.environ.get("IMAGEFLEET_PORT") or "0")
-    parser.add_argument(
-        "--seconds", type=float, default=TIMEOUT_SECONDS, help="timeout"
-    )
     given = parser.parse_args(arguments)
     if not given.port.isdecimal() or not 0 < int(given.port) <= 65_535:  # noqa: PLR2004
         is_so, answer = False, "set IMAGEFLEET_PORT or --port to the worker's port"
     else:
-        host = _EVERYWHERE.get(given.host, given.host)
-        is_so, answer = probe(given.what, host, int(given.port), given.seconds)
+        host = os.environ.get("IMAGEFLEET_HOST") or "127.0.0.1"
+        is_so, answer = probe(given.what, _EVERYWHERE.get(host, host), int(given.port))
     try:
         sys.stdout.write(f"{'' if is_so else 'not '}{given.what}: {answer}\n")
         sys.stdout.flush()
@@ -52,17 +47,16 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if is_so else 1
 
 
-def probe(
-    what: str, host: str, port: int, seconds: float = TIMEOUT_SECONDS
-) -> tuple[bool, str]:
+def probe(what: str, host: str, port: int) -> tuple[bool, str]:
     """The state of the worker on that port, and its own words."""
-    connection = http.client.HTTPConnection(host, port, timeout=seconds)
+    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_SECONDS)
     try:
         connection.request("GET", f"/{what}")
         response = connection.getresponse()
         words = response.read(200).decode(errors="replace").strip()
     except TimeoutError:
-        return False, f"the worker on port {port} hangs: no answer within {seconds:g} s"
+        waited = f"{TIMEOUT_SECONDS:g} s"
+        return False, f"the worker on port {port} hangs: no answer within {waited}"
     except (OSError, http.client.HTTPException) as error:
         return False, f"no answer from port {port} of {host}: {error}"
     finally:

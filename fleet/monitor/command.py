@@ -57,7 +57,6 @@ async def command(
             await watching.show(
                 lambda: read_status(client, server, campaigns),
                 lambda found: status_screen(found, campaigns, count),
-                dict,
                 is_live=watch,
                 as_json=as_json,
             )

@@ -98,7 +98,8 @@ async def warn_of_unknown_fleet(prometheus: Prometheus) -> None:
         )
 
 
-async def jobs_per_second_by_model(prometheus: Prometheus) -> dict[str, float]:
-    """The jobs that all workers end, by the model they are drawn with."""
-    found = await prometheus.at(f"sum by (model) ({_MODEL_ENDED})", datetime.now(UTC))
-    return {each.labels.get("model", ""): each.last for each in found}
+async def replica_jobs_per_second(prometheus: Prometheus) -> dict[str, float]:
+    """The jobs that the mean replica ends, by the model they are drawn with."""
+    query = f"sum by (model) ({_MODEL_ENDED}) / scalar({_FIGURES['replicas']})"
+    found = await prometheus.at(query, datetime.now(UTC))
+    return {series.labels.get("model", ""): series.last for series in found}

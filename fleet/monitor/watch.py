@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Group
@@ -20,17 +20,11 @@ Watch = Annotated[
     typer.Option("--follow", help=f"Repeat every {SECONDS:g} seconds until Ctrl-C."),
 ]
 
-Result = TypeVar("Result")
+Read = Callable[[], Awaitable[Mapping[str, Any]]]
+Screen = Callable[[Mapping[str, Any]], Group]
 
 
-async def show(
-    read: Callable[[], Awaitable[Result]],
-    screen: Callable[[Result], Group],
-    record: Callable[[Result], Mapping[str, Any]],
-    *,
-    is_live: bool,
-    as_json: bool,
-) -> None:
+async def show(read: Read, screen: Screen, *, is_live: bool, as_json: bool) -> None:
     """Prints what *read* returns as a table or JSON, or repeats that until Ctrl-C.
 
     While it repeats, an outage is shown below the last table, or on stderr with JSON, which is then
@@ -38,27 +32,23 @@ async def show(
     """
     if not is_live:
         found = await read()
-        console.show(record(found), screen(found), as_json=as_json)
+        console.show(found, screen(found), as_json=as_json)
         return
     # Ctrl-C is how a watch ends; asyncio turns it into this cancellation.
     with contextlib.suppress(asyncio.CancelledError):
-        await (_stream(read, record) if as_json else _refresh(read, screen))
+        await (_stream(read) if as_json else _refresh(read, screen))
 
 
-async def _stream(
-    read: Callable[[], Awaitable[Result]], record: Callable[[Result], Mapping[str, Any]]
-) -> NoReturn:
+async def _stream(read: Read) -> NoReturn:
     while True:
         try:
-            console.print_json_line(record(await read()))
+            console.print_json_line(await read())
         except errors.TransientError as error:
             console.print_warning(f"trying again: {error.message}")
         await asyncio.sleep(SECONDS)
 
 
-async def _refresh(
-    read: Callable[[], Awaitable[Result]], screen: Callable[[Result], Group]
-) -> NoReturn:
+async def _refresh(read: Read, screen: Screen) -> NoReturn:
     with Live(console=console.stdout, auto_refresh=False) as live:
         last = Group()
         while True:

@@ -179,13 +179,11 @@ async def status(
         known, quota = await concurrency.gather(
             fleet.client.gpu_classes(), fleet.client.quota()
         )
-        await watching.show(
-            fleet.groups,
-            lambda groups: _screen(_record(groups, known, quota)),
-            lambda groups: _record(groups, known, quota),
-            is_live=watch,
-            as_json=as_json,
-        )
+
+        async def read() -> dict[str, Any]:
+            return _record(await fleet.groups(), known, quota)
+
+        await watching.show(read, _screen, is_live=watch, as_json=as_json)
 
 
 @app.command()

@@ -69,16 +69,9 @@ class Speeds:
         return self.last
 
     async def _measured(self) -> Speed | None:
-        fleet = await rates.ask(self.server, rates.fleet_rates)
-        if fleet is not None and fleet.replicas:
-            by_model = (
-                await rates.ask(self.server, rates.jobs_per_second_by_model) or {}
-            )
-            if jobs_per_second := self.jobs_of_first(by_model.items()):
-                return Speed(
-                    jobs_per_second / fleet.replicas, "measured by the metrics"
-                )
-        return None
+        by_model = await rates.ask(self.server, rates.replica_jobs_per_second) or {}
+        speed = self.jobs_of_first(by_model.items())
+        return Speed(speed, "measured by the metrics") if speed else None
 
 
 @dataclass(eq=False)

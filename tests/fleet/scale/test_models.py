@@ -98,15 +98,13 @@ async def test_a_job_of_sdxl_counts_by_its_seconds_of_work(
 async def test_speeds_that_workers_report_count_their_models():
     class Metrics:
         async def at(self, query: str, _: datetime) -> list[prometheus.Series]:
-            if "model_jobs" in query:
-                rates = {"small": 1.0, "large": 0.5}
-                return [
-                    prometheus.Series(metric={"model": m}, value=(0, rates[m]))
-                    for m in rates
-                ]
-            return [prometheus.Series(metric={}, value=(0, 2))]
+            rates = {"small": 0.5, "large": 0.25}
+            return [
+                prometheus.Series(metric={"model": m}, value=(0, rates[m]))
+                for m in rates
+            ]
 
     server: Any = Metrics()
     speed = await scaler.Speeds(server=server, models=SD1_AND_SDXL).find()
     of_sdxl = 1 / families.find("sdxl").images_per_second(1)
-    assert speed.jobs_per_second == pytest.approx((1.0 + 0.5 * of_sdxl) / 2)
+    assert speed.jobs_per_second == pytest.approx(0.5 + 0.25 * of_sdxl)
