@@ -154,7 +154,7 @@ class WorkerMetrics:
         self.node_check_passed.set(1)
         self.suspect_images = counter(
             "suspect_images",
-            "Images stored by this node between its last good check and one that failed.",
+            "Images drawn by this node between its last good check and one that failed.",
         )
         self.waiting = Gauge(
             "imagefleet_waiting_for_operator",

@@ -282,7 +282,7 @@ class Pipeline:
             self._queue.receive_only(self.models.served_now())
         settler, watchdog = self.settler, self._checks.watchdog
         settler.model_name = engine.model_name
-        upload = UploadStage(settler, watchdog, self._checks.suspects)
+        upload = UploadStage(settler, watchdog)
         encode = EncodeStage(settler, watchdog, self._hash_model(), upload)
         generate = GenerateStage(
             engine, self.engine_thread, settler, watchdog, self.puller, encode

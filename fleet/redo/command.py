@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, Field, ValidationError
 
 from cli import console, options
 from cli.options import argument, option
 from cli.target import Target, check_campaign, images, unknown_job
 from fleet.redo import replace
-from imagefleet import concurrency, errors
+from imagefleet import errors
 from imagefleet.job.message import CHECKS, job_key
 from imagefleet.job.names import ASIDE, DUPLICATES, SUSPECT, worker_file_name
 from imagefleet.records import decisions
@@ -26,19 +26,26 @@ from imagefleet.storage.settings import SignerSettings, StorageSettings
 from loadgen import sources
 from worker.node import quarantine
 
-#: The longest record: above one of 50,000 images, the most of a worker.
-_MAX_RECORD_BYTES = 2**24
-
-_CONCURRENCY = 16
+#: The longest record of suspect images; a worker's is far shorter.
+_MAX_RECORD_BYTES = 2**16
 
 Metadata = Mapping[str, str]
 
 
-class SuspectRecord(BaseModel):
-    """The images of a node since its last good check. Untrusted: a worker stores it."""
+class Suspects(BaseModel):
+    """A worker's images of a time, as a record says. Untrusted: a worker stores it."""
 
     worker: str = Field(min_length=1, max_length=200)
-    images: list[str] = Field(default_factory=list, max_length=100_000)
+    since: AwareDatetime | None = None
+    until: AwareDatetime | None = None
+
+    def include(self, image: BlobRecord) -> bool:
+        worker = image.metadata.get("worker", "")
+        return (
+            self.worker in {worker, machine_of(worker)}
+            and (self.since is None or self.since <= image.created_at)
+            and (self.until is None or image.created_at <= self.until)
+        )
 
 
 @dataclass(slots=True)
@@ -214,9 +221,18 @@ async def select(
     if named.campaign is not None and named.id is not None:
         return await _of_job(storage, named.campaign, named.id)
     await check_campaign(storage, named.campaign)
-    if which.suspect:
-        return await _by_records(storage, named.campaign, on_listed)
-    return await _by_worker(storage.blobs, which, on_listed)
+    found, wanted = Selection(), list[Suspects]()
+    if which.worker is not None:
+        wanted.append(Suspects(worker=which.worker, since=which.since))
+    else:
+        wanted, found.damaged_records = await _recorded(storage)
+    if not wanted:
+        return found
+    async for record in _records(storage.blobs, named.campaign):
+        on_listed()
+        if any(each.include(record) for each in wanted):
+            found.images[record.name] = record.metadata
+    return found
 
 
 def is_image(name: str) -> bool:
@@ -238,19 +254,6 @@ async def _of_job(storage: Storage, campaign: str, job_id: str) -> Selection:
     return Selection(found)
 
 
-async def _by_worker(
-    blobs: BlobStore, which: ImageChoice, on_listed: Callable[[], None]
-) -> Selection:
-    found = Selection()
-    async for record in _records(blobs, which.named.campaign):
-        on_listed()
-        worker = record.metadata.get("worker", "")
-        is_theirs = which.worker in {worker, machine_of(worker)}
-        if is_theirs and (which.since is None or which.since <= record.created_at):
-            found.images[record.name] = record.metadata
-    return found
-
-
 async def _records(blobs: BlobStore, campaign: str | None) -> AsyncIterator[BlobRecord]:
     prefixes = (
         [""]
@@ -263,38 +266,22 @@ async def _records(blobs: BlobStore, campaign: str | None) -> AsyncIterator[Blob
                 yield record
 
 
-async def _by_records(
-    storage: Storage, campaign: str | None, on_listed: Callable[[], None]
-) -> Selection:
-    found, blobs, proofs = Selection(), storage.blobs, await storage.proofs()
-    suspects: dict[str, str] = {}
+async def _recorded(storage: Storage) -> tuple[list[Suspects], int]:
+    """What workers have recorded of themselves, and how many records are damaged."""
+    found, damaged = list[Suspects](), 0
+    blobs, proofs = storage.blobs, await storage.proofs()
     async for blob in blobs.records(SUSPECT):
         if not blob.name.endswith(".json"):
             continue
         try:
             data = await blobs.read(blob.name, _MAX_RECORD_BYTES) or b""
-            record = SuspectRecord.model_validate_json(data)
+            suspects = Suspects.model_validate_json(data)
         except (ValidationError, errors.UnusableFileError):
-            found.damaged_records += 1
+            damaged += 1
             continue
-        author = worker_file_name(record.worker)
+        author = worker_file_name(suspects.worker)
         if proofs and proofs.author(blob.name, blob.metadata, data) != author:
-            found.damaged_records += 1
-            continue
-        start = "" if campaign is None else f"{campaign}/"
-        for image in record.images:
-            if is_image(image) and image.removeprefix(CHECKS).startswith(start):
-                suspects[image] = record.worker
-
-    async def look_up(name: str) -> None:
-        on_listed()
-        try:
-            metadata = await blobs.metadata(name)
-        except errors.JobError:  # no name of a blob
-            return
-        # Another worker's: it was replaced already.
-        if metadata is not None and metadata.get("worker") == suspects[name]:
-            found.images[name] = metadata
-
-    await concurrency.for_each(suspects, look_up, _CONCURRENCY)
-    return found
+            damaged += 1
+        else:
+            found.append(suspects)
+    return found, damaged

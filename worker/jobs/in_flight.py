@@ -236,11 +236,7 @@ class InFlightJob:
 
 @dataclass(slots=True, eq=False)
 class InFlightImage:
-    """One image of a job in flight; *ready_at* is when it was ready for the engine.
-
-    *generated_at* is when the engine had finished it; both in monotonic seconds. *size* is the
-    (width, height) of its first pass, or of what it enlarges.
-    """
+    """One image of a job in flight; *size* is (width, height) of its first pass or its source."""
 
     owner: InFlightJob
     job: Job
@@ -249,7 +245,7 @@ class InFlightImage:
     embeddings: tuple[contract.Embedding, ...] = ()
     """The embeddings that the job's prompts name."""
     ready_at: float = field(default_factory=time.monotonic)
-    generated_at: float = 0.0
+    """When it was ready for the engine (monotonic seconds)."""
 
 
 @dataclass(frozen=True, slots=True)

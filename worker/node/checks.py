@@ -25,9 +25,9 @@ from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.metrics import NodeFault, WorkerMetrics
+from worker.node import suspects
 from worker.node.quarantine import Quarantine
 from worker.node.start_up import StartUpCheck, plain_request
-from worker.node.suspects import Suspects
 from worker.node.watchdog import NodeLimits, NodeWatchdog
 from worker.settings import WorkerSettings, machine_name
 from worker.stages import encode
@@ -60,11 +60,14 @@ class NodeChecks:
         self.watchdog = NodeWatchdog(engine_thread, limits, metrics)
         names = frozenset({settings.name, machine_name()})
         self.quarantine = Quarantine(storage.files, names)
-        self.suspects = Suspects(settings.name, storage, metrics, retry_policy)
+        self._storage = storage
+        self._worker = settings.name
+        self._retry_policy = retry_policy
         self._metrics = metrics
         self._engine_thread = engine_thread
         self._engine: contract.Engine | None = None
         self._fault: str | None = None
+        self._good(time.monotonic())
         self._one_at_a_time = asyncio.Lock()
 
     async def refuse_quarantined(self) -> None:
@@ -76,7 +79,7 @@ class NodeChecks:
     async def begin(self, engine: contract.Engine) -> None:
         """Checks the weights of an engine before its first job; raises NodeError."""
         self._engine, self._fault = engine, None
-        self.suspects.good(time.monotonic())
+        self._good(time.monotonic())
         await self.check_weights()
 
     def watches(self) -> Watches:
@@ -106,7 +109,7 @@ class NodeChecks:
                 # Read a second time: the sum itself may have been computed wrongly.
                 fault = await self._engine_thread.call(self_check.find_fault)
             if fault is None:
-                self.suspects.good(began_at)
+                self._good(began_at)
                 return
         self._give_up("weights", fault)
         raise errors.NodeError(f"this node draws wrong images: {fault}")
@@ -135,11 +138,19 @@ class NodeChecks:
 
     async def record_suspects(self) -> None:
         """Records what a node that is given up has stored since it was last found good."""
-        if self._fault is None:
+        drawn = self._engine_thread.clock.images - self._good_images
+        if self._fault is None or not drawn:
             return
+        self._metrics.suspect_images.inc(drawn)
         try:
             async with asyncio.timeout(RECORD_SECONDS):
-                await self.suspects.record(self._fault)
+                await suspects.record(
+                    self._storage,
+                    self._worker,
+                    self._good_at,
+                    self._fault,
+                    self._retry_policy,
+                )
         except TimeoutError:
             log.warning(
                 f"suspect images are not recorded within {RECORD_SECONDS:g} s",
@@ -158,6 +169,11 @@ class NodeChecks:
             raise outcome
         encode.refuse_one_colour(outcome)
         return True
+
+    def _good(self, at: float) -> None:
+        """A check that began at that time (monotonic seconds) has passed."""
+        self._good_at = at
+        self._good_images = self._engine_thread.clock.images
 
     def _quarantined(self, reason: str) -> None:
         self._give_up("quarantined", reason)

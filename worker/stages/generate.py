@@ -81,7 +81,6 @@ class GenerateStage:
         while True:
             delivery = await self.engine_thread.finished()
             image = self._take(delivery.finished.ticket)
-            image.generated_at = delivery.finished_at
             entry = image.owner
             if isinstance(delivery.finished.outcome, errors.JobCancelled):  # not begun
                 await self.settler.attempt(entry, partial(self.leave_out, entry, 1))

@@ -14,7 +14,6 @@ from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.telemetry import logs
 from worker.jobs import stored
 from worker.jobs.in_flight import EncodedImage, InFlightImage
-from worker.node.suspects import Suspects
 from worker.node.watchdog import NodeWatchdog
 from worker.settle import Settler
 
@@ -48,7 +47,6 @@ class UploadStage:
 
     settler: Settler
     watchdog: NodeWatchdog
-    suspects: Suspects
 
     def __post_init__(self) -> None:
         most = WAITING_PER_UPLOAD * UPLOADS
@@ -105,17 +103,11 @@ class UploadStage:
             doubt.set()
             return is_in_doubt
 
-        if not image.job.verify:  # no job's image
-            self.suspects.images.append((name, image.generated_at))
         with self.settler.metrics.stage_seconds["upload"].time():
             written = await self.settler.retry_policy.call_in_doubt(create)
         sha256: str | None = file.sha256
         if doubt.is_set():
-            try:
-                sha256 = await self._sha256_of_taken(image, is_in_doubt=written)
-            except errors.FleetError:
-                self.suspects.not_stored(name)
-                raise
+            sha256 = await self._sha256_of_taken(image, is_in_doubt=written)
         if image.job.verify:
             self.settler.cost.lost("second_drawing")
         elif written:
@@ -124,7 +116,6 @@ class UploadStage:
             records.append(self._record(image, file, name, sha256))
             entry.image_written(self.settler.metrics, self.settler.model_name)
         else:
-            self.suspects.not_stored(name)
             self.settler.cost.lost("duplicate")
             entry.again.append(self._record(image, file, name, sha256))
             await self._keep_aside(image, file, name, metadata)

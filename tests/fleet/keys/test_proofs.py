@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime, timedelta
@@ -26,8 +27,7 @@ from imagefleet.storage.settings import StorageSettings
 from tokens import by_tokens
 from worker import process
 from worker.jobs.stored import proven
-from worker.metrics import WorkerMetrics
-from worker.node.suspects import Suspects
+from worker.node import suspects
 from worker.settings import WorkerSettings
 
 M1, M2, STOLEN = (f"0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c1{last}" for last in "123")
@@ -296,8 +296,7 @@ async def test_a_worker_whose_name_is_not_its_machines_says_that_it_proves_nothi
 async def test_a_thief_marks_no_images_of_another_worker_as_suspect(
     honest: thief.Loot, ask: Ask, machine: Machine
 ):
-    images = [read_job(body, "none").blob_name(0) for body in DRAWN.values()]
-    data = json.dumps({"worker": f"{M1}-17", "images": images}).encode()
+    data = json.dumps({"worker": f"{M1}-17"}).encode()
     told = {"worker": f"{M1}-17", "sha256": hashlib.sha256(data).hexdigest()}
     async with machine(STOLEN) as stolen:
         own = stolen.prover.proven(
@@ -310,9 +309,7 @@ async def test_a_thief_marks_no_images_of_another_worker_as_suspect(
     assert (found["images"], found["damaged_records"]) == (0, 3)
 
     async with machine(M1) as broken:
-        made = Suspects(f"{M1}-17", broken, WorkerMetrics(), concurrency.NEVER)
-        for image in images:
-            made.images.append((image, made.good_at))
-        await made.record("why")
+        good_at = time.monotonic() - 3600
+        await suspects.record(broken, f"{M1}-17", good_at, "why", concurrency.NEVER)
     found = await asyncio.to_thread(ask, "redo", "--suspect", "--dry-run")
     assert (found["images"], found["damaged_records"]) == (5, 3)

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
 import pytest
@@ -398,40 +398,41 @@ async def test_an_image_of_long_ago_is_drawn_again_with_a_new_signature(
     )
 
 
-async def test_suspect_images_are_those_of_their_records_that_are_still_the_workers(
+async def test_suspect_images_are_those_that_the_worker_stored_in_the_time_of_its_records(
     storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
 ):
-    await storage.queue.send(messages(3))
+    await storage.queue.send(messages(2))
     await run_worker("bad")
     await storage.queue.send(messages(1, campaign="good"))
     await run_worker("good")
-    record = {
-        "worker": "bad",
-        "machine": "m",
-        "images": [
-            "default/j0.png",
-            "default/j1.png",
-            "good/j0.png",
-            "default/none.png",
-            "../x",
-        ],
-    }
-    for name, content in (("1", json.dumps(record)), ("2", "{}"), ("3", "[" * 10_000)):
-        blob = f"-suspect/bad/20261201T00000{name}Z.json"
+    now = storage.blobs.clock.now()
+    hour = timedelta(hours=1)
+    records = [
+        {
+            "worker": "bad",
+            "since": f"{now - hour:%FT%TZ}",
+            "until": f"{now + hour:%FT%TZ}",
+        },
+        {
+            "worker": "good",
+            "since": f"{now - 2 * hour:%FT%TZ}",
+            "until": f"{now - hour:%FT%TZ}",
+        },
+        {"worker": "good", "since": f"{now + hour:%FT%TZ}"},
+    ]
+    contents = [*map(json.dumps, records), "{}", "[" * 10_000]
+    for number, content in enumerate(contents):
+        blob = f"-suspect/bad/20261201T00000{number}Z.json"
         await storage.blobs.create(blob, content.encode(), "application/json", {})
 
     result = await redo(storage_settings, suspect=True)
     await run_worker("third")
 
-    assert (result["images"], result["replaced"], result["damaged_records"]) == (
-        2,
-        2,
-        2,
-    )
+    found = (result["images"], result["replaced"], result["damaged_records"])
+    assert found == (2, 2, 2)
     assert await workers(storage) == {
         "default/j0.png": "third",
         "default/j1.png": "third",
-        "default/j2.png": "bad",
         "good/j0.png": "good",
     }
     assert (await redo(storage_settings, suspect=True))["images"] == 0

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import threading
+import time
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -13,9 +15,7 @@ from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
 from messages import RunPipeline, blobs, message
 from worker.engine import contract
-from worker.metrics import WorkerMetrics
 from worker.node import checks, quarantine, suspects
-from worker.node.suspects import Suspects
 
 pytestmark = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
@@ -53,7 +53,6 @@ async def test_a_node_whose_weights_go_wrong_hands_its_jobs_back_and_its_images_
     running = asyncio.create_task(run_pipeline(engine))
 
     await polling.until(lambda: blobs(storage))
-    good = set(await blobs(storage))
     readings = weights.readings
     await polling.until(lambda: weights.readings > readings)
     weights.faults = ["unet", "unet"]
@@ -62,7 +61,6 @@ async def test_a_node_whose_weights_go_wrong_hands_its_jobs_back_and_its_images_
     for record in await recorded(storage):
         assert record["worker"] == "test-worker"
         assert record["since"] <= record["until"]
-        assert not good & set(record["images"])
     depth = await storage.queue.depth()
     assert depth.messages >= 60 - len(await blobs(storage))
     assert depth.leased == 0
@@ -93,33 +91,22 @@ async def test_a_record_that_cannot_be_stored_is_in_the_log_with_what_to_do(
         raise errors.TransientError("no answer")
 
     monkeypatch.setattr(storage.blobs, "create", refuse)
-    made = Suspects("w", storage, WorkerMetrics(), concurrency.NEVER)
-    made.images.append(("default/a.png", made.good_at))
-    await made.record("wrong")
+    await suspects.record(storage, "w", time.monotonic(), "wrong", concurrency.NEVER)
     (line,) = caplog.records
     assert "imagefleet redo --worker w --since" in line.getMessage()
 
 
-async def test_a_record_has_what_was_generated_since_and_stays_bounded(
-    storage: Storage, monkeypatch
-):
-    monkeypatch.setattr(suspects, "MAX_IMAGES", 3)
-    made = Suspects("odd/näme", storage, WorkerMetrics(), concurrency.NEVER)
-    start = made.good_at
-    await made.record("nothing was stored")
-    assert not await recorded(storage)
-    made.images.append(("old.png", start + 1))
-    made.good(start + 2)
-    made.images.extend([("new.png", start + 3), ("not ours.png", start + 3)])
-    made.not_stored("not ours.png")
-    await made.record("wrong")
+async def test_a_record_has_the_time_since_the_last_good_check(storage: Storage):
+    good_at = time.monotonic() - 60
+    await suspects.record(storage, "odd/näme", good_at, "wrong", concurrency.NEVER)
     (record,) = await recorded(storage)
-    assert record["images"] == ["new.png"]
-    assert set(record) == {"worker", "machine", "since", "until", "reason", "images"}
+    since, until = map(datetime.fromisoformat, (record["since"], record["until"]))
+    now = storage.blobs.clock.now()
+    assert since <= now - timedelta(seconds=60)
+    assert now <= until + timedelta(seconds=60)
+    assert set(record) == {"worker", "machine", "since", "until", "reason"}
     (name,) = await blobs(storage, "-suspect/")
     assert name.startswith("-suspect/odd_n_me/")
-    made.images.extend((f"{number}.png", start + 4) for number in range(5))
-    assert len(made.images) == 3
 
 
 # The list of quarantined nodes
