@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from imagefleet import errors
@@ -20,7 +19,7 @@ MAX_TEXTS = 64
 #: Edits in options of others.
 _MAX_DEPTH = 32
 
-_SIGN = re.compile(r"\\.|[()\[\]:|]")
+_SIGN = re.compile(r"(\\.|[()\[\]:|])")
 _OPENED_BY = {")": "(", "]": "["}
 _ESCAPES_NOTHING = re.compile(r"(?<!\\)(?:\\\\)*\\(?!.)")
 _WHEN = re.compile(r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*")
@@ -32,21 +31,12 @@ _OF_EMPHASIS = {"(": ("", ":"), "[": ("",)}
 class _Edit(NamedTuple):
     """`[from:to:when]` or, without a *when*, `[one|other]`."""
 
-    start: int
-    end: int
-    options: Sequence[tuple[int, int]]
-    """Start and end of each option in the text."""
-    inside: Sequence[_Edit]
+    options: Sequence[Sequence[_Piece]]
     when: str | None
 
 
-@dataclass(slots=True)
-class _Open:
-    start: int
-    edits: int
-    """Number of edits found before it."""
-    signs: list[re.Match[str]] = field(default_factory=list)
-    """Its colons and bars."""
+_Piece = str | _Edit
+"""A piece of a text: words, one of the signs, or an edit, whose options are pieces as well."""
 
 
 def schedule(text: str, steps: int, first_steps: int) -> list[tuple[int, str]]:
@@ -55,15 +45,15 @@ def schedule(text: str, steps: int, first_steps: int) -> list[tuple[int, str]]:
     Some entries have the words of the one before. *first_steps* are the first pass' for a second
     one, else 0. Raises JobError for too many texts.
     """
-    edits = _find(text)
-    whens = {edit.when for edit in _all_edits(edits)}
+    pieces = _read(text)
+    whens = {edit.when for edit in _edits(pieces)}
     switches = {when: _last_step(when, steps, first_steps) for when in whens if when}
     every = range(1, steps + 1) if None in whens else ()
     ends = {steps, *every, *filter(None, switches.values())}
     texts: dict[str, str] = {}
     found = []
     for step in sorted(ends):
-        words = "".join(_words_at(text, edits, (0, len(text)), step, switches))
+        words = "".join(_words_at(pieces, step, switches))
         found.append((step, texts.setdefault(words, words)))
         refuse_more(len(texts))
     return found
@@ -92,91 +82,76 @@ def _last_step(when: str, steps: int, first_steps: int) -> int:
     return int(max(0.0, min(steps, number)))
 
 
-def _all_edits(edits: Sequence[_Edit], depth: int = 1) -> Iterator[_Edit]:
-    if edits and depth > _MAX_DEPTH:
-        raise errors.JobError(
-            f"the prompt has prompt editing in itself, more than {depth - 1} deep"
-        )
-    for edit in edits:
+def _edits(pieces: Iterable[_Piece], depth: int = 0) -> Iterator[_Edit]:
+    """The edits of a text, and those in their options."""
+    for edit in pieces:
+        if isinstance(edit, str):
+            continue
+        if depth == _MAX_DEPTH:
+            raise errors.JobError(
+                f"the prompt has prompt editing in itself, more than {depth} deep"
+            )
         yield edit
-        yield from _all_edits(edit.inside, depth + 1)
+        for option in edit.options:
+            yield from _edits(option, depth + 1)
 
 
 def _words_at(
-    text: str,
-    edits: Sequence[_Edit],
-    span: tuple[int, int],
-    step: int,
-    switches: Mapping[str, int],
+    pieces: Iterable[_Piece], step: int, switches: Mapping[str, int]
 ) -> Iterator[str]:
-    at, end = span
-    for edit in edits:
-        if at <= edit.start < end:
-            yield text[at : edit.start]
-            last = switches.get(edit.when or "")
-            chosen = (
-                (step - 1) % len(edit.options) if last is None else int(step > last)
-            )
-            yield from _words_at(
-                text, edit.inside, edit.options[chosen], step, switches
-            )
-            at = edit.end
-    yield text[at:end]
+    for piece in pieces:
+        if isinstance(piece, str):
+            yield piece
+            continue
+        last = switches.get(piece.when or "")
+        chosen = (step - 1) % len(piece.options) if last is None else int(step > last)
+        yield from _words_at(piece.options[chosen], step, switches)
 
 
-def _find(text: str) -> list[_Edit]:
-    """The edits of a text, in order; those in others are in these.
+def _read(text: str) -> Sequence[_Piece]:
+    """The pieces of a text.
 
     Brackets that are neither emphasis nor an edit are words, and so are those around them. A bar or
     a backslash that belongs to nothing makes words of the whole text.
     """
-    found: list[_Edit] = []
     if not (":" in text or "|" in text) or _ESCAPES_NOTHING.search(text):
-        return found
-    opened: list[_Open] = []
+        return [text]
+    pieces: list[_Piece] = []
+    # Of each open bracket, the places of itself and of its colons and bars.
+    opened: list[list[int]] = []
     bars = 0
-    for match in _SIGN.finditer(text):
-        sign = match[0]
-        if sign in _OF_EMPHASIS:
-            opened.append(_Open(match.start(), len(found)))
-        elif sign in {":", "|"}:
-            bars += sign == "|"
+    for piece in _SIGN.split(text):
+        if piece in _OF_EMPHASIS:
+            opened.append([len(pieces)])
+        elif piece in {":", "|"}:
+            bars += piece == "|"
             if opened:
-                opened[-1].signs.append(match)
-        elif sign in _OPENED_BY and opened:
-            bracket = opened.pop()
-            signs, opening = (
-                "".join(each[0] for each in bracket.signs),
-                text[bracket.start],
-            )
-            if opening != _OPENED_BY[sign]:
-                opened.clear()
-            elif signs in _OF_EMPHASIS[opening]:
-                continue
-            elif opening == "[" and (
-                edit := _read(text, bracket, match, found[bracket.edits :])
-            ):
+                opened[-1].append(len(pieces))
+        elif piece in _OPENED_BY and opened:
+            places = opened.pop()
+            opening, *between = (str(pieces[place]) for place in places)
+            signs = "".join(between)
+            if opening == _OPENED_BY[piece] and signs in _OF_EMPHASIS[opening]:
+                pass
+            elif opening + piece == "[]" and (edit := _edit(pieces, places, signs)):
                 bars -= len(edit.options) - 1 if edit.when is None else 0
-                found[bracket.edits :] = [edit]
+                pieces[places[0] :] = [edit]
+                continue
             else:
                 opened.clear()
-    return [] if bars else found
+        pieces.append(piece)
+    return [text] if bars else pieces
 
 
-def _read(
-    text: str, bracket: _Open, end: re.Match[str], inside: list[_Edit]
-) -> _Edit | None:
-    """Reads square brackets with signs as an edit with those *inside* it; None for words."""
-    signs = "".join(each[0] for each in bracket.signs)
-    cuts = [bracket.start, *(each.start() for each in bracket.signs), end.start()]
-    when = None
-    if ":" in signs:
-        number = _WHEN.fullmatch(text, cuts[-2] + 1, cuts[-1])
-        if signs not in {":", "::"} or number is None:
-            return None
-        when = number[1]
-        cuts.pop()
-    options = [(one + 1, other) for one, other in itertools.pairwise(cuts)]
-    if signs == ":":
-        options.insert(0, (0, 0))
-    return _Edit(bracket.start, end.end(), options, inside, when)
+def _edit(pieces: Sequence[_Piece], places: Sequence[int], signs: str) -> _Edit | None:
+    """The edit in square brackets with signs, which are at these places; None for words."""
+    options = [
+        pieces[one + 1 : other]
+        for one, other in itertools.pairwise([*places, len(pieces)])
+    ]
+    if ":" not in signs:
+        return _Edit(options, None)
+    number = _WHEN.fullmatch("".join(map(str, options.pop())))
+    if signs not in {":", "::"} or number is None:
+        return None
+    return _Edit(options if signs == "::" else [[], *options], number[1])
