@@ -243,17 +243,6 @@ def by_setting(
     return {name: value for name, value in given.items() if value not in (None, "")}
 
 
-def choose(
-    what: str, name: str, known: Mapping[str, Value], others: Iterable[str] = ()
-) -> Value:
-    """The value of a *name*; raises SetupError with the *known* names, or the one that is close."""
-    if name not in known:
-        names = [*known, *others]
-        hint = validation.suggestion(name, names) or f": give one of {', '.join(names)}"
-        raise errors.SetupError(f"unknown {what} {name[:40]!r}{hint}")
-    return known[name]
-
-
 def variable(name: str) -> str:
     return PREFIX + name.upper()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich import markup, progress
+from rich import markup
 
 from cli import console, options
 from cli.options import option
@@ -145,45 +145,25 @@ async def _send(storage: Storage, load: Load, show: Callable[[int], None]) -> Su
 def showing(
     load: Load, total: int, *, is_live: bool, quiet: bool
 ) -> Iterator[Callable[[int], None]]:
-    """A bar if *is_live*, else occasional lines on stderr."""
-    said_at = time.monotonic()
-    columns = (
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TaskProgressColumn(),
-        progress.TextColumn("{task.fields[rate]}"),
-        progress.TimeRemainingColumn(),
-    )
-    bar = progress.Progress(
-        *columns,
-        console=console.stderr,
-        disable=quiet or not is_live,
-        # The last minute's rate: a storage that asks to slow down shows at once.
-        speed_estimate_period=60,
-    )
-    bar.add_task("", total=total, rate="")
-    (task,) = bar.tasks
+    """A bar if *is_live*, else occasional lines on stderr with the rate since the last one."""
+    said, said_at = 0, time.monotonic()
+    with console.counting("sending", total, quiet=quiet or not is_live) as move:
 
-    def show(confirmed: int) -> None:
-        nonlocal said_at
-        bar.update(task.id, completed=confirmed)
-        # To find the rate takes a while, and there are hundreds of calls a second.
-        if quiet or time.monotonic() - said_at < (
-            0.1 if is_live else SECONDS_BETWEEN_LINES
-        ):
-            return
-        said_at = time.monotonic()
-        left, refused = task.time_remaining, load.refusals.count
-        rate = f"{console.number(task.speed)} jobs/s"
-        if refused:
-            rate += f", slowed down by the storage {refused:,} times"
-        if is_live:
-            task.fields["rate"] = rate
-        else:
-            ends = "" if left is None else f", {duration(left)} left"
-            console.print_note(f"{confirmed:,} of {total:,} jobs sent, {rate}{ends}")
+        def show(confirmed: int) -> None:
+            nonlocal said, said_at
+            move(0, done=confirmed)
+            seconds = time.monotonic() - said_at
+            if quiet or is_live or seconds < SECONDS_BETWEEN_LINES:
+                return
+            speed = (confirmed - said) / seconds
+            said, said_at = confirmed, time.monotonic()
+            rate = f"{console.number(speed)} jobs/s"
+            if refused := load.refusals.count:
+                rate += f", slowed down by the storage {refused:,} times"
+            if speed:
+                rate += f", {duration((total - confirmed) / speed)} left"
+            console.print_note(f"{confirmed:,} of {total:,} jobs sent, {rate}")
 
-    with bar:
         yield show
 
 

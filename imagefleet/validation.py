@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from imagefleet import errors
 
 Model = TypeVar("Model")
+Value = TypeVar("Value")
 
 MAX_REASONS = 5
 
@@ -96,6 +97,17 @@ def location(parts: Sequence[object]) -> str:
             f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
         )
     return place[:_MAX_LOCATION_CHARACTERS]
+
+
+def choose(
+    what: str, name: str, known: Mapping[str, Value], others: Iterable[str] = ()
+) -> Value:
+    """The value of a *name*; raises SetupError with the *known* names, or the one that is close."""
+    if name not in known:
+        names = [*known, *others]
+        hint = suggestion(name, names) or f": give one of {', '.join(names)}"
+        raise errors.SetupError(f"unknown {what} {name[:40]!r}{hint}")
+    return known[name]
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

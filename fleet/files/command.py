@@ -12,7 +12,7 @@ from fleet.files import add, making, stored, texts
 from fleet.files.add import AddOptions
 from fleet.files.stored import Report
 from fleet.files.texts import MakeOptions, MakeSettings
-from imagefleet import errors
+from imagefleet import errors, validation
 from imagefleet.files.kinds import KINDS
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
@@ -74,7 +74,7 @@ def add_command(
 
     imagefleet files add kernels kernels --dry-run
     """
-    found = options.choose("kind", kind, KINDS)
+    found = validation.choose("kind", kind, KINDS)
     _refuse_foreign(context, kind, _ADD)
     storing = add.add(settings, found, sources, given, dry_run=dry_run)
     console.run(storing).show(as_json=as_json)
@@ -89,7 +89,7 @@ async def list_command(
 
     imagefleet files list lora
     """
-    found = options.choose("kind", kind, KINDS)
+    found = validation.choose("kind", kind, KINDS)
     async with open_storage(settings) as storage:
         rows = await stored.read(storage, found)
     columns = (
@@ -137,7 +137,7 @@ async def remove_command(
 
     imagefleet files remove lora magic-fantasy-forest-v2
     """
-    found = options.choose("kind", kind, KINDS)
+    found = validation.choose("kind", kind, KINDS)
     async with open_storage(settings) as storage:
         rows = await stored.find(storage, found, names)
         if not dry_run:
@@ -185,7 +185,7 @@ def make_command(
 
     imagefleet files make text jobs.jsonl --model ./IF-I-M-v1.0
     """
-    options.choose("kind", kind, dict.fromkeys(MADE))
+    validation.choose("kind", kind, dict.fromkeys(MADE))
     _refuse_foreign(context, kind, _MAKE)
     if kind == "kernels":
         made = making.make_kernels(settings, given.output, dry_run=dry_run)

@@ -13,7 +13,7 @@ from cli import console, options
 from cli.options import argument, option
 from fleet.keys import mint as keys_mint
 from fleet.salad.groups import MAX_VALUE
-from imagefleet import errors
+from imagefleet import errors, validation
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.signing import SigningKey
 from imagefleet.storage.azure.roles import ROLES, explain
@@ -91,7 +91,7 @@ async def mint_command(
             )
         _make_signing_keys(file or DEFAULT_SIGNING_KEY, as_json=as_json)
         return
-    found = options.choose("role", role, ROLES, [SIGNING])
+    found = validation.choose("role", role, ROLES, [SIGNING])
     if scope.chains and role != "worker":
         raise errors.SetupError("--chains is for `imagefleet keys mint worker`")
     allowed = found.for_chains() if scope.chains else found

@@ -132,12 +132,7 @@ SD1 = FAMILIES["sd1"]
 
 def find(slug: str) -> Family:
     """Raises SetupError for an unknown family."""
-    if slug not in FAMILIES:
-        hint = (
-            validation.suggestion(slug, FAMILIES) or f"; known: {', '.join(FAMILIES)}"
-        )
-        raise errors.SetupError(f"unknown model family {slug[:40]!r}{hint}")
-    return FAMILIES[slug]
+    return validation.choose("model family", slug, FAMILIES)
 
 
 def of_title(title: str) -> Family:

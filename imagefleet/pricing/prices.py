@@ -5,14 +5,13 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from imagefleet import errors, validation, yaml_file
 
 Priority = Literal["high", "medium", "low", "batch"]
-PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 
 STORAGE_PRICES_SOURCE = (
     "Azure's published examples: hot blob write $0.055 and read $0.0044 per 10,000 (2024-07),"
@@ -113,8 +112,7 @@ def find_gpu(name: str, known: Collection[str] = tuple(BUILT_IN.gpus)) -> str:
         raise errors.SetupError(
             f"{name!r} may mean several GPU classes: {', '.join(found)}"
         )
-    hint = validation.suggestion(name, known) or f"; known: {', '.join(known)}"
-    raise errors.SetupError(f"unknown GPU class {name!r}{hint}")
+    return validation.choose("GPU class", name, {gpu: gpu for gpu in known})
 
 
 def gpu_dollars_per_hour(
