@@ -149,12 +149,10 @@ def main() -> int:
     own = prints(right[first])
     for name in list(right)[1:]:
         rows[name] = row(own, prints(right[name]), is_right=True)
-    saved = {
-        name: [likeness.to_text(each) for each in prints(right[name])] for name in right
-    }
+    saved = {name: [each.tolist() for each in prints(right[name])] for name in right}
     if arguments.compare:
         for name, texts in json.loads(arguments.compare.read_text())["images"].items():
-            found = [likeness.from_text(text) for text in texts]
+            found = [np.array(cells, np.float32) for cells in texts]
             rows[f"other machine: {name}"] = row(own, found, is_right=True)
     for name, spoil in SPOILT.items():
         rows[name] = row(own, prints(map(spoil, right[first])), is_right=False)

@@ -40,7 +40,6 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 First = TypeVar("First")
 Second = TypeVar("Second")
-Third = TypeVar("Third")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 
@@ -62,13 +61,6 @@ def cores() -> int:
 async def gather(
     first: Coroutine[Any, Any, First], second: Coroutine[Any, Any, Second], /
 ) -> tuple[First, Second]: ...
-@overload
-async def gather(
-    first: Coroutine[Any, Any, First],
-    second: Coroutine[Any, Any, Second],
-    third: Coroutine[Any, Any, Third],
-    /,
-) -> tuple[First, Second, Third]: ...
 @overload
 async def gather(*works: Coroutine[Any, Any, Result]) -> tuple[Result, ...]: ...
 async def gather(*works: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ A job comes out a little different on another GPU, in another precision or among
 `benchmarks/likeness.py` measures what `SAME_BELOW` divides.
 """
 
-import base64
 from itertools import pairwise
 
 import numpy as np
@@ -53,22 +52,6 @@ def distance(a: Fingerprint, b: Fingerprint) -> float:
     smooth = np.argpartition(rough_a + rough_b, _SMOOTH_CELLS)[:_SMOOTH_CELLS]
     roughness = np.median(np.abs(rough_a[smooth] - rough_b[smooth]))
     return float(max(worst.mean(), _ROUGHNESS_WEIGHT * roughness))
-
-
-def to_text(fingerprint: Fingerprint) -> str:
-    """A fingerprint as text, for JSON; rounded to 1/8 or less."""
-    return base64.b64encode(fingerprint.astype("<f2").tobytes()).decode()
-
-
-def from_text(text: str) -> Fingerprint:
-    """Raises ValueError if the text is not a fingerprint's."""
-    try:
-        cells = np.frombuffer(base64.b64decode(text, validate=True), "<f2")
-    except ValueError as error:  # not base64, or not of two bytes each
-        raise ValueError(f"not a fingerprint: {error}") from error
-    if cells.size != SIDE * SIDE * 4 or not np.isfinite(cells).all():
-        raise ValueError("not a fingerprint: it must be 1,024 finite numbers")
-    return cells.astype(np.float32).reshape(SIDE, SIDE, 4)
 
 
 def _cell_means(values: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:

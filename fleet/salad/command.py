@@ -60,10 +60,9 @@ async def apply(
         _render(fleet_file, replicas, as_json=as_json)
         return
     async with deployment.connected(fleet_file) as fleet:
-        known, existing, quota = await concurrency.gather(
+        known, (existing, quota) = await concurrency.gather(
             fleet.client.gpu_classes(),
-            fleet.groups(),
-            fleet.client.quota(),
+            concurrency.gather(fleet.groups(), fleet.client.quota()),
         )
         classes = fleet_file.gpu_classes(known)
         bodies = groups.render(fleet_file, classes, replicas, existing)

@@ -86,24 +86,3 @@ def test_noise_is_noticed_where_most_of_the_picture_is_rough():
     drawn = picture(0)
     drawn[:64] = random.integers(0, 256, (64, 128, 3))
     assert distance(drawn, noisy(drawn)) > likeness.SAME_BELOW
-
-
-def test_a_fingerprint_survives_json():
-    mark = likeness.fingerprint(picture(1, 512, 512))
-    again = likeness.from_text(likeness.to_text(mark))
-    assert again.dtype == mark.dtype
-    assert likeness.distance(mark, again) < 0.1
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "no base64!",
-        "AAAA",
-        likeness.to_text(np.full((16, 16, 4), np.nan, np.float32)),
-    ],
-)
-def test_text_that_is_no_fingerprint_is_refused(text: str):
-    with pytest.raises(ValueError, match="not a fingerprint"):
-        likeness.from_text(text)
