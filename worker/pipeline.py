@@ -256,7 +256,7 @@ class Pipeline:
                 self.models.changed(time.monotonic() - changed_at, self.metrics)
             self.puller.restart()
             self._pull = asyncio.create_task(
-                self.puller.run(prepare.turns.put), name="pull"
+                self.puller.run(prepare.queue), name="pull"
             )
             self.started = self.ready = True
             following = await self._draw(self._pull, stop)

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from imagefleet import concurrency, errors
@@ -101,7 +100,7 @@ class Puller:
         """Receives nothing more; a receive in flight still leases its messages."""
         self._paused = True
 
-    async def run(self, put: Callable[[InFlightJob], Awaitable[None]]) -> None:
+    async def run(self, pulled: asyncio.Queue[InFlightJob]) -> None:
         """Pulls until it is stopped, or with --until-empty until nothing is left."""
         empty_polls, settings = 0, self.settler.settings
         longest_seconds = (
@@ -134,14 +133,14 @@ class Puller:
             self._queue_was_empty = self._queue_answers and not messages
             if messages:
                 hold = self.settler.keeper.hold
-                await self._take([hold(each, asked_at) for each in messages], put)
+                await self._take([hold(each, asked_at) for each in messages], pulled)
                 empty_polls = 0
             else:
                 await self._pause(empty_polls, longest_seconds)
                 empty_polls += 1
 
     async def _take(
-        self, leases: list[Lease], put: Callable[[InFlightJob], Awaitable[None]]
+        self, leases: list[Lease], pulled: asyncio.Queue[InFlightJob]
     ) -> None:
         """Hands back what is too much, since the jobs before it have more images than expected."""
         entries, images = [], 0
@@ -159,7 +158,7 @@ class Puller:
                 surplus.append(entry)
             else:
                 self._ahead += entry.ahead
-                await put(entry)
+                pulled.put_nowait(entry)
         if surplus:
             await concurrency.gather(*map(self.settler.hand_back, surplus))
 

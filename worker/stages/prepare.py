@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -13,7 +12,6 @@ from cachetools import FIFOCache
 
 from imagefleet import cancelled, concurrency, errors
 from imagefleet.job.message import Job, job_key, read_job
-from imagefleet.storage import protocol
 from worker.engine import contract
 from worker.inputs.reader import JobFiles
 from worker.jobs import stored
@@ -56,35 +54,6 @@ class Isolation:
             yield
 
 
-class Turns:
-    """Lets every other image be one of a job that is not begun, while there are both.
-
-    So neither does a job of a thousand images hold up the others, nor they it.
-    """
-
-    def __init__(self, most_new: int) -> None:
-        """*most_new*: jobs that may wait here to be begun; then `put` waits."""
-        self._new: asyncio.Queue[InFlightJob] = asyncio.Queue(most_new)
-        self._begun: deque[InFlightJob] = deque()
-        self._waiting = asyncio.Semaphore(0)
-        self._was_new = False
-
-    async def put(self, entry: InFlightJob) -> None:
-        """Adds a job that is not begun."""
-        await self._new.put(entry)
-        self._waiting.release()
-
-    def go_on(self, entry: InFlightJob) -> None:
-        """Adds a job with images left; others that are begun come first."""
-        self._begun.append(entry)
-        self._waiting.release()
-
-    async def next(self) -> InFlightJob:
-        await self._waiting.acquire()
-        self._was_new = not self._new.empty() and not (self._was_new and self._begun)
-        return self._new.get_nowait() if self._was_new else self._begun.popleft()
-
-
 class PrepareStage:
     """Reads jobs, resolves their files and cuts their prompts; feeds the generate stage."""
 
@@ -101,7 +70,8 @@ class PrepareStage:
         self._settler = settler
         self._puller = puller
         self._generate = generate
-        self.turns = Turns(protocol.MAX_RECEIVE)
+        self.queue: asyncio.Queue[InFlightJob] = asyncio.Queue()
+        """Jobs in turns: one with images left waits behind the others for its next."""
         self._isolation = Isolation()
         self._own_hashes: Mapping[str, Future[str | None]] | None = None
         self._drawn_here: FIFOCache[str, None] = FIFOCache(REMEMBERED)
@@ -110,7 +80,7 @@ class PrepareStage:
 
     async def run(self) -> NoReturn:
         while True:
-            entry = await self.turns.next()
+            entry = await self.queue.get()
             work = self._go_on
             if entry.is_suspect and not entry.requests:
                 work = self._generate_alone
@@ -130,7 +100,7 @@ class PrepareStage:
             if entry.requests:
                 await self._submit(entry)
         if entry.requests:
-            self.turns.go_on(entry)
+            self.queue.put_nowait(entry)
 
     async def _generate_alone(self, entry: InFlightJob) -> None:
         """Generates a job whose workers have died, so that no other dies with this one.
