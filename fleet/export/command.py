@@ -10,12 +10,10 @@ from rich import filesize
 
 from cli import console, files, options, target
 from cli.options import argument, option
-from fleet.export.formats import arrow
 from fleet.export.plan import (
     MANIFEST,
     WORK_FOLDER,
     ExportPlan,
-    Format,
     Manifest,
     PlanDatabase,
 )
@@ -39,12 +37,6 @@ async def command(
     settings: StorageSettings,
     campaign: target.Campaign,
     folder: Path = argument("For the shards.", metavar="FOLDER"),
-    form: Format = option(
-        "Tar files, as the webdataset library reads them, or Parquet with images, as"
-        " `datasets` does.",
-        "webdataset",
-        "--format",
-    ),
     shard_size: int = option(
         "Images in each shard.", _SHARD_SIZE, min=1, max=1_000_000, metavar="IMAGES"
     ),
@@ -53,17 +45,16 @@ async def command(
 ) -> None:
     """Writes a campaign's images as a verified data set, in shards.
 
+    They are tar files, as the libraries webdataset and datasets read them.
     What was interrupted goes on with the same command. A manifest.json names the shards, which
     follow from the campaign alone. Each image has the SHA-256 of its record and can be decoded.
     Exit code 4: images are missing or not so; they are left out, and named.
 
     imagefleet export spring ./spring
 
-    imagefleet export spring ./spring --format parquet --dry-run
+    imagefleet export spring ./spring --dry-run
     """
-    plan = ExportPlan(
-        campaign=target.campaign(campaign), format=form, shard_size=shard_size
-    )
+    plan = ExportPlan(campaign=target.campaign(campaign), shard_size=shard_size)
     if dry_run:
         async with console.connected(settings) as fleet:
             await target.check_campaign(fleet.storage, plan.campaign)
@@ -77,7 +68,7 @@ async def command(
         }
         facts = {
             "images": f"{plan.images:,}, {filesize.decimal(plan.bytes)}",
-            "shards": f"{plan.shard_count:,} of {plan.shard_size:,} images, {plan.format}",
+            "shards": f"{plan.shard_count:,} of {plan.shard_size:,} images",
             "on the disk": f"about {filesize.decimal(_needed(plan))} in {folder}",
         }
         record = {**plan.model_dump(), **more, "folder": str(folder)}
@@ -93,8 +84,6 @@ async def command(
 async def _export(
     settings: StorageSettings, folder: Path, wanted: ExportPlan, *, quiet: bool
 ) -> Manifest:
-    if wanted.format == "parquet":
-        arrow()  # or it is not installed
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         wanted = wanted.model_copy(update={"storage": absolute_url(storage)})
@@ -174,7 +163,7 @@ async def _plan(
 
 def _check_same(begun: ExportPlan | Manifest, wanted: ExportPlan, folder: Path) -> None:
     """Raises SetupError if *folder* has an export with other options."""
-    for name in ("campaign", "storage", "format", "shard_size"):
+    for name in ("campaign", "storage", "shard_size"):
         has, asked = getattr(begun, name), getattr(wanted, name)
         if has != asked:
             raise errors.SetupError(

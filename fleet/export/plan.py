@@ -52,15 +52,12 @@ SELECT place, line FROM (
 ) WHERE rank <= ? ORDER BY place, rank
 """
 
-Format = Literal["webdataset", "parquet"]
-
 
 class ExportPlan(BaseModel, extra="forbid", frozen=True):
     """An export's parameters, and what its records promise."""
 
     campaign: str
     storage: str = ""
-    format: Format
     shard_size: Annotated[int, Field(ge=1)]
     images: int = 0
     stored: int = 0

@@ -1,20 +1,20 @@
 """Makes the shards of a plan, one after the other, each complete or absent.
 
-A shard is written into a folder of its own, read back and compared, moved into place, and noted as
-done; after a run that is killed in between it is made again, which comes out the same.
+A shard is written into a folder of its own, moved into place, and noted as done; after a run that
+is killed in between it is made again, which comes out the same.
 """
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import files
-from fleet.export.formats import Parquet, Sample, ShardFile, Webdataset
+from fleet.export.formats import Sample, ShardWriter
 from fleet.export.plan import WORK_FOLDER, ExportPlan, PlanDatabase, Shard
 from fleet.results import download
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 from imagefleet.files import picture
 from imagefleet.records import pictures
 from imagefleet.records.pictures import Fault, Picture
@@ -26,18 +26,12 @@ from imagefleet.submit import RETRIES
 #: Images read while as many others are written, some 40 MB.
 _BATCH = 64
 
-#: Each format's shard file, and its path in the export's folder.
-_FORMATS: Mapping[str, tuple[Callable[..., ShardFile], str]] = {
-    "webdataset": (Webdataset, "{number:05}.tar"),
-    "parquet": (Parquet, "data/train-{number:05}-of-{shards:05}.parquet"),
-}
-
 
 @dataclass(slots=True)
 class _Contents:
     """The contents of a shard, as it is filled."""
 
-    digests: list[str] = field(default_factory=list)
+    images: int = 0
     bytes: int = 0
     faulty: dict[Fault, list[str]] = field(
         default_factory=lambda: {"missing": [], "misfit": []}
@@ -69,8 +63,7 @@ class Exporter:
         return shard if shard and shard.is_in(self.folder) else None
 
     async def _make(self, number: int, on_images: Callable[[int], None]) -> Shard:
-        open_file, template = _FORMATS[self.plan.format]
-        name = template.format(number=number, shards=self.plan.shard_count)
+        name = f"{number:05}.tar"
         draft = self.folder / WORK_FOLDER / "draft" / name
         draft.parent.mkdir(parents=True, exist_ok=True)
         # As img2dataset makes them.
@@ -78,7 +71,7 @@ class Exporter:
         keys = (f"{number:05}{place:0{digits}}" for place in itertools.count())
         images = self.database.records(number, self.plan.shard_size)
         keyed = zip(keys, images, strict=False)
-        contents, written = _Contents(), open_file(draft, self.blobs.address)
+        contents, written = _Contents(), ShardWriter(draft, self.blobs.address)
         try:
             fetched: Sequence[Sample] = []
             while batch := list(itertools.islice(keyed, _BATCH)):
@@ -91,7 +84,7 @@ class Exporter:
             await asyncio.to_thread(written.write, fetched)
         finally:
             await asyncio.to_thread(written.close)
-        shard = await asyncio.to_thread(self._complete, name, written, contents)
+        shard = await asyncio.to_thread(_complete, name, draft, contents)
         await asyncio.to_thread(self._move, draft, self.folder / name)
         self.database.note(number, shard)
         return shard
@@ -124,31 +117,26 @@ class Exporter:
             if isinstance(found, str):
                 contents.faulty[found].append(records[0].blob or "")
                 continue
-            samples.append(sample := Sample(key, found.record, found.data))
-            contents.digests.append(sample.sha256)
-            contents.bytes += len(sample.data)
+            samples.append(Sample(key, found.record, found.data))
+            contents.images += 1
+            contents.bytes += len(found.data)
         return samples
 
-    def _complete(self, name: str, written: ShardFile, contents: _Contents) -> Shard:
-        """Compares the file with what was written, and has it on the disk."""
-        if list(written.read_digests()) != contents.digests:
-            raise errors.TransientError(
-                f"shard {name} was read back from {self.folder} other than it was written: check"
-                " the disk, and run the same command again"
-            )
-        sync(written.path)
-        return Shard(
-            file=name,
-            file_bytes=written.path.stat().st_size,
-            sha256=files.sha256(written.path),
-            images=len(contents.digests),
-            bytes=contents.bytes,
-            missing=contents.faulty["missing"],
-            changed=contents.faulty["misfit"],
-            misfits=contents.misfits,
-        )
-
     def _move(self, draft: Path, target: Path) -> None:
-        target.parent.mkdir(exist_ok=True)
         draft.replace(target)
         sync(target.parent)
+
+
+def _complete(name: str, file: Path, contents: _Contents) -> Shard:
+    """Has the file on the disk, and describes it."""
+    sync(file)
+    return Shard(
+        file=name,
+        file_bytes=file.stat().st_size,
+        sha256=files.sha256(file),
+        images=contents.images,
+        bytes=contents.bytes,
+        missing=contents.faulty["missing"],
+        changed=contents.faulty["misfit"],
+        misfits=contents.misfits,
+    )

@@ -1,4 +1,4 @@
-"""What an export in the format webdataset holds."""
+"""The samples that an export holds."""
 
 import json
 import tarfile

@@ -4,7 +4,6 @@ import hashlib
 import json
 import shutil
 import subprocess
-import sys
 import tarfile
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
@@ -29,8 +28,6 @@ from imagefleet.storage.settings import StorageSettings
 
 Add = Callable[..., Awaitable[Any]]
 Run = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
-
-FORMATS = ("webdataset", "parquet")
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -74,19 +71,18 @@ async def test_a_webdataset_has_each_image_with_its_caption_and_its_parameters(
     assert "in 3 shards: out" in result.stdout
 
 
-@pytest.mark.parametrize("form", FORMATS)
 async def test_the_manifest_has_the_hashes_of_all_files_and_the_counts(
-    stored: list[Any], export: Run, tmp_path, form: str
+    stored: list[Any], export: Run, tmp_path
 ):
-    result = await export("out", "--format", form, "--json")
+    result = await export("out", "--json")
 
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     found = content(tmp_path / "out")
     for shard in manifest["shards"]:
         assert found[shard["file"]] == shard["sha256"]
     assert [shard["images"] for shard in manifest["shards"]] == [2, 2, 1]
-    told = {name: manifest[name] for name in ("campaign", "format", "images")}
-    assert told == {"campaign": "spring", "format": form, "images": 5}
+    told = {name: manifest[name] for name in ("campaign", "images")}
+    assert told == {"campaign": "spring", "images": 5}
     assert manifest["bytes"] == sum(record.size_bytes for record in stored)
     assert json.loads(result.stdout)["images"] == 5
     assert not (tmp_path / "out" / plan.WORK_FOLDER).exists()
@@ -102,7 +98,7 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         "planning": (plan.PlanDatabase, "_list"),
         "planned": (shards.Exporter, "_make"),
         "reading": (shards.Exporter, "_fetch"),
-        "written": (shards.Exporter, "_complete"),
+        "written": (shards, "_complete"),
         "noted": (shards.Exporter, "_move"),
         "hashing": (shards.files, "sha256"),
         "done": (shards.Exporter, "_finished"),
@@ -124,18 +120,16 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
                 yield f"{name} {call}"
 
 
-@pytest.mark.parametrize("form", FORMATS)
 async def test_an_export_that_is_killed_at_any_step_goes_on_and_comes_out_the_same(
     stored: list[Any],
     local_settings: StorageSettings,
     tmp_path,
     monkeypatch,
-    form: Any,
 ):
     from fleet.export import command
 
     monkeypatch.setattr(shards, "_BATCH", 1)
-    wanted = plan.ExportPlan(campaign="spring", format=form, shard_size=2)
+    wanted = plan.ExportPlan(campaign="spring", shard_size=2)
 
     async def run(name: str) -> None:
         await command._export(local_settings, tmp_path / name, wanted, quiet=True)
@@ -163,21 +157,19 @@ async def test_an_export_that_is_killed_at_any_step_goes_on_and_comes_out_the_sa
     assert killed >= 12
 
 
-@pytest.mark.parametrize("form", FORMATS)
 async def test_missing_and_changed_images_are_named_and_left_out(
     stored: list[Any],
     export: Run,
     local_settings: StorageSettings,
     tmp_path,
-    form: str,
 ):
     async with open_storage(local_settings) as storage:
         for name in ("2", "4"):
             await storage.blobs.delete(f"spring/{name}.png")
         await storage.blobs.create("spring/4.png", b"another", "image/png", {})
 
-    result = await export("out", "--format", form, code=4)
-    again = await export("out", "--format", form, code=4)
+    result = await export(code=4)
+    again = await export(code=4)
 
     assert "error: 1 image missing: spring/2.png" in result.stderr
     assert "error: 1 image not as recorded or damaged: spring/4.png" in result.stderr
@@ -256,23 +248,6 @@ async def test_a_squatted_name_exports_the_drawing_that_was_kept_aside(
     assert "1 image not as recorded or damaged: spring/2.png" in result.stderr
 
 
-async def test_a_disk_that_changes_what_it_stores_is_noticed(
-    stored: list[Any], export: Run, tmp_path, monkeypatch
-):
-    def lie(*_: object) -> Iterator[str]:
-        yield "0" * 64
-
-    monkeypatch.setattr("fleet.export.formats.Webdataset.read_digests", lie)
-
-    result = await export(code=1)
-
-    assert (
-        "shard 00000.tar was read back from out other than it was written"
-        in result.stderr
-    )
-    assert not list((tmp_path / "out").glob("0*"))
-
-
 async def test_a_dry_run_writes_nothing_and_tells_the_size(
     stored: list[Any], export: Run, tmp_path
 ):
@@ -282,7 +257,7 @@ async def test_a_dry_run_writes_nothing_and_tells_the_size(
     assert (figures["images"], figures["shards"], figures["reads"]) == (5, 3, 5)
     assert figures["bytes"] == sum(record.size_bytes for record in stored)
     assert figures["bytes_needed"] > figures["bytes"]
-    assert "3 of 2 images, webdataset" in shown
+    assert "3 of 2 images" in shown
     assert not (tmp_path / "out").exists()
 
 
@@ -341,23 +316,12 @@ async def test_a_folder_of_something_else_is_refused(
     await export("out")
 
     assert "mine is not empty" in (await export("mine", code=2)).stderr
-    other = await export("out", "--format", "parquet", code=2)
-    assert "out has an export with the format webdataset, not parquet" in other.stderr
+    other = await export(size=3, code=2)
+    assert "out has an export with the shard size 2, not 3" in other.stderr
     (tmp_path / "out" / "00001.tar").unlink()
     assert (
         "00001.tar is not as manifest.json says" in (await export("out", code=2)).stderr
     )
-
-
-async def test_without_pyarrow_a_webdataset_is_written_and_parquet_says_what_to_install(
-    stored: list[Any], export: Run, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-
-    await export()
-    result = await export("other", "--format", "parquet", code=2)
-
-    assert result.stderr == "error: Parquet needs pyarrow: pip install '.[parquet]'\n"
 
 
 #: Ids that are alike: other characters than letters, and what looks like a number or a format.
