@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack, cast
 
 from imagefleet import errors
-from imagefleet.job import message, settings_table, sizes
+from imagefleet.job import message, sizes
 from imagefleet.job.message import Job
 from imagefleet.records.ledger import HASH_BYTES, Digests, id_hash
 from imagefleet.signing import MAX_SIGNATURE_BYTES, JobSigner
@@ -32,18 +32,6 @@ FORMATS: Mapping[str, Format] = {
     each.name: each
     for each in (JsonLines(), JsonArray(), CsvRows(), PromptLines(), ParquetRows())
 }
-
-#: Jobs that are looked at for other defaults, which takes as long as to read them.
-_COMPARED_JOBS = 100
-
-_COMPARED = ("sampler", "steps", "width", "height", "randn_source")
-
-#: What a payload of AUTOMATIC1111 has, and a job that was written for this program has not.
-_OF_A1111 = {
-    "override_settings",
-    "sampler_index",
-    *settings_table.FIELDS,
-} - Job.model_fields.keys()
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -173,7 +161,6 @@ class FileSource:
         self._signer = terms.get("signer")
         self._campaign = terms.get("campaign")
         self._defaults = terms.get("defaults")
-        self._to_compare = 0 if self._defaults else _COMPARED_JOBS
         self.mended = 0
         """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
         self.empty = 0
@@ -241,8 +228,6 @@ class FileSource:
         repeats.put(content + repeat.to_bytes(HASH_BYTES))
         job_id = digest(f"{self._ids} {repeat} {text}".encode(errors="surrogatepass"))
         job = message.read_job(text, job_id, defaults=self._defaults)
-        if self._to_compare:
-            self._compare_defaults(entry.place, text, job)
         if self._campaign is not None:
             job = job.identified(job_id, self._campaign)
         # Only checked, it has spaces for a signature: to sign takes as long as to read.
@@ -259,26 +244,6 @@ class FileSource:
             on_job(entry.place, job)
         self.mended += on_job is None and has_failed
         return MendedMessage(body) if has_failed else body
-
-    def _compare_defaults(self, place: str, text: str, job: Job) -> None:
-        """Tells of the first payload of AUTOMATIC1111's that it would draw with other defaults."""
-        self._to_compare -= 1
-        given = message.fields_if_any(text).keys()
-        if not (given & _OF_A1111 or given >= {"sampler_name", "steps", "cfg_scale"}):
-            return
-        theirs = message.read_job(text, str(job.id), defaults=settings_table.A1111)
-        values = {name: getattr(theirs, name) for name in _COMPARED}
-        other = [
-            f"{name} {value}"
-            for name, value in values.items()
-            if value != getattr(job, name)
-        ]
-        if other:
-            notice = f"AUTOMATIC1111's API has other defaults for what it lacks: {', '.join(other)}"
-            self.report.notice(
-                place, f"{notice}; --defaults {settings_table.A1111} takes them"
-            )
-            self._to_compare = 0
 
 
 class StandardInput(FileSource):

@@ -168,8 +168,6 @@ Draw = tuple[int, float]
 _TOKEN = re.compile(r"(\{\{|\}\}|\{[A-Za-z_][A-Za-z0-9_]*(?::[0-9]+)?\}|[{}])")
 
 
-#: Lists that name each other twice double the text at each level; a prompt holds 65,536 characters.
-_MAX_CHARACTERS = 1_000_000
 _MAX_DEPTH = 50
 
 
@@ -204,19 +202,12 @@ class Patterns:
         self._slots: list[_Slot] = []
         self._by_placeholder: dict[str, int] = {}
         self._open: list[str] = []
-        self._sizes: list[int] = []
 
     def slot(self, choices: Sequence[Choice], place: str) -> int:
         """Adds a slot with these choices, or raises SetupError; returns its number."""
         words = tuple(
             _Word(self._parts(choice.text, place), choice) for choice in choices
         )
-        size = max(sum(map(self._size, word.parts)) for word in words)
-        if size > _MAX_CHARACTERS:
-            raise errors.SetupError(
-                f"{place}: its placeholders make a text of more than {_MAX_CHARACTERS:,} characters"
-            )
-        self._sizes.append(size)
         cumulative = tuple(itertools.accumulate(choice.weight for choice in choices))
         self._slots.append(_Slot(cumulative, words))
         return len(self._slots) - 1
@@ -254,10 +245,6 @@ class Patterns:
         lowest, highest = word.choice.strength
         tag = f"<lora:{word.choice.lora}:{lowest + (highest - lowest) * within:.2f}>"
         return f"{tag}, {text}" if text else tag
-
-    def _size(self, part: str | int) -> int:
-        """The most characters a part may have; one for a placeholder itself, which may be empty."""
-        return len(part) if isinstance(part, str) else 1 + self._sizes[part]
 
     def _parts(self, text: str, place: str) -> tuple[str | int, ...]:
         pieces: list[str | int] = [*_TOKEN.split(text)]  # every second piece is a token

@@ -111,7 +111,7 @@ def check_file(path: Path, kind: FileKind) -> str:
         advice = addresses.pickle_advice(str(path), is_embedding=is_embedding)
         raise errors.SetupError(f"{str(path)!r} is {advice}")
     try:
-        content = kinds.check(kind, str(path), check.read_header(path), path)
+        content = kinds.check(kind, str(path), check.read_header(path))
         size = path.stat().st_size
     except OSError as error:
         raise errors.SetupError(

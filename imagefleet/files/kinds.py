@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from imagefleet import errors
 from imagefleet.files import contents, embedding, lora
@@ -176,17 +176,12 @@ KINDS: Mapping[str, FileKind] = {
 BY_FOLDER: Mapping[str, FileKind] = {kind.folder: kind for kind in KINDS.values()}
 
 
-def check(kind: FileKind, path: str, header: Header, file: Path | None = None) -> str:
-    """Describes a file, as in 'SDXL LoRA'; raises SetupError if it is no usable one of the *kind*.
-
-    Of a whole *file* of few gigabytes, which prompts name, the numbers are read as well.
-    """
+def check(kind: FileKind, path: str, header: Header) -> str:
+    """Describes a file, as in 'SDXL LoRA'; SetupError if it is no usable one of the *kind*."""
     content = contents.identify(header)
     if not accepts(kind, content):
         raise errors.SetupError(refusal(path, content))
     try:
-        if file is not None and kind in {LORA, EMBEDDING}:
-            lora.check_numbers(file, header)
         return kind.describe(header, content)
     except UnusableError as error:
         raise errors.SetupError(

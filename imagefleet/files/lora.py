@@ -12,7 +12,6 @@ import re
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
@@ -202,40 +201,6 @@ def _by_layer(shapes: Shapes) -> Contents:
 
 def damaged(key: str) -> UnusableError:
     return UnusableError(f"is damaged: {key[:SHOWN]!r} holds NaN, infinity or integers")
-
-
-#: The bits that are all ones in NaN and, but for the last type, in infinity, in numbers of a type.
-_EXPONENTS = {
-    "F64": ("<u8", 0x7FF << 52),
-    "F32": ("<u4", 0xFF << 23),
-    "F16": ("<u2", 0x1F << 10),
-    "BF16": ("<u2", 0xFF << 7),
-    "F8_E5M2": ("<u1", 0x1F << 2),
-    "F8_E4M3": ("<u1", 0x7F),
-}
-
-
-def check_numbers(path: Path, header: Header) -> None:
-    """Reads a whole file; raises UnusableError if its numbers are damaged, or of another type."""
-    import numpy as np  # the worker's settings are checked without it
-
-    if (rest := path.stat().st_size - header.file_bytes) > 0:
-        raise UnusableError(
-            f"is not a complete .safetensors file: {rest} bytes follow its last tensor"
-        )
-    with path.open("rb") as file:
-        for key, (kind, begin, end) in sorted(header.places.items()):
-            if key in header.integers:
-                continue
-            if kind not in _EXPONENTS:
-                raise UnusableError(
-                    f"holds numbers of the type {kind!r}, which is not supported"
-                )
-            bits, ones = _EXPONENTS[kind]
-            file.seek(header.data_at + begin)
-            numbers = np.frombuffer(file.read(end - begin), bits)
-            if ((numbers & ones) == ones).any():
-                raise damaged(key)
 
 
 def _size_of(

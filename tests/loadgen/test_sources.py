@@ -118,10 +118,7 @@ def test_doubled_braces_are_braces(path: Path):
     assert json.loads(template(path, "prompt: '{{a}} }}'").body(0))["prompt"] == "{a} }"
 
 
-def doubling(levels: int) -> str:
-    """Lists each of which names the next twice."""
-    named = (f"l{n}: ['{{l{n + 1}}}{{l{n + 1}:2}}']" for n in range(levels))
-    return "{" + ", ".join([*named, f"l{levels}: ['']"]) + "}"
+NESTED = json.dumps({f"l{n}": [f"{{l{n + 1}}}"] for n in range(60)})
 
 
 @pytest.mark.parametrize(
@@ -140,8 +137,7 @@ def doubling(levels: int) -> str:
             "prompt: '{a}'\nlists: {a: ['{b}'], b: ['{a:2}']}",
             "circular lists: a -> b -> a",
         ),
-        (f"prompt: '{{l0}}'\nlists: {doubling(40)}", "more than 1,000,000 characters"),
-        (f"prompt: '{{l0}}'\nlists: {doubling(400)}", "nested more than 50 deep"),
+        (f"prompt: '{{l0}}'\nlists: {NESTED}", "nested more than 50 deep"),
         ("prompt: 'a { b'", "a single '{'"),
         ("prompt: 'a {b c}'", "a single '{'"),
         (
@@ -248,32 +244,3 @@ def test_a_job_that_was_read_before_keeps_its_defaults(path: Path):
     jobs.write_text(message + "\n")
     (body,) = FileSource(jobs, defaults="a1111-1.10").bodies()
     assert read_job(body or "", "two").steps == 20
-
-
-@pytest.mark.parametrize(
-    ("jobs", "told"),
-    [
-        (
-            ['{"prompt": "a"}', '{"prompt": "b", "send_images": true}'] * 2,
-            "line 2: AUTOMATIC1111",
-        ),
-        (
-            ['{"prompt": "a", "sampler_name": "DPM++ 2M", "steps": 9, "cfg_scale": 7}'],
-            "sampler dpmpp_2m_karras",
-        ),
-        (['{"prompt": "a", "steps": 9}'], ""),
-        (['{"prompt": "a", "send_images": true, "defaults": "a1111-1.10"}'], ""),
-    ],
-)
-def test_a_file_of_payloads_is_told_once_which_defaults_differ(
-    path: Path, jobs: list[str], told: str
-):
-    notices: list[str] = []
-    file = path.with_suffix(".jsonl")
-    file.write_text("\n".join(jobs))
-    source = FileSource(file, report=Report(on_notice=notices.append))
-    source.check()
-    list(source.bodies())
-    assert len(notices) == bool(told)
-    assert told in "".join(notices)
-    assert not told or "--defaults a1111-1.10 takes them" in notices[0]

@@ -32,6 +32,16 @@ _MOVED = {
     "runwayml/stable-diffusion-inpainting": "stable-diffusion-v1-5/stable-diffusion-inpainting",
 }
 
+#: Addresses of web pages instead of files, and the address to take.
+_PAGES = {
+    r"https?://(www\.)?(huggingface\.co|hf\.co)/(?!.+/.+/resolve/.+/.)": "the file itself is at an"
+    " address with /resolve/ in the place of /blob/; a whole repository is downloaded by"
+    " `hf download OWNER/NAME --local-dir ./model`, and then --model ./model",
+    r"https?://(www\.)?civitai\.com/(?!api/download/)": "--model"
+    " https://civitai.com/api/download/models/NUMBER downloads the file, with the number from the"
+    " page's download button; many models also need a token: append ?token=YOUR_TOKEN",
+}
+
 #: Parameters of signed addresses: they are renewed, and the file stays the same.
 _CREDENTIALS = re.compile(
     r"token|(api_?)?key|signature|expires|policy|key-pair-id|x-(amz|goog)-.*|response-content-.*"
@@ -130,16 +140,14 @@ def pickle_advice(path: str, *, is_embedding: bool = False) -> str:
 def _read_url(text: str) -> Address:
     try:
         url = URL(redaction.check_address(text))
-        host = (url.host or "").lower().removeprefix("www.")
     except ValueError as error:
         raise errors.SetupError(
             f"--model is not a valid address: {redaction.reason(error)}"
         ) from None
     shown = redaction.address(text)
-    if host in {"huggingface.co", "hf.co"}:
-        _refuse_hub_page(url, shown)
-    if host == "civitai.com":
-        _refuse_civitai_page(url, shown)
+    for page, advice in _PAGES.items():
+        if re.match(page, text, re.IGNORECASE):
+            raise errors.SetupError(f"{shown!r} is a web page, not a file; {advice}")
     bare = url.with_query(None).with_user(None).with_fragment(None)
     suffix = PurePosixPath(url.name).suffix.lower()
     if suffix in PICKLE_SUFFIXES:
@@ -178,34 +186,4 @@ def _refused_name(name: str) -> errors.SetupError:
     return errors.SetupError(
         f"the model {name[:80]!r} cannot be fetched: its name must end in .safetensors, or in"
         " .tar for a folder in diffusers format"
-    )
-
-
-def _refuse_hub_page(url: URL, shown: str) -> None:
-    """Refuses all but /OWNER/NAME/resolve/REVISION/FILE, which is a file."""
-    parts = [part for part in url.path.split("/") if part]
-    kind = parts[2] if len(parts) > 4 else None  # noqa: PLR2004
-    if kind == "resolve":
-        return
-    if kind == "blob":
-        file = shown.replace("/blob/", "/resolve/", 1)
-        raise errors.SetupError(
-            f"{shown!r} is a web page; the file itself is at {file}"
-        )
-    identity = "/".join(parts[:2])
-    advice = hub_advice(identity) or "the address of a file has /resolve/ in it"
-    raise errors.SetupError(f"{shown!r} is a web page, not a file; {advice}")
-
-
-def _refuse_civitai_page(url: URL, shown: str) -> None:
-    """Refuses all but /api/download/models/NUMBER, which is a file."""
-    if url.path.startswith("/api/download/"):
-        return
-    number = url.query.get("modelVersionId", "")
-    known, hint = number[:20], ""
-    if not number.isdecimal():
-        known, hint = "NUMBER", ", with the number from the page's download button"
-    raise errors.SetupError(
-        f"{shown!r} is a web page; --model https://civitai.com/api/download/models/{known}"
-        f" downloads the file{hint}; many models also need a token: append ?token=YOUR_TOKEN"
     )

@@ -157,20 +157,20 @@ def test_a_missing_path_is_named_and_a_hub_id_comes_with_the_download(
     [
         (
             "https://huggingface.co/Lykon/dreamshaper-8",
-            "hf download Lykon/dreamshaper-8",
+            "a whole repository is downloaded by `hf download OWNER/NAME",
         ),
         (
             "https://huggingface.co/o/n/blob/main/a.safetensors",
-            "https://huggingface.co/o/n/resolve/main/a.safetensors",
+            "an address with /resolve/ in the place of /blob/",
         ),
-        ("https://huggingface.co/models", "the address of a file has /resolve/ in it"),
+        ("https://huggingface.co/models", "is a web page, not a file"),
         (
             "https://civitai.com/models/4384/dreamshaper",
             "/api/download/models/NUMBER downloads",
         ),
         (
             "https://www.civitai.com/models/4384?modelVersionId=128713",
-            "--model https://civitai.com/api/download/models/128713 downloads",
+            "--model https://civitai.com/api/download/models/NUMBER downloads",
         ),
         ("https://example.com/a/model.ckpt?token=secret", "a pickle"),
         ("https://example.com/", "must end in .safetensors"),

@@ -83,7 +83,7 @@ def of_console(kind: kinds.FileKind, path: Path) -> str:
     """Why `files add` refuses a file; '' if it stores it."""
     try:
         header = safetensors.read_header(io.BytesIO(path.read_bytes()))
-        kinds.check(kind, str(path), header, path)
+        kinds.check(kind, str(path), header)
     except errors.SetupError as error:
         return error.message
     return ""
@@ -115,14 +115,6 @@ BROKEN: dict[str, Tensors] = {
     "ranks": pair(3),
     "integers": pair(alpha=torch.ones(()))
     | {f"{KEY}.lora_up.weight": torch.ones(320, 2).int()},
-    "nan": {**pair(), f"{KEY}.alpha": torch.tensor(float("nan"))},
-    "infinity in bfloat16": {
-        key: (each / 0).bfloat16() for key, each in pair().items()
-    },
-    "nan in float8": {
-        key: (each * float("nan")).to(torch.float8_e4m3fn)
-        for key, each in pair().items()
-    },
     "boft": {f"{KEY}.oft_blocks": torch.ones(3, 4, 80, 80)},
     "ia3 of neither": {f"{KEY}.weight": torch.ones(320)},
     "empty": pair(alpha=torch.ones(0)),
@@ -142,6 +134,32 @@ def test_what_every_worker_refuses_is_never_stored_and_for_the_same_reason(
     reason = of_console(kinds.LORA, path)
     assert reason.startswith(f"the LoRA {name!r} ")
     assert {of_worker(models[name], path) for name in ("sd1", "sd2", "inp")} == {reason}
+
+
+DAMAGED: dict[str, Tensors] = {
+    "nan": {**pair(), f"{KEY}.alpha": torch.tensor(float("nan"))},
+    "infinity in bfloat16": {
+        key: (each / 0).bfloat16() for key, each in pair().items()
+    },
+    "nan in float8": {
+        key: (each * float("nan")).to(torch.float8_e4m3fn)
+        for key, each in pair().items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_numbers_are_refused_by_every_worker(
+    models: dict[str, lora_file.Layers], tmp_path, name: str
+):
+    path = tmp_path / f"{name}.safetensors"
+    path.write_bytes(
+        save({key: each.contiguous() for key, each in DAMAGED[name].items()})
+    )
+    for model in ("sd1", "sd2", "inp"):
+        assert of_worker(models[model], path).startswith(
+            f"the LoRA {name!r} is damaged: "
+        )
 
 
 @pytest.mark.parametrize("name", LAYOUTS["embeddings"])
