@@ -13,7 +13,6 @@ from cli import console, files, options, target
 from cli.options import argument, option
 from fleet import filling
 from fleet.files import missing
-from fleet.redo import replace
 from imagefleet import errors
 from imagefleet.storage.open import signer_of
 from loadgen import sources
@@ -57,10 +56,6 @@ class Sending(filling.Sending):
     new_only: bool = option(
         "Leave out jobs whose id was sent with another content.", default=False
     )
-    replace: bool = option(
-        "Have such jobs drawn again, as `redo` does, which needs the operator's rights.",
-        default=False,
-    )
 
 
 @options.flat
@@ -98,8 +93,6 @@ def command(
 
     shuf prompts.txt | imagefleet load - --format txt
     """
-    if sending.new_only and sending.replace:
-        raise errors.SetupError("choose one: --new-only or --replace")
     target.check_name("--campaign", jobs.campaign)
     file, rejects = Path(jobs.file), jobs.rejects
     is_shown = not (sending.quiet or as_json)
@@ -149,7 +142,6 @@ def command(
                     as_json=as_json,
                     facts=functools.partial(_facts, source, report),
                     new_only=sending.new_only,
-                    replace=replace.replace_jobs if sending.replace else None,
                 )
 
 

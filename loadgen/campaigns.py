@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -70,8 +70,6 @@ class LoadedCampaigns:
     sends_again: bool
     skips_changed: bool
     """True if a job whose id was sent with another content is left out; else it ends the load."""
-    replace: Callable[[str], Awaitable[None]] | None = None
-    """Called with the messages of such jobs, to have them drawn again."""
     position: int = 0
     counts: Counter[Compared] = field(default_factory=Counter, init=False)
     known: Mapping[str, datetime] = field(default_factory=dict, init=False)
@@ -126,15 +124,11 @@ class LoadedCampaigns:
             found = "new"
         self.counts[found] += 1
         key, digest = job.entry[:HASH_BYTES], job.entry[HASH_BYTES:]
-        if found == "changed" and self.replace and key not in ledger.claimed:
-            ledger.claimed[key] = digest
-            await self.replace(body)
-            return False
         if found == "changed" and not self.skips_changed:
             raise errors.SetupError(
                 f"the job {job_key(job.campaign, job.id)}, number {self.position + 1}, was sent"
-                " before with another content; those before it are sent. Give it another id; or"
-                " leave such jobs out with --new-only, or have them drawn again with --replace"
+                " before with another content; those before it are sent. Give it another id, or"
+                " leave such jobs out with --new-only"
             )
         if found == "changed" or (found == "as_before" and not self.sends_again):
             return False

@@ -4,7 +4,6 @@ import dataclasses
 import secrets
 import time
 from collections.abc import (
-    Awaitable,
     Callable,
     Collection,
     Mapping,
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.records.ledger import Ledgers, job_of, listed
+from imagefleet.records.ledger import Ledgers, listed
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import Priority
@@ -22,12 +21,6 @@ from loadgen.campaigns import LoadedCampaigns, Sample, changes_of, shown
 from loadgen.caption_sweep import SweepSource
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
-
-#: Changed jobs that are replaced together.
-_REPLACED_AT_ONCE = 32
-
-#: Called with the storage and the messages that take the place of others.
-Replace = Callable[[Storage, list[str]], Awaitable[None]]
 
 
 class Refusals:
@@ -78,7 +71,6 @@ class Load:
         *,
         restart: bool = False,
         new_only: bool = False,
-        replace: Replace | None = None,
         on_notice: Callable[[str], None] = lambda _: None,
         priority: Priority = "normal",
         models: Collection[str] = (),
@@ -87,16 +79,13 @@ class Load:
         """*on_notice*: called with notices. *models*: those that workers have from elsewhere.
 
         *restart* sends all jobs, also those that were sent before. Jobs that were sent with another
-        content are refused; *new_only* leaves them out, and *replace* sends them.
+        content are refused; *new_only* leaves them out.
         """
         self._storage = storage
         self._queue = storage.queues[priority]
         self._source = source
         self._on_notice = on_notice
-        self._replace = replace
         self._restart = restart
-        self._changed: list[str] = []
-        self._replaced = 0
         self._cancelled = CancelledCampaigns(storage.files, storage.queue.name)
         self._ledgers = Ledgers(storage)
         self._campaigns = LoadedCampaigns(
@@ -106,7 +95,6 @@ class Load:
             only=source.campaign,
             sends_again=restart,
             skips_changed=new_only,
-            replace=self._replace_later if replace else None,
         )
         self.refusals = refusals or Refusals()
         signer = settings.keys().signer(storage.scope)
@@ -149,7 +137,7 @@ class Load:
             queues=dict(
                 sorted(self._to.sent_to.items(), key=lambda each: (-each[1], each[0]))
             ),
-            sent=progress.sent + self._replaced,
+            sent=progress.sent,
             new=found["new"],
             changed=found["changed"],
             as_before=found["as_before"],
@@ -181,9 +169,7 @@ class Load:
         await self._campaigns.begin()
         watching = self._cancelled.watch()
         async with concurrency.beside(watching, keep_noting(self._campaigns.note)):
-            progress = await self._sender.run(confirm)
-            await self._replace_changed()
-            return progress
+            return await self._sender.run(confirm)
 
     async def _was_sent(self) -> bool:
         """True if the ledger has any of the jobs; False if it cannot be read."""
@@ -194,19 +180,3 @@ class Load:
         except errors.SetupError:
             return False  # which is said where they are noted
         return found["changed"] + found["as_before"] > 0
-
-    async def _replace_later(self, body: str) -> None:
-        """Takes in a job that was sent with another content; some are replaced at once."""
-        self._changed.append(body)
-        if len(self._changed) == _REPLACED_AT_ONCE:
-            await self._replace_changed()
-
-    async def _replace_changed(self) -> None:
-        """Replaces the jobs that were taken in, or raises SetupError."""
-        bodies, self._changed = self._changed, []
-        if not bodies or self._replace is None:
-            return
-        await self._replace(self._storage, bodies)
-        for job in map(job_of, bodies):
-            self._ledgers.of(job.campaign).pending += job.entry
-        self._replaced += len(bodies)

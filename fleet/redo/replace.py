@@ -18,8 +18,8 @@ from imagefleet import concurrency, errors
 from imagefleet.files import picture
 from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job, job_key, read_job
-from imagefleet.job.names import DUPLICATES, REPLACED, split_job_key
-from imagefleet.records import decisions, dedupe, reader
+from imagefleet.job.names import DUPLICATES, REPLACED
+from imagefleet.records import dedupe
 from imagefleet.records.log import RecordLog
 from imagefleet.storage.dead_letter import Check
 from imagefleet.storage.dead_letter_queue import NO_CHECK
@@ -31,14 +31,12 @@ from imagefleet.storage.protocol import BlobStore
 class JobFinder:
     """The messages that draw images again; *given* by their job's key.
 
-    A job that *check* would not send again counts as none: no worker takes it. *are_others*: those
-    given take the place of the images' own jobs.
+    A job that *check* would not send again counts as none: no worker takes it.
     """
 
     blobs: BlobStore
     given: Mapping[str, str]
     check: Check = NO_CHECK
-    are_others: bool = field(default=False, kw_only=True)
     _duplicates: dict[str, list[str]] = field(
         default_factory=lambda: defaultdict(list), init=False
     )
@@ -53,9 +51,7 @@ class JobFinder:
     async def message(self, name: str, data: bytes) -> str:
         """The message of the job that draws image *name*; raises JobError unless it is one."""
         given = self.given.get(_key_of(name))
-        if given is not None and (
-            self.are_others or draws(read_job(given, "none"), name)
-        ):
+        if given is not None and draws(read_job(given, "none"), name):
             return given
         files = [data]
         for duplicate in self._duplicates.get(name, ()):
@@ -125,9 +121,6 @@ class Replaced:
     jobs: int = 0
     refused: dict[str, str] = field(default_factory=dict)
 
-
-#: Jobs that an error names.
-_NAMED = 3
 
 #: The writer in the names of the shards with the notes.
 _WRITER = "redo"
@@ -265,51 +258,3 @@ async def _delete(storage: Storage, entry: Entry) -> bool:
     if found is not None and not await storage.blobs.delete(entry.name):
         raise errors.SetupError(f"the credentials may not delete {entry.name}")
     return True
-
-
-async def replace_jobs(storage: Storage, bodies: list[str]) -> None:
-    """Sends jobs in the place of those that were sent with their ids, whose images are put aside.
-
-    Raises SetupError where these have not ended, or images stay.
-    """
-    given = by_key(bodies)
-    campaigns = {split_job_key(key)[0] for key in given}
-    ended = {
-        each.key for name in campaigns async for each in reader.ended(storage, name)
-    }
-    images = {
-        copy: metadata
-        for copy, metadata in (await interrupted(storage)).items()
-        if _key_of(original(copy)) in given
-    }
-    begun = {_key_of(original(copy)) for copy in images}
-    waiting, new = list[str](), list[str]()
-    for key, body in given.items():
-        job = read_job(body, "none")
-        campaign, job_id = split_job_key(key)
-        stored = await decisions.stored_images(storage.blobs, campaign, job_id)
-        if stored and stored[-1].digest == job.digest:
-            continue  # by a run that was killed then
-        for blob in (each.blob for each in stored if each.blob):
-            metadata = await storage.blobs.metadata(blob)
-            if metadata is not None:
-                images[blob] = metadata
-        if stored or key in begun:
-            continue
-        if key in ended:
-            new.append(body)
-        else:
-            waiting.append(key)
-    if waiting:
-        more = ", ..." if len(waiting) > _NAMED else ""
-        have = "job has" if len(waiting) == 1 else "jobs have"
-        raise errors.SetupError(
-            f"{len(waiting):,} {have} not ended: {', '.join(waiting[:_NAMED])}{more}; before"
-            " they are replaced, wait for them or cancel the campaign"
-        )
-    await check_access(storage)
-    finder = JobFinder(storage.blobs, given, are_others=True)
-    replaced = await replace(storage, images, finder, lambda: None)
-    if replaced.refused:
-        raise errors.SetupError(f"images stay: {replaced.refused}")
-    await storage.models.send(new)

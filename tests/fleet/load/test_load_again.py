@@ -123,12 +123,11 @@ def test_a_file_of_changed_jobs_that_are_left_out_is_not_called_empty(
     ]
 
 
-@pytest.mark.parametrize("option", ["--restart", "--replace"])
 def test_the_second_row_of_one_id_is_refused_and_the_first_is_sent_once(
-    load: Load, storage_settings: StorageSettings, option: str
+    load: Load, storage_settings: StorageSettings
 ):
     assert_refused(
-        load("jobs.csv", "id,prompt\n1,a cat\n2,a fish\n1,a dog\n", option),
+        load("jobs.csv", "id,prompt\n1,a cat\n2,a fish\n1,a dog\n", "--restart"),
         "the job spring/1, number 3, was sent before with another content",
     )
     assert prompts_in(storage_settings) == ["a cat", "a fish"]
@@ -138,49 +137,6 @@ def test_the_same_row_twice_is_one_job(load: Load, storage_settings: StorageSett
     twice = load("jobs.csv", "id,prompt\n1,a cat\n1,a cat\n", "--json")
     assert json.loads(twice.stdout)["sent"] == 1
     assert prompts_in(storage_settings) == ["a cat"]
-
-
-def test_changed_jobs_are_replaced_once_the_old_ones_have_ended(
-    load: Load, storage_settings: StorageSettings
-):
-    load("monday.csv", MONDAY)
-    assert_refused(
-        load("tuesday.csv", TUESDAY, "--replace"), "have not ended: spring/1, spring/2"
-    )
-
-    async def draw(storage: Storage) -> None:
-        await storage.queue.clear()
-        for name in ("1", "2"):
-            metadata = {"job": name, "digest": "0" * 64, "worker": "w1"}
-            await storage.blobs.create(
-                f"spring/{name}.png", b"old", "image/png", metadata
-            )
-
-    within(storage_settings, draw)
-    done = load("tuesday.csv", TUESDAY, "--replace", "--json")
-
-    assert done.returncode == console.EXIT_DONE, done.stderr
-    assert [json.loads(done.stdout)[name] for name in ("sent", "changed", "new")] == [
-        2,
-        2,
-        0,
-    ]
-    assert prompts_in(storage_settings) == ["a cat", "a dog"]
-
-    async def names(storage: Storage) -> list[str]:
-        found = [name async for name in storage.blobs.names()]
-        return sorted(
-            name for name in found if name.startswith(("spring/", "-replaced/"))
-        )
-
-    left = within(storage_settings, names)
-    assert [name.split("/")[:3] for name in left] == [
-        ["-replaced", "spring", "1.png"],
-        ["-replaced", "spring", "2.png"],
-    ]
-    again = load("tuesday.csv", TUESDAY, "--restart", "--dry-run")
-    assert "0 changed, 0 new, 2 as before" in again.stderr
-    assert sent_of(storage_settings) == 2
 
 
 def test_a_failed_job_that_was_exported_and_mended_is_sent(
