@@ -7,9 +7,8 @@ no key to be sent, and whoever changes that field changes which stage is drawn a
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
-from imagefleet import errors
 from imagefleet.job.passes import extras
 from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes.first import FirstPass
@@ -86,24 +85,6 @@ def inherited(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
         and name not in given
         and not (sampler_is_another and name in _OF_SAMPLER)
     }
-
-
-def own_fields(fields: dict[str, Any], place: object) -> dict[str, Any]:
-    """The fields of the stage that a message asks for; raises InvalidMessageError."""
-    if place is None:
-        return fields
-    try:
-        number = StageField.model_validate(place).number
-    except ValidationError:
-        raise errors.InvalidMessageError(
-            f"{STAGE_FIELD}: it names no stage of the job"
-        ) from None
-    stages = fields.get(THEN_FIELD)
-    later = stages if isinstance(stages, list) else []
-    own = later[number - 2] if number - 2 < len(later) else None
-    if not isinstance(own, dict):
-        raise errors.InvalidMessageError(no_stage(number, 1 + len(later)))
-    return own
 
 
 def no_stage(number: int, stages: int) -> str:

@@ -74,13 +74,16 @@ class Change:
 
     def _changed(self, fields: dict[str, Any], place: object) -> dict[str, Any]:
         """The fields of a job with the new values, in the stage that has failed."""
-        own = chain.own_fields(fields, place)
-        if own is not fields and (of_job := self.values.keys() & chain.OF_JOB):
+        own: Any = fields
+        try:
+            if isinstance(place, dict):
+                own = fields[chain.THEN_FIELD][place["number"] - 2]
+            _drop_aliases(own, self.values)
+            own |= self.values
+        except (LookupError, TypeError, AttributeError):
             raise errors.InvalidMessageError(
-                f"{min(of_job)} is of the job as a whole, and this is a later stage of it"
-            )
-        _drop_aliases(own, self.values)
-        own |= self.values
+                f"{chain.STAGE_FIELD}: it names no stage of the job"
+            ) from None
         return fields
 
     def differences(self, body: str) -> dict[str, tuple[Any, Any]]:

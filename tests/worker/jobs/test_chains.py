@@ -241,7 +241,7 @@ async def test_what_is_the_whole_jobs_cannot_be_changed_in_a_later_stage(
     swept = await dead_letter_queue.replay(storage, Selection(), check=check)
     assert swept.done == 0
     reason = swept.refused[0].reason
-    assert "campaign is of the job as a whole, and this is a later stage" in reason
+    assert "stage 2: campaign is the job's: give it outside then" in reason
 
 
 @local_only
