@@ -21,8 +21,11 @@ _NEGATIVE = "Negative prompt:"
 #: sd-dynamic-prompts adds its lines behind the parameters.
 _TEMPLATES = re.compile(r"\n(?:Negative )?Template:")
 
-_WORD = re.compile(r"\s*([^\W_][\w /-]*):\s*")
-_END = re.compile(r"\s*(?:,|$)")
+#: A word and its value up to the next comma; one in quotes or brackets may have commas.
+_FACT = re.compile(
+    r"\s*(?:([^\W_][\w /-]*):\s*)?"
+    r'("(?:\\.|[^\\"])*"|\{[^}]{0,2000}\}|\[[^]]{0,2000}\]|[^,]*)\s*(?:,|$)'
+)
 _VERSION = re.compile(r"v(\d+)\.(\d+)\.(\d+)(?:-(\d+))?")
 _TITLE = re.compile(r"(.+?)(?: \[([0-9a-f]+)\])?")
 LORA = re.compile(r"<lora:([^:>]+)", re.IGNORECASE)
@@ -159,25 +162,15 @@ def read(text: str) -> Reading:
 
 
 def _facts(line: str) -> dict[str, str]:
-    """`Word: value, Word: value`; a value that has one of these signs is JSON."""
+    """`Word: value, Word: value`; a value that has one of these signs is a JSON string."""
     found: dict[str, str] = {}
-    place = 0
-    while place < len(line):
-        word = _WORD.match(line, place)
-        start = word.end() if word else place
-        end = line.find(",", start) % (len(line) + 1)  # -1: none
-        value = line[start:end].strip()
-        if word and line.startswith(('"', "{", "["), start):
-            with contextlib.suppress(ValueError, RecursionError):
-                quoted, after = json.JSONDecoder().raw_decode(line, start)
-                if match := _END.match(line, after):
-                    value, end = (
-                        quoted if isinstance(quoted, str) else value,
-                        match.end() - 1,
-                    )
+    for word, value in _FACT.findall(line):
+        text = value
+        if value.startswith('"'):
+            with contextlib.suppress(ValueError):
+                text = json.loads(value)
         if word:
-            found[word[1]] = value
-        place = end + 1
+            found[word] = text.strip()
     return found
 
 
