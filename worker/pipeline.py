@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
@@ -55,9 +55,6 @@ HAND_BACK_SECONDS = 5.0
 
 #: Time for pulled jobs before the model changes; one that waits for its LoRA is handed back.
 FINISH_SECONDS = 60.0
-
-#: A broken node may finish its jobs in flight, which takes a good one ten seconds.
-LAST_JOBS_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,8 +357,6 @@ class Pipeline:
         side_tasks.start("keep leases", self._keeper.run())
         for name, watch in self._checks.watches().items():
             side_tasks.start(name, watch)
-        if self._checks.watchdog.has_limits:
-            side_tasks.start("watch node", self._watch_node())
         side_tasks.start(
             "watch cancelled campaigns", self._cancelled.watch(self.settler.in_flight)
         )
@@ -391,16 +386,6 @@ class Pipeline:
                             f"a job's lease will expire: {result}",
                             action="hand_back_failed",
                         )
-
-    async def _watch_node(self) -> NoReturn:
-        """Side task: raises NodeError for a broken node, once its jobs in flight are done."""
-        reason = await self._checks.watchdog.wait_until_broken()
-        self.puller.pause()
-        self.ready = False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_JOBS_SECONDS):
-                await self.settler.nothing_in_flight.wait()
-        raise errors.NodeError(reason)
 
     def _settled(self, entry: InFlightJob, outcome: Outcome) -> None:
         self.puller.not_ahead(entry)

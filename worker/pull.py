@@ -51,7 +51,6 @@ class Puller:
     engine_thread: EngineThread
     _queue_was_empty: bool = False
     _queue_answers: bool = True
-    _paused: bool = False
     _ahead: int = 0  # images of jobs pulled that the engine has not finished
     _images_per_job: float = 1.0  # of those received last
     _less_ahead: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -68,8 +67,6 @@ class Puller:
     @property
     def why_waiting(self) -> str | None:
         """Why there are no jobs; None before the first reply."""
-        if self._paused:
-            return "the node failed its checks"
         if not self._queue_answers:
             return "the queue does not answer"
         return "the queue is empty" if self._queue_was_empty else None
@@ -95,10 +92,6 @@ class Puller:
         """Ends `run` after its current call; the messages that it leases are still processed."""
         self._stopped.set()
         self._less_ahead.set()
-
-    def pause(self) -> None:
-        """Receives nothing more; a receive in flight still leases its messages."""
-        self._paused = True
 
     async def run(self, pulled: asyncio.Queue[InFlightJob]) -> None:
         """Pulls until it is stopped, or with --until-empty until nothing is left."""
@@ -177,7 +170,7 @@ class Puller:
 
     def _count_to_pull(self) -> int:
         """Jobs to pull now; 0 while there is only room for a handful of images."""
-        if self._paused or self.settler.pending.behind_seconds > MOST_BEHIND_SECONDS:
+        if self.settler.pending.behind_seconds > MOST_BEHIND_SECONDS:
             return 0
         target = self._target
         room = target - self._ahead

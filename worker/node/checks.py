@@ -86,6 +86,7 @@ class NodeChecks:
         """The checks of a node at work."""
         return {
             "watch engine": self._engine_thread.watch(),
+            "watch speed": self.watchdog.watch_speed(),
             "watch failures": self.watchdog.watch_failures(self.diagnose),
             "watch weights": self.watch_weights(),
             "watch quarantine": self.quarantine.watch(self._quarantined),

@@ -119,10 +119,6 @@ class NodeWatchdog:
         self._alarms: asyncio.Queue[str] = asyncio.Queue()
         self._window = self._new_window()
 
-    @property
-    def has_limits(self) -> bool:
-        return bool(self._limits.images_per_second)
-
     def image_generated(self, family: str, passes: Iterable[Pass]) -> None:
         """The GPU finished an image, failed or not."""
         is_drawn = False
@@ -154,14 +150,14 @@ class NodeWatchdog:
                 raise errors.NodeError(reason)
             self.images_failed_in_a_row = 0
 
-    async def wait_until_broken(self) -> str:
+    async def watch_speed(self) -> NoReturn:
+        """Side task: raises NodeError after so many failed windows in a row."""
         self._window = self._new_window()
         while True:
             await asyncio.sleep(WINDOW_SECONDS)
             reason = self._close_window()
             if reason is not None and self.failed_in_a_row >= FAILED_WINDOWS:
-                self.failed_in_a_row = 0
-                return reason
+                raise errors.NodeError(reason)
 
     def _close_window(self) -> str | None:
         """Judges the window that ends now; None: nothing is wrong, or too little was measured."""
