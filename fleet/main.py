@@ -29,7 +29,7 @@ COMMANDS: Mapping[str, str] = {
     "sweep": "Draws captions with all combinations of settings.",
     "cancel": "Cancels the queued jobs of a campaign.",
     "status": "Shows what the fleet is doing: queues, campaigns, speed, one job.",
-    "exporter": "Exports queue depths, and the time and cost to empty them.",
+    "exporter": "Exports queue depths.",
     "broker": "Issues short-lived SAS tokens to workers on SaladCloud.",
     "webhooks": "Sends webhooks when campaigns and jobs end.",
     "plan": "Plans a batch: hours, dollars and images per dollar.",

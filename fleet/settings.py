@@ -54,7 +54,7 @@ class ServiceSettings(TelemetrySettings):
     )
 
 
-class ExporterSettings(ServiceSettings, MonitorSettings):
+class ExporterSettings(ServiceSettings):
     sample_seconds: float = Field(
         default=15,
         ge=0.1,
@@ -64,8 +64,7 @@ class ExporterSettings(ServiceSettings, MonitorSettings):
     dollars_per_hour: float | None = Field(
         default=None,
         ge=0,
-        description="Price of the whole fleet in $/h that you confirmed: an alert fires above it,"
-        " and it gives the cost to empty the queue, by default from the workers' metrics.",
+        description="Price of the whole fleet in $/h that you confirmed: an alert fires above it.",
     )
 
 
@@ -142,7 +141,7 @@ options.PROJECT_SETTINGS.update(
             "`load`, `import`, `sweep`, `failed`, `files`",
         ),
         LoadSettings: ("Load generator", "`load`, `sweep`"),
-        MonitorSettings: ("Monitoring", "`status`, `exporter`, `scale`"),
+        MonitorSettings: ("Monitoring", "`status`, `scale`"),
         ExporterSettings: ("Exporter", "`exporter`"),
         BrokerSettings: ("Broker", "`broker`"),
         GatewaySettings: ("Gateway", "`serve`"),

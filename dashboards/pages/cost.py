@@ -9,6 +9,7 @@ from pages.queries import (
     IMAGES,
     IMAGES_BY_GPU,
     RATE,
+    SECONDS_TO_EMPTY,
     WITH_GPU,
     gained,
     rate,
@@ -72,8 +73,8 @@ COST = Dashboard(
             "How much will have been spent when the queue is empty? The time range, plus the rest.",
             {
                 "spent: {{fleet}}": gained(DOLLARS),
-                "to empty: {{fleet}}": "max by (fleet)"
-                f" ({series('imagefleet_queue_dollars_to_empty')})",
+                "to empty: {{fleet}}": f"{SECONDS_TO_EMPTY} / 3600"
+                f" * on (fleet) {series('imagefleet:dollars_per_hour')}",
             },
         ),
         Count(

@@ -2,6 +2,8 @@
 
 from pages.panel import Dashboard, Figure, Panel, Stack
 from pages.queries import (
+    ENDED,
+    GROWTH,
     IMAGES,
     IMAGES_BY_GPU,
     INFO,
@@ -10,6 +12,7 @@ from pages.queries import (
     MODEL_SWITCH_SECONDS,
     QUEUES,
     REPLICAS_BY_GPU,
+    SECONDS_TO_EMPTY,
     WAITING_JOBS,
     rate,
     series,
@@ -39,7 +42,7 @@ FLEET = Dashboard(
         Figure(
             "Time to empty",
             "When is the queue empty, at this speed and with the jobs that still arrive?",
-            f"max by (fleet) ({series('imagefleet_queue_seconds_to_empty')})",
+            SECONDS_TO_EMPTY,
             unit="s",
         ),
         Stack(
@@ -63,8 +66,8 @@ FLEET = Dashboard(
             "Jobs/s, in and out",
             "Does the queue grow because more jobs arrive or because fewer are done?",
             {
-                "arrivals": f"sum({series('imagefleet_exporter_arrivals_per_second')})",
-                "completions": f"sum({series('imagefleet_exporter_completions_per_second')})",
+                "arrivals": f"clamp_min(sum({GROWTH}) + {ENDED}, 0)",
+                "completions": ENDED,
             },
             unit="none",
         ),

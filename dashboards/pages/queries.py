@@ -88,6 +88,23 @@ MODEL_SWITCH_SECONDS = series("imagefleet_model_switch_seconds_total")
 QUEUES = series("imagefleet_queue_messages")
 WAITING_JOBS = series("imagefleet:queue_messages", JOBS)
 FAILED_JOBS = series("imagefleet:queue_messages", POISON)
+
+#: Jobs that left the queue per second.
+ENDED = rate(
+    series(
+        "imagefleet_jobs_total",
+        'outcome=~"completed|duplicate|failed|verified|unverified"',
+    )
+)
+
+#: Jobs/s by which the queue grows.
+GROWTH = f"sum by (fleet) (deriv({WAITING_JOBS}[10m]))"
+
+#: Seconds until the queue is empty, at its rate of the last minutes; no data while it grows.
+SECONDS_TO_EMPTY = (
+    f"(sum by (fleet) ({WAITING_JOBS}) / (-{GROWTH} > 0)"
+    f" or (sum by (fleet) ({WAITING_JOBS}) == 0))"
+)
 START_UP = series("imagefleet_start_up_seconds")
 STAGE_SUM = series("imagefleet_stage_seconds_sum")
 STAGE_COUNT = series("imagefleet_stage_seconds_count")

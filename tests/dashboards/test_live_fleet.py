@@ -318,7 +318,7 @@ def watch(
         return start(name, "worker", *flags, *arguments)
 
     def start_exporter(name: str, address: str) -> forks.Fork:
-        flags = ["--prometheus", server, "--sample-seconds", "1", "--port", "0"]
+        flags = ["--sample-seconds", "1", "--port", "0"]
         flags += ["--dollars-per-hour", "9"]
         return start(name, "exporter", *flags, "--storage", address)
 

@@ -309,7 +309,7 @@ async def programs(
         rows = campaign.index.records(view.seqs.tolist()).values()
         found[f"gallery {tab}"] = sorted((each[0].id, _prompt(each)) for each in rows)
     await campaign.close()
-    exporter = Exporter(storage, ExporterSettings(**settings.model_dump()), None)
+    exporter = Exporter(storage, ExporterSettings(**settings.model_dump()))
     await exporter.sample()
     queue = {
         "queue": storage.queue.name,

@@ -180,7 +180,10 @@ async def test_the_exporter_serves_and_pushes_until_sigterm(
                     return await response.text()
 
             seen = await polling.until(
-                page, lambda page: "queue_seconds_to_empty" in page
+                page,
+                lambda page: (
+                    'queue_messages{fleet="storage/jobs",queue="jobs",' in page
+                ),
             )
         assert (
             'imagefleet_queue_messages{fleet="storage/jobs",queue="jobs",state="visible"} 2.0'
