@@ -54,9 +54,6 @@ CAPS = {
     "sdxl_capped_7": 8,
 }
 
-#: Other ways to hold LoRAs than the memory decides.
-OTHER_WAYS = {"sdxl_capped_11_factors": "factors", "sdxl_capped_7_factors": "factors"}
-
 #: More than there are slots: no two images drawn at once share a LoRA.
 FILES, TINY_FILES = 24, 5
 
@@ -173,9 +170,7 @@ def prepare_rates(
 def prepare_capped(arguments: argparse.Namespace, row: str) -> Measure:
     """Measures a row with the GPU's memory limited."""
     build_model(arguments, "sdxl")
-    arguments.slot_weights = OTHER_WAYS.get(row, arguments.slot_weights)
-    (gigabytes,) = (each for name, each in CAPS.items() if row.startswith(name))
-    limit_memory(arguments.device, gigabytes)
+    limit_memory(arguments.device, CAPS[row])
     return prepare_rates(arguments, "sdxl", with_none=False)
 
 
@@ -240,7 +235,7 @@ ROWS: Mapping[str, Callable[[argparse.Namespace], Measure]] = {
     "limit": prepare_limit,
     "plain": prepare_plain,
     "sdxl": lambda arguments: prepare_rates(arguments, "sdxl"),
-    **{row: functools.partial(prepare_capped, row=row) for row in (*CAPS, *OTHER_WAYS)},
+    **{row: functools.partial(prepare_capped, row=row) for row in CAPS},
     "sd2": lambda arguments: prepare_rates(arguments, "sd2"),
     "company": prepare_company,
 }

@@ -16,7 +16,6 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
     "compiled": {"compile": "auto"},
     "uncompiled": {"compile": "off"},
     "fp16-accumulate": {"fp16_accumulate": True},
-    "factors": {"slot_weights": "factors"},
     "merged": {"slot_weights": "merged"},
     "reloaded": {"slot_weights": "reloaded"},
 }

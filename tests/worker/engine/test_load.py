@@ -38,7 +38,7 @@ def test_without_torch_the_error_says_what_to_install(monkeypatch, checkpoint: P
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        ("factors", "3 images at once; LoRAs are factors beside the shared weights"),
+        ("merged", "3 images at once"),
         (
             "reloaded",
             "1 image at once; layers are copied from the host's memory for other LoRAs",

@@ -28,7 +28,7 @@ class SlotControlNet(SlotEncoder):
         super().__init__(original, paths)
         for module in self.modules():
             if isinstance(module, SlotLinear):
-                module.keep_apart()
+                module.share()
         self._join(paths)
         self.pools = pools
         self.hint = original.controlnet_cond_embedding

@@ -17,7 +17,6 @@ from worker.engine.kernels import layers
 from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.networks import linear
-from worker.engine.networks.convolution import USUAL_RANK
 from worker.engine.networks.unet import SlotUnet
 from worker.engine.passes.checkpoints import CheckpointCache, Read
 from worker.engine.passes.images import Vaes
@@ -65,16 +64,13 @@ def of_latents(
     stager = LatentStager(checkpoint, control_nets, tiny, vaes, checkpoints)
     layer_bytes = linear.transformer_bytes(checkpoint.unet)
     weights = settings.slot_weights or memory.choose_weights(
-        device, layer_bytes, settings.slots, is_large=is_large
+        device, layer_bytes, is_large=is_large
     )
     if weights == "reloaded":
         settings = replace(settings, slots=1, compiled_modes=("per_slot",))
     keeps_on_cpu = is_large and memory.has_no_room_for_originals(device, layer_bytes)
     merger = Merger(checkpoint.unet, keeps_on_cpu=keeps_on_cpu)
     unet = SlotUnet(checkpoint.unet, weights)
-    unet.changes.grow(
-        [(each, USUAL_RANK) for each in unet.changes.groups if each.of_transformers]
-    )
     if has_own_layers:
         unet.fold()
     preparer = RequestPreparer(
@@ -91,10 +87,6 @@ def of_latents(
         checkpoints,
     )
     costs = Costs(merge_seconds=1.0) if keeps_on_cpu else Costs()
-    if weights == "factors":
-        costs = replace(
-            costs, per_slot_seconds=0.118, per_slot_convolutions_seconds=0.122
-        )
     pool = GraphPool(device) if device.type == "cuda" else None
     return Parts(
         model=checkpoint,

@@ -56,8 +56,6 @@ class Shape(NamedTuple):
     outputs: int
     inputs: int
     taps: int
-    of_transformers: bool = False
-    """A linear layer of which slots have no copy, for want of memory."""
 
     @property
     def max_rank(self) -> int:

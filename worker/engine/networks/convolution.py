@@ -19,8 +19,7 @@ from worker.engine.kernels.layers import Upsampler, convolve
 from worker.engine.lora.kinds import Factors
 from worker.engine.lora.merge import Shape
 
-#: Slots of low rank have room for LoRAs of it from the start, and memory is planned for changes of
-#: it; for others their memory grows.
+#: Memory is planned for changes of this rank.
 USUAL_RANK = 32
 
 #: A compiled tick has fixed ranks: powers of two from this one on, so that few are compiled.
@@ -37,15 +36,13 @@ class LowRankChange(nn.Module):
     up: Tensor | None
     """[slots, layers, rank, out]"""
 
-    def __init__(
-        self, layers: Mapping[str, nn.Module], *, of_transformers: bool = False
-    ) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         """*layers* by path."""
         super().__init__()
         self.paths = list(layers)
         weights: list[Any] = [layer.weight for layer in layers.values()]
         ((outputs, inputs, *kernel),) = {tuple(each.shape) for each in weights}
-        self.shape = Shape(outputs, inputs, math.prod(kernel), of_transformers)
+        self.shape = Shape(outputs, inputs, math.prod(kernel))
         self.register_buffer("down", None, persistent=False)
         self.register_buffer("up", None, persistent=False)
 
@@ -53,37 +50,12 @@ class LowRankChange(nn.Module):
         """The layers' change [rows, layers * out] of inputs [rows, in], equally many per slot."""
         if self.down is None or self.up is None:
             return x.new_zeros(len(x), len(self.paths) * self.shape.outputs)
-        if len(x) > slots:
-            return self.of_tokens(x.view(slots, -1, x.shape[1])).flatten(0, 1)
-        products = torch.bmm(x[:, None], self.down[:slots].transpose(1, 2))
-        products = products.view(slots * len(self.paths), 1, -1)
-        return torch.bmm(products, self.up[:slots].flatten(0, 1)).view(slots, -1)
-
-    def of_tokens(self, x: Tensor) -> Tensor:
-        """The layers' change [slots, tokens, layers * out] of inputs [slots, tokens, in]."""
-        slots, (up, down) = len(x), self._factors()
-        products = torch.bmm(x, down[:slots].transpose(1, 2))
-        if len(self.paths) == 1:
-            return torch.bmm(products, up[:slots, 0])
+        tokens = x.view(slots, -1, x.shape[1])
+        products = torch.bmm(tokens, self.down[:slots].transpose(1, 2))
+        by_layer = products.unflatten(2, (len(self.paths), -1)).transpose(1, 2)
         # [slots, layers, tokens, rank] by [slots, layers, rank, out]
-        by_layer = products.view(slots, x.shape[1], len(self.paths), -1)
-        by_layer = by_layer.transpose(1, 2)
-        return torch.matmul(by_layer, up[:slots]).transpose(1, 2).flatten(2)
-
-    def add_to(self, output: Tensor, x: Tensor) -> Tensor:
-        """Adds `of_tokens` to *output* in place, without memory for it."""
-        slots, (up, down) = len(x), self._factors()
-        products = torch.bmm(x, down[:slots].transpose(1, 2))
-        layers = len(self.paths)
-        parts = zip(output.chunk(layers, -1), products.chunk(layers, -1), strict=True)
-        for layer, (part, product) in enumerate(parts):
-            part.baddbmm_(product, up[:slots, layer])
-        return output
-
-    def _factors(self) -> Factors:
-        if self.down is None or self.up is None:
-            raise RuntimeError("there are no changes of this layer")
-        return self.up, self.down
+        changed = torch.matmul(by_layer, self.up[:slots])
+        return changed.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class SlotConv(nn.Module):
@@ -210,8 +182,8 @@ class SlotChanges:
 
     @property
     def exist(self) -> bool:
-        """True once some job changed a layer outside of transformers."""
-        return any(not shape.of_transformers for shape in self._capacities)
+        """True once some job changed such a layer."""
+        return bool(self._capacities)
 
     def has_room(self, ranks: Iterable[tuple[Shape, int]]) -> bool:
         """True if slots can hold changes of these ranks."""

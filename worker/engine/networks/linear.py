@@ -3,8 +3,7 @@
 So a call only has to read more weights, whatever the LoRAs' kind and rank. Two thin products per
 layer for a low-rank term would move ten times the memory, their inputs and outputs being as wide as
 the layer's. Where memory is too short for copies (SDXL's take 3.7 GB per slot), LoRAs are merged
-into the layers themselves, for one slot, which are loaded again from the host's memory for others;
-where copying is slow, slots have thin products after all, as convolutions have them.
+into the layers themselves, for one slot, which are loaded again from the host's memory for others.
 """
 
 import contextlib
@@ -19,7 +18,6 @@ from imagefleet import errors
 from worker.engine.files import safetensors
 from worker.engine.lora.file import Layer, adaptable, adaptable_layers
 from worker.engine.lora.merge import Group, StackedChange
-from worker.engine.networks.convolution import LowRankChange
 
 #: The most bytes of one tensor with weights for all slots. Of SDXL's shapes the largest would take
 #: 25 GB; see "SDXL" in benchmarks/engine-notes.md.
@@ -37,21 +35,15 @@ class SlotLinear(nn.Module):
     slots: Tensor
 
     def __init__(self, layers: Mapping[str, Layer]) -> None:
-        """*layers* by path; a `WeightStack` sets the weights, or `keep_apart`."""
+        """*layers* by path; a stack sets the weights, or `share`."""
         super().__init__()
         self.layers = dict(layers)
-        self.change: LowRankChange | None = None
         self.register_buffer("weight", None, persistent=False)
         self.register_buffer("bias", join_biases(layers.values()), persistent=False)
         self.register_buffer("slots", None, persistent=False)
 
     def forward(self, x: Tensor, per_slot: bool) -> Tensor:
         """[slots, tokens of both rows, in] to [..., out], with shared or per-slot weights."""
-        if self.change is not None and per_slot:
-            product = F.linear(x, self.weight, self.bias)
-            if torch.compiler.is_compiling():
-                return product + self.change.of_tokens(x)
-            return self.change.add_to(product, x)
         if not per_slot and not torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
         if per_slot:
@@ -63,9 +55,8 @@ class SlotLinear(nn.Module):
             return product
         return product + self.bias
 
-    def keep_apart(self) -> None:
-        """Gives each slot low-rank changes beside the shared weights, not weights of its own."""
-        self.change = LowRankChange(self.layers, of_transformers=True)
+    def share(self) -> None:
+        """Makes the layers' own weights the only ones, for networks that LoRAs do not change."""
         self.weight = _stack_weights(
             each.weight for each in self.layers.values()
         ).flatten(0, 1)

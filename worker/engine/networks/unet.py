@@ -144,10 +144,7 @@ class SlotUnet(SlotEncoder):
         linears = [
             module for module in self.modules() if isinstance(module, SlotLinear)
         ]
-        if weights == "factors":
-            for linear in linears:
-                linear.keep_apart()
-        elif weights == "reloaded":
+        if weights == "reloaded":
             self._stacks = stack_by_shape(ReloadedStack, "slots", linears)
         else:
             self._stacks = stack_by_shape(WeightStack, "slots", linears)

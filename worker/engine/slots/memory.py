@@ -1,7 +1,6 @@
 """The number of slots that fit a GPU's memory."""
 
 import math
-import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -9,19 +8,17 @@ import torch
 
 from imagefleet import errors
 from imagefleet.telemetry import host, logs
-from worker.engine.files import safetensors
 
 log = logs.EventLog(__name__)
 
-SlotWeights = Literal["merged", "factors", "reloaded"]
-"""Storage of LoRAs of the transformers' layers: merged into a copy of the layers in each slot;
-as factors of low rank beside the shared layers; or merged into the layers themselves, of which the
-only slot's are loaded again from the host's memory for other LoRAs."""
+SlotWeights = Literal["merged", "reloaded"]
+"""Storage of LoRAs of the transformers' layers: merged into a copy of the layers in each slot; or
+into the layers themselves, of which the only slot's are loaded again from the host's memory for
+other LoRAs."""
 
 WeightMode = Literal["per_slot", "shared", "per_slot_convolutions"]
-"""Each slot its own weights (where memory is short: low-rank changes beside the shared ones); one
-set for all, the checkpoint's own or with LoRAs merged in; or each slot its own weights and its own
-changes of convolutions, while a job in any slot has some."""
+"""Each slot its own weights; one set for all, the checkpoint's own or with LoRAs merged in; or each
+slot its own weights and its own changes of convolutions, while a job in any slot has some."""
 
 #: Each computes what those before it do, and takes longer.
 WEIGHT_MODES: tuple[WeightMode, ...] = ("shared", "per_slot", "per_slot_convolutions")
@@ -61,26 +58,12 @@ _SIZES_TO_COME, _SLOTS_WITHOUT_ROOM = 2, 8
 #: compile again a minute.
 _KEPT_SHARE = 0.75
 
-#: Bytes/s to the device from which on layers are reloaded. SDXL's 3.7 GB take a second and more
-#: below, and factors about a sixth of the seconds that a card with so few lanes has for an image.
-_LEAST_COPY_RATE = 3e9
-_TIMED_BYTES = 2**27
-
 #: The host's free memory that is left beside the layers, for a round of jobs and their LoRAs.
 _HOST_BYTES = 3 * 2**30
 
-#: What a compiled tick of SDXL with low-rank terms keeps, of what one with shared weights takes.
-_LOW_RANK_TICK = 1.5
-
 #: What a slot with weights of its own takes beside them, of these: SDXL's activations and contexts,
-#: and twice what decoding an image takes. Where one such slot fits, it is faster than many of low
-#: rank: in 15 GiB it draws 1.57 images/s on an H200, which is as busy with one as with sixteen, and
-#: six slots of low rank draw 1.38.
+#: and twice what decoding an image takes.
 _BESIDE_WEIGHTS = 0.9
-
-#: The next jobs' LoRAs, of those that slots of low rank hold. Copying one and encoding its prompt
-#: takes longer than a step: with room for one alone, slots would wait for them.
-_STAGED_LOW_RANK = 0.5
 
 #: Above this share of the memory that the UNet and the VAE leave, text encoders stay on the CPU.
 #: SDXL's have room on 12 GB beside a slot that is reloaded, and not on 8 GB.
@@ -141,9 +124,6 @@ def fit(
         )
     decoded = max(1, min(MAX_DECODED, int(free * _DECODING_SHARE // decode_bytes)))
 
-    def reserved_by(slots: int) -> float:
-        return (_STAGED_LOW_RANK * slots if weights == "factors" else 0) * slot_bytes
-
     def sizes_to_come(slots: int) -> float:
         """Each has a lane's tensors, and graphs with an image; the next job's LoRAs, too."""
         if not is_compiled or slots <= _SLOTS_WITHOUT_ROOM:
@@ -152,11 +132,10 @@ def fit(
 
     def left_by(slots: int) -> float:
         """Ticks of all lanes use the same memory in turn."""
-        factor = _LOW_RANK_TICK if is_compiled and weights == "factors" else 1
-        work = factor * slots * tick_bytes, decoded * decode_bytes
+        work = slots * tick_bytes, decoded * decode_bytes
         # Compiled, they share what CUDA graphs keep, and what else runs has as much beside it.
         taken = 2 * max(work) if is_compiled else sum(work)
-        return free * (1 - _MARGIN) - slots * slot_bytes - reserved_by(slots) - taken
+        return free * (1 - _MARGIN) - slots * slot_bytes - taken
 
     numbers = range(MAX_SLOTS, 1, -1)
     slots = slots or next(
@@ -164,12 +143,11 @@ def fit(
     )
     left = left_by(slots)
     # LoRAs that change less than all weights of a slot take less than these.
-    reserved = reserved_by(slots)
-    more = _STAGED_SHARE * left
+    staged = _STAGED_SHARE * left
     if weights != "reloaded":
-        more = min(more, slots * slot_bytes - reserved)
-    staged_bytes = int(max(slot_bytes, reserved + more))
-    left -= staged_bytes - reserved
+        staged = min(staged, slots * slot_bytes)
+    staged_bytes = int(max(slot_bytes, staged))
+    left -= staged_bytes
     blocks = 1
     if weights != "reloaded":
         blocks += max(
@@ -204,7 +182,6 @@ class Savings(NamedTuple):
 def describe(slots: int, savings: Savings) -> str:
     """Describes in words how a GPU holds a model."""
     saved = [
-        (savings.weights == "factors", "LoRAs are factors beside the shared weights"),
         (
             savings.weights == "reloaded",
             "layers are copied from the host's memory for other LoRAs",
@@ -218,41 +195,27 @@ def describe(slots: int, savings: Savings) -> str:
 
 
 def choose_weights(
-    device: torch.device, layer_bytes: int, slots: int | None, *, is_large: bool = True
+    device: torch.device, layer_bytes: int, *, is_large: bool = True
 ) -> SlotWeights:
     """Chooses how slots hold LoRAs of layers of *layer_bytes*; merged unless the model is large.
 
-    A GPU that has no room for a copy takes them from the host, if that has room and copies fast
-    enough; unless several *slots* are asked for.
+    A GPU that has no room for a copy takes them from the host. Raises SetupError if that has no
+    room for them either.
     """
     if device.type != "cuda" or not is_large:
         return "merged"
     if free_bytes(device) * (1 - _MARGIN) >= layer_bytes * (1 + _BESIDE_WEIGHTS):
         return "merged"
-    if (slots or 1) > 1 or host.free_memory_bytes() < layer_bytes + _HOST_BYTES:
-        return "factors"
-    rate = copy_rate(device)
-    log.info(
-        f"the host's memory is copied to the GPU at {rate / 1e9:.1f} GB/s",
-        action="copy_timed",
-    )
-    if rate >= _LEAST_COPY_RATE:
-        return "reloaded"
-    return "factors"
-
-
-def copy_rate(device: torch.device) -> float:
-    """Bytes/s from the host's memory to a GPU, the faster of two copies."""
-    source = safetensors.packs.take(_TIMED_BYTES)
-    copy = torch.empty_like(source, device=device)
-    seconds = []
-    for _ in range(2):
-        torch.cuda.synchronize(device)
-        began_at = time.perf_counter()
-        copy.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began_at)
-    return _TIMED_BYTES / min(seconds)
+    needed = layer_bytes + _HOST_BYTES
+    found = host.free_memory_bytes() or needed
+    if found < needed:
+        raise errors.SetupError(
+            "the GPU's memory is too short for a copy of the model's layers, which LoRAs are merged"
+            f" into, and this machine has {found / 2**30:.1f} GiB of free memory of the"
+            f" {needed / 2**30:.1f} GiB that reloading them takes: use a GPU or a machine with more"
+            " memory, or a smaller model"
+        )
+    return "reloaded"
 
 
 def has_no_room_for_originals(device: torch.device, layer_bytes: int) -> bool:

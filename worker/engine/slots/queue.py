@@ -172,15 +172,12 @@ class SlotJob:
 
     @property
     def ranks(self) -> Mapping[Shape, int]:
-        """Ranks of what its slot holds beside the weights: changes of convolutions, if any.
-
-        Where slots have no linear weights of their own, of its changes of these as well.
-        """
+        """Ranks of what its slot holds beside the weights: changes of convolutions, if any."""
         return self.prepared.pack.ranks if self.prepared.pack else {}
 
     @property
     def changes_convolutions(self) -> bool:
-        return any(not shape.of_transformers for shape in self.ranks)
+        return bool(self.ranks)
 
     @property
     def calls(self) -> int:

@@ -400,18 +400,17 @@ class StepRunner:
 
     def drop_convolutions(self) -> None:
         """Frees the compiled ticks with slots' changes, before their tensors change."""
-        modes: list[WeightMode] = ["per_slot_convolutions"]
-        if self._unet.weights == "factors":
-            modes.append("per_slot")
-        for step, mode in itertools.product(self._compiled.values(), modes):
-            if compiled := step.compiled.pop(mode, None):
+        for step in self._compiled.values():
+            if compiled := step.compiled.pop("per_slot_convolutions", None):
                 self._dropped_recompiles += compiled.recompiles
                 compiled.release()
                 self.outlook.start_over(GraphKey(step.batch_key, convolutions=True))
         self._compiled = {
             key: step for key, step in self._compiled.items() if step.compiled
         }
-        self._to_compile = {each for each in self._to_compile if each[1] != modes[0]}
+        self._to_compile = {
+            each for each in self._to_compile if each[1] != "per_slot_convolutions"
+        }
 
     def reset(self) -> None:
         """Forgets all compiled steps; their keys are compiled again."""

@@ -1,4 +1,4 @@
-"""SDXL's tick with slots of low rank compiles to one graph, again only when the rank grows."""
+"""SDXL's ticks compile to one graph a mode; a larger rank drops that of convolutions alone."""
 
 import shutil
 from pathlib import Path
@@ -44,39 +44,36 @@ def small_model(family_folder: Any, tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_larger_rank_compiles_once_more(small_model: Path, tmp_path):
+def test_a_larger_rank_drops_the_graph_of_convolutions_alone(
+    small_model: Path, tmp_path
+):
     def load(**settings: Any) -> slot_engine.SlotEngine:
         loaded = checkpoints.load_checkpoint(
             small_model, torch.device("cpu"), torch.float32
         )
         return slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2, **settings)))
 
-    engine, plain = (
-        load(backend="eager", slot_weights="factors"),
-        load(slot_weights="merged"),
-    )
-    engine.warm_up()
-    (step,) = engine._runner._compiled.values()
-    first = step.compiled["per_slot"]
-    assert {mode: each.graphs for mode, each in step.compiled.items()} == {
-        "per_slot": 1,
-        "shared": 1,
-    }
+    engine, plain = load(backend="eager"), load()
     requests = []
     for rank in (4, 8, 40):
         (name,) = lora_kinds.build(
-            tmp_path, small_model, 1, torch.device("cpu"), rank=rank
+            tmp_path, small_model, 1, torch.device("cpu"), rank=rank, kind="locon"
         )
         lora = contract.Lora(name, tmp_path / f"{name}.safetensors", 0.2, 0.2)
         requests.append(
             make_request(loras=(lora,), steps=2, seed=rank, width=8, height=8)
         )
     small, large = requests[:2], [requests[2], make_request(steps=2, width=8, height=8)]
+    draw(engine, *small)
+    engine.warm_up()
+    (step,) = engine._runner._compiled.values()
+    modes = ("shared", "per_slot", "per_slot_convolutions")
+    assert {mode: each.graphs for mode, each in step.compiled.items()} == dict.fromkeys(
+        modes, 1
+    )
+    kept = {mode: step.compiled[mode] for mode in modes[:2]}
     for pair in (small, large, large):
         assert_alike(draw(engine, *pair), draw_alone(plain, pair))
-        engine._compilation.finish()
-        if pair is small:
-            assert step.compiled["per_slot"] is first
-    assert step.compiled["per_slot"] is not first
-    assert step.compiled["per_slot"].graphs == 1
+        assert (modes[2] in step.compiled) == (pair is small)
+    assert step.compiled == kept
     assert engine.recompiles == 0

@@ -243,7 +243,7 @@ def make_engine(folder: Any, make_slot_engine: Any) -> Any:
     return partial(make_slot_engine, model=folder("sd1"))
 
 
-@pytest.mark.parametrize("weights", ["merged", "factors", "reloaded"])
+@pytest.mark.parametrize("weights", ["merged", "reloaded"])
 def test_images_are_the_same_in_company_and_alone(
     weights: str,
     make_engine: Any,

@@ -188,7 +188,7 @@ def mixed(lora: contract.Lora) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("weights", ["merged", "factors", "reloaded"])
+@pytest.mark.parametrize("weights", ["merged", "reloaded"])
 def test_images_are_the_same_in_company_and_alone(
     weights: str,
     make_engine: Any,

@@ -30,9 +30,7 @@ def changing(request: contract.ImageRequest) -> contract.ImageRequest:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("weights", "slots"), [("merged", 3), ("factors", 3), ("reloaded", 1)]
-)
+@pytest.mark.parametrize(("weights", "slots"), [("merged", 3), ("reloaded", 1)])
 def test_texts_that_say_the_same_change_nothing_whatever_the_job(
     make_slot_engine: Any,
     mixed: list[contract.ImageRequest],

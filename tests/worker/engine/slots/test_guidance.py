@@ -43,7 +43,6 @@ def test_an_image_takes_a_row_less_of_each_call_without_guidance(
     [
         ("merged", 3, 2),
         pytest.param("merged", 2, 4, marks=pytest.mark.slow),
-        pytest.param("factors", 3, 2, marks=pytest.mark.slow),
         pytest.param("reloaded", 1, 2, marks=pytest.mark.slow),
     ],
 )

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 
@@ -120,39 +118,26 @@ def test_slots_leave_room_for_the_tensors_and_graphs_of_sizes_that_come_later(
     assert fit(15.5).slots == 2, "few slots are worth more"
 
 
-def test_slots_of_low_rank_leave_room_for_the_loras_of_the_next_jobs(
-    monkeypatch,
-):
-    """With room for one alone, a slot would wait while it is copied and its prompt encoded."""
-    for free in (6, 9, 13):
-        fit = find(monkeypatch, free, weights="factors")
-        assert fit.slots > 2
-        assert fit.staged_bytes >= fit.slots / 2 * int(0.48 * GIB)
-        assert fit.slots * (0.48 + 0.25) + fit.staged_bytes / GIB < free
-
-
 def choose(
     monkeypatch: pytest.MonkeyPatch,
     free: float,
     *,
-    rate: float = 12e9,
     host_gib: float = 12,
-    slots: int | None = None,
     device: str = "cuda:0",
 ) -> memory.SlotWeights:
     """How SDXL's slots hold LoRAs beside the model, with *free* GiB."""
     monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
-    monkeypatch.setattr(memory, "copy_rate", lambda _: rate)
     monkeypatch.setattr(host, "free_memory_bytes", lambda: int(host_gib * GIB))
-    return memory.choose_weights(torch.device(device), int(3.48 * GIB), slots)
+    return memory.choose_weights(torch.device(device), int(3.48 * GIB))
 
 
-@pytest.mark.parametrize("short", [{"rate": 2e9}, {"host_gib": 5}, {"slots": 4}])
-def test_slots_hold_factors_where_copies_are_slow_the_host_is_small_or_several_are_asked_for(
-    monkeypatch, short: dict[str, Any]
+def test_a_host_without_room_for_the_layers_is_refused_before_the_first_job(
+    monkeypatch,
 ):
-    assert choose(monkeypatch, 6, **short) == "factors"
-    assert choose(monkeypatch, 17, **short) == "merged"
+    with pytest.raises(errors.SetupError, match=r"5\.0 GiB of free memory of the 6\.5"):
+        choose(monkeypatch, 6, host_gib=5)
+    assert choose(monkeypatch, 6, host_gib=0) == "reloaded", "not known"
+    assert choose(monkeypatch, 17, host_gib=5) == "merged"
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,6 @@ def take(engine: slots.SlotEngine, folder: Path) -> None:
         ("sd1", {}),
         pytest.param("small", {"backend": "eager"}, marks=pytest.mark.slow),
         pytest.param("sd2", {}, marks=pytest.mark.slow),
-        pytest.param("sdxl", {"slot_weights": "factors"}, marks=pytest.mark.slow),
         pytest.param("sdxl", {"slot_weights": "reloaded"}, marks=pytest.mark.slow),
     ],
 )

@@ -227,7 +227,7 @@ def test_hires_fix_goes_on_with_another_checkpoint_and_its_vae(
 
 @pytest.mark.parametrize(
     ("family", "slot_weights"),
-    [("sd1", "merged"), ("sdxl", "factors"), ("sd1", "reloaded")],
+    [("sd1", "merged"), ("sdxl", "merged"), ("sd1", "reloaded")],
 )
 def test_from_the_first_call_on_it_draws_as_an_engine_of_that_checkpoint_with_the_same_loras(
     family: str,

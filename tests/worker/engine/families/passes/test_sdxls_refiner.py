@@ -133,7 +133,7 @@ def test_it_goes_on_with_its_own_unet_texts_scores_and_vae_beside_jobs_without(
     assert difference(images[1], unrefined) > 20, "or the test shows nothing"
 
 
-@pytest.mark.parametrize("slot_weights", ["merged", "factors", "reloaded"])
+@pytest.mark.parametrize("slot_weights", ["merged", "reloaded"])
 def test_a_lora_changes_what_it_goes_on_with_and_nothing_after(
     slot_weights: Any,
     refiner_folder: Path,
