@@ -52,7 +52,7 @@ class LowRankChange(nn.Module):
             return x.new_zeros(len(x), len(self.paths) * self.shape.outputs)
         tokens = x.view(slots, -1, x.shape[1])
         products = torch.bmm(tokens, self.down[:slots].transpose(1, 2))
-        by_layer = products.unflatten(2, (len(self.paths), -1)).transpose(1, 2)
+        by_layer = products.view(*tokens.shape[:2], len(self.paths), -1).transpose(1, 2)
         # [slots, layers, tokens, rank] by [slots, layers, rank, out]
         changed = torch.matmul(by_layer, self.up[:slots])
         return changed.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -355,12 +355,47 @@ class Upscaler:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedUpscale:
+    """A request that only enlarges an image, which is done."""
+
+    request: contract.ImageRequest
+    pixels: Pixels
+
+
 class UpscalerCache:
     """The upscalers used last; thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept = ReadOnce[Upscaler](KEPT)
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._enlarging = threading.Lock()
+
+    def prepare(self, request: contract.ImageRequest) -> PreparedUpscale:
+        """Enlarges a request's image, one at a time if networks do, beside the ticks.
+
+        Raises JobError if an upscaler's file cannot be used, or one colour is left, TransientError
+        if a file could not be read or the memory is too short, and NodeError for a broken GPU.
+        """
+        upscale = request.upscale
+        init = request.init
+        if upscale is None or init is None:
+            raise RuntimeError("only requests with an image to enlarge")
+        found = [
+            self.get(path).enlarge if path else IMAGE_UPSCALERS[name]
+            for name, path in upscale.upscalers
+        ]
+        if any(path for _, path in upscale.upscalers):
+            with self._enlarging, torch.cuda.stream(self._stream):
+                return PreparedUpscale(request, enlarge(init.pixels, upscale, found))
+        enlarged = enlarge(init.pixels, upscale, found)
+        if (enlarged == enlarged[0, 0]).all():
+            # As it always will be: the engine is not at fault.
+            raise errors.JobError("what is left of the image is all one colour")
+        return PreparedUpscale(request, enlarged)
 
     def get(self, path: Path) -> Upscaler:
         """Reads a file, unless it is kept; raises as `read_upscaler`."""

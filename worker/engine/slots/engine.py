@@ -24,7 +24,7 @@ from worker.engine.files.network_cache import KEPT_BYTES
 from worker.engine.kernels.compile import Around
 from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.convolution import USUAL_RANK
-from worker.engine.passes.upscale_thread import PreparedUpscale, UpscaleThread
+from worker.engine.passes.upscaling import PreparedUpscale
 from worker.engine.self_check import SelfCheck
 from worker.engine.slots import memory, weights
 from worker.engine.slots.compiling import Compilation
@@ -73,7 +73,7 @@ class SlotEngine:
         self._on_gpu = self._device.type == "cuda"
         # Not on a CPU, where a tick takes longer than staging a job.
         self._draws_while_staging = self._on_gpu
-        self._upscales = UpscaleThread(parts.preparer.upscalers, self._device)
+        self._enlarged: list[Finished] = []
         self._runner = StepRunner(parts, settings.slots or memory.CPU_SLOTS)
         self._weights = weights.Weights(parts, self._runner)
         self.self_check = self._make_self_check()
@@ -121,37 +121,37 @@ class SlotEngine:
 
     @property
     def capacity(self) -> int:
-        return self._lanes.jobs + len(self._upscales.begun) + self.free
+        return self._lanes.jobs + self.free
 
     @property
     def free(self) -> int:
-        return max(0, self._lanes.free - len(self._upscales.begun))
+        return self._lanes.free
 
     @property
     def busy(self) -> bool:
         return bool(
             self._lanes.jobs
             or self._decoder.busy
-            or self._upscales.begun
+            or self._enlarged
             or self._compilation.is_due
         )
 
     def prepare(
         self, request: contract.ImageRequest
     ) -> PreparedRequest | PreparedUpscale:
-        """See `Preparer.prepare` and `UpscaleThread.prepare`."""
+        """See `Preparer.prepare` and `UpscalerCache.prepare`."""
         if request.decoder == "TAESD" and not self._decoder.has_tiny:
             raise errors.JobError(
                 "sd_vae_decode_method is TAESD, and this worker has none (--taesd): leave it out of"
                 " the job"
             )
         if request.upscale is not None:
-            return self._upscales.prepare(request)
+            return self._preparer.upscalers.prepare(request)
         return self._preparer.prepare(request)
 
     def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
         if isinstance(prepared, PreparedUpscale):
-            self._upscales.add(ticket, prepared)
+            self._enlarged.append(Finished(ticket, prepared.pixels))
             return
         if not isinstance(prepared, PreparedRequest):
             raise TypeError("prepared by another engine")
@@ -160,7 +160,7 @@ class SlotEngine:
     def tick(self) -> list[Finished]:
         """Fills a lane's free slots and runs one step of it; raises NodeError for a broken GPU."""
         self._compilation.advance()
-        finished: list[Finished] = []
+        finished, self._enlarged = self._enlarged, []
         failure: errors.FleetError | None = None
         out_of_memory = False
         lane = self._lanes.next()
@@ -197,9 +197,6 @@ class SlotEngine:
         finished += self._decoder.collect(wait=not self._lanes.jobs and not finished)
         if finished and self._has_drawn_job:
             self._compilation.begin()
-        if self._upscales.begun:
-            draws = self._lanes.jobs or self._decoder.busy
-            finished += self._upscales.collect(wait=not (draws or finished))
         return finished
 
     def warm_up(self, request: contract.ImageRequest | None = None) -> None:
@@ -229,7 +226,7 @@ class SlotEngine:
         *other* is on the CPU, and alike (`weights.is_alike`). False, and nothing is changed, while
         there are jobs.
         """
-        if self._lanes.jobs or self._decoder.busy or self._upscales.begun:
+        if self._lanes.jobs or self._decoder.busy:
             return False
         self._weights.use(None)
         self.checkpoint = self.checkpoint.exchange(other)
@@ -246,7 +243,6 @@ class SlotEngine:
         self._runner.reset()
         self._decoder.clear()
         self._stager.close()
-        self._upscales.close()
         for cache in self._caches:
             cache.close()
         self._merger.reset()

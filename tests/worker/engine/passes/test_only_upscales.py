@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from drawing import draw, make_request
 from imagefleet import errors
 from tests.worker.engine.support import esrgan
 from worker.engine import contract
-from worker.engine.passes import upscale_thread
-from worker.engine.passes.upscale_thread import UpscaleThread
+from worker.engine.passes import upscaling
 from worker.engine.passes.upscaling import UpscalerCache
 from worker.engine.slots.engine import SlotEngine
 
@@ -71,7 +71,7 @@ def test_two_upscalers_are_blended_and_cut_at_both_sides(
     assert np.array_equal(found, expected)
 
 
-def test_images_are_drawn_and_enlarged_beside_each_other(
+def test_images_that_are_drawn_and_enlarged_end_in_one_engine(
     slot_engine: SlotEngine, enlarging: Enlarging
 ):
     drawings = [make_request(seed=seed) for seed in range(3)]
@@ -84,56 +84,51 @@ def test_images_are_drawn_and_enlarged_beside_each_other(
         assert np.array_equal(one, other)
 
 
-def test_the_engine_holds_no_more_than_it_has_room_for_and_waits_only_briefly(
-    slot_engine: SlotEngine, enlarging: Enlarging, monkeypatch
+@pytest.fixture
+def prepare(enlarging: Enlarging) -> Callable[[], Any]:
+    cache = UpscalerCache(CPU)
+    return lambda: cache.prepare(enlarging())
+
+
+def test_networks_enlarge_one_image_at_a_time(prepare: Any, monkeypatch):
+    running = threading.Lock()
+    enlarge = upscaling.enlarge
+
+    def alone(*arguments: Any) -> contract.Pixels:
+        assert running.acquire(blocking=False)
+        try:
+            return enlarge(*arguments)
+        finally:
+            running.release()
+
+    monkeypatch.setattr(upscaling, "enlarge", alone)
+    with ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(prepare) for _ in range(6)]
+    assert all(
+        np.array_equal(each.result().pixels, found[0].result().pixels) for each in found
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (torch.cuda.OutOfMemoryError(), errors.TransientError, "ran out of memory"),
+        (
+            RuntimeError("CUDA error: an illegal memory access was encountered"),
+            errors.NodeError,
+            "the GPU is broken",
+        ),
+    ],
+)
+def test_a_failure_is_the_images_or_the_nodes(
+    prepare: Any, monkeypatch, error: Exception, kind: type[Exception], said: str
 ):
-    may_go_on = threading.Event()
-    enlarge = upscale_thread.upscaling.enlarge
+    def fail(*_: Any) -> None:
+        raise error
 
-    def slow(*arguments: Any) -> contract.Pixels:
-        assert may_go_on.wait()
-        return enlarge(*arguments)
-
-    monkeypatch.setattr(upscale_thread.upscaling, "enlarge", slow)
-    prepared = slot_engine.prepare(enlarging())
-    room = slot_engine.capacity
-    for ticket in range(room):
-        assert slot_engine.free == room - ticket
-        slot_engine.admit(ticket, prepared)
-    assert (slot_engine.free, slot_engine.capacity, slot_engine.busy) == (0, room, True)
-    assert slot_engine.tick() == []
-    may_go_on.set()
-    finished = []
-    while slot_engine.busy:
-        finished += slot_engine.tick()
-    assert [each.ticket for each in finished] == list(range(room))
-
-
-def test_what_fails_is_the_images_own_outcome(
-    slot_engine: SlotEngine,
-    enlarging: Enlarging,
-    monkeypatch,
-):
-    def fail(*_: Any) -> contract.Pixels:
-        raise torch.cuda.OutOfMemoryError
-
-    monkeypatch.setattr(upscale_thread.upscaling, "enlarge", fail)
-    (outcome,) = draw(slot_engine, enlarging())
-    assert isinstance(outcome, errors.TransientError)
-    assert "ran out of memory" in outcome.message
-
-
-def test_a_broken_gpu_is_the_nodes_fault(enlarging: Enlarging, monkeypatch):
-    def fail(*_: Any) -> contract.Pixels:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(upscale_thread.upscaling, "enlarge", fail)
-    enlarger = UpscaleThread(UpscalerCache(CPU), CPU)
-    enlarger.add(1, enlarger.prepare(enlarging()))
-    enlarger._thread.shutdown()
-    with pytest.raises(errors.NodeError, match="the GPU is broken"):
-        enlarger.collect(wait=False)
-    enlarger.close()
+    monkeypatch.setattr(upscaling.Upscaler, "_run", fail)
+    with pytest.raises(kind, match=said):
+        prepare()
 
 
 def test_a_file_that_is_no_upscaler_is_refused_before_the_request_waits(
