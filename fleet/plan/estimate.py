@@ -219,17 +219,10 @@ class _Report(BaseModel):
 
 def read_bench(path: Path, table: prices.PriceTable) -> Bench:
     """Raises SetupError if the file is not such a report."""
-    try:
-        text = path.read_bytes().strip()
-    except OSError as error:
-        raise errors.SetupError(
-            f"the report {path}: {error.strerror or error}"
-        ) from None
-    what = f"{path} is not the JSON of `imagefleet bench --json-file FILE`: "
-    # The report is the last line of the benchmark's output, so a log will do.
-    last = text if text.startswith(b"{") else text.rpartition(b"\n")[2]
-    with validation.as_error(errors.SetupError, what):
-        report = _Report.model_validate_json(last)
+    otherwise = "is not the JSON of `imagefleet bench --json-file FILE`"
+    report = validation.read_file(_Report, path, otherwise)
+    if report is None:
+        raise errors.SetupError(f"there is no report {path}")
     size = f"{report.width}x{report.height}, {report.steps} steps"
     source = f"{path}: {report.device}, {size}, {report.model}"
     family = families.find(report.family)

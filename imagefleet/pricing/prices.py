@@ -141,20 +141,18 @@ def _key(name: str) -> str:
 _Dollars = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 
 
-class _Storage(BaseModel, extra="forbid", strict=True):
-    """Prices by the names of the fields of `StoragePrices`."""
-
-    blob_write: _Dollars | None = Field(default=None, alias="blob_writes_per_10000")
-    blob_read: _Dollars | None = Field(default=None, alias="blob_reads_per_10000")
-    queue_operation: _Dollars | None = Field(
-        default=None, alias="queue_operations_per_10000"
-    )
+#: The fields of `StoragePrices`, by the keys of a price file, per 10,000 operations.
+_STORAGE_KEYS = {
+    "blob_writes_per_10000": "blob_write",
+    "blob_reads_per_10000": "blob_read",
+    "queue_operations_per_10000": "queue_operation",
+}
 
 
 class _File(BaseModel, extra="forbid", strict=True):
     source: str = Field(min_length=1)
     gpus: dict[str, dict[Priority, _Dollars]] = {}
-    storage: _Storage | None = None
+    storage: dict[str, _Dollars] = {}
 
 
 def read_table(path: Path | None) -> PriceTable:
@@ -165,16 +163,18 @@ def read_table(path: Path | None) -> PriceTable:
     if path is None:
         return BUILT_IN
     content = yaml_file.read(path, "the price file") or {}
-    known = [str(field.alias) for field in _Storage.model_fields.values()]
-    with validation.as_error(errors.SetupError, f"the price file {path}: ", known):
+    with validation.as_error(errors.SetupError, f"the price file {path}: "):
         file = _File.model_validate(content)
     gpus = dict(BUILT_IN.gpus)
     for written, dollars in file.gpus.items():
         gpu = find_gpu(written) if matching_gpus(written, BUILT_IN.gpus) else written
         gpus[gpu] = GpuPrices(dollars, file.source)
     storage = BUILT_IN.storage
-    if file.storage is not None:
-        given = file.storage.model_dump(exclude_none=True)
-        own = {operation: price / 10_000 for operation, price in given.items()}
+    if file.storage:
+        own = {
+            validation.choose(f"price of storage in {path}", key, _STORAGE_KEYS): price
+            / 10_000
+            for key, price in file.storage.items()
+        }
         storage = dataclasses.replace(storage, **own, source=file.source)
     return PriceTable(gpus, storage)

@@ -229,15 +229,6 @@ def test_a_file_that_is_not_a_report_is_refused_by_name(
         estimate.read_bench(path, prices.BUILT_IN)
 
 
-def test_a_report_may_be_the_last_line_of_a_log(
-    bench_report: Callable[..., Path],
-):
-    path = bench_report()
-    path.write_text("warming up ...\n" + path.read_text() + "\n")
-
-    assert estimate.read_bench(path, prices.BUILT_IN).images_per_second.value == 3.0
-
-
 def test_prices_can_come_from_a_file(tmp_path, in_process: Imagefleet):
     path = tmp_path / "prices.yaml"
     path.write_text(
