@@ -1,3 +1,5 @@
+from typing import get_args
+
 import pytest
 
 from imagefleet import errors
@@ -24,7 +26,8 @@ def test_a_typo_gets_a_suggestion():
 
 def test_each_priority_has_its_price():
     hourly = [
-        prices.gpu_dollars_per_hour("RTX 4090", each) for each in prices.PRIORITIES
+        prices.gpu_dollars_per_hour("RTX 4090", each)
+        for each in get_args(prices.Priority)
     ]
 
     assert hourly == [0.30, 0.253, 0.207, 0.16]
