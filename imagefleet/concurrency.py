@@ -226,7 +226,7 @@ class RetryPolicy:
         error: errors.TransientError,
         began_at: float,
     ) -> Result:
-        failures, attempts = [error], _Attempts(self, began_at)
+        failures, attempts = [error], _Attempts(self, began_at, error)
 
         async def attempt() -> Result:
             if failures:
@@ -237,7 +237,7 @@ class RetryPolicy:
             retry=attempts.note,
             stop=lambda _: attempts.is_over,
             wait=lambda _: attempts.pause,
-            before_sleep=attempts.report,
+            before_sleep=lambda _: self.on_retry(attempts.error),
             sleep=asyncio.sleep,
             reraise=True,
         )
@@ -250,6 +250,8 @@ class _Attempts:
 
     policy: RetryPolicy
     began_at: float
+    error: errors.TransientError
+    """The last one."""
     failed: int = 0
     waited: int = 0
     """Number of waits for a busy storage since the last failure that counts."""
@@ -263,6 +265,7 @@ class _Attempts:
         error = outcome.exception() if outcome else None
         if not isinstance(error, errors.TransientError):
             return False
+        self.error = error
         self.is_in_doubt = self.is_in_doubt or error.outcome_is_unknown
         error.outcome_is_unknown = self.is_in_doubt
         policy, longest = self.policy, self.policy.longest_wait_seconds
@@ -281,11 +284,6 @@ class _Attempts:
         if error.after_seconds is not None:
             self.pause = error.after_seconds
         return True
-
-    def report(self, state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        if isinstance(error, errors.TransientError):
-            self.policy.on_retry(error)
 
 
 #: The policy inside the storage; longer outages are the caller's to retry, with the job in flight.

@@ -87,11 +87,6 @@ def inherited(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def no_stage(number: int, stages: int) -> str:
-    """The message for a stage that a job has not."""
-    return f"{STAGE_FIELD}: the job has no stage {number} (it has {stages})"
-
-
 def model_of(fields: Mapping[str, Any]) -> object:
     """The model of the stage that a message asks for, as it is written there."""
     place = fields.get(STAGE_FIELD)

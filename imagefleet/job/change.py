@@ -49,7 +49,6 @@ class Change:
                 raise errors.SetupError(
                     f"--set {text[:80]}: should be NAME=VALUE, say steps=20"
                 )
-            _check_name(name)
             values[name] = _value(name, value)
         return cls(values, signer)
 
@@ -110,6 +109,7 @@ def _check_name(name: str) -> None:
 
 
 def _value(name: str, text: str) -> Any:
+    _check_name(name)
     annotation = Job.model_fields[name].annotation
     kinds = get_args(annotation) or (annotation,)
     if text == "" and type(None) in kinds:

@@ -223,7 +223,8 @@ class Job(
             asked = chain.StageField.model_validate(field)
         if asked.number > len(self.then) + 1:
             raise errors.InvalidMessageError(
-                chain.no_stage(asked.number, len(self.then) + 1)
+                f"{chain.STAGE_FIELD}: the job has no stage {asked.number} (it has"
+                f" {self.stages})"
             )
         return self.at_stage(asked.number, asked.message)
 
@@ -261,10 +262,6 @@ class Job(
             yield self.whole.at_stage(number)
 
     @property
-    def last_stage(self) -> Job:
-        return self if self.stage == self.stages else self.whole.at_stage(self.stages)
-
-    @property
     def stage_field(self) -> dict[str, Any]:
         """The field `stage` of a message that asks for a later stage as if nobody had before."""
         return {"number": self.stage}
@@ -293,7 +290,7 @@ class Job(
         if not self.then:
             return self.stage_digest
         whole = self if self.id is None else self.identified(self.id)
-        return whole.last_stage.stage_digest
+        return whole.at_stage(self.stages).stage_digest
 
     @functools.cached_property
     def stage_digest(self) -> str:

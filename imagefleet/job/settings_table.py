@@ -23,8 +23,6 @@ class Effect:
     """The job's field that it sets; null stands for its default."""
     neutral: tuple[object, ...] = ()
     """Without a field: the values beside null that switch it off; all others are refused."""
-    instead: str = "remove it or switch it off"
-    """Advice for a value that is refused."""
     refused: frozenset[str] = frozenset()
     """The passes whose jobs refuse it, whatever its value: the job says why."""
 

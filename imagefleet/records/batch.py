@@ -51,7 +51,7 @@ class Submission:
                     f"job {job_key(job.campaign, job.id)} is a second drawing (verify), which has"
                     " no result to wait for"
                 )
-            last = job.last_stage
+            last = job.at_stage(job.stages)
             facts = JobFacts(
                 str(job.id),
                 job.campaign or DEFAULT_CAMPAIGN,

@@ -277,7 +277,7 @@ def _taken(payload: Mapping[str, Any], passes: frozenset[str]) -> dict[str, Any]
             fields[name] = value
         elif value not in row.neutral:
             raise ValueError(
-                f"{name} is not supported: it would change the image; {row.instead}"
+                f"{name} is not supported: it would change the image; remove it or switch it off"
             )
     return fields
 
