@@ -1,20 +1,25 @@
 """`imagefleet demo`: jobs, worker and images on this machine, without an account or a GPU."""
 
+import io
 import logging
+import math
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from cli import console, files, options
 from cli.options import option
 from fleet.worker import command as worker_command
 from imagefleet import aio, errors
 from imagefleet.files import demo
+from imagefleet.job import prompt
 from imagefleet.job.message import Job
 from imagefleet.pricing import prices
 from imagefleet.storage.open import open_storage
@@ -35,7 +40,7 @@ _LEAST_FREE_BYTES = 20_000_000
 @options.flat
 def command(
     output: Path = option(
-        "Folder for the queue and the images.",
+        "Folder for the queue, the images and the contact sheet.",
         Path("demo-output"),
         metavar="FOLDER",
     ),
@@ -131,7 +136,7 @@ async def _demo(
         if each != demo.INVALID_MESSAGE
     ]
     async with aio.Fleet(open_storage(settings)) as fleet:
-        await fleet.submit(jobs, campaign=jobs[0].campaign)
+        batch = await fleet.submit(jobs, campaign=jobs[0].campaign)
         # The client would refuse it.
         await fleet.storage.queue.send(
             [each for each in messages if each == demo.INVALID_MESSAGE]
@@ -146,6 +151,15 @@ async def _demo(
             )
             raise typer.Exit(console.EXIT_INTERRUPTED)
         failed = (await fleet.depth()).failed.messages
+        results = {result.id: result async for result in batch.results()}
+        images = []
+        for name, job in zip(batch.ids, jobs, strict=True):
+            if job.then and (first := await fleet.storage.blobs.read(job.blob_name(0))):
+                images.append((first, job.prompt))
+            if results[name].blobs:
+                images.append((await results[name].data(), job.prompt))
+    sheet = output / "contact-sheet.png"
+    console.write_file(sheet, draw_contact_sheet(images))
     seconds = drawn.seconds - drawn.start_up_seconds
     dollars = seconds / 3600 * _DOLLARS_PER_HOUR
     return {
@@ -157,21 +171,17 @@ async def _demo(
         "engine_idle_fraction": drawn.engine_idle_fraction,
         "dollars": dollars,
         "images_per_dollar": drawn.images / dollars,
+        "contact_sheet": str(sheet),
     }
 
 
 def _show(
     report: Mapping[str, Any], settings: WorkerSettings, storage: Path, *, cascade: bool
 ) -> None:
-    # As it was called: by name, or by a path where it is not on the PATH.
-    script = sys.argv[0]
-    name = Path(script).name
-    program = name if shutil.which(name) == script else shlex.quote(script)
-    address = shlex.quote(settings.storage)
     speed, seconds = report["images_per_second"], report["seconds"]
     facts = {
         "images": f"{report['images']} in {storage / settings.container}",
-        "with their prompts": f"{program} gallery --storage {address}",
+        "contact sheet": report["contact_sheet"],
         "images/s": f"{speed:.2f} ({seconds:.1f} s after the start-up)",
         "engine idle": f"{console.percent(report['engine_idle_fraction'])} of the time",
         "images per dollar": f"{report['images_per_dollar']:,.0f}: this machine's speed at the"
@@ -183,5 +193,62 @@ def _show(
             f"{report['failed']}, invalid on purpose; list them with:"
         )
     console.print_facts(facts)
-    if not cascade:
-        console.print_plain(f"\n  {program} failed --storage {address}")
+    if cascade:
+        return
+    # As it was called: by name, or by a path where it is not on the PATH.
+    script = sys.argv[0]
+    name = Path(script).name
+    program = name if shutil.which(name) == script else shlex.quote(script)
+    address = shlex.quote(settings.storage)
+    console.print_plain(f"\n  {program} failed --storage {address}")
+
+
+#: The longer side of an image on the sheet; smaller ones are enlarged.
+TILE_PIXELS = 176
+
+COLUMNS = 6
+MARGIN_PIXELS = 12
+FONT_PIXELS = 12
+LINE_PIXELS = 15
+CAPTION_LINES = 2
+
+_PAPER = (250, 250, 248)
+_INK = (70, 70, 74)
+
+
+def draw_contact_sheet(images: Sequence[tuple[bytes, str]]) -> bytes:
+    """A PNG with the images in rows, each with its prompt's words and LoRAs as a caption."""
+    columns = min(COLUMNS, len(images)) or 1
+    rows = math.ceil(len(images) / columns)
+    cell_height = TILE_PIXELS + CAPTION_LINES * LINE_PIXELS + MARGIN_PIXELS
+    width = MARGIN_PIXELS + columns * (TILE_PIXELS + MARGIN_PIXELS)
+    sheet = Image.new("RGB", (width, MARGIN_PIXELS + rows * cell_height), _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(FONT_PIXELS)
+    for index, (data, text) in enumerate(images):
+        row, column = divmod(index, columns)
+        left = MARGIN_PIXELS + column * (TILE_PIXELS + MARGIN_PIXELS)
+        top = MARGIN_PIXELS + row * cell_height
+        tile = read_tile(data)
+        sheet.paste(tile, (left + (TILE_PIXELS - tile.width) // 2, top))
+        for number, line in enumerate(caption(text, font)):
+            baseline = top + TILE_PIXELS + 3 + number * LINE_PIXELS
+            draw.text((left, baseline), line, fill=_INK, font=font)
+    stored = io.BytesIO()
+    sheet.save(stored, "PNG", optimize=True)
+    return stored.getvalue()
+
+
+def read_tile(data: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    return ImageOps.contain(image, (TILE_PIXELS, TILE_PIXELS), Image.Resampling.LANCZOS)
+
+
+def caption(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
+    """A prompt in at most `CAPTION_LINES` lines, shortened with an ellipsis."""
+    words, loras = prompt.read_words(text)
+    shown = " + ".join([words, *(lora.name for lora in loras)])
+    characters = int(
+        TILE_PIXELS / (font.getlength("etaoin shrdlu") / len("etaoin shrdlu"))
+    )
+    return textwrap.wrap(shown, characters, max_lines=CAPTION_LINES, placeholder="…")

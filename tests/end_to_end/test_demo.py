@@ -13,6 +13,7 @@ from PIL import Image
 
 import forks
 import polling
+from fleet.demo import command as contact_sheet
 from imagefleet.files import demo as demo_files
 from imagefleet.signing import SigningKey
 from pixel import tiny_cascade
@@ -30,7 +31,7 @@ KEYS = [
         "images_per_second",
         "engine_idle_fraction",
     ),
-    *("dollars", "images_per_dollar"),
+    *("dollars", "images_per_dollar", "contact_sheet"),
 ]
 
 
@@ -87,7 +88,8 @@ def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
         with Image.open(picture) as image:
             assert "Steps: 4, Sampler: Euler" in image.info["parameters"]
     assert "demo-output/storage/images" in result.stdout
-    assert "imagefleet gallery --storage" in result.stdout
+    with Image.open(tmp_path / report["contact_sheet"]) as sheet:
+        assert sheet.width > 1000
 
     shown = result.stdout.splitlines()[-1].strip()
     failed = run(*shlex.split(shown), "--json", cwd=tmp_path)
@@ -96,7 +98,9 @@ def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
     assert "no-such-style" in failed.stdout
 
 
-def test_the_cascades_demo_draws_both_stages(tmp_path, worker_forks: forks.Forks):
+def test_the_cascades_demo_draws_and_shows_both_stages(
+    tmp_path, worker_forks: forks.Forks
+):
     for name in ("base", "sr"):
         tiny_cascade.build(tmp_path / "cascade" / name, name)
     # The weights are random, and so is what they draw, in however many steps.
@@ -122,10 +126,15 @@ entry.main()
     folder = tmp_path / "demo-output" / "storage" / "images" / "demo-cascade"
     assert len(list(folder.iterdir())) == 2 * count
     with (
+        Image.open(tmp_path / report["contact_sheet"]) as sheet,
         Image.open(folder / "01.png") as small,
         Image.open(folder / "01~s2.png") as large,
     ):
         assert (small.size, large.size) == ((16, 16), (32, 32))
+        for left, name in ((12, "01.png"), (12 + 188, "01~s2.png")):
+            shown = sheet.crop((left, 12, left + 176, 12 + 176))
+            tile = contact_sheet.read_tile((folder / name).read_bytes())
+            assert shown.tobytes() == tile.tobytes()
 
 
 def test_few_steps_are_not_of_the_cascade(tmp_path):
