@@ -151,7 +151,9 @@ def _render(file: FleetFile, replicas: int | None, *, as_json: bool) -> None:
         return
     console.print_json(shown)
     figures = map(console.number_column, ("$/h each", f"$/h for {total:,}"))
-    rows = [(gpu, f"{each:g}", f"{each * total:,.2f}") for gpu, each in dollars.items()]
+    rows = []
+    for gpu, each in dollars.items():
+        rows.append((gpu, f"{each:g}", f"{each * total:,.2f}"))
     console.print_tables(
         *(
             f"Serves {model.name} ({model.family.name}), from the queue {model.queue}."

@@ -115,7 +115,7 @@ def split(replicas: int, now: Sequence[int] = (0,)) -> list[int]:
 
 
 def resplit(shares: Mapping[str, int], replicas: int) -> dict[str, int]:
-    """As many *replicas* in all, split over the groups of *shares* as `split` does."""
+    """Splits *replicas* over the groups of *shares*, their replicas now, as `split` does."""
     return dict(zip(shares, split(replicas, list(shares.values())), strict=True))
 
 
