@@ -1,13 +1,11 @@
-"""`imagefleet results`: shows, writes, downloads or follows the results of a campaign."""
+"""`imagefleet results`: shows, writes or downloads the results of a campaign."""
 
-import asyncio
-import contextlib
 import sys
 from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import typer
 
@@ -16,9 +14,8 @@ from cli.options import option
 from fleet.results import download, forms
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
-from imagefleet.records import reader
+from imagefleet.records import columns, reader
 from imagefleet.records.catalog import Damaged
-from imagefleet.records.follower import Follower, follow
 from imagefleet.records.overview import Counts
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
@@ -31,12 +28,8 @@ Outcome = StrEnum("Outcome", ["COMPLETED", "FAILED", "CANCELLED"])
 @dataclass(frozen=True, slots=True)
 class Output:
     as_json: options.AsJsonLines = False
-    form: Literal["csv"] | None = option("Rows of CSV, not a table.", None, "--format")
     download: Path | None = option(
         "Download the images; what is there is kept.", metavar="FOLDER"
-    )
-    follow: bool = option(
-        "Go on with new results until the campaign's end or Ctrl-C.", default=False
     )
     outcome: list[Outcome] | None = option("Only these; repeatable.")
     limit: int | None = option(
@@ -52,17 +45,6 @@ class Output:
 
     def check(self) -> None:
         """Raises SetupError for options that cannot go together."""
-        given = {
-            "--json": self.as_json
-            and self.download is None,  # with it, the summary is JSON
-            f"--format {self.form}": self.form is not None,
-            "--download": self.download is not None,
-        }
-        chosen = [flag for flag, is_given in given.items() if is_given]
-        if len(chosen) > 1:
-            raise errors.SetupError(
-                f"{' and '.join(chosen)} are different results: choose one"
-            )
         if self.download is not None and self.outcomes != {"completed"}:
             raise errors.SetupError("--download is for images: leave out --outcome")
 
@@ -80,9 +62,7 @@ async def command(
 
     imagefleet results spring --outcome failed --json
 
-    imagefleet results spring --format csv > spring.csv
-
-    imagefleet results spring --download ./spring --follow
+    imagefleet results spring --download ./spring
     """
     to.check()
     named = target.campaign(campaign)
@@ -92,14 +72,12 @@ async def command(
         results = _Results(to, named, fleet.storage)
         is_whole = True
         try:
-            # Ctrl-C is how one stops to follow; asyncio turns it into this cancellation.
-            with contextlib.suppress(*([asyncio.CancelledError] if to.follow else [])):
-                if to.download is not None:
-                    is_whole = await _download(results, to.download)
-                elif to.as_json or to.form:
-                    await _write(results)
-                else:
-                    await _show(results)
+            if to.download is not None:
+                is_whole = await _download(results, to.download)
+            elif to.as_json:
+                await _write(results)
+            else:
+                await _show(results)
         finally:
             if results.damaged.count:
                 console.print_warning(str(results.damaged))
@@ -114,31 +92,8 @@ class _Results:
     storage: Storage
     damaged: Damaged = field(default_factory=Damaged)
 
-    def records(self) -> AsyncGenerator[list[Record]]:
-        """The results so far, some at a time; with --follow those that come, too."""
-        if self.to.follow:
-            return self.followed(self.to.limit)
-        return _limited(self.found(self.to.outcomes), self.to.limit)
-
-    def drawings(self) -> AsyncGenerator[list[Record]]:
-        """The records of images, with those of second drawings."""
-        if self.to.follow:
-            return self.records()
-        found = reader.drawings(self.storage, self.campaign, self.damaged)
-        return _limited(found, self.to.limit)
-
     def found(self, outcomes: Collection[str]) -> AsyncGenerator[list[Record]]:
         return reader.results(self.storage, self.campaign, outcomes, self.damaged)
-
-    def followed(
-        self, left: int | None, position: dict[str, int] | None = None
-    ) -> AsyncGenerator[list[Record]]:
-        """Results from a follower's *position* on, until the campaign's end; *left* at most."""
-        follower = Follower(self.storage, self.campaign, position, self.damaged)
-        warn, outcomes = console.print_warning, self.to.outcomes
-        return _limited(
-            follow(self.storage, follower, self.campaign, outcomes, warn), left
-        )
 
     async def total(self, counts: Counts | None = None) -> int:
         counts = counts or await reader.counts(self.storage, self.campaign)
@@ -158,18 +113,23 @@ async def _limited(
 
 
 async def _write(results: _Results) -> None:
-    write = forms.writer(results.storage.blobs.address, is_csv=results.to.form == "csv")
-    async for records in results.records():
-        write(records)
+    address = results.storage.blobs.address
+    found = results.found(results.to.outcomes)
+    async for records in _limited(found, results.to.limit):
+        for record in records:
+            console.print_json_line(columns.row(record, address))
+        sys.stdout.flush()
 
 
 async def _download(results: _Results, folder: Path) -> bool:
-    to = results.to
-    total = None if to.follow else min(await results.total(), to.limit or sys.maxsize)
-    with download.opened(folder, results.storage.blobs, results.damaged) as running:
+    to, damaged = results.to, results.damaged
+    total = min(await results.total(), to.limit or sys.maxsize)
+    # With the records of second drawings: one of them may be that of the stored image.
+    drawings = reader.drawings(results.storage, results.campaign, damaged)
+    with download.opened(folder, results.storage.blobs, damaged) as running:
         try:
             with console.counting("downloaded", total) as on_image:
-                async for records in results.drawings():
+                async for records in _limited(drawings, to.limit):
                     await running.run(records, on_image)
         finally:
             _report_download(running, as_json=to.as_json)
@@ -202,8 +162,6 @@ def _report_download(running: download.Download, *, as_json: bool) -> None:
 
 async def _show(results: _Results) -> None:
     to, storage, campaign = results.to, results.storage, results.campaign
-    # Before the tables, so that none is in neither.
-    shown_until = await reader.end(storage, campaign) if to.follow else None
     counts = await reader.counts(storage, campaign)
     console.print_tables(forms.counts_table(counts))
     shown = 0
@@ -215,10 +173,5 @@ async def _show(results: _Results) -> None:
     if shown < (total := await results.total(counts)):
         console.print_note(
             f"{shown:,} of {console.counted(total, 'result')} shown: --limit COUNT shows more of"
-            " each kind; --json and --format have all"
+            " each kind; --json has all"
         )
-    left = None if to.limit is None else to.limit - shown
-    if to.follow and (left is None or left > 0):
-        async for batch in results.followed(left, shown_until):
-            for record in batch:
-                console.print_plain(forms.line(record))

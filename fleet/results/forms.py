@@ -1,21 +1,14 @@
-"""The forms of results: tables for people, lines of JSON or CSV."""
+"""The tables of results that people read."""
 
-import csv
-import itertools
-import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime
-from typing import Any
+from collections.abc import Sequence
 
 from rich.table import Column, Table
 
 from cli import console
 from imagefleet.job.message import image_stem
-from imagefleet.records import columns
 from imagefleet.records.overview import Counts
 from imagefleet.records.record import Record
-from imagefleet.redaction import printable
 
 #: The most characters of a prompt or a reason: about a line.
 _SHOWN_CHARACTERS = 72
@@ -48,11 +41,6 @@ def table(records: Sequence[Record]) -> Table:
     return console.table(*made, rows=map(_cells, records))
 
 
-def line(record: Record) -> str:
-    """A result in one line, for what is followed."""
-    return "  ".join(each for each in _cells(record) if each)
-
-
 def _cells(record: Record) -> list[str]:
     if record.outcome != "completed":
         ended = (record.outcome, record.error or "", str(record.attempts))
@@ -68,41 +56,3 @@ def _cells(record: Record) -> list[str]:
 
 def _short(text: str | None) -> str:
     return textwrap.shorten((text or "")[:1000], _SHOWN_CHARACTERS, placeholder=" ...")
-
-
-#: A spreadsheet takes a cell that begins so for a formula.
-_FORMULA = ("=", "+", "-", "@", "\t")
-
-
-def writer(
-    address: columns.Address, *, is_csv: bool
-) -> Callable[[Iterable[Record]], None]:
-    """Writes a line of JSON or of CSV per result to stdout; in CSV, prompts may have more."""
-    table = csv.writer(sys.stdout, lineterminator="\n")
-    if is_csv:
-        table.writerow(columns.COLUMNS)
-
-    def write(records: Iterable[Record]) -> None:
-        for row in (columns.row(record, address) for record in records):
-            if is_csv:
-                table.writerow(itertools.starmap(_cell, row.items()))
-            else:
-                console.print_json_line(row)
-        sys.stdout.flush()
-
-    return write
-
-
-def _cell(name: str, value: Any) -> Any:
-    """A value for a table: nested ones as text, and nothing that a spreadsheet would execute."""
-    if name == "loras":
-        value = " ".join(f"{lora['name']}:{lora['weight']:g}" for lora in value)
-    elif name == "embeddings":
-        value = " ".join(each["name"] for each in value)
-    elif name == "metadata":
-        value = columns.json_text(value) if value else None
-    elif isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, str):
-        return printable(f"'{value}" if value.startswith(_FORMULA) else value)
-    return value

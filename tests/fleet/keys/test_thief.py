@@ -1,9 +1,7 @@
 """After all that a stolen worker's token allows, the answers about honest jobs are as before."""
 
 import asyncio
-import csv
 import hashlib
-import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
@@ -151,7 +149,7 @@ VOLATILE = {
 
 
 #: Of a result that is followed, what no second record of its image changes.
-KNOWN = ("id", "campaign", "outcome", "index", "blob", "error", "reason")
+
 
 #: What counts messages and images that are the thief's: `SECURITY.md` lists each.
 CAN = {
@@ -232,16 +230,8 @@ def commands(
     found["results"] = of_honest(lines("results", "spring", "--json"), loot)
     failed = ("results", "spring", "--outcome", "failed", "--json")
     found["results failed"] = of_honest(lines(*failed), loot)
-    table = ask("results", "spring", "--format", "csv").stdout
-    found["results csv"] = of_honest(csv.DictReader(io.StringIO(table)), loot)
-    followed = lines("results", "spring", "--follow", "--json")
-    found["followed"] = of_honest(
-        ({name: each[name] for name in KNOWN} for each in followed), loot
-    )
     ask("results", "spring", "--download", f"images-{run}")
     found["download"] = pictures(tmp_path / f"images-{run}", loot)
-    ask("results", "spring", "--download", f"followed-{run}", "--follow")
-    found["followed download"] = pictures(tmp_path / f"followed-{run}", loot)
     found["export dry run"] = told("export", "spring", f"shards-{run}", "--dry-run")
     ask("export", "spring", f"shards-{run}")
     found["exported"] = [

@@ -1,9 +1,7 @@
 """`imagefleet results`: every result once in every form, whatever the records hold."""
 
 import asyncio
-import csv
 import dataclasses
-import io
 import json
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -118,26 +116,6 @@ async def test_a_filter_and_a_limit(stored: Storage, results: Callable[..., Any]
     assert [each["id"] for each in two] == ["0001", "0002"]
 
 
-async def test_csv_is_for_spreadsheets(
-    stored: Storage, results: Callable[..., Any], store_images: Add
-):
-    await store_images(
-        stored, "0009", prompt=HOSTILE, negative_prompt='two\nlines, and a "'
-    )
-
-    rows = list(csv.DictReader(io.StringIO((await results("--format", "csv")).stdout)))
-
-    assert len(rows) == 6
-    by_id = {row["id"]: row for row in rows}
-    first, hostile = by_id["0001"], by_id["0009"]
-    assert hostile["prompt"].startswith("'=HYPERLINK"), "no spreadsheet executes it"
-    assert not set(hostile["prompt"]) & set("\x1b\x07\u202e")
-    assert hostile["negative_prompt"] == 'two\nlines, and a "'
-    assert first["loras"] == "outline-style:0.8"
-    assert json.loads(first["metadata"]) == {"order": 7}
-    assert first["at"] == "2026-11-01T12:00:00+00:00"
-
-
 async def test_people_see_counts_and_some_results(
     stored: Storage, results: Callable[..., Any]
 ):
@@ -160,10 +138,6 @@ async def test_people_see_counts_and_some_results(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (
-            ("--json", "--format", "csv"),
-            "--json and --format csv are different results: choose one",
-        ),
         (("--download", "a", "--outcome", "failed"), "--download is for images"),
     ],
 )
@@ -220,5 +194,5 @@ async def test_a_hostile_record_controls_no_terminal(
 ):
     await store_images(stored, "0009", prompt=HOSTILE, worker=HOSTILE, size_bytes=2**25)
 
-    for arguments in ((), ("--json",), ("--format", "csv")):
+    for arguments in ((), ("--json",)):
         assert not set((await results(*arguments)).stdout) & set("\x1b\x07\u202e")
