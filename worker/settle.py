@@ -1,7 +1,6 @@
 """Jobs in flight and how each ends: the class of an error decides, and no job ends twice."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -148,20 +147,17 @@ class Settler:
         Raises NameTakenError if another job's image has the name of one.
         """
         job = entry.job
-        if job is None or entry.is_looked_up:
-            return
-        if entry.is_redelivered or job.stage > 1:  # which may have been sent twice
-            unknown = sorted({*range(job.images_to_draw)} - entry.stored)
-            look = partial(
-                stored.find_stored, self.storage.blobs, job, entry.source, unknown
-            )
-            found, taken = await self.retry_policy.call(look)
-            entry.again += found
-            entry.stored.update(each.index for each in found)
-            entry.is_looked_up = True
-            if taken is not None:
-                raise taken
-        entry.is_looked_up = True
+        if job is None or not (entry.is_redelivered or job.stage > 1):
+            return  # a stage may have been sent twice
+        unknown = sorted({*range(job.images_to_draw)} - entry.stored)
+        look = partial(
+            stored.find_stored, self.storage.blobs, job, entry.source, unknown
+        )
+        found, taken = await self.retry_policy.call(look)
+        entry.again += found
+        entry.stored.update(each.index for each in found)
+        if taken is not None:
+            raise taken
 
     async def _completed(self, entry: InFlightJob) -> None:
         """Every image is stored: acknowledges the message once the records are."""
@@ -179,25 +175,19 @@ class Settler:
 
     async def _go_on(self, entry: InFlightJob) -> None:
         """Sends the next stage of a job whose image is stored; its records may still wait."""
-        error = await self._send_next(entry)
-        if error is None:
-            await self._completed(entry)
-        elif isinstance(error, errors.JobCancelled):
-            await self.cancelled(entry)
-        elif (
-            entry.settle()
-        ):  # else it was handed back meanwhile, and its next worker sends it
-            await self._not_sent(entry, error)
-
-    async def _send_next(self, entry: InFlightJob) -> errors.FleetError | None:
         send = partial(
             chains.send_next, self.storage.models, entry, self.cancelled_campaigns
         )
         try:
             await self.retry_policy.call(send)
+        except errors.JobCancelled:
+            await self.cancelled(entry)
         except errors.FleetError as error:
-            return error
-        return None
+            # Unless it was handed back meanwhile, and its next worker sends it.
+            if entry.settle():
+                await self._not_sent(entry, error)
+        else:
+            await self._completed(entry)
 
     async def _not_sent(
         self,
@@ -221,36 +211,9 @@ class Settler:
         """Acknowledges a job of a cancelled campaign; what was begun is stored."""
         if entry.is_second_drawing:
             await self.unverified(entry, "its campaign was cancelled")
-        elif entry.settle() and not await self._ended_earlier(entry):
+        elif entry.settle():
             finish = partial(self._end, entry, "cancelled")
             await self.pending.put(entry, finish, self.record(entry, "cancelled"))
-
-    async def _ended_earlier(self, entry: InFlightJob) -> bool:
-        """Ends a job that is to end without its images, if they are all stored nevertheless.
-
-        If some of them are, by a worker that died, their records are in `again` from here on.
-        """
-        try:
-            with contextlib.suppress(errors.NameTakenError):
-                await self.look_up(entry)
-        except errors.TransientError as error:
-            self._lost(entry, error)
-            return True
-        if not entry.is_all_stored:
-            return False
-        try:
-            fault = await self._send_next(entry) if entry.has_next_stage else None
-        except Exception as bug:  # noqa: BLE001 - the job ends for it
-            entry.fault_of(bug)
-            return False
-        if fault is not None:
-            if isinstance(fault, errors.JobCancelled):
-                return False
-            await self._not_sent(entry, fault)
-            return True
-        entry.mark_completed()
-        await self.pending.put(entry, partial(self._end, entry, "duplicate"))
-        return True
 
     async def failed(
         self, entry: InFlightJob, error: Exception, image: InFlightImage | None = None
@@ -353,8 +316,6 @@ class Settler:
 
     async def _dead_letter(self, entry: InFlightJob, error: errors.FleetError) -> None:
         await entry.uploads_end()  # so that their records are there
-        if await self._ended_earlier(entry):
-            return
         reason, kind = entry.reason(error), type(error).__name__
         entry.log(
             logging.WARNING, f"failed permanently: {reason}", "job_failed", error=kind

@@ -63,7 +63,6 @@ class InFlightJob:
     is_cancelled: bool = False  # some of its images are left out
     is_put_off: bool = False  # some of its images are left to its next delivery
     has_ended: bool = False  # none of its images is in the making
-    is_looked_up: bool = False  # which of its images are stored was asked for
     is_first_awaited: bool = False  # its first image is in the making, of several
     waiting: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     """Uploads of the images that wait for the first one to be stored."""

@@ -110,7 +110,7 @@ class PrepareStage:
         if (await self._read(entry)).model not in self._own_models:
             await self._settler.move(entry)
             return
-        if entry.deliveries.is_condemned:
+        if entry.deliveries.is_condemned and not entry.is_all_stored:
             raise errors.JobError(
                 f"the workers that had the job died or lost their leases"
                 f" {entry.deliveries.lost} times, {entry.deliveries.lost_alone} of them while they"
@@ -169,7 +169,6 @@ class PrepareStage:
         """The images to draw: earlier deliveries may have stored some."""
         if job.verify:
             return [0]
-        await self._settler.look_up(entry)
         images = sorted({*range(job.images)} - entry.stored)
         self._puller.not_ahead(entry, entry.ahead - len(images))
         return images
@@ -231,7 +230,9 @@ class PrepareStage:
         job = read_job(message.body, message.id, self._files.trusted)
         # From here on, a failure is recorded with the job's id and campaign.
         entry.job = job
-        if entry.is_of(cancelled_campaigns):
+        if not job.verify:
+            await self._settler.look_up(entry)
+        if entry.is_of(cancelled_campaigns) and not entry.is_all_stored:
             # Others are pulled while it is acknowledged.
             self._puller.not_ahead(entry)
             raise errors.JobCancelled
