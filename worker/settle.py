@@ -31,9 +31,6 @@ from worker.stages.record import RecordStage
 FIRST_RETRY_SECONDS = 2.0
 LONGEST_RETRY_SECONDS = 120.0
 
-#: The longest pause of a job whose file is being written.
-LONGEST_REST_SECONDS = 10.0
-
 #: Seconds until a job that could not be moved to its model's queue is delivered again.
 NOT_MOVED_SECONDS = 300.0
 
@@ -260,7 +257,9 @@ class Settler:
         elif is_final:
             await self._dead_letter(entry, error)
         elif waits:
-            await self._wait_for_file(entry, error)
+            # No attempt of the job's.
+            entry.log(logging.INFO, f"waits: {error}", "job_waits_for_file")
+            await self._release(entry, safetensors.REST_SECONDS)
         else:
             await self._retry(entry, error, attempts)
 
@@ -360,17 +359,6 @@ class Settler:
             error=type(error).__name__,
         )
         await self._release(entry, delay_seconds, failed=True)
-
-    async def _wait_for_file(
-        self, entry: InFlightJob, error: errors.FleetError
-    ) -> None:
-        """Hands back a job whose file is being written, which is no attempt of the job's."""
-        deliveries = entry.lease.message.delivery_count
-        seconds = concurrency.backoff(
-            deliveries - 1, safetensors.REST_SECONDS, LONGEST_REST_SECONDS
-        )
-        entry.log(logging.INFO, f"waits {seconds:.0f} s: {error}", "job_waits_for_file")
-        await self._release(entry, seconds)
 
     async def _release(
         self, entry: InFlightJob, delay_seconds: float = 0, *, failed: bool = False

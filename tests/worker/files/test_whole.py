@@ -20,7 +20,7 @@ from imagefleet import errors
 from imagefleet.files import kinds, picture, safetensors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker import process, progress, settle
+from worker import process, progress
 from worker.engine import load
 from worker.files import check, library
 from worker.settings import WorkerSettings
@@ -205,7 +205,6 @@ async def test_a_lora_that_is_overwritten_in_place_is_drawn_whole_with_its_own_h
     tmp_path, monkeypatch, rank: int
 ):
     monkeypatch.setattr(safetensors, "REST_SECONDS", 1.0)
-    monkeypatch.setattr(settle, "LONGEST_REST_SECONDS", 1.0)
     model = tiny_model.build_tiny_checkpoint(tmp_path / "model")
     files = [tmp_path / f"{name}.safetensors" for name in ("one", "two")]
     wanted: dict[str, Pixels] = {}
