@@ -14,11 +14,11 @@ from rich import markup
 
 from cli import console, options
 from cli.options import option
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage, open_storage
 from loadgen.campaigns import changes_of, shown
 from loadgen.caption_sweep import SweepSource
-from loadgen.load import Load, Refusals, Summary
+from loadgen.load import Load, Summary
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
 from worker.progress import duration
@@ -72,13 +72,11 @@ def fill(
 
     *reading* shows how the file is checked first, if it is; *terms* are those of `Load`.
     """
-    refusals = Refusals()
-    storage = open_storage(settings, refusals.policy)
+    storage = open_storage(settings, concurrency.PATIENT)
     load = Load(
         storage,
         source,
         settings,
-        refusals=refusals,
         on_notice=console.print_note,
         restart=sending.restart,
         priority=sending.priority,
@@ -92,7 +90,7 @@ def fill(
             load.check()  # before the event loop begins: Ctrl-C can interrupt a long file
     is_live = console.stderr.is_terminal and not as_json
     quiet = sending.quiet
-    with showing(load, source.count, is_live=is_live, quiet=quiet) as show:
+    with showing(source.count, is_live=is_live, quiet=quiet) as show:
         summary = console.run(_send(storage, load, show))
     told = facts()
     if as_json:
@@ -143,7 +141,7 @@ async def _send(storage: Storage, load: Load, show: Callable[[int], None]) -> Su
 
 @contextlib.contextmanager
 def showing(
-    load: Load, total: int, *, is_live: bool, quiet: bool
+    total: int, *, is_live: bool, quiet: bool
 ) -> Iterator[Callable[[int], None]]:
     """A bar if *is_live*, else occasional lines on stderr with the rate since the last one."""
     said, said_at = 0, time.monotonic()
@@ -158,8 +156,6 @@ def showing(
             speed = (confirmed - said) / seconds
             said, said_at = confirmed, time.monotonic()
             rate = f"{console.number(speed)} jobs/s"
-            if refused := load.refusals.count:
-                rate += f", slowed down by the storage {refused:,} times"
             if speed:
                 rate += f", {duration((total - confirmed) / speed)} left"
             console.print_note(f"{confirmed:,} of {total:,} jobs sent, {rate}")
@@ -177,10 +173,6 @@ def _print_summary(summary: Summary, told: Mapping[str, Any]) -> None:
         console.print_note(
             f"{console.counted(summary.sent, 'job')}{also} sent to {', '.join(named)} in"
             f" {summary.storage}, {summary.jobs_per_second:,.0f} jobs/s"
-        )
-    if summary.refusals:
-        console.print_note(
-            f"the storage asked to slow down {console.counted(summary.refusals, 'time')}"
         )
     if mended := told.get("mended"):
         console.print_note(

@@ -67,7 +67,7 @@ def command(
         "the number of jobs, and ten of them as JSON lines"
     ),
     check: bool = option(
-        "Show which LoRAs, models and embeddings the jobs name that are not in the"
+        "Show which LoRAs, models and images the jobs name that are not in the"
         " storage; send nothing.",
         default=False,
     ),

@@ -1,6 +1,5 @@
 """One load: a source, and the queue that it fills with the jobs that the ledger does not know."""
 
-import dataclasses
 import secrets
 import time
 from collections.abc import (
@@ -21,18 +20,6 @@ from loadgen.campaigns import LoadedCampaigns, Sample, changes_of, shown
 from loadgen.caption_sweep import SweepSource
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
-
-
-class Refusals:
-    """Counts requests that the storage was too busy for; they are made again, more slowly."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.policy = dataclasses.replace(concurrency.PATIENT, on_retry=self._note)
-
-    def _note(self, error: errors.TransientError) -> None:
-        self.count += isinstance(error, errors.BusyError)
-        concurrency.log_retry(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +43,6 @@ class Summary:
     jobs_per_second: float
     second_drawings: int
     """Messages in addition to the jobs (`--verify-share`)."""
-    refusals: int
-    """Number of times that the storage has asked to slow down."""
 
 
 class Load:
@@ -74,7 +59,6 @@ class Load:
         on_notice: Callable[[str], None] = lambda _: None,
         priority: Priority = "normal",
         models: Collection[str] = (),
-        refusals: Refusals | None = None,
     ) -> None:
         """*on_notice*: called with notices. *models*: those that workers have from elsewhere.
 
@@ -96,7 +80,6 @@ class Load:
             sends_again=restart,
             skips_changed=new_only,
         )
-        self.refusals = refusals or Refusals()
         signer = settings.keys().signer(storage.scope)
         sample = Sample(settings.second_drawings, secrets.token_hex(16), signer)
         self._to = enqueue.JobSender(storage, priority, elsewhere=models)
@@ -147,7 +130,6 @@ class Load:
             seconds=round(seconds, 3),
             jobs_per_second=round(progress.sent / max(seconds, 1e-6), 1),
             second_drawings=progress.second_drawings,
-            refusals=self.refusals.count,
         )
 
     async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:

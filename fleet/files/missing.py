@@ -1,7 +1,6 @@
 """Finds the LoRAs, models, images and other files that jobs name and the storage has not."""
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -45,9 +44,6 @@ NAMED: Mapping[str, FileKind] = {
 #: Jobs that name a file, of which so many are reported with their places.
 MAX_PLACES = 3
 
-#: ComfyUI's way to name an embedding; a plain word may be one or not.
-_COMFYUI = re.compile(r"\bembedding:([A-Za-z0-9_][A-Za-z0-9_.+-]*)", re.IGNORECASE)
-
 
 @dataclass(slots=True)
 class Use:
@@ -66,12 +62,10 @@ class Uses:
     def __init__(self) -> None:
         self.jobs = 0
         self.by_kind: dict[str, dict[str, Use]] = {noun: {} for noun in NAMED}
-        self.has_comfyui_names = False
 
     def add(self, place: str, job: Job) -> None:
         self.jobs += 1
         for kind, name in set[tuple[str, str]]().union(*map(named, job.stages_left())):
-            self.has_comfyui_names |= kind == EMBEDDING.noun
             self.note(place, kind, name)
 
     def note(self, place: str, kind: str, name: str) -> None:
@@ -96,20 +90,7 @@ def named(job: Job) -> set[tuple[str, str]]:
         for place in map(img2img.place, job.sources)
         if place is not None and place.container == "files"
     }
-    for text in (
-        job.prompt,
-        job.negative_prompt,
-        job.hr_prompt,
-        job.hr_negative_prompt,
-    ):
-        for name in comfyui_names(text):
-            names.add((EMBEDDING.noun, re.sub(r"\.(safetensors|pt|bin)$", "", name)))
     return names
-
-
-def comfyui_names(text: str) -> Iterator[str]:
-    """The embeddings that a prompt names as `embedding:NAME`."""
-    return (name.rstrip(".-") for name in _COMFYUI.findall(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +182,6 @@ def show(uses: Uses, found: list[Use], to: Console = console.stdout) -> None:
     console.print_note(
         f"{console.counted(uses.jobs, 'job')}{with_files}: {are}; nothing was sent"
     )
-    if uses.has_comfyui_names:
-        console.print_warning(
-            "`embedding:NAME` is how ComfyUI names an embedding; workers draw the word 'embedding'"
-            " as well, as AUTOMATIC1111 does: write NAME alone"
-        )
 
 
 async def stored(storage: Storage, kind: FileKind) -> set[str]:

@@ -333,23 +333,22 @@ async def find(
     storage: Storage, kind: FileKind, names: Sequence[str]
 ) -> list[StoredFile]:
     """The files called so, with or without suffix; raises SetupError unless there is one each."""
-    known: dict[str, set[str]] = {}
-    rows = {row.name: row for row in await read(storage, kind)}
-    for name in rows:
-        for called in (name, kind.stem(name)):
-            known.setdefault(called, set()).add(name)
+    rows = await read(storage, kind)
+    found: dict[str, StoredFile] = {}
     for name in names:
-        if name not in known:
-            hint = validation.suggestion(name, sorted(known))
+        called = [row for row in rows if name in {row.name, kind.stem(row.name)}]
+        if not called:
+            hint = validation.suggestion(name, [kind.stem(row.name) for row in rows])
             raise errors.SetupError(
                 f"no {kind.noun} {name[:80]!r} in {kind.folder}/{hint}"
             )
-        if len(known[name]) > 1:
-            several = " and ".join(sorted(known[name]))
+        if len(called) > 1:
+            several = " and ".join(row.name for row in called)
             raise errors.SetupError(
                 f"{name!r} is the name of {several}: give it with its suffix"
             )
-    return [rows[name] for name in dict.fromkeys(min(known[name]) for name in names)]
+        found[called[0].name] = called[0]
+    return list(found.values())
 
 
 async def remove(

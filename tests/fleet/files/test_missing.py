@@ -20,10 +20,7 @@ JOBS = [
     {"prompt": "a <lora:known:0.5>, <lora:known:0.2>", "model": "sd-1.5"},
     {"prompt": "b <lora:Known:1>", "model": "packed"},
     {"prompt": "c <lora:lost:1> <lora:known:1>", "model": "gone"},
-    {
-        "prompt": "d <lora:lost:0.1>",
-        "negative_prompt": "(embedding:bad-hands:1.2), embedding:soft",
-    },
+    {"prompt": "d <lora:lost:0.1>"},
     *({"prompt": "e <lora:lost:1>"} for _ in range(3)),
     {"prompt": "f <lora:nested:1>"},
 ]
@@ -34,7 +31,6 @@ STORED = (
     "loras/folder/nested.safetensors",
     "models/sd-1.5.safetensors",
     "models/packed.tar",
-    "embeddings/soft.safetensors",
 )
 
 
@@ -70,20 +66,11 @@ def test_what_is_missing_is_told_with_its_jobs_and_nothing_is_sent(
 
     found = missing(result)
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    # On Azure workers use the embeddings that the manifest lists.
-    unlisted = set()
-    if storage_settings.is_billed:
-        unlisted = {("embedding", "soft")}
-        assert (
-            "not listed in embeddings/manifest.json: "
-            in found["embedding", "soft"]["reason"]
-        )
-    assert set(found) == unlisted | {
+    assert set(found) == {
         ("LoRA", "Known"),
         ("LoRA", "lost"),
         ("LoRA", "nested"),
         ("model", "gone"),
-        ("embedding", "bad-hands"),
     }
     lost = found["LoRA", "lost"]
     assert (lost["jobs"], lost["places"]) == (5, ["line 3", "line 4", "line 5"])
@@ -94,7 +81,7 @@ def test_what_is_missing_is_told_with_its_jobs_and_nothing_is_sent(
         {
             "loras": 4,
             "models": 3,
-            "embeddings": 2,
+            "embeddings": 0,
             "upscalers": 0,
             "controlnets": 0,
             "vaes": 0,
@@ -123,15 +110,7 @@ def test_a_person_reads_a_table_and_programs_the_exit_code(
     assert row.split()[:3] == ["LoRA", "lost", "5"]
     assert "line 3; line 4; line 5" in row
     assert "not in loras/" in row
-    assert (
-        "8 jobs with 4 LoRAs, 3 models, 2 embeddings: 5 of them missing"
-        in result.stderr
-    )
-    assert (
-        "draw the word 'embedding' as well, as AUTOMATIC1111 does: write NAME"
-        in result.stderr
-    )
-
+    assert "8 jobs with 4 LoRAs, 3 models: 4 of them missing" in result.stderr
     jobs.write_text(json.dumps(JOBS[0]))
     complete = in_process("load", "jobs.jsonl", "--check", *flags(local_settings))
     assert complete.returncode == console.EXIT_DONE
