@@ -275,7 +275,6 @@ _LISTS = (
 #: Samplers of DeepFloyd IF's stages alone, which draw in pixels.
 _OF_PIXELS = (
     Sampler("ddpm", "DDPM", schedule=None),
-    Sampler("edm", "EDM", schedule=None),
     *(Sampler(name, name, schedule=None) for name in _LISTS),
 )
 

@@ -15,8 +15,7 @@ sees where it is the noise.
 `worker.engine.samplers` makes the rows from each sampler's moves, written with the vectors
 `LATENTS`, `ESTIMATES` and `BEFORE` as its paper has it: where a step has begun from x and the
 UNet's estimate is D, `LATENTS + (to - sigma) * (LATENTS - ESTIMATES[0]) / sigma` are the
-coefficients of Euler's step. The noise follows from an image's seed alone: the same in any company
-and on any machine.
+coefficients of Euler's step. The noise follows from an image's seed alone: the same in any company.
 """
 
 import functools
@@ -222,6 +221,8 @@ class Move(NamedTuple):
     input_scale: float = 1.0
     kept: tuple[float, float] = (1.0, 0.0)
     """Coefficients of the estimate inside the kept area: of the original and of the latents."""
+    variance_logs: tuple[float, float] = (0.0, 0.0)
+    """Logarithms of the bounds of the variance that a UNet of pixels predicts."""
 
 
 def towards(ratio: float, estimate: Combination = ESTIMATES[0]) -> Combination:

@@ -13,9 +13,6 @@ from worker.engine.samplers.philox import Philox
 
 NV = Noise("NV")
 
-#: The bits of seed 5's first three draws, each times its place, added up.
-NV_SUM = -7181521535268
-
 SHAPE = (4, 8, 8)
 
 
@@ -53,13 +50,6 @@ def test_nv_noise_is_that_of_this_gpu(seed: int):
         # The GPU rounds to float32 on the way, which matters most near 0.
         assert difference.mean() < 1e-6
         assert difference.max() < 1e-3
-
-
-def test_nv_noise_is_the_same_to_the_bit_on_any_machine():
-    noise = stream(5, NV)
-    drawn_bits = torch.stack([noise.first(), drawn(noise), drawn(noise)]).flatten()
-    places = torch.arange(1, drawn_bits.numel() + 1)
-    assert int((drawn_bits.view(torch.int32).long() * places).sum()) == NV_SUM
 
 
 def test_the_gpus_noise_is_the_same_as_nv():

@@ -20,7 +20,7 @@ from worker.engine.networks import linear
 from worker.engine.networks.unet import SlotUnet
 from worker.engine.passes.checkpoints import CheckpointCache, Read
 from worker.engine.passes.images import Vaes
-from worker.engine.slots import memory, step
+from worker.engine.slots import memory
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import RequestPreparer
 from worker.engine.slots.queue import Costs
@@ -92,7 +92,6 @@ def of_latents(
         model=checkpoint,
         settings=settings,
         unet=unet,
-        tick=step.tick,
         preparer=preparer,
         control_nets=control_nets,
         caches=[each for each in (control_nets, vaes, checkpoints) if each],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -317,6 +317,8 @@ class SlotNetwork(nn.Module):
 
     context_width: int
     """Numbers that the cross-attentions take of each token."""
+    limit: Callable[[Tensor], Tensor] | None = None
+    """Limits estimates of images in pixels."""
     added_width: int
     """Number of values the network takes beside the timestep; 0 if it takes none."""
     added_rows: int = MAX_SUBPROMPTS + 1

@@ -59,10 +59,12 @@ def load_checkpoint(
     family = FAMILIES[table.pipeline_of(folder)]
     unet = reading.read_network(UNet2DConditionModel, folder / "unet")
     _check_architecture(folder, unet, upscales=family.enlarges_image)
-    noise = _read_scheduler(folder, "scheduler")
+    config = _scheduler_config(folder, "scheduler")
+    noise = schedules.read_scheduler(config, folder.name)
     image_noise = None
     if family.enlarges_image:
-        scheduler = _read_scheduler(folder, "image_noising_scheduler")
+        config = _scheduler_config(folder, "image_noising_scheduler")
+        scheduler = DDPMScheduler.from_config(config)
         image_noise = ImageNoise(
             scheduler, int(scheduler.config.num_train_timesteps) - 1
         )
@@ -84,11 +86,11 @@ def load_checkpoint(
     )
 
 
-def _read_scheduler(folder: Path, part: str) -> DDPMScheduler:
+def _scheduler_config(folder: Path, part: str) -> dict[str, Any]:
     config = reading.read_json(folder / part / "scheduler_config.json")
     if not config:
         raise errors.SetupError(f"{str(folder)!r} has no {part}/scheduler_config.json")
-    return schedules.read_scheduler(config, f"{folder.name}/{part}")
+    return config
 
 
 def _check_architecture(folder: Path, unet: Any, *, upscales: bool) -> None:

@@ -1,9 +1,8 @@
-"""Parts of an engine for one stage of a cascade in pixels: preparer, tick and stager.
+"""Parts of an engine for one stage of a cascade in pixels: preparer and stager.
 
 All images of a stage have one size; it has no VAE, LoRAs or ControlNets.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,20 +12,18 @@ from torch import Tensor
 
 from imagefleet import errors
 from imagefleet.job.prompt import Prompt
-from worker.engine import contract, sampler
+from worker.engine import contract
 from worker.engine.contract import Settings
 from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora.shared import Merger
-from worker.engine.networks.transformer import SlotState
 from worker.engine.passes import begin
 from worker.engine.passes.begin import LowResolution
 from worker.engine.pixel import schedules, text_stage, text_states
-from worker.engine.pixel.checkpoint import CHANNELS, PixelCheckpoint
+from worker.engine.pixel.checkpoint import PixelCheckpoint
 from worker.engine.pixel.unet import PixelUnet
-from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import AssembledLoras, PreparedRequest, Preparer
 from worker.engine.slots.queue import Costs, SlotJob, Staged
@@ -128,46 +125,6 @@ class StagePreparer(Preparer):
         return LowResolution(upscaled[0], noise, max(0, min(noise.max_level, level)))
 
 
-def tick(
-    unet: PixelUnet,
-    _weight_mode: WeightMode,
-    state: SlotState,
-    _controls: Sequence[object],
-) -> None:
-    """One UNet call and one sampler step of all slots, in place.
-
-    As in diffusers' pipelines the noise is guided, and the variance is the prompt's own.
-    """
-    rows = state.rows[..., None, None, None]
-    x = sampler.scale_input(state.rows, state.latents).to(unet.dtype)
-    if x.device.type == "cuda":
-        x = x.contiguous(memory_format=torch.channels_last)
-    if state.conditioning is not None:
-        x = torch.cat([x, state.conditioning], dim=1)
-    output = unet(x, state.rows[:, sampler.TIMESTEP], state.context, state.added)
-    rows_of_slots = output.float().unflatten(0, (-1, state.slot_rows))
-    cond, *uncond = rows_of_slots.unbind(dim=1)
-    guided, variance = cond.split(CHANNELS, dim=1)
-    if uncond:
-        unguided = uncond[0][:, :CHANNELS]
-        scale = rows[:, sampler.COLUMNS]
-        guided = unguided + scale * (guided - unguided)
-    share = (variance + 1) / 2
-    small = rows[:, sampler.SMALL_LOG]
-    large = rows[:, sampler.LARGE_LOG]
-    deviation = torch.exp(0.5 * (share * large + (1 - share) * small))
-    stepped, remembered = sampler.step(
-        state.rows[:, : sampler.COLUMNS],
-        state.latents,
-        guided,
-        state.history,
-        deviation * state.noise,
-        limit=unet.limit,
-    )
-    state.latents.copy_(stepped)
-    state.history.copy_(remembered)
-
-
 class PixelStager(Stager):
     """Draws the first noise, and copies text states and the image that is upscaled."""
 
@@ -194,9 +151,8 @@ class PixelStager(Stager):
 
 def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
     """The parts of an engine for a stage; all of its images have one size."""
-    width, height = checkpoint.default_size
     device = checkpoint.unet.device
-    limit = schedules.limit_of(checkpoint.noise, CHANNELS * width * height)
+    limit = schedules.limit_of(checkpoint.noise)
     control_nets = ControlNets(checkpoint.unet, has_own_layers=False)
     return Parts(
         model=checkpoint,
@@ -204,7 +160,6 @@ def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
         unet=PixelUnet(
             checkpoint.unet, limit, is_compiled=settings.backend is not None
         ),
-        tick=tick,
         preparer=StagePreparer(checkpoint),
         caches=[control_nets],
         checkpoints=None,

@@ -13,7 +13,7 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from worker.engine.kernels import layers
-from worker.engine.networks.transformer import SlotNetwork, repeat_rows
+from worker.engine.networks.transformer import Call, SlotNetwork, repeat_rows
 
 
 class TextAttention(nn.Module):
@@ -91,6 +91,13 @@ class PixelUnet(SlotNetwork):
             attention.start = self.context_width
             self.context_width += 2 * attention.width
         self.added_width = int(unet.time_embedding.linear_2.out_features)
+        # What follows from the prompt alone is computed before, and passed on as that of a class.
+        self.embed_pooled = unet.add_embedding
+        self.embed_level = unet.class_embedding
+        self.project = unet.encoder_hid_proj or nn.Identity()
+        unet.encoder_hid_proj = None
+        unet.class_embedding = nn.Identity()
+        unet.register_to_config(addition_embed_type=None, class_embed_type=None)
         if is_compiled:
             layers.replace_modules(unet, layers.group_norm)
 
@@ -104,13 +111,12 @@ class PixelUnet(SlotNetwork):
         added_rows: Tensor | None,
     ) -> None:
         """See `SlotNetwork.compute_prompt`; of text states [slot rows, tokens, width]."""
-        embedded = self.unet.add_embedding(vectors)
+        embedded = self.embed_pooled(vectors)
         if added is not None:
             (level,) = added
-            embedded = embedded + self.unet.get_class_embed(
-                vectors, level.expand(len(vectors))
-            )
-        encoded = self.unet.process_encoder_hidden_states(vectors, {})
+            level = self.unet.time_proj(level).to(vectors.dtype)
+            embedded = embedded + self.embed_level(level)
+        encoded = self.project(vectors)
         context.copy_(
             torch.cat([each.text_columns(encoded) for each in self.attentions], dim=-1)
         )
@@ -121,45 +127,21 @@ class PixelUnet(SlotNetwork):
         self,
         x: Tensor,
         times: Tensor,
-        context: Tensor,
+        call: Call,
         added: Tensor | None,
+        _residuals: object = (),
     ) -> Tensor:
         """The noise and the variance of all rows [rows, 6, height, width].
 
         x [slots, channels, height, width] in the UNet's type; times [slots] may be fractions;
-        *context* and *added*: see `compute_prompt`, of all slots.
+        *call*'s context and *added*: see `compute_prompt`, of all slots.
         """
-        unet = self.unet
-        embedded = unet.time_embedding(unet.time_proj(times).to(x.dtype))
-        embedded = repeat_rows(embedded, len(context))
-        if added is not None:
-            embedded = embedded + added
-        if unet.time_embed_act is not None:
-            embedded = unet.time_embed_act(embedded)
-        x = repeat_rows(unet.conv_in(x), len(context))
-        skips = [x]
-        for block in unet.down_blocks:
-            x, passed = block(x, embedded, **_text_of(block, context))
-            skips.extend(passed)
-        x = unet.mid_block(x, embedded, **_text_of(unet.mid_block, context))
-        for block in unet.up_blocks:
-            count = len(block.resnets)
-            passed = tuple(skips[-count:])
-            skips = skips[:-count]
-            x = block(
-                hidden_states=x,
-                res_hidden_states_tuple=passed,
-                temb=embedded,
-                **_text_of(block, context),
-            )
-        if unet.conv_norm_out is not None:
-            x = unet.conv_act(unet.conv_norm_out(x))
-        output: Tensor = unet.conv_out(x)
+        rows = len(call.context)
+        output: Tensor = self.unet(
+            repeat_rows(x, rows),
+            times.repeat_interleave(rows // len(times)),
+            call.context,
+            class_labels=added,
+            return_dict=False,
+        )[0]
         return output
-
-
-def _text_of(block: Any, context: Tensor) -> dict[str, Tensor]:
-    has_text = getattr(block, "has_cross_attention", False)
-    if has_text:
-        return {"encoder_hidden_states": context}
-    return {}

@@ -1,9 +1,8 @@
 """The generator of an NVIDIA GPU, on any machine: AUTOMATIC1111's noise `NV`.
 
-Philox 4x32-10 (Salmon et al. 2011) with the Box-Muller transform, as cuRAND has it, is computed
-here with integers and with additions, multiplications, divisions and square roots of float64 only,
-whose results IEEE 754 determines: the logarithm and the sine of libraries differ between machines
-in their last bits.
+Philox 4x32-10 (Salmon et al. 2011) with the Box-Muller transform, as cuRAND has it, computed by
+numpy in float64 and rounded once. Its logarithm and sine may differ between processors in their
+last bits: of 160,000 numbers one then has another last bit in float32.
 """
 
 import math
@@ -16,7 +15,6 @@ from torch import Tensor
 Shape = tuple[int, ...]
 
 _Numbers = npt.NDArray[np.float32]
-_Doubles = npt.NDArray[np.float64]
 _Words = npt.NDArray[np.uint64]
 """32-bit words, each in 64 bits."""
 
@@ -27,19 +25,6 @@ _WORD = 0xFFFFFFFF
 
 #: cuRAND's constant for an angle, in float32: 2 pi / 2**32.
 _RADIANS = float(np.float32(2 * math.pi * 2.0**-32))
-
-#: 1, 1/3, 1/5, ...: the inverse hyperbolic tangent's series, highest power first.
-_ATANH_SERIES = tuple(1 / power for power in range(15, 0, -2))
-
-#: The series of -sin, highest power first.
-_SINE_SERIES = tuple(
-    (1 if power % 4 == 3 else -1) / math.factorial(power)  # noqa: PLR2004
-    for power in range(23, 0, -2)
-)
-
-#: float64's bits of the square root of 1/2, and its exponent's place.
-_ROOT_HALF = np.uint64(0x3FE6A09E667F3BCD)
-_MANTISSA_BITS = 52
 
 #: Numbers computed at once: more would not stay in a core's cache, and take twice as long.
 _BLOCK = 2**14
@@ -93,40 +78,9 @@ def philox_words(counter: list[_Words], key: tuple[int, int]) -> list[_Words]:
 
 
 def _box_muller(first: _Words, second: _Words) -> _Numbers:
-    """The first of the transform's two normal numbers; the arguments are overwritten."""
-    uniform = first.astype(np.float64)
-    uniform *= 2.0**-32
-    uniform += 2.0**-33
-    radius = np.sqrt(_minus_two_log(uniform))
-    angle = second.astype(np.float64)
-    angle *= _RADIANS
-    angle += _RADIANS / 2
-    angle -= math.pi  # the sine is that of the opposite angle, from -pi to pi
-    radius *= _series(_SINE_SERIES, angle)
-    return radius.astype(np.float32)
-
-
-def _minus_two_log(numbers: _Doubles) -> _Doubles:
-    """-2 log(x) = -2 exponent log(2) - 4 artanh((m - 1) / (m + 1)), with m near 1; x in (0, 1)."""
-    bits = numbers.view(np.uint64)
-    exponent = (bits - _ROOT_HALF).view(np.int64) >> _MANTISSA_BITS
-    near_one = (bits - (exponent << _MANTISSA_BITS).view(np.uint64)).view(np.float64)
-    ratio = near_one - 1
-    ratio /= near_one + 1
-    result = _series(_ATANH_SERIES, ratio)
-    result *= -4
-    scaled = exponent.astype(np.float64)
-    scaled *= -2 * math.log(2)
-    result += scaled
-    return result
-
-
-def _series(coefficients: tuple[float, ...], x: _Doubles) -> _Doubles:
-    """A polynomial of odd powers, by Horner's rule."""
-    square = x * x
-    result = np.full_like(x, coefficients[0])
-    for coefficient in coefficients[1:]:
-        result *= square
-        result += coefficient
-    result *= x
-    return result
+    """The first of the transform's two normal numbers."""
+    uniform = first * 2.0**-32 + 2.0**-33
+    angle = second * _RADIANS + _RADIANS / 2
+    radius = np.sqrt(-2 * np.log(uniform))
+    numbers: _Numbers = (radius * np.sin(angle)).astype(np.float32)
+    return numbers

@@ -65,7 +65,7 @@ def make_schedule(
         moves = list(path) or moves
     extra = 0.0 if t_enc is None else options.extra_noise
     return replace(
-        _tabulate(moves, options, masks_input=True),
+        tabulate(moves, options, masks_input=True),
         timesteps=tuple(int(move.level) for move in moves),
         initial_scale=start.noise_scale + extra,
         image_scale=start.image_scale,
@@ -108,7 +108,11 @@ def _of_sigmas(
         first = Try(taken[0], taken[-1], options)
         made = _of_tries(sampler, first, (), known, prediction_type)
     else:
-        made = of_moves(sampler, moves, known, prediction_type, options)
+        called = [_called(sampler, move, known, prediction_type) for move in moves]
+        called = called or [_NO_STEP]
+        # In AUTOMATIC1111, LCM's are places among its fifty sigmas as well.
+        nearest = [int((known.sigmas - move.level).abs().argmin()) for move in called]
+        made = replace(tabulate(called, options), timesteps=tuple(nearest))
     churn = None
     if "s_churn" in sampler.options and options.s_churn > 0:
         churned = by_sigma.churned(sigmas, options)
@@ -138,7 +142,7 @@ def _of_tries(
     """The calls before a try and its own; the schedule is extended by the next one."""
     own = [_called(sampler, move, known, prediction_type) for move in attempt.moves()]
     moves = [*before, *own]
-    made = _tabulate(moves, attempt.options)
+    made = tabulate(moves, attempt.options)
 
     def extend(
         latents: Tensor,
@@ -151,21 +155,6 @@ def _of_tries(
         return _of_tries(sampler, following, moves, known, prediction_type)
 
     return replace(made, extend=extend)
-
-
-def of_moves(
-    sampler: Sampler,
-    moves: Sequence[Move],
-    known: Levels,
-    prediction_type: str,
-    options: Options = samplers.DEFAULT_OPTIONS,
-) -> Schedule:
-    """The table of a sampler's moves between sigmas; the first latents are left to the caller."""
-    called = [_called(sampler, move, known, prediction_type) for move in moves]
-    called = called or [_NO_STEP]
-    # In AUTOMATIC1111, LCM's are places among its fifty sigmas as well.
-    nearest = [int((known.sigmas - move.level).abs().argmin()) for move in called]
-    return replace(_tabulate(called, options), timesteps=tuple(nearest))
 
 
 def _called(sampler: Sampler, move: Move, known: Levels, prediction_type: str) -> Move:
@@ -196,7 +185,7 @@ def _called(sampler: Sampler, move: Move, known: Levels, prediction_type: str) -
     )
 
 
-def _tabulate(
+def tabulate(
     moves: Sequence[Move], options: Options, *, masks_input: bool = False
 ) -> Schedule:
     """The table of one or more calls; the first latents are left to others."""
@@ -205,7 +194,8 @@ def _tabulate(
         keep, *weights = move.latents
         timestep = move.level if move.timestep is None else move.timestep
         row = [timestep, move.input_scale, *move.estimate, keep, move.noise or 0.0]
-        row += [float(masks_input), move.from_uncond, *move.kept, 0.0, 0.0, *weights]
+        row += [float(masks_input), move.from_uncond, *move.kept]
+        row += [*move.variance_logs, *weights]
         rows.append(row)
     return Schedule(
         0.0,

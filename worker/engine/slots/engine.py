@@ -33,7 +33,7 @@ from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.recovery import Recovery
-from worker.engine.slots.step import Step, StepRunner
+from worker.engine.slots.step import Step, StepRunner, tick
 
 log = logs.EventLog(__name__)
 
@@ -491,7 +491,7 @@ class SlotEngine:
         fit = memory.fit(
             self._device,
             self._unet.slot_bytes + state_bytes,
-            lambda: parts.tick(self._unet, "shared", state, ()),
+            lambda: tick(self._unet, "shared", state, ()),
             decode,
             parts.settings.slots,
             lane_bytes=state_bytes,

@@ -1,6 +1,6 @@
 """Parts of a slot engine that depend on its model's family."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,11 @@ from worker.engine.families.table import Model
 from worker.engine.files.network_cache import NetworkCache
 from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora.shared import Merger
-from worker.engine.networks.transformer import SlotNetwork, SlotState
+from worker.engine.networks.transformer import SlotNetwork
 from worker.engine.passes.checkpoints import CheckpointCache
-from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.prepare import Preparer
 from worker.engine.slots.queue import Costs
 from worker.engine.slots.staging import Stager
-
-Tick = Callable[[Any, WeightMode, SlotState, Any], None]
-"""One call of the network and one sampler step of all slots, in place, with weights as the mode
-says and the states of the lane's ControlNets; a plain function, since it is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +25,6 @@ class Parts:
     model: Model
     settings: Settings
     unet: SlotNetwork
-    tick: Tick
     preparer: Preparer
     control_nets: ControlNets
     caches: Sequence[NetworkCache[Any]]

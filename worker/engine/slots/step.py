@@ -22,7 +22,6 @@ from worker.engine.kernels.layers import (
     time_convolutions,
 )
 from worker.engine.networks.transformer import Call, SlotNetwork, SlotState
-from worker.engine.networks.unet import SlotUnet
 from worker.engine.slots.compile_policy import GraphKey, ModeUsage, Outlook
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
 from worker.engine.slots.parts import Parts
@@ -44,15 +43,16 @@ _TIMED_TICKS = 3
 
 
 def tick(
-    unet: SlotUnet,
+    unet: SlotNetwork,
     weight_mode: WeightMode,
     state: SlotState,
     controls: Sequence[ControlState],
 ) -> None:
-    """One UNet call and one sampler step of all slots, in place.
+    """One UNet call and one sampler step of all slots, in place; a plain function to be compiled.
 
     Of a slot's rows in the output, the last is its negative prompt's (uncond), to which each other
-    adds its scale of what it differs by; slots with one row take the prompt's output as it is.
+    adds its scale of what it differs by; slots with one row take the prompt's output as it is. A
+    UNet of pixels also gives the noise's variance, between two bounds; the first prompt's counts.
     """
     coefficients = state.rows[:, : sampler.COLUMNS]
     image = sampler.Inpainting(state.kept, state.original)
@@ -76,13 +76,29 @@ def tick(
     if state.conditioning is not None:
         x = torch.cat([x, state.conditioning], dim=1)
     output = unet(x, times, call, state.added, steering).float()
+    noise = state.noise
+    channels = noise.shape[1]
+    if output.shape[1] > channels:
+        share = (output[:: state.slot_rows, channels:] + 1) / 2
+        bounds = coefficients[..., None, None, None]
+        large = share * bounds[:, sampler.LARGE_LOG]
+        small = (1 - share) * bounds[:, sampler.SMALL_LOG]
+        noise = torch.exp(0.5 * (large + small)) * noise
+        output = output[:, :channels]
     *conds, uncond = output.unflatten(0, (-1, state.slot_rows)).unbind(dim=1)
     guided = uncond
     for cond, scale in zip(conds, scales.T[..., None, None, None], strict=False):
         guided = guided + scale * (cond - uncond)
     unguided = uncond if conds else None
     stepped, remembered = sampler.step(
-        coefficients, state.latents, guided, state.history, state.noise, image, unguided
+        coefficients,
+        state.latents,
+        guided,
+        state.history,
+        noise,
+        image,
+        unguided,
+        unet.limit,
     )
     state.latents.copy_(stepped)
     state.history.copy_(remembered)
@@ -190,7 +206,6 @@ class StepRunner:
         self.outlook = Outlook(parts.settings.queue_seconds)
         self._unet = parts.unet
         self._model = parts.model
-        self._tick = parts.tick
         self._device = parts.unet.device
         self._backend = parts.settings.backend
         self._compiled_modes = parts.settings.compiled_modes
@@ -323,7 +338,7 @@ class StepRunner:
         else:
             time_convolutions(lasting=slots == len(step.state.latents))
             controls = [each.first(slots) for each in step.controls]
-            self._tick(step.unet, weight_mode, step.state.first(slots), controls)
+            tick(step.unet, weight_mode, step.state.first(slots), controls)
 
     def select_kernels(self, step: Step) -> None:
         """Selects the attention kernels of a step that is not compiled yet; keeps its images."""
@@ -334,10 +349,11 @@ class StepRunner:
             network.select_kernels(self._kernels)
         try:
             with _keeping(step), torch.no_grad():
-                self._tick(self._unet, "shared", step.state, step.controls)
+                tick(self._unet, "shared", step.state, step.controls)
                 if self._device.type == "cuda":
-                    tick = functools.partial(self._tick, self._unet, "shared")
-                    call = functools.partial(tick, step.state, step.controls)
+                    call = functools.partial(
+                        tick, self._unet, "shared", step.state, step.controls
+                    )
                     self._uncompiled_seconds = fastest_seconds(call, 1)
         except BaseException:
             for network in step.networks:
@@ -352,7 +368,7 @@ class StepRunner:
             f"the UNet for {slots * key.slot_rows} rows of {slots} slots, {key.width}x{key.height}"
             f" and {key.tokens} tokens"
             f" ({weight_mode} weights{f', {len(key.controls)} ControlNets' * bool(key.controls)})",
-            self._tick,
+            tick,
             (self._unet, weight_mode, step.state, step.controls),
             backend=self._backend,
             pool=self._pool,

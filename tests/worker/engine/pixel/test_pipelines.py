@@ -37,10 +37,8 @@ def draw_base(
     "scheduler",
     [
         {},
-        {"prediction_type": "v_prediction"},
-        {"variance_type": "fixed_small"},
-        {"variance_type": "fixed_small_log", "thresholding": False},
-        {"variance_type": "fixed_large", "thresholding": False, "clip_sample": False},
+        {"thresholding": False},
+        {"thresholding": False, "clip_sample": False},
         {"timestep_spacing": "trailing"},
         {"timestep_spacing": "linspace", "sample_max_value": 1.0},
     ],

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pixel import tiny_cascade
+from worker.engine.networks.transformer import Call
 from worker.engine.pixel.unet import PixelUnet
 
 pytestmark = pytest.mark.slow
@@ -28,7 +29,7 @@ def test_each_slot_gets_what_the_whole_unet_gives_alone(stage: Any, noise_level:
         rows = slice(2 * slot, 2 * slot + 2)
         unet.compute_prompt(own, level, {}, context[rows], added[rows])
     with torch.no_grad():
-        found = unet(x, times, context, added)
+        found = unet(x, times, Call(context), added)
         for slot, at in enumerate(times):
             levels = None if noise_level is None else torch.full((2,), noise_level)
             expected = original(
