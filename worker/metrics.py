@@ -268,11 +268,6 @@ class EngineCollector(Collector):
             "cache",
             "result",
         )
-        yield _counter(
-            "loras_without_effect",
-            "LoRA files read that change nothing: all their deltas are zero.",
-            in_memory.get("no_effect", 0),
-        )
 
 
 def _family(

@@ -245,10 +245,7 @@ class Engine(Protocol):
     text_encoder: str | None
     """The encoder whose states of the prompts each request has as files; None: it needs none."""
     lora_lookups: Mapping[str, int]
-    """LoRA files found in memory ('hit') or read from disk ('miss') since the start.
-
-    'no_effect': those that change nothing.
-    """
+    """LoRA files found in memory ('hit') or read from disk ('miss') since the start."""
 
     @property
     def self_check(self) -> SelfCheck | None:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -163,23 +163,6 @@ class _UnfitError(Exception):
     """Raised for tensors that do not fit the model."""
 
 
-class _View(NamedTuple):
-    """A tensor of a layer as a view of all numbers of its type in the file."""
-
-    name: str
-    place: Place
-    stride: tuple[int, ...]
-    begin: int
-    is_aligned: bool
-    """False: it begins inside a number of its type, and is copied."""
-
-    @classmethod
-    def of(cls, name: str, place: Place) -> _View:
-        begin, rest = divmod(place.begin, place.dtype.itemsize)
-        stride = torch.empty(place.shape, device="meta").stride()
-        return cls(name, place, stride, begin, rest == 0)
-
-
 class Layout:
     """Mapping of a file's tensors to a model's layers."""
 
@@ -205,7 +188,7 @@ class Layout:
                 self.embeddings[name] = parts
             else:
                 self.skipped += parts.values()
-        self._layers: dict[LayerId, list[_View]] = {}
+        self._layers: dict[LayerId, Mapping[str, Place]] = {}
         self._padded: set[LayerId] = set()
         for name, parts in found.layers.items():
             self._place(name, parts, found.sizes[name], layers)
@@ -254,33 +237,27 @@ class Layout:
     def _add(self, layer: LayerId, found: Mapping[str, Place]) -> None:
         if layer in self._layers:
             raise _UnfitError(f"it changes {' '.join(layer)} twice, under two names")
-        self._layers[layer] = [_View.of(*each) for each in found.items()]
+        self._layers[layer] = found
 
     def tensors(self, data: Tensor) -> Iterator[tuple[LayerId, dict[str, Tensor]]]:
         """Each layer's tensors as views of a file's *data*."""
-        numbers = {
-            dtype: data[: len(data) - len(data) % dtype.itemsize].view(dtype)
-            for dtype in self._dtypes
-        }
         # All numbers at once where they are of one type, as in most files.
-        if len(numbers) > 1 or not all(map(safetensors.is_finite, numbers.values())):
+        is_sound = False
+        if len(self._dtypes) == 1:
+            (dtype,) = self._dtypes
+            whole = len(data) - len(data) % dtype.itemsize
+            is_sound = safetensors.is_finite(data[:whole].view(dtype))
+        if not is_sound:
             _refuse_damaged(
                 {name: place.of(data) for name, place in self.places.items()}
             )
+        missing = _INPAINTING[0] - _INPAINTING[1]
         for layer, found in self._layers.items():
-            views = {}
-            for view in found:
-                place = view.place
-                if view.is_aligned:
-                    own = numbers[place.dtype]
-                    tensor = own.as_strided(place.shape, view.stride, view.begin)
-                else:
-                    tensor = place.of(data)
-                if view.name in _PADDED and layer in self._padded:
-                    missing = _INPAINTING[0] - _INPAINTING[1]
-                    tensor = F.pad(tensor, (0, 0, 0, 0, 0, missing))
-                views[view.name] = tensor
-            yield layer, views
+            tensors = {name: place.of(data) for name, place in found.items()}
+            if layer in self._padded:
+                for name in _PADDED & tensors.keys():
+                    tensors[name] = F.pad(tensors[name], (0, 0, 0, 0, 0, missing))
+            yield layer, tensors
 
 
 def _refuse_damaged(tensors: Mapping[str, Tensor]) -> None:
@@ -336,15 +313,6 @@ class WeightDelta:
         }
         return kinds.compute(stacked, self.scale, weight[None])[0]
 
-    @property
-    def is_zero(self) -> bool:
-        """True if the delta is zero at any strength."""
-        if self.tensors.keys() & kinds.NEVER_ZERO:
-            return False
-        return self.scale == 0 or any(
-            not tensor.any() for tensor in self.tensors.values()
-        )
-
 
 def make_delta(
     tensors: kinds.Tensors, alpha: float | None, *, by_root: bool = False
@@ -390,22 +358,10 @@ class LoraFile:
     @property
     def depends_on_weights(self) -> bool:
         """True if its deltas depend on the weights that they change."""
-        return any(delta.tensors.keys() & kinds.OF_WEIGHTS for delta in self._all)
-
-    @property
-    def is_zero(self) -> bool:
-        return not self.embeddings and all(delta.is_zero for delta in self._all)
-
-    @property
-    def scales_outputs(self) -> bool:
-        """True with DoRA's norms of outputs; AUTOMATIC1111 1.10 has those of inputs alone."""
-        norms = (delta.tensors.get(name) for delta in self._all for name in lora.NORMS)
-        return any(each is not None and len(each) > 1 for each in norms)
-
-    @property
-    def _all(self) -> Iterator[WeightDelta]:
-        return itertools.chain.from_iterable(
-            each.values() for each in self.deltas.values()
+        return any(
+            delta.tensors.keys() & kinds.OF_WEIGHTS
+            for deltas in self.deltas.values()
+            for delta in deltas.values()
         )
 
 
@@ -518,7 +474,7 @@ class LoraCache:
             return self._files.get(identity, lambda: self._read(named, identity))
 
     def _read(self, named: contract.Lora, identity: Identity) -> LoraFile:
-        """Warns once of a LoRA that changes nothing, or in part, or otherwise elsewhere."""
+        """Warns once of a LoRA that changes less than it has, or is drawn otherwise elsewhere."""
         file = read_lora(named.path, identity, self._layers)
         if identity in self._told:
             return file
@@ -530,20 +486,6 @@ class LoraCache:
                 action="lora_tensors_skipped",
                 lora=named.name,
             )
-        if file.scales_outputs:
-            log.warning(
-                f"the LoRA {named.name!r} has DoRA's norms of outputs, which AUTOMATIC1111 draws"
-                " otherwise",
-                action="lora_differs",
-                lora=named.name,
-            )
         if file.is_dotted:
             differences.warn("dotted_lora")
-        if file.is_zero:
-            self.lookups["no_effect"] += 1
-            log.warning(
-                f"the LoRA {named.name!r} changes nothing: all its deltas are zero",
-                action="lora_without_effect",
-                lora=named.name,
-            )
         return file

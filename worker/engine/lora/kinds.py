@@ -18,12 +18,15 @@ Tensors = Mapping[str, Tensor]
 #: A low-rank weight change: up [..., out, rank] and down [..., rank, inputs].
 Factors = tuple[Tensor, Tensor]
 
-#: Tensors with which a change of zeros elsewhere is none of zero: DoRA's norms, an OFT's own
-#: weights, a sum of two products.
-NEVER_ZERO = lora.NORMS | {"rescale", "oft_diag", "a1", "turn"}
-
 #: Tensors of changes that depend on the weights: of DoRA, IA3, OFT and GLoRA.
-OF_WEIGHTS = NEVER_ZERO | {"weight", "oft_blocks"}
+OF_WEIGHTS = lora.NORMS | {
+    "rescale",
+    "oft_diag",
+    "oft_blocks",
+    "a1",
+    "turn",
+    "weight",
+}
 
 
 def compute(tensors: Tensors, scale: float, weights: Tensor) -> Tensor:

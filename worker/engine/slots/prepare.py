@@ -221,7 +221,7 @@ class Preparer:
 
     def __init__(self, device: torch.device) -> None:
         self.upscalers = UpscalerCache(device)
-        self.lora_lookups: Mapping[str, int] = {"hit": 0, "miss": 0, "no_effect": 0}
+        self.lora_lookups: Mapping[str, int] = {"hit": 0, "miss": 0}
         self._may_go_on = threading.Event()
         self._may_go_on.set()
 

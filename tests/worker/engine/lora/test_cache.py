@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import polling
 from imagefleet import errors
@@ -121,29 +120,3 @@ def test_a_replaced_file_is_read_again(
     layer = next(iter(first.deltas["unet"]))
     ups = [file.deltas["unet"][layer].tensors["up"] for file in (first, second)]
     assert not torch.equal(*ups)
-
-
-def test_a_lora_whose_deltas_are_all_zero_is_reported_once_and_used(
-    tmp_path,
-    lora_paths: list[Path],
-    layers: lora_file.Layers,
-    caplog,
-):
-    tensors = load_file(lora_paths[0])
-    zero = {
-        key: each * 0 if "lora_up" in key else each for key, each in tensors.items()
-    }
-    save_file(zero, tmp_path / "zero.safetensors")
-    cache = lora_file.LoraCache(layers, 1)  # keeps nothing
-    for path in (
-        tmp_path / "zero.safetensors",
-        lora_paths[0],
-        tmp_path / "zero.safetensors",
-    ):
-        cache.get(named(path))
-    assert cache.lookups == {"miss": 3, "no_effect": 1}
-    (line,) = caplog.records
-    assert (
-        line.getMessage()
-        == "the LoRA 'some-style' changes nothing: all its deltas are zero"
-    )
