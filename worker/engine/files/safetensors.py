@@ -14,7 +14,6 @@ import math
 import mmap
 import os
 import re
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -60,18 +59,14 @@ class _Memory:
 class Buffers:
     """Lends memory and keeps what comes back; thread-safe."""
 
-    def __init__(
-        self, spare_bytes: int | None = None, *, lockable_bytes: int | None = None
-    ) -> None:
-        """*spare_bytes* are kept, and as many *lockable_bytes* may be locked, if not given."""
+    def __init__(self, spare_bytes: int | None = None) -> None:
+        """At most *spare_bytes* are kept."""
         self.locks_pages = False
         """True if new memory is page-locked: a GPU copies from it three to ten times as fast."""
         if spare_bytes is None:
             spare_bytes = int(min(host.memory_bytes() * SPARE_SHARE, MAX_SPARE_BYTES))
         self._spare_bytes = spare_bytes
-        self._lockable_bytes = spare_bytes if lockable_bytes is None else lockable_bytes
         self._spare: list[_Memory] = []
-        self._locked_bytes = 0
         # Memory may come back while this thread holds the lock: the collector runs at any time.
         self._lock = threading.RLock()
 
@@ -109,19 +104,13 @@ class Buffers:
     def _lock_pages(self, memory: _Memory) -> None:
         """Tries to: some systems let a process lock little memory, or none."""
         size = memory.content.nbytes
-        with self._lock:
-            if self._locked_bytes + size > self._lockable_bytes:
-                return
-            self._locked_bytes += size
         error = int(_cuda().cudaHostRegister(memory.content.ctypes.data, size, 0))
         memory.is_locked = not error
         if error:
-            with self._lock:
-                self._locked_bytes -= size
             self.locks_pages = False
             log.info(
-                "GPU copies are from pageable memory: this system locks"
-                f" {self._locked_bytes // 10**6} MB (CUDA error {error})",
+                "GPU copies are from pageable memory from now on: this system locks no more"
+                f" (CUDA error {error} for {size / 10**6:.0f} MB)",
                 action="pages_not_locked",
             )
 
@@ -129,7 +118,6 @@ class Buffers:
         if memory.is_locked:
             _cuda().cudaHostUnregister(memory.content.ctypes.data)
             memory.is_locked = False
-            self._locked_bytes -= memory.content.nbytes
 
 
 def _allocate(size: int) -> _Memory:
@@ -148,7 +136,7 @@ def _cuda() -> Any:
 files, packs = Buffers(), Buffers()
 
 #: Buffers of a checkpoint's layers without room on the device: they stay as long as their engine.
-layers = Buffers(spare_bytes=0, lockable_bytes=sys.maxsize)
+layers = Buffers(spare_bytes=0)
 
 
 _TYPES: Mapping[str, torch.dtype] = {

@@ -148,14 +148,6 @@ class StackedChange:
             part = slice(at, at + count)
             self._merge_part(original[part], merged[part], first + at)
 
-    def add_to(self, outputs: Tensor, x: Tensor) -> None:
-        """Adds the plain LoRAs' change of inputs [rows, in] to *outputs* [rows, layers * out]."""
-        if self.low_rank is None:
-            raise ValueError("there are no plain LoRAs")
-        up, down = self.low_rank
-        by_layer = outputs.view(len(x), len(up), -1).transpose(0, 1)
-        by_layer.baddbmm_(torch.matmul(x, down.mT), up.mT, alpha=self.strength)
-
     def _merge_part(self, original: Tensor, merged: Tensor, first: int) -> None:
         total = None
         strength = 1.0
@@ -388,12 +380,10 @@ def pack(
             if path not in known:
                 return None
             group, at = known[path]
-            if isinstance(group, Shape):
-                factors = kinds.factorise(tensors, group.max_rank)
-                if factors is None:
-                    return None
-            elif tensors.keys() == {"down", "up"}:
+            if tensors.keys() == {"down", "up"}:
                 factors = _flat(tensors["up"]), _flat(tensors["down"])
+            elif isinstance(group, Shape):
+                return None
             else:
                 others[group][at].append((lora.weight, delta))
                 continue

@@ -68,7 +68,7 @@ class KeysValues:
         *,
         saves_memory: bool = False,
     ) -> None:
-        """*saves_memory*: it is too short to merge changes of low rank."""
+        """*saves_memory*: it is too short to merge changes of several layers at once."""
         self._saves_memory = saves_memory
         layers = [layer for cross in crosses for layer in (cross.to_k, cross.to_v)]
         linears = (SlotLinear({paths[each]: each}) for each in layers)
@@ -101,20 +101,18 @@ class KeysValues:
         outputs = out.flatten(0, 1)
         at = 0
         for group, stack in self.stacks.items():
-            weights = stack.shared
             change = changes.get(group)
-            stays_apart = (
-                change is not None and self._saves_memory and not change.stacks
-            )
-            if change is not None and not stays_apart:
-                weights = torch.empty_like(stack.shared)
-                change.merge(stack.shared, weights)
-            flat = weights.flatten(0, 1)
-            part = outputs[:, at : at + len(flat)]
-            torch.mm(rows, flat.T, out=part)
-            if change is not None and stays_apart:
-                change.add_to(part, rows)
-            at += len(flat)
+            layers = len(stack.shared)
+            count = 1 if self._saves_memory else layers
+            for first in range(0, layers, count):
+                weights = stack.shared[first : first + count]
+                if change is not None:
+                    merged = torch.empty_like(weights)
+                    change.merge(weights, merged, first=first)
+                    weights = merged
+                flat = weights.flatten(0, 1)
+                torch.mm(rows, flat.T, out=outputs[:, at : at + len(flat)])
+                at += len(flat)
         return out
 
 
