@@ -388,7 +388,6 @@ def engine_settings(
         vae=vae,
         is_unguided=is_unguided(settings),
         taesd=settings.taesd,
-        file_positions=settings.file_positions,
         slots=settings.slots,
         compile="off" if settings.compile == "off" else "background",
         fp16_accumulate=settings.fp16_accumulate,

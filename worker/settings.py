@@ -25,7 +25,6 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "accelerator",
         "vae",
         "taesd",
-        "file_positions",
         "lora_directory",
         "embedding_directory",
     ),
@@ -142,10 +141,6 @@ class WorkerSettings(TelemetrySettings):
         description="Folder of a tiny autoencoder (TAESD) in diffusers format, of the model's"
         " family, that decodes in place of the VAE, unless a job asks for that: faster, visibly"
         " softer.",
-    )
-    file_positions: bool = Field(
-        default=False,
-        description="Draw with a checkpoint's damaged position_ids, as AUTOMATIC1111 does.",
     )
     lora_directory: Path | None = Field(
         default=None,

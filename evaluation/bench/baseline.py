@@ -61,13 +61,12 @@ class PlainDiffusers:
             "scheduler": self._scheduler("euler_ancestral"),
         }
         self._pipeline: Any
-        if loaded.text_encoder_2 is not None:
-            second = {
-                "text_encoder_2": loaded.text_encoder_2,
-                "tokenizer_2": loaded.tokenizer,
-            }
+        if second := loaded.text_encoders.get("text_encoder_2"):
             self._pipeline = StableDiffusionXLPipeline(
-                **parts, **second, add_watermarker=False
+                **parts,
+                text_encoder_2=second,
+                tokenizer_2=loaded.tokenizer,
+                add_watermarker=False,
             )
         else:
             unused = {"safety_checker": None, "feature_extractor": None}

@@ -67,7 +67,6 @@ def _compile(settings: WorkerSettings, folder: Path) -> None:
         "taesd",
         "slots",
         "fp16_accumulate",
-        "file_positions",
     )
     own = {name: getattr(settings, name) for name in names}
     engine_settings = load.EngineSettings(

@@ -62,18 +62,16 @@ class Checkpoint(Model):
     """The networks of a model of latents on their device, and their noise schedule."""
 
     tokenizer: CLIPTokenizer
-    text_encoder: CLIPTextModel
-    """The first, and of SDXL's refiner the only one."""
-    text_encoder_2: CLIPTextModelWithProjection | None = None
+    text_encoders: Mapping[Network, Any]
+    """The text encoders, in the order of their vectors."""
     vae: AutoencoderKL
     alphas_cumprod: Tensor
     prediction_type: str
 
     @property
-    def text_encoders(self) -> dict[Network, Any]:
-        """The text encoders, in the order of their vectors."""
-        encoders = self.text_encoder, self.text_encoder_2
-        return dict(zip(self.family.networks, encoders, strict=False))
+    def text_encoder(self) -> Any:
+        """The first, and of SDXL's refiner the only one."""
+        return next(iter(self.text_encoders.values()))
 
     @property
     def has_text_on_cpu(self) -> bool:
@@ -100,8 +98,9 @@ class Checkpoint(Model):
         for module in self.vae.modules():
             if isinstance(module, Upsampler):
                 module.fold()
-        networks: dict[str, Any] = self.networks
-        return replace(other, **networks)
+        return replace(
+            other, unet=self.unet, vae=self.vae, text_encoders=self.text_encoders
+        )
 
 
 def load_checkpoint(
@@ -113,12 +112,11 @@ def load_checkpoint(
     *,
     like: Checkpoint | None = None,
     change: Callable[[Family, Mapping[str, Any]], None] = lambda *_: None,
-    file_positions: bool = False,
 ) -> Checkpoint:
     """Loads a checkpoint, and calls *change* with its networks before they are summed.
 
     *config* is a folder with a single file's configuration; *prediction_type* holds where there is
-    no configuration of the scheduler; *file_positions* keeps a single file's damaged positions.
+    no configuration of the scheduler.
     Each network has the precision of *like*'s, if given. Raises SetupError if something is missing,
     damaged or of another architecture; names the file.
     """
@@ -129,7 +127,7 @@ def load_checkpoint(
     else:
         folder = _config_folder(model, config)
         name = model.stem
-        found = _read_file(model, folder, file_positions=file_positions)
+        found = _read_file(model, folder)
     family = found.family
     networks = found.networks
     if family is table.REFINER and like is None:
@@ -138,7 +136,8 @@ def load_checkpoint(
         )
     unet = networks[family.backbone]
     vae = networks["vae"]
-    first, *others = (networks[each] for each in family.networks)
+    text_encoders = {name: networks[name] for name in family.networks}
+    first = text_encoders[family.networks[0]]
     tokenizer = _find_tokenizer(folder, first.config.vocab_size)
     scheduler = _read_scheduler(folder, "scheduler", family)
     _check_architecture(model, family, networks, tokenizer)
@@ -173,8 +172,7 @@ def load_checkpoint(
     return Checkpoint(
         name=name,
         tokenizer=tokenizer,
-        text_encoder=first,
-        text_encoder_2=others[0] if others else None,
+        text_encoders=text_encoders,
         unet=unet,
         vae=vae,
         alphas_cumprod=reading.alphas_cumprod(model, scheduler, found.keys),
@@ -340,7 +338,7 @@ def _config_folder(model: Path, config: Path | None) -> Path:
     return candidates[0]
 
 
-def _read_file(path: Path, config: Path, *, file_positions: bool) -> _Read:
+def _read_file(path: Path, config: Path) -> _Read:
     try:
         weights = {
             key: weight
@@ -373,7 +371,7 @@ def _read_file(path: Path, config: Path, *, file_positions: bool) -> _Read:
                 else convert_ldm_clip_checkpoint(weights)
             )
             reading.assign(text_encoder, own)
-            _number_positions(path, own, text_encoder, file_positions=file_positions)
+            _number_positions(path, own, text_encoder)
     except reading.LOADING_ERRORS as error:
         raise errors.SetupError(
             f"{str(path)!r} cannot be loaded: {reading.brief(error)}"
@@ -382,16 +380,10 @@ def _read_file(path: Path, config: Path, *, file_positions: bool) -> _Read:
     return _Read(family, networks, weights.keys(), has_own_size)
 
 
-def _number_positions(
-    path: Path,
-    weights: Mapping[str, Tensor],
-    network: Any,
-    *,
-    file_positions: bool,
-) -> None:
-    """Warns of positions with wrong numbers, which merging in float16 leaves in many files.
+def _number_positions(path: Path, weights: Mapping[str, Tensor], network: Any) -> None:
+    """Takes positions as they are in the file, as AUTOMATIC1111 1.10, and warns of wrong ones.
 
-    AUTOMATIC1111 1.10 takes them as they are, whole numbers below what they were.
+    Merging in float16 leaves them in many files: whole numbers below what they were.
     """
     found = next(
         (weights[key] for key in weights if key.endswith("position_ids")), None
@@ -404,14 +396,10 @@ def _number_positions(
     right = module.position_ids
     numbers = found.to(torch.int64).clamp(0, right.numel() - 1).view_as(right)
     if wrong := int((numbers != right).sum()):
-        module.position_ids = numbers if file_positions else right
-        used = (
-            "are drawn with"
-            if file_positions
-            else "are put right (see --file-positions)"
-        )
+        module.position_ids = numbers
         log.warning(
-            f"{wrong} of the position_ids of {path.name!r} are damaged, and {used}",
+            f"{wrong} of the position_ids of {path.name!r} are damaged: it draws with them, as"
+            " AUTOMATIC1111 does",
             action="positions_damaged",
         )
 

@@ -57,8 +57,6 @@ class EngineSettings(Settings):
     """A LoRA that is merged into the weights for all images."""
     vae: Path | None = None
     """A VAE's file, for images that name none, in place of the checkpoint's."""
-    file_positions: bool = False
-    """True keeps damaged position ids of a single file's text encoder, as AUTOMATIC1111 does."""
     compile: Compile = "auto"
     """On a GPU: before the engine is returned, a minute or two, or while it draws; or not."""
     fp16_accumulate: bool = False
@@ -141,7 +139,6 @@ def _read(settings: EngineSettings, device: torch.device) -> Parts:
         settings.config,
         settings.prediction_type,
         change=functools.partial(_use_own, settings),
-        file_positions=settings.file_positions,
     )
     devices.set_up(
         device,
@@ -174,7 +171,6 @@ def _read_like(
             settings.prediction_type,
             like=like,
             change=functools.partial(_use_own, settings),
-            file_positions=settings.file_positions,
         )
     refines = takes_refiner and weights.may_refine(other, like)
     if not (refines or weights.is_alike(like, other)):

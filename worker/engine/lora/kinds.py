@@ -36,14 +36,12 @@ def compute(tensors: Tensors, scale: float, weights: Tensor) -> Tensor:
     changes = _PRODUCTS[_kind(tensors)](tensors, weights).reshape(weights.shape)
     if scale != 1:
         changes *= scale
-    magnitudes = tensors.get("magnitude")
-    scales = tensors.get("dora_scale")
-    if magnitudes is not None:
-        return _decompose(weights, changes, magnitudes, of_outputs=True)
-    if scales is not None:  # older files hold the norms of the inputs, [1, inputs, ...]
-        of_outputs = scales.shape[1] == weights.shape[1]
-        return _decompose(weights, changes, scales, of_outputs=of_outputs)
-    return changes
+    norms = tensors.get("dora_scale")
+    if "magnitude" in tensors:
+        norms = tensors["magnitude"].flatten(1)
+    if norms is None:
+        return changes
+    return _decompose(weights, changes, norms)
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
@@ -104,20 +102,15 @@ def _with_core(core: Tensor, inner: Tensor) -> Tensor:
     return torch.einsum("nrs...,nsi->nri...", core.float(), inner.float()).flatten(2)
 
 
-def _decompose(
-    weights: Tensor,
-    changes: Tensor,
-    norms: Tensor,
-    *,
-    of_outputs: bool,
-) -> Tensor:
+def _decompose(weights: Tensor, changes: Tensor, norms: Tensor) -> Tensor:
     """DoRA: the changed weights rescaled to *norms*, minus the original ones; in *changes*.
 
-    The strength multiplies this difference, as in AUTOMATIC1111; in peft it is inside the norm.
+    The norms are of the outputs, or in older files of the inputs [layers, 1, inputs, ...]. The
+    strength multiplies this difference, as in AUTOMATIC1111; in peft it is inside the norm.
     """
     weights = weights.float()  # sums of two types take twice as long
     changed = changes.add_(weights)
-    kept = 1 if of_outputs else 2
+    kept = 1 if norms.shape[1] == weights.shape[1] else 2
     others = [dim for dim in range(1, weights.ndim) if dim != kept]
     own = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
     smallest = torch.finfo(torch.float32).tiny
