@@ -218,10 +218,6 @@ class Room:
         return StackPlaces(by_layer, index, tensors)
 
 
-_Unbound = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""Up and down factors, by layer."""
-
-
 @dataclass(frozen=True, slots=True)
 class LowRank:
     """Plain LoRAs' changes of the layers of one group or shape, and the places of their factors."""

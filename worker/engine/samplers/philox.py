@@ -47,20 +47,14 @@ class Philox:
 
 
 def philox(seed: int, offset: int, start: int, count: int) -> tuple[_Words, _Words]:
-    """The first two of Philox's four words at counters (offset, 0, index, 0).
+    """The first two of Philox 4x32-10's four words at counters (offset, 0, index, 0).
 
     There are so many indices, from *start* on.
     """
-    zeros = np.zeros(count, np.uint64)
-    indices = np.arange(start, start + count, dtype=np.uint64)
-    counter = [zeros + np.uint64(offset), zeros, indices, zeros.copy()]
-    words = philox_words(counter, (seed & _WORD, seed >> 32))
-    return words[0], words[1]
-
-
-def philox_words(counter: list[_Words], key: tuple[int, int]) -> list[_Words]:
-    """Philox 4x32-10 of four words of counters."""
-    (even, left, odd, right), (key_even, key_odd) = counter, key
+    even = np.full(count, offset, np.uint64)
+    odd = np.arange(start, start + count, dtype=np.uint64)
+    left = right = np.zeros(count, np.uint64)
+    key_even, key_odd = seed & _WORD, seed >> 32
     word = np.uint64(_WORD)
     half = np.uint64(32)
     product_even = np.empty_like(even)
@@ -74,7 +68,7 @@ def philox_words(counter: list[_Words], key: tuple[int, int]) -> list[_Words]:
         right = product_even & word
         key_even = (key_even + _KEY_STEPS[0]) & _WORD
         key_odd = (key_odd + _KEY_STEPS[1]) & _WORD
-    return [even, left, odd, right]
+    return even, left
 
 
 def _box_muller(first: _Words, second: _Words) -> _Numbers:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from diffusers.schedulers.scheduling_utils import AysSchedules
 from torch import Tensor
 
 from imagefleet import errors
@@ -211,35 +212,8 @@ def tabulate(
     )
 
 
-#: Sabour et al. (2024), "Align Your Steps": ten steps for SD1.5 and for SDXL.
-_ALIGN_YOUR_STEPS = {
-    "SD1.5": (
-        14.615,
-        6.475,
-        3.861,
-        2.697,
-        1.886,
-        1.396,
-        0.963,
-        0.652,
-        0.399,
-        0.152,
-        0.029,
-    ),
-    "SDXL": (
-        14.615,
-        6.315,
-        3.771,
-        2.181,
-        1.342,
-        0.862,
-        0.555,
-        0.380,
-        0.234,
-        0.113,
-        0.029,
-    ),
-}
+#: The last step of "Align Your Steps" (Sabour et al. 2024) in AUTOMATIC1111, which diffusers lacks.
+_ALIGN_YOUR_STEPS_END = 0.029
 
 #: AUTOMATIC1111's `beta_dist_alpha` and `beta_dist_beta`, which here are one.
 _BETA_SHAPE = 0.6
@@ -340,7 +314,8 @@ def _kl_optimal(known: Levels, steps: int) -> Tensor:
 
 
 def _align_your_steps(known: Levels, steps: int) -> Tensor:
-    table = _ALIGN_YOUR_STEPS["SDXL" if known.is_xl else "SD1.5"]
+    name = "StableDiffusionXLSigmas" if known.is_xl else "StableDiffusionSigmas"
+    table = [*AysSchedules[name][:-1], _ALIGN_YOUR_STEPS_END]
     if steps == len(table):
         return torch.tensor(table)
     at = np.interp(

@@ -32,8 +32,8 @@ def change(path: Path, **changes: Any) -> None:
 
 def test_a_stage_has_its_scheduler_and_its_sizes(stage: Any):
     base, sr = read(stage("base")), read(stage("sr"))
-    assert schedules.limit_of(base.noise, 3).keywords["limit"] == 1.5
-    assert schedules.limit_of(sr.noise, 3).keywords["limit"] == 1.0
+    assert schedules.limit_of(base.noise).keywords["limit"] == 1.5
+    assert schedules.limit_of(sr.noise).keywords["limit"] == 1.0
     assert base.image_noise is None
     assert len(sr.image_noise.scheduler.alphas_cumprod) == 1000
     assert (base.text_width, base.encoder) == (32, "tiny-t5")
