@@ -131,7 +131,7 @@ class Settler:
             await self.cancelled(entry)
         elif entry.failures:
             await self._fail(entry, [*entry.failures.values()])
-        elif entry.is_put_off and not entry.is_all_stored:
+        elif not entry.is_all_stored:  # some are left to its next delivery
             await self.hand_back(entry)
         elif not entry.has_next_stage:
             await self._completed(entry)

@@ -61,7 +61,6 @@ class InFlightJob:
     settled: bool = False
     is_stopping: bool = False  # no more of its images are begun, since some have failed
     is_cancelled: bool = False  # some of its images are left out
-    is_put_off: bool = False  # some of its images are left to its next delivery
     has_ended: bool = False  # none of its images is in the making
     is_first_awaited: bool = False  # its first image is in the making, of several
     waiting: list[Callable[[], Awaitable[None]]] = field(default_factory=list)

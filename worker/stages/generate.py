@@ -68,7 +68,6 @@ class GenerateStage:
                 image.owner.is_first_awaited = False
         for entry in self.settler.in_flight:
             left = entry.images_to_submit
-            entry.is_put_off = entry.is_put_off or left > 0
             entry.images_to_store -= left
             entry.images_to_submit = 0
         return [

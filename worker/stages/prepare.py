@@ -144,7 +144,8 @@ class PrepareStage:
                 return
             if job.verify and await self._left_to_others(entry, job):
                 return
-            images = await self._missing(entry, job)
+            images = sorted({*range(job.images_to_draw)} - entry.stored)
+            self._puller.not_ahead(entry, entry.ahead - len(images))
             if not images:
                 await self._settler.images_ended(entry)
                 return
@@ -164,14 +165,6 @@ class PrepareStage:
         entry.is_first_awaited = job.images > 1 and 0 in images
         entry.drawn, entry.prepared = job, prepared
         entry.requests.extend(zip(images, requests, strict=True))
-
-    async def _missing(self, entry: InFlightJob, job: Job) -> list[int]:
-        """The images to draw: earlier deliveries may have stored some."""
-        if job.verify:
-            return [0]
-        images = sorted({*range(job.images)} - entry.stored)
-        self._puller.not_ahead(entry, entry.ahead - len(images))
-        return images
 
     async def _submit(self, entry: InFlightJob) -> None:
         """Gives the engine the next image of a job, unless no more of them are to be drawn."""
