@@ -29,9 +29,9 @@ from imagefleet.job.names import split_job_key
 from imagefleet.records import columns, outcomes, reader
 from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.catalog import Damaged
+from imagefleet.records.counts import Counts
 from imagefleet.records.ledger import Ledgers
 from imagefleet.records.outcomes import JobFacts, Status
-from imagefleet.records.overview import Counts
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.dead_letter_queue import OnProgress, Swept
@@ -230,7 +230,7 @@ class Fleet:
 
     async def campaigns(self) -> dict[str, Counts]:
         """The campaigns that have records, by name, and how many jobs of each are where."""
-        return await self.run(reader.all_counts(self.storage, Damaged()))
+        return await self.run(reader.all_counts(self.storage, Damaged(), {}))
 
     async def cancel(self, campaign: str) -> datetime:
         """Cancels what was sent of a campaign, and ends its running loads; returns until when.

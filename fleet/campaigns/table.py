@@ -13,7 +13,7 @@ from cli import console
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
-from imagefleet.records.overview import Counts, Overview
+from imagefleet.records.counts import CachedCounts, Counts
 from imagefleet.storage.open import Storage
 from worker.progress import duration
 
@@ -36,7 +36,7 @@ class Campaigns:
         self.refusal: str | None = None
         self._storage = storage
         self._only = only
-        self._overview = Overview(storage)
+        self._counted: dict[str, CachedCounts] = {}
         self._read_at = -math.inf
 
     async def refresh(self) -> None:
@@ -47,7 +47,7 @@ class Campaigns:
         damaged = Damaged()
         try:
             if self._only is None:
-                found = await reader.all_counts(self._storage, damaged, self._overview)
+                found = await reader.all_counts(self._storage, damaged, self._counted)
             else:
                 found = {
                     self._only: await reader.counts(self._storage, self._only, damaged)

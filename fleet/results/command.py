@@ -16,7 +16,7 @@ from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.records import columns, reader
 from imagefleet.records.catalog import Damaged
-from imagefleet.records.overview import Counts
+from imagefleet.records.counts import Counts
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings

@@ -7,7 +7,7 @@ from rich.table import Column, Table
 
 from cli import console
 from imagefleet.job.message import image_stem
-from imagefleet.records.overview import Counts
+from imagefleet.records.counts import Counts
 from imagefleet.records.record import Record
 
 #: The most characters of a prompt or a reason: about a line.

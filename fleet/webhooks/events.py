@@ -15,8 +15,8 @@ from imagefleet.job.message import image_stem
 from imagefleet.job.sizes import MAX_METADATA_BYTES, metadata_json
 from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
+from imagefleet.records.counts import Counts
 from imagefleet.records.follower import Follower
-from imagefleet.records.overview import Counts
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import logs

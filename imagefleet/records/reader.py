@@ -13,9 +13,9 @@ from imagefleet import concurrency
 from imagefleet.job.message import RECORDS
 from imagefleet.records import catalog, decisions, ledger
 from imagefleet.records.catalog import Damaged, StoredShard
+from imagefleet.records.counts import CachedCounts, Counts, hashed
 from imagefleet.records.decisions import ImageRecords
 from imagefleet.records.log import ShardName, Totals
-from imagefleet.records.overview import CachedCounts, Counts, Overview, hashed
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
@@ -91,19 +91,19 @@ async def counts(
 
 
 async def all_counts(
-    storage: Storage, damaged: Damaged, overview: Overview | None = None
+    storage: Storage, damaged: Damaged, before: dict[str, CachedCounts]
 ) -> dict[str, Counts]:
     """The numbers of all campaigns: of `counts`, with three listings for them all.
 
-    Campaigns that have not changed since they were counted for the *overview* are not read again.
+    Campaigns that have not changed since they were counted *before* are not read again; it takes in
+    the others. To a ledger and a shard is only ever appended: names, sizes and times tell a change.
     """
-    overview = overview or Overview(storage)
     noted = await ledger.listed(storage)
     by_campaign: dict[str, list[StoredShard]] = {name: [] for name in noted}
     for shard in await catalog.shards_of(storage, None, damaged):
         by_campaign.setdefault(shard.campaign, []).append(shard)
-    before, kept = await overview.read(), dict[str, CachedCounts]()
     found: dict[str, Counts] = {}
+    kept: dict[str, CachedCounts] = {}
 
     async def count(campaign: str) -> None:
         blobs, shards, unfit = noted.get(campaign, ()), by_campaign[campaign], Damaged()
@@ -121,7 +121,8 @@ async def all_counts(
             kept[campaign] = of_campaign
 
     await concurrency.for_each(by_campaign, count, _COUNTED_AT_ONCE)
-    await overview.keep(kept)
+    before.clear()
+    before.update(kept)
     return found
 
 

@@ -9,7 +9,7 @@ from cli import console
 from fleet.campaigns import table
 from fleet.campaigns.table import Campaigns
 from imagefleet.records import decisions
-from imagefleet.records.overview import Counts
+from imagefleet.records.counts import Counts
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

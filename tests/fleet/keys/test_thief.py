@@ -148,9 +148,6 @@ VOLATILE = {
 }
 
 
-#: Of a result that is followed, what no second record of its image changes.
-
-
 #: What counts messages and images that are the thief's: `SECURITY.md` lists each.
 CAN = {
     *("replay dry run", "discard dry run", "export dry run"),
