@@ -467,33 +467,22 @@ def _convolve(conv: nn.Conv2d, part: Tensor, is_first: bool, is_last: bool) -> T
 def _scale_and_shift(norm: nn.GroupNorm, image: _Image) -> tuple[Tensor, Tensor]:
     """The norm of the whole image as a product and a sum in float32 [rows, channels, 1, 1].
 
-    Stripes' means and squares are combined as by Chan, Golub and LeVeque (1979): one pass, without
-    the cancellation of a sum of squares.
+    The sums of all stripes are in float64, in which the squares' mean less the mean's square has
+    enough digits.
     """
-    counts = []
-    means = []
-    squares = []
+    count = 0
+    total: Tensor | float = 0.0
+    squares: Tensor | float = 0.0
     for top, bottom in _stripes(image):
         part = image.part(top, bottom).float()
         grouped = part.view(len(part), norm.num_groups, -1, *part.shape[2:])
-        mean = grouped.mean((2, 3, 4))
-        deviations = grouped - mean[:, :, None, None, None]
-        counts.append(grouped[0, 0].numel())
-        means.append(mean)
-        squares.append(deviations.square_().sum((2, 3, 4)))
-    count = sum(counts)
-    weights = torch.tensor(counts, device=means[0].device)[:, None, None] / count
-    stripe_means = torch.stack(means)
-    mean = (weights * stripe_means).sum(0)
-    within = torch.stack(squares).sum(0) / count
-    between = (weights * (stripe_means - mean) ** 2).sum(0)
-    variance = within + between
-
-    def of_channels(values: Tensor) -> Tensor:
-        per_group = norm.num_channels // norm.num_groups
-        return values.repeat_interleave(per_group, dim=1)[:, :, None, None]
-
-    weight = norm.weight.float()[:, None, None]
-    bias = norm.bias.float()[:, None, None]
-    scale = of_channels((variance + norm.eps).rsqrt()) * weight
-    return scale, bias - of_channels(mean) * scale
+        count += grouped[0, 0].numel()
+        total = total + grouped.sum((2, 3, 4), dtype=torch.float64)
+        squares = squares + grouped.square().sum((2, 3, 4), dtype=torch.float64)
+    mean = torch.as_tensor(total / count)
+    deviation = (squares / count - mean.square() + norm.eps).rsqrt()
+    per_group = norm.num_channels // norm.num_groups
+    by_channel = torch.stack([mean, deviation]).float().repeat_interleave(per_group, 2)
+    mean, deviation = by_channel[..., None, None]
+    scale = deviation * norm.weight.float()[:, None, None]
+    return scale, norm.bias.float()[:, None, None] - mean * scale

@@ -5,7 +5,6 @@ import re
 import sys
 from typing import Literal
 
-import pynvml
 import torch
 
 from imagefleet import concurrency, errors
@@ -28,10 +27,6 @@ _TEXT_SHARE, _MAX_TEXT_THREADS = 1 / 2, 8
 #: those that prepare jobs or compile may keep it for 5 ms at a time.
 _SWITCH_SECONDS = 0.0001
 
-#: The oldest NVIDIA driver by CUDA's major version, whose minor versions all run on it.
-#: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
-OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
-
 #: Memory in segments that grow, of which less is lost to fragments: with SDXL on 8 GB, a GiB.
 _ALLOCATOR = "expandable_segments:True"
 
@@ -46,7 +41,7 @@ def find_device(name: str) -> torch.device:
     """
     if name != "cpu" and (problem := _driver_problem()):
         raise errors.SetupError(
-            f"{problem}. Update the driver, or use a torch for an older CUDA version (in the image:"
+            f"{problem}\nUpdate the driver, or use a torch for an older CUDA version (in the image:"
             " the build argument CUDA), or the CPU (--device cpu)"
         )
     if name == "auto":
@@ -63,14 +58,6 @@ def find_device(name: str) -> torch.device:
         )
     if device.type == "cpu":
         return device
-    if needed := _needed_driver():
-        found = find_driver()
-        log.info(
-            f"torch {torch.__version__} needs NVIDIA driver {needed} or newer; found {found}",
-            action="driver",
-            needed=needed,
-            found=found,
-        )
     # The allocator is set up before its first memory; users' own settings stay.
     until_torch_2_9 = "PYTORCH_CUDA_ALLOC_CONF"
     since = "PYTORCH_ALLOC_CONF"
@@ -142,33 +129,13 @@ def check_listed_gpu() -> None:
         free_gpu_bytes("cuda")
 
 
-def find_driver() -> str | None:
-    """The version of NVIDIA's driver, as in '570.124.06'; None without one."""
-    try:
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError:
-        return None
-
-
-def _needed_driver() -> int | None:
-    """The oldest driver for this torch; None if it was built without CUDA."""
-    cuda = torch.version.cuda
-    if cuda:
-        return OLDEST_DRIVERS.get(int(cuda.partition(".")[0]))
-    return None
-
-
 def _driver_problem() -> str | None:
-    """Describes a driver too old for torch; None if it is not, or without a driver or CUDA."""
-    needed = _needed_driver()
-    # An old one works with NVIDIA's packages for forward compatibility.
-    if needed is None or torch.cuda.is_available():
+    """Torch's words on a driver that is too old for it; None if it is not, or without any."""
+    if torch.cuda.is_available():
         return None
-    found = find_driver()
-    if found is None or int(found.partition(".")[0]) >= needed:
-        return None
-    return (
-        f"NVIDIA driver {found} is too old: torch {torch.__version__} for CUDA"
-        f" {torch.version.cuda} needs {needed} or newer"
-    )
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (AssertionError, RuntimeError) as error:
+        if "too old" in str(error):
+            return f"torch for CUDA {torch.version.cuda}: {error}"
+    return None

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import pynvml
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -78,58 +77,33 @@ def test_a_gpu_always_has_its_number(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch) -> Callable[..., None]:
-    """Makes torch one for *cuda* on a machine with NVIDIA's driver *version*, or with none."""
+    """Makes torch one for *cuda* whose GPU works, or that says why none does."""
 
-    def pretend(cuda: str | None, version: str | None, *, works: bool) -> None:
+    def pretend(cuda: str | None, said: str = "", *, works: bool = False) -> None:
         def init() -> None:
-            if version is None:
-                raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+            raise RuntimeError(said)
 
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: works)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: int(works))
-        monkeypatch.setattr(pynvml, "nvmlInit", init)
-        monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: version)
+        monkeypatch.setattr(torch.cuda, "init", init)
 
     return pretend
 
 
-@pytest.mark.parametrize(
-    ("cuda", "driver", "needed"),
-    [
-        ("12.8", "570.124.06", 525),
-        ("12.8", "525.60.13", 525),
-        ("13.0", "580.95.05", 580),
-    ],
-)
-def test_one_line_says_which_driver_is_needed_and_which_was_found(
-    cuda: str,
-    driver: str,
-    needed: int,
-    gpu: Callable[..., None],
-    caplog,
-):
-    gpu(cuda, driver, works=True)
-    caplog.set_level("INFO")
-    device.find_device("auto")
-
-    (line,) = caplog.messages
-    assert line.endswith(f"needs NVIDIA driver {needed} or newer; found {driver}"), line
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12080)."
+BROKEN = "CUDA unknown error"
 
 
-@pytest.mark.parametrize(
-    ("cuda", "driver", "needed"),
-    [("13.0", "570.124.06", 580), ("12.8", "470.82.01", 525)],
-)
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_driver_too_old_is_named_and_the_cpu_not_taken_for_the_gpu(
-    cuda: str, driver: str, needed: int, name: str, gpu: Callable[..., None]
+    name: str, gpu: Callable[..., None]
 ):
-    gpu(cuda, driver, works=False)
+    gpu("13.0", TOO_OLD)
     too_old = (
-        f"NVIDIA driver {driver} is too old: .* for CUDA {cuda} needs {needed} or newer"
+        r"(?s)torch for CUDA 13.0: .*too old \(found version 12080\).*Update the driver"
     )
-    with pytest.raises(errors.SetupError, match=f"{too_old}. Update the driver"):
+    with pytest.raises(errors.SetupError, match=too_old):
         device.find_device(name)
     assert device.find_device("cpu").type == "cpu"
 
@@ -137,17 +111,15 @@ def test_a_driver_too_old_is_named_and_the_cpu_not_taken_for_the_gpu(
 def test_on_a_rented_node_a_driver_too_old_is_the_nodes_fault(
     gpu: Callable[..., None],
 ):
-    gpu("13.0", "570.124.06", works=False)
-    with pytest.raises(
-        errors.NodeError, match=r"driver 570.124.06 is too old: .* needs 580"
-    ):
+    gpu("13.0", TOO_OLD)
+    with pytest.raises(errors.NodeError, match="too old"):
         device.free_gpu_bytes("auto")
 
 
 def test_a_gpu_that_the_driver_lists_and_torch_cannot_open_is_broken(
     gpu: Callable[..., None],
 ):
-    gpu("13.0", "580.95.05", works=False)
+    gpu("13.0", BROKEN)
     with pytest.raises(errors.NodeError, match="torch finds no CUDA GPU"):
         device.check_listed_gpu()
 
@@ -161,7 +133,7 @@ def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
     one_of_several: str | None,
     fault: type[Exception],
 ):
-    gpu("13.0", "580.95.05", works=False)
+    gpu("13.0", BROKEN)
     settings = WorkerSettings(model=str(checkpoint), device="cuda")
     worker = SimpleNamespace(
         _settings=settings, _one_of_several=one_of_several, _kernels=None, _own_files={}
@@ -171,12 +143,12 @@ def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
 
 
 @pytest.mark.parametrize(
-    ("cuda", "driver"), [(None, "580.95.05"), ("13.0", "570.124.06")]
+    ("cuda", "said"), [(None, "Torch not compiled with CUDA"), ("13.0", TOO_OLD)]
 )
 def test_a_torch_or_driver_that_only_the_operator_can_change_is_not_the_gpus_fault(
-    cuda: str | None, driver: str, gpu: Callable[..., None]
+    cuda: str | None, said: str, gpu: Callable[..., None]
 ):
-    gpu(cuda, driver, works=False)
+    gpu(cuda, said)
     device.check_listed_gpu()
     with pytest.raises(errors.SetupError):
         device.find_device("cuda")
@@ -194,7 +166,7 @@ def test_the_users_settings_of_torchs_allocator_stay(
         monkeypatch.delenv(name)
     if set_by_user:
         monkeypatch.setenv(set_by_user, "max_split_size_mb:128")
-    gpu("13.0", "580.95.05", works=True)
+    gpu("13.0", works=True)
     device.find_device("cuda")
     found = [os.environ[name] for name in names if name in os.environ]
     assert found == [
@@ -203,28 +175,21 @@ def test_the_users_settings_of_torchs_allocator_stay(
 
 
 @pytest.mark.parametrize(
-    ("cuda", "driver"),
-    [(None, None), (None, "470.82.01"), ("13.0", None), ("13.0", "580.95.05")],
+    ("cuda", "said"),
+    [
+        (None, "Torch not compiled with CUDA enabled"),
+        ("13.0", "Found no NVIDIA driver on your system."),
+        ("13.0", BROKEN),
+    ],
 )
 def test_a_machine_without_a_gpu_hears_nothing_of_drivers(
-    cuda: str | None,
-    driver: str | None,
-    gpu: Callable[..., None],
-    caplog,
+    cuda: str | None, said: str, gpu: Callable[..., None], caplog
 ):
-    gpu(cuda, driver, works=False)
+    gpu(cuda, said)
     caplog.set_level("INFO")
 
     assert device.find_device("auto").type == "cpu"
     assert not caplog.messages
-
-
-def test_nvidias_forward_compatibility_makes_do_with_an_old_driver(
-    gpu: Callable[..., None],
-):
-    gpu("13.0", "535.183.01", works=True)
-
-    assert device.find_device("auto").type == "cuda"
 
 
 def test_auto_precision_is_float32_on_a_cpu(checkpoint: Path, monkeypatch):
