@@ -176,8 +176,8 @@ def _print_summary(summary: Summary, told: Mapping[str, Any]) -> None:
         )
     if mended := told.get("mended"):
         console.print_note(
-            f"{mended:,} of them had failed and stay on the list of failed jobs until they are"
-            " completed; then `imagefleet discard --completed` takes them off"
+            f"{mended:,} of them had failed and may stay on the list of failed jobs: `imagefleet"
+            " discard` takes them off"
         )
     if skipped := told.get("invalid"):
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")

@@ -255,8 +255,7 @@ class Fleet:
 
     def failed(self, **which: Unpack[FailedJobFilter]) -> Results:
         """The jobs that have failed and were neither replayed nor discarded since."""
-        entries = dead_letter_queue.recorded(self.storage, Selection(**which))
-        records = (entry.record async for entry in entries if entry.record)
+        records = dead_letter_queue.recorded(self.storage, Selection(**which))
         return Results(
             self, self._each(outcomes.known(each).ended(each) async for each in records)
         )
@@ -299,15 +298,6 @@ class Fleet:
         return await self.run(
             dead_letter_queue.discard(self.storage, selection, on_progress)
         )
-
-    def checks_signatures(self) -> Check:
-        """Raises SetupError without a key to check with."""
-        if self.keys.trusted is None:
-            raise errors.SetupError(
-                "which jobs are signed is not known without a key: set IMAGEFLEET_SIGNING_KEY or"
-                " IMAGEFLEET_TRUSTED_KEY"
-            )
-        return self.check()
 
 
 class Results:

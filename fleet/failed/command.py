@@ -12,7 +12,7 @@ from imagefleet import aio, errors
 from imagefleet.job.change import Change
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Check, Selection
-from imagefleet.storage.dead_letter_queue import Discard, Swept
+from imagefleet.storage.dead_letter_queue import Swept
 from imagefleet.storage.open import signer_of
 from imagefleet.storage.settings import SignerSettings
 
@@ -50,8 +50,8 @@ async def command(
     """Counts the failed jobs by error and lists them, or shows one.
 
     With a signing or trusted key it says which of them are signed, and exports no others. An
-    exported job has in `failure` why it failed; once mended and loaded jobs are completed,
-    `discard --completed` takes them off the list.
+    exported job has in `failure` why it failed; once it is mended and loaded, `discard` takes the
+    failed one off the list.
 
     imagefleet failed spring --error lora --limit 100
 
@@ -61,26 +61,19 @@ async def command(
     """
     selection = which.selection()
     async with console.connected(settings) as fleet:
-        entries = dead_letter_queue.recorded(fleet.storage, selection)
-        unrecorded = await dead_letter_queue.unrecorded(fleet.storage)
+        records = dead_letter_queue.recorded(fleet.storage, selection)
         if export:
-            await failed_jobs.export(fleet, entries)
+            await failed_jobs.export(fleet, records)
         elif selection.id is not None:
-            found = [await failed_jobs.whole(fleet, entry) async for entry in entries]
+            found = [failed_jobs.whole(record) async for record in records]
             if not found:
                 raise failed_jobs.no_such_job(fleet, selection)
             failed_jobs.print_jobs(found, as_json=as_json)
         else:
-            kinds, shown = await failed_jobs.listing(fleet, entries, limit)
+            kinds, shown = await failed_jobs.listing(fleet, records, limit)
             if not kinds:
                 await target.check_campaign(fleet.storage, selection.campaign)
-            failed_jobs.print_listing(kinds, shown, unrecorded, as_json=as_json)
-        if unrecorded and selection.id is None and not as_json:
-            messages = console.counted(unrecorded, "message")
-            console.print_warning(
-                f"the poison queue holds {messages} more, without a record: `imagefleet discard"
-                " --all --dry-run` shows them"
-            )
+            failed_jobs.print_listing(kinds, shown, as_json=as_json)
 
 
 @options.flat
@@ -108,11 +101,11 @@ async def replay_command(
 
     imagefleet replay --all --dry-run
     """
-    work = partial(dead_letter_queue.replay, priority=priority)
     selection = _chosen(which, how)
     change = Change.read(set_, signer_of(settings)) if set_ else None
     async with console.connected(settings) as fleet:
         check = fleet.check(change)
+        work = partial(dead_letter_queue.replay, check=check, priority=priority)
         await _move(fleet, selection, check, how, "replayed", work)
 
 
@@ -121,34 +114,22 @@ async def discard_command(
     settings: SignerSettings,
     which: JobFilter,
     how: How,
-    unsigned: bool = option(
-        "Only what is not signed with a key of yours.", default=False
-    ),
-    completed: bool = option(
-        "Only jobs that were sent again since, and whose images are all stored.",
-        default=False,
-    ),
 ) -> None:
     """Deletes failed jobs for good.
 
     imagefleet discard spring
 
-    imagefleet discard --completed
-
-    imagefleet discard --unsigned
+    imagefleet discard --error UntrustedJobError
     """
-    selection = _chosen(which, how, alone=unsigned or completed)
+    selection = _chosen(which, how)
     async with console.connected(settings) as fleet:
-        choice = Discard(fleet.checks_signatures() if unsigned else None, completed)
-        await _move(
-            fleet, selection, choice, how, "discarded", dead_letter_queue.discard
-        )
+        work = dead_letter_queue.discard
+        await _move(fleet, selection, None, how, "discarded", work)
 
 
-def _chosen(which: JobFilter, how: How, *, alone: bool = False) -> Selection:
-    """The failed jobs to move; *alone*: another option suffices to choose them."""
-    has_filter = which != JobFilter()
-    if (how.everything and has_filter) or not (how.everything or has_filter or alone):
+def _chosen(which: JobFilter, how: How) -> Selection:
+    """The failed jobs to move; raises SetupError without a choice."""
+    if how.everything == (which != JobFilter()):
         raise errors.SetupError(
             "choose the failed jobs: --all, or a CAMPAIGN[/ID], --error or --model"
         )
@@ -158,24 +139,25 @@ def _chosen(which: JobFilter, how: How, *, alone: bool = False) -> Selection:
 async def _move(
     fleet: aio.Fleet,
     selection: Selection,
-    choice: Check | Discard,
+    check: Check | None,
     how: How,
     verb: Verb,
     work: Callable[..., Awaitable[Swept]],
 ) -> None:
     """Shows what would be moved, asks, and has *work* move it; only the first for a dry run."""
     if how.dry_run or not how.yes:
-        preview = await dead_letter_queue.preview(fleet.storage, selection, choice)
-        if not (preview.count or preview.refused or preview.unsigned):
+        preview = await dead_letter_queue.preview(fleet.storage, selection, check)
+        count = preview.kinds.total()
+        if not (count or preview.refused):
             await _refuse_nothing(fleet, selection)
         if how.dry_run:
             failed_jobs.print_preview(
                 preview, verb, console.stdout, as_json=how.as_json
             )
             return
-        if preview.count > (verb == "replayed"):
+        if count > (verb == "replayed"):
             failed_jobs.print_preview(preview, verb, console.stderr)
-            jobs = console.counted(preview.count, "failed job")
+            jobs = console.counted(count, "failed job")
             question = (
                 f"Send {jobs} again?"
                 if verb == "replayed"
@@ -183,18 +165,14 @@ async def _move(
             )
             console.confirm(question, yes=how.yes)
     with console.counting(verb, None) as on:
-        swept = await work(
-            fleet.storage, selection, lambda count: on(done=count), choice
-        )
-    if not (swept.done or swept.refused or swept.missing):
+        swept = await work(fleet.storage, selection, lambda count: on(done=count))
+    if not (swept.done or swept.refused):
         await _refuse_nothing(fleet, selection)
     failed_jobs.report(verb, swept, as_json=how.as_json)
 
 
 async def _refuse_nothing(fleet: aio.Fleet, selection: Selection) -> None:
     """Raises SetupError where nothing was selected because what was named does not exist."""
-    if await dead_letter_queue.unrecorded(fleet.storage):
-        return  # one of these messages may be it: only their move tells
     if selection.id is not None:
         raise failed_jobs.no_such_job(fleet, selection)
     await target.check_campaign(fleet.storage, selection.campaign)

@@ -14,7 +14,6 @@ from imagefleet.job.message import (
     Job,
     fields_if_any,
     is_signed,
-    read_job,
 )
 from imagefleet.job.settings_table import SETTINGS
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner
@@ -23,8 +22,6 @@ from imagefleet.signing import SIGNATURE_FIELD, JobSigner
 _FIXED = frozenset({"id", "verify"})
 
 _FIELDS = sorted(Job.model_fields.keys() - _FIXED)
-
-_DEFAULTS: Mapping[str, Any] = Job(prompt="").model_dump(mode="json")
 
 
 class Change:
@@ -84,17 +81,6 @@ class Change:
                 f"{chain.STAGE_FIELD}: it names no stage of the job"
             ) from None
         return fields
-
-    def differences(self, body: str) -> dict[str, tuple[Any, Any]]:
-        before = _fields(body)
-        if chain.STAGE_FIELD in before:
-            before = read_job(body, "none").model_dump(mode="json")
-        given = {name: before.get(name, _DEFAULTS[name]) for name in self.values}
-        return {
-            name: (given[name], value)
-            for name, value in self.values.items()
-            if given[name] != value
-        }
 
 
 def _check_name(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Failed jobs as records in the poison queue: how one is added, selected and checked.
+"""Records of failed jobs: how one is added to the poison queue, selected and checked.
 
 Anybody with a worker's token may add a record. So its job must be one that a worker of this version
 takes before it is sent again, and with trusted keys it must be signed as well.
@@ -6,19 +6,17 @@ takes before it is sent again, and with trusted keys it must be signed as well.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from imagefleet import errors
 from imagefleet.job import chain, sizes
 from imagefleet.job.change import Change
 from imagefleet.job.message import (
-    DEFAULT_CAMPAIGN,
     DELIVERIES_FIELD,
     Job,
     SafeId,
@@ -42,20 +40,16 @@ _UNSIGNED = "it is not signed with your key"
 
 _SAFE_ID: TypeAdapter[str] = TypeAdapter(SafeId)
 
-#: Records in a queue are untrusted: they may name only blobs that `add` writes.
-BlobName = Annotated[str, StringConstraints(pattern=r"^failed/[0-9a-f]{32}\.txt$")]
-
 
 class FailedJob(Record, extra="forbid"):
-    """The record of a failed job in the poison queue.
+    """The record of a failed job as a message of the poison queue.
 
-    The message that a replay sends is in `body`, or in the blob `body_blob` if it would not fit.
+    A `body` that would make the message too large is only in the record beside the images.
     """
 
     outcome: Literal["failed"]
     error: str = Field(default="", max_length=MAX_NAME_CHARACTERS)
     reason: str = Field(default="", max_length=sizes.MAX_MESSAGE_BYTES)
-    body_blob: BlobName | None = None
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
@@ -70,68 +64,13 @@ class FailedJob(Record, extra="forbid"):
         fields = self.model_dump(mode="json", exclude_defaults=True)
         return json.dumps(fields, separators=(",", ":"), sort_keys=True)
 
-    async def message(self, blobs: protocol.BlobStore) -> str:
-        """The message that replays the job; raises JobError if it is damaged or lost."""
-        if self.body is not None:
-            return self.body
-        # Bounded: whoever forged the record may have stored gigabytes under the name.
-        limit = sizes.MAX_MESSAGE_BYTES
-        stored = await blobs.read(self.body_blob, limit) if self.body_blob else None
-        if stored is None:
-            raise errors.JobError(
-                f"the message of job {self.id} is missing: {self.body_blob}"
-            )
-        if _blob_name(stored) != self.body_blob:
-            raise errors.JobError(
-                f"{self.body_blob} is not the message of job {self.id}"
-            )
-        return stored.decode(errors="replace")
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A message of the poison queue; `record` is None if it is not a failed job's record."""
-
-    message: protocol.Message
-    record: FailedJob | None
-
-    @classmethod
-    def of(cls, record: Record) -> Self:
-        """A failed job, by its record beside the images, as the poison queue would have it."""
-        message = protocol.Message(
-            record.source or record.id, record.body or "", 0, record.at
-        )
-        return cls(
-            message,
-            FailedJob(**{name: each for name, each in record if each is not None}),
-        )
-
-    @property
-    def id(self) -> str:
-        return self.record.id if self.record else self.message.id
-
-    @property
-    def source(self) -> str:
-        """Names the failure: two entries of one source are copies.
-
-        It covers the job, lest a record that somebody made up pass for the one to keep.
-        """
-        record = self.record
-        if record is None or record.source is None:
-            return self.message.id
-        # Before the second one more images were stored, perhaps.
-        body = record.body and without_deliveries(record.body)
-        told = (record.source, record.id, body, record.body_blob)
-        return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
-
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Selects the failed jobs that meet all of the given conditions.
 
-    *error* is a part of the error's class or reason, ignoring case. *id* is the job's or the
-    message's; what is no record of a job has its message's, and is in the campaign `default`.
-    *model* is the one that the job names; jobs whose message is in a blob have none.
+    *error* is a part of the error's class or reason, ignoring case. *id* is the job's or its
+    message's. *model* is the one that the job names.
     """
 
     error: str | None = None
@@ -139,40 +78,31 @@ class Selection:
     id: str | None = None
     model: str | None = None
 
-    def matches(self, entry: Entry) -> bool:
-        if self.id is not None and self.id not in {entry.id, entry.message.id}:
-            return False
-        record = entry.record
-        if record is None:
-            is_named = self.id is not None and self.campaign == DEFAULT_CAMPAIGN
-            is_other = self.error is not None or self.model is not None
-            return not is_other and (is_named or self.campaign is None)
-        if self.model is not None and self.model != models.model_of(
-            record.body or "{}"
-        ):
+    def matches(self, record: Record) -> bool:
+        if self.id is not None and self.id not in {record.id, record.source}:
             return False
         if self.campaign is not None and self.campaign != record.campaign:
             return False
-        return self.error is None or (
-            self.error.lower() in f"{record.error}: {record.reason}".lower()
-        )
+        if self.model is not None and self.model != models.model_of(record.body or ""):
+            return False
+        text = f"{record.error}: {record.reason}"
+        return self.error is None or self.error.lower() in text.lower()
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A selected message that stays in the queue, and why."""
+    """A selected failed job that is not sent again, and why."""
 
     id: str
     reason: str
-    is_unsigned: bool = False
 
 
 class Chosen(NamedTuple):
-    """A failed job that is moved; where it is replayed, with its message and its job."""
+    """A failed job that is sent again, with its message and its job."""
 
-    entry: Entry
-    body: str = ""
-    job: Job | None = None
+    record: Record
+    body: str
+    job: Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,21 +130,19 @@ class Check:
             fields.pop(name, None)
         return message_text(fields | {SIGNATURE_FIELD: self.signer.sign(fields)})
 
-    async def job(self, entry: Entry, blobs: protocol.BlobStore) -> tuple[str, Job]:
+    def job(self, record: Record) -> tuple[str, Job]:
         """The message that replays a job, and the job.
 
         Raises UntrustedJobError if none of the trusted keys has signed it, JobError if it is none.
         """
-        if entry.record is None:
-            raise errors.JobError("it is not a record of a failed job")
-        body = await entry.record.message(blobs)
+        body = record.body or ""
         sizes.checked_messages([body])
         if self.trusted is not None and not is_signed(body):
             raise errors.UntrustedJobError(_UNSIGNED)
         try:
-            job = read_job(body, entry.message.id, self.sendable)
+            job = read_job(body, record.source or record.id, self.sendable)
             return (
-                self.change.apply(body, entry.id)
+                self.change.apply(body, record.id)
                 if self.change
                 else (self.dated(body), job)
             )
@@ -224,37 +152,30 @@ class Check:
             raise errors.UntrustedJobError(_UNSIGNED) from None
         except errors.InvalidMessageError as error:
             if self.change is not None:  # which may make it valid
-                return self.change.apply(body, entry.id)
+                return self.change.apply(body, record.id)
             raise errors.InvalidMessageError(
                 f"its job is not valid for this version: {error.message}"
             ) from None
 
-    async def choose(
-        self, storage: Storage, entries: list[Entry], _selection: Selection
-    ) -> tuple[list[Chosen], list[Refused]]:
-        """Splits entries into those that can be sent again, and those that stay."""
+    def choose(self, records: Iterable[Record]) -> tuple[list[Chosen], list[Refused]]:
+        """Splits failed jobs into those that can be sent again, and those that stay."""
         chosen, refused = list[Chosen](), list[Refused]()
-        for entry in entries:
+        for record in records:
             try:
-                chosen.append(Chosen(entry, *await self.job(entry, storage.blobs)))
+                chosen.append(Chosen(record, *self.job(record)))
             except errors.JobError as error:
-                is_unsigned = isinstance(error, errors.UntrustedJobError)
-                refused.append(Refused(entry.id, error.message, is_unsigned))
+                refused.append(Refused(record.id, error.message))
         return chosen, refused
 
-    async def is_signed(self, entry: Entry, blobs: protocol.BlobStore) -> bool:
-        """True if one of the trusted keys has signed the job in a message of the poison queue."""
-        body = entry.message.body
+    def is_signed(self, record: Record) -> bool:
+        """True if one of the trusted keys has signed the failed job."""
+        body = record.body or ""
         try:
-            if entry.record is not None:
-                body = await entry.record.message(blobs)
-            read_job(body, entry.message.id, self.trusted)
+            read_job(body, record.source or record.id, self.trusted)
         except errors.UntrustedJobError:
             return False
         except errors.InvalidMessageError:
             return is_signed(body)
-        except errors.JobError:  # its message is lost or damaged
-            return False
         return True
 
 
@@ -297,7 +218,10 @@ async def add(
         source=job.source(message.id) if job is not None else message.id,
         body=body,
     )
-    await storage.poison.send([await _encode_to_fit(record, body, storage.blobs)])
+    text = record.encode()
+    if not sizes.fits(text):
+        text = record.model_copy(update={"body": None}).encode()
+    await storage.poison.send([text])
     return record
 
 
@@ -322,22 +246,6 @@ def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:
     body = job.to_message()
     # The job's generated id and seed may make a full message too large.
     return body if sizes.fits(body) else message.body
-
-
-async def _encode_to_fit(
-    record: FailedJob, body: str, blobs: protocol.BlobStore
-) -> str:
-    if sizes.fits(text := record.encode()):
-        return text
-    data = body.encode()
-    # The name is a hash of the content, so an existing blob is the right one.
-    name = _blob_name(data)
-    await blobs.create(name, data, "text/plain; charset=utf-8", {})
-    return record.model_copy(update={"body": None, "body_blob": name}).encode()
-
-
-def _blob_name(message: bytes) -> str:
-    return f"failed/{hashlib.blake2b(message, digest_size=16).hexdigest()}.txt"
 
 
 def _truncated(text: str, length: int) -> str:

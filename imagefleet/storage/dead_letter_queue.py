@@ -1,17 +1,15 @@
 """Failed jobs for the operator: list, replay and discard them.
 
-They are listed by their records beside the images, since to read those hides none from other
-readers. Notes among the files say what became of them, so that lists and counts leave them out.
+Their records beside the images are what counts: to read those hides none from other readers. Notes
+among the files say what became of them. The messages in the poison queue show other programs how
+many there are, and are deleted once their failure is noted.
 """
 
 import contextlib
 import dataclasses
-import itertools
-import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -22,21 +20,14 @@ from imagefleet.records import ledger
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage import protocol
-from imagefleet.storage.dead_letter import (
-    Check,
-    Chosen,
-    Entry,
-    FailedJob,
-    Refused,
-    Selection,
-)
+from imagefleet.storage.dead_letter import Check, FailedJob, Refused, Selection
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import Priority
 from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
 
-#: Lease of the messages during a sweep; after a crash they stay invisible for so long.
+#: Lease of the poison queue's messages; after a crash they stay invisible for so long.
 LEASE_SECONDS = 60.0
 
 #: Added for each message in the queue: a slow storage delivers some 500 messages/s.
@@ -44,9 +35,6 @@ LEASE_SECONDS_PER_MESSAGE = 0.01
 
 #: Prompts and refused records that a preview has.
 PREVIEWED = 5
-
-#: Changes that a preview counts: each prompt may be another.
-MAX_CHANGES = 500
 
 NO_CHECK = Check()
 
@@ -59,76 +47,25 @@ OnProgress = Callable[[int], None]
 
 @dataclass(slots=True)
 class Swept:
-    """The result of a sweep: messages replayed or discarded, and those that stay."""
+    """Number of failed jobs that were replayed or discarded, and those that stay."""
 
     done: int = 0
     refused: list[Refused] = dataclasses.field(default_factory=list)
-    missing: int = 0
-    """Failed jobs whose messages are hidden by another reader or gone, so they were not sent."""
 
 
 @dataclass(slots=True)
 class Preview:
-    """Preview of a sweep: failed jobs it would move, by campaign and error, and those that stay."""
+    """Failed jobs that would be moved, by campaign and error, and those that would stay."""
 
-    count: int = 0
-    kinds: Counter[tuple[str | None, str]] = dataclasses.field(default_factory=Counter)
+    kinds: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     prompts: list[str] = dataclasses.field(default_factory=list)
-    unsigned: int = 0
     refused: int = 0
-    """Messages refused, besides those that are not signed; *reasons* has the first."""
     reasons: list[Refused] = dataclasses.field(default_factory=list)
-    changes: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
-    """Fields whose values change, from and to what, in JSON; not more than some hundred."""
+    """The first of those that are refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """Chooses jobs to delete.
-
-    *keep_signed*: whatever is not signed with that check's keys, and nothing else. *completed*:
-    only jobs that were sent again since, and whose images are all stored.
-    """
-
-    keep_signed: Check | None = None
-    completed: bool = False
-
-    async def choose(
-        self, storage: Storage, entries: list[Entry], selection: Selection
-    ) -> tuple[list[Chosen], list[Refused]]:
-        """Splits entries into those to delete, and those that stay though they were selected."""
-        if self.completed:
-            works = (is_completed(storage, entry) for entry in entries)
-            entries = [*itertools.compress(entries, await concurrency.gather(*works))]
-        if (check := self.keep_signed) is not None:
-            entries = [
-                each
-                for each in entries
-                if not await check.is_signed(each, storage.blobs)
-            ]
-        if check is not None or selection.id is not None:
-            return [Chosen(entry) for entry in entries], []
-        reason = "it is not a record of a failed job"
-        strange = [
-            Refused(entry.id, reason) for entry in entries if entry.record is None
-        ]
-        return [Chosen(entry) for entry in entries if entry.record], strange
-
-
-ALL = Discard()
-
-
-async def unrecorded(storage: Storage) -> int:
-    """Estimated number of messages without a record: copies, or what a killed process left."""
-    waiting = (await storage.poison.depth()).messages
-    if waiting:
-        async for _ in recorded(storage, Selection()):
-            waiting -= 1
-    return max(0, waiting)
-
-
-async def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
-    """The selected jobs that have failed and were neither replayed nor discarded, by records."""
+async def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Record]:
+    """The selected jobs that have failed and were neither replayed nor discarded."""
     from imagefleet.records import reader  # numpy is slow to import
 
     try:
@@ -136,25 +73,15 @@ async def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Entr
     except ValidationError:  # no job has such a campaign
         return
     async for record in reader.ended(storage, selection.campaign):
-        if record.outcome == "failed" and selection.matches(entry := Entry.of(record)):
-            yield entry
+        if record.outcome == "failed" and selection.matches(record):
+            yield record
 
 
-async def browse(storage: Storage, selection: Selection) -> AsyncIterator[Entry]:
-    """Iterates over the selected failed jobs, each once, without moving them."""
-    seen: set[str] = set()
-    async for message in storage.poison.browse():
-        entry = Entry(message, FailedJob.parse(message.body))
-        if selection.matches(entry) and entry.source not in seen:
-            seen.add(entry.source)
-            yield entry
-
-
-async def in_batches(entries: AsyncIterator[Entry]) -> AsyncIterator[list[Entry]]:
-    """Groups entries into batches; the last batch may be empty."""
-    batch: list[Entry] = []
-    async for entry in entries:
-        batch.append(entry)
+async def in_batches(records: AsyncIterator[Record]) -> AsyncIterator[list[Record]]:
+    """Groups records into batches; the last batch may be empty."""
+    batch: list[Record] = []
+    async for record in records:
+        batch.append(record)
         if len(batch) == protocol.MAX_RECEIVE:
             yield batch
             batch = []
@@ -162,33 +89,20 @@ async def in_batches(entries: AsyncIterator[Entry]) -> AsyncIterator[list[Entry]
 
 
 async def preview(
-    storage: Storage, selection: Selection, choice: Check | Discard
+    storage: Storage, selection: Selection, check: Check | None
 ) -> Preview:
-    """Reads what a sweep would move, by messages if some have no record, and moves nothing."""
+    """Reads what `replay` with *check* would move, or `discard` without, and moves nothing."""
     found = Preview()
-    read = browse if await unrecorded(storage) else recorded
-    async for some in in_batches(read(storage, selection)):
-        chosen, refused = await choice.choose(storage, some, selection)
-        others = [each for each in refused if not each.is_unsigned]
-        found.refused += len(others)
-        found.unsigned += len(refused) - len(others)
-        found.reasons += others[: PREVIEWED - len(found.reasons)]
-        found.count += len(chosen)
-        for entry, _, job in chosen:
-            record = entry.record
-            campaign = job.campaign if job else record.campaign if record else None
-            found.kinds[campaign, record.error if record else ""] += 1
-            if job is not None and len(found.prompts) < PREVIEWED:
-                found.prompts.append(job.prompt)
-            if isinstance(choice, Check) and choice.change and record:
-                body = await record.message(storage.blobs)
-                for name, values in choice.change.differences(body).items():
-                    before, after = (
-                        json.dumps(each, ensure_ascii=False) for each in values
-                    )
-                    key = name, before, after
-                    if key in found.changes or len(found.changes) < MAX_CHANGES:
-                        found.changes[key] += 1
+    async for record in recorded(storage, selection):
+        if check is not None:
+            chosen, refused = check.choose([record])
+            found.refused += len(refused)
+            found.reasons += refused[: PREVIEWED - len(found.reasons)]
+            if not chosen:
+                continue
+            if len(found.prompts) < PREVIEWED:
+                found.prompts.append(chosen[0].job.prompt)
+        found.kinds[record.campaign, record.error or ""] += 1
     return found
 
 
@@ -204,144 +118,104 @@ async def replay(
     They are new messages. Those that *check* refuses stay.
 
     Jobs are added to the job queue, then noted as replayed, then deleted from the poison queue. A
-    crash in between leaves messages there that the next replay sends once more, with the same id,
-    and loses none.
+    crash before the note has the next replay send them once more, with the same id, and loses none.
     """
     swept = Swept()
     records = RecordLog(storage.files, "operator")
-    began_at = storage.blobs.clock.now()
-
-    async def send(entries: list[Entry]) -> list[Entry]:
-        chosen, refused = await check.choose(storage, entries, selection)
+    async for batch in in_batches(recorded(storage, selection)):
+        chosen, refused = check.choose(batch)
         swept.refused += refused
-        sent = [entry for entry, _, _ in chosen]
-        # Those stay that have failed only as their worker could not see that they were drawn.
-        bodies = [
-            body
-            for entry, body, _ in chosen
-            if not (_has_taken_name(entry) and await is_completed(storage, entry))
-        ]
+        for campaign in {each.record.campaign for each in chosen}:
+            # Raises SetupError, before a change, if the credentials do not allow notes.
+            await records.open(campaign, "settled")
+        bodies = [each.body for each in chosen]
         await storage.models.send(bodies, priority)
         if check.change is not None:  # other jobs now, of the same ids
             await ledger.note(storage, bodies)
-        await records.add(_notes(sent, "replayed", storage.blobs.clock.now()))
-        return sent
-
-    await _sweep(storage, selection, records, send, swept, on_progress)
-    refused_ids = {refused.id for refused in swept.refused}
-    async for entry in recorded(storage, selection):
-        swept.missing += (
-            entry.id not in refused_ids and entry.message.enqueued_at < began_at
-        )
+        sent = [each.record for each in chosen]
+        await _note(storage, records, sent, "replayed")
+        swept.done += len(sent)
+        if on_progress is not None:
+            on_progress(swept.done)
+    await _clean(storage, spares_others=True)
     return swept
 
 
 async def discard(
-    storage: Storage,
-    selection: Selection,
-    on_progress: OnProgress | None = None,
-    choice: Discard = ALL,
+    storage: Storage, selection: Selection, on_progress: OnProgress | None = None
 ) -> Swept:
-    """Deletes failed jobs; a message that is not a record only if it is selected by its id.
-
-    They are noted as discarded first: a crash leaves messages that no list counts, and that the
-    same call deletes. Failed jobs of which only the records are left are noted as well.
-    """
+    """Takes failed jobs off the list for good; without a condition, it empties the poison queue."""
     swept = Swept()
     records = RecordLog(storage.files, "operator")
-    noted: set[str | None] = set()
     began_at = storage.blobs.clock.now()
-
-    async def choose(entries: list[Entry]) -> list[Entry]:
-        found, refused = await choice.choose(storage, entries, selection)
-        swept.refused += refused
-        chosen = [entry for entry, _, _ in found]
-        noted.update(entry.record.source for entry in chosen if entry.record)
-        if (
-            choice.keep_signed is None
-        ):  # else one that is made up may pass for one that stays
-            await records.add(_notes(chosen, "discarded", storage.blobs.clock.now()))
-        return chosen
-
-    is_hidden = not await _sweep(
-        storage, selection, records, choose, swept, on_progress
-    )
-    async for some in in_batches(recorded(storage, selection)):
-        gone = some
-        if choice.keep_signed is None:
-            gone = [
-                each
-                for each in some
-                if not is_hidden and each.message.enqueued_at < began_at
-            ]
-        left = [
-            entry for entry, _, _ in (await choice.choose(storage, gone, selection))[0]
-        ]
-        await records.add(_notes(left, "discarded", storage.blobs.clock.now()))
-        swept.done += sum(entry.message.id not in noted for entry in left)
+    is_left = True
+    while is_left:  # a job that has failed in two messages is found by one at a time
+        is_left = False
+        async for batch in in_batches(recorded(storage, selection)):
+            earlier = [record for record in batch if record.at <= began_at]
+            is_left |= bool(earlier)
+            await _note(storage, records, earlier, "discarded")
+            swept.done += len(earlier)
+            if on_progress is not None:
+                on_progress(swept.done)
+    await _clean(storage, spares_others=selection != Selection())
     return swept
 
 
-async def _sweep(
+async def _note(
     storage: Storage,
-    selection: Selection,
-    records: RecordLog,
-    handle: Callable[[list[Entry]], Awaitable[list[Entry]]],
-    swept: Swept,
-    on_progress: OnProgress | None,
-) -> bool:
-    """Receives each message once; deletes those that *handle* returns, releases the others.
+    notes: RecordLog,
+    records: Iterable[Record],
+    outcome: Literal["replayed", "discarded"],
+) -> None:
+    """Notes what became of each failure; a later failure of the same job is another."""
+    now = storage.blobs.clock.now()
+    await notes.add(
+        [
+            Record(outcome=outcome, at=now, **each.model_dump(include=_NOTED))
+            for each in records
+        ]
+    )
 
-    A copy of a failure that was handled is deleted, too. The others are released at the end, lest
-    they be received again. The sweep ends after as many messages as were in the queue at its start,
-    whatever workers add meanwhile. False: some were hidden, by another reader or a killed one.
+
+async def _clean(storage: Storage, *, spares_others: bool) -> None:
+    """Deletes the poison queue's messages of jobs that are off the list.
+
+    *spares_others*: messages that are no record of a failed job stay.
     """
     poison = storage.poison
-    waiting = (await poison.depth()).messages
+    began_at = storage.blobs.clock.now()
+    if not (waiting := (await poison.depth()).messages):
+        return
+    listed = {record.failure async for record in recorded(storage, Selection())}
+
+    def stays(message: protocol.Message) -> bool:
+        record = FailedJob.parse(message.body)
+        if record is None:
+            return spares_others
+        return record.failure in listed or message.enqueued_at > began_at
+
     lease_seconds = min(
         LEASE_SECONDS + waiting * LEASE_SECONDS_PER_MESSAGE, protocol.MAX_LEASE_SECONDS
     )
-    leased: dict[str, protocol.LeasedMessage] = {}
-    seen: set[str] = set()
-    deleted = 0
-    is_allowed = False
+    kept: dict[str, protocol.LeasedMessage] = {}
     try:
-        while deleted + len(leased) < waiting:
+        while waiting > 0:  # not those that workers add meanwhile
             received = await poison.receive(protocol.MAX_RECEIVE, lease_seconds)
-            fresh = [message for message in received if message.id not in leased]
-            # Without the body: there may be a million.
-            leased.update(
-                {each.id: dataclasses.replace(each, body="") for each in received}
-            )
-            if not fresh:
+            fresh = [message for message in received if message.id not in kept]
+            if not fresh:  # the first leases have expired, or others hold the rest
                 break
-            entries = [
-                Entry(message, FailedJob.parse(message.body)) for message in fresh
-            ]
-            chosen: list[Entry] = []
-            settled: list[Entry] = []
-            for entry in filter(selection.matches, entries):
-                (settled if entry.source in seen else chosen).append(entry)
-                seen.add(entry.source)
-            if not is_allowed and (
-                notes := _notes(chosen, "discarded", storage.blobs.clock.now())
-            ):
-                # Raises SetupError, before a change, if the credentials do not allow notes.
-                await records.open(notes[0].campaign, "settled")
-                is_allowed = True
-            done = await handle(chosen)
-            settled += done
-            await _settle(poison.delete, [leased[each.message.id] for each in settled])
-            for entry in settled:
-                del leased[entry.message.id]
-            deleted += len(settled)
-            swept.done += len(done)
-            if on_progress is not None:
-                on_progress(swept.done)
-        return deleted + len(leased) >= waiting
+            waiting -= len(fresh)
+            staying = {message.id for message in fresh if stays(message)}
+            gone = [message for message in fresh if message.id not in staying]
+            # Without the body: there may be a million.
+            kept |= {each.id: dataclasses.replace(each, body="") for each in received}
+            await _settle(poison.delete, gone)
+            for message in gone:
+                del kept[message.id]
     finally:
         try:
-            await _settle(poison.release, leased.values())
+            await _settle(poison.release, kept.values())
         except errors.TransientError as error:
             log.warning(
                 f"failed jobs stay invisible until their leases expire: {error.message}",
@@ -359,38 +233,3 @@ async def _settle(
             await call(message)
 
     await concurrency.for_each(messages, settle, protocol.MAX_RECEIVE)
-
-
-def _has_taken_name(failed: Entry) -> bool:
-    return (
-        failed.record is not None
-        and failed.record.error == errors.NameTakenError.__name__
-    )
-
-
-async def is_completed(storage: Storage, failed: Entry) -> bool:
-    """True if all images of a job are stored since: a read for each, or six if there is none.
-
-    Those may be of the job as it was mended; but not where another job has its name.
-    """
-    from imagefleet.records import decisions
-
-    if failed.record is None:
-        return False
-    images = await decisions.stored_images(
-        storage.blobs, failed.record.campaign, failed.record.id
-    )
-    if not decisions.are_all(images):
-        return False
-    return not _has_taken_name(failed) or images[-1].digest == failed.record.digest
-
-
-def _notes(
-    entries: Iterable[Entry], outcome: Literal["replayed", "discarded"], now: datetime
-) -> list[Record]:
-    """Records of what became of each failure; a later failure of the same job is another."""
-    return [
-        Record(outcome=outcome, at=now, **each.record.model_dump(include=_NOTED))
-        for each in entries
-        if each.record and each.record.source
-    ]

@@ -223,7 +223,7 @@ async def _failed(
             wrong.append(f"no record of a failed job: {message.body[:200]}")
             continue
         try:
-            job = read_job(await record.message(storage.blobs), message.id)
+            job = read_job(record.body or "", message.id)
         except errors.JobError as error:
             wrong.append(
                 f"a failed job cannot be sent again: {error}: {message.body[:200]}"

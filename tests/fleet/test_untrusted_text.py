@@ -13,6 +13,7 @@ from rich.console import Console
 
 from cli import console
 from imagefleet import redaction
+from imagefleet.records.log import RecordLog
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.local.blobs import METADATA_FOLDER
 from imagefleet.storage.open import open_storage
@@ -88,12 +89,11 @@ async def _fill(settings: StorageSettings) -> None:
         attempts=1,
         worker=HOSTILE,
         at="2026-11-01T00:00:00Z",
-        body_blob=f"failed/{'0' * 32}.txt",
     )
     other = failed.model_copy(update={"id": HOSTILE})
     async with open_storage(settings) as opened:
         await opened.create()
-        await opened.poison.send([failed.encode(), other.encode()])
+        await RecordLog(opened.blobs, "w").add([failed, other])
         await opened.blobs.create("default/a.png", b"x", "image/png", {"job": "a"})
         for name in ("loras/a.safetensors", "models/a.safetensors", "kernels/a.tar.xz"):
             await opened.files.create(name, b"x", "image/png", {"job": "a"})

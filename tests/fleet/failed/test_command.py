@@ -1,5 +1,4 @@
 import asyncio
-import hashlib
 import json
 import re
 import subprocess
@@ -10,6 +9,7 @@ import pytest
 from cli import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
+from imagefleet.records import reader
 from imagefleet.records.log import RecordLog
 from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
@@ -71,7 +71,7 @@ def test_the_list_counts_errors_and_then_lists_jobs(
 ):
     listing = read(in_process("failed", "--json", "--limit", "2"))
 
-    assert (listing["count"], listing["unrecorded"]) == (3, 1)
+    assert listing["count"] == 3
     assert listing["errors"][0] == {
         "error": "MissingFileError",
         "reason": MISSING.message,
@@ -79,12 +79,7 @@ def test_the_list_counts_errors_and_then_lists_jobs(
     }
     assert len(listing["jobs"]) == 2
 
-    ended = in_process("failed", "--limit", "1", "spring")
-    shown = ended.stdout
-    assert (
-        "the poison queue holds 1 message more, without a record: `imagefleet discard"
-        in ended.stderr
-    )
+    shown = in_process("failed", "--limit", "1", "spring").stdout
     assert "1 failed job" in shown
     assert "[bold]" in shown
     assert "cat" in shown
@@ -150,18 +145,15 @@ def test_replay_moves_only_the_selected_job(
     preview = read(in_process("replay", "default/dog", "--dry-run", "--json"))
     assert preview == {
         "count": 1,
-        "jobs": [{"campaign": None, "error": "MissingFileError", "count": 1}],
+        "jobs": [{"campaign": "default", "error": "MissingFileError", "count": 1}],
         "prompts": ["a \x1b[31mdog [red]"],
-        "unsigned": 0,
         "refused": 0,
-        "changes": [],
     }
     assert depths(failed_jobs) == (0, 4)
 
     assert read(in_process("replay", "default/dog", "--json")) == {
         "replayed": 1,
         "refused": [],
-        "missing": 0,
     }
     assert depths(failed_jobs) == (1, 3)
 
@@ -189,7 +181,6 @@ def test_replaying_all_leaves_what_is_no_job_and_says_why(
     result = in_process("replay", "--all", "--yes")
 
     assert "2 failed jobs replayed" in result.stdout
-    assert "stays: it is not a record of a failed job" in result.stdout
     assert "stays: its job is not valid for this version" in result.stdout
     assert depths(failed_jobs) == (2, 2)
 
@@ -240,27 +231,24 @@ def signed_jobs(
                 body = Job(prompt=f"a {name}", id=name, campaign="c").to_message(signer)
                 await add(storage, body)
             [real] = [
-                record.model_dump(mode="json", exclude_none=True)
-                async for each in storage.poison.browse()
-                if (record := dead_letter.FailedJob.parse(each.body))
-                and record.id == "fox"
+                record
+                async for record in reader.ended(storage, "c")
+                if record.id == "fox"
             ]
-            signed = json.loads(real["body"])
-            data = Job(prompt=THIEFS, id="blob").to_message().encode()
-            digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-            await storage.blobs.create(f"failed/{digest}.txt", data, "text/plain", {})
-            await storage.blobs.create(f"failed/{'0' * 32}.txt", data, "text/plain", {})
+            signed = json.loads(real.body or "")
             forged = [
-                {"body": Job(prompt=THIEFS, id="unsigned").to_message()},
-                {"body": json.dumps({**signed, "prompt": THIEFS})},
-                {"body": json.dumps({**signed, "id": "another"})},
-                {"body": Job(prompt=THIEFS, id="x").to_message(other)},
-                {"body_blob": f"failed/{digest}.txt"},
-                {"body_blob": f"failed/{'0' * 32}.txt"},
-                {"body_blob": f"failed/{'1' * 32}.txt"},
+                Job(prompt=THIEFS, id="unsigned").to_message(),
+                json.dumps({**signed, "prompt": THIEFS}),
+                json.dumps({**signed, "id": "another"}),
+                Job(prompt=THIEFS, id="x").to_message(other),
             ]
-            del real["body"]
-            await storage.poison.send(json.dumps({**real, **each}) for each in forged)
+            records = [
+                real.model_copy(
+                    update={"source": f"m{number}", "id": f"f{number}", "body": body}
+                )
+                for number, body in enumerate(forged)
+            ]
+            await RecordLog(storage.blobs, "thief").add(records)
 
     asyncio.run(prepare())
     return failed_jobs, key
@@ -292,25 +280,18 @@ def test_what_a_thief_put_there_does_not_come_back_as_jobs(
     monkeypatch.setenv(f"IMAGEFLEET_{variable}_KEY", value)
 
     preview = read(in_process("replay", "--all", "--dry-run", "--json"))
-    assert (preview["count"], preview["unsigned"]) == (2, 8)
+    assert (preview["count"], preview["refused"]) == (2, 7)
     assert sorted(preview["prompts"]) == ["a fox", "a owl"]
 
     result = in_process("replay", "--all", "--yes")
     assert "2 failed jobs replayed" in result.stdout
-    assert (
-        "8 records are not signed with your key: `imagefleet discard --unsigned`"
-        in result.stdout
-    )
-    assert "is not the message of job fox" in result.stdout
+    assert result.stdout.count("stays: it is not signed with your key") == 7
     assert prompts(settings) == ["a fox", "a owl"]
-    assert depths(settings) == (2, 11)
 
-    assert "--yes" in in_process("discard", "--unsigned").stderr
-    assert (
-        read(in_process("discard", "--unsigned", "--dry-run", "--json"))["count"] == 11
-    )
-    assert read(in_process("discard", "--unsigned", "--yes", "--json")) == {
-        "discarded": 11,
+    assert "--yes" in in_process("discard", "--all").stderr
+    assert read(in_process("discard", "--all", "--dry-run", "--json"))["count"] == 7
+    assert read(in_process("discard", "--all", "--yes", "--json")) == {
+        "discarded": 7,
         "refused": [],
     }
     assert depths(settings) == (2, 0)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from fleet.keys import mint
+from imagefleet.records.log import RecordLog
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
@@ -31,9 +32,9 @@ COMMANDS: dict[tuple[str, ...], set[str]] = {
     ("load", "loras.txt", "--check"): {"files", "monitor", "operator"},
     ("status",): {"monitor", "operator"},
     ("failed",): {"monitor", "operator"},
-    ("failed", "default/j1"): {"monitor", "operator"},
-    ("replay", "default/j1"): {"operator"},
-    ("discard", "default/j1", "--yes"): {"operator"},
+    ("failed", "spring/j1"): {"monitor", "operator"},
+    ("replay", "spring/j1"): {"operator"},
+    ("discard", "spring/j1", "--yes"): {"operator"},
     ("report", "spring", "--json"): {"monitor", "operator"},
     ("verify",): {"monitor", "operator"},
     ("redo", "--worker", "nobody"): {"operator"},
@@ -47,6 +48,7 @@ def with_a_failed_job(azurite_settings: StorageSettings, tmp_path) -> StorageSet
         async with open_storage(azurite_settings) as storage:
             await storage.create()
             await storage.poison.send([FAILED_JOB.encode()])
+            await RecordLog(storage.blobs, "w").add([FAILED_JOB])
 
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a fox"}\n')
     (tmp_path / "loras.txt").write_text("a <lora:fox:1>\n")

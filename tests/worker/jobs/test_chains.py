@@ -218,10 +218,6 @@ async def test_a_replay_can_change_the_stage_that_failed(
 ):
     await run_pipeline(Drawing(second_fails), sent=[chained()])
     change = Change({"steps": 20})
-    preview = await dead_letter_queue.preview(
-        storage, Selection(), Check(change=change)
-    )
-    assert preview.changes == {("steps", "12", "20"): 1}
     await dead_letter_queue.replay(storage, Selection(), check=Check(change=change))
     engine = Drawing()
     await run_pipeline(engine)

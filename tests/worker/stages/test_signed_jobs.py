@@ -45,7 +45,7 @@ async def poisoned(storage: Storage) -> dict[str, dead_letter.FailedJob]:
     async for message in storage.poison.browse():
         record = dead_letter.FailedJob.parse(message.body)
         assert record is not None
-        records[await record.message(storage.blobs)] = record
+        records[record.body or ""] = record
     return records
 
 
