@@ -223,27 +223,6 @@ def test_what_the_model_has_no_layer_for_is_skipped_and_counted(
     assert "drawn without 7 of its tensors" in warning.getMessage()
 
 
-@pytest.mark.parametrize("shape", [(32, 1), (1, 32)])
-def test_a_dora_that_automatic1111_draws_otherwise_is_told(
-    engine: Any,
-    tmp_path,
-    caplog,
-    shape: tuple[int, ...],
-):
-    parts, _ = scaled(base(engine, LINEAR))
-    lora = write(
-        tmp_path / "x.safetensors",
-        prefixed(LINEAR, {**parts, "dora_scale": drawn(*shape)}),
-    )
-    merged(engine, lora, LINEAR)
-    told = [
-        each
-        for each in caplog.records
-        if "AUTOMATIC1111 draws otherwise" in each.getMessage()
-    ]
-    assert len(told) == (shape[0] > 1)
-
-
 @pytest.mark.parametrize(
     ("kind", "prefix", "beside", "told"),
     [
