@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,9 +20,7 @@ from fleet.webhooks.events import Event, Source, State
 from imagefleet import aio, errors
 from imagefleet.job.message import read_job
 from imagefleet.records.batch import Submission, Watch
-from imagefleet.records.follower import Follower
 from imagefleet.records.ledger import Ledgers
-from imagefleet.records.record import Record
 from imagefleet.signing import SigningKey
 from imagefleet.storage.azure.roles import ROLES, Role
 from imagefleet.storage.open import Storage
@@ -51,16 +49,6 @@ def ask(
         monkeypatch.setenv(
             f"IMAGEFLEET_{name.upper()}", str(getattr(storage_settings, name))
         )
-
-    async def until_quiet(
-        _: Storage, follower: Follower, __: str, outcomes: set[str], ___: object
-    ) -> AsyncIterator[list[Record]]:
-        while records := await follower.poll():
-            yield [record for record in records if record.outcome in outcomes]
-
-    monkeypatch.setattr(
-        "fleet.results.command.follow", until_quiet
-    )  # the campaign has no end
 
     def run(*arguments: str) -> Any:
         return in_process(*arguments)
