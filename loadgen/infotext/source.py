@@ -9,11 +9,13 @@ from imagefleet.files import picture
 from imagefleet.job import message
 from loadgen import file_source
 from loadgen.formats.lines import Entry
-from loadgen.infotext import a1111, comfyui
+from loadgen.infotext import a1111, comfyui, invokeai
 from loadgen.infotext.reading import Reading
 
 #: The texts that tell the program, by their keywords in a file.
 _READERS = {
+    "invokeai_metadata": invokeai.read,
+    "sd-metadata": invokeai.read,
     "prompt": comfyui.read,
     "parameters": a1111.read,
 }

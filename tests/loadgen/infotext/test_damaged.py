@@ -8,12 +8,14 @@ from PIL import Image
 
 from imagefleet import errors
 from imagefleet.job import message
-from loadgen.infotext import a1111, comfyui
+from loadgen.infotext import a1111, comfyui, invokeai
 
 CASES = Path(__file__).parent / "cases"
 READERS = {
     "parameters": a1111.read,
     "prompt": comfyui.read,
+    "invokeai_metadata": invokeai.read,
+    "sd-metadata": invokeai.read,
 }
 
 TURNS = 8_000

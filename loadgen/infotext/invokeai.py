@@ -1,0 +1,119 @@
+"""InvokeAI's metadata: `invokeai_metadata` from 3.0 on, and `sd-metadata` before (`args.py`)."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from imagefleet import errors
+from imagefleet.job import samplers
+from loadgen.infotext.reading import Named, Reading, sampler_fields
+
+#: What is read, or decides nothing; another field that is set has no counterpart.
+_KNOWN = {
+    "generation_mode",
+    "positive_prompt",
+    "negative_prompt",
+    "width",
+    "height",
+    "seed",
+    "steps",
+    "rand_device",
+    "cfg_scale",
+    "scheduler",
+    "clip_skip",
+    "model",
+    "loras",
+    "vae",
+    "prompt",
+    "app_version",
+    "positive_style_prompt",
+    "negative_style_prompt",
+    "sampler",
+    "type",
+    "facetool",
+}
+
+#: Words whose weights compel reads, in all releases.
+_WEIGHTED = re.compile(r"[\w)\"][+-]+(?=[\s,.)]|$)|\)[\d.]")
+
+
+def read(text: str) -> Reading:
+    """The job of a picture's metadata; raises JobError for one with what no job draws."""
+    try:
+        found = json.loads(text)
+        return _read_first(found) if "image" in found else _read(found)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        raise errors.JobError("its metadata is damaged") from None
+
+
+def _read(found: Mapping[str, Any]) -> Reading:
+    mode = found.get("generation_mode", "txt2img").removeprefix("sdxl_")
+    prompts = found.get("positive_prompt") or "", found.get("negative_prompt") or ""
+    reading = _reading(found, mode, found["scheduler"], *prompts)
+    settings = reading.job["override_settings"]
+    if found.get("clip_skip"):
+        settings["CLIP_stop_at_last_layers"] = found["clip_skip"] + 1
+    if found.get("rand_device") == "cpu":
+        settings["randn_source"] = "CPU"
+    for kind, setting in (("model", "sd_model_checkpoint"), ("vae", "sd_vae")):
+        if found.get(kind):
+            settings[setting] = _add_file(reading, kind, found[kind])
+    for each in found.get("loras") or ():
+        name = _add_file(reading, "lora", each.get("model") or each["lora"])
+        reading.job["prompt"] += f" <lora:{name}:{each['weight']}>"
+    return reading
+
+
+def _read_first(found: Mapping[str, Any]) -> Reading:
+    """Reads texts of releases up to 2.3, whose prompt has the negative one in square brackets."""
+    image = found["image"]
+    (prompt,) = image["prompt"]
+    words = " ".join(re.sub(r"\[[^][]*\]", "", prompt["prompt"]).split())
+    negative = " ".join(re.findall(r"\[([^][]*)\]", prompt["prompt"]))
+    reading = _reading(
+        image, image.get("type", "txt2img"), image["sampler"], words, negative
+    )
+    file = {"name": found.get("model_id"), "hash": found.get("model_hash")}
+    reading.job["override_settings"]["sd_model_checkpoint"] = _add_file(
+        reading, "model", file
+    )
+    return reading
+
+
+def _reading(
+    found: Mapping[str, Any], mode: str, sampler: str, prompt: str, negative: str
+) -> Reading:
+    other = sorted(
+        name for name, value in found.items() if value and name not in _KNOWN
+    )
+    known = samplers.NAMES.get(sampler.removesuffix("_k").replace("kdpm_", "dpm_"))
+    if (
+        mode != "txt2img"
+        or other
+        or known is None
+        or known.key not in samplers.SAMPLERS
+    ):
+        what = ", ".join([f"mode {mode}, sampler {sampler}", *other])[:200]
+        raise errors.JobError(f"it has what has no counterpart: {what}")
+    job = {
+        name: found[name] for name in ("seed", "steps", "cfg_scale", "width", "height")
+    }
+    job |= {"prompt": prompt, "negative_prompt": negative}
+    job |= sampler_fields(
+        known.title, "Karras" if sampler.endswith("_k") else None, is_old=True
+    )
+    reading = Reading(job | {"override_settings": {"randn_source": "GPU"}})
+    reading.cannot.append("drawn with diffusers' scheduler: alike and not equal")
+    if _WEIGHTED.search(f"{prompt} {negative}"):
+        reading.cannot.append(
+            "its prompt has weights of InvokeAI's: they are read as words"
+        )
+    return reading
+
+
+def _add_file(reading: Reading, kind: str, found: Mapping[str, Any]) -> str:
+    """Notes a file and returns its name."""
+    named = Named(kind, found.get("name") or found["model_name"], found.get("hash"))
+    reading.models.append(named)
+    return str(named.name)
