@@ -4,6 +4,8 @@ All tensors are stacks: their first dimension is the layer. On a GPU the hundred
 network are a few stacks: a launch for each layer would take longer than the arithmetic.
 """
 
+import functools
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -60,6 +62,50 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
 
 #: Since torch 2.8.
 _HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")
+
+
+def factorise(change: Tensors, most: int) -> Factors | None:
+    """One layer's change as up [out, rank] and down [rank, inputs of all taps], without its scale.
+
+    Products of low-rank parts are of low rank, too: elementwise ones (LoHa) and Kronecker's (LoKr)
+    at most of the product of their ranks. None where that is above *most*, for DoRA and for whole
+    differences, and for what depends on the weights.
+    """
+    kind = _kind(change)
+    if kind not in {"lora", "loha", "lokr"} or change.keys() & lora.NORMS:
+        return None
+    tensors = {name: each[None] for name, each in change.items()}
+    if kind == "lora":
+        parts = [_lora_factors(tensors)]
+    else:
+        prefix = "hada" if kind == "loha" else "lokr"
+        parts = [_half_factors(tensors, prefix, half) for half in "12"]
+    if math.prod(down.shape[1] for _, down in parts) > most:
+        return None
+    if change.keys() == {"down", "up"}:
+        ((up, down),) = parts
+        return up[0], down[0]
+    ups = [up[0].float().contiguous() for up, _ in parts]
+    downs = [down[0].float().contiguous() for _, down in parts]
+    if kind == "loha":
+        first, second = ups
+        up = (first[:, :, None] * second[:, None]).flatten(1)
+        first, second = downs
+        down = (first[:, None] * second[None]).flatten(0, 1)
+    else:
+        # Kronecker's; the second half's columns end with the kernel, as a weight's do.
+        up = functools.reduce(torch.kron, ups)
+        down = functools.reduce(torch.kron, downs)
+    return _balanced(up, down)
+
+
+def _balanced(up: Tensor, down: Tensor) -> Factors:
+    """Rescales two factors to the same magnitude, so that neither underflows in float16."""
+    smallest = torch.finfo(torch.float32).tiny
+    up_size = up.abs().amax(0).clamp_min(smallest).sqrt()
+    down_size = down.abs().amax(1).clamp_min(smallest).sqrt()
+    ratio = down_size / up_size
+    return up * ratio, down / ratio[:, None]
 
 
 def _lokr(tensors: Tensors, _: Tensor) -> Tensor:

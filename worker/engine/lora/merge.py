@@ -376,10 +376,12 @@ def pack(
             if path not in known:
                 return None
             group, at = known[path]
-            if tensors.keys() == {"down", "up"}:
+            if isinstance(group, Shape):
+                factors = kinds.factorise(tensors, group.max_rank)
+                if factors is None:
+                    return None
+            elif tensors.keys() == {"down", "up"}:
                 factors = _flat(tensors["up"]), _flat(tensors["down"])
-            elif isinstance(group, Shape):
-                return None
             else:
                 others[group][at].append((lora.weight, delta))
                 continue
