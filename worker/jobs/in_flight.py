@@ -15,10 +15,10 @@ from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.records.record import Record
 from imagefleet.storage.deliveries import (
+    DELIVERIES_FIELD,
     SUSPECT_AFTER,
     Deliveries,
     shown_images,
-    without_deliveries,
 )
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.metrics import MAX_MODELS, OTHER_MODELS
@@ -143,8 +143,8 @@ class InFlightJob:
     def is_redelivered(self) -> bool:
         """True if it may have been drawn before, also as a failed job that was sent again."""
         message = self.lease.message
-        is_sent_again = without_deliveries(message.body) != message.body
-        return message.delivery_count > 1 or is_sent_again
+        # A prompt with that word costs a look at the storage.
+        return message.delivery_count > 1 or DELIVERIES_FIELD in message.body
 
     @property
     def is_suspect(self) -> bool:

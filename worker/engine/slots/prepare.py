@@ -487,7 +487,8 @@ class RequestPreparer(Preparer):
         return cache.check_file(name, path)
 
     def _check_clip_skip(self, clip_skip: int) -> None:
-        layers = self._checkpoint.text_encoder.config.num_hidden_layers
+        first, *_ = self._checkpoint.text_encoders.values()
+        layers = first.config.num_hidden_layers
         encoders = self._checkpoint.family.text_encoders
         if (
             any(each.rules.layer is None for each in encoders)
