@@ -131,7 +131,7 @@ VOLATILE = {
         "oldest_age_seconds",
         "damage",
     ),
-    *("unfit_records", "unrecorded", "messages"),
+    *("unfit_records", "messages"),
     *("images_per_second", "seconds", "made_at", "last_at", "first_at", "seconds_left"),
 }
 
