@@ -1,7 +1,5 @@
-"""A campaign in numbers, and a hash that tells whether it has changed since it was counted."""
+"""A campaign in numbers, and what was listed of it, which tells whether it has changed since."""
 
-import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
@@ -37,17 +35,8 @@ class Counts:
 
 
 class CachedCounts(NamedTuple):
-    """A campaign's numbers, the records that do not fit, and a hash of what was listed of it."""
+    """A campaign's numbers, the records that do not fit, and its ledger and shards as listed."""
 
-    listed: str
+    listed: list[BlobRecord]
     counts: Counts
     unfit: int
-
-
-def hashed(listed: Iterable[BlobRecord]) -> str:
-    """A hash of a campaign's ledger and shards, as they were listed."""
-    found = hashlib.blake2b(digest_size=16)
-    for blob in listed:
-        facts = blob.name, blob.size_bytes, blob.created_at, blob.modified_at
-        found.update(repr(facts).encode())
-    return found.hexdigest()

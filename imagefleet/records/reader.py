@@ -13,7 +13,7 @@ from imagefleet import concurrency
 from imagefleet.job.message import RECORDS
 from imagefleet.records import catalog, decisions, ledger
 from imagefleet.records.catalog import Damaged, StoredShard
-from imagefleet.records.counts import CachedCounts, Counts, hashed
+from imagefleet.records.counts import CachedCounts, Counts
 from imagefleet.records.decisions import ImageRecords
 from imagefleet.records.log import ShardName, Totals
 from imagefleet.records.record import Record
@@ -107,7 +107,7 @@ async def all_counts(
 
     async def count(campaign: str) -> None:
         blobs, shards, unfit = noted.get(campaign, ()), by_campaign[campaign], Damaged()
-        listed = hashed([*blobs, *(shard.blob for shard in shards)])
+        listed = [*blobs, *(shard.blob for shard in shards)]
         of_campaign = before.get(campaign)
         if of_campaign is None or of_campaign.listed != listed:
             of = ledger.Ledger(storage, campaign) if blobs else None

@@ -168,9 +168,6 @@ class JobQueue(Protocol):
     async def delete(self, message: LeasedMessage) -> None:
         """Acknowledges a message, which deletes it."""
 
-    def browse(self) -> AsyncIterator[Message]:
-        """Iterates over visible messages; on Azure, of more than 32, this counts as a delivery."""
-
     @property
     def finds_all(self) -> bool:
         """True if `find` sees every message. On Azure it sees the first 32 that are visible."""

@@ -33,6 +33,7 @@ from typing import Any, Literal
 import forks
 import storm_clashes
 import storm_worker
+from browsing import visible
 from imagefleet.records import ledger
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -211,7 +212,7 @@ class Storm:
             await asyncio.to_thread(process.wait, 60)
         # A killed replay may hold failed jobs, which are not seen until its leases end.
         poison = storage.poison
-        while len([1 async for _ in poison.browse()]) < (await poison.depth()).messages:
+        while len([1 async for _ in visible(poison)]) < (await poison.depth()).messages:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def console(self, *arguments: str | Path) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from browsing import visible
 from imagefleet import aio, errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.storage import dead_letter
@@ -217,7 +218,7 @@ async def _failed(
     storage: Storage, campaign: str, wrong: list[str]
 ) -> dict[Key, dead_letter.FailedJob]:
     found = dict[Key, dead_letter.FailedJob]()
-    async for message in storage.poison.browse():
+    async for message in visible(storage.poison):
         record = dead_letter.FailedJob.parse(message.body)
         if record is None:
             wrong.append(f"no record of a failed job: {message.body[:200]}")

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
+from browsing import visible
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
@@ -100,7 +101,7 @@ async def compare_outcomes(
         for drawing in drawn_as[record.name].values():
             tally.wrong_images += not is_image_of(*drawing, data)
     failed: dict[str, str] = {}
-    async for message in storage.poison.browse():
+    async for message in visible(storage.poison):
         record = dead_letter.FailedJob.parse(message.body)
         failed[record.id if record else message.id] = (
             record.reason if record else "no record"

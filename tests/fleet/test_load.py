@@ -12,6 +12,7 @@ from typing import IO
 import pytest
 
 import polling
+from browsing import visible
 from cli import console
 from imagefleet.records.ledger import Ledger
 from imagefleet.storage.open import open_storage
@@ -40,7 +41,7 @@ def ids_in(settings: StorageSettings) -> Counter[str]:
     async def browse() -> Counter[str]:
         async with open_storage(settings) as storage:
             return Counter(
-                [json.loads(each.body)["id"] async for each in storage.queue.browse()]
+                [json.loads(each.body)["id"] async for each in visible(storage.queue)]
             )
 
     return asyncio.run(browse())

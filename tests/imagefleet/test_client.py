@@ -15,6 +15,7 @@ import pytest
 
 import imagefleet
 import polling
+from browsing import visible
 from imagefleet import Job, aio, cancelled, errors
 from imagefleet.job.message import read_job
 from imagefleet.storage.settings import StorageSettings
@@ -66,7 +67,7 @@ async def test_a_job_is_replayed_with_other_values(fleet: aio.Fleet, work: Work)
     changes = {"prompt": "a house", "steps": 20, "model": None}
     changes["output"] = imagefleet.Output(quality=50)
     assert (await fleet.replay(set=changes)).done == 1
-    (message,) = [message async for message in fleet.storage.queue.browse()]
+    (message,) = [message async for message in visible(fleet.storage.queue)]
     sent = read_job(message.body, message.id)
     assert (sent.id, sent.steps, sent.model, sent.output.quality) == ("a", 20, None, 50)
     await work()
@@ -78,7 +79,7 @@ async def test_the_same_jobs_without_ids_are_different_images(fleet: aio.Fleet):
 
     ids = [job_id for batch in batches for job_id in batch.ids]
     assert len(set(ids)) == 4
-    bodies = [message.body async for message in fleet.storage.queue.browse()]
+    bodies = [message.body async for message in visible(fleet.storage.queue)]
     assert {read_job(body, "message").id for body in bodies} == set(ids)
     assert len({json.loads(body)["seed"] for body in bodies}) == 4
 

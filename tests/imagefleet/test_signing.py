@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import imagefleet
 import signers
+from browsing import visible
 from imagefleet import Job, aio, errors, signing
 from imagefleet.job.message import read_job
 from imagefleet.signing import SigningKey, TrustedKeys
@@ -175,7 +176,7 @@ async def test_what_the_client_submits_is_signed_with_its_id_and_campaign(
         batch = await fleet.submit(
             [Job(prompt="a"), Job(prompt="b", id="b")], campaign="spring"
         )
-        bodies = [each.body async for each in fleet.storage.queue.browse()]
+        bodies = [each.body async for each in visible(fleet.storage.queue)]
         trusted = signers.trusted(own, fleet.storage.scope)
         jobs = [read_job(body, "m", trusted) for body in bodies]
         assert [(job.id, job.campaign) for job in jobs] == [

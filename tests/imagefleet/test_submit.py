@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 import polling
+from browsing import visible
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
@@ -27,7 +28,7 @@ def wanted(start: int, end: int) -> list[int]:
 
 
 async def numbers_in(storage: Storage) -> list[int]:
-    return sorted([int(message.body) async for message in storage.queue.browse()])
+    return sorted([int(message.body) async for message in visible(storage.queue)])
 
 
 async def test_every_job_is_sent_once(storage: Storage):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from browsing import visible
 from imagefleet import cancelled, errors, submit
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage, open_storage
@@ -80,7 +81,7 @@ async def cancelled_at(storage: Storage, load: Load, jobs: int) -> None:
 
 async def in_queue(storage: Storage) -> Counter[str]:
     return Counter(
-        [json.loads(each.body)["campaign"] async for each in storage.queue.browse()]
+        [json.loads(each.body)["campaign"] async for each in visible(storage.queue)]
     )
 
 
@@ -92,7 +93,7 @@ async def test_a_load_whose_campaign_is_cancelled_ends_and_what_it_sent_is_cance
     assert 50 <= sent["spring"] < JOBS // 2
     found = cancelled.CancelledCampaigns(storage.files, storage.queue.name)
     await found.refresh()
-    async for message in storage.queue.browse():
+    async for message in visible(storage.queue):
         campaign = json.loads(message.body)["campaign"]
         assert found.includes(campaign, message.enqueued_at) == (campaign == "spring")
     for campaign in ("spring", "autumn"):

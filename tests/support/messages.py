@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from browsing import visible
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.records import reader
@@ -85,7 +86,7 @@ async def failures(storage: Storage) -> dict[str, FailedJob]:
 
 async def failed_jobs(storage: Storage) -> list[FailedJob]:
     """The jobs in the poison queue."""
-    found = [FailedJob.parse(each.body) async for each in storage.poison.browse()]
+    found = [FailedJob.parse(each.body) async for each in visible(storage.poison)]
     return [job for job in found if job is not None]
 
 

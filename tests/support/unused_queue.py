@@ -35,7 +35,3 @@ class UnusedQueue:
 
     async def delete(self, message: LeasedMessage) -> None:
         raise NotImplementedError
-
-    async def browse(self) -> AsyncIterator[Message]:
-        raise NotImplementedError
-        yield  # type: ignore[unreachable]

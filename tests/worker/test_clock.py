@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 
 import azurite
+from browsing import visible
 from evaluation.stand_in import StandInEngine, draw_noise
 from fleet.report import figures
 from fleet.report import records as report_records
@@ -69,7 +70,7 @@ async def test_records_have_the_storages_time(
     assert image.started_at is not None
     for at in (image.at, ended.at, image.started_at):
         assert began_at <= at <= until
-    (message,) = [each async for each in storage.poison.browse()]
+    (message,) = [each async for each in visible(storage.poison)]
     failed = dead_letter.FailedJob.parse(message.body)
     assert failed is not None
     assert began_at <= failed.at <= until
@@ -120,7 +121,7 @@ async def test_a_signature_ends_by_the_storages_clock(
             [Job(prompt="a", id=name).to_message(JobSigner(key, ended))]
         )
     await run_pipeline(trusted_key=key.public)
-    (message,) = [each async for each in storage.poison.browse()]
+    (message,) = [each async for each in visible(storage.poison)]
     failed = dead_letter.FailedJob.parse(message.body)
     assert failed is not None
     assert (failed.id, failed.error) == ("past", "UntrustedJobError")
@@ -129,7 +130,7 @@ async def test_a_signature_ends_by_the_storages_clock(
 @pytest.mark.usefixtures("cancel_at_once")
 async def test_a_campaign_is_cancelled_by_the_storages_clock(storage: Storage):
     await storage.queue.send([Job(prompt="a", id="a", campaign="spring").to_message()])
-    (message,) = [each async for each in storage.queue.browse()]
+    (message,) = [each async for each in visible(storage.queue)]
     at = await cancelled.cancel(storage, "spring")
     ahead = timedelta(seconds=cancelled.LOAD_SECONDS)
     assert ahead <= at - message.enqueued_at < ahead + BLUR

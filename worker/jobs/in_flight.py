@@ -12,10 +12,9 @@ from typing import Any
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
+from imagefleet.job.message import DEFAULT_CAMPAIGN, DELIVERIES_FIELD, Job
 from imagefleet.records.record import Record
 from imagefleet.storage.deliveries import (
-    DELIVERIES_FIELD,
     SUSPECT_AFTER,
     Deliveries,
     shown_images,

@@ -5,7 +5,6 @@ unless limited to one page; `update_message` without a timeout hands the message
 message object it sends the whole body again; messages expire after seven days by default.
 """
 
-import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from functools import partial
@@ -23,13 +22,6 @@ from imagefleet.storage.azure.roles import ANY_PERMISSION
 
 #: Sends in flight at most: from far away, 128 at 50 ms are a queue's limit.
 MOST_SENDS = 128
-
-#: Releases in flight at once: more would only wait in Azure.
-CONCURRENT_RELEASES = 32
-
-#: Browsing more messages than a peek returns requires leasing them. They are released at the end,
-#: or visible again after this time if the reader crashes. It suffices for about 100,000 messages.
-BROWSE_LEASE_SECONDS = 300
 
 _Result = TypeVar("_Result")
 
@@ -128,28 +120,6 @@ class AzureQueue:
         request = partial(self._client.delete_message, message.id, message.receipt)
         await self._call_with_receipt("p", request)
 
-    async def browse(self) -> AsyncIterator[protocol.Message]:
-        visible = await self._peek(protocol.MAX_RECEIVE)
-        if len(visible) < protocol.MAX_RECEIVE:
-            for message in visible:
-                yield message
-            return
-        leased: dict[str, protocol.LeasedMessage] = {}
-        try:
-            while page := await self.receive(
-                protocol.MAX_RECEIVE, BROWSE_LEASE_SECONDS
-            ):
-                fresh = [message for message in page if message.id not in leased]
-                leased.update((message.id, message) for message in page)
-                if not fresh:  # the first leases have expired: the reader is slow
-                    break
-                for message in fresh:
-                    yield message
-        finally:
-            await concurrency.for_each(
-                leased.values(), self._hand_back, CONCURRENT_RELEASES
-            )
-
     async def find(self, text: str) -> AsyncIterator[tuple[protocol.Message, bool]]:
         for message in await self._peek(protocol.MAX_RECEIVE):
             if (
@@ -214,8 +184,3 @@ class AzureQueue:
     ) -> protocol.Message:  # the SDK's types would allow None
         facts = message.id, message.content, message.dequeue_count, message.inserted_on
         return protocol.Message(*facts, queue=self.name)
-
-    async def _hand_back(self, message: protocol.LeasedMessage) -> None:
-        # If this fails, the message is visible again when its lease expires.
-        with contextlib.suppress(errors.LeaseLost, errors.TransientError):
-            await self.release(message)

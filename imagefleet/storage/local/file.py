@@ -56,10 +56,6 @@ WHERE sequence = ? AND version = ? AND id = ?
 """
 DELETE = "DELETE FROM messages WHERE sequence = ? AND version = ? AND id = ?"
 CLEAR = "DELETE FROM messages WHERE queue = ?"
-BROWSE = """
-SELECT sequence, id, body, delivery_count, enqueued_at FROM messages
-WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
-"""
 # Messages in base64, as Azure Functions send them, are the caller's to read.
 FIND = """
 SELECT sequence, id, body, delivery_count, enqueued_at, visible_at > 0 FROM messages

@@ -28,7 +28,7 @@ from imagefleet.storage.local import file as sqlite_file
 _Result = TypeVar("_Result")
 _Work = Callable[..., object]
 
-_BROWSE_PAGE = 100
+_FOUND_AT_ONCE = 100
 
 #: Changes of single messages in one transaction, which takes a millisecond then.
 _MOST_CHANGES = 64
@@ -223,13 +223,19 @@ class LocalQueue:
     async def delete(self, message: protocol.LeasedMessage) -> None:
         await self._change(sqlite_file.DELETE, lambda: _key(message))
 
-    async def browse(self) -> AsyncIterator[protocol.Message]:
-        async for _, *row in self._pages(sqlite_file.BROWSE):
-            yield self._message(*row)
-
     async def find(self, text: str) -> AsyncIterator[tuple[protocol.Message, bool]]:
-        async for _, *row, is_leased in self._pages(sqlite_file.FIND, text, text):
-            yield self._message(*row), bool(is_leased)
+        last = 0
+
+        def page(connection: sqlite3.Connection) -> list[Any]:
+            self._sweep(connection)
+            values = self.name, last, text, text, _FOUND_AT_ONCE
+            return connection.execute(sqlite_file.FIND, values).fetchall()
+
+        self._operations.queue += 1
+        while rows := await self._file.run(page):
+            for _, *row, is_leased in rows:
+                yield self._message(*row), bool(is_leased)
+            last = rows[-1][0]
 
     async def depth(self) -> protocol.QueueDepth:
         def depth(connection: sqlite3.Connection) -> protocol.QueueDepth:
@@ -278,21 +284,6 @@ class LocalQueue:
             lambda each: each.execute(statement, values()).rowcount
         ):
             raise errors.LeaseLost
-
-    async def _pages(self, statement: str, *texts: str) -> AsyncIterator[Any]:
-        """The rows of a statement, read by pages; each row starts with its sequence."""
-        last = 0
-
-        def page(connection: sqlite3.Connection) -> list[Any]:
-            self._sweep(connection)
-            values = self.name, last, *texts, _BROWSE_PAGE
-            return connection.execute(statement, values).fetchall()
-
-        self._operations.queue += 1
-        while rows := await self._file.run(page):
-            for row in rows:
-                yield row
-            last = rows[-1][0]
 
     def _message(
         self, message_id: str, body: str, count: int, at: float

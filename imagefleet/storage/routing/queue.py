@@ -141,12 +141,6 @@ class RoutedQueue:
     async def delete(self, message: protocol.LeasedMessage) -> None:
         await self._route_of(message).queue.delete(message)
 
-    async def browse(self) -> AsyncIterator[protocol.Message]:
-        for route in await self._all():
-            with self._main_must_exist(route):
-                async for message in route.queue.browse():
-                    yield message
-
     @property
     def finds_all(self) -> bool:
         return all(route.queue.finds_all for route in self.routes.values())

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from browsing import visible
 from cli import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
@@ -260,7 +261,7 @@ def prompts(settings: StorageSettings) -> list[str]:
             return sorted(
                 [
                     json.loads(each.body)["prompt"]
-                    async for each in storage.queue.browse()
+                    async for each in visible(storage.queue)
                 ]
             )
 

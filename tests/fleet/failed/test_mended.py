@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 import signers
+from browsing import visible
 from cli import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
@@ -62,7 +63,7 @@ async def fail(storage: Storage, *bodies: str) -> None:
 
 
 async def queued(storage: Storage) -> list[Job]:
-    return [read_job(each.body, each.id) async for each in storage.queue.browse()]
+    return [read_job(each.body, each.id) async for each in visible(storage.queue)]
 
 
 def test_exported_jobs_are_loaded_again_under_their_ids(
@@ -126,7 +127,7 @@ def trusting(key: SigningKey) -> Callable[[Storage], Coroutine[Any, Any, Job]]:
     """Reads the one job in the queue, which has to be signed with the key."""
 
     async def read(storage: Storage) -> Job:
-        (message,) = [each async for each in storage.queue.browse()]
+        (message,) = [each async for each in visible(storage.queue)]
         return read_job(message.body, message.id, signers.trusted(key, storage.scope))
 
     return read

@@ -13,6 +13,7 @@ from azure.storage.blob import BlobBlock, PublicAccess
 from azure.storage.blob.aio import BlobServiceClient, ContainerClient
 from azure.storage.queue.aio import QueueClient, QueueServiceClient
 
+from browsing import visible
 from fleet.keys import mint
 from imagefleet.storage.azure.account import read_address
 from imagefleet.storage.azure.roles import ROLES, Role, name_of
@@ -167,8 +168,8 @@ async def refused(
 async def state(owner: Storage) -> dict[str, Any]:
     """All messages, images and files."""
     return {
-        "jobs": [each.body async for each in owner.queue.browse()],
-        "poison": [each.body async for each in owner.poison.browse()],
+        "jobs": [each.body async for each in visible(owner.queue)],
+        "poison": [each.body async for each in visible(owner.poison)],
         "images": {
             each.name: (await owner.blobs.read(each.name), dict(each.metadata))
             async for each in owner.blobs.records()

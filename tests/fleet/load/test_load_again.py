@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from browsing import visible
 from cli import console
 from imagefleet.job.message import fields_if_any
 from imagefleet.records import ledger
@@ -49,7 +50,7 @@ def within(
 def prompts_in(settings: StorageSettings) -> list[str]:
     async def browse(storage: Storage) -> list[str]:
         return [
-            fields_if_any(each.body)["prompt"] async for each in storage.queue.browse()
+            fields_if_any(each.body)["prompt"] async for each in visible(storage.queue)
         ]
 
     return sorted(within(settings, browse))

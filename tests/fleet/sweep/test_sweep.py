@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import polling
+from browsing import visible
 from cli import console, options
 from fleet.keys import mint
 from imagefleet import sweep
@@ -49,7 +50,7 @@ def captions(tmp_path) -> Path:
 def bodies_in(settings: StorageSettings) -> list[dict[str, Any]]:
     async def browse() -> list[dict[str, Any]]:
         async with open_storage(settings) as storage:
-            return [json.loads(each.body) async for each in storage.queue.browse()]
+            return [json.loads(each.body) async for each in visible(storage.queue)]
 
     return asyncio.run(browse())
 
@@ -99,7 +100,7 @@ def test_the_stages_of_a_chain_are_in_each_job(
     async def read() -> list[dict[str, Any]]:
         async with open_storage(local(tmp_path)) as storage:
             queue = storage.models.of("base")["normal"]
-            return [json.loads(each.body) async for each in queue.browse()]
+            return [json.loads(each.body) async for each in visible(queue)]
 
     jobs = asyncio.run(read())
     assert len(jobs) == 6

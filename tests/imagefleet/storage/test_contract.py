@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 import polling
+from browsing import visible
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import LeasedMessage
@@ -248,28 +249,7 @@ async def test_concurrent_receivers_never_get_the_same_message(
     assert sorted(received, key=int) == [str(number) for number in range(60)]
 
 
-# Browsing and depth
-
-
-async def test_browse_returns_all_messages_and_leaves_them_visible(
-    storage: Storage,
-):
-    bodies = {f"job {number}" for number in range(70)}
-    await storage.queue.send(bodies)
-    browsed = [message.body async for message in storage.queue.browse()]
-    assert len(browsed) == 70
-    assert set(browsed) == bodies
-    left = 0
-    while page := await storage.queue.receive(32, LEASE_SECONDS):
-        left += len(page)
-    assert left == 70
-
-
-async def test_browse_does_not_return_leased_messages(storage: Storage):
-    await storage.queue.send(["leased"])
-    await receive_one(storage)
-    await storage.queue.send(["waiting"])
-    assert [message.body async for message in storage.queue.browse()] == ["waiting"]
+# Depth
 
 
 async def test_depth_reports_the_messages_and_the_oldest_age(storage: Storage):
@@ -295,7 +275,7 @@ async def test_operations_are_counted_as_azure_bills_them(storage: Storage):
     await storage.queue.release(second)
     await storage.queue.depth()
     await storage.poison.send(["failed"])
-    assert [message.body async for message in storage.poison.browse()] == ["failed"]
+    assert [message.body async for message in visible(storage.poison)] == ["failed"]
     assert storage.operations.queue - before.queue == 2 + 2 + 2 + 1 + 4 + 1 + 1
 
     assert await storage.blobs.create("a.png", b"x", "image/png", {})

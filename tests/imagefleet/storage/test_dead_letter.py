@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from browsing import visible
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.sizes import MAX_MESSAGE_BYTES, message_bytes
@@ -29,7 +30,7 @@ async def add(storage: Storage, body: str, job: Job | None = None) -> FailedJob:
     await dead_letter.add(
         storage, message, job, errors.UnusableFileError("does not fit"), "worker-1"
     )
-    [poisoned] = [each async for each in storage.poison.browse()]
+    [poisoned] = [each async for each in visible(storage.poison)]
     assert message_bytes(poisoned.body) <= MAX_MESSAGE_BYTES
     record = FailedJob.parse(poisoned.body)
     assert record is not None
@@ -51,7 +52,7 @@ async def test_a_record_holds_the_job_its_error_the_attempts_and_the_worker(
         storage, message, job, errors.MissingFileError("no LoRA 'x'"), "worker-1"
     )
 
-    [poisoned] = [each async for each in storage.poison.browse()]
+    [poisoned] = [each async for each in visible(storage.poison)]
     record = FailedJob.parse(poisoned.body)
     assert record is not None
     assert (record.id, record.campaign) == (message.id, "spring")
@@ -81,7 +82,7 @@ async def test_a_message_too_large_for_the_poison_queue_is_in_the_record_alone(
     record = await dead_letter.add(storage, message, job, error, "worker-1")
 
     assert read_job(record.body or "", "other") == job
-    [poisoned] = [each async for each in storage.poison.browse()]
+    [poisoned] = [each async for each in visible(storage.poison)]
     shown = FailedJob.parse(poisoned.body)
     assert shown == record.model_copy(update={"body": None})
 
@@ -128,7 +129,7 @@ async def test_any_error_text_fits_into_a_record(tmp_path, reason: str):
             storage, message, None, errors.JobError(reason), "w" * 10_000
         )
 
-        [poisoned] = [each async for each in storage.poison.browse()]
+        [poisoned] = [each async for each in visible(storage.poison)]
         assert FailedJob.parse(poisoned.body) is not None
 
 

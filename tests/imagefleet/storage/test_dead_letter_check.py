@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 import signers
+from browsing import visible
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.log import RecordLog
@@ -38,14 +39,14 @@ async def listed(storage: Storage) -> list[Record]:
 
 
 async def waiting(storage: Storage) -> list[str]:
-    return [json.loads(each.body)["prompt"] async for each in storage.queue.browse()]
+    return [json.loads(each.body)["prompt"] async for each in visible(storage.queue)]
 
 
 async def test_what_somebody_adds_to_the_poison_queue_alone_is_never_sent(
     storage: Storage,
 ):
     await fail(storage, Job(prompt="real", id="a").to_message())
-    [real] = [each async for each in storage.poison.browse()]
+    [real] = [each async for each in visible(storage.poison)]
     forged = {"body": Job(prompt="forged", id="a").to_message()}
     await storage.poison.send([json.dumps(json.loads(real.body) | forged)])
 

@@ -3,6 +3,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from browsing import visible
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.log import RecordLog
@@ -39,7 +40,7 @@ async def add(
 async def ids(queue: JobQueue) -> Counter[str]:
     """The ids of the jobs that are visible in a queue."""
     found: Counter[str] = Counter()
-    async for message in queue.browse():
+    async for message in visible(queue):
         record = dead_letter.FailedJob.parse(message.body)
         found[record.id if record else str(read_job(message.body, message.id).id)] += 1
     return found
@@ -104,7 +105,7 @@ async def test_copies_of_a_message_after_a_lost_reply_are_deleted_with_it(
     storage: Storage,
 ):
     await add(storage, "a", "b")
-    [first, second] = [message async for message in storage.poison.browse()]
+    [first, second] = [message async for message in visible(storage.poison)]
     await storage.poison.send([first.body, second.body, first.body])
 
     swept = await dead_letter_queue.replay(storage, Selection(id="a"))
@@ -123,7 +124,7 @@ async def test_a_foreign_message_is_deleted_only_with_all_failed_jobs(storage: S
 
     assert (await dead_letter_queue.replay(storage, Selection(id="a"))).done == 1
     assert (await dead_letter_queue.discard(storage, Selection(id="b"))).done == 1
-    [left] = [message async for message in storage.poison.browse()]
+    [left] = [message async for message in visible(storage.poison)]
     assert left.body == "what is this?"
 
     assert (await dead_letter_queue.discard(storage, Selection())).done == 0

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import polling
+from browsing import visible
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.log import RecordLog
@@ -43,7 +44,7 @@ async def listed(storage: Storage) -> Counter[str]:
 
 async def queued(queue: JobQueue) -> Counter[str]:
     return Counter(
-        [str(read_job(each.body, each.id).id) async for each in queue.browse()]
+        [str(read_job(each.body, each.id).id) async for each in visible(queue)]
     )
 
 

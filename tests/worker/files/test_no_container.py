@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 
+from browsing import visible
 from evaluation.stand_in import StandInEngine
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
@@ -42,7 +43,7 @@ async def test_a_worker_without_a_container_of_files_draws_what_needs_none(
         )
         poison = [
             dead_letter.FailedJob.parse(each.body)
-            async for each in storage.poison.browse()
+            async for each in visible(storage.poison)
         ]
     assert outcomes == {"completed": 1, "failed": 2}
     reasons = {failed.id: failed.reason for failed in poison if failed}

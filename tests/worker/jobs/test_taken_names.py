@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from browsing import visible
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
@@ -189,7 +190,7 @@ async def test_a_token_that_cannot_read_takes_a_new_jobs_taken_name_for_anothers
 
     swept = await dead_letter_queue.replay(storage, Selection(error="NameTakenError"))
     assert swept.done == 1
-    waiting = [read_job(each.body, "m").prompt async for each in storage.queue.browse()]
+    waiting = [read_job(each.body, "m").prompt async for each in visible(storage.queue)]
     assert waiting == ["a cat"], "of the other, the image is stored"
 
 

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 import polling
+from browsing import visible
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.storage.open import Storage
@@ -157,7 +158,7 @@ async def test_a_job_in_the_wrong_queue_is_moved_to_its_models_and_keeps_id_and_
     storage: Storage, worker_settings: MakeSettings
 ):
     await storage.queues["high"].send(['{"prompt": "a", "model": "second"}'])
-    async for message in storage.queues["high"].browse():
+    async for message in visible(storage.queues["high"]):
         first_id = message.id
     await storage.queues["normal"].send([job(1, "second"), job(2, "first")])
     engines = Engines(worker_settings, "first")
@@ -165,7 +166,7 @@ async def test_a_job_in_the_wrong_queue_is_moved_to_its_models_and_keeps_id_and_
     assert pipeline.metrics.outcomes == {"moved": 2, "completed": 1}
     assert (await storage.poison.depth()).messages == 0
     (moved,) = [
-        each.body async for each in storage.models.of("second")["high"].browse()
+        each.body async for each in visible(storage.models.of("second")["high"])
     ]
     assert json.loads(moved)["id"] == first_id
     await storage.models.send([job(3, "second")])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import signers
+from browsing import visible
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.signing import JobSigner, SigningKey
@@ -42,7 +43,7 @@ def changed(body: str, **fields: Any) -> str:
 async def poisoned(storage: Storage) -> dict[str, dead_letter.FailedJob]:
     """The records of failed jobs by the message that a replay would send."""
     records = {}
-    async for message in storage.poison.browse():
+    async for message in visible(storage.poison):
         record = dead_letter.FailedJob.parse(message.body)
         assert record is not None
         records[record.body or ""] = record

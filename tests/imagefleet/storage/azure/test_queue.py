@@ -1,7 +1,5 @@
 """Properties of Azure Storage alone: messages and blobs as other programs see them."""
 
-from contextlib import aclosing
-
 from azure.storage.blob.aio import BlobClient
 from azure.storage.queue.aio import QueueClient
 
@@ -53,18 +51,3 @@ async def test_a_message_of_another_program_is_received_unchanged(
             await others.send_message("eyJwcm9tcHQiOiAiYSBmb3gifQ==")
         (message,) = await storage.queue.receive(1, LEASE_SECONDS)
         assert message.body == "eyJwcm9tcHQiOiAiYSBmb3gifQ=="
-
-
-async def test_an_interrupted_browse_releases_all_messages(
-    azurite_settings: StorageSettings,
-):
-    async with open_storage(azurite_settings) as storage:
-        await storage.create()
-        await storage.queue.send(str(number) for number in range(40))
-        async with aclosing(storage.queue.browse()) as messages:
-            async for _ in messages:
-                break
-        received = 0
-        while page := await storage.queue.receive(32, LEASE_SECONDS):
-            received += len(page)
-        assert received == 40

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from browsing import visible
 from imagefleet import errors
 from imagefleet.storage.local import file as sqlite_file
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
@@ -153,7 +154,7 @@ async def test_the_log_of_a_lost_file_is_not_deleted_with_the_jobs_in_it(
     assert content_of(log) == content
     move(saved, path.name)
     _, other = opened()
-    assert [message.body async for message in other.browse()] == ["a job"]
+    assert [message.body async for message in visible(other)] == ["a job"]
 
 
 async def test_a_new_file_appears_in_one_step_with_nothing_beside_it(
@@ -226,7 +227,7 @@ async def test_whoever_still_had_the_deleted_file_open_leaves_the_log_of_the_new
     await old.close()
     assert sqlite_file.log_of(path).exists()
     _, other = opened()
-    assert [message.body async for message in other.browse()] == ["a new job"]
+    assert [message.body async for message in visible(other)] == ["a new job"]
 
 
 # Access

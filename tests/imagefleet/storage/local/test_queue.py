@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import polling
+from browsing import visible
 from imagefleet import errors
 from imagefleet.storage.local import file as sqlite_file
 from imagefleet.storage.local import queue as local_queue
@@ -84,15 +85,15 @@ async def test_a_message_released_with_a_delay_keeps_its_place(
     await queue.send(["first", "second"])
     (first,) = await queue.receive(1, LEASE_SECONDS)
     await queue.release(first, delay_seconds=5)
-    assert bodies([message async for message in queue.browse()]) == ["second"]
+    assert bodies([message async for message in visible(queue)]) == ["second"]
     clock.now += 5
-    assert bodies([message async for message in queue.browse()]) == ["first", "second"]
+    assert bodies([message async for message in visible(queue)]) == ["first", "second"]
 
 
-async def test_browse_reads_all_pages(queue: LocalQueue, monkeypatch):
-    monkeypatch.setattr(local_queue, "_BROWSE_PAGE", 2)
+async def test_find_reads_all_pages(queue: LocalQueue, monkeypatch):
+    monkeypatch.setattr(local_queue, "_FOUND_AT_ONCE", 2)
     await queue.send("abcde")
-    assert bodies([message async for message in queue.browse()]) == list("abcde")
+    assert bodies([message async for message in visible(queue)]) == list("abcde")
 
 
 # A million messages
@@ -105,7 +106,6 @@ FREQUENT_STATEMENTS = {
     "lease": (sqlite_file.LEASE, 3),
     "renew": (sqlite_file.UPDATE, 5),
     "delete": (sqlite_file.DELETE, 3),
-    "browse": (sqlite_file.BROWSE, 3),
     "oldest": (sqlite_file.OLDEST, 1),
 }
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from browsing import visible
 from imagefleet import errors
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.azure.roles import ROLES
@@ -31,7 +32,7 @@ def job(model: str | None = None, **fields: object) -> str:
 
 
 async def ids(queue: JobQueue) -> list[str]:
-    return sorted([json.loads(each.body)["id"] async for each in queue.browse()])
+    return sorted([json.loads(each.body)["id"] async for each in visible(queue)])
 
 
 # Names
@@ -101,7 +102,7 @@ async def test_what_is_no_valid_job_is_left_to_the_worker_to_refuse(
         '["model"]',
     ]
     await storage.models.send(bodies)
-    found = [each.body async for each in storage.queues["normal"].browse()]
+    found = [each.body async for each in visible(storage.queues["normal"])]
     assert sorted(found) == sorted(bodies)
 
 

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 from pydantic import SecretStr
 
+from browsing import visible
 from fleet.keys import mint
 from imagefleet import concurrency, errors
 from imagefleet.storage.azure.roles import ROLES
@@ -144,7 +145,7 @@ async def test_the_depth_is_the_sum_and_has_that_of_each_queue(
     own = {each: found.messages for each, found in depth.by_queue.items()}
     assert own == {f"{name}-high": 1, name: 0, f"{name}-low": 2}
     assert list(own) == [f"{name}-high", name, f"{name}-low"]
-    assert sorted([each.body async for each in storage.queue.browse()]) == [
+    assert sorted([each.body async for each in visible(storage.queue)]) == [
         "a",
         "b",
         "c",
@@ -227,7 +228,7 @@ async def test_the_main_queue_must_exist(azurite_settings: StorageSettings):
             storage.queue.check(),
             storage.queue.receive(1, LEASE_SECONDS),
             storage.queue.depth(),
-            anext(storage.queue.browse()),
+            anext(visible(storage.queue)),
         ):
             with pytest.raises(errors.SetupError, match=f"'{name}' does not exist"):
                 await call

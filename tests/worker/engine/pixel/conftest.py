@@ -13,6 +13,7 @@ import torch
 from diffusers import IFPipeline, IFSuperResolutionPipeline
 from PIL import Image
 
+from browsing import visible
 from drawing import draw
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
@@ -80,7 +81,7 @@ def failures(storage: Storage) -> Callable[[], Awaitable[dict[str, str]]]:
     async def read() -> dict[str, str]:
         found = [
             dead_letter.FailedJob.parse(each.body)
-            async for each in storage.poison.browse()
+            async for each in visible(storage.poison)
         ]
         return {each.id: each.reason for each in found if each is not None}
 
