@@ -86,7 +86,7 @@ def checkpoint_unet(engine: Any) -> nn.Module:
 def read(folder: Path, layers: lora_file.Layers) -> lora_file.LoraFile:
     packed = folder.with_suffix(".safetensors")
     adapter.pack(folder, packed)
-    kinds.check(kinds.LORA, packed.name, check.read_header(packed), packed)
+    kinds.check(kinds.LORA, packed.name, check.read_header(packed))
     return lora_file.read_lora(packed, identify(packed), layers)
 
 
