@@ -33,11 +33,12 @@ LISTS: Mapping[str, Sequence[int]] = {
     if name.endswith("_timesteps")
 }
 
-#: The scheduler of DeepFloyd IF's stages: their UNets predict the variance between two bounds.
-_OF_IF = {
-    "_class_name": "DDPMScheduler",
-    "prediction_type": "epsilon",
-    "variance_type": "learned_range",
+#: The schedulers of pixel stages: their UNets predict the variance between two bounds, as
+#: DeepFloyd IF's do.
+_KNOWN: Mapping[str, Sequence[str]] = {
+    "_class_name": ["DDPMScheduler"],
+    "prediction_type": ["epsilon", "v_prediction"],
+    "variance_type": ["learned_range"],
 }
 
 #: diffusers' smallest variance, of which there is a logarithm.
@@ -45,13 +46,14 @@ _LEAST_VARIANCE = 1e-20
 
 
 def read_scheduler(config: Mapping[str, object], name: str) -> DDPMScheduler:
-    """The scheduler of a configuration; SetupError for another kind than DeepFloyd IF's."""
+    """The scheduler of a configuration; SetupError for a kind that is not known."""
     scheduler = DDPMScheduler.from_config(dict(config))
     own = {"_class_name": "DDPMScheduler", **scheduler.config, **config}
-    for key, expected in _OF_IF.items():
-        if (found := own[key]) != expected:
+    for key, known in _KNOWN.items():
+        if (found := own[key]) not in known:
             raise errors.SetupError(
-                f"the scheduler of {name!r} has {key} {found!r}; DeepFloyd IF's have {expected!r}"
+                f"the scheduler of {name!r} has {key} {found!r}; pixel stages may have"
+                f" {' or '.join(known)}"
             )
     return scheduler
 
@@ -88,20 +90,21 @@ def make_schedule(
             f" {', '.join(samplers.titles(True))}"
         )
     alphas = noise.alphas_cumprod.double()
-    return schedule.make_schedule(name, steps, alphas, "epsilon", options)
+    predicted = noise.config.prediction_type
+    return schedule.make_schedule(name, steps, alphas, predicted, options)
 
 
 def _ddpm(timesteps: Sequence[int], noise: DDPMScheduler) -> Schedule:
     moves = [
-        _ddpm_move(at, following, noise.alphas_cumprod)
-        for at, following in pairwise([*timesteps, -1])
+        _ddpm_move(at, following, noise) for at, following in pairwise([*timesteps, -1])
     ]
     made = schedule.tabulate(moves, samplers.DEFAULT_OPTIONS)
     return replace(made, initial_scale=1.0)
 
 
-def _ddpm_move(at: int, following: int, alphas: Tensor) -> Move:
+def _ddpm_move(at: int, following: int, noise: DDPMScheduler) -> Move:
     """Ho et al. (2020), equation 7, by `DDPMScheduler.step`, in float32 as there."""
+    alphas = noise.alphas_cumprod
     alpha = alphas[at]
     next_alpha = alphas[following] if following >= 0 else torch.tensor(1.0)
     rest = 1 - alpha
@@ -111,6 +114,8 @@ def _ddpm_move(at: int, following: int, alphas: Tensor) -> Move:
     keep = float(kept**0.5 * next_rest / rest)
     gain = float(next_alpha**0.5 * beta / rest)
     estimate = float(1 / alpha**0.5), float(-(rest**0.5) / alpha**0.5)
+    if noise.config.prediction_type == "v_prediction":
+        estimate = float(alpha**0.5), float(-(rest**0.5))
     move = Move(at, keep * LATENTS + gain * ESTIMATES[0], estimate=estimate)
     if at == 0:
         return move

@@ -37,6 +37,7 @@ def draw_base(
     "scheduler",
     [
         {},
+        {"prediction_type": "v_prediction"},
         {"thresholding": False},
         {"thresholding": False, "clip_sample": False},
         {"timestep_spacing": "trailing"},
