@@ -212,6 +212,9 @@ FONT_PIXELS = 12
 LINE_PIXELS = 15
 CAPTION_LINES = 2
 
+#: The font's usual letters that fit below an image.
+CAPTION_CHARACTERS = 31
+
 _PAPER = (250, 250, 248)
 _INK = (70, 70, 74)
 
@@ -231,7 +234,7 @@ def draw_contact_sheet(images: Sequence[tuple[bytes, str]]) -> bytes:
         top = MARGIN_PIXELS + row * cell_height
         tile = read_tile(data)
         sheet.paste(tile, (left + (TILE_PIXELS - tile.width) // 2, top))
-        for number, line in enumerate(caption(text, font)):
+        for number, line in enumerate(caption(text)):
             baseline = top + TILE_PIXELS + 3 + number * LINE_PIXELS
             draw.text((left, baseline), line, fill=_INK, font=font)
     stored = io.BytesIO()
@@ -244,11 +247,10 @@ def read_tile(data: bytes) -> Image.Image:
     return ImageOps.contain(image, (TILE_PIXELS, TILE_PIXELS), Image.Resampling.LANCZOS)
 
 
-def caption(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
+def caption(text: str) -> list[str]:
     """A prompt in at most `CAPTION_LINES` lines, shortened with an ellipsis."""
     words, loras = prompt.read_words(text)
     shown = " + ".join([words, *(lora.name for lora in loras)])
-    characters = int(
-        TILE_PIXELS / (font.getlength("etaoin shrdlu") / len("etaoin shrdlu"))
+    return textwrap.wrap(
+        shown, CAPTION_CHARACTERS, max_lines=CAPTION_LINES, placeholder="…"
     )
-    return textwrap.wrap(shown, characters, max_lines=CAPTION_LINES, placeholder="…")

@@ -17,6 +17,7 @@ compared with what other nodes draw of the same jobs (`imagefleet verify`).
 import asyncio
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, NoReturn
 
 from imagefleet import concurrency, errors
@@ -89,7 +90,9 @@ class NodeChecks:
             "watch speed": self.watchdog.watch_speed(),
             "watch failures": self.watchdog.watch_failures(self.diagnose),
             "watch weights": self.watch_weights(),
-            "watch quarantine": self.quarantine.watch(self._quarantined),
+            "watch quarantine": self.quarantine.watch(
+                partial(self._give_up, "quarantined")
+            ),
         }
 
     async def watch_weights(self) -> NoReturn:
@@ -175,9 +178,6 @@ class NodeChecks:
         """A check that began at that time (monotonic seconds) has passed."""
         self._good_at = at
         self._good_images = self._engine_thread.clock.images
-
-    def _quarantined(self, reason: str) -> None:
-        self._give_up("quarantined", reason)
 
     def _give_up(self, fault: NodeFault, reason: str) -> None:
         self._fault = reason

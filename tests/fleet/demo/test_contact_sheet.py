@@ -42,15 +42,13 @@ def test_a_wide_picture_keeps_its_shape():
 
 
 def test_a_caption_names_the_loras_after_the_prompts_words():
-    lines = contact_sheet.caption("a rope, <lora:forest-v2:0.35>, digital art", FONT)
+    lines = contact_sheet.caption("a rope, <lora:forest-v2:0.35>, digital art")
 
     assert " ".join(lines) == "a rope, digital art + forest-v2"
 
 
 def test_a_long_caption_is_shortened_to_the_images_width():
-    lines = contact_sheet.caption(
-        "a very long prompt about a house in a forest " * 5, FONT
-    )
+    lines = contact_sheet.caption("a very long prompt about a house in a forest " * 5)
 
     assert len(lines) == contact_sheet.CAPTION_LINES
     assert lines[-1].endswith("…")
