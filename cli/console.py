@@ -313,14 +313,14 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
 
 
 def check_writable(path: Path | None) -> None:
-    """Raises SetupError now, rather than after minutes of work, for a file that cannot be.
-
-    A new file is there from now on, empty.
-    """
+    """Raises SetupError now, rather than after minutes of work, for a file that cannot be."""
     if path is not None:
         with files.writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not path.exists()
             path.open("ab").close()
+            if is_new:
+                path.unlink()
 
 
 @contextlib.contextmanager

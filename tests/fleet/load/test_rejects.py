@@ -139,7 +139,7 @@ def test_a_secret_in_a_refused_value_is_not_shown(in_process: Imagefleet, tmp_pa
     [
         (["jobs.csv", "--rejects", "jobs.csv"], "is the file of jobs itself"),
         (["t.yaml", "--rejects", "r.jsonl"], "--rejects is for files of jobs"),
-        (["jobs.csv", "--rejects", "."], "cannot write .: it is a folder"),
+        (["jobs.csv", "--rejects", "."], "cannot write .: Is a directory"),
     ],
 )
 def test_a_file_of_refused_rows_that_cannot_be_is_one_sentence(

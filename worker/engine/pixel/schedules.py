@@ -62,8 +62,11 @@ def limit_of(scheduler: DDPMScheduler) -> Callable[[Tensor], Tensor] | None:
     """Function that clips or thresholds an estimate; None for no limit."""
     own = scheduler.config
     if own.thresholding:
-        share = own.dynamic_thresholding_ratio
-        return functools.partial(threshold, limit=own.sample_max_value, share=share)
+        return functools.partial(
+            threshold,
+            limit=own.sample_max_value,
+            share=own.dynamic_thresholding_ratio,
+        )
     if own.clip_sample:
         most = own.clip_sample_range
         return functools.partial(torch.clamp, min=-most, max=most)
@@ -90,8 +93,9 @@ def make_schedule(
             f" {', '.join(samplers.titles(True))}"
         )
     alphas = noise.alphas_cumprod.double()
-    predicted = noise.config.prediction_type
-    return schedule.make_schedule(name, steps, alphas, predicted, options)
+    return schedule.make_schedule(
+        name, steps, alphas, noise.config.prediction_type, options
+    )
 
 
 def _ddpm(timesteps: Sequence[int], noise: DDPMScheduler) -> Schedule:
