@@ -26,7 +26,6 @@ import pytest
 import trustme
 from aiohttp import web
 from azure.core.exceptions import ResourceNotFoundError
-from azure.storage.blob import BlobServiceClient
 from azure.storage.queue import QueueServiceClient
 from prometheus_client import CollectorRegistry
 
@@ -61,6 +60,9 @@ PROMETHEUS_REQUIRED = bool(os.environ.get("CI") or os.environ.get("REQUIRE_PROME
 #: where files come and go while pytest looks for tests.
 collect_ignore = ["azurite/node_modules", "dashboards/debian", "deploy/debian"]
 
+
+#: Here every test runs on both storages; elsewhere its half on Azurite is slow.
+CONTRACTS = ("imagefleet/records", "imagefleet/storage", "worker/jobs")
 
 #: Files on the process of another one: what takes long to build, or torch to import, is there once.
 JOINED_FILES = {
@@ -246,6 +248,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives slow tests their longer limit; what takes long is begun first, not last."""
     for item in items:
+        if _is_slow_on_azurite(item):
+            item.add_marker("slow")
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -257,6 +261,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 str(item.path),
             )
         )
+
+
+def _is_slow_on_azurite(item: pytest.Item) -> bool:
+    """A test of what stands above the storages' contract: one of the two tells as much."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or callspec.params.get("storage_settings") != "azurite":
+        return False
+    path = item.path.relative_to(Path(__file__).parent).as_posix()
+    return not path.startswith(CONTRACTS)
 
 
 _WATCHDOG = hang.HangWatchdog()
@@ -309,24 +322,17 @@ def local_settings(tmp_path) -> StorageSettings:
 
 
 @pytest.fixture(scope="session")
-def azurite_services(
-    azurite_address: str,
-) -> Iterator[tuple[QueueServiceClient, BlobServiceClient]]:
-    """Clients that stay connected."""
-    with (
-        QueueServiceClient.from_connection_string(
-            azurite_address, api_version=API_VERSION
-        ) as queues,
-        BlobServiceClient.from_connection_string(
-            azurite_address, api_version=API_VERSION
-        ) as blobs,
-    ):
-        yield queues, blobs
+def azurite_queues(azurite_address: str) -> Iterator[QueueServiceClient]:
+    """A client that stays connected."""
+    with QueueServiceClient.from_connection_string(
+        azurite_address, api_version=API_VERSION
+    ) as queues:
+        yield queues
 
 
 @pytest.fixture
 def azurite_settings(
-    azurite_address: str, azurite_services: tuple[QueueServiceClient, BlobServiceClient]
+    azurite_address: str, azurite_queues: QueueServiceClient
 ) -> Iterator[StorageSettings]:
     """Settings of queues and containers of this test alone, which do not exist yet."""
     name = f"test-{uuid.uuid4().hex[:16]}"
@@ -337,7 +343,10 @@ def azurite_settings(
         files_container=f"{name}-files",
     )
     yield settings
-    _remove_from_azurite(settings, *azurite_services)
+    # Azurite slows down with every message in any queue.
+    for queue in azurite_queues.list_queues(name_starts_with=name):
+        with contextlib.suppress(ResourceNotFoundError):
+            azurite_queues.delete_queue(queue)
 
 
 @pytest.fixture(params=["local", "azurite"])
@@ -454,18 +463,6 @@ def _azurite_is_missing(reason: str) -> NoReturn:
     if AZURITE_REQUIRED:
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)
-
-
-def _remove_from_azurite(
-    settings: StorageSettings, queues: QueueServiceClient, blobs: BlobServiceClient
-) -> None:
-    """Deletes queues and containers: Azurite slows down with every message in any queue."""
-    for queue in queues.list_queues(name_starts_with=settings.queue):
-        with contextlib.suppress(ResourceNotFoundError):
-            queues.delete_queue(queue)
-    for container in (settings.container, settings.files_container):
-        with contextlib.suppress(ResourceNotFoundError):
-            blobs.delete_container(container)
 
 
 @pytest.fixture
