@@ -212,7 +212,8 @@ async def test_a_campaign_has_its_images_and_its_part_of_what_their_workers_cost
     assert sum(dollars.values()) + cold.dollars == pytest.approx(spent)
 
 
-@pytest.mark.parametrize("seed", range(6))
+# Between them: begun anew at the same address and at others, pushed and scraped, killed and not.
+@pytest.mark.parametrize("seed", [1, 2, 4])
 async def test_panels_records_and_raw_counters_agree_on_every_fleet(
     past: Callable[..., Awaitable[Past]], tmp_path, seed: int
 ):
