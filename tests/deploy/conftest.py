@@ -21,15 +21,16 @@ from typing import Any, NoReturn
 from urllib.parse import urljoin
 
 import pytest
-import typer
 from pydantic_settings import BaseSettings
 from typer.core import TyperGroup
 
 from cli import options
-from fleet import main
 from fleet.settings import ExporterSettings, WebhookSettings
+from in_process import as_it_was, built, in_process
 from loadgen.settings import LoadSettings
 from worker.settings import MachineSettings
+
+__all__ = ["as_it_was", "built", "in_process"]
 
 REPOSITORY = Path(__file__).parents[2]
 DEBIAN = Path(__file__).parent / "debian"
@@ -391,7 +392,7 @@ def command_of() -> Callable[[str], str]:
 
 
 @pytest.fixture
-def parse_command(monkeypatch) -> Callable[..., BaseSettings]:
+def parse_command(built: TyperGroup, monkeypatch) -> Callable[..., BaseSettings]:
     """Parses a command line and variables into settings, without running the command."""
 
     def parse(arguments: list[str], variables: Mapping[str, str]) -> BaseSettings:
@@ -399,10 +400,8 @@ def parse_command(monkeypatch) -> Callable[..., BaseSettings]:
             monkeypatch.delenv(name)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        group = typer.main.get_command(main.app)
-        assert isinstance(group, TyperGroup)
         name, *rest = arguments
-        parsed = group.commands[name].make_context(name, rest)
+        parsed = built.commands[name].make_context(name, rest)
         model = MODELS[name]
         given = {field: parsed.params.get(field) for field in model.model_fields}
         return options.read(model, given)

@@ -5,7 +5,6 @@ import itertools
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ import pytest
 import yaml
 
 from worker.settings import MachineSettings
-
-COMMAND = Path(sys.executable).with_name("imagefleet")
 
 #: Stands in for docker: its arguments and environment, then an exit code.
 DOCKER = """#!/bin/sh
@@ -33,25 +30,18 @@ def task(repository: Path) -> dict[str, Any]:
     return loaded
 
 
-@pytest.fixture(scope="session")
-def secrets() -> dict[str, str]:
+@pytest.fixture
+def secrets(in_process: Callable[..., Any], monkeypatch) -> dict[str, str]:
     """What `imagefleet keys mint worker` prints, read as a file of variables."""
     key = base64.b64encode(bytes(64)).decode()
     account = f"DefaultEndpointsProtocol=https;AccountName=ours;AccountKey={key}"
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("IMAGEFLEET_")
-    }
-    printed = subprocess.run(
-        [COMMAND, "keys", "mint", "worker"],
-        env=environment | {"IMAGEFLEET_STORAGE": account},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    with monkeypatch.context() as patch:
+        patch.setenv("IMAGEFLEET_STORAGE", account)
+        printed = in_process("keys", "mint", "worker")
+    assert printed.returncode == 0, printed.stderr
     lines = (
-        line.removeprefix("export ").split("=", 1) for line in printed.splitlines()
+        line.removeprefix("export ").split("=", 1)
+        for line in printed.stdout.splitlines()
     )
     return {name: shlex.split(value)[0] for name, value in lines}
 
