@@ -168,10 +168,7 @@ def test_it_draws_the_object_in_the_colour_that_the_prompt_names(
     wanted = [
         ("red", "house", "in a meadow"),
         ("blue", "fish", "in the sea"),
-        ("green", "tree", "in the snow"),
         ("yellow", "star", "at night"),
-        ("orange", "cat", "plain background"),
-        ("purple", "umbrella", "in the city"),
     ]
     images = draw(
         engine, [f"a {colour} {shape} {place}" for colour, shape, place in wanted]

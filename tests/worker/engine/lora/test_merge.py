@@ -28,13 +28,13 @@ def test_weight_zero_is_the_base_model(engine: Any, lora_paths: list[Path]):
     assert (base == opposed).all()
 
 
-def test_a_hundred_merges_leave_the_checkpoints_weights_bit_exact(
+def test_many_merges_leave_the_checkpoints_weights_bit_exact(
     engine: Any, lora_paths: list[Path]
 ):
     unet, merger = engine.checkpoint.unet, engine._merger
     merger.activate(())
     before = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
-    for at in range(100):
+    for at in range(12):
         loras = (use(lora_paths[at % 3], 0.1 + at / 10), use(lora_paths[at % 2], -1.0))
         prepared = engine.prepare(make_request(loras=loras[: 1 + at % 2]))
         merger.activate(prepared.loras["unet"])
