@@ -111,10 +111,10 @@ def a_prompt(number: int) -> str:
     return dice.choice([" ", " ", ", "]).join(words)
 
 
-PROMPTS = [a_prompt(number) for number in range(200)]
+PROMPTS = [a_prompt(number) for number in range(80)]
 
 
-def test_200_prompts_are_chunked_by_the_rules(clip: Any, tokenizer: text.Tokenizer):
+def test_prompts_are_chunked_by_the_rules(clip: Any, tokenizer: text.Tokenizer):
     for prompt in PROMPTS:
         expected = chunks_by_the_rules(clip, prompt)
         found = [
@@ -127,8 +127,8 @@ def test_200_prompts_are_chunked_by_the_rules(clip: Any, tokenizer: text.Tokeniz
 @torch.inference_mode()
 def test_prompts_are_encoded_by_the_rules(clip: Any, tokenizer: text.Tokenizer):
     encoder = text.Encoder([text.Reader(clip.text_encoder)], START, END)
-    for first, clip_skip in ((0, 1), (20, 2), (40, 1)):
-        prompts = PROMPTS[first : first + 20]
+    for first, clip_skip in ((0, 1), (10, 2), (20, 1)):
+        prompts = PROMPTS[first : first + 10]
         context = encoder.encode(
             [tokenizer.chunks(prompt) for prompt in prompts], clip_skip
         )
