@@ -30,9 +30,12 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
     [("float32", "unet"), ("float16", "vae"), ("bfloat16", "text_encoder")],
 )
 def test_one_flipped_bit_of_any_network_is_found_and_named(
-    make_slot_engine: Callable[..., slots.SlotEngine], precision: str, network: str
+    make_slot_engine: Callable[..., slots.SlotEngine],
+    small_model: Path,
+    precision: str,
+    network: str,
 ):
-    engine = make_slot_engine(precision)
+    engine = make_slot_engine(precision, small_model)
     assert engine.self_check.find_fault() is None
     name, parameter = list(getattr(engine.checkpoint, network).named_parameters())[3]
     for bit in (0, 14):
@@ -47,9 +50,9 @@ def test_one_flipped_bit_of_any_network_is_found_and_named(
 
 
 def test_a_flipped_bit_is_found_in_what_is_made_of_the_weights(
-    make_slot_engine: Callable[..., slots.SlotEngine],
+    make_slot_engine: Callable[..., slots.SlotEngine], small_model: Path
 ):
-    engine = make_slot_engine("float32", backend="eager")
+    engine = make_slot_engine("float32", small_model, backend="eager")
     assert engine.self_check.find_fault() is None
     folded = next(
         each for each in engine.checkpoint.vae.modules() if hasattr(each, "folded")
@@ -78,9 +81,9 @@ def test_merged_loras_are_no_fault_and_a_flipped_bit_beside_them_is(
 
 
 def test_a_vae_that_was_widened_is_no_fault(
-    make_slot_engine: Callable[..., slots.SlotEngine],
+    make_slot_engine: Callable[..., slots.SlotEngine], small_model: Path
 ):
-    engine = make_slot_engine("float16")
+    engine = make_slot_engine("float16", small_model)
     engine.checkpoint.vae.float()
     assert engine.self_check.find_fault() is None
 
