@@ -124,7 +124,7 @@ def test_every_sampler_has_finite_rows_for_any_number_of_steps(name: str):
     known = samplers.SAMPLERS[name]
     counted = known.schedule in (None, "uniform", "karras")
     counted = counted and known.method not in ("unipc", "dpm_adaptive")
-    for steps in (*range(known.least_steps, 41), 50, 75, 100, 125, 149, 150):
+    for steps in (*range(known.least_steps, 16), 20, 25, 30, 33, 50, 150):
         made = schedules.make_schedule(name, steps, alphas_cumprod(), "epsilon")
         assert made.table.isfinite().all()
         assert len(made.noisy) == len(made.finished) == len(made.table)
@@ -156,7 +156,9 @@ def test_an_image_is_the_same_alone_and_with_other_samplers(slot_engine: Any):
         if each.key == each.method or each.schedule == "sgm_uniform"
         if each.key not in SAME_AS_OTHERS and each.method != "dpm_adaptive"
     ]
-    requests = [make_request(sampler=name, steps=5) for name in names]
+    requests = [
+        make_request(sampler=name, steps=5, width=32, height=32) for name in names
+    ]
     together = draw(slot_engine, *requests)
     assert len({image.tobytes() for image in together}) == len(requests) > 30
     assert_alike(together[::3], draw_alone(slot_engine, requests[::3]))

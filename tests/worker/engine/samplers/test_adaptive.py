@@ -9,6 +9,14 @@ import pytest
 from drawing import difference, draw, make_request
 from imagefleet import errors
 from worker.engine import contract
+from worker.engine.samplers import adaptive as lengths
+
+
+@pytest.fixture(autouse=True)
+def _few_calls(monkeypatch) -> None:
+    """A third of the usual, and yet as many as each image needs."""
+    monkeypatch.setattr(lengths, "_RELATIVE", 0.5)
+
 
 adaptive = partial(make_request, sampler="dpm_adaptive", width=32, height=32)
 
