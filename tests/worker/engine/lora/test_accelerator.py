@@ -27,11 +27,11 @@ def test_an_accelerator_is_as_a_lora_of_every_job(
     styles: list[contract.Lora],
 ):
     shared, style, other = styles
-    own = [(), (style,), (other, style), (shared,)]
+    own = [(), (other, style), (shared,)]
     engine = load.load_engine(accelerated)
     images = draw(engine, *(make_request(loras=loras) for loras in own))
     twice = replace(shared, text_encoder_weight=2.0, unet_weight=2.0)
-    tagged = [(shared,), (shared, style), (shared, other, style), (twice,)]
+    tagged = [(shared,), (shared, other, style), (twice,)]
     for image, loras in zip(images, tagged, strict=True):
         assert (
             difference(image, draw(slot_engine, make_request(loras=loras))[0])
@@ -78,7 +78,9 @@ def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_besid
         for at in range(1, 13)
     ]
     requests = [
-        make_request(seed=seed, cfg_scale=1.0, steps=4, loras=(shared, *own))
+        make_request(
+            seed=seed, cfg_scale=1.0, width=32, height=32, loras=(shared, *own)
+        )
         for seed, own in enumerate(styles)
     ]
     engine = make_slot_engine(slots=2)
