@@ -5,8 +5,9 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -19,8 +20,6 @@ from imagefleet.signing import SigningKey
 from pixel import tiny_cascade
 
 pytestmark = pytest.mark.slow
-
-COMMAND = Path(sys.executable).with_name("imagefleet")
 
 KEYS = [
     *(
@@ -35,15 +34,19 @@ KEYS = [
 ]
 
 
-def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        arguments,
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(worker_forks: forks.Forks, tmp_path) -> Run:
+    """Runs `imagefleet ARGUMENTS`, or a program in Python, to its end."""
+
+    def run_command(*arguments: str, program: str = "") -> Any:
+        return worker_forks.run(
+            *arguments, cwd=tmp_path, variables=os.environ, program=program
+        )
+
+    return run_command
 
 
 def interrupt_a_demo(demo: forks.Fork, cwd: Path) -> str:
@@ -59,7 +62,7 @@ def interrupt_a_demo(demo: forks.Fork, cwd: Path) -> str:
 
 
 def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
-    tmp_path, monkeypatch, worker_forks: forks.Forks
+    tmp_path, monkeypatch, worker_forks: forks.Forks, run: Run
 ):
     # The fleet's own: the demo's jobs are not signed, and are of another model.
     key = SigningKey.create(tmp_path / "key.pem")
@@ -71,8 +74,7 @@ def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
     assert "of 24 jobs" in printed
     assert "Traceback" not in printed
 
-    drawn = ("demo", "--few-steps", "--json-file", "figures/demo.json")
-    result = run(COMMAND, *drawn, cwd=tmp_path)
+    result = run("demo", "--few-steps", "--json-file", "figures/demo.json")
 
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "figures" / "demo.json").read_text())
@@ -91,16 +93,15 @@ def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
     with Image.open(tmp_path / report["contact_sheet"]) as sheet:
         assert sheet.width > 1000
 
-    shown = result.stdout.splitlines()[-1].strip()
-    failed = run(*shlex.split(shown), "--json", cwd=tmp_path)
+    command, *shown = shlex.split(result.stdout.splitlines()[-1])
+    assert command == "imagefleet"
+    failed = run(*shown, "--json")
     assert failed.returncode == 0, failed.stderr
     assert "stepz" in failed.stdout
     assert "no-such-style" in failed.stdout
 
 
-def test_the_cascades_demo_draws_and_shows_both_stages(
-    tmp_path, worker_forks: forks.Forks
-):
+def test_the_cascades_demo_draws_and_shows_both_stages(tmp_path, run: Run):
     for name in ("base", "sr"):
         tiny_cascade.build(tmp_path / "cascade" / name, name)
     # The weights are random, and so is what they draw, in however many steps.
@@ -113,10 +114,7 @@ from imagefleet.files import demo
 demo.CASCADE = pathlib.Path("cascade")
 entry.main()
 """
-    arguments = ("demo", "--cascade", "--json-file", "demo.json")
-    result = worker_forks.run(
-        *arguments, cwd=tmp_path, variables=os.environ, program=program
-    )
+    result = run("demo", "--cascade", "--json-file", "demo.json", program=program)
 
     assert result.returncode == 0, result.stderr
     assert "failed jobs" not in result.stdout
@@ -137,36 +135,32 @@ entry.main()
             assert shown.tobytes() == tile.tobytes()
 
 
-def test_few_steps_are_not_of_the_cascade(tmp_path):
-    result = run(COMMAND, "demo", "--cascade", "--few-steps", cwd=tmp_path)
+def test_few_steps_are_not_of_the_cascade(run: Run):
+    result = run("demo", "--cascade", "--few-steps")
 
     assert result.returncode == 2
     assert result.stderr == "error: give --cascade or --few-steps, not both\n"
 
 
-def test_without_its_weights_the_cascades_demo_says_so_in_one_line(
-    tmp_path,
-):
+def test_without_its_weights_the_cascades_demo_says_so_in_one_line(run: Run):
     program = """
-import pathlib, sys
-from fleet import main
+import pathlib
 from imagefleet.files import demo
 demo.CASCADE = pathlib.Path("nowhere")
-sys.argv = ["imagefleet", "demo", "--cascade"]
-main.main()
+entry.main()
 """
-    result = run(sys.executable, "-c", program, cwd=tmp_path)
+    result = run("demo", "--cascade", program=program)
 
     assert result.returncode == 2
     assert result.stderr == "error: the demo checkpoint 'nowhere/base' does not exist\n"
 
 
-def test_a_folder_that_is_not_the_demos_is_not_emptied(tmp_path):
+def test_a_folder_that_is_not_the_demos_is_not_emptied(tmp_path, run: Run):
     precious = tmp_path / "storage" / "precious.txt"
     precious.parent.mkdir()
     precious.write_text("keep me")
 
-    result = run(COMMAND, "demo", "--output", ".", cwd=tmp_path)
+    result = run("demo", "--output", ".")
 
     assert result.returncode == 2
     assert result.stderr == (
@@ -178,16 +172,16 @@ def test_a_folder_that_is_not_the_demos_is_not_emptied(tmp_path):
 @pytest.mark.parametrize(
     "arguments", [["demo"], ["worker", "--model", "model", "--log-format", "text"]]
 )
-def test_without_torch_one_line_says_what_to_install(tmp_path, arguments: list[str]):
-    program = f"""
-import importlib.util, sys
-from fleet import main
+def test_without_torch_one_line_says_what_to_install(
+    tmp_path, run: Run, arguments: list[str]
+):
+    program = """
+import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "torch" else found(name, *rest)
-sys.argv = ["imagefleet", *{arguments}]
-main.main()
+entry.main()
 """
-    result = run(sys.executable, "-c", program, cwd=tmp_path)
+    result = run(*arguments, program=program)
 
     assert result.returncode == 2
     assert result.stderr == (
