@@ -108,6 +108,15 @@ def start(environment: dict[str, str]) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="session")
+def stand_in_forks(tmp_path_factory) -> Iterator[forks.Forks]:
+    """Of workers with a stand-in engine, which it starts without their imports."""
+    folder = tmp_path_factory.mktemp("forks")
+    prelude = "import evaluation.stand_in, worker.process"
+    with forks.running(Path(sys.executable), folder, os.environ, prelude) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
 def worker_forks(tmp_path_factory) -> Iterator[forks.Forks]:
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("forks")

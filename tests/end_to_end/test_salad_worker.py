@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,15 +82,6 @@ def on_salad(
         "IMAGEFLEET_DEVICE": "cpu",
         "IMAGEFLEET_CACHE": str(tmp_path / "cache"),
     }
-
-
-@pytest.fixture(scope="module")
-def stand_in_forks(tmp_path_factory) -> Iterator[forks.Forks]:
-    folder = tmp_path_factory.mktemp("forks")
-    with forks.running(
-        Path(sys.executable), folder, os.environ, "import worker.process"
-    ) as made:
-        yield made
 
 
 @pytest.fixture

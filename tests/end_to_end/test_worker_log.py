@@ -88,18 +88,9 @@ class Worker:
 Start = Callable[..., Worker]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[forks.Forks]:
-    """Of workers with a stand-in engine, which it starts without their imports."""
-    folder = tmp_path_factory.mktemp("forks")
-    prelude = "import evaluation.stand_in, worker.process"
-    with forks.running(Path(sys.executable), folder, os.environ, prelude) as made:
-        yield made
-
-
 @pytest.fixture
 def start(
-    server: forks.Forks,
+    stand_in_forks: forks.Forks,
     stand_in_worker: StandInWorker,
     environment: dict[str, str],
     tmp_path,
@@ -113,7 +104,7 @@ def start(
         _python, _c, code, *arguments = stand_in_worker(*flags, **program)
         log = tmp_path / "log"
         log.touch()
-        process = server.start(
+        process = stand_in_forks.start(
             *map(str, arguments),
             cwd=tmp_path,
             variables=environment | (variables or {}),
