@@ -64,7 +64,7 @@ async def test_no_image_of_a_cancelled_campaign_is_begun_and_the_other_is_untouc
     spring_is_read: threading.Event,
 ):
     is_local = storage.url.startswith("local:")
-    many, others = (3_000, 60) if is_local else (200, 20)
+    many, others = (600, 30) if is_local else (200, 20)
     bodies = [
         message(id=f"s{seed}", seed=seed, campaign="spring") for seed in range(many)
     ]

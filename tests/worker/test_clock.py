@@ -33,7 +33,9 @@ HOUR = 3600
 BLUR = timedelta(seconds=30)
 
 
-@pytest.fixture(scope="module", params=[HOUR, -HOUR])
+@pytest.fixture(
+    scope="module", params=[HOUR, pytest.param(-HOUR, marks=pytest.mark.slow)]
+)
 def address(request) -> Iterator[str]:
     if azurite.why_missing():
         pytest.skip("no Azurite")
