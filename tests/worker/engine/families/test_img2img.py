@@ -17,7 +17,7 @@ from diffusers import (
 from PIL import Image
 
 import a1111
-from diffusers_pipelines import EULERS, draw_in_diffusers, with_parts_of
+from diffusers_pipelines import draw_in_diffusers, with_parts_of
 from drawing import ROUNDING, difference, draw, make_request
 from worker.engine import contract
 from worker.engine.passes import begin
@@ -60,8 +60,9 @@ def expected(
     return reference.decode(latents)
 
 
-@pytest.mark.parametrize("sampler", EULERS)
-@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+@pytest.mark.parametrize(
+    ("family", "sampler"), [("sd1", "euler"), ("sdxl", "euler_ancestral")]
+)
 def test_images_are_those_of_diffusers_pipeline(
     family: str,
     sampler: str,
@@ -99,8 +100,10 @@ def test_an_image_of_no_whole_cells_is_encoded_as_it_is_and_drawn_in_whole_ones(
     assert difference(image, expected(reference(family), request)) <= ROUNDING
 
 
-@pytest.mark.parametrize("family", ["sd1", "sdxl"])
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(
+    ("family", "sampler"),
+    [*(("sd1", each) for each in SAMPLERS), ("sdxl", "dpmpp_2m_karras")],
+)
 def test_images_are_automatic1111s_with_every_sampler(
     family: str,
     sampler: str,
@@ -113,7 +116,7 @@ def test_images_are_automatic1111s_with_every_sampler(
     assert difference(image, expected(reference(family), request)) <= ROUNDING
 
 
-@pytest.mark.parametrize("strength", [0.0, 0.1, 0.999, 1.0])
+@pytest.mark.parametrize("strength", [0.0, 1.0])
 @pytest.mark.parametrize("sampler", ["euler_ancestral", "ddim", "plms"])
 def test_the_least_and_the_most_strength_are_automatic1111s(
     strength: float,
@@ -128,12 +131,17 @@ def test_the_least_and_the_most_strength_are_automatic1111s(
     assert difference(image, expected(reference("sd1"), request)) <= ROUNDING
 
 
-@pytest.mark.parametrize("family", ["sd1", "sdxl"])
 @pytest.mark.parametrize(
-    "sampler", ["euler_ancestral", "dpmpp_2m_karras", "ddim", "plms"]
-)
-@pytest.mark.parametrize(
-    "content", ["original", "latent noise", "latent nothing", "fill"]
+    ("family", "sampler", "content"),
+    [
+        ("sd1", "euler_ancestral", "original"),
+        ("sd1", "euler_ancestral", "fill"),
+        ("sd1", "ddim", "latent noise"),
+        ("sd1", "dpmpp_2m_karras", "latent nothing"),
+        ("sdxl", "dpmpp_2m_karras", "latent noise"),
+        ("sdxl", "ddim", "original"),
+        ("sdxl", "plms", "fill"),
+    ],
 )
 def test_inpainting_is_automatic1111s(
     family: str,

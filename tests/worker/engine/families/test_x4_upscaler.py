@@ -25,7 +25,7 @@ from transformers import CLIPTokenizer
 import a1111
 import tiny_model
 from diffusers_pipelines import EULERS, draw_in_diffusers, levels
-from drawing import ROUNDING, assert_alike, difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from families import tiny_families
 from imagefleet import errors
 from imagefleet.job import clip
@@ -111,8 +111,14 @@ def draw_upscaled(pipeline: Any, request: Any, level: int = 100, **changes: Any)
     )
 
 
-@pytest.mark.parametrize("sampler", EULERS)
-@pytest.mark.parametrize("size", [(16, 16), (24, 16), (20, 28)])
+@pytest.mark.parametrize(
+    ("sampler", "size"),
+    [
+        ("euler", (16, 16)),
+        ("euler_ancestral", (24, 16)),
+        ("euler_ancestral", (20, 28)),
+    ],
+)
 def test_images_are_those_of_diffusers(
     sampler: str,
     size: tuple[int, int],
@@ -195,11 +201,8 @@ def test_images_are_the_same_in_company_and_alone(
     mixed: list[dict[str, Any]],
 ):
     requests = [dataclasses.replace(request_of(), **each) for each in mixed]
-    alone = [
-        draw(make_engine(slots=1, slot_weights=weights), each)[0] for each in requests
-    ]
-    together = draw(make_engine(slot_weights=weights), *requests, *reversed(requests))
-    assert_alike(together, [*alone, *reversed(alone)])
+    alone = draw_alone(make_engine(slots=1, slot_weights=weights), requests)
+    assert_alike(draw(make_engine(slot_weights=weights), *requests), alone)
 
 
 def test_compiled_ticks_read_what_is_written_into_the_slots_later(

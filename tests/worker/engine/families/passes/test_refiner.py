@@ -110,14 +110,8 @@ def pipelines(family_pipeline: Any, other_folder: Any) -> Any:
     return make
 
 
-SAMPLERS = [
-    "euler",
-    "dpmpp_2m_karras",
-    "heun",
-    "lms",
-    "euler_ancestral",
-    "dpmpp_2s_ancestral",
-]
+#: With a history of one call and of several, and with two calls a step and noise.
+SAMPLERS = ["dpmpp_2m_karras", "lms", "dpmpp_2s_ancestral"]
 
 
 @pytest.mark.parametrize(
@@ -160,8 +154,9 @@ def test_another_checkpoint_goes_on_with_the_same_run_beside_plain_jobs(
     )
 
 
-@pytest.mark.parametrize("sampler", ["ddim", "plms", "dpmpp_2m"])
-@pytest.mark.parametrize("by_steps", [False, True])
+@pytest.mark.parametrize(
+    ("sampler", "by_steps"), [("ddim", False), ("plms", True), ("dpmpp_2m", False)]
+)
 def test_inpainting_is_the_same_with_its_first_checkpoints_latents_where_it_keeps_them(
     sampler: str,
     by_steps: bool,
@@ -196,8 +191,9 @@ def test_inpainting_is_the_same_with_its_first_checkpoints_latents_where_it_keep
     )
 
 
-@pytest.mark.parametrize("upscaler", ["Latent", "Lanczos"])
-@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+@pytest.mark.parametrize(
+    ("family", "upscaler"), [("sd1", "Latent"), ("sdxl", "Lanczos")]
+)
 def test_hires_fix_goes_on_with_another_checkpoint_and_its_vae(
     family: str,
     upscaler: str,
@@ -226,8 +222,7 @@ def test_hires_fix_goes_on_with_another_checkpoint_and_its_vae(
 
 
 @pytest.mark.parametrize(
-    ("family", "slot_weights"),
-    [("sd1", "merged"), ("sdxl", "merged"), ("sd1", "reloaded")],
+    ("family", "slot_weights"), [("sdxl", "merged"), ("sd1", "reloaded")]
 )
 def test_from_the_first_call_on_it_draws_as_an_engine_of_that_checkpoint_with_the_same_loras(
     family: str,
