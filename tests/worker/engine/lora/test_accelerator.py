@@ -16,20 +16,25 @@ from worker.engine import contract, load
 from worker.engine.lora.shared import Merger
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def accelerated(checkpoint: Path, lora_paths: list[Path]) -> Any:
     return load.EngineSettings(checkpoint, "cpu", slots=3, accelerator=lora_paths[0])
 
 
+@pytest.fixture(scope="module")
+def merged_engine(accelerated: Any) -> Any:
+    """Shared by tests that leave it unchanged."""
+    return load.load_engine(accelerated)
+
+
 def test_an_accelerator_is_as_a_lora_of_every_job(
     slot_engine: Any,
-    accelerated: Any,
+    merged_engine: Any,
     styles: list[contract.Lora],
 ):
     shared, style, other = styles
     own = [(), (other, style), (shared,)]
-    engine = load.load_engine(accelerated)
-    images = draw(engine, *(make_request(loras=loras) for loras in own))
+    images = draw(merged_engine, *(make_request(loras=loras) for loras in own))
     twice = replace(shared, text_encoder_weight=2.0, unet_weight=2.0)
     tagged = [(shared,), (shared, other, style), (twice,)]
     for image, loras in zip(images, tagged, strict=True):
@@ -40,22 +45,24 @@ def test_an_accelerator_is_as_a_lora_of_every_job(
     assert difference(images[0], draw(slot_engine, make_request())[0]) > 20
 
 
-def test_the_sum_of_its_weights_is_of_what_it_draws_with(accelerated: Any):
+def test_the_sum_of_its_weights_is_of_what_it_draws_with(
+    accelerated: Any, merged_engine: Any
+):
     """Else each check of the weights would find them damaged; and it is another model."""
-    engine = load.load_engine(accelerated)
-    assert engine.self_check.find_fault() is None
+    assert merged_engine.self_check.find_fault() is None
     plain = checkpoints.load_checkpoint(
         accelerated.model, torch.device("cpu"), torch.float32
     )
-    assert engine.checkpoint.weight_sums != plain.weight_sums
+    assert merged_engine.checkpoint.weight_sums != plain.weight_sums
 
 
-def test_a_model_that_is_changed_to_has_the_accelerator_too(accelerated: Any):
-    engine = load.load_engine(accelerated)
-    (expected,) = draw(engine, make_request())
-    take = load.read_beside(engine, accelerated)
+def test_a_model_that_is_changed_to_has_the_accelerator_too(
+    accelerated: Any, merged_engine: Any
+):
+    (expected,) = draw(merged_engine, make_request())
+    take = load.read_beside(merged_engine, accelerated)
     assert take()
-    assert (draw(engine, make_request())[0] == expected).all()
+    assert (draw(merged_engine, make_request())[0] == expected).all()
 
 
 @pytest.mark.parametrize("has_style", [False, True])

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,15 @@ KINDS: dict[str, dict[str, Any]] = {
 QUICK = {"LORA with rsLoRA", "VERA", "HRA"}
 
 
-@pytest.fixture
-def save(checkpoint_unet: nn.Module, tmp_path) -> Callable[..., tuple[nn.Module, Path]]:
-    """The UNet with a random adapter, and the folder that peft saves of it."""
+@pytest.fixture(scope="module")
+def saved(checkpoint_unet: nn.Module, tmp_path_factory) -> Callable[..., Any]:
+    """Each adapter once, which tests leave as it is."""
+    made = {}
 
     def make(kind: str, **changes: Any) -> tuple[nn.Module, Path]:
+        if found := made.get((kind, str(changes))):
+            return found
+        folder = tmp_path_factory.mktemp("saved") / "style"
         torch.manual_seed(3)
         config = PEFT_TYPE_TO_CONFIG_MAPPING[kind.partition(" ")[0]]
         given = {"target_modules": ATTENTION, **KINDS.get(kind, {}), **changes}
@@ -72,10 +77,22 @@ def save(checkpoint_unet: nn.Module, tmp_path) -> Callable[..., tuple[nn.Module,
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "rank_num" not in name:
                 parameter.data += 0.05 * torch.randn_like(parameter)
-        model.save_pretrained(tmp_path / "style")
-        return model.eval(), tmp_path / "style"
+        model.save_pretrained(folder)
+        made[kind, str(changes)] = (model.eval(), folder)
+        return made[kind, str(changes)]
 
     return make
+
+
+@pytest.fixture
+def save(saved: Callable[..., Any], tmp_path) -> Callable[..., tuple[nn.Module, Path]]:
+    """The UNet with a random adapter, and the folder that peft saves of it."""
+
+    def copied(kind: str, **changes: Any) -> tuple[nn.Module, Path]:
+        model, folder = saved(kind, **changes)
+        return model, Path(shutil.copytree(folder, tmp_path / "style"))
+
+    return copied
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +110,7 @@ def read(folder: Path, layers: lora_file.Layers) -> lora_file.LoraFile:
 @torch.no_grad()
 def outputs(unet: nn.Module) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    latents = torch.randn(2, 4, 16, 16, generator=generator)
+    latents = torch.randn(2, 4, 8, 8, generator=generator)
     width = unet.config.cross_attention_dim
     states = torch.randn(2, 77, width, generator=generator)
     return unet(latents, torch.tensor([7, 500]), states).sample  # type: ignore[no-any-return]

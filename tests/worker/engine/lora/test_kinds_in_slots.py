@@ -118,11 +118,12 @@ def test_no_kind_leaves_a_trace_in_its_slot_or_the_text_encoder(
 
 def test_slots_weights_in_several_tensors_make_the_same_images(
     make_slot_engine: Any,
+    slot_engine: Any,
     files: dict[str, Path],
     monkeypatch,
 ):
     requests = [make_request(loras=(use(path),), steps=2) for path in files.values()]
-    whole = draw(make_slot_engine(slots=3), *requests)
+    whole = draw(slot_engine, *requests)
     monkeypatch.setattr(linear, "_MAX_PART_BYTES", 1)
     engine = make_slot_engine(slots=3)
     parts = [len(stack._parts) for stack in engine._unet._stacks.values()]
