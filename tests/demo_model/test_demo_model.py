@@ -162,6 +162,7 @@ def test_the_judge_knows_what_a_program_drew(critic: judge.Judge):
     assert sum(right) >= 54
 
 
+@pytest.mark.slow
 def test_it_draws_the_object_in_the_colour_that_the_prompt_names(
     engine: contract.Engine, critic: judge.Judge
 ):

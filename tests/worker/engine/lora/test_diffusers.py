@@ -28,6 +28,7 @@ Uses = list[tuple[str, float, float]]
 TWO: Uses = [("magic-fantasy-forest-v2", 0.6, 0.6), ("night-palette", 1.0, 0.4)]
 
 pytestmark = [
+    pytest.mark.slow,
     # two adapters in one model are intended
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
 ]

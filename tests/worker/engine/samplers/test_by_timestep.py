@@ -122,7 +122,7 @@ def test_lcm_is_automatic1111s(schedule: str, timesteps: list[int]):
 
 @pytest.mark.parametrize("eta", [0.0, 0.7])
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-@pytest.mark.parametrize("steps", [2, 4, 5, 10, 15, 20, 30, 35, 50, 100])
+@pytest.mark.parametrize("steps", [2, 4, 15, 35, 100])
 def test_ddim_cfgpp_puts_the_noise_without_the_prompt_back(
     steps: int, prediction: str, eta: float
 ):
@@ -159,7 +159,7 @@ def test_ddim_cfgpp_puts_the_noise_without_the_prompt_back(
 
 
 @pytest.mark.parametrize("schedule", ["uniform", "karras", "kl_optimal"])
-@pytest.mark.parametrize("steps", [1, 4, 8, 15, 19, 20, 28, 35, 36, 50])
+@pytest.mark.parametrize("steps", [1, 8, 19, 20, 35, 36])
 def test_restart_is_automatic1111s(k_diffusion: Any, steps: int, schedule: str):
     """Xu et al. (2023): of 20 steps and more, some go back from sigma 0.1 to 2, by noise."""
     noise = noises(4)
