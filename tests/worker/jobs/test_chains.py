@@ -42,6 +42,11 @@ from worker.stages import encode
 #: What does not depend on the storage is tested on one.
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
+#: Of the first set of tests on Azurite, beside what only Azure does.
+on_both = pytest.mark.parametrize(
+    "storage_settings", ["local", "azurite"], indirect=True
+)
+
 pytestmark = pytest.mark.usefixtures("soon")
 
 IMAGES = ["default/a.png", "default/a~s2.png", "default/a~s3.png"]
@@ -56,6 +61,7 @@ def picture_file() -> bytes:
     return encode.encode(pixels, Output(), "").data
 
 
+@on_both
 async def test_each_stage_is_drawn_once_and_the_job_completes_with_the_last(
     storage: Storage, run_pipeline: RunPipeline
 ):

@@ -36,6 +36,12 @@ pytestmark = pytest.mark.usefixtures("soon")
 azurite_only = pytest.mark.parametrize("storage_settings", ["azurite"], indirect=True)
 
 
+#: Of the first set of tests on Azurite, beside what only Azure does.
+on_both = pytest.mark.parametrize(
+    "storage_settings", ["local", "azurite"], indirect=True
+)
+
+
 async def prompts(storage: Storage) -> dict[str, str]:
     """The prompt of the job in each stored image."""
     found = {}
@@ -56,6 +62,7 @@ async def with_worker_tokens(
         yield opened
 
 
+@on_both
 @pytest.mark.parametrize("first", ["a house", "a cat"])
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
