@@ -18,7 +18,7 @@ TINY = ("--tiny", "--device", "cpu", "--out", "figures.json")
 
 ONE_THREAD = ("--device", "cpu", "--threads", "1")
 
-STORE = ("--", "benchmarks/store.py", "--jobs", "50")
+OVERLAP = ("--", "benchmarks/overlap.py", "--jobs", "8")
 
 #: The programs and the arguments with which they take seconds.
 PROGRAMS: dict[str, tuple[str, ...]] = {
@@ -29,10 +29,10 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "--minute",
         "5",
         "--rows",
-        "bag_sizes,uniform",
+        "bag_sizes",
     ),
     "likeness.py": ("--jobs", "2", "--steps", "2"),
-    "compare.py": (str(ROOT), "--pairs", "2", "--within", "0.99", *STORE),
+    "compare.py": (str(ROOT), "--pairs", "2", "--within", "0.99", *OVERLAP),
     "families/measure.py": (
         *TINY,
         "--folder",
