@@ -51,7 +51,7 @@ PAGES = Path(__file__).parents[2] / "dashboards" / "grafana"
 
 CAMPAIGN = "live"
 LORA = "magic"
-JOBS = 5_000
+JOBS = 2_000
 
 #: Named after the folders of their storages.
 FLEET = "storage/jobs"
