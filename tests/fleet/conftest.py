@@ -59,6 +59,32 @@ def imagefleet(tmp_path, console_forks: forks.Forks) -> Imagefleet:
     return run
 
 
+class Start(Protocol):
+    """Starts `imagefleet ARGUMENTS` in the test's folder; *errors* are kept from the output."""
+
+    def __call__(self, *arguments: str, errors: Path | None = None) -> forks.Fork: ...
+
+
+@pytest.fixture
+def start(tmp_path, console_forks: forks.Forks) -> Iterator[Start]:
+    """Starts commands; what still runs at the end is killed."""
+    running: list[forks.Fork] = []
+
+    def start(*arguments: str, errors: Path | None = None) -> forks.Fork:
+        if errors is not None:
+            errors.touch()
+        fork = console_forks.start(
+            *arguments, cwd=tmp_path, variables=os.environ, errors=errors
+        )
+        running.append(fork)
+        return fork
+
+    yield start
+    for each in running:
+        each.kill()
+        each.wait()
+
+
 def draw_picture(request: contract.ImageRequest) -> contract.Pixels:
     """A picture of large shapes by its seed, never twice the same to the last bit."""
     shapes = np.random.default_rng(request.seed).integers(10, 246, (8, 8, 3))

@@ -1,16 +1,15 @@
 import asyncio
+import io
 import json
-import os
 import signal
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import pytest
 
+import forks
 import polling
 from browsing import visible
 from cli import console
@@ -19,9 +18,6 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings, job_queue
 from in_process import Imagefleet, assert_refused
 from storage_flags import flags
-
-ROOT = Path(__file__).parents[2]
-
 
 TEMPLATE = """
 prompt: a {noun}
@@ -121,57 +117,34 @@ def test_an_error_is_one_line_and_exit_code_2(
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.fixture
-def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `imagefleet load ARGUMENTS`; what still runs at the end is killed."""
-    running: list[subprocess.Popen[str]] = []
-
-    def start(
-        *arguments: str, stdin: int | IO[str] | None = None
-    ) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fleet.main", "load", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        running.append(process)
-        return process
-
-    yield start
-    for process in running:
-        process.kill()
-        process.communicate()
-
-
 def wait_until_sent(settings: StorageSettings, jobs: int) -> None:
     """Waits until the ledger has so many jobs."""
 
-    async def count() -> int:
+    async def wait() -> None:
         async with open_storage(settings) as storage:
-            return await Ledger(storage, "default").count() or 0
 
-    polling.until_in_thread(lambda: asyncio.run(count()), lambda sent: sent >= jobs)
+            async def count() -> int:
+                return await Ledger(storage, "default").count() or 0
+
+            await polling.until(count, lambda sent: sent >= jobs)
+
+    asyncio.run(wait())
 
 
 def test_a_killed_load_goes_on_where_it_was_and_loses_nothing(
-    start: Callable[..., subprocess.Popen[str]],
+    start: Callable[..., forks.Fork],
+    in_process: Imagefleet,
+    template: Path,
     storage_settings: StorageSettings,
-    tmp_path,
 ):
-    (tmp_path / "t.yaml").write_text(TEMPLATE)
-    given = ("t.yaml", "--count", "500", *flags(storage_settings))
-    for sent in (50, 150, 300):
+    given = ("load", "t.yaml", "--count", "500", *flags(storage_settings))
+    for sent in (50, 150):  # the second one goes on after the first
         process = start(*given, "--verify-share", "0", "--rate", "100")
         wait_until_sent(storage_settings, sent)
         process.kill()
-        process.communicate()
-    resumed = start(*given, "--verify-share", "0")
-    _, printed = resumed.communicate()
-    assert resumed.returncode == 0, printed
+        process.wait()
+    resumed = in_process(*given, "--verify-share", "0")
+    assert resumed.returncode == console.EXIT_DONE, resumed.stderr
 
     ids = ids_in(storage_settings)
     assert len(ids) == 500
@@ -179,12 +152,12 @@ def test_a_killed_load_goes_on_where_it_was_and_loses_nothing(
 
 
 def test_ctrl_c_notes_what_was_sent_and_says_how_to_go_on(
-    start: Callable[..., subprocess.Popen[str]], template: Path, tmp_path
+    start: Callable[..., forks.Fork], template: Path, tmp_path
 ):
-    process = start("t.yaml", "--count", "30000", "--rate", "2000")
-    wait_until_sent(settings_for(tmp_path), 1_000)
+    process = start("load", "t.yaml", "--count", "30000", "--rate", "1000")
+    wait_until_sent(settings_for(tmp_path), 200)
     process.send_signal(signal.SIGINT)
-    _, printed = process.communicate()
+    printed, _ = process.communicate()
 
     assert process.returncode == console.EXIT_INTERRUPTED
     sent = ids_in(settings_for(tmp_path)).total()
@@ -221,25 +194,30 @@ def test_a_load_that_runs_already_is_not_begun_again(
     assert in_process("load", "t.yaml", "--restart").returncode == console.EXIT_DONE
 
 
-def test_jobs_come_from_standard_input(
-    start: Callable[..., subprocess.Popen[str]], tmp_path
-):
-    process = start("-", "--json", stdin=subprocess.PIPE)
-    printed, _ = process.communicate('{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n')
+def standard_input(text: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(text.encode()))
+
+
+def test_jobs_come_from_standard_input(in_process: Imagefleet, tmp_path, monkeypatch):
+    given = '{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n'
+    monkeypatch.setattr(sys, "stdin", standard_input(given))
+    printed = in_process("load", "-", "--json").stdout
 
     assert json.loads(printed)["sent"] == 2
     assert "mine" in ids_in(settings_for(tmp_path))
 
 
 def test_an_invalid_line_of_standard_input_ends_the_load_before_it_begins(
-    start: Callable[..., subprocess.Popen[str]], tmp_path
+    in_process: Imagefleet, monkeypatch
 ):
-    process = start("-", stdin=subprocess.PIPE)
-    _, printed = process.communicate('{"prompt":"a"}\n' * 130 + "bad\n")
+    given = '{"prompt":"a"}\n' * 130 + "bad\n"
+    monkeypatch.setattr(sys, "stdin", standard_input(given))
 
-    assert process.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "standard input has invalid jobs; nothing was sent" in printed
-    assert "line 131: " in printed
+    assert_refused(
+        in_process("load", "-"),
+        "standard input has invalid jobs; nothing was sent",
+        "line 131: ",
+    )
 
 
 def test_a_priority_chooses_the_queue(
