@@ -4,8 +4,6 @@ import asyncio
 import io
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import typer
 from rich.console import Console
 
+import forks
 from cli import console
 from fleet import main
 from fleet.monitor import command as monitor
@@ -28,9 +27,6 @@ from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
 from kernel_files import KEY, compile_into
 from worker.files.kernels import archive
-
-COMMAND = Path(sys.executable).with_name("imagefleet")
-
 
 #: Commands without --json, and why.
 WITHOUT_JSON = {
@@ -136,10 +132,17 @@ def fail_job(folder: Path, reason: str, **fields: str) -> None:
     asyncio.run(add())
 
 
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory) -> bytes:
+    folder = tmp_path_factory.mktemp("kernels")
+    archive.pack(compile_into(folder / "compiled"), KEY, folder / "kernels.tar.xz")
+    return (folder / "kernels.tar.xz").read_bytes()
+
+
 @pytest.fixture
-def filled(tmp_path) -> Path:
+def filled(tmp_path, kernels: bytes) -> Path:
     """A storage in the test's folder with a failed job, and files of jobs and of kernels."""
-    archive.pack(compile_into(tmp_path / "compiled"), KEY, tmp_path / "kernels.tar.xz")
+    (tmp_path / "kernels.tar.xz").write_bytes(kernels)
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat", "id": "one"}\n')
     (tmp_path / "captions.txt").write_text("a cat\n")
     fail_job(tmp_path, "no [bold]", id="cat")
@@ -157,21 +160,16 @@ def test_json_is_one_document_and_nothing_else(
     assert isinstance(json.loads(ended.stdout), dict)
 
 
-def test_a_watch_with_json_is_a_document_per_line(filled: Path):
-    with subprocess.Popen(
-        [COMMAND, "status", "--follow", "--json"],
-        cwd=filled,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(2)]
-        process.send_signal(signal.SIGINT)
-        rest, complaints = process.communicate()
+def test_a_watch_with_json_is_a_document_per_line(
+    filled: Path, start: Callable[..., forks.Fork]
+):
+    process = start("status", "--follow", "--json")
+    lines = [process.stdout.readline() for _ in range(2)]
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate()
 
     assert [json.loads(line)["failed"]["messages"] for line in lines] == [1, 1]
-    assert (rest, complaints, process.returncode) == ("", "", console.EXIT_DONE)
+    assert (rest, process.returncode) == ("", console.EXIT_DONE)
 
 
 def printed(width: int | None, *parts: Any) -> str:

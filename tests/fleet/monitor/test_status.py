@@ -1,15 +1,14 @@
 import asyncio
 import json
 import signal
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
+import forks
 from fleet.monitor import command, watch
 from fleet.settings import MonitorSettings
 from imagefleet import aio, errors
@@ -18,8 +17,6 @@ from imagefleet.storage.protocol import QueueDepth
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import metrics
 from in_process import Imagefleet
-
-COMMAND = Path(sys.executable).with_name("imagefleet")
 
 
 async def test_depths_are_reported_as_far_as_the_storage_knows_them(
@@ -80,23 +77,17 @@ def test_status_as_a_table(filled: str, imagefleet: Imagefleet):
     assert rows == {"jobs-high": "0", "jobs": "2", "jobs-low": "0", "jobs-poison": "0"}
 
 
-def test_ctrl_c_is_the_clean_end_of_a_watch(filled: str, tmp_path):
-    with subprocess.Popen(
-        [COMMAND, "status", "--follow", "--storage", filled],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as watch:
-        assert watch.stdout is not None
-        assert watch.stderr is not None
-        first = watch.stdout.readline()  # the watch has begun
-        watch.send_signal(signal.SIGINT)
-        complaints = watch.stderr.read()
+def test_ctrl_c_is_the_clean_end_of_a_watch(
+    filled: str, start: Callable[..., forks.Fork], tmp_path
+):
+    errors = tmp_path / "errors"
+    watching = start("status", "--follow", "--storage", filled, errors=errors)
+    first = watching.stdout.readline()  # the watch has begun
+    watching.send_signal(signal.SIGINT)
 
+    assert watching.wait() == 0
     assert filled in first
-    assert watch.returncode == 0
-    assert complaints == ""
+    assert errors.read_text() == ""
 
 
 async def test_a_watch_outlives_an_outage(

@@ -1,7 +1,6 @@
 """`imagefleet deploy apply` never has more replicas run, or a higher price, than was confirmed."""
 
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import forks
 import polling
 from fleet.salad import file as salad_file
 from fleet.salad import gpus, groups
@@ -208,22 +208,21 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["PATCH", "POST"])
 def test_an_apply_that_is_killed_half_way_is_finished_by_the_next(
-    salad: SaladFake, in_process: Imagefleet, tmp_path, method: str
+    salad: SaladFake,
+    in_process: Imagefleet,
+    start: Callable[..., forks.Fork],
+    tmp_path,
+    method: str,
 ):
     path = tmp_path / "fleet.yaml"
     alike = Revision("[RTX 3060 Ti]", "batch", 1)
     before = [Before(alike, 400, 400, 0, is_stopped=False) for _ in range(2)]
     case = Case(before, Revision("[RTX 3070]", "high", 1), 600, 0, 800, 10_000, [])
     set_up(salad, case, path)
-    command = [
-        str(Path(sys.executable).with_name("imagefleet")),
-        "deploy",
-        "apply",
-        "--yes",
-    ]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
-        polling.until_in_thread(lambda: salad.count(method))
-        process.kill()
+    process = start("deploy", "apply", "--yes")
+    polling.until_in_thread(lambda: salad.count(method))
+    process.kill()
+    process.wait()
 
     ended = in_process("deploy", "apply", "--yes")
 

@@ -2,16 +2,14 @@
 
 import itertools
 import json
-import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forks
 from cli import console
 from fleet.monitor import prometheus
 from fleet.salad import client, deployment
@@ -197,7 +195,7 @@ async def test_the_budget_is_watched_while_the_queue_does_not_answer(
     monkeypatch.setattr(storage.queue, "depth", silent)
     clock.now += 900
     records = []
-    for _ in range(120):
+    for _ in range(60):
         records.append(await scaler_.step())
         clock.now += 60
 
@@ -225,7 +223,7 @@ async def test_the_budget_holds_across_restarts(salad: Any, scaling: Any):
         clock.now += 60
 
     again = make(goal)
-    for _ in range(600):
+    for _ in range(150):
         record = await again.step()
         clock.now += 60
 
@@ -308,7 +306,7 @@ async def test_the_budget_holds_during_a_rolling_change(
     )
     scaler_ = make(replace(GOAL, max_dollars=10))
 
-    for _ in range(120):
+    for _ in range(70):
         record = await scaler_.step()
         clock.now += 60
 
@@ -411,36 +409,23 @@ def test_without_a_terminal_scaling_needs_yes(
 
 
 def test_a_stopped_scaler_reports_the_workers_that_keep_running(
-    salad: Any, in_process: Imagefleet, tmp_path
+    salad: Any, in_process: Imagefleet, start: Callable[..., forks.Fork], tmp_path
 ):
     in_process("deploy", "apply", "--yes", "--replicas", "20")
     for _ in range(2):
         in_process("deploy", "status")
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n' * 200)
     in_process("load", "jobs.jsonl")
-    command = Path(sys.executable).with_name("imagefleet")
-    with subprocess.Popen(
-        [
-            *(
-                command,
-                "scale",
-                "--dollars-per-hour",
-                "1",
-                "--max-dollars",
-                "5",
-                "--json",
-            ),
-            *("--images-per-second", "0.01", "--sample-seconds", "1", "--yes"),
-        ],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        record = json.loads(process.stdout.readline())
-        process.send_signal(signal.SIGTERM)
-        _, log = process.communicate()
+    errors = tmp_path / "errors"
+    process = start(
+        *("scale", "--dollars-per-hour", "1", "--max-dollars", "5", "--json", "--yes"),
+        *("--images-per-second", "0.01", "--sample-seconds", "1"),
+        errors=errors,
+    )
+    record = json.loads(process.stdout.readline())
+    process.terminate()
+    process.wait()
+    log = errors.read_text()
 
     assert process.returncode == 0, log
     assert record["running"] == 20

@@ -2,16 +2,15 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forks
 import polling
 from browsing import visible
 from cli import console, options
@@ -25,9 +24,6 @@ from in_process import Imagefleet, assert_refused
 from loadgen.caption_sweep import CaptionFile, SweepSource, groups
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[3]
-
 
 SETTINGS = (
     "--set",
@@ -172,7 +168,9 @@ def test_the_same_sweep_again_adds_nothing(
     assert set(Counter(job["id"] for job in bodies_in(local(tmp_path))).values()) == {2}
 
 
-def test_a_killed_sweep_goes_on_where_its_ledger_ends(in_process: Imagefleet, tmp_path):
+def test_a_killed_sweep_goes_on_where_its_ledger_ends(
+    in_process: Imagefleet, start: Callable[..., forks.Fork], tmp_path
+):
     (tmp_path / "c.txt").write_text(
         "".join(f"caption {number}\n" for number in range(400))
     )
@@ -184,11 +182,7 @@ def test_a_killed_sweep_goes_on_where_its_ledger_ends(in_process: Imagefleet, tm
         "--set",
         "cfg_scale=1,2,3,4,5",
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fleet.main", *arguments, "--quiet", "--rate", "2000"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    process = start(*arguments, "--quiet", "--rate", "2000")
 
     async def noted() -> int:
         async with open_storage(local(tmp_path)) as storage:
