@@ -228,9 +228,17 @@ def test_every_command_is_tried(built: Any):
 Run = Callable[..., int]
 
 
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory) -> bytes:
+    folder = tmp_path_factory.mktemp("kernels")
+    archive.pack(compile_into(folder / "compiled"), KEY, folder / "kernels.tar.xz")
+    return (folder / "kernels.tar.xz").read_bytes()
+
+
 @pytest.fixture
 def run(
     built: Any,
+    kernels: bytes,
     tmp_path,
     monkeypatch,
     capsys,
@@ -256,7 +264,7 @@ def run(
     monkeypatch.setenv("PLANTED", f"{MARK}FleetEnvironment")
     for name, text in given.items():
         (tmp_path / name).write_text(text)
-    archive.pack(compile_into(tmp_path / "compiled"), KEY, tmp_path / "kernels.tar.xz")
+    (tmp_path / "kernels.tar.xz").write_bytes(kernels)
     assert MARK in secret.read_text()
 
     def run(command: str, *arguments: str) -> int:
