@@ -214,7 +214,15 @@ async def test_a_thiefs_garbage_is_replaced_by_the_job_that_failed_for_it(
     assert await workers(storage) == {"default/j0.png": "other"}
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("storage_settings", "stride"),
+    [
+        ("local", 4),
+        pytest.param("local", 1, marks=pytest.mark.slow),
+        pytest.param("azurite", 3, marks=pytest.mark.slow),
+    ],
+    indirect=["storage_settings"],
+)
 async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes_it(
     stride: int,
     storage: Storage,
@@ -224,7 +232,6 @@ async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes
 ):
     monkeypatch.setattr(replace, "BATCH", 2)
     names = {f"default/j{number}.png" for number in range(3)}
-    stride *= 1 if "local:" in storage.url else 3
     kills = 0
     step = 1
     while True:
