@@ -100,9 +100,9 @@ def test_the_engine_asks_for_as_many_images_as_fill_its_calls(
     make_slot_engine: Any, monkeypatch
 ):
     engine, tickets, finished = make_slot_engine(slots=2), itertools.count(), 0
-    prepared = engine.prepare(make_request(cfg_scale=1.0))
+    prepared = engine.prepare(make_request(cfg_scale=1.0, steps=2))
     calls = watch_calls(monkeypatch, engine)
-    while finished < 24:
+    while finished < 12:
         while engine.free:
             engine.admit(next(tickets), prepared)
         finished += len(engine.tick())

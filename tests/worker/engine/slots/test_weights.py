@@ -120,14 +120,15 @@ def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_ow
     engine.close()
 
 
-def test_a_model_is_not_taken_while_there_are_jobs(tmp_path):
-    first, second = two_models(tmp_path, "sd1")
-    engine = engine_of(first)
+def test_a_model_is_not_taken_while_there_are_jobs(
+    tmp_path, checkpoint: Path, make_slot_engine: Callable[..., slots.SlotEngine]
+):
+    second = shutil.copytree(checkpoint, tmp_path / "second")
+    engine = make_slot_engine()
     engine.admit(0, engine.prepare(make_request()))
     swap = load.read_beside(engine, load.EngineSettings(second))
     assert not swap()
-    assert engine.model_name == "first"
-    engine.close()
+    assert engine.model_name == checkpoint.name
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +214,7 @@ def test_weights_are_not_loaded_again_for_the_loras_that_they_hold(
         (plain, [False]),
     ]:
         loads.clear()
-        draw(engine, make_request(loras=loras), make_request(seed=2, loras=loras))
+        draw(engine, *[make_request(seed=at, steps=1, loras=loras) for at in (1, 2)])
         assert loads == expected
 
 
@@ -223,8 +224,8 @@ def test_a_job_with_the_loras_that_are_loaded_goes_before_an_older_one_but_not_f
     loads: list[bool],
 ):
     own, other = ((style,) for style in styles)
-    requests = [make_request(steps=2, loras=own), make_request(steps=2, loras=other)]
-    requests += [make_request(steps=2, loras=own) for _ in range(20)]
+    requests = [make_request(steps=1, loras=each) for each in (own, other)]
+    requests += [make_request(steps=1, loras=own) for _ in range(20)]
     order = list(draw_all(engine, requests))
     assert sorted(order) == list(range(22))
     assert 2 <= order.index(1) <= 8
