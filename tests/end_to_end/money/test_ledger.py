@@ -8,8 +8,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -21,13 +19,13 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
+import forks
 import polling
 from cli import console
 from fleet.monitor import prometheus
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 
-COMMAND = Path(sys.executable).with_name("imagefleet")
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "dashboards" / "grafana" / "cost.json"
 
@@ -125,19 +123,15 @@ async def noting(victoria_metrics: Any) -> AsyncIterator[Noting]:
 
 
 @pytest.fixture
-def run(environment: dict[str, str], tmp_path) -> Run:
+def run(environment: dict[str, str], stand_in_forks: forks.Forks, tmp_path) -> Run:
     """Runs a command to its end; returns its JSON."""
 
     async def run_command(*arguments: str) -> Any:
-        process = await asyncio.create_subprocess_exec(
-            *(COMMAND, *arguments),
-            env=environment,
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
+        done = await asyncio.to_thread(
+            stand_in_forks.run, *arguments, cwd=tmp_path, variables=environment
         )
-        out, _ = await process.communicate()
-        assert process.returncode == 0, arguments
-        return json.loads(out) if "--json" in arguments else None
+        assert done.returncode == 0, (arguments, done.stderr)
+        return json.loads(done.stdout) if "--json" in arguments else None
 
     return run_command
 
@@ -208,6 +202,7 @@ async def redone(
         nonlocal sent
         sent += count if campaign == "spring" else 0
         job = {"campaign": campaign, "prompt": prompt, "steps": 4}
+        job |= {"width": 64, "height": 64}
         lines = (
             json.dumps({**job, "id": f"{name}{number}"}) + "\n"
             for number in range(count)
@@ -217,8 +212,13 @@ async def redone(
 
     async def load_until(has_drawn: Callable[[], float]) -> None:
         """Sends jobs until that worker has got some of them."""
+
+        async def is_over() -> bool:
+            return bool(has_drawn()) or not (await storage.queue.depth()).messages
+
         while not has_drawn():
             await load(f"drawn{sent}-", "spring", DRAWN, "a house")
+            await polling.until(is_over)
 
     (marker := tmp_path / "broken").touch()
     await load("cancelled", "autumn", CANCELLED, "a cat")
