@@ -89,7 +89,7 @@ async def test_a_job_whose_end_the_reader_has_missed_is_told_to_who_asks_for_it_
 
 
 @pytest.mark.slow
-async def test_a_thousand_that_wait_cost_the_storage_what_ten_do(
+async def test_hundreds_that_wait_cost_the_storage_what_ten_do(
     serve: Serve, monkeypatch
 ):
     served = await serve(works=False)
@@ -120,7 +120,7 @@ async def test_a_thousand_that_wait_cost_the_storage_what_ten_do(
         ) / looks
 
     few = await looks_of(10)
-    many = await looks_of(1_000)
+    many = await looks_of(200)
 
     assert few > 0
     assert many <= 1.5 * few

@@ -217,11 +217,10 @@ def test_an_account_with_custom_domains_keeps_them():
 
 
 def test_the_output_is_shell_commands_without_the_account_key(
-    imagefleet: Imagefleet,
+    in_process: Imagefleet, monkeypatch
 ):
-    result = imagefleet(
-        "keys", "mint", "worker", "--queue", "spring", IMAGEFLEET_STORAGE=REAL_ACCOUNT
-    )
+    monkeypatch.setenv("IMAGEFLEET_STORAGE", REAL_ACCOUNT)
+    result = in_process("keys", "mint", "worker", "--queue", "spring")
     assert result.returncode == 0, result.stderr
     variables = {}
     for line in result.stdout.splitlines():
@@ -250,14 +249,13 @@ def test_the_output_is_shell_commands_without_the_account_key(
 
 
 def test_the_token_file_is_private_and_replaced_atomically(
-    imagefleet: Imagefleet, tmp_path
+    in_process: Imagefleet, tmp_path, monkeypatch
 ):
+    monkeypatch.setenv("IMAGEFLEET_STORAGE", REAL_ACCOUNT)
     file = tmp_path / "tokens.json"
     file.write_text("the old ones")
     file.chmod(0o644)
-    result = imagefleet(
-        "keys", "mint", "worker", "--file", str(file), IMAGEFLEET_STORAGE=REAL_ACCOUNT
-    )
+    result = in_process("keys", "mint", "worker", "--file", str(file))
     assert result.returncode == 0, result.stderr
     assert "sig=" not in result.stdout + result.stderr
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -135,7 +135,7 @@ async def test_an_honest_fleet_proves_all_that_it_stores(
 
 
 async def test_no_worker_token_reads_the_secret(
-    honest: thief.Loot, storage_settings: StorageSettings
+    settings_of: Any, storage_settings: StorageSettings
 ):
     for role in (ROLES["worker"], ROLES["worker"].for_chains()):
         async with thief.stealing(storage_settings, role) as stolen:

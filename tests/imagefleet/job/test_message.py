@@ -85,6 +85,7 @@ def test_any_json_raises_only_invalid_message(value: object):
     assert refusal(json.dumps(value)) != ""
 
 
+@settings(max_examples=50)
 @given(st.dictionaries(st.sampled_from(sorted(Job.model_fields)), json_values))
 def test_any_values_of_known_fields_raise_only_invalid_message(
     fields: dict[str, object],
@@ -92,6 +93,7 @@ def test_any_values_of_known_fields_raise_only_invalid_message(
     assert refusal(json.dumps({"prompt": "", **fields})) != ""
 
 
+@settings(max_examples=50)
 @given(
     st.dictionaries(
         st.sampled_from(sorted(settings_table.FIELDS)), json_values, min_size=1
@@ -130,7 +132,7 @@ def test_what_breaks_parsers_is_an_invalid_message(body: str):
         read_job(body, "message-1")
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(jobs)
 def test_a_job_survives_the_way_through_its_message(job: Job):
     (message,) = sizes.checked_messages([job.to_message()])

@@ -58,6 +58,7 @@ def name_of(image: Image) -> str:
     return jobs_of(image).blob_name(image.index)
 
 
+@settings(max_examples=50)
 @given(st.lists(images, min_size=2, max_size=6, unique=True))
 def test_images_of_other_jobs_indices_stages_and_formats_have_other_names(
     some: list[Image],
@@ -71,6 +72,7 @@ def test_images_of_other_jobs_indices_stages_and_formats_have_other_names(
         protocol.check_blob_name(name)
 
 
+@settings(max_examples=50)
 @given(st.lists(images, min_size=2, max_size=6, unique=True))
 def test_files_of_images_have_other_names_where_capitals_do_not_count(
     some: list[Image],
@@ -92,7 +94,7 @@ def record_of(job: Job, index: int, **changes: Any) -> Record:
     )
 
 
-@settings(deadline=None)
+@settings(max_examples=50)
 @given(images, images)
 def test_the_console_takes_a_record_for_its_own_jobs_image_alone(
     one: Image, other: Image

@@ -401,12 +401,12 @@ def seconds_to_read(text: str) -> float:
 
 @pytest.mark.parametrize("unit", ["(", "[", ")", "]", "()", "[]"])
 def test_many_brackets_are_read_in_seconds_not_in_hours(unit: str):
-    assert seconds_to_read(unit * (2**18 // len(unit)) + ":|a]") < 10
+    assert seconds_to_read(unit * (2**16 // len(unit)) + ":|a]") < 10
 
 
 @pytest.mark.parametrize("pair", ["()", "[]"])
 def test_deeply_nested_brackets_are_read_in_seconds_not_in_hours(pair: str):
-    assert seconds_to_read(pair[0] * 2**17 + "a:" + pair[1] * 2**17) < 10
+    assert seconds_to_read(pair[0] * 2**15 + "a:" + pair[1] * 2**15) < 10
 
 
 @pytest.mark.parametrize(
@@ -428,9 +428,9 @@ def test_deeply_nested_brackets_are_read_in_seconds_not_in_hours(pair: str):
     ],
 )
 @pytest.mark.parametrize("end", ["", ":|a]", ">", ")"])
-def test_the_longest_prompt_is_read_at_once_whatever_its_text(unit: str, end: str):
+def test_a_long_prompt_is_read_at_once_whatever_its_text(unit: str, end: str):
     """Quadratic time would be minutes."""
-    assert seconds_to_read(unit * (2**16 // len(unit)) + end) < 2
+    assert seconds_to_read(unit * (2**15 // len(unit)) + end) < 1
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ async def test_what_was_there_before_ids_of_its_own_is_not_read(
     fleet: aio.Fleet, log: RecordLog
 ):
     await log.add(
-        image(f"old-{number}", prompt="a house " * 20) for number in range(1000)
+        image(f"old-{number}", prompt="a house " * 20) for number in range(100)
     )
     batch = await submit(fleet, None, None)
     await log.add([image(job_id) for job_id in batch.ids])
@@ -240,8 +240,8 @@ async def test_jobs_that_are_sent_during_an_append_get_their_results(
 async def test_many_results_cost_a_read_for_each_shard_and_few_listings(
     fleet: aio.Fleet, monkeypatch
 ):
-    monkeypatch.setattr(follower, "_POLLED", 400)
-    batch = await submit(fleet, *[None] * 500)
+    monkeypatch.setattr(follower, "_POLLED", 80)
+    batch = await submit(fleet, *[None] * 100)
     shards = 5
     for worker in range(shards):
         log = ImageLog(fleet.storage.blobs, f"worker-{worker}")
@@ -249,9 +249,9 @@ async def test_many_results_cost_a_read_for_each_shard_and_few_listings(
     operations = fleet.storage.operations
     listings, reads = operations.blob_writes, operations.blob_reads
 
-    assert sum([1 async for _ in batch.results(60)]) == 500
-    assert operations.blob_writes - listings == 4, "400 records at a time"
-    assert operations.blob_reads - reads == shards + 500, "a look at each image"
+    assert sum([1 async for _ in batch.results(60)]) == 100
+    assert operations.blob_writes - listings == 4, "80 records at a time"
+    assert operations.blob_reads - reads == shards + 100, "a look at each image"
 
 
 async def test_an_idle_poll_is_a_listing_of_each_store(

@@ -15,7 +15,7 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from tokens import by_tokens
 
-MANY = 20
+MANY = 9
 of_job = partial(made_records.image, digest=made_records.DIGEST)
 
 

@@ -57,14 +57,14 @@ async def test_submissions_at_the_same_time_share_writes_and_each_is_counted(
     async def counting(*arguments: Any) -> bool:
         nonlocal appends
         appends += 1
-        await polling.until(lambda: appends > 1 or len(spring.pending) == 40 * 16)
+        await polling.until(lambda: appends > 1 or len(spring.pending) == 20 * 16)
         return await append(*arguments)
 
     monkeypatch.setattr(fleet.storage.files, "append", counting)
-    await asyncio.gather(*(submit(fleet, jobs=2) for _ in range(20)))
-    assert await counted(fleet) == {"spring": 40}
+    await asyncio.gather(*(submit(fleet, jobs=2) for _ in range(10)))
+    assert await counted(fleet) == {"spring": 20}
     assert await blobs(fleet) == ["0000"]
-    assert appends < 20
+    assert appends < 10
 
 
 async def test_jobs_whose_note_failed_are_in_the_next_one(

@@ -23,13 +23,13 @@ async def test_what_is_appended_follows_what_was_there(storage: Storage):
     assert (record.name, record.size_bytes) == (NAME, 7)
 
 
-@pytest.mark.parametrize("position", [0, 3, 5])
 async def test_nothing_is_appended_at_another_position_than_the_end(
-    storage: Storage, position: int
+    storage: Storage,
 ):
     await storage.blobs.append(NAME, b"four", 0)
-    assert not await storage.blobs.append(NAME, b"late", position)
-    assert await storage.blobs.read(NAME) == b"four"
+    for position in (0, 3, 5):
+        assert not await storage.blobs.append(NAME, b"late", position)
+        assert await storage.blobs.read(NAME) == b"four"
 
 
 async def test_nothing_is_appended_to_a_blob_that_is_gone(storage: Storage):

@@ -80,25 +80,25 @@ async def test_a_body_is_received_unchanged(storage: Storage):
     assert sorted(message.body for message in received) == sorted(BODIES)
 
 
-@pytest.mark.parametrize("character", ["\x00", "\x1b", "\ud83d", "\uffff"])
 async def test_a_character_that_xml_cannot_carry_is_refused_before_anything_is_sent(
-    storage: Storage, character: str
+    storage: Storage,
 ):
-    with pytest.raises(errors.JobError, match=r"U\+"):
-        await storage.queue.send(["fine", f"odd {character}"])
+    for character in ("\x00", "\x1b", "\ud83d", "\uffff"):
+        with pytest.raises(errors.JobError, match=r"U\+"):
+            await storage.queue.send(["fine", f"odd {character}"])
     assert (await storage.queue.depth()).messages == 0
 
 
-@pytest.mark.parametrize("text", ["x" * 65_536, "ä" * 32_768, "&" * 13_107])
 async def test_a_message_holds_64_kib_after_escaping_and_not_a_byte_more(
-    storage: Storage, text: str
+    storage: Storage,
 ):
-    await storage.queue.send([text])
-    assert (await receive_one(storage)).body == text
-    too_large = text + "&" if text[0] == "&" else text + "x"
-    with pytest.raises(errors.JobError, match="65,536"):
-        await storage.queue.send(["fine", too_large])
-    assert (await storage.queue.depth()).messages == 1
+    for text in ("x" * 65_536, "ä" * 32_768, "&" * 13_107):
+        await storage.queue.send([text])
+        assert (await receive_one(storage)).body == text
+        too_large = text + "&" if text[0] == "&" else text + "x"
+        with pytest.raises(errors.JobError, match="65,536"):
+            await storage.queue.send(["fine", too_large])
+    assert (await storage.queue.depth()).messages == 3
 
 
 async def test_the_poison_queue_is_separate(storage: Storage):

@@ -62,6 +62,7 @@ async def test_a_replayed_job_is_unchanged_but_for_its_delivery_count(
     assert (await storage.poison.depth()).messages == 0
 
 
+@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 @pytest.mark.parametrize(
     ("selection", "selected"),
     [

@@ -22,11 +22,11 @@ async def storage(azurite_settings: StorageSettings) -> AsyncIterator[AzureStora
         yield opened
 
 
-@pytest.mark.parametrize("body", ["a job", ODD, "x" * 65_536, ODD * 500])
-async def test_a_message_arrives_as_it_was_sent(storage: AzureStorage, body: str):
-    await storage.queue.send([body])
-    (message,) = await storage.queue.receive(1, LEASE_SECONDS)
-    assert message.body == body
+async def test_a_message_arrives_as_it_was_sent(storage: AzureStorage):
+    for body in ("a job", ODD, "x" * 65_536, ODD * 500):
+        await storage.queue.send([body])
+        (message,) = await storage.queue.receive(1, LEASE_SECONDS)
+        assert message.body == body
 
 
 _ADDED = (
