@@ -14,7 +14,6 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
 from imagefleet.storage import dead_letter
-from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
@@ -33,6 +32,10 @@ LONGEST_RETRY_SECONDS = 120.0
 
 #: Seconds until a job that could not be moved to its model's queue is delivered again.
 NOT_MOVED_SECONDS = 300.0
+
+#: After one of these a job is delivered again, or was.
+FAULTS = (errors.LeaseLost, errors.TransientError)
+Fault = errors.LeaseLost | errors.TransientError
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +196,7 @@ class Settler:
         why: str = "is drawn, but its next stage cannot be sent; it",
     ) -> None:
         """A job, or its next stage, could not be sent: it comes again, here or elsewhere."""
-        if isinstance(error, (errors.LeaseLost, errors.TransientError)):
+        if isinstance(error, FAULTS):
             self._lost(entry, error)
             return
         queue = entry.lease.message.queue
@@ -315,35 +318,43 @@ class Settler:
 
     async def _dead_letter(self, entry: InFlightJob, error: errors.FleetError) -> None:
         await entry.uploads_end()  # so that their records are there
+        try:
+            entry.lease.check()
+        except errors.LeaseLost as lost:
+            self._lost(entry, lost)
+            return
         reason, kind = entry.reason(error), type(error).__name__
         entry.log(
             logging.WARNING, f"failed permanently: {reason}", "job_failed", error=kind
         )
+        failed = dead_letter.failed_job(
+            entry.lease.message,
+            entry.job,
+            error,
+            self.settings.name,
+            self.storage.blobs.clock.now(),
+            reason=reason,
+            stored=entry.stored,
+        )
 
-        async def add() -> FailedJob:
+        async def add() -> None:
             async with entry.lease.lock:
                 entry.lease.check()
-                return await dead_letter.add(
-                    self.storage,
-                    entry.lease.message,
-                    entry.job,
-                    error,
-                    self.settings.name,
-                    reason=reason,
-                    stored=entry.stored,
-                )
+                await self.storage.poison.send([failed.encode()])
 
-        async def finish(fault: errors.TransientError | None) -> None:
+        async def finish(fault: Fault | None) -> None:
+            # Behind its record: a replay deletes the messages of jobs that no record calls failed.
+            # A crash in between leaves the job in its queue, where it fails once more.
+            try:
+                if fault is None:
+                    await self.retry_policy.call(add)
+            except FAULTS as late:
+                fault = late
             if await self._end(entry, "failed", fault) == "failed":
                 self.metrics.failed_jobs.labels(kind).inc()
 
-        try:
-            failed = await self.retry_policy.call(add)
-        except (errors.LeaseLost, errors.TransientError) as fault:
-            self._lost(entry, fault)
-        else:
-            record = self.record(entry, **failed.model_dump(exclude_unset=True))
-            await self.pending.put(entry, finish, record)
+        record = self.record(entry, **failed.model_dump(exclude_unset=True))
+        await self.pending.put(entry, finish, record)
 
     async def _retry(
         self, entry: InFlightJob, error: errors.FleetError, attempts: int
@@ -376,7 +387,7 @@ class Settler:
         self,
         entry: InFlightJob,
         outcome: Outcome,
-        error: errors.LeaseLost | errors.TransientError | None = None,
+        error: Fault | None = None,
         call: Callable[[], Awaitable[None]] | None = None,
     ) -> Outcome:
         """Acknowledges a job, or does *call*, unless an *error* has kept its records from storage.
@@ -387,16 +398,14 @@ class Settler:
             if error is None:
                 call = call or partial(self.keeper.acknowledge, entry.lease)
                 await self.retry_policy.call(call)
-        except (errors.LeaseLost, errors.TransientError) as fault:
+        except FAULTS as fault:
             error = fault
         if error is not None:
             return self._lost(entry, error)
         self._ended(entry, outcome)
         return outcome
 
-    def _lost(
-        self, entry: InFlightJob, error: errors.LeaseLost | errors.TransientError
-    ) -> Outcome:
+    def _lost(self, entry: InFlightJob, error: Fault) -> Outcome:
         """The job is delivered again, or was; what is stored stays stored."""
         if isinstance(error, errors.TransientError):
             entry.log(

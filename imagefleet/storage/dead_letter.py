@@ -1,4 +1,4 @@
-"""Records of failed jobs: how one is added to the poison queue, selected and checked.
+"""Records of failed jobs: how one is made, selected and checked.
 
 Anybody with a worker's token may add a record. So its job must be one that a worker of this version
 takes before it is sent again, and with trusted keys it must be signed as well.
@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -30,7 +31,6 @@ from imagefleet.records.record import MAX_NAME_CHARACTERS, Record
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
 from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import Deliveries, without_deliveries
-from imagefleet.storage.open import Storage
 from imagefleet.storage.routing import models
 
 #: An engine's error may list a page of tensor shapes; its first lines name the cause.
@@ -62,7 +62,10 @@ class FailedJob(Record, extra="forbid"):
     def encode(self) -> str:
         """The message for the poison queue, in ASCII, which XML can always carry."""
         fields = self.model_dump(mode="json", exclude_defaults=True)
-        return json.dumps(fields, separators=(",", ":"), sort_keys=True)
+        text = json.dumps(fields, separators=(",", ":"), sort_keys=True)
+        if sizes.fits(text):
+            return text
+        return self.model_copy(update={"body": None}).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,21 +182,19 @@ class Check:
         return True
 
 
-async def add(
-    storage: Storage,
+def failed_job(
     message: protocol.LeasedMessage,
     job: Job | None,
     error: errors.FleetError,
     worker: str,
+    at: datetime,
     *,
     reason: str | None = None,
     stored: Collection[int] = (),
 ) -> FailedJob:
-    """Adds a job's record to the poison queue; its message is the caller's to delete afterwards.
+    """The record of a job that failed, with what sends it again.
 
     The *reason* is by default the error's message. Sent again, it draws no image of those *stored*.
-
-    A crash between the two leaves the job in both queues: it fails once more and is not lost.
     """
     body = _replayable(message, job)
     if job is not None and job.images > 1 and stored:  # which are then looked for
@@ -207,22 +208,17 @@ async def add(
         is_forged = isinstance(error, errors.UntrustedJobError) and not error.is_expired
         is_forged = is_forged or isinstance(error, errors.UnknownStageError)
         known = {} if is_forged else _named(body)
-    record = FailedJob(
+    return FailedJob(
         outcome="failed",
         **{"id": message.id} | {name: each for name, each in known.items() if each},
         error=type(error).__name__,
         reason=_truncated(reason or error.message, MAX_REASON_CHARACTERS),
         attempts=Deliveries.of(message).failed + 1,
         worker=_truncated(worker, MAX_NAME_CHARACTERS),
-        at=storage.blobs.clock.now(),
+        at=at,
         source=job.source(message.id) if job is not None else message.id,
         body=body,
     )
-    text = record.encode()
-    if not sizes.fits(text):
-        text = record.model_copy(update={"body": None}).encode()
-    await storage.poison.send([text])
-    return record
 
 
 def _named(body: str) -> dict[str, Any]:

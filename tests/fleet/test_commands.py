@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 import forks
+import made_records
 from cli import console
 from fleet import main
 from fleet.monitor import command as monitor
@@ -21,7 +22,6 @@ from fleet.salad import gpus, groups
 from imagefleet import errors
 from imagefleet.job.message import read_job
 from imagefleet.records.log import RecordLog
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
@@ -126,7 +126,9 @@ def fail_job(folder: Path, reason: str, **fields: str) -> None:
             [message] = await storage.queue.receive(1, 60)
             job = read_job(message.body, message.id)
             error = errors.MissingFileError(reason)
-            failed = await dead_letter.add(storage, message, job, error, "worker-1")
+            failed = await made_records.dead_letter(
+                storage, message, job, error, "worker-1"
+            )
             await RecordLog(storage.blobs, "worker-1").add([failed])
 
     asyncio.run(add())

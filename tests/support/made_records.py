@@ -3,8 +3,12 @@
 from datetime import UTC, datetime
 from typing import Any
 
+from imagefleet import errors
+from imagefleet.job.message import Job
 from imagefleet.records.record import Record
+from imagefleet.storage.dead_letter import FailedJob, failed_job
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import LeasedMessage
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
@@ -38,3 +42,18 @@ async def store(storage: Storage, *blobs: str | None, **told: str) -> None:
     metadata = {"digest": DIGEST, **told}
     for blob in blobs:
         await storage.blobs.create(str(blob), b"pixels", "image/png", metadata)
+
+
+async def dead_letter(
+    storage: Storage,
+    message: LeasedMessage,
+    job: Job | None,
+    error: errors.FleetError,
+    worker: str,
+    **more: Any,
+) -> FailedJob:
+    """Adds a job's record to the poison queue; its message stays."""
+    at = storage.blobs.clock.now()
+    record = failed_job(message, job, error, worker, at, **more)
+    await storage.poison.send([record.encode()])
+    return record

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,8 @@ from PIL import Image
 import polling
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import concurrency, errors
+from imagefleet.storage import dead_letter_queue
+from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage
 from messages import RunPipeline, blobs, failed_jobs, failing, message
 from worker import gpu_thread
@@ -73,6 +75,38 @@ async def test_a_job_that_can_never_succeed_goes_to_the_poison_queue_at_once(
     assert set(await blobs(storage)) == {"default/good.png"}
     assert dict(pipeline.metrics.outcomes) == {"completed": 1, "failed": 1}
     assert await is_empty(storage)
+
+
+async def test_a_replay_meanwhile_keeps_the_message_of_a_job_that_fails(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    monkeypatch,
+):
+    add = storage.poison.send
+    recorded: list[str] = []
+
+    async def send(bodies: Iterable[str]) -> None:
+        """A replay deletes the messages of jobs that no record calls failed."""
+        found = dead_letter_queue.recorded(storage, Selection())
+        recorded.extend([str(record.id) async for record in found])
+        await add(bodies)
+
+    monkeypatch.setattr(storage.poison, "send", send)
+    await run_pipeline(sent=[message(id="bad", steps=100_000)])
+    assert recorded == ["bad"]
+
+
+async def test_a_failed_job_whose_message_cannot_be_added_is_delivered_again(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    monkeypatch,
+):
+    down = failing(storage.poison.send, errors.TransientError("503 server busy"), 7)
+    monkeypatch.setattr(storage.poison, "send", down)
+    bad = message(id="bad", steps=100_000)
+    pipeline = await run_pipeline(sent=[bad], lease_seconds=2)
+    assert pipeline.metrics.outcomes == {"lost": 1, "failed": 1}
+    assert [record.id for record in await failed_jobs(storage)] == ["bad"]
 
 
 async def test_one_failing_image_does_not_take_its_batch_along(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import made_records
 from browsing import visible
 from cli import console
 from imagefleet import errors
@@ -13,7 +14,6 @@ from imagefleet.job.message import Job, read_job
 from imagefleet.records import reader
 from imagefleet.records.log import RecordLog
 from imagefleet.signing import JobSigner, SigningKey
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import PRIORITIES, StorageSettings
 from in_process import Imagefleet, assert_refused
@@ -44,9 +44,13 @@ async def add(storage: Storage, body: str) -> None:
     try:
         job = read_job(message.body, message.id)
     except errors.JobError as error:
-        failed = await dead_letter.add(storage, message, None, error, "worker-1")
+        failed = await made_records.dead_letter(
+            storage, message, None, error, "worker-1"
+        )
     else:
-        failed = await dead_letter.add(storage, message, job, MISSING, "worker-1")
+        failed = await made_records.dead_letter(
+            storage, message, job, MISSING, "worker-1"
+        )
     await RecordLog(storage.blobs, "worker-1").add([failed])
     await storage.queue.delete(message)
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+import made_records
 import signers
 from browsing import visible
 from cli import console
@@ -16,7 +17,6 @@ from imagefleet.job.message import Job, read_job
 from imagefleet.records import ledger
 from imagefleet.records.log import RecordLog
 from imagefleet.signing import JobSigner, SigningKey
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet, assert_refused
@@ -57,7 +57,9 @@ async def fail(storage: Storage, *bodies: str) -> None:
             job = read_job(message.body, message.id)
         except errors.JobError as invalid:
             error = invalid
-        failed = await dead_letter.add(storage, message, job, error, "worker-1")
+        failed = await made_records.dead_letter(
+            storage, message, job, error, "worker-1"
+        )
         await log.add([failed])
         await storage.queue.delete(message)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+import made_records
 from imagefleet import errors
 from imagefleet.job.message import read_job
 from imagefleet.records.log import RecordLog
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
@@ -42,7 +42,9 @@ def settings(tmp_path) -> StorageSettings:
                     )
                 except errors.JobError as invalid:
                     job, error = None, invalid
-                failed = await dead_letter.add(storage, message, job, error, "worker-1")
+                failed = await made_records.dead_letter(
+                    storage, message, job, error, "worker-1"
+                )
                 await RecordLog(storage.blobs, "worker-1").add([failed])
                 await storage.queue.delete(message)
 

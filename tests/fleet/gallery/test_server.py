@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from yarl import URL
 
+import made_records
 import polling
 import sent_jobs
 from fleet.keys import mint
@@ -20,7 +21,6 @@ from imagefleet import errors, redaction
 from imagefleet.job.message import read_job
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Lora, Record
-from imagefleet.storage import dead_letter
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -57,7 +57,7 @@ async def fail(storage: Storage, log: RecordLog, number: int, **fields: Any) -> 
     await storage.queue.send([json.dumps(body)])
     [message] = await storage.queue.receive(1, 60)
     job = read_job(message.body, message.id)
-    await dead_letter.add(
+    await made_records.dead_letter(
         storage, message, job, errors.MissingFileError("no LoRA"), "w1"
     )
     await storage.queue.delete(message)

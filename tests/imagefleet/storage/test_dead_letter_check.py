@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+import made_records
 import signers
 from browsing import visible
 from imagefleet import errors
@@ -12,7 +13,7 @@ from imagefleet.job.message import Job, read_job
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.signing import JobSigner, SigningKey
-from imagefleet.storage import dead_letter, dead_letter_queue
+from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.open import Storage
 
@@ -30,7 +31,7 @@ async def fail(storage: Storage, body: str) -> None:
     except errors.JobError:
         job = None
     error = errors.JobError("too large")
-    failed = await dead_letter.add(storage, message, job, error, "w")
+    failed = await made_records.dead_letter(storage, message, job, error, "w")
     await RecordLog(storage.blobs, "w").add([failed])
 
 

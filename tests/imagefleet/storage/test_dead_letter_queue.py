@@ -3,6 +3,7 @@ from collections.abc import Iterable
 
 import pytest
 
+import made_records
 from browsing import visible
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
@@ -31,7 +32,9 @@ async def add(
     for _ in job_ids:
         [message] = await storage.queue.receive(1, 60)
         job = read_job(message.body, message.id)
-        failed = await dead_letter.add(storage, message, job, error, "worker-1")
+        failed = await made_records.dead_letter(
+            storage, message, job, error, "worker-1"
+        )
         records.append(failed)
         await storage.queue.delete(message)
     await RecordLog(storage.blobs, "worker-1").add(records)
@@ -159,7 +162,9 @@ async def test_a_replay_ends_even_if_the_jobs_fail_again_meanwhile(
         while messages := await storage.queue.receive(32, 60):
             for message in messages:
                 job = read_job(message.body, message.id)
-                failed = await dead_letter.add(storage, message, job, MISSING, "w")
+                failed = await made_records.dead_letter(
+                    storage, message, job, MISSING, "w"
+                )
                 await RecordLog(storage.blobs, "w").add([failed])
 
     storage.queues["normal"].send = send_and_fail_again  # type: ignore[method-assign]

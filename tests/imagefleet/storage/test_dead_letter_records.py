@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import made_records
 import polling
 from browsing import visible
 from imagefleet import errors
@@ -31,7 +32,9 @@ async def fail(storage: Storage, *job_ids: str, campaign: str = "spring") -> Non
     for _ in job_ids:
         (message,) = await storage.queue.receive(1, 60)
         job = read_job(message.body, message.id)
-        failed = await dead_letter.add(storage, message, job, MISSING, "worker-1")
+        failed = await made_records.dead_letter(
+            storage, message, job, MISSING, "worker-1"
+        )
         records.append(failed)
         await storage.queue.delete(message)
     await RecordLog(storage.blobs, "worker-1").add(records)
@@ -104,7 +107,7 @@ async def test_an_invalid_job_fails_under_the_id_and_campaign_that_it_gives(
     for body, (job_id, campaign) in bodies.items():
         await storage.queue.send([body])
         (message,) = await storage.queue.receive(1, 60)
-        failed = await dead_letter.add(
+        failed = await made_records.dead_letter(
             storage, message, None, errors.JobError("no"), "w"
         )
         assert (failed.id, failed.campaign) == (job_id or message.id, campaign)

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+import made_records
 import signers
 from evaluation.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.log import RecordLog
 from imagefleet.signing import JobSigner, Scope, SigningKey
-from imagefleet.storage import dead_letter, dead_letter_queue
+from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Check, FailedJob, Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -110,7 +111,9 @@ async def test_a_replay_signs_nothing_that_was_captured_elsewhere(
     await storage.queue.send([body])
     (message,) = await storage.queue.receive(1, 60)
     job = read_job(body, "m")
-    record = await dead_letter.add(storage, message, job, errors.JobError(), "w")
+    record = await made_records.dead_letter(
+        storage, message, job, errors.JobError(), "w"
+    )
     await RecordLog(storage.blobs, "w").add([record])
     trusted = signers.trusted(key, storage.scope)
     check = Check(trusted, signer=JobSigner(key, storage.scope))
