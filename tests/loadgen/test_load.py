@@ -3,6 +3,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import polling
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -24,6 +26,7 @@ class ManyJobs:
         return (f'{{"id":"{number}",{rest}' for number in range(self.count))
 
 
+@pytest.mark.slow
 async def test_ten_million_jobs_take_no_more_memory_than_ten_thousand(
     local_settings: StorageSettings,
 ):

@@ -180,6 +180,7 @@ def test_a_clock_that_is_set_meanwhile_is_noticed_with_the_next_answer():
     assert clock.offset_seconds == pytest.approx(599, abs=1)
 
 
+@pytest.mark.slow
 def test_a_request_that_took_long_says_little():
     clock = Clock(lambda: 1_000_000.0)
     clock.answered(datetime.fromtimestamp(1_000_000 - 40, UTC), 1_000_000 - 50)

@@ -110,6 +110,7 @@ def test_every_component_is_a_line_of_the_kustomization_and_of_the_readme(
     assert tuple(described) == components
 
 
+@pytest.mark.slow
 def test_every_component_works_alone(
     components: tuple[str, ...], render: Render, plain: Any, errors_of: Errors
 ):

@@ -321,25 +321,19 @@ async def programs(
 #: One after the other in one storage.
 TOGETHER = (
     pytest.param([*thief.ATTACKS], "worker", id="all of them"),
-    pytest.param(
-        [*thief.ATTACKS], "signed", id="all of them, signed", marks=pytest.mark.slow
-    ),
+    pytest.param([*thief.ATTACKS], "signed", id="all of them, signed"),
 )
 
 
 #: One attack might hide another's harm: each is tried in the company of a few others as well, by
 #: the role that may do all that a plain worker's may.
 IN_GROUPS = [
-    pytest.param(
-        [*thief.ATTACKS][group::4],
-        "chains",
-        id=f"group {group}",
-        marks=pytest.mark.slow,
-    )
+    pytest.param([*thief.ATTACKS][group::4], "chains", id=f"group {group}")
     for group in range(4)
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attacks", "role"), [*TOGETHER, *IN_GROUPS], indirect=["role"]
 )

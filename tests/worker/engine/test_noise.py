@@ -149,6 +149,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 def test_every_option_changes_the_image_and_none_depends_on_its_company(
     slot_engine: Any, engine: Any
 ):

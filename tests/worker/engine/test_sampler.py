@@ -149,6 +149,7 @@ def test_an_unknown_sampler_is_refused_listing_the_known_ones(name: str):
 SAME_AS_OTHERS = ("restart_sgm_uniform", "dpm_fast_sgm_uniform")
 
 
+@pytest.mark.slow
 def test_an_image_is_the_same_alone_and_with_other_samplers(slot_engine: Any):
     names = [
         each.key

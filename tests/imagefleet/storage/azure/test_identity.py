@@ -18,6 +18,9 @@ from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
+#: Most tests start a process of their own.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[4]
 
 Run = Callable[..., Awaitable[dict[str, Any]]]

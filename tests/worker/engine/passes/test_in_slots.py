@@ -141,6 +141,7 @@ def test_only_the_job_with_a_first_pass_of_nan_fails(
         assert difference(images[at], sound[at]) <= ROUNDING
 
 
+@pytest.mark.slow
 def test_a_vae_that_overflows_in_float16_encodes_in_float32(
     make_slot_engine: Any, init: Any, monkeypatch
 ):

@@ -21,6 +21,7 @@ def _few_calls(monkeypatch) -> None:
 adaptive = partial(make_request, sampler="dpm_adaptive", width=32, height=32)
 
 
+@pytest.mark.slow
 def test_an_image_of_unknown_calls_is_what_it_is_alone(slot_engine: Any):
     asked = [
         adaptive(seed=1),

@@ -334,7 +334,11 @@ def graphs_of(compiler: Compiler) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("every", "mode"), [(3, "per_slot_convolutions"), (0, "per_slot")]
+    ("every", "mode"),
+    [
+        pytest.param(3, "per_slot_convolutions", marks=pytest.mark.slow),
+        (0, "per_slot"),
+    ],
 )
 def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_draws_alone(
     make_slot_engine: Any,

@@ -77,11 +77,12 @@ def take(engine: slots.SlotEngine, folder: Path) -> None:
     ("family", "settings"),
     [
         ("sd1", {}),
-        pytest.param("small", {"backend": "eager"}, marks=pytest.mark.slow),
-        pytest.param("sd2", {}, marks=pytest.mark.slow),
-        pytest.param("sdxl", {"slot_weights": "reloaded"}, marks=pytest.mark.slow),
+        ("small", {"backend": "eager"}),
+        ("sd2", {}),
+        ("sdxl", {"slot_weights": "reloaded"}),
     ],
 )
+@pytest.mark.slow
 def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_own(
     tmp_path, small_model: Path, family: Any, settings: dict[str, Any]
 ):
