@@ -29,7 +29,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "--minute",
         "5",
         "--rows",
-        "bag_sizes",
+        "bag_sizes,uniform",
     ),
     "likeness.py": ("--jobs", "2", "--steps", "2"),
     "compare.py": (str(ROOT), "--pairs", "2", "--within", "0.99", *OVERLAP),
