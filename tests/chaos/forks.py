@@ -129,10 +129,26 @@ class Forks:
         """
         self._started += 1
         output = output or self._folder / f"output-{self._started}"
-        output.touch()
-        where = [str(output), str(errors or output)]
+        errors = errors or output
+        for path in (output, errors):
+            path.touch()
+        where = [str(output), str(errors)]
         pid = self.ask("start", arguments, str(cwd), dict(variables), where, program)
         return Fork(self, arguments, pid, output)
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[Callable[..., Fork]]:
+        """Gives `start`; what it started and still runs at the end of the block is killed."""
+        started: list[Fork] = []
+
+        def start(*arguments: str, **given: Any) -> Fork:
+            started.append(self.start(*arguments, **given))
+            return started[-1]
+
+        yield start
+        for fork in started:
+            fork.kill()
+            fork.wait()
 
     def run(
         self,

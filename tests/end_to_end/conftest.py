@@ -133,14 +133,9 @@ def fork(
     environment: dict[str, str], worker_forks: forks.Forks, tmp_path
 ) -> Iterator[Callable[..., forks.Fork]]:
     """As `start`, of a worker that need not import torch, which takes seconds."""
-    started: list[forks.Fork] = []
+    with worker_forks.ending() as start:
 
-    def start_command(*arguments: str | Path) -> forks.Fork:
-        given = map(str, arguments)
-        started.append(worker_forks.start(*given, cwd=tmp_path, variables=environment))
-        return started[-1]
+        def start_command(*arguments: str | Path) -> forks.Fork:
+            return start(*map(str, arguments), cwd=tmp_path, variables=environment)
 
-    yield start_command
-    for process in started:
-        process.kill()
-        process.communicate()
+        yield start_command

@@ -89,25 +89,20 @@ def start(
     on_salad: dict[str, str], stand_in_forks: forks.Forks, tmp_path
 ) -> Iterator[Program]:
     """Starts worker processes; those that still run at the end of the test are killed."""
-    started: list[forks.Fork] = []
+    with stand_in_forks.ending() as start_fork:
 
-    def begin(
-        changes: str = "", engine: str = "StandInEngine()", **settings: str
-    ) -> forks.Fork:
-        variables = {
-            f"IMAGEFLEET_{name.upper()}": value for name, value in settings.items()
-        }
-        program = PROGRAM.format(changes=changes, engine=engine)
-        process = stand_in_forks.start(
-            cwd=tmp_path, variables={**on_salad, **variables}, program=program
-        )
-        started.append(process)
-        return process
+        def begin(
+            changes: str = "", engine: str = "StandInEngine()", **settings: str
+        ) -> forks.Fork:
+            variables = {
+                f"IMAGEFLEET_{name.upper()}": value for name, value in settings.items()
+            }
+            program = PROGRAM.format(changes=changes, engine=engine)
+            return start_fork(
+                cwd=tmp_path, variables={**on_salad, **variables}, program=program
+            )
 
-    yield begin
-    for each in started:
-        each.kill()
-        each.communicate()
+        yield begin
 
 
 @pytest.fixture

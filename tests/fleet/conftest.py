@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,8 +26,10 @@ from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet, as_it_was, built, in_process
+from kernel_files import KEY, compile_into
 from salad_fake import fleet_file
 from worker.engine import contract
+from worker.files.kernels import archive
 from worker.pipeline import Machine, Pipeline
 from worker.replica import Replica
 from worker.settings import WorkerSettings
@@ -68,21 +71,16 @@ class Start(Protocol):
 @pytest.fixture
 def start(tmp_path, console_forks: forks.Forks) -> Iterator[Start]:
     """Starts commands; what still runs at the end is killed."""
-    running: list[forks.Fork] = []
+    with console_forks.ending() as start:
+        yield partial(start, cwd=tmp_path, variables=os.environ)
 
-    def start(*arguments: str, errors: Path | None = None) -> forks.Fork:
-        if errors is not None:
-            errors.touch()
-        fork = console_forks.start(
-            *arguments, cwd=tmp_path, variables=os.environ, errors=errors
-        )
-        running.append(fork)
-        return fork
 
-    yield start
-    for each in running:
-        each.kill()
-        each.wait()
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory) -> bytes:
+    """A package of compiled kernels, which takes long to pack."""
+    folder = tmp_path_factory.mktemp("kernels")
+    archive.pack(compile_into(folder / "compiled"), KEY, folder / "kernels.tar.xz")
+    return (folder / "kernels.tar.xz").read_bytes()
 
 
 def draw_picture(request: contract.ImageRequest) -> contract.Pixels:

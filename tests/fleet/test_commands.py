@@ -25,8 +25,6 @@ from imagefleet.records.log import RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
-from kernel_files import KEY, compile_into
-from worker.files.kernels import archive
 
 #: Commands without --json, and why.
 WITHOUT_JSON = {
@@ -132,13 +130,6 @@ def fail_job(folder: Path, reason: str, **fields: str) -> None:
             await RecordLog(storage.blobs, "worker-1").add([failed])
 
     asyncio.run(add())
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory) -> bytes:
-    folder = tmp_path_factory.mktemp("kernels")
-    archive.pack(compile_into(folder / "compiled"), KEY, folder / "kernels.tar.xz")
-    return (folder / "kernels.tar.xz").read_bytes()
 
 
 @pytest.fixture

@@ -31,10 +31,8 @@ from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import push
-from kernel_files import KEY, compile_into
 from salad_fake import fleet_file
 from worker.files import download
-from worker.files.kernels import archive
 
 #: Every command under every failure takes a minute.
 EVERY_FAILURE = "EVERY_FAILURE" in os.environ
@@ -226,13 +224,6 @@ def test_every_command_is_tried(built: Any):
 
 
 Run = Callable[..., int]
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory) -> bytes:
-    folder = tmp_path_factory.mktemp("kernels")
-    archive.pack(compile_into(folder / "compiled"), KEY, folder / "kernels.tar.xz")
-    return (folder / "kernels.tar.xz").read_bytes()
 
 
 @pytest.fixture
