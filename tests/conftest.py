@@ -61,8 +61,9 @@ PROMETHEUS_REQUIRED = bool(os.environ.get("CI") or os.environ.get("REQUIRE_PROME
 collect_ignore = ["azurite/node_modules", "dashboards/debian", "deploy/debian"]
 
 
-#: Here every test runs on both storages; elsewhere its half on Azurite is slow.
-CONTRACTS = ("imagefleet/records", "imagefleet/storage", "worker/jobs")
+#: Here every test runs on both storages; elsewhere its half on Azurite is slow, unless the test
+#: names its storages.
+CONTRACTS = ("imagefleet/records", "imagefleet/storage")
 
 #: Files on the process of another one: what takes long to build, or torch to import, is there once.
 JOINED_FILES = {
@@ -267,6 +268,10 @@ def _is_slow_on_azurite(item: pytest.Item) -> bool:
     """A test of what stands above the storages' contract: one of the two tells as much."""
     callspec = getattr(item, "callspec", None)
     if callspec is None or callspec.params.get("storage_settings") != "azurite":
+        return False
+    if any(
+        "storage_settings" in each.args[0] for each in item.iter_markers("parametrize")
+    ):
         return False
     path = item.path.relative_to(Path(__file__).parent).as_posix()
     return not path.startswith(CONTRACTS)

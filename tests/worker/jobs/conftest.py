@@ -1,15 +1,5 @@
 import pytest
 
-from imagefleet.storage.settings import StorageSettings
-
-
-@pytest.fixture(params=["local", pytest.param("azurite", marks=pytest.mark.slow)])
-def storage_settings(request) -> StorageSettings:
-    """Of both storages, whose contract has tests of its own."""
-    settings = request.getfixturevalue(f"{request.param}_settings")
-    assert isinstance(settings, StorageSettings)
-    return settings
-
 
 @pytest.fixture
 def soon(monkeypatch) -> None:
