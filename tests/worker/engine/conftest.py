@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_model(checkpoint: Path, tmp_path_factory) -> Path:
-    """The tiny checkpoint with fewer blocks, each of which takes seconds to trace."""
+    """The tiny checkpoint with one block of each kind, which take seconds to trace."""
     folder = tmp_path_factory.mktemp("model") / "small"
     shutil.copytree(checkpoint, folder)
     shutil.rmtree(folder / "unet")
@@ -53,9 +53,9 @@ def small_model(checkpoint: Path, tmp_path_factory) -> Path:
         unet = UNet2DConditionModel(
             sample_size=16,
             down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-            block_out_channels=(32, 64),
-            layers_per_block=1,
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            block_out_channels=(32, 32),
+            layers_per_block=0,
             cross_attention_dim=32,
             attention_head_dim=4,
             norm_num_groups=8,
@@ -64,7 +64,8 @@ def small_model(checkpoint: Path, tmp_path_factory) -> Path:
             sample_size=32,
             down_block_types=("DownEncoderBlock2D",) * 2,
             up_block_types=("UpDecoderBlock2D",) * 2,
-            block_out_channels=(16, 32),
+            block_out_channels=(16, 16),
+            layers_per_block=0,
             norm_num_groups=8,
             scaling_factor=0.18215,
         )

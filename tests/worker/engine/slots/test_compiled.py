@@ -246,8 +246,8 @@ def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
     requests = []
     for seed in range(5):
         tensors = {
-            f"{name}.lora_down.weight": torch.randn(4, 64, 3, 3) / 24,
-            f"{name}.lora_up.weight": torch.randn(64, 4, 1, 1) / 2,
+            f"{name}.lora_down.weight": torch.randn(4, 32, 3, 3) / 17,
+            f"{name}.lora_up.weight": torch.randn(32, 4, 1, 1) / 2,
         }
         path = tmp_path / f"{seed}.safetensors"
         save_file(tensors, path)
