@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import math
 import weakref
@@ -13,6 +14,7 @@ from calls import OUT_OF_MEMORY, Call, watch_calls
 from drawing import ROUNDING, assert_alike, difference, draw, finish, make_request
 from imagefleet import errors
 from worker.engine import contract, decoder
+from worker.engine.kernels.compile import Compiled
 from worker.engine.networks.linear import SlotLinear
 from worker.engine.slots.weights import Weights
 
@@ -182,6 +184,11 @@ def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
     small_model: Path,
     is_frequent: bool,
 ):
+    # What is compiled is not traced: of that, what it takes is told below.
+    monkeypatch.setattr(Compiled, "trace", lambda _: None)
+    monkeypatch.setattr(
+        Compiled, "_warm_up", lambda compiled: setattr(compiled, "_is_warm", True)
+    )
     lasts = math.inf
     engine = make_slot_engine(
         model=small_model,
@@ -195,9 +202,11 @@ def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
     native = engine._runner.native._replace(width=64, height=64)
     engine._compilation.run(native)
     draw(engine, *[ordinary] * 9)
+    runner = engine._runner
+    runner.costs = dataclasses.replace(runner.costs, graph_seconds=60.0)
     if is_frequent:  # else a large image comes as soon as it is compiled
-        hour_later = engine._runner.outlook._clock() + 3600
-        monkeypatch.setattr(engine._runner.outlook, "_clock", lambda: hour_later)
+        hour_later = runner.outlook._clock() + 3600
+        monkeypatch.setattr(runner.outlook, "_clock", lambda: hour_later)
 
     def is_too_much(_: object) -> bool:
         return engine._runner.may_compile and any(
