@@ -1,14 +1,17 @@
 """Every program of `benchmarks/` runs, with little to do: each makes a figure of the documents."""
 
-import os
-import subprocess
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+
+from evaluation.bench import engine as bench_engine
 
 pytestmark = pytest.mark.slow
 
@@ -20,17 +23,10 @@ ONE_THREAD = ("--device", "cpu", "--threads", "1")
 
 OVERLAP = ("--", "benchmarks/overlap.py", "--jobs", "8")
 
+BAG = (*TINY, "--folder", "models", "--minute", "2", "--rows", "bag_sizes,uniform")
+
 #: The programs and the arguments with which they take seconds.
 PROGRAMS: dict[str, tuple[str, ...]] = {
-    "bag.py": (
-        *TINY,
-        "--folder",
-        "models",
-        "--minute",
-        "5",
-        "--rows",
-        "bag_sizes,uniform",
-    ),
     "likeness.py": ("--jobs", "2", "--steps", "2"),
     "compare.py": (str(ROOT), "--pairs", "2", "--within", "0.99", *OVERLAP),
     "families/measure.py": (
@@ -92,6 +88,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 
 #: Programs with tests of their own, by these.
 ELSEWHERE = {
+    "bag.py": "benchmarks/test_programs.py",
     "engine.py": "benchmarks/test_documented_commands.py",
     "rows/engine.py": "benchmarks/test_documented_commands.py",  # `engine.py` starts it
     "fleet_sim.py": "benchmarks/test_fleet_sim.py",
@@ -103,26 +100,45 @@ ELSEWHERE = {
 }
 
 
-def run(folder: Path, program: str, *arguments: str) -> str:
-    """What the program prints, in an empty folder."""
-    ended = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / program), *arguments],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'chaos'}"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+#: What of the programs makes their work little beside their arguments.
+LITTLE: dict[str, dict[str, Any]] = {
+    "library/measure.py": {"ROUNDS": 2},
+    "stages/img2img.py": {"IMG2IMG_STEPS": 4},
+}
 
 
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Each image of a benchmark takes two steps."""
+
+    def prepare(*given: Any) -> bench_engine.Setup:
+        setup = prepared(*given)
+        return replace(setup, workload=replace(setup.workload, steps=(2,)))
+
+    prepared = bench_engine.prepare
+    monkeypatch.setattr(bench_engine, "prepare", prepare)
+
+
+@pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_runs_with_little_to_do(program: str, tmp_path):
-    printed = run(tmp_path, program, *PROGRAMS[program])
+def test_a_program_runs_with_little_to_do(program: str, run: Callable[..., str]):
+    printed = run(program, *PROGRAMS[program], **LITTLE.get(program, {}))
 
     assert printed
     assert "nan" not in printed.lower().split()
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_the_bags_rows_run_with_little_to_do(run: Callable[..., str]):
+    def run_row(command: Sequence[str], **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(stdout=run("bag.py", *command[2:]), returncode=0)
+
+    # A process of its own imports torch anew; what it is told and prints is the same here.
+    program = SimpleNamespace(run=run_row, PIPE=None)
+
+    figures = json.loads(run("bag.py", *BAG, subprocess=program).splitlines()[-1])
+
+    assert figures["bag_sizes"] > 0
 
 
 def test_the_demos_reference_is_made_with_the_networks_that_read_it(
