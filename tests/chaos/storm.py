@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -78,6 +78,9 @@ FAULT_SHARE = 0.15
 
 #: Between two looks whether the queue is empty.
 LOOK_SECONDS = 0.2
+
+#: Between two looks at a command that is killed at a random moment.
+COMMAND_LOOK_SECONDS = 0.05
 
 #: The load takes so long, undisturbed: it has to be killed in the middle.
 FILL_SECONDS = 2.0
@@ -357,11 +360,11 @@ class Storm:
         process = self._start(*arguments, variables=environment)
         try:
             while has_begun and process.poll() is None and not await has_begun():
-                await asyncio.sleep(forks.PAUSE_SECONDS)
+                await asyncio.sleep(COMMAND_LOOK_SECONDS)
             async with asyncio.timeout(kill_after_seconds) as limit:
                 reached = await progress() if progress else None
                 while process.poll() is None:
-                    await asyncio.sleep(forks.PAUSE_SECONDS)
+                    await asyncio.sleep(COMMAND_LOOK_SECONDS)
                     if progress and (now := await progress()) != reached:
                         reached = now
                         limit.reschedule(
@@ -411,8 +414,18 @@ async def disturbances(
         yield settings.model_copy(update={"storage": proxy.address}), proxy
 
 
+@contextlib.contextmanager
+def commands(folder: Path) -> Iterator[forks.Forks]:
+    """What starts the commands and workers of storms; it prints into *folder*."""
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
+    prelude = f"import storm_worker; {forks.AZURE}"
+    with forks.running(Path(sys.executable), folder, variables, prelude) as server:
+        yield server
+
+
 async def weather(
     settings: StorageSettings,
+    server: forks.Forks,
     *,
     jobs: int,
     kills: int,
@@ -424,16 +437,7 @@ async def weather(
     """One storm of about *seconds*, and the calm after it; returns the tally."""
     where = "local" if settings.storage.startswith("local:") else "azurite"
     tally = Tally(where, jobs)
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
-    prelude = (
-        "import storm_worker"
-        if where == "local"
-        else f"import storm_worker; {forks.AZURE}"
-    )
-    with (
-        tempfile.TemporaryDirectory(prefix="imagefleet-storm-") as folder,
-        forks.running(Path(sys.executable), Path(folder), variables, prelude) as server,
-    ):
+    with tempfile.TemporaryDirectory(prefix="imagefleet-storm-") as folder:
         async with (
             open_storage(settings) as storage,
             disturbances(settings, FAULT_SHARE, random.Random(seed), tally) as (
@@ -542,14 +546,15 @@ def run_on(kind: str, given: dict[str, float]) -> Tally:
     import azurite
 
     with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="imagefleet-storm-")
+        )
+        server = stack.enter_context(commands(Path(folder)))
         if kind == "local":
-            folder = stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="imagefleet-storm-")
-            )
             settings = StorageSettings(storage=f"local:{folder}/storage")
         else:
             settings = StorageSettings(storage=stack.enter_context(azurite.running()))
-        return asyncio.run(weather(settings, **given))  # type: ignore[arg-type]
+        return asyncio.run(weather(settings, server, **given))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

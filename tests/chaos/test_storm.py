@@ -1,5 +1,7 @@
 """A short storm on each storage; `make chaos` makes long ones."""
 
+from collections.abc import Iterator
+
 import pytest
 
 import forks
@@ -7,6 +9,12 @@ import storm
 from imagefleet.storage.settings import StorageSettings
 
 pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[forks.Forks]:
+    with storm.commands(tmp_path_factory.mktemp("forks")) as made:
+        yield made
 
 
 def test_commands_and_workers_of_a_storm_have_every_part_of_its_storage(
@@ -19,10 +27,10 @@ def test_commands_and_workers_of_a_storm_have_every_part_of_its_storage(
 
 @pytest.mark.slow
 async def test_killed_workers_and_faults_lose_no_job_and_show_none_twice(
-    storage_settings: StorageSettings,
+    storage_settings: StorageSettings, server: forks.Forks
 ):
     tally = await storm.weather(
-        storage_settings, jobs=80, kills=5, faults=25, seconds=4, seed=1
+        storage_settings, server, jobs=80, kills=5, faults=25, seconds=4, seed=1
     )
 
     assert tally.is_clean, str(tally)
@@ -34,10 +42,17 @@ async def test_killed_workers_and_faults_lose_no_job_and_show_none_twice(
 
 @pytest.mark.slow
 async def test_each_stage_of_a_chain_is_drawn_once_and_none_is_lost(
-    storage_settings: StorageSettings,
+    storage_settings: StorageSettings, server: forks.Forks
 ):
     tally = await storm.weather(
-        storage_settings, jobs=16, kills=4, faults=25, seconds=4, seed=2, kind="chains"
+        storage_settings,
+        server,
+        jobs=16,
+        kills=4,
+        faults=25,
+        seconds=4,
+        seed=2,
+        kind="chains",
     )
 
     assert tally.is_clean, str(tally)
@@ -47,10 +62,11 @@ async def test_each_stage_of_a_chain_is_drawn_once_and_none_is_lost(
 
 @pytest.mark.slow
 async def test_two_jobs_of_one_id_have_an_outcome_each_and_all_commands_say_so(
-    storage_settings: StorageSettings,
+    storage_settings: StorageSettings, server: forks.Forks
 ):
     tally = await storm.weather(
         storage_settings,
+        server,
         jobs=200,
         kills=8,
         faults=60,
