@@ -21,6 +21,8 @@ from imagefleet.job import clip
 
 _TEXT_WIDTH = 32
 
+_VAE_CHANNELS = (16, 16, 32, 32)
+
 #: kohya's default adapts the linear layers of both networks' transformer blocks.
 ADAPTED_SUFFIXES = (
     "to_q",
@@ -50,7 +52,13 @@ SCHEDULER = {
 
 
 def build_tiny_checkpoint(
-    folder: Path, *, size: int = 64, seed: int = 0, clips_tokenizer: bool = False
+    folder: Path,
+    *,
+    size: int = 64,
+    seed: int = 0,
+    clips_tokenizer: bool = False,
+    vae_channels: tuple[int, ...] = _VAE_CHANNELS,
+    **unet_changes: Any,
 ) -> Path:
     """Writes a random checkpoint in diffusers format; returns its folder.
 
@@ -63,8 +71,8 @@ def build_tiny_checkpoint(
         if clips_tokenizer:
             tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
         text_encoder = make_text_encoder(tokenizer)
-        unet = make_unet(size)
-        vae = make_vae(size)
+        unet = make_unet(size, **unet_changes)
+        vae = make_vae(size, channels=vae_channels)
     networks = {"unet": unet, "vae": vae, "text_encoder": text_encoder}
     save(folder, "StableDiffusionPipeline", networks, {"scheduler": SCHEDULER})
     if not clips_tokenizer:
@@ -178,7 +186,7 @@ def make_unet(size: int, **changes: Any) -> UNet2DConditionModel:
 def make_vae(
     size: int,
     scaling_factor: float = 0.18215,
-    channels: tuple[int, ...] = (16, 16, 32, 32),
+    channels: tuple[int, ...] = _VAE_CHANNELS,
 ) -> AutoencoderKL:
     """A VAE with a block for each of *channels*; each but one halves the sides."""
     vae = AutoencoderKL(

@@ -36,9 +36,19 @@ DEMO_MODEL = Path(__file__).parents[3] / "demo_model"
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
+    """With half of SD1.5's levels, as an image takes half the time.
+
+    The tests of families and of the original release's keys have all.
+    """
     # Two threads on a busy machine wait for each other: 5x slower.
     torch.set_num_threads(1)
-    return tiny_model.build_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+    return tiny_model.build_tiny_checkpoint(
+        tmp_path_factory.mktemp("model") / "tiny",
+        vae_channels=(8, 8, 16, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        block_out_channels=(32, 64),
+    )
 
 
 @pytest.fixture(scope="session")

@@ -89,7 +89,7 @@ def test_slots_can_hold_a_change_of_every_layer_of_the_unet(
         "mid_block.resnets.1.conv2",
         "mid_block.resnets.0.time_emb_proj",
         "up_blocks.1.resnets.1.time_emb_proj",
-        "up_blocks.1.upsamplers.0.conv",
+        "up_blocks.0.upsamplers.0.conv",
     ],
 )
 @pytest.mark.parametrize(("height", "tiles"), [(8, False), (9, False), (9, True)])
