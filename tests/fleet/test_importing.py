@@ -5,7 +5,6 @@ import hashlib
 import io
 import json
 import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from PIL import Image, PngImagePlugin
 from safetensors.numpy import save_file
 
+import bombs
 from cli import console
 from header_files import file_of, lora_of
 from imagefleet import errors
@@ -237,7 +237,7 @@ def png(*chunks: tuple[bytes, bytes], size: tuple[int, int] = (8, 8)) -> bytes:
     return file.getvalue()
 
 
-BOMB = zlib.compress(b"a" * 2**27)
+BOMB = bombs.pack(b"a", 128)
 
 
 @pytest.mark.parametrize(

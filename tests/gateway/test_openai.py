@@ -6,13 +6,20 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 from PIL import Image
 
 
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    """Imported as it is used: that takes a second."""
+    import openai
+
+    return openai
+
+
 @pytest.fixture
-async def client(serve: Callable[..., Any]) -> AsyncIterator[openai.AsyncOpenAI]:
+async def client(openai: Any, serve: Callable[..., Any]) -> AsyncIterator[Any]:
     served = await serve()
     async with openai.AsyncOpenAI(
         base_url=f"{served.url}/v1", api_key="none"
@@ -33,7 +40,7 @@ def png(*, alpha: int = 255) -> tuple[str, bytes]:
 
 
 async def test_generate_brings_as_many_pictures_as_asked_for(
-    client: openai.AsyncOpenAI,
+    client: Any,
 ):
     found = await client.images.generate(
         prompt="a red house",
@@ -49,7 +56,7 @@ async def test_generate_brings_as_many_pictures_as_asked_for(
 
 
 async def test_generate_takes_the_settings_of_diffusion_beside_its_own(
-    client: openai.AsyncOpenAI,
+    client: Any,
 ):
     settings = {"seed": 7, "steps": 4, "negative_prompt": "rain", "cfg_scale": 1}
 
@@ -59,7 +66,7 @@ async def test_generate_takes_the_settings_of_diffusion_beside_its_own(
 
 
 async def test_an_address_in_place_of_the_picture_leads_to_it(
-    client: openai.AsyncOpenAI,
+    client: Any,
 ):
     found = await client.images.generate(prompt="a red house", response_format="url")
 
@@ -70,7 +77,7 @@ async def test_an_address_in_place_of_the_picture_leads_to_it(
 
 @pytest.mark.parametrize("alpha", [255, 0])
 async def test_edit_draws_the_picture_anew_or_where_it_is_transparent(
-    client: openai.AsyncOpenAI, alpha: int
+    client: Any, alpha: int
 ):
     found = await client.images.edit(
         image=png(),
@@ -84,13 +91,14 @@ async def test_edit_draws_the_picture_anew_or_where_it_is_transparent(
 
 
 async def test_models_are_those_of_the_storage_and_the_workers_own(
-    client: openai.AsyncOpenAI,
+    client: Any,
 ):
     assert [model.id async for model in client.models.list()] == ["default"]
 
 
 async def test_what_cannot_be_drawn_is_an_error_of_openais_form(
-    client: openai.AsyncOpenAI,
+    client: Any,
+    openai: Any,
 ):
     with pytest.raises(openai.BadRequestError, match="size: should be WIDTHxHEIGHT"):
         await client.images.generate(prompt="a", size="large")  # type: ignore[call-overload]

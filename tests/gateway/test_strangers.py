@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from PIL import Image
 
+import bombs
 from gateway import work
 from gateway.server import Gateway
 from gateway.settings import GatewaySettings
@@ -202,7 +203,7 @@ def bomb(width: int, height: int) -> bytes:
         )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    pixels = zlib.compress(bytes(10_000_000))
+    pixels = bombs.pack(b"\0", 10)
     return (
         b"\x89PNG\r\n\x1a\n"
         + chunk(b"IHDR", head)

@@ -16,9 +16,6 @@ from imagefleet.storage.settings import StorageSettings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-datasets = pytest.importorskip("datasets")
-webdataset = pytest.importorskip("webdataset")
-
 Add = Callable[..., Awaitable[Any]]
 
 
@@ -39,6 +36,8 @@ async def exported(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_webdataset_reads_the_shards(exported: Path):
+    webdataset = pytest.importorskip("webdataset")
+
     def load(folder: Path) -> list[Any]:
         shards = webdataset.WebDataset(
             f"{folder}/{{00000..00002}}.tar", shardshuffle=False
@@ -63,6 +62,8 @@ async def test_webdataset_reads_the_shards(exported: Path):
 
 
 async def test_datasets_reads_images_with_their_parameters(exported: Path, tmp_path):
+    datasets = pytest.importorskip("datasets")
+
     def load(folder: Path) -> Any:
         return datasets.load_dataset(
             "webdataset",

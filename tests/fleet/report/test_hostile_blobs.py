@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import PngImagePlugin
 
+import bombs
 from imagefleet.job.message import Output
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
@@ -54,8 +55,8 @@ def black_rows(width: int, height: int) -> bytes:
     return b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
 
 
-#: A prompt's text that expands to 50 MB.
-TEXT_BOMB = zlib.compress(b"x" * 50_000_000, 9)
+#: A prompt's text that expands to 48 MiB.
+TEXT_BOMB = bombs.pack(b"x", 48)
 
 PICTURES: dict[str, bytes] = {
     "not-an-image": b"<script>alert(1)</script>",
