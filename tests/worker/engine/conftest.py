@@ -29,6 +29,7 @@ from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, device, load, text
 from worker.engine.contract import Settings
 from worker.engine.families.latents import of_latents
+from worker.engine.passes.checkpoints import Read
 from worker.engine.slots import engine as slots
 
 DEMO_MODEL = Path(__file__).parents[3] / "demo_model"
@@ -272,12 +273,15 @@ def make_slot_engine(
     made = []
 
     def make(
-        precision: device.Precision = "auto", model: Path = checkpoint, **settings: Any
+        precision: device.Precision = "auto",
+        model: Path = checkpoint,
+        read: Read | None = None,
+        **settings: Any,
     ) -> slots.SlotEngine:
         copied = copy_checkpoint(precision, model)
         # What compiles does not depend on how long a test takes.
         given = {"slots": 3, "queue_seconds": lambda: 0.0, **settings}
-        made.append(slots.SlotEngine(of_latents(copied, Settings(**given))))
+        made.append(slots.SlotEngine(of_latents(copied, Settings(**given), read)))
         return made[-1]
 
     yield make

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,15 @@ def family_folder(tmp_path_factory) -> Callable[..., Path]:
         return tiny_families.build(folder, family, prediction_type=kind)
 
     return build
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _read_tokenizers_once() -> Iterator[None]:
+    """Nothing changes one, and CLIP's takes a third as long as the networks of a tiny model."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = cache(checkpoints._find_tokenizer)
+        patch.setattr(checkpoints, "_find_tokenizer", read)
+        yield
 
 
 @pytest.fixture(scope="session")

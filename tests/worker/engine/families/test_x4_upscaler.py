@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
+    AutoencoderKL,
     DDIMScheduler,
     EulerAncestralDiscreteScheduler,
     StableDiffusionUpscalePipeline,
+    UNet2DConditionModel,
 )
 from PIL import Image
 from transformers import CLIPTokenizer
@@ -206,8 +208,34 @@ def test_images_are_the_same_in_company_and_alone(
 
 
 def test_compiled_ticks_read_what_is_written_into_the_slots_later(
-    make_engine: Any,
+    folder: Path, tmp_path, make_engine: Any
 ):
+    """With one block of each kind, which take seconds to trace."""
+    small = shutil.copytree(folder, tmp_path / "small")
+    for part, network, blocks in (
+        (
+            "unet",
+            UNet2DConditionModel,
+            {
+                "block_out_channels": (32, 32),
+                "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+                "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+                "only_cross_attention": (True, False),
+            },
+        ),
+        (
+            "vae",
+            AutoencoderKL,
+            {
+                "block_out_channels": (16,) * 3,
+                "layers_per_block": 0,
+            },
+        ),
+    ):
+        config = {**network.load_config(small / part), **blocks}
+        shutil.rmtree(small / part)
+        network.from_config(config).save_pretrained(small / part)
+    make_engine = partial(make_engine, model=small)
     other = contract.InitImage(image_of(16, 16, 8), 0.35)
     requests = [request_of(), request_of(init=other), request_of(seed=6)]
     plain = make_engine(slots=2)

@@ -89,7 +89,7 @@ class Refined(a1111.Reference):
         return predict
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def pipelines(family_pipeline: Any, other_folder: Any) -> Any:
     """A family's pipeline, and that of the other checkpoint."""
 
@@ -128,30 +128,27 @@ def test_another_checkpoint_goes_on_with_the_same_run_beside_plain_jobs(
 ):
     """With its own text states, to 1e-5 of the latents, and its own VAE."""
     request = make_request(
-        prompt="a star", negative_prompt="red", sampler=sampler, steps=7, seed=3
+        prompt="a star", negative_prompt="red", sampler=sampler, steps=5, seed=3
     )
     refiner = contract.Refiner(other_folder(family), 0.6)
     engine = family_engine(family)
-    plain = [dataclasses.replace(request, seed=seed) for seed in (4, 5)]
     refined = dataclasses.replace(request, refiner=refiner)
-    images = draw(engine, plain[0], refined, plain[1])
+    plain, image = draw(engine, request, refined)
     drawn = list(latents)
-    alone = draw_alone(engine, plain)
+    (alone,) = draw(engine, request)
     one, two = pipelines(family)
     theirs = Refined(one, k_diffusion, second=two, switch_at=0.6)
     factor = one.vae_scale_factor
     begun = torch.zeros(1, 4, request.height // factor, request.width // factor)
-    expected = theirs.img2img(request, begun, steps=7, t_enc=6)
+    expected = theirs.img2img(request, begun, steps=5, t_enc=4)
     (found,) = [each for each in drawn if (each - expected[0]).abs().max() < 0.1]
     assert (found - expected[0]).abs().max() <= 1e-5 * expected.abs().max()
     assert (
-        difference(images[1], a1111.Reference(two, k_diffusion).decode(expected))
+        difference(image, a1111.Reference(two, k_diffusion).decode(expected))
         <= ROUNDING
     )
-    assert_alike((images[0], images[2]), alone)
-    assert difference(images[1], draw(engine, request)[0]) > 20, (
-        "or the test shows nothing"
-    )
+    assert difference(plain, alone) <= ROUNDING
+    assert difference(image, alone) > 20, "or the test shows nothing"
 
 
 @pytest.mark.parametrize(
@@ -171,9 +168,9 @@ def test_inpainting_is_the_same_with_its_first_checkpoints_latents_where_it_keep
     init = contract.InitImage(pixels, 0.75, mask)
     refiner = contract.Refiner(other_folder("sd1"), 0.6, by_steps)
     request = make_request(
-        prompt="a star", negative_prompt="red", sampler=sampler, steps=10, init=init
+        prompt="a star", negative_prompt="red", sampler=sampler, steps=8, init=init
     )
-    taken = begin.img2img(10, 0.75)
+    taken = begin.img2img(8, 0.75)
     one, two = pipelines("sd1")
     total = taken.t_enc + 1 if by_steps else None
     theirs = Refined(one, k_diffusion, second=two, switch_at=0.6, total_steps=total)
@@ -227,27 +224,26 @@ def test_hires_fix_goes_on_with_another_checkpoint_and_its_vae(
 def test_from_the_first_call_on_it_draws_as_an_engine_of_that_checkpoint_with_the_same_loras(
     family: str,
     slot_weights: Any,
-    family_checkpoint: Any,
+    make_engine: Any,
     family_folder: Any,
     other_folder: Any,
     tmp_path,
 ):
     """Its LoRAs are in its own weights, and in those of the other checkpoint."""
     own, its = (
-        load.load_engine(
-            load.EngineSettings(folder, "cpu", slots=2, slot_weights=slot_weights)
-        )
+        make_engine(model=folder, slot_weights=slot_weights)
         for folder in (family_folder(family), other_folder(family))
     )
-    read = family_checkpoint(family)
     paths = [
-        write_lora(tmp_path / f"{seed}.safetensors", read, "original", seed=seed)
+        write_lora(
+            tmp_path / f"{seed}.safetensors", own.checkpoint, "original", seed=seed
+        )
         for seed in (1, 2)
     ]
-    loras = [(), *((contract.Lora(path.stem, path, 0.6, 0.4),) for path in paths)]
+    one, other = ((contract.Lora(path.stem, path, 0.6, 0.4),) for path in paths)
     requests = [
-        make_request(prompt="a star", seed=seed, loras=each)
-        for seed, each in enumerate((*loras, *loras))
+        make_request(prompt="a star", seed=seed, steps=2, loras=loras)
+        for seed, loras in enumerate(((), one, other, other, one, ()))
     ]
     refined = [
         dataclasses.replace(
@@ -261,16 +257,12 @@ def test_from_the_first_call_on_it_draws_as_an_engine_of_that_checkpoint_with_th
             difference(images[at], draw(its if at % 2 else own, request)[0]) <= ROUNDING
         )
     assert own.self_check.find_fault() is None
-    own.close()
-    its.close()
 
 
 @pytest.fixture
-def engine(family_folder: Any) -> Any:
+def engine(family_folder: Any, make_engine: Any) -> Any:
     """A tiny SD1.5 of its own, to break."""
-    made = load.load_engine(load.EngineSettings(family_folder("sd1"), "cpu", slots=2))
-    yield made
-    made.close()
+    return make_engine(model=family_folder("sd1"))
 
 
 @pytest.fixture
@@ -280,14 +272,14 @@ def mixed(other_folder: Any) -> list[contract.ImageRequest]:
     another = contract.Refiner(other_folder("sd1", 2), 0.3, by_steps=True)
     own = contract.Refiner(None, 0.7)
     hires = contract.HiresPass(
-        96, 96, 0.8, 5, "Lanczos", checkpoint=other_folder("sd1")
+        96, 96, 0.8, 3, "Lanczos", checkpoint=other_folder("sd1")
     )
     few = dataclasses.replace(make_request().sampler_options, s_min_uncond=1.5)
     return [
-        make_request(seed=1, steps=8, refiner=refiner),
-        make_request(seed=2, steps=8, prompt=read_prompt("a [cat:dog:5]", steps=8)),
-        make_request(seed=3, steps=8, refiner=refiner, sampler_options=few),
-        make_request(seed=4, steps=6, hires=hires, refiner=own, sampler="dpmpp_2m_sde"),
+        make_request(seed=1, steps=6, refiner=refiner),
+        make_request(seed=2, steps=6, prompt=read_prompt("a [cat:dog:4]", steps=6)),
+        make_request(seed=3, steps=6, refiner=refiner, sampler_options=few),
+        make_request(seed=4, steps=4, hires=hires, refiner=own, sampler="dpmpp_2m_sde"),
         make_request(
             seed=5, refiner=another, prompt=read_prompt("a [cat:dog:3] AND x", steps=4)
         ),
@@ -345,6 +337,7 @@ def test_they_are_dropped_once_no_job_needs_them_and_the_engine_may_take_another
     engine: Any,
     mixed: list[Any],
     other_folder: Any,
+    make_engine: Any,
 ):
     held = engine._stager._checkpoints
     held.kept_bytes = 0
@@ -353,13 +346,10 @@ def test_they_are_dropped_once_no_job_needs_them_and_the_engine_may_take_another
     assert swap()
     gc.collect()
     assert len(held._alive) == 1
-    fresh = load.load_engine(
-        load.EngineSettings(other_folder("sd1", 3), "cpu", slots=2)
-    )
+    fresh = make_engine(model=other_folder("sd1", 3))
     for request in (make_request(), mixed[0]):
         assert difference(*draw(engine, request), *draw(fresh, request)) <= ROUNDING
     assert engine.self_check.find_fault() is None
-    fresh.close()
     assert held.keep_only(())
     gc.collect()
     assert held.held_bytes == 0
