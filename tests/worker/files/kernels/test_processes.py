@@ -1,10 +1,11 @@
 """Two real processes with torch's compiler: what one compiles, the other takes from the storage."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from kernel_files import KEY
 
 pytestmark = pytest.mark.slow
 
-#: Compiles a product of matrices as the engine does, with a worker's kernels; says how.
+#: Compiles products of matrices as the engine does, with a worker's kernels; says how. It is one
+#: worker after the other, each with a cache and a number of graphs: torch takes seconds to import.
 WORKER = """
-import asyncio, json, sys
+import asyncio, json, os, sys
 import torch
 from torch._dynamo.utils import counters
+from imagefleet.files import safetensors
 from imagefleet.storage.open import open_storage
 from kernel_files import KEY
 from worker.engine.kernels.compile import Compiled, trace_on_thread
@@ -30,17 +33,21 @@ from worker.settings import WorkerSettings
 
 cache.find_key = lambda *_: KEY
 cache.SETTLE_SECONDS = 0.0
+safetensors.REST_SECONDS = 0.0
 
 def multiply(a, b):
     return torch.mm(a, b)  # a library's call: no C++ compiler is needed
 
-async def main():
-    settings = WorkerSettings(model="stand-in", cache=sys.argv[1])
+async def work(folder, graphs):
+    torch._dynamo.reset()
+    counters.clear()
+    os.environ.pop(cache.TORCH_FOLDER, None)
+    settings = WorkerSettings(model="stand-in", cache=folder)
     async with (
         open_storage(settings) as storage,
         cache.fetching(settings, storage.files) as kernels,
     ):
-        for size in range(2, 2 + int(sys.argv[2])):
+        for size in range(2, 2 + int(graphs)):
             two, name = (torch.ones(size, size), torch.ones(size, size)), f"a product of {size}"
             product = Compiled(name, multiply, two, backend="inductor", pool=None)
             traced = trace_on_thread(product, torch.device("cpu"), kernels.compiling)
@@ -49,17 +56,21 @@ async def main():
         found = counters["inductor"]
         graphs = found["fxgraph_cache_miss"], found["fxgraph_cache_hit"]
         print(json.dumps([*graphs, kernels.origin]), flush=True)
-        await asyncio.to_thread(sys.stdin.read)
+        await asyncio.to_thread(sys.stdin.readline)
 
-asyncio.run(main())
+for given in zip(sys.argv[1::2], sys.argv[2::2]):
+    asyncio.run(work(*given))
 """
 
 
 @contextmanager
-def worker(
-    settings: StorageSettings, cache: Path, graphs: int
-) -> Iterator[tuple[int, int, str]]:
-    """Graphs that a worker compiled and found, and where from; it runs during the block."""
+def workers(
+    settings: StorageSettings, *given: Path | int
+) -> Iterator[Callable[[], list[object]]]:
+    """A process of workers, the first of which runs until the second is asked for.
+
+    Yields what asks for the next: how many graphs it compiled and found, and where from.
+    """
     support = Path(__file__).parents[2] / "engine" / "support"
     environment = {
         **os.environ,
@@ -70,31 +81,41 @@ def worker(
         "IMAGEFLEET_FILES_CONTAINER": settings.files_container,
     }
     process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, cache, str(graphs)],
+        [sys.executable, "-c", WORKER, *map(str, given)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
         cwd=Path(__file__).parents[4],
     )
-    with process:
+    asked = itertools.count()
+
+    def ask() -> list[object]:
+        assert process.stdin is not None
         assert process.stdout is not None
-        yield tuple(json.loads(process.stdout.readline()))
+        if next(asked):
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return list(json.loads(process.stdout.readline()))
+
+    with process:
+        yield ask
         assert process.communicate()[0] == ""
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 async def test_a_second_worker_compiles_nothing_that_the_first_has_compiled(
     storage: Storage, storage_settings: StorageSettings, tmp_path
 ):
     async def stored() -> list[str]:
         return [name async for name in storage.files.names(f"kernels/{KEY.name}/")]
 
-    with worker(storage_settings, tmp_path / "a", 1) as first:
-        assert first == (1, 0, "compiled")
+    a, b = tmp_path / "a", tmp_path / "b"
+    with workers(storage_settings, a, 1) as ask:
+        assert ask() == [1, 0, "compiled"]
         await polling.until(stored)
-    with worker(storage_settings, tmp_path / "b", 2) as second:
-        assert second == (1, 1, "compiled"), "only what the first had not"
+    with workers(storage_settings, b, 2, a, 2) as ask:
+        assert ask() == [1, 1, "compiled"], "only what the first had not"
         await polling.until(stored, lambda names: len(names) > 1)
-    with worker(storage_settings, tmp_path / "a", 2) as again:
-        assert again == (0, 2, "store")
+        assert ask() == [0, 2, "store"]
