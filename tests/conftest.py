@@ -245,6 +245,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+_SHARED_AZURITE = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """One Azurite for the fast tests of all processes: a new one answers slowly for long.
+
+    Each process that runs slow tests has its own, as those use the default names and send thousands
+    of messages.
+    """
+    config = node.config
+    if config.option.markexpr != "not slow" or azurite.why_missing():
+        return
+    if _SHARED_AZURITE not in config.stash:
+        stack = contextlib.ExitStack()
+        config.add_cleanup(stack.close)
+        config.stash[_SHARED_AZURITE] = stack.enter_context(azurite.running())
+    node.workerinput["azurite"] = config.stash[_SHARED_AZURITE]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives slow tests their longer limit; what takes long is begun first, not last."""
@@ -312,11 +332,12 @@ def _files_need_no_rest(monkeypatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def azurite_address() -> Iterator[str]:
+def azurite_address(request: pytest.FixtureRequest) -> Iterator[str]:
     """The connection string of an in-memory Azurite for this test run."""
     if reason := azurite.why_missing():
         _azurite_is_missing(reason)
-    with azurite.running() as address:
+    shared = getattr(request.config, "workerinput", {}).get("azurite")
+    with contextlib.nullcontext(shared) if shared else azurite.running() as address:
         yield address
 
 
