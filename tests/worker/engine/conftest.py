@@ -135,30 +135,35 @@ def mixed(
     """Jobs of all kinds: passes, masks, LoRAs, ControlNets, with and without guidance."""
     style, other, _ = styles
     hires = contract.HiresPass(
-        64, 64, denoising_strength=0.7, steps=3, upscaler="Latent"
+        64, 64, denoising_strength=0.7, steps=2, upscaler="Latent"
     )
     mask = np.zeros((64, 64), np.uint8)
     mask[:, 32:] = 255
     masked = contract.InitImage(_lines(5, 64, 64), 0.6, mask)
     return [
-        make_request(),
+        make_request(steps=3),
         make_request(seed=2, cfg_scale=1.0, init=masked),
-        make_request(seed=3, cfg_scale=1.0, loras=(style,), negative_prompt=LONG),
+        make_request(
+            seed=3, cfg_scale=1.0, loras=(style,), negative_prompt=LONG, steps=2
+        ),
         make_request(
             seed=4, loras=(style, other), steps=3, clip_skip=2, prompt=LONG * 2
         ),
         make_request(
-            seed=5, sampler_options=EVERY_OTHER, steps=6, sampler="dpmpp_2m_karras"
+            seed=5, sampler_options=EVERY_OTHER, steps=4, sampler="dpmpp_2m_karras"
         ),
         make_request(
             seed=6, sampler_options=EVERY_OTHER, loras=(style,), sampler="plms"
         ),
-        make_request(seed=7, cfg_scale=1.0, hires=hires, loras=(other,), prompt=LONG),
+        make_request(
+            seed=7, cfg_scale=1.0, hires=hires, loras=(other,), prompt=LONG, steps=2
+        ),
         make_request(seed=8, sampler_options=EVERY_OTHER, controls=(make_control(),)),
-        make_request(seed=9, cfg_scale=1.0, controls=(make_control(),)),
+        make_request(seed=9, cfg_scale=1.0, controls=(make_control(),), steps=2),
         make_request(seed=10, init=masked, sampler="ddim", steps=8, loras=(style,)),
         make_request(
             seed=11,
+            steps=2,
             width=96,
             height=96,
             hires=dataclasses.replace(hires, upscaler="Lanczos"),

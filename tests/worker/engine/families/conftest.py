@@ -49,13 +49,24 @@ def _read_tokenizers_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def family_checkpoint(family_folder: Any) -> Callable[..., checkpoints.Checkpoint]:
-    """Freshly loaded: an engine changes its checkpoint's layers."""
+def family_checkpoint(
+    family_folder: Any, copy_checkpoint: Any
+) -> Callable[..., checkpoints.Checkpoint]:
+    """Its own, as nobody has changed it: an engine changes its checkpoint's layers."""
 
-    def read(family: str, **settings: Any) -> checkpoints.Checkpoint:
-        path = settings.pop("path", None) or family_folder(family)
+    def read(
+        family: str, path: Path | None = None, **settings: Any
+    ) -> checkpoints.Checkpoint:
+        if path is None and not settings:
+            found: checkpoints.Checkpoint = copy_checkpoint(
+                "float32", family_folder(family)
+            )
+            return found
         return checkpoints.load_checkpoint(
-            path, torch.device("cpu"), torch.float32, **settings
+            path or family_folder(family),
+            torch.device("cpu"),
+            torch.float32,
+            **settings,
         )
 
     return read
