@@ -339,16 +339,21 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_from_environment(monkeypatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("IMAGEFLEET_", "SALAD_")):
-            monkeypatch.delenv(name)
+@pytest.fixture(scope="session", autouse=True)
+def _no_settings_from_environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("IMAGEFLEET_", "SALAD_")):
+                patch.delenv(name)
+        yield
 
 
-@pytest.fixture(autouse=True)
-def _files_need_no_rest(monkeypatch) -> None:
-    monkeypatch.setattr(safetensors, "REST_SECONDS", 0.0)
+@pytest.fixture(scope="session", autouse=True)
+def _files_need_no_rest() -> Iterator[None]:
+    """Nor do those of what is loaded for a session."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors, "REST_SECONDS", 0.0)
+        yield
 
 
 @pytest.fixture(scope="session")
