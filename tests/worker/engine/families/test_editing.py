@@ -239,8 +239,9 @@ class Reference:
             return texts[found]  # type: ignore[no-any-return]
 
         def combine(predict: Any) -> torch.Tensor:
-            outputs = [predict(text_of(entries, texts)) for _, entries, texts in conds]
-            uncond = predict(text_of(ends, unconds))
+            texts = [text_of(entries, texts) for _, entries, texts in conds]
+            outputs = predict(texts).split(1)
+            uncond = predict([text_of(ends, unconds)])
             applied = scale
             if alternates and calls[0] % 2:
                 uncond, applied = outputs[0], 1.0
@@ -261,7 +262,16 @@ class Reference:
         )
 
         def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-            return combine(lambda text: model(x, sigma, text=text))
+            def predict(texts: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
+                """All of one length."""
+                text = {
+                    name: torch.cat([each[name] for each in texts]) for name in texts[0]
+                }
+                rows = x.expand(len(texts), -1, -1, -1)
+                found: torch.Tensor = model(rows, sigma.expand(len(texts)), text=text)
+                return found
+
+            return combine(predict)
 
         sigmas = model.get_sigmas(request.steps)
         options = {"disable": True}
@@ -282,7 +292,7 @@ class Reference:
         added = {}
         if "pooled" in text:
             size = request.height, request.width
-            ids = torch.tensor([[*size, 0, 0, *size]], dtype=torch.float32)
+            ids = torch.tensor([[*size, 0, 0, *size]] * len(x), dtype=torch.float32)
             added = {
                 "added_cond_kwargs": {"text_embeds": text["pooled"], "time_ids": ids}
             }

@@ -221,6 +221,7 @@ def test_compiled_ticks_read_what_is_written_into_the_slots_later(
                 "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
                 "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
                 "only_cross_attention": (True, False),
+                "layers_per_block": 0,
             },
         ),
         (

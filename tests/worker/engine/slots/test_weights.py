@@ -1,5 +1,6 @@
 """What the weights hold: another model's, nothing of the one before; a slot's that is reloaded."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -55,10 +56,9 @@ def two_models(folder: Path, family: tiny_families.FamilyName) -> tuple[Path, Pa
     first = tiny_families.build(folder / "first", family)
     second = change_all_weights(first, folder / "second")
     if family == "sd2":  # the schedule is the model's own, too
-        tiny_families.build(folder / "v", "sd2", prediction_type="v_prediction")
-        shutil.copytree(
-            folder / "v" / "scheduler", second / "scheduler", dirs_exist_ok=True
-        )
+        path = second / "scheduler" / "scheduler_config.json"
+        config = json.loads(path.read_text()) | {"prediction_type": "v_prediction"}
+        path.write_text(json.dumps(config))
     return first, second
 
 
