@@ -243,34 +243,35 @@ async def test_without_fleets_all_groups_of_the_organization_get_tokens(
         assert (await ask(client, salad.sign(salad_workload_name=None)))[0] == 200
 
 
-@pytest.mark.parametrize(
-    ("changes", "status"),
-    [
-        ({"salad_organization_name": "another-organization"}, 403),
-        ({"salad_organization_name": [NAME]}, 403),
-        ({"salad_workload_name": "another-group"}, 403),
-        ({"salad_workload_name": "sd15-batch-x-0123abcd-2"}, 403),
-        ({"salad_workload_name": "x-sd15-batch-0123abcd-2"}, 403),
-        ({"salad_workload_name": None}, 403),
-        ({"salad_workload_name": [GROUP]}, 403),
-        ({"salad_workload_name": {GROUP: True}}, 403),
-        ({"salad_workload_name": "other"}, 200),
-        ({"salad_workload_name": None, "salad_container_group_name": GROUP}, 200),
-        ({"aud": None}, 401),
-        ({"exp": None}, 401),
-        ({"sub": None}, 401),
-        ({"exp": int(time.time()) - 60}, 401),
-        ({"nbf": int(time.time()) + 7200}, 401),
-        ({"signed_with": ec.generate_private_key(ec.SECP256R1())}, 401),
-    ],
-)
+#: Changes of what is signed, and the answer.
+SIGNED: list[tuple[dict[str, Any], int]] = [
+    ({"salad_organization_name": "another-organization"}, 403),
+    ({"salad_organization_name": [NAME]}, 403),
+    ({"salad_workload_name": "another-group"}, 403),
+    ({"salad_workload_name": "sd15-batch-x-0123abcd-2"}, 403),
+    ({"salad_workload_name": "x-sd15-batch-0123abcd-2"}, 403),
+    ({"salad_workload_name": None}, 403),
+    ({"salad_workload_name": [GROUP]}, 403),
+    ({"salad_workload_name": {GROUP: True}}, 403),
+    ({"salad_workload_name": "other"}, 200),
+    ({"salad_workload_name": None, "salad_container_group_name": GROUP}, 200),
+    ({"aud": None}, 401),
+    ({"exp": None}, 401),
+    ({"sub": None}, 401),
+    ({"exp": int(time.time()) - 60}, 401),
+    ({"nbf": int(time.time()) + 7200}, 401),
+    ({"signed_with": ec.generate_private_key(ec.SECP256R1())}, 401),
+]
+
+
 async def test_tokens_are_for_valid_signatures_of_the_fleets_groups_alone(
-    client: Client, salad: Salad, changes: dict[str, Any], status: int
+    client: Client, salad: Salad
 ):
-    answered, body = await ask(client, salad.sign(**changes))
-    assert answered == status
-    assert ("queue" in body) == (status == 200)
-    assert ("error" in body) == (status != 200)
+    for changes, status in SIGNED:
+        answered, body = await ask(client, salad.sign(**changes))
+        assert answered == status, changes
+        assert ("queue" in body) == (status == 200), changes
+        assert ("error" in body) == (status != 200), changes
 
 
 async def test_a_thiefs_tokens_end_with_the_policy_and_the_fleets_go_on(
@@ -362,9 +363,9 @@ async def test_a_fifth_policy_of_others_is_a_temporary_error_with_a_line_in_the_
     assert "already has 5 stored policies" in caplog.text
 
 
-@pytest.mark.parametrize("identity_token", [None, "", "abc", "a.b.c"])
-async def test_an_invalid_token_is_refused(client: Client, identity_token: str | None):
-    assert (await ask(client, identity_token))[0] == 401
+async def test_an_invalid_token_is_refused(client: Client):
+    for identity_token in (None, "", "abc", "a.b.c"):
+        assert (await ask(client, identity_token))[0] == 401, identity_token
 
 
 async def test_the_token_does_not_choose_its_algorithm(client: Client, salad: Salad):
