@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,8 +19,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import aiohttp
 import hypothesis
@@ -27,8 +31,11 @@ import pytest
 import trustme
 from _pytest.logging import catching_logs
 from aiohttp import web
-from azure.core.exceptions import ResourceNotFoundError
-from azure.storage.queue import QueueServiceClient
+from azure.storage.queue import (
+    AccountSasPermissions,
+    ResourceTypes,
+    generate_account_sas,
+)
 from prometheus_client import CollectorRegistry
 
 import azurite
@@ -36,7 +43,6 @@ import hang
 import polling
 from imagefleet import cancelled
 from imagefleet.files import safetensors
-from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import probes
@@ -373,17 +379,36 @@ def local_settings(tmp_path) -> StorageSettings:
 
 
 @pytest.fixture(scope="session")
-def azurite_queues(azurite_address: str) -> Iterator[QueueServiceClient]:
-    """A client that stays connected."""
-    with QueueServiceClient.from_connection_string(
-        azurite_address, api_version=API_VERSION
-    ) as queues:
-        yield queues
+def delete_queues(azurite_address: str) -> Callable[[str], None]:
+    """Without the client library, which takes ten times as long."""
+    url = urlsplit(azurite_address.partition("QueueEndpoint=")[2].rstrip(";"))
+    sas = generate_account_sas(
+        azurite.ACCOUNT,
+        azurite.ACCOUNT_KEY,
+        ResourceTypes(service=True, container=True),
+        AccountSasPermissions(list=True, delete=True),
+        datetime.now(UTC) + timedelta(days=1),
+    )
+
+    def delete(prefix: str) -> None:
+        with contextlib.closing(HTTPConnection(url.hostname or "", url.port)) as opened:
+
+            def send(method: str, target: str) -> str:
+                opened.request(method, f"{url.path}/{target}&{sas}")
+                with opened.getresponse() as answer:
+                    assert answer.status in {200, 204, 404}, answer.status
+                    return answer.read().decode()
+
+            found = send("GET", f"?comp=list&prefix={prefix}")
+            for queue in re.findall("<Name>(.*?)</Name>", found):
+                send("DELETE", f"{queue}?timeout=30")
+
+    return delete
 
 
 @pytest.fixture
 def azurite_settings(
-    azurite_address: str, azurite_queues: QueueServiceClient
+    azurite_address: str, delete_queues: Callable[[str], None]
 ) -> Iterator[StorageSettings]:
     """Settings of queues and containers of this test alone, which do not exist yet."""
     name = f"test-{uuid.uuid4().hex[:16]}"
@@ -395,9 +420,7 @@ def azurite_settings(
     )
     yield settings
     # Azurite slows down with every message in any queue.
-    for queue in azurite_queues.list_queues(name_starts_with=name):
-        with contextlib.suppress(ResourceNotFoundError):
-            azurite_queues.delete_queue(queue)
+    delete_queues(name)
 
 
 @pytest.fixture(params=["local", "azurite"])
