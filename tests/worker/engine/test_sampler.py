@@ -124,7 +124,7 @@ def test_every_sampler_has_finite_rows_for_any_number_of_steps(name: str):
     known = samplers.SAMPLERS[name]
     counted = known.schedule in (None, "uniform", "karras")
     counted = counted and known.method not in ("unipc", "dpm_adaptive")
-    for steps in (*range(known.least_steps, 16), 20, 25, 30, 33, 50, 150):
+    for steps in (*range(known.least_steps, 16), 20, 33, 150):
         made = schedules.make_schedule(name, steps, alphas_cumprod(), "epsilon")
         assert made.table.isfinite().all()
         assert len(made.noisy) == len(made.finished) == len(made.table)

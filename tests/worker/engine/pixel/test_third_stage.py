@@ -50,6 +50,7 @@ def request_of() -> Any:
     return make
 
 
+@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     storage: Storage,
     run_pipeline: Any,
