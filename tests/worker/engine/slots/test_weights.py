@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,32 +138,31 @@ def test_a_model_is_not_taken_while_there_are_jobs(
     assert engine.model_name == checkpoint.name
 
 
-@pytest.fixture(scope="module")
-def sd1_engine(tmp_path_factory) -> Iterator[Any]:
-    engine = engine_of(
-        tiny_families.build(tmp_path_factory.mktemp("sd1") / "first", "sd1")
-    )
-    yield engine
-    engine.close()
+def with_native_size(model: Path, folder: Path) -> Path:
+    config = Path(shutil.copytree(model, folder)) / "unet" / "config.json"
+    found = json.loads(config.read_text())
+    config.write_text(json.dumps({**found, "sample_size": 2 * found["sample_size"]}))
+    return folder
 
 
 @pytest.mark.parametrize(
     "build",
     [
-        lambda folder: tiny_families.build(folder, "sd2"),
-        lambda folder: tiny_families.build(folder, "sd1", size=128),
-        lambda folder: tiny_cascade.build(folder, "base"),
-        lambda folder: folder,
+        lambda _, folder: tiny_families.build(folder, "sd2"),
+        with_native_size,
+        lambda _, folder: tiny_cascade.build(folder, "base"),
+        lambda _, folder: folder,
     ],
     ids=["another family", "another native size", "a stage of a cascade", "no model"],
 )
 def test_a_model_of_another_architecture_needs_another_engine(
-    tmp_path, build: Callable[[Path], Path], sd1_engine: Any
+    tmp_path,
+    build: Callable[[Path, Path], Path],
+    checkpoint: Path,
+    slot_engine: slots.SlotEngine,
 ):
-    assert (
-        load.read_beside(sd1_engine, load.EngineSettings(build(tmp_path / "second")))
-        is None
-    )
+    second = build(checkpoint, tmp_path / "second")
+    assert load.read_beside(slot_engine, load.EngineSettings(second)) is None
 
 
 @pytest.fixture(scope="module")
