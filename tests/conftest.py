@@ -292,19 +292,29 @@ def pytest_configure_node(node: Any) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives slow tests their longer limit; what takes long is begun first, not last."""
+def pytest_collection_modifyitems(
+    items: list[pytest.Item], config: pytest.Config
+) -> None:
+    """Gives slow tests their longer limit; what takes long is begun first, not last.
+
+    That is a file of many tests among the fast ones, and of few, a storm say, among the slow ones.
+    """
     for item in items:
         if _is_slow_on_azurite(item):
             item.add_marker("slow")
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        tests = Counter(item.path for item in items)
+        is_slow = config.option.markexpr == "slow"
+        tests = Counter(
+            item.path
+            for item in items
+            if is_slow == (item.get_closest_marker("slow") is not None)
+        )
         items.sort(
             key=lambda item: (
                 item.get_closest_marker("long") is None,
-                -tests[item.path],
+                tests[item.path] if is_slow else -tests[item.path],
                 str(item.path),
             )
         )

@@ -46,7 +46,7 @@ def promtool(
     [
         ("check", "rules", "rules.yaml", "alerts.yaml"),
         ("check", "config", "prometheus.yaml"),
-        ("test", "rules", "tests.yaml"),
+        pytest.param(("test", "rules", "tests.yaml"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

@@ -13,7 +13,7 @@ import forks
 import polling
 from imagefleet.storage.open import Storage
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 JOBS = 24
 LEASE_SECONDS = "3"
@@ -63,11 +63,6 @@ def worker(model: Path | str, *flags: str | Path) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    "storage_settings",
-    ["local", pytest.param("azurite", marks=pytest.mark.slow)],
-    indirect=True,
-)
 async def test_a_worker_killed_in_the_middle_costs_no_image_and_generates_none_twice(
     storage: Storage, tiny_model: Path, fork: Start
 ):
@@ -90,7 +85,6 @@ async def test_a_worker_killed_in_the_middle_costs_no_image_and_generates_none_t
     assert (await storage.poison.depth()).messages == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("storage_settings", "number"),
     [("local", signal.SIGTERM), ("local", signal.SIGINT), ("azurite", signal.SIGTERM)],
@@ -115,7 +109,6 @@ async def test_a_signal_ends_a_worker_with_exit_code_0_and_every_job_stored_or_b
     assert len(back) == JOBS - stored  # at once: nothing waits for a lease of 300 s
 
 
-@pytest.mark.slow
 @local_only
 async def test_a_signal_while_the_model_loads_ends_the_worker_too(
     storage: Storage, tiny_model: Path, start: Start
