@@ -5,7 +5,9 @@ As `tiny_model` makes SD1.5's.
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -23,24 +25,54 @@ _WIDTH, _SECOND_WIDTH = 32, 48
 _UPSCALER_NOISE = {**tiny_model.SCHEDULER, "beta_start": 0.0001, "beta_end": 0.02}
 
 
+_SD2_UNET: Mapping[str, Any] = {
+    "attention_head_dim": (2, 2, 4, 4),
+    "use_linear_projection": True,
+}
+
+#: With two layers per block, as SDXL has, so that single files convert.
+_SDXL_UNET: Mapping[str, Any] = {
+    "block_out_channels": (32, 32, 64),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "layers_per_block": 2,
+    "transformer_layers_per_block": (1, 1, 2),
+    "cross_attention_dim": _WIDTH + _SECOND_WIDTH,
+    "attention_head_dim": (2, 2, 4),
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": _SECOND_WIDTH + 6 * 8,
+}
+
+
 def build(
-    folder: Path, family: FamilyName, *, size: int = 64, **scheduler: Any
+    folder: Path,
+    family: FamilyName,
+    *,
+    size: int = 64,
+    unet_changes: Mapping[str, Any] = MappingProxyType({}),
+    **scheduler: Any,
 ) -> Path:
     """Writes a random checkpoint of a family in diffusers format; returns its folder.
 
-    *scheduler* is added to the scheduler's configuration, such as prediction_type. They have CLIP's
-    tokenizer.
+    *unet_changes* and *scheduler* are added to their configurations, such as prediction_type. They
+    have CLIP's tokenizer.
     """
     config = {**tiny_model.SCHEDULER, **scheduler}
     if family == "sd1":
-        tiny_model.build_tiny_checkpoint(folder, size=size, clips_tokenizer=True)
+        tiny_model.build_tiny_checkpoint(
+            folder, size=size, clips_tokenizer=True, **unet_changes
+        )
         (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
         return folder
     is_sdxl = family == "sdxl"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         networks: dict[str, Any] = {
-            "unet": _sdxl_unet(size) if is_sdxl else _sd2_unet(size),
+            "unet": tiny_model.make_unet(
+                size, **{**(_SDXL_UNET if is_sdxl else _SD2_UNET), **unet_changes}
+            ),
             "vae": tiny_model.make_vae(size, 0.13025 if is_sdxl else 0.18215),
             "text_encoder": _text_encoder(_WIDTH, "quick_gelu" if is_sdxl else "gelu"),
         }
@@ -136,34 +168,6 @@ def _upscaler_unet(size: int) -> UNet2DConditionModel:
         num_class_embeds=1000,
         only_cross_attention=(True, True, True, False),
         use_linear_projection=True,
-    )
-
-
-def _sd2_unet(size: int) -> UNet2DConditionModel:
-    return tiny_model.make_unet(
-        size, attention_head_dim=(2, 2, 4, 4), use_linear_projection=True
-    )
-
-
-def _sdxl_unet(size: int) -> UNet2DConditionModel:
-    """A tiny UNet with two layers per block, as SDXL has, so that single files convert."""
-    return tiny_model.make_unet(
-        size,
-        block_out_channels=(32, 32, 64),
-        down_block_types=(
-            "DownBlock2D",
-            "CrossAttnDownBlock2D",
-            "CrossAttnDownBlock2D",
-        ),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        layers_per_block=2,
-        transformer_layers_per_block=(1, 1, 2),
-        cross_attention_dim=_WIDTH + _SECOND_WIDTH,
-        attention_head_dim=(2, 2, 4),
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=_SECOND_WIDTH + 6 * 8,
     )
 
 
