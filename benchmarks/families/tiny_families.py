@@ -85,12 +85,14 @@ def build(
     return folder
 
 
-def build_refiner(folder: Path, base: Path, *, size: int = 64) -> Path:
+def build_refiner(
+    folder: Path, base: Path, *, size: int = 64, **unet_changes: Any
+) -> Path:
     """Writes a refiner for a tiny SDXL, with its VAE; with four levels, as SDXL's own has."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         networks: dict[str, Any] = {
-            "unet": _refiner_unet(size),
+            "unet": _refiner_unet(size, unet_changes),
             "vae": AutoencoderKL.from_pretrained(base / "vae"),
             "text_encoder_2": _text_encoder(_SECOND_WIDTH, "gelu", is_second=True),
         }
@@ -132,12 +134,12 @@ def build_inpainting(folder: Path, ordinary: Path) -> Path:
     return folder
 
 
-def build_upscaler(folder: Path, *, size: int = 64) -> Path:
+def build_upscaler(folder: Path, *, size: int = 64, **unet_changes: Any) -> Path:
     """Writes an x4 upscaler, as diffusers' `StableDiffusionUpscalePipeline` reads it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         networks: dict[str, Any] = {
-            "unet": _upscaler_unet(size),
+            "unet": _upscaler_unet(size, unet_changes),
             "vae": tiny_model.make_vae(size, 0.08333, (16, 16, 32)),
             "text_encoder": _text_encoder(_WIDTH, "gelu"),
         }
@@ -158,34 +160,38 @@ def build_upscaler(folder: Path, *, size: int = 64) -> Path:
     return folder
 
 
-def _upscaler_unet(size: int) -> UNet2DConditionModel:
-    return tiny_model.make_unet(
-        size,
-        sample_size=size // 4,
-        in_channels=7,
-        down_block_types=("DownBlock2D", *["CrossAttnDownBlock2D"] * 3),
-        up_block_types=(*["CrossAttnUpBlock2D"] * 3, "UpBlock2D"),
-        num_class_embeds=1000,
-        only_cross_attention=(True, True, True, False),
-        use_linear_projection=True,
-    )
+def _upscaler_unet(size: int, changes: Mapping[str, Any]) -> UNet2DConditionModel:
+    config = {
+        "sample_size": size // 4,
+        "in_channels": 7,
+        "down_block_types": ("DownBlock2D", *["CrossAttnDownBlock2D"] * 3),
+        "up_block_types": (*["CrossAttnUpBlock2D"] * 3, "UpBlock2D"),
+        "num_class_embeds": 1000,
+        "only_cross_attention": (True, True, True, False),
+        "use_linear_projection": True,
+    }
+    return tiny_model.make_unet(size, **{**config, **changes})
 
 
-def _refiner_unet(size: int) -> UNet2DConditionModel:
-    return tiny_model.make_unet(
-        size,
-        block_out_channels=(32, 32, 64, 64),
-        down_block_types=("DownBlock2D", *["CrossAttnDownBlock2D"] * 2, "DownBlock2D"),
-        up_block_types=("UpBlock2D", *["CrossAttnUpBlock2D"] * 2, "UpBlock2D"),
-        layers_per_block=2,
-        transformer_layers_per_block=2,
-        cross_attention_dim=_SECOND_WIDTH,
-        attention_head_dim=(2, 2, 4, 4),
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=_SECOND_WIDTH + 5 * 8,
-    )
+def _refiner_unet(size: int, changes: Mapping[str, Any]) -> UNet2DConditionModel:
+    config = {
+        "block_out_channels": (32, 32, 64, 64),
+        "down_block_types": (
+            "DownBlock2D",
+            *["CrossAttnDownBlock2D"] * 2,
+            "DownBlock2D",
+        ),
+        "up_block_types": ("UpBlock2D", *["CrossAttnUpBlock2D"] * 2, "UpBlock2D"),
+        "layers_per_block": 2,
+        "transformer_layers_per_block": 2,
+        "cross_attention_dim": _SECOND_WIDTH,
+        "attention_head_dim": (2, 2, 4, 4),
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": _SECOND_WIDTH + 5 * 8,
+    }
+    return tiny_model.make_unet(size, **{**config, **changes})
 
 
 def _text_encoder(width: int, activation: str, *, is_second: bool = False) -> Any:

@@ -38,13 +38,23 @@ from worker.engine.slots import engine as slots
 #: Images that are no more different than this would show nothing.
 VISIBLE = 20
 
+#: In place of four.
+TWO_LEVELS = {
+    "block_out_channels": (32, 64),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "only_cross_attention": (True, False),
+}
+
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
     torch.set_num_threads(1)
-    return tiny_families.build_upscaler(tmp_path_factory.mktemp("upscaler") / "x4")
+    return tiny_families.build_upscaler(
+        tmp_path_factory.mktemp("upscaler") / "x4", **TWO_LEVELS
+    )
 
 
 @pytest.fixture(scope="session")

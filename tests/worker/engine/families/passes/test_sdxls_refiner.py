@@ -35,7 +35,15 @@ pytestmark = pytest.mark.slow
 def refiner_folder(family_folder: Any, tmp_path_factory) -> Path:
     """A refiner, whose VAE is another than the tiny SDXL's: it decodes what it has drawn."""
     folder = tmp_path_factory.mktemp("refiners") / "xl-refiner"
-    tiny_families.build_refiner(folder, family_folder("sdxl"))
+    tiny_families.build_refiner(
+        folder,
+        family_folder("sdxl"),
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        attention_head_dim=(2, 4),
+        layers_per_block=1,
+    )
     (path,) = (folder / "vae").glob("*.safetensors")
     save_file(
         {name: each * 1.1 for name, each in load_file(path).items()},
