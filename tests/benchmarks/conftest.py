@@ -1,18 +1,112 @@
 """Runs programs of `benchmarks/` in this process, which has torch: its import takes ten seconds."""
 
+import asyncio
 import contextlib
 import importlib
 import io
+import json
 import os
+import queue
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from evaluation.bench import engine as bench_engine
+from rows import groups, process
+
 ROOT = Path(__file__).parents[2]
+
+
+class GroupHere(groups.Group):
+    """A group of rows in a thread: what it is told and replies are those of a process."""
+
+    def __init__(self) -> None:
+        self.asked = queue.SimpleQueue[bytes | None]()
+        self.told = queue.SimpleQueue[str]()
+        super().__init__(SimpleNamespace(stdin=SimpleNamespace(write=self.asked.put)))  # type: ignore[arg-type]
+
+    @classmethod
+    async def start(cls, script: Path, *arguments: str) -> "GroupHere":
+        """Returns once it is ready, as the next one takes other arguments."""
+        group = cls()
+        program = script.relative_to(ROOT / "benchmarks").with_suffix("")
+        loaded = importlib.import_module(".".join(program.parts))
+        HERE.set(group)
+        group.runs = asyncio.create_task(asyncio.to_thread(group.run, loaded))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(sys, "argv", [str(script), *arguments])
+            patched.setattr(loaded, "Channel", ChannelHere)
+            await super(cls, group).wait_until_ready()
+        return group
+
+    def run(self, program: Any) -> None:
+        try:
+            with contextlib.suppress(SystemExit):
+                program.main()
+        finally:
+            self.told.put("")
+
+    async def wait_until_ready(self) -> None:
+        """It has been waited for."""
+
+    async def end(self) -> None:
+        self.asked.put(None)
+        await self.runs
+
+    async def _read(self) -> groups.Figures:
+        line = await asyncio.to_thread(self.told.get)
+        return json.loads(line) if line else {"error": "it has ended"}
+
+
+HERE: ContextVar[GroupHere] = ContextVar("HERE")
+
+
+class ChannelHere(process.Channel):
+    """Replies to the group of this thread."""
+
+    def __init__(self) -> None:
+        self._group = HERE.get()
+
+    def serve(self, *rows: Any, **until: Any) -> float:
+        HERE.set(self._group)  # an engine's thread serves as well
+        return super().serve(*rows, **until)
+
+    def reply(self, **figures: Any) -> None:
+        self._group.told.put(json.dumps(figures))
+
+
+class Asked:
+    """The standard input of each group."""
+
+    @property
+    def stdin(self) -> Iterator[bytes]:
+        return iter(HERE.get().asked.get, None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Each image of a benchmark takes two steps."""
+
+    def prepare(*given: Any, **named: Any) -> bench_engine.Setup:
+        setup = prepared(*given, **named)
+        return replace(setup, workload=replace(setup.workload, steps=(2,)))
+
+    prepared = bench_engine.prepare
+    monkeypatch.setattr(bench_engine, "prepare", prepare)
+
+
+@pytest.fixture
+def groups_here(monkeypatch) -> None:
+    """Groups of rows are threads: as processes each imports torch anew."""
+    monkeypatch.setattr(groups, "Group", GroupHere)
+    monkeypatch.setattr(process, "sys", Asked())
 
 
 @pytest.fixture

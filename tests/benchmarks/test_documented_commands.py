@@ -1,45 +1,29 @@
 """The commands that the documents name for their figures run, with little to do."""
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from worker import tasks
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
-ENGINE_ROWS = "mixed,worker,baseline"
+ENGINE = ("--tiny", "--device", "cpu", "--scale", "0.1", "--seconds", "3600")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("overlap.py", "--jobs", "40"),
-        ("store.py", "--jobs", "200"),
-        (
-            "engine.py",
-            "--tiny",
-            "--device",
-            "cpu",
-            "--rows",
-            ENGINE_ROWS,
-            "--scale",
-            "0.1",
-        ),
-    ],
-    ids=lambda command: command[0],
-)
-def test_a_documented_benchmark_prints_its_figures_as_json(
-    command: tuple[str, ...], tmp_path
-):
-    script, *arguments = command
-    if script == "engine.py":
-        arguments += ["--out", str(tmp_path / "out.json"), "--seconds", "3600"]
+def test_overlaps_figures_are_printed_as_json(tmp_path):
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / script), *arguments],
+        [sys.executable, str(ROOT / "benchmarks" / "overlap.py"), "--jobs", "40"],
         capture_output=True,
         text=True,
         check=False,
@@ -47,12 +31,32 @@ def test_a_documented_benchmark_prints_its_figures_as_json(
     )
 
     assert ended.returncode == 0, ended.stderr
-    figures = json.loads(ended.stdout.splitlines()[-1])
-    assert figures
-    if script == "engine.py":
-        rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-        assert not {
-            name: row
-            for name, row in rows.items()
-            if row.keys() & {"error", "not_measured"}
-        }
+    assert json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_the_stores_figures_are_printed_as_json(run: Callable[..., str], monkeypatch):
+    # Threads in place of processes, which import the worker anew and alone may handle signals.
+    context = SimpleNamespace(Pool=ThreadPool)
+    threads = SimpleNamespace(get_context=lambda _: context)
+    monkeypatch.setattr(tasks, "on_signals", contextlib.nullcontext)
+
+    printed = run("store.py", "--jobs", "200", multiprocessing=threads)
+
+    figures = json.loads(printed.splitlines()[-1])
+    assert figures["lost"] == figures["done_twice"] == 0
+
+
+@pytest.mark.usefixtures("few_steps", "groups_here")
+def test_the_engines_figures_are_printed_as_json(run: Callable[..., str]):
+    signals = SimpleNamespace(signal=lambda *_: None, SIGTERM=signal.SIGTERM)
+    rows = ("--rows", "mixed,worker,baseline")
+
+    printed = run("engine.py", *ENGINE, *rows, "--out", "out.json", signal=signals)
+
+    assert json.loads(printed.splitlines()[-1])
+    measured = json.loads(Path("out.json").read_text())["rows"]
+    assert not {
+        name: row
+        for name, row in measured.items()
+        if row.keys() & {"error", "not_measured"}
+    }

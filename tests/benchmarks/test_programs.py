@@ -1,9 +1,12 @@
 """Every program of `benchmarks/` runs, with little to do: each makes a figure of the documents."""
 
+import contextlib
+import io
 import json
+import os
+import pickle
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.bench import engine as bench_engine
+from fleet import main
 
 pytestmark = pytest.mark.slow
 
@@ -100,26 +103,55 @@ ELSEWHERE = {
 }
 
 
+class Pool(contextlib.nullcontext[None]):
+    """A process of its own imports torch anew; what it is sent and returns is the same here."""
+
+    def apply(self, *call: Any) -> Any:
+        function, given, named = pickle.loads(pickle.dumps(call))
+        return pickle.loads(pickle.dumps(function(*given, **named)))
+
+    def __enter__(self) -> Any:
+        return self
+
+
+def start_here(
+    command: Sequence[str], **_: Any
+) -> contextlib.nullcontext[SimpleNamespace]:
+    """The command in this process: it has ended at the second look."""
+    out, noted = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(noted),
+    ):
+        patched.setattr(sys, "argv", ["imagefleet", *command[3:]])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+    for each in (out, noted):
+        each.seek(0)
+    looks = iter((None, 0))
+    run = SimpleNamespace(pid=os.getpid(), poll=looks.__next__, stdout=out)
+    run.stderr, run.returncode = noted, ended.value.code or 0
+    return contextlib.nullcontext(run)
+
+
 #: What of the programs makes their work little beside their arguments.
 LITTLE: dict[str, dict[str, Any]] = {
+    "gpus.py": {
+        "multiprocessing": SimpleNamespace(
+            get_context=lambda _: SimpleNamespace(Pool=Pool)
+        )
+    },
+    "scoring/speed.py": {
+        "subprocess": SimpleNamespace(Popen=start_here, PIPE=None),
+        "PICTURES": 20,
+    },
     "library/measure.py": {"ROUNDS": 2},
     "stages/img2img.py": {"IMG2IMG_STEPS": 4},
 }
 
 
-@pytest.fixture
-def few_steps(monkeypatch):
-    """Each image of a benchmark takes two steps."""
-
-    def prepare(*given: Any) -> bench_engine.Setup:
-        setup = prepared(*given)
-        return replace(setup, workload=replace(setup.workload, steps=(2,)))
-
-    prepared = bench_engine.prepare
-    monkeypatch.setattr(bench_engine, "prepare", prepare)
-
-
-@pytest.mark.usefixtures("few_steps")
+@pytest.mark.usefixtures("few_steps", "groups_here")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_runs_with_little_to_do(program: str, run: Callable[..., str]):
     printed = run(program, *PROGRAMS[program], **LITTLE.get(program, {}))
