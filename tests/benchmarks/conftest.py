@@ -19,7 +19,10 @@ import pytest
 import torch
 
 from evaluation.bench import engine as bench_engine
+from in_process import as_it_was
 from rows import groups, process
+
+__all__ = ["as_it_was"]
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,6 +1,8 @@
 """Every program of `benchmarks/` runs, with little to do: each makes a figure of the documents."""
 
+import asyncio
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -14,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleet import main
+from fleet import main, serve
+from gateway.settings import GatewaySettings
 
 pytestmark = pytest.mark.slow
 
@@ -135,12 +138,32 @@ def start_here(
     return contextlib.nullcontext(run)
 
 
+async def serve_here(*command: str, env: dict[str, str], **_: Any) -> SimpleNamespace:
+    """`imagefleet serve` in this loop: a process of its own imports torch anew."""
+    names = [each.removeprefix("--") for each in command[4::2]]
+    told = dict(zip(names, command[5::2], strict=True))
+    told["storage"] = env["IMAGEFLEET_STORAGE"]
+    settings = GatewaySettings(**told)
+    task = asyncio.create_task(inspect.unwrap(serve.command)(settings))
+    return SimpleNamespace(
+        returncode=None,
+        terminate=task.cancel,
+        wait=lambda: asyncio.gather(task, return_exceptions=True),
+    )
+
+
 #: What of the programs makes their work little beside their arguments.
 LITTLE: dict[str, dict[str, Any]] = {
     "gpus.py": {
         "multiprocessing": SimpleNamespace(
             get_context=lambda _: SimpleNamespace(Pool=Pool)
         )
+    },
+    "library/gateway.py": {
+        "asyncio": SimpleNamespace(
+            **{**vars(asyncio), "create_subprocess_exec": serve_here}
+        ),
+        "MANY": 50,
     },
     "scoring/speed.py": {
         "subprocess": SimpleNamespace(Popen=start_here, PIPE=None),
