@@ -80,6 +80,18 @@ def build_tiny_checkpoint(
     return folder
 
 
+def build_half_checkpoint(folder: Path, **changes: Any) -> Path:
+    """A tiny checkpoint with half of SD1.5's levels, whose images take half the time."""
+    return build_tiny_checkpoint(
+        folder,
+        vae_channels=(8, 8, 16, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        block_out_channels=(32, 64),
+        **changes,
+    )
+
+
 def save(
     folder: Path,
     pipeline: str,

@@ -523,7 +523,7 @@ def test_the_demo_draws_its_pictures_away_from_the_checkout(unpacked: Path, tmp_
     """The first one, and then Ctrl-C: a whole demo is in tests/end_to_end."""
     program = "from fleet.main import main; main()"
     with subprocess.Popen(
-        [sys.executable, "-c", program, "demo"],
+        [sys.executable, "-c", program, "demo", "--few-steps"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(unpacked), "PYTHONSAFEPATH": "1"},
         stdout=subprocess.PIPE,

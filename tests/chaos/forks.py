@@ -6,6 +6,7 @@ arguments, variables, folder and output, takes signals, and ends as any process 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -228,7 +229,20 @@ def _become(
     os.environ.update(variables)
 
 
+def _leave() -> None:
+    """Ends the process, once Python's threads have ended and all else is done at exit.
+
+    To take apart what was imported, which copies it, takes a fork up to four seconds.
+    """
+    if _code is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_code)
+
+
 if __name__ == "__main__":
+    _code = None  # Python ends as ever after an error
+    atexit.register(_leave)  # the first of all, which is called last
     gc.disable()  # no import leaves garbage that is worth looking for
     # Imported here once, for all forks.
     from fleet import entry, main  # noqa: F401
@@ -239,5 +253,11 @@ if __name__ == "__main__":
     # What is imported stays: a fork need not look through it, which copies it, nor take it apart.
     gc.freeze()
     gc.enable()
-    if given := _serve():
-        exec(given)
+    try:
+        if given := _serve():
+            exec(given)
+        _code = 0
+    except SystemExit as left:
+        if isinstance(left.code, int | None):
+            _code = left.code or 0
+        raise

@@ -32,8 +32,7 @@ Start = Callable[..., forks.Fork]  # the fixture of conftest.py
 @pytest.fixture(scope="session")
 def other_model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "other"
-    tiny.build_tiny_checkpoint(folder, seed=1)
-    return folder
+    return tiny.build_half_checkpoint(folder, seed=1)
 
 
 def distance(one: Any, other: Any) -> int:

@@ -43,13 +43,7 @@ def checkpoint(tmp_path_factory) -> Path:
     """
     # Two threads on a busy machine wait for each other: 5x slower.
     torch.set_num_threads(1)
-    return tiny_model.build_tiny_checkpoint(
-        tmp_path_factory.mktemp("model") / "tiny",
-        vae_channels=(8, 8, 16, 16),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        block_out_channels=(32, 64),
-    )
+    return tiny_model.build_half_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
