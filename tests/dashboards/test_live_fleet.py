@@ -339,10 +339,7 @@ def watch(
     broken = start_worker("broken", "RTX 4090", other, "--start-up-seconds", "0.1")
     assert polling.until_in_thread(broken.poll) != 0, logs(folder)
     polling.until_in_thread(lambda: has_faults(server))
-    moment = now()
-    polling.until_in_thread(
-        lambda: all(newest(each) > moment for each in (server, alone))
-    )
+    moment = polling.until_in_thread(lambda: settled(server, alone))
     recorded, alerting = rules("record"), rules("alert")
     answers = asyncio.run(ask_all(server, queries(), ALL, moment))
     chosen = asyncio.run(ask_all(server, queries(), FLEET, moment))
@@ -473,6 +470,29 @@ def newest(server: str) -> datetime:
         return found.last
 
     return datetime.fromtimestamp(asyncio.run(ask()), UTC)
+
+
+def settled(server: str, alone: str) -> datetime | None:
+    """A moment up to which both servers have all pushes, if each busy worker made a few of late.
+
+    On a busy machine one may be late by seconds: it has no rate then, and others have.
+    """
+    moment = now()
+    polling.until_in_thread(
+        lambda: all(newest(each) > moment for each in (server, alone))
+    )
+    pushes = (
+        f"count_over_time(imagefleet_images_total[{VARIABLES['$__rate_interval']}])"
+    )
+    steady = f"{pushes} > 3 and imagefleet_images_total > 0"
+
+    async def ask() -> float:
+        async with prometheus.connected(server) as client:
+            question = f"count(count by (fleet, job, instance) ({steady}))"
+            found = await client.at(question, moment)
+        return found[0].last if found else 0
+
+    return moment if asyncio.run(ask()) == 4 else None
 
 
 def names_of_metrics(server: str, matcher: str = "") -> set[str]:
