@@ -23,6 +23,13 @@ _TEXT_WIDTH = 32
 
 _VAE_CHANNELS = (16, 16, 32, 32)
 
+#: Of a UNet, in place of SD1.5's four levels: each kind of block, and an image in half the time.
+TWO_LEVELS: Mapping[str, Any] = {
+    "block_out_channels": (32, 64),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+}
+
 #: kohya's default adapts the linear layers of both networks' transformer blocks.
 ADAPTED_SUFFIXES = (
     "to_q",
@@ -81,14 +88,9 @@ def build_tiny_checkpoint(
 
 
 def build_half_checkpoint(folder: Path, **changes: Any) -> Path:
-    """A tiny checkpoint with half of SD1.5's levels, whose images take half the time."""
+    """A tiny checkpoint with half of SD1.5's levels and a narrower VAE."""
     return build_tiny_checkpoint(
-        folder,
-        vae_channels=(8, 8, 16, 16),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        block_out_channels=(32, 64),
-        **changes,
+        folder, vae_channels=(8, 8, 16, 16), **TWO_LEVELS, **changes
     )
 
 

@@ -37,10 +37,7 @@ DEMO_MODEL = Path(__file__).parents[3] / "demo_model"
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
-    """With half of SD1.5's levels, as an image takes half the time.
-
-    The tests of families and of the original release's keys have all.
-    """
+    """With half of SD1.5's levels: an image takes half the time."""
     # Two threads on a busy machine wait for each other: 5x slower.
     torch.set_num_threads(1)
     return tiny_model.build_half_checkpoint(tmp_path_factory.mktemp("model") / "tiny")

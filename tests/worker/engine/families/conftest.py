@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from PIL import Image
 from transformers import CLIPTokenizer
 
 import a1111
+import tiny_model
 from families import tiny_families
 from imagefleet.job import clip
 from worker.engine import checkpoint as checkpoints
@@ -25,16 +26,10 @@ from worker.engine import contract, load
 SIDE = 64
 
 
-_TWO_LEVELS = {
-    "block_out_channels": (32, 64),
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-}
-
-#: UNets of two levels, which have each kind of block: an image takes half the time.
-HALVED: dict[str, dict[str, Any]] = {
-    "sd1": _TWO_LEVELS,
-    "sd2": {**_TWO_LEVELS, "attention_head_dim": (2, 4)},
+#: The UNets' levels.
+HALVED: Mapping[str, Mapping[str, Any]] = {
+    "sd1": tiny_model.TWO_LEVELS,
+    "sd2": {**tiny_model.TWO_LEVELS, "attention_head_dim": (2, 4)},
     "sdxl": {
         "block_out_channels": (32, 64),
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),

@@ -228,9 +228,6 @@ def test_compiled_ticks_read_what_is_written_into_the_slots_later(
             UNet2DConditionModel,
             {
                 "block_out_channels": (32, 32),
-                "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-                "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-                "only_cross_attention": (True, False),
                 "layers_per_block": 0,
             },
         ),

@@ -16,6 +16,7 @@ from transformers import CLIPTokenizer
 
 import a1111
 import key_names
+import tiny_model
 from drawing import assert_alike, difference, draw, draw_alone, make_request
 from families import tiny_families
 from imagefleet import errors
@@ -38,9 +39,7 @@ def refiner_folder(family_folder: Any, tmp_path_factory) -> Path:
     tiny_families.build_refiner(
         folder,
         family_folder("sdxl"),
-        block_out_channels=(32, 64),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        **tiny_model.TWO_LEVELS,
         attention_head_dim=(2, 4),
         layers_per_block=1,
     )
