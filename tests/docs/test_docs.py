@@ -133,6 +133,17 @@ def all_flags() -> set[str]:
     return of(built())
 
 
+def test_every_field_of_a_job_has_a_row():
+    text = (ROOT / "docs" / "jobs.md").read_text(encoding="utf-8")
+    named = {
+        name
+        for row in re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE)
+        for name in _INLINE.findall(row)
+    }
+
+    assert Job.model_fields.keys() <= named
+
+
 def test_the_site_builds_without_a_dead_link(tmp_path):
     arguments = ["build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     result = subprocess.run(

@@ -10,7 +10,7 @@ import numpy as np
 from imagefleet import errors
 from imagefleet.job import samplers
 from imagefleet.job.message import SUFFIXES, Job, Output, read_job
-from imagefleet.job.passes import hires, img2img
+from imagefleet.job.passes import extras, hires, img2img
 from imagefleet.job.prompt import Subprompt
 from loadgen.infotext import source
 from worker.stages import encode, infotext
@@ -83,6 +83,7 @@ def fields_of(chance: random.Random) -> dict[str, Any]:
         scheduler=chance.choice(samplers.SCHEDULERS),
         cfg_scale=chance.choice([1, 7.5, 6.123456789, 12]),
         batch_size=chance.randint(1, 4),
+        n_iter=chance.randint(1, 2),
         clip_skip=chance.randint(1, 4),
         eta=chance.choice([0, 0.3, 0.67, 1]),
         s_churn=chance.choice([0, 2.5]),
@@ -90,6 +91,8 @@ def fields_of(chance: random.Random) -> dict[str, Any]:
         s_tmax=9.5,
         s_noise=1.003,
         s_min_uncond=chance.choice([0, 1.5]),
+        use_downcasted_alpha_bar=True,
+        tiling=True,
         randn_source=chance.choice(["CPU", "GPU", "NV"]),
         eta_noise_seed_delta=31337,
         subseed=chance.randrange(2**32),
@@ -102,6 +105,7 @@ def fields_of(chance: random.Random) -> dict[str, Any]:
         model="dreamy",
         refiner_checkpoint=chance.choice(["late_v2", "7"]),
         refiner_switch_at=chance.choice([0, 0.35, 1]),
+        refiner_switch_by_sample_steps=True,
         hr_checkpoint_name=chance.choice(["sharp (1)", "9.5"]),
         override_settings=chance.choice(
             [{"sd_vae": "soft, v2"}, {"sd_vae": "warm.vae.pt"}, {}]
@@ -135,6 +139,7 @@ def fields_of(chance: random.Random) -> dict[str, Any]:
             fields |= maybe(
                 mask_blur=chance.choice([0, 9]),
                 mask_blur_x=2,
+                mask_blur_y=chance.choice([0, 3]),
                 inpainting_fill=chance.randint(0, 3),
                 inpaint_full_res=False,
                 inpaint_full_res_padding=48,
@@ -207,7 +212,9 @@ def decides(job: Job, index: int, size: tuple[int, int]) -> dict[str, Any]:
             job.hr_checkpoint_name,
             job.refiner_checkpoint,
             job.refiner_switch_at,
+            job.refiner_switch_by_sample_steps,
         ),
+        "schedule": (job.use_downcasted_alpha_bar, job.tiling),
         "decoder": (job.sd_vae_decode_method, getattr(job, "sd_vae", None)),
         "input": [
             getattr(job, name) for name in sorted(img2img.OWN_FIELDS - {"mask_blur"})
@@ -217,6 +224,28 @@ def decides(job: Job, index: int, size: tuple[int, int]) -> dict[str, Any]:
     if job.enable_hr:
         found["second"] = job.passes(*size), job.upscaler, hires.steps(job)
     return found
+
+
+#: Fields that decide no pixel of a picture that is drawn, and `sd_vae`, which jobs have among their
+#: settings.
+UNTOLD = {
+    "awaited",
+    "campaign",
+    "defaults",
+    "id",
+    "metadata",
+    "output",
+    "sd_vae",
+    "then",
+    "verify",
+}
+
+
+def test_a_field_that_is_added_is_among_them():
+    chance = random.Random(42)
+    drawn = {name for _ in range(JOBS) for name in fields_of(chance)}
+
+    assert Job.model_fields.keys() - drawn - extras.FIELDS == UNTOLD
 
 
 def test_300_jobs_of_all_fields_come_back_from_their_pictures_as_they_were(
