@@ -110,6 +110,8 @@ def test_a_single_file_alone_is_enough(
 
     loaded = load_checkpoint(path)
 
+    # All of SD1.5's levels are in it.
+    assert loaded.weight_sums == load_checkpoint(with_clips_vocabulary).weight_sums
     assert loaded.name == "dreams"
     assert loaded.tokenizer("a red house").input_ids == [49406, 320, 736, 1212, 49407]
     assert loaded.prediction_type == "epsilon"
