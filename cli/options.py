@@ -75,14 +75,18 @@ def _moment(text: str) -> datetime:
     try:
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError, OSError):
-        what = f"should be a date and a time, such as 2026-12-01T08:00, not {text}"
-        raise typer.BadParameter(what[:150]) from None
+        raise typer.BadParameter(
+            f"should be a date and a time, such as 2026-12-01T08:00, not {text[:80]}"
+        ) from None
 
 
 def moment(what: str) -> Any:
     """An option of a date and time."""
-    zones = "2026-12-01T08:00, in local time, or with its zone, 2026-12-01T08:00Z"
-    return option(f"{what}: {zones}.", metavar="TIME", parser=_moment)
+    return option(
+        f"{what}: 2026-12-01T08:00, in local time, or with its zone, 2026-12-01T08:00Z.",
+        metavar="TIME",
+        parser=_moment,
+    )
 
 
 #: The settings models of all commands, each with its subject and its commands for the

@@ -70,8 +70,11 @@ class Door:
             _key(request.headers.get("Authorization", ""))
         ).hexdigest()
         if (found := self._by_hash.get(digest)) is None:
-            why = "no valid key: send one as Authorization: Bearer KEY, or as Basic's password"
-            raise Refused(401, why, {"WWW-Authenticate": "Bearer"})
+            raise Refused(
+                401,
+                "no valid key: send one as Authorization: Bearer KEY, or as Basic's password",
+                {"WWW-Authenticate": "Bearer"},
+            )
         return found
 
 

@@ -349,8 +349,10 @@ class Batch:
             for facts in found:
                 yield Result(**facts.fields(), fleet=self._fleet)
             if watch.waiting and not watch.is_behind:
-                left = f"{len(watch.waiting):,} of {len(self):,} jobs are"
-                await pace.pause(left, progress=progress)
+                await pace.pause(
+                    f"{len(watch.waiting):,} of {len(self):,} jobs are",
+                    progress=progress,
+                )
                 progress = False
 
 

@@ -124,8 +124,10 @@ class CancelledCampaigns:
 
     def _log(self, why: str) -> None:
         if self._warning.is_due():
-            where = f"{BLOB} in the container {self._files.name!r}"
-            log.warning(f"{where} cannot be read: {why}", action="cancelled_unread")
+            log.warning(
+                f"{BLOB} in the container {self._files.name!r} cannot be read: {why}",
+                action="cancelled_unread",
+            )
 
 
 async def cancel(storage: Storage, campaign: str) -> datetime:

@@ -137,8 +137,10 @@ class Accelerator:
             sampler.title not in self.kind.samplers
             or sampler.schedule_type not in usual
         ):
-            taken = f"{' or '.join(self.kind.samplers)} with {self.kind.schedule}"
-            raise self._refusal(f"{field} is {sampler.name}", taken)
+            raise self._refusal(
+                f"{field} is {sampler.name}",
+                f"{' or '.join(self.kind.samplers)} with {self.kind.schedule}",
+            )
         return sampler
 
     def _check(self, field: str, value: float, limits: tuple[float, float]) -> None:

@@ -74,8 +74,10 @@ async def run_worker(
     """
     metadata = salad.find_metadata()
     if metadata is not None and settings.until_empty:
-        text = "--until-empty is ignored: SaladCloud restarts workers"
-        log.warning(text, action="until_empty_ignored")
+        log.warning(
+            "--until-empty is ignored: SaladCloud restarts workers",
+            action="until_empty_ignored",
+        )
         settings = settings.model_copy(update={"until_empty": False})
     gc.set_threshold(OBJECTS_PER_COLLECTION)
     with _signals(is_one_of_several=gpu is not None) as (stop, hurry, received):
@@ -105,8 +107,11 @@ async def _check_files(files: BlobStore) -> None:
 
 def _check_name(name: str, prover: Prover | None) -> None:
     if prover is not None and machine_of(name) != prover.machine:
-        text = f"no proof of what {name} draws: its name does not begin with {prover.machine}-"
-        log.warning(f"{text}, the machine's id, as without --name", action="no_proof")
+        log.warning(
+            f"no proof of what {name} draws: its name does not begin with {prover.machine}-,"
+            " the machine's id, as without --name",
+            action="no_proof",
+        )
 
 
 @dataclass
@@ -223,9 +228,8 @@ class _Worker:
             address = (
                 f"http://{probes.authority(self._settings.host, self._port)}/metrics"
             )
-            source = f"{signed}from {storage.queue.name} of {storage.url}"
             log.info(
-                f"pulling {source}, metrics at {address}",
+                f"pulling {signed}from {storage.queue.name} of {storage.url}, metrics at {address}",
                 action="start",
                 port=self._port,
             )

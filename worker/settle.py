@@ -362,10 +362,10 @@ class Settler:
         delay_seconds = concurrency.backoff(
             attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
         )
-        attempt = f"attempt {attempts} of {self.settings.max_attempts}"
         entry.log(
             logging.WARNING,
-            f"failed, {attempt}, retrying in {delay_seconds:.0f} s: {error}",
+            f"failed, attempt {attempts} of {self.settings.max_attempts}, retrying in"
+            f" {delay_seconds:.0f} s: {error}",
             "job_retried",
             error=type(error).__name__,
         )

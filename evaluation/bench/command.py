@@ -153,5 +153,8 @@ def _show(report: Mapping[str, Any]) -> None:
         "peak_gib": report["peak_memory_bytes"] / 2**30,
     }
     for name, row in rows.items():
-        line = f"{name:<28}{row.format_map({**report, **scaled})}"
-        console.stdout.print(line, soft_wrap=True, highlight=False)
+        console.stdout.print(
+            f"{name:<28}{row.format_map({**report, **scaled})}",
+            soft_wrap=True,
+            highlight=False,
+        )

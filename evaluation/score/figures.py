@@ -166,8 +166,9 @@ def svg(scores: Scores) -> str:
     for name, groups in series(scores).items():
         lines[name] = [_point(group) for group in groups]
     few = _few(scores) if scores.small else ""
-    title = f"FID and CLIP score of {scores.campaign}"
-    return plot(lines, title, "CLIP score", "FID", few)
+    return plot(
+        lines, f"FID and CLIP score of {scores.campaign}", "CLIP score", "FID", few
+    )
 
 
 def _point(group: GroupScores) -> Point:

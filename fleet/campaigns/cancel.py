@@ -59,8 +59,9 @@ async def command(
             await queue.clear()
     record = {"queue": queue.name, "messages": count, "deleted": not dry_run}
     would = "would be " if dry_run else ""
-    line = f"{messages} of the queue {queue.name} {would}deleted"
-    console.show(record, line, as_json=as_json)
+    console.show(
+        record, f"{messages} of the queue {queue.name} {would}deleted", as_json=as_json
+    )
 
 
 async def _cancel(

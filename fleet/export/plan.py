@@ -200,8 +200,11 @@ class Manifest(ExportPlan):
     @classmethod
     def read(cls, folder: Path) -> Self | None:
         """The manifest of a finished export, if any; raises SetupError if files are gone."""
-        otherwise = "is no manifest of this version: choose another folder"
-        found = validation.read_file(cls, folder / MANIFEST, otherwise)
+        found = validation.read_file(
+            cls,
+            folder / MANIFEST,
+            "is no manifest of this version: choose another folder",
+        )
         for shard in found.shards if found else []:
             if not shard.is_in(folder):
                 raise errors.SetupError(

@@ -143,8 +143,10 @@ async def remove_command(
         if not dry_run:
             shown = ", ".join(row.name for row in rows)
             size = sum(row.bytes for row in rows) / 1e6
-            question = f"Remove {shown} ({size:,.1f} MB) from {found.folder}/? Jobs may name them."
-            console.confirm(question, yes=yes)
+            console.confirm(
+                f"Remove {shown} ({size:,.1f} MB) from {found.folder}/? Jobs may name them.",
+                yes=yes,
+            )
             await stored.remove(storage, found, rows, settings.keys())
     would = "would be " if dry_run else ""
     lines = [f"{found.folder}/{row.name}: {would}removed" for row in rows]

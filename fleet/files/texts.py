@@ -79,10 +79,15 @@ def make(
     }
     of = f"of {console.counted(len(prompts), 'prompt')} by {encoder}"
     if dry_run:
-        said = f"{len(lacking):,} {of} have no text states in the storage"
-        return Report(document, [said], [prompts[stem] for stem in lacking[:_SHOWN]])
-    were = f"{len(prompts) - stored:,} were there"
-    return Report(document, [f"{stored:,} text states stored, {were}, {of}"])
+        return Report(
+            document,
+            [f"{len(lacking):,} {of} have no text states in the storage"],
+            [prompts[stem] for stem in lacking[:_SHOWN]],
+        )
+    return Report(
+        document,
+        [f"{stored:,} text states stored, {len(prompts) - stored:,} were there, {of}"],
+    )
 
 
 async def _make(

@@ -138,8 +138,10 @@ class Broker:
         except errors.FleetError as error:
             log.warning(error.message, action="policy_failed")
             return web.json_response({"error": "try again later"}, status=503)
-        whom = f"machine {machine[:60]!a} of {group[:80]!a}"
-        log.info(f"issued tokens to {whom}", action="tokens_given")
+        log.info(
+            f"issued tokens to machine {machine[:60]!a} of {group[:80]!a}",
+            action="tokens_given",
+        )
         own = self._settings
         life = timedelta(hours=own.token_hours)
         minted = self._minter.mint(own.role, life, self._policy, own.model_names)
@@ -178,8 +180,10 @@ class Broker:
         own = self._settings
         name = f"{own.policy}-{secrets.token_hex(4)}"
         await mint.store_policy(own, own.role, name, own.model_names)
-        ends = f"imagefleet keys revoke {own.policy} ends them"
-        log.info(f"new tokens have the policy {name}; {ends}", action="policy_made")
+        log.info(
+            f"new tokens have the policy {name}; imagefleet keys revoke {own.policy} ends them",
+            action="policy_made",
+        )
         return name
 
 

@@ -119,8 +119,9 @@ async def mint_command(
     revoke = f", or until `imagefleet keys revoke {policy}`" if policy else ""
     console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")
     if policy is None and token_hours > 7 * 24:  # worth stealing
-        days = f"{token_hours / 24:.0f} days"
-        console.print_warning(f"tokens for {days} cannot be revoked without --policy")
+        console.print_warning(
+            f"tokens for {token_hours / 24:.0f} days cannot be revoked without --policy"
+        )
 
 
 def _hand_out(
@@ -168,8 +169,11 @@ async def revoke_command(
     """
     keys_mint.Minter(_on_azure(settings))  # raises without an account key
     removed = await keys_mint.remove_policy(settings, policy)
-    line = f"revoked {policy} on {', '.join(removed)}"
-    console.show({"policy": policy, "revoked": removed}, line, as_json=as_json)
+    console.show(
+        {"policy": policy, "revoked": removed},
+        f"revoked {policy} on {', '.join(removed)}",
+        as_json=as_json,
+    )
 
 
 def _print_exports(variables: Mapping[str, str]) -> None:

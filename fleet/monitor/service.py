@@ -32,6 +32,9 @@ async def run(
         ) as port,
         push.pushing(registry, settings, job=name),
     ):
-        where = f"metrics at http://{probes.authority(settings.host, port)}/metrics"
-        log.info(f"{doing}; {where}", action="start", port=port)
+        log.info(
+            f"{doing}; metrics at http://{probes.authority(settings.host, port)}/metrics",
+            action="start",
+            port=port,
+        )
         await console.until_stopped(work())

@@ -219,8 +219,9 @@ class _Report(BaseModel):
 
 def read_bench(path: Path, table: prices.PriceTable) -> Bench:
     """Raises SetupError if the file is not such a report."""
-    otherwise = "is not the JSON of `imagefleet bench --json-file FILE`"
-    report = validation.read_file(_Report, path, otherwise)
+    report = validation.read_file(
+        _Report, path, "is not the JSON of `imagefleet bench --json-file FILE`"
+    )
     if report is None:
         raise errors.SetupError(f"there is no report {path}")
     size = f"{report.width}x{report.height}, {report.steps} steps"

@@ -189,8 +189,10 @@ def _show(result: dict[str, Any], *, dry_run: bool) -> None:
         images = console.counted(interrupted, "image")
         console.print_note(f"with {images} of a run that was interrupted")
     if damaged := result["damaged_records"]:
-        left_out = f"{console.counted(damaged, 'suspect record')} left out"
-        console.print_warning(f"{left_out}: damaged, or without proof of their worker")
+        console.print_warning(
+            f"{console.counted(damaged, 'suspect record')} left out: damaged, or without"
+            " proof of their worker"
+        )
     images = console.counted(result["images"], "image")
     if not result["images"]:
         console.print_plain("no images to draw again")

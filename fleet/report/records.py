@@ -135,8 +135,10 @@ class Records:
             return True
         if record.worker != "?" and (drawing := _drawing(record)) not in self._unproven:
             self._unproven.add(drawing)
-            why = f"no proof that {record.worker} has drawn it: its time and cost are left out"
-            self.damaged.add(record.blob or "", why)
+            self.damaged.add(
+                record.blob or "",
+                f"no proof that {record.worker} has drawn it: its time and cost are left out",
+            )
         return False
 
     def add_time(self, record: Record) -> _Key:

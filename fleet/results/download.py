@@ -28,8 +28,9 @@ def report_undelivered(names_by_fault: Mapping[str, tuple[int, Sequence[str]]]) 
     for what, (count, names) in names_by_fault.items():
         if count:
             more = f" and {count - SHOWN:,} more" if count > SHOWN else ""
-            shown = f"{', '.join(names[:SHOWN])}{more}"
-            console.print_error(f"{console.counted(count, 'image')} {what}: {shown}")
+            console.print_error(
+                f"{console.counted(count, 'image')} {what}: {', '.join(names[:SHOWN])}{more}"
+            )
 
 
 @contextmanager

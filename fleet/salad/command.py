@@ -214,8 +214,11 @@ async def drain(
         running = sum(group.running for group in groups)
         workers = console.counted(running, "running worker")
         if delete:
-            of_fleet = f"{console.counted(len(groups), 'group')} of {fleet_file.name}"
-            console.confirm(f"Stop and delete {of_fleet} ({workers})?", yes=yes)
+            console.confirm(
+                f"Stop and delete {console.counted(len(groups), 'group')} of"
+                f" {fleet_file.name} ({workers})?",
+                yes=yes,
+            )
         elif running:
             console.confirm(f"Stop {workers}?", yes=yes)
         try:

@@ -46,10 +46,11 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
         SetupError: it cannot be read, belongs to another fleet or is of the future, so the cost is
             unknown.
     """
-    otherwise = (
-        "is no ledger of a scaler, so the cost is unknown; delete it to start from zero"
+    ledger = validation.read_file(
+        Ledger,
+        path,
+        "is no ledger of a scaler, so the cost is unknown; delete it to start from zero",
     )
-    ledger = validation.read_file(Ledger, path, otherwise)
     if ledger is None:
         return Ledger(fleet, now, now, 0)
     if ledger.fleet != fleet:

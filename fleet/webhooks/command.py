@@ -78,7 +78,10 @@ async def command(
                 await console.until_stopped(running.run(once=True))
             else:
                 doing = f"sending to {found.address}"
-                name = "imagefleet-webhooks"
                 await monitored.run(
-                    running.run, registry, settings, name=name, doing=doing
+                    running.run,
+                    registry,
+                    settings,
+                    name="imagefleet-webhooks",
+                    doing=doing,
                 )

@@ -156,8 +156,11 @@ class Service:
         if answer.failure is None:
             self._attempts.labels("delivered").inc()
             del self._state.waiting[event.id]
-            text = f"delivered {event.type} of {event.subject}"
-            log.info(text, action="webhook_delivered", webhook_id=event.id)
+            log.info(
+                f"delivered {event.type} of {event.subject}",
+                action="webhook_delivered",
+                webhook_id=event.id,
+            )
         else:
             self._failed(event, answer)
 

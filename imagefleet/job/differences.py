@@ -27,5 +27,8 @@ GPU_NOISE_PIXELS = 700_000
 @functools.cache
 def warn(difference: str) -> None:
     """Logs one of `KNOWN`, once in a process."""
-    text = f"an image may differ from AUTOMATIC1111's: {KNOWN[difference]}"
-    log.warning(text, action="differs_from_a1111", difference=difference)
+    log.warning(
+        f"an image may differ from AUTOMATIC1111's: {KNOWN[difference]}",
+        action="differs_from_a1111",
+        difference=difference,
+    )

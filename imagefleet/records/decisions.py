@@ -343,8 +343,9 @@ class Ends:
             if metadata is None or (metadata and record.fits(metadata)):
                 kept.append(record)
             else:
-                why = "a record of an image that is not stored: its job ended"
-                self.damaged.add(record.key, why)
+                self.damaged.add(
+                    record.key, "a record of an image that is not stored: its job ended"
+                )
         return kept
 
     @property

@@ -163,8 +163,12 @@ def log_unhandled(
     error: BaseException, where: str = "", *, exit_code: int | None = 1
 ) -> None:
     """Logs an exception that nothing has handled; *exit_code*: of the process, if that ends."""
-    text = f"{where}{type(error).__name__}: {error}"
-    log.error(text, exc_info=error, action=UNEXPECTED_ACTION, exit_code=exit_code)
+    log.error(
+        f"{where}{type(error).__name__}: {error}",
+        exc_info=error,
+        action=UNEXPECTED_ACTION,
+        exit_code=exit_code,
+    )
 
 
 def _log_in_thread(failure: threading.ExceptHookArgs) -> None:
@@ -177,5 +181,8 @@ def _log_in_thread(failure: threading.ExceptHookArgs) -> None:
 def _log_unraisable(
     failure: Any,
 ) -> None:  # sys.UnraisableHookArgs exists for type checkers only
-    where = f"{failure.err_msg or 'Exception ignored in'} {failure.object!r}: "
-    log_unhandled(failure.exc_value or failure.exc_type(), where, exit_code=None)
+    log_unhandled(
+        failure.exc_value or failure.exc_type(),
+        f"{failure.err_msg or 'Exception ignored in'} {failure.object!r}: ",
+        exit_code=None,
+    )

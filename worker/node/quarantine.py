@@ -87,9 +87,9 @@ class Quarantine:
             found = await read(self._files)
         except errors.FleetError as error:
             if self._warning.is_due():
-                where = f"{BLOB} in the container {self._files.name!r}"
                 log.warning(
-                    f"{where} cannot be read: {error}", action="quarantine_unread"
+                    f"{BLOB} in the container {self._files.name!r} cannot be read: {error}",
+                    action="quarantine_unread",
                 )
             return None
         for node in found.nodes:

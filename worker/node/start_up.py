@@ -89,9 +89,8 @@ class StartUpCheck:
         free = cuda_check.free_gpu_bytes(device)
         if free < least:
             self._fault = "gpu_memory"
-            needed = f"a worker needs {least / 2**20:,.0f}"
             raise errors.NodeError(
-                f"the GPU has {free / 2**20:,.0f} MiB free; {needed}"
+                f"the GPU has {free / 2**20:,.0f} MiB free; a worker needs {least / 2**20:,.0f}"
             )
 
 

@@ -118,10 +118,12 @@ class PrepareStage:
             )
         async with self._isolation.alone():
             await self._generate.nothing_at_engine.wait()
-            lost = (
-                f"{entry.deliveries.lost} workers that had it died or lost their leases"
+            entry.log(
+                logging.WARNING,
+                f"is generated alone: {entry.deliveries.lost} workers that had it died or lost"
+                " their leases",
+                "job_alone",
             )
-            entry.log(logging.WARNING, f"is generated alone: {lost}", "job_alone")
             if body := entry.deliveries.marked_alone().write_to(
                 entry.lease.message.body
             ):

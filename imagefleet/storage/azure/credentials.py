@@ -179,8 +179,10 @@ class RotatingTokens:
             if token := tokens.of(*key):  # not every model's queue has one
                 credential.update(token)
         end = tokens.ends_at or "their access policy ends"
-        text = f"new SAS tokens from {self.source.name}, valid until {end}"
-        log.info(text, action="tokens_renewed")
+        log.info(
+            f"new SAS tokens from {self.source.name}, valid until {end}",
+            action="tokens_renewed",
+        )
 
 
 class Credentials:
@@ -212,8 +214,13 @@ class Credentials:
         elif self._fixed is not None:
             credential = AzureSasCredential(self._fixed.of(resource, model))
         kind = "container" if roles.is_container(resource) else "queue"
-        what = f"the {kind} {roles.name_of(self._settings, resource, model)!r}"
-        return Access(resource, what, credential, self._retry_policy, self._rotating)
+        return Access(
+            resource,
+            f"the {kind} {roles.name_of(self._settings, resource, model)!r}",
+            credential,
+            self._retry_policy,
+            self._rotating,
+        )
 
     @property
     def prover(self) -> Prover | None:

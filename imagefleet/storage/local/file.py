@@ -169,9 +169,8 @@ def translated(error: sqlite3.Error, path: Path) -> errors.FleetError:
     if code == sqlite3.SQLITE_CANTOPEN and not path.exists():
         return _missing(path)
     if code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
-        seconds = f"{BUSY_TIMEOUT_SECONDS:g} s"
         return errors.TransientError(
-            f"another process has kept {path} locked for {seconds}"
+            f"another process has kept {path} locked for {BUSY_TIMEOUT_SECONDS:g} s"
         )
     if code in {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}:
         message = f"{path} is damaged or not a queue file ({error}): {_START_ANEW}"

@@ -274,8 +274,12 @@ class KernelCache:
     def _settle(self, origin: Origin) -> None:
         if origin == self.origin:
             return
-        text = f"kernels={origin} for {self.key.name}"
-        log.info(text, action="kernels", kernels=origin, key=self.key.name)
+        log.info(
+            f"kernels={origin} for {self.key.name}",
+            action="kernels",
+            kernels=origin,
+            key=self.key.name,
+        )
         self.origin = origin
         self._on_origin(origin)
 

@@ -64,10 +64,10 @@ class SharedKernels:
                     try:
                         has_new |= await self._take(number, record)
                     except errors.SetupError as error:
-                        text = (
-                            f"kernels of another worker are left out: {error.message}"
+                        log.warning(
+                            f"kernels of another worker are left out: {error.message}",
+                            action="kernels_refused",
                         )
-                        log.warning(text, action="kernels_refused")
                     self._settled.add(number)
         return has_new
 
