@@ -54,7 +54,7 @@ class Door:
             )
 
     def client(self, request: web.Request) -> Client:
-        """Whose request it is; raises Refused."""
+        """The client that sent a request; raises Refused without a valid key."""
         if self._by_hash is None:
             # A page of another site may be open in a browser here, under a name that leads here.
             site = request.headers.get("Sec-Fetch-Site", "none")

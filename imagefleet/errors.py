@@ -61,7 +61,7 @@ class NameTakenError(JobError):
 
 
 class MisfitError(JobError):
-    """What is stored under an image's name is not what its record is of."""
+    """The file stored under an image's name is not the one that its record describes."""
 
 
 class TransientError(FleetError):

@@ -72,7 +72,7 @@ def message(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Why a request failed, in a few words; the text of some errors has the whole address."""
+    """The reason a request failed, without the addresses and secrets that an error may quote."""
     if refused := getattr(error, "certificate_error", None):  # aiohttp's
         why = getattr(refused, "verify_message", "") or type(refused).__name__
         return (

@@ -195,7 +195,7 @@ class TrustedJobs:
     keys: TrustedKeys
     scope: Scope
     at_any_time: bool = False
-    """Also those whose date has passed, for who signs them again."""
+    """True accepts jobs whose date has passed, too, to sign them again."""
 
     def check(self, fields: Mapping[str, Any], signature: object) -> None:
         """Raises UntrustedJobError; reads nothing else of a job that is not signed."""

@@ -89,7 +89,7 @@ class UnchangedFile:
 
     @contextmanager
     def opened(self) -> Iterator[io.BufferedReader]:
-        """Its content, decompressed if its format can be; errors of reading it name it."""
+        """The file's content, decompressed if its format can be; reading errors name the file."""
         try:
             with self._path.open("rb") as file:
                 self._check_version(file)

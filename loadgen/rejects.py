@@ -120,7 +120,7 @@ class Report:
         return f"showing {len(self.shown)} of {self.count:,}; {where}"
 
     def sentence(self, name: str) -> str:
-        """Why nothing of the file *name* is sent, with the first rows that are refused."""
+        """A refusal of the file *name*: nothing of it is sent; lists the first invalid rows."""
         first = (
             f"{name} has invalid jobs; nothing was sent. Correct them or skip them with"
             f" --skip-invalid; {self.summary}:"

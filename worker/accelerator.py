@@ -24,12 +24,12 @@ class AcceleratorKind:
 
     title: str
     pattern: str
-    """What file names of this kind contain, in lower case."""
+    """Regular expression found in the file names of this kind, in lower case."""
     samplers: tuple[str, ...]
     steps: tuple[int, int]
     guidance: tuple[float, float] = (1.0, 1.0)
     schedule: str = "SGM Uniform"
-    """True for samplers whose timesteps end where a step ends, such as 999, 749, 499 and 249."""
+    """Schedule type of the samplers; in SGM Uniform timesteps end where a step ends: 999, 749."""
 
     @property
     def rows(self) -> int:

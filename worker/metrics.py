@@ -75,7 +75,7 @@ NodeFault = Literal[
 """A fault of a node; `engine`: loading the model or the first images failed."""
 
 LostImage = Literal["failed", "duplicate", "second_drawing"]
-"""Why an image that the GPU generated is not stored by this worker as a job's."""
+"""Fate of an image that the GPU generated and that is not stored as the job's by this worker."""
 
 #: Seconds between two measurements. Every worker measures, so the metrics are fresher the larger
 #: the fleet; more often would only be billed.

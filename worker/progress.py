@@ -146,7 +146,7 @@ class ProgressMeter:
 
     @property
     def queue_seconds(self) -> float | None:
-        """Until the queue is empty, as it went lately; infinite while it does not shrink."""
+        """Seconds until the queue is empty, at its recent rate; infinite if it does not shrink."""
         return self._flow.seconds_to_empty if self._depth else None
 
     def read(

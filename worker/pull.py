@@ -61,12 +61,12 @@ class Puller:
         self.engine_thread.why_idle = self.why_idle
 
     def why_idle(self) -> str:
-        """Why an idle engine has no work."""
+        """The reason an idle engine has no work, as the metrics label it."""
         return "queue_empty" if self.is_idle else "starved"
 
     @property
     def why_waiting(self) -> str | None:
-        """Why there are no jobs; None before the first reply."""
+        """The reason the queue gives no jobs; None if it gives some, or has not answered yet."""
         if not self._queue_answers:
             return "the queue does not answer"
         return "the queue is empty" if self._queue_was_empty else None

@@ -120,7 +120,7 @@ class Settler:
         return Record.model_validate(known | self.cost.record | facts)
 
     async def less_to_store(self, entry: InFlightJob, images: int) -> None:
-        """So many images of a job are not in the making any more."""
+        """Counts images of a job as stored or dropped; ends the job after the last one."""
         entry.images_to_store -= images
         if not entry.images_to_store:
             await self.images_ended(entry)

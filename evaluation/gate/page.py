@@ -44,7 +44,7 @@ class Result:
     pictures: tuple[Picture, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The comparison and its verdict as `--json` prints them."""
         facts = {
             name: None if each is None else each.facts.as_json()
             for name, each in (

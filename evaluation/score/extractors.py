@@ -60,7 +60,7 @@ class ExtractorFacts:
     preparation: Preparation
 
     def as_json(self) -> dict[str, Any]:
-        """For the output."""
+        """The facts as the JSON of a command has them."""
         facts = asdict(self) | asdict(self.preparation)
         del facts["preparation"]
         return facts | {"resize": DESCRIPTIONS[self.preparation.resize]}

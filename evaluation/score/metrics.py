@@ -74,7 +74,7 @@ def psnr(square: float) -> float | None:
 
 
 def frechet_distance(a: Statistics, b: Statistics) -> float:
-    """FID, of Heusel et al. (2017), if the features are Inception's."""
+    """The Fréchet distance of two sets of features: FID (Heusel et al., 2017) of Inception's."""
     if a.mean.shape != b.mean.shape:
         raise errors.SetupError(
             f"one side has {len(a.mean):,} features an image, the other {len(b.mean):,}: both must"

@@ -134,7 +134,7 @@ class Campaigns:
 
 
 def seconds_left(counts: Counts) -> float | None:
-    """Until the pending jobs have ended, at the mean speed so far; None before there is one."""
+    """Seconds until the pending jobs have ended, at the mean speed so far; None without one."""
     if (
         not counts.pending
         or not counts.ended

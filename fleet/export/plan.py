@@ -75,7 +75,7 @@ class PlanDatabase:
     """The database of an export that is not done yet."""
 
     def __init__(self, file: Path | Literal[""]) -> None:
-        """Without a name, SQLite deletes it when it is closed."""
+        """Opens the database *file*; one without a name is deleted by SQLite when it is closed."""
         self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
         self._db.executescript(_TABLES)
 

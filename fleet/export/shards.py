@@ -128,7 +128,7 @@ class Exporter:
 
 
 def _complete(name: str, file: Path, contents: _Contents) -> Shard:
-    """Has the file on the disk, and describes it."""
+    """Flushes a finished shard to the disk, and describes it."""
     sync(file)
     return Shard(
         file=name,

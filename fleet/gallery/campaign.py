@@ -61,7 +61,7 @@ class Campaign:
         self.sent: int | None = None
         """Jobs, as far as a filler has noted it."""
         self.problem = ""
-        """Why its records cannot be read at the moment."""
+        """The reason its records cannot be read at the moment; empty if they can."""
         self.is_complete = False
         """True once all records that existed at the start have been read."""
         self.damaged = Damaged()

@@ -58,7 +58,7 @@ class Filter(BaseModel, frozen=True):
 
 
 def reason(record: Record) -> str:
-    """Why a job ended without an image."""
+    """The error and reason that ended a job without an image; empty if it has one."""
     return f"{record.error or ''}: {record.reason or ''}".strip(": ")
 
 

@@ -269,7 +269,7 @@ async def _records(blobs: BlobStore, campaign: str | None) -> AsyncIterator[Blob
 
 
 async def _recorded(storage: Storage) -> tuple[list[Suspects], int]:
-    """What workers have recorded of themselves, and how many records are damaged."""
+    """The images that workers recorded as suspect, and the number of damaged records."""
     found, damaged = list[Suspects](), 0
     blobs, proofs = storage.blobs, await storage.proofs()
     async for blob in blobs.records(SUSPECT):

@@ -19,7 +19,7 @@ class FileKind:
     """A kind of file: its names, its place in the storage, its form and its limits."""
 
     name: str
-    """Its word on the command line."""
+    """Word for the kind on the command line."""
     noun: str
     folder: str
     use: str

@@ -113,7 +113,7 @@ class Job(
     """A validated job; one that `read_job` returned has an `id` and a `seed`."""
 
     defaults: Literal["a1111-1.10"] | None = None
-    """Whose values the fields have that are left out; None: those of these classes."""
+    """Program whose default values the job takes; None takes those of these classes."""
     model: SafeFileName | None = None
     id: SafeId | None = None
     campaign: SafeId | None = None

@@ -104,7 +104,7 @@ class Subprompt:
     """One of the prompts that AND joins, or the only one."""
 
     states: tuple[State, ...]
-    """Its texts in the course of the steps, ordered by `until`; some have the same words."""
+    """Texts in the course of the steps, ordered by `until`; several may have the same words."""
     weight: float = 1.0
     """Factor of the guidance scale: 1.3 of a prompt that ends with `:1.3`."""
 

@@ -22,7 +22,7 @@ class Effect:
     field: str = ""
     """The job's field that it sets; null stands for its default."""
     neutral: tuple[object, ...] = ()
-    """Without a field: the values beside null that switch it off; all others are refused."""
+    """Values beside null that switch it off, if it sets no field; all others are refused."""
     refused: frozenset[str] = frozenset()
     """The passes whose jobs refuse it, whatever its value: the job says why."""
 

@@ -138,7 +138,7 @@ class RecordFilter:
 def _misfit(
     record: Record, of_image: Mapping[str, str], of_job: list[Record], is_again: bool
 ) -> str:
-    """Why a record does not match what is stored; empty if it does."""
+    """The reason a record does not match what is stored; empty if it does."""
     if record.is_end:
         is_complete = decisions.are_all(of_job)
         return "the end of a job of which all is stored" if is_complete else ""

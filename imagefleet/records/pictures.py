@@ -13,7 +13,7 @@ from imagefleet.records.record import Record, of_job
 from imagefleet.storage.protocol import BlobStore
 
 Fault = Literal["missing", "misfit"]
-"""Why an image is not delivered: it is not stored, or its records are of other pictures."""
+"""Fault of an image that is not delivered: no file, or a file that none of its records fits."""
 
 #: Why a record is left out.
 MISFIT = "a record of another picture than the one that is stored"

@@ -51,7 +51,7 @@ class Settings:
     is_unguided: bool = False
     """True if most images are drawn without guidance; the graph for them is compiled first."""
     queue_seconds: Callable[[], float | None] = lambda: None
-    """For how long the queue's jobs will last; None if unknown. It decides what is compiled."""
+    """Seconds for which the queue's jobs will last; None if unknown. Decides what is compiled."""
 
 
 @dataclass(frozen=True, slots=True)

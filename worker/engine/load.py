@@ -58,7 +58,7 @@ class EngineSettings(Settings):
     vae: Path | None = None
     """A VAE's file, for images that name none, in place of the checkpoint's."""
     compile: Compile = "auto"
-    """On a GPU: before the engine is returned, a minute or two, or while it draws; or not."""
+    """Time to compile on a GPU: before the engine is returned, while it draws, or never."""
     fp16_accumulate: bool = False
     """Sums in float16: up to twice the rate on GeForce cards, at some loss of accuracy."""
     around_compiling: Around | None = None

@@ -217,7 +217,7 @@ class Move(NamedTuple):
     from_uncond: float = 0.0
     """Weight of the output without the prompt, less the one with guidance."""
     timestep: float | None = None
-    """What the UNet is told; None: the level is a timestep."""
+    """Timestep that the UNet is told; None where the level is a timestep itself."""
     input_scale: float = 1.0
     kept: tuple[float, float] = (1.0, 0.0)
     """Coefficients of the estimate inside the kept area: of the original and of the latents."""
@@ -248,7 +248,7 @@ class NoiseStream:
 
     def __post_init__(self) -> None:
         self.draw = self._make(self._seed)
-        """Also the noise of an image that an upscaler enlarges, before all other."""
+        """Draws the stream's noise; noise for an image that an upscaler enlarges is drawn first."""
         self._tree: BrownianTree | None = None
         self._intervals = iter(self.brownian.intervals if self.brownian else ())
         self._ready = deque[Tensor]()

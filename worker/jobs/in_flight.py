@@ -211,7 +211,7 @@ class InFlightJob:
         log.log(level, f"job {self.id} {text}", action=action, job_id=self.id, **fields)
 
     def reason(self, error: errors.FleetError) -> str:
-        """Why it failed; of a job of several images also which one failed, and what is stored."""
+        """A failed job's reason; of several images also which one failed, and which are stored."""
         if self.job is None or self.job.images_to_draw == 1:
             if self.job is None or self.job.stages == 1:
                 return error.message
@@ -242,7 +242,7 @@ class InFlightImage:
     embeddings: tuple[contract.Embedding, ...] = ()
     """The embeddings that the job's prompts name."""
     ready_at: float = field(default_factory=time.monotonic)
-    """When it was ready for the engine (monotonic seconds)."""
+    """Time at which the image was ready for the engine (monotonic seconds)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class Quarantine:
         self._warning = logs.Occasion()
 
     async def reason(self) -> str | None:
-        """Why this node is on the list; None: it is not, or nobody can tell."""
+        """The reason this node is quarantined; None if it is not, or if the list cannot be read."""
         try:
             found = await read(self._files)
         except errors.FleetError as error:

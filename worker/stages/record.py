@@ -58,7 +58,7 @@ class PendingRecords:
     again: list[Record]
     finish: Finish
     error: errors.TransientError | None = None
-    """Why they could not be stored."""
+    """Error of the last attempt to store the records; None before one failed."""
 
 
 @dataclass(slots=True, eq=False)

@@ -227,7 +227,7 @@ class Refusal:
     """Azure's own time."""
 
     def sentence(self) -> str:
-        """Why it was refused, and what to do."""
+        """A sentence for the operator: the reason Azure refused the request, and what to do."""
         resource, answer = (
             self.credential.resource,
             f"({self.code}, HTTP {self.status})",

@@ -39,7 +39,7 @@ class Route:
 
     queue: protocol.JobQueue
     level: int = 0
-    """Its priority's, 0 the highest."""
+    """Rank of the queue's priority; 0 is the highest."""
     model: str | None = None
     clock: Callable[[], float] = time.monotonic
     due_at: float = 0.0

@@ -60,7 +60,7 @@ class Buffers:
     """Lends memory and keeps what comes back; thread-safe."""
 
     def __init__(self, spare_bytes: int | None = None) -> None:
-        """At most *spare_bytes* are kept."""
+        """Keeps at most *spare_bytes*; by default a share of the machine's memory."""
         self.locks_pages = False
         """True if new memory is page-locked: a GPU copies from it three to ten times as fast."""
         if spare_bytes is None:

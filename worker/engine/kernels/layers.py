@@ -276,7 +276,7 @@ def _works(device: torch.device) -> bool:
 
 
 def group_norm(norm: nn.Module) -> ChannelsLastGroupNorm | None:
-    """For `replace_modules`, what replaces an affine group norm, with the same parameters."""
+    """A replacement of an affine group norm with its parameters, for `replace_modules`."""
     if type(norm) is not nn.GroupNorm or not norm.affine:
         return None
     with torch.device("meta"):
@@ -398,7 +398,7 @@ class Upsampler(nn.Module):
 
 
 def upsampler(original: nn.Module) -> Upsampler | None:
-    """For `replace_modules`, what replaces diffusers' with a convolution, weights folded."""
+    """A folded replacement of diffusers' Upsample2D with a convolution, for `replace_modules`."""
     if (
         not isinstance(original, Upsample2D)
         or not original.use_conv

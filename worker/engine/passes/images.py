@@ -42,7 +42,7 @@ class ImageCoder:
     def __init__(self, vae: AutoencoderKL) -> None:
         self.vae = vae
         self._vae = vae
-        """What computes: the VAE, or a copy in float32."""
+        """Network that computes: the VAE, or a copy of it in float32."""
         self.size_bytes = sum(each.nbytes for each in vae.parameters())
         self._known: LRUCache[object, Tensor] = LRUCache(_REMEMBERED)
 

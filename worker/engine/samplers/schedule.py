@@ -263,7 +263,7 @@ class Levels:
         return ((1 - share) * below + share * above).exp()
 
     def spaced(self, count: int, *, by_sigma: bool = False) -> Tensor:
-        """So many timesteps, evenly from the last to the first, or of those that the ends have."""
+        """*count* timesteps, evenly from the last to the first, or between those of the ends."""
         last = float(self.timesteps[-1])
         first = float(self.timesteps[0])
         if by_sigma and self.sigmas.dtype == torch.float16:

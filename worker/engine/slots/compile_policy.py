@@ -117,7 +117,7 @@ class Outlook:
         return changed > 0 and 1 - (without / (without + changed)) ** slots >= _OFTEN
 
     def seconds(self, kind: GraphKey) -> float:
-        """For how long images like the last ones are expected."""
+        """Seconds for which images like the last ones are expected."""
         now = self._clock()
         left = self._seconds_left()
         known = now - self._began_at if left is None else left

@@ -134,7 +134,7 @@ class Lanes:
 
     @property
     def block_slots(self) -> list[int]:
-        """For how many slots each block has weights."""
+        """Number of slots for which each block has weights."""
         wide = self.blocks // _BLOCKS_PER_WIDE_ONE if self.slots > 1 else 0
         narrow = self.blocks - 2 * wide
         return [self.slots] * narrow + [2 * self.slots] * wide

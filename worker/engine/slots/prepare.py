@@ -119,7 +119,7 @@ class PreparedRequest:
         return self.packs.get(self.family.backbone)
 
     def assemble(self) -> AssembledLoras:
-        """Its LoRAs in host memory, ready to be copied."""
+        """Puts the request's LoRAs together in host memory, ready to be copied."""
         return {network: packed.assemble() for network, packed in self.packs.items()}
 
     @property

@@ -145,13 +145,13 @@ class SlotJob:
 
     overtakes: int = 0
     assembling: Future[AssembledLoras] | None = None
-    """Begun before the device has room for them."""
+    """LoRAs being put together in the host's memory, before the device has room for them."""
     staging: Future[Staged] | None = None
-    """Begun; the engine has not taken the result yet."""
+    """The copy to the device, until the engine has taken its result."""
     staged: Staged | None = None
     call: int = 0
     first_pass: Staged | None = None
-    """What the pass before was drawn with, and its latents; None in a first pass."""
+    """Inputs and latents of the pass before this one; None in a first pass."""
     drawn: torch.cuda.Event | None = None
     """The event after the tick that drew these latents."""
     begun_with: PreparedRequest | None = None
@@ -161,7 +161,7 @@ class SlotJob:
 
     @property
     def data(self) -> Staged:
-        """What it is drawn with, on the device."""
+        """Inputs of the request on the device; raises RuntimeError before they are staged."""
         if self.staged is None:
             raise RuntimeError("a job is drawn only once it is staged")
         return self.staged

@@ -150,7 +150,7 @@ class KernelCache:
             self._mark()
 
     def is_compiled(self, what: str) -> bool:
-        """Whether the kernels of *what* are here, whoever compiled them."""
+        """True if the kernels of *what* are here, whoever compiled them."""
         return _done(self.folder, self._named(what)).exists()
 
     def give_up(self) -> None:

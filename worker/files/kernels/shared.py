@@ -87,7 +87,7 @@ class SharedKernels:
             found.forget()
 
     def unpack(self, path: Path, source: str) -> None:
-        """As `archive.unpack`; notes which files the *source* has."""
+        """Unpacks an archive as `archive.unpack` does, and notes the files that *source* has."""
         names = archive.unpack(path, self._folder, self._key, self.unpacked.add)
         self._note(source, names)
 
