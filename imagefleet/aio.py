@@ -108,7 +108,8 @@ class Result(JobFacts):
             raise errors.JobError(f"there is no image {name} in {storage.url}")
         if found == "misfit":
             raise errors.MisfitError(
-                f"{name} in {storage.url} is not the picture recorded"
+                f"{name} in {storage.url} is not the picture that was recorded: another"
+                " one has been stored under its name"
             )
         return found.data
 

@@ -101,7 +101,8 @@ def check_address(text: str) -> str:
         if is_web and parts.port != 0 and not parts.netloc.endswith(":"):
             return text
     raise ValueError(
-        "should be a URL that begins with http:// or https://, say http://HOST:9090"
+        "should be a URL that begins with http:// or https://, has a host and, if any, a port"
+        " from 1 to 65535, say http://HOST:9090"
     )
 
 

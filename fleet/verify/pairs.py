@@ -38,12 +38,12 @@ Result = Literal[
 RESULTS: Mapping[Result, str] = {
     "alike": "pairs alike",
     "different": "pairs that differ",
-    "same_worker": "by one worker twice",
-    "not_there": "without their image",
-    "unreadable": "no readable image",
-    "few_steps": "of too few steps",
-    "other_job": "not comparable, of other jobs",
-    "unproven": "without proof of their worker",
+    "same_worker": "pairs by one worker twice",
+    "not_there": "pairs without their image",
+    "unreadable": "pairs without a readable image",
+    "few_steps": "pairs of too few steps",
+    "other_job": "pairs of different jobs, not comparable",
+    "unproven": "pairs without proof of their worker",
 }
 
 

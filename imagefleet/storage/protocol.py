@@ -344,7 +344,8 @@ def check_blob_name(name: str) -> None:
     is_plain = all(map(_BLOB_NAME_PART.fullmatch, name.split("/")))
     if not is_plain or len(name) > sizes.MAX_BLOB_NAME:
         raise errors.JobError(
-            f"{name[:80]!r} is not a valid blob name: give a plain relative path"
+            f"{name[:80]!r} is not a valid blob name: give a relative path with / between its"
+            ' parts, none of which begins with a dot or has any of \\ : * ? " < > | in it'
         )
 
 
@@ -352,7 +353,7 @@ def check_blob_size(name: str, size: int, max_bytes: int | None) -> None:
     """Raises UnusableFileError for a file larger than *max_bytes*."""
     if max_bytes is not None and size > max_bytes:
         raise errors.UnusableFileError(
-            f"{name} has {size:,} bytes; at most {max_bytes:,} are read"
+            f"{name} is too large: it has {size:,} bytes, and at most {max_bytes:,} are allowed"
         )
 
 

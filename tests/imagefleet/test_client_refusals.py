@@ -26,7 +26,8 @@ async def test_a_picture_that_is_not_the_one_recorded_is_refused(
     assert await fleet.storage.blobs.create("default/a.png", other, "image/png", {})
 
     with pytest.raises(
-        errors.MisfitError, match=r"default/a\.png .* is not the picture recorded"
+        errors.MisfitError,
+        match=r"default/a\.png .* is not the picture that was recorded",
     ):
         await a.data()
     with pytest.raises(errors.MisfitError):

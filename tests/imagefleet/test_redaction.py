@@ -95,5 +95,6 @@ def test_an_address_that_is_not_valid_is_refused_without_quoting_it(
         redaction.check_address(address)
 
     assert address not in str(refused.value).removesuffix(
-        "http:// or https://, say http://HOST:9090"
+        "http:// or https://, has a host and, if any, a port from 1 to 65535, say"
+        " http://HOST:9090"
     )

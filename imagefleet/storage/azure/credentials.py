@@ -249,7 +249,7 @@ def _workload_identity(queue: str) -> AsyncTokenCredential:
         from azure.identity.aio import WorkloadIdentityCredential
     except ImportError:
         raise errors.SetupError(
-            "workload identity: pip install '.[azure-identity]'"
+            "a pod's workload identity needs azure-identity: pip install '.[azure-identity]'"
         ) from None
 
     try:

@@ -191,7 +191,8 @@ class TokenBroker:
             identity_token = await self._identity_token()
         except (errors.FleetError, aiohttp.ClientError, OSError) as error:
             raise errors.TransientError(
-                f"no identity token: {redaction.reason(error)}"
+                "cannot get this node's identity token for the broker:"
+                f" {redaction.reason(error)}"
             ) from None
         headers = {
             "Authorization": f"Bearer {identity_token}",

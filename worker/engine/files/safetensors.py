@@ -109,8 +109,8 @@ class Buffers:
         if error:
             self.locks_pages = False
             log.info(
-                "GPU copies are from pageable memory from now on: this system locks no more"
-                f" (CUDA error {error} for {size / 10**6:.0f} MB)",
+                "copies to the GPU are from pageable memory from now on, which is slower: this"
+                f" system does not lock {size / 10**6:.0f} MB more (CUDA error {error})",
                 action="pages_not_locked",
             )
 

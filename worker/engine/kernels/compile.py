@@ -126,7 +126,8 @@ class Compiled:
         share = launching_seconds / (time.perf_counter() - began_at)
         self.has_room_for_next = share < _LAUNCHING_SHARE
         log.info(
-            f"the driver takes two runs of {self.name} in {100 * share:.0f} % of their time",
+            f"the driver takes two runs of {self.name} in {100 * share:.0f} % of the time that"
+            " they take on the GPU",
             action="launch_timed",
         )
 

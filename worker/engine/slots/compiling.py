@@ -239,7 +239,8 @@ class Compilation:
             times.append(f"{milliseconds:.1f} ms ({mode})")
         log.info(
             f"{lane.slots} slots of {lane.batch_key.width}x{lane.batch_key.height} ready after"
-            f" {time.monotonic() - began_at:.0f} s; a step takes {', '.join(times)}",
+            f" {time.monotonic() - began_at:.0f} s; a step of all slots takes"
+            f" {', '.join(times)}",
             action="warm",
         )
 

@@ -411,7 +411,7 @@ async def test_a_missing_identity_token_is_a_transient_error(
     async with AzureStorage(
         broker_settings, concurrency.NEVER, identity_token=no_identity_token
     ) as storage:
-        with pytest.raises(errors.TransientError, match="no identity token"):
+        with pytest.raises(errors.TransientError, match="this node's identity token"):
             await storage.check()
 
 
