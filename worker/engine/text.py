@@ -82,8 +82,8 @@ class _Encoded(NamedTuple):
     pooled: Tensor | None
 
 
-class Row(NamedTuple):
-    """A prompt, or what AND joins of it, in the course of the calls."""
+class PromptRow(NamedTuple):
+    """The UNet's row for a prompt, or for one that AND joins: its texts, cut into chunks."""
 
     subprompt: Subprompt
     texts: Mapping[str, tuple[Chunk, ...]]
@@ -124,7 +124,7 @@ class Tokenizer:
 
     def rows(
         self, prompt: Prompt | str, embeddings: Sequence[Embedding] = ()
-    ) -> list[Row]:
+    ) -> list[PromptRow]:
         """A prompt's rows in a call: of what AND joins from the last on; raises as `chunks`."""
         if isinstance(prompt, Prompt):
             subprompts = prompt.subprompts
@@ -137,7 +137,7 @@ class Tokenizer:
             apart = [self.chunks(state, embeddings) for state in states.values()]
             cut = clip.level(apart, [*counts.values()])
             chunks = dict(zip(states, cut, strict=True))
-            rows.append(Row(subprompt, chunks, len(cut[0])))
+            rows.append(PromptRow(subprompt, chunks, len(cut[0])))
         length = max(row.length for row in rows)
         return [row._replace(length=length) for row in rows]
 
@@ -228,7 +228,8 @@ class Encoder:
     ) -> Context:
         """Encodes prompts of any length; *loras* identifies what is merged into the text encoder.
 
-        *filled*: chunks that each fills with its last vector, if more than its own (`Row.length`).
+        *filled*: chunks that each fills with its last vector, if more than its own
+        (`PromptRow.length`).
         Raises JobError if the weights in a prompt cancel each other out.
         """
         distinct = dict.fromkeys(chunk for prompt in prompts for chunk in prompt)

@@ -62,7 +62,7 @@ class PreparedRequest:
     family: Family
     """The family of the engine's own checkpoint."""
     schedule: Schedule
-    text_rows: tuple[text.Row, ...] = ()
+    text_rows: tuple[text.PromptRow, ...] = ()
     """Rows of the subprompts that AND joins, last first, then of the negative prompt."""
     states: Tensor | None = None
     """Text states of both prompts [2, tokens, width], in place of their rows."""
@@ -433,7 +433,7 @@ class RequestPreparer(Preparer):
 
     def _text_rows(
         self, request: ImageRequest, named: Sequence[embeddings.Embedding]
-    ) -> tuple[text.Row, ...]:
+    ) -> tuple[text.PromptRow, ...]:
         """The rows of a pass, whose words are also those that its own LoRAs bundle."""
         named = self._with_bundled(named, request.loras)
         rows = self.tokenizer.rows(request.prompt, named)
