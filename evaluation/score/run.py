@@ -38,11 +38,9 @@ OnImages = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class FeatureTask:
-    """Work of one process: chunks, and the extractors as they were named."""
+class NetworkPair:
+    """The extractors as they were named; each process loads them once, when it asks for them."""
 
-    settings: StorageSettings
-    chunks: Sequence[Chunk]
     extractor: str | None
     clip: str | None
     device: str
@@ -65,8 +63,17 @@ class FeatureTask:
         return extractor.facts if extractor else None, clip.facts if clip else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Networks are loaded in each process."""
+        """The names alone: another process loads the networks itself."""
         return {name: each for name, each in vars(self).items() if name != "loaded"}
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureTask:
+    """Work of one process: chunks, and the networks that compute their features."""
+
+    settings: StorageSettings
+    chunks: Sequence[Chunk]
+    networks: NetworkPair
 
 
 def one_thread() -> None:
@@ -99,7 +106,7 @@ def extract(work: FeatureTask, processes: int, on_images: OnImages, done: Done) 
         rows = chunk.rows()
         # Of an image without a SHA-256, another in as many bytes may be there now.
         if all(row.sha256 for row in rows) and chunks.is_done(
-            chunk, digest(rows, work.facts)
+            chunk, digest(rows, work.networks.facts)
         ):
             on_images(len(rows))
             done.kept += len(rows)
@@ -111,17 +118,10 @@ def extract(work: FeatureTask, processes: int, on_images: OnImages, done: Done) 
         on_images(images)
 
     if processes == 1 or len(left) < 2:  # noqa: PLR2004 - one chunk needs no other process
-        asyncio.run(_extract(on_chunks(work, left), count))
+        asyncio.run(_extract(replace(work, chunks=left), count))
         return
     shares = [left[first::processes] for first in range(min(processes, len(left)))]
     _in_processes([replace(work, chunks=share) for share in shares], count)
-
-
-def on_chunks(work: FeatureTask, left: Sequence[Chunk]) -> FeatureTask:
-    """A copy for other chunks, with the networks that are loaded already."""
-    changed = replace(work, chunks=left)
-    changed.__dict__["loaded"] = work.loaded
-    return changed
 
 
 def _in_processes(works: Sequence[FeatureTask], on_images: OnImages) -> None:
@@ -219,7 +219,7 @@ async def _compute(
     arrays = {kind: np.concatenate(each) for kind, each in parts.items() if each}
     images = len(rows) - len(left_out)
     note = chunks.Note(
-        digest=digest(rows, work.facts),
+        digest=digest(rows, work.networks.facts),
         images=images,
         left_out=tuple(left_out),
         scores=tuple(scores),
@@ -247,7 +247,7 @@ def _score(
             images.append(image)
             captions.append(row.caption)
     found = _Scored({}, [], left_out)
-    extractor, clip = work.loaded
+    extractor, clip = work.networks.loaded
     if not images:
         return found
     filled = _filled(images)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cli import console, options, target
@@ -77,10 +77,9 @@ def run(asked: ScoreRequest) -> Scores:
     """The figures; raises FleetError for unusable sources."""
     networks = asked.networks
     device = load.find_device((networks.extractor, networks.clip), networks.device)
-    work = running.FeatureTask(
-        asked.settings, (), networks.extractor, networks.clip, device
-    )
-    extractor, clip = work.facts
+    pair = running.NetworkPair(networks.extractor, networks.clip, device)
+    work = running.FeatureTask(asked.settings, (), pair)
+    extractor, clip = pair.facts
     compared = _compared(asked, work, extractor, clip)
     if asked.write_reference and compared:
         reference.write(compared, asked.write_reference, extractor, clip)
@@ -88,7 +87,7 @@ def run(asked: ScoreRequest) -> Scores:
     if planned.damaged.count:
         console.print_warning(str(planned.damaged))
     every = [chunk for some in planned.chunks.values() for chunk in some]
-    _extract(asked, running.on_chunks(work, every), "scored")
+    _extract(asked, replace(work, chunks=every), "scored")
     with console.counting(
         "compared", len(planned.groups), quiet=asked.quiet
     ) as on_group:
@@ -117,7 +116,7 @@ def _compared(
         )
     with console.counting("hashed", len(names), quiet=asked.quiet) as on_files:
         chunks = plan.of_folder(folder, names, asked.folder, on_files)
-    _extract(asked, running.on_chunks(work, chunks), "reference")
+    _extract(asked, replace(work, chunks=chunks), "reference")
     return reference.of_chunks(folder, chunks, extractor, clip)
 
 
