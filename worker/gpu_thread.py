@@ -83,7 +83,7 @@ class EngineThread:
     its thread alone, loading included.
     """
 
-    def __init__(self, load: Callable[[], contract.Engine], backlog: int) -> None:
+    def __init__(self, backlog: int) -> None:
         """*backlog*: finished images that may wait to be encoded before the engine blocks."""
         self.clock = GpuClock()
         self.capacity = 0
@@ -95,7 +95,6 @@ class EngineThread:
         self.why_idle: Callable[[], str] = lambda: "starved"
         self.tick_began_at: float | None = None
         self._began_at = time.monotonic()
-        self._load = load
         self._waiting: deque[tuple[int, contract.PreparedRequest]] = deque()
         self._calls: deque[_Call] = deque()
         self._drawing: dict[int, Future[Delivery | None]] = {}
@@ -113,10 +112,10 @@ class EngineThread:
         self._fewer_wait = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
-    async def start(self) -> contract.Engine:
+    async def start(self, load: Callable[[], contract.Engine]) -> contract.Engine:
         """Loads the engine on its thread; raises what loading raised."""
         self._thread.start()
-        return await self._attach(self._load)
+        return await self._attach(load)
 
     async def replace(
         self, load: Callable[[], contract.Engine], take: Take | None = None

@@ -94,10 +94,8 @@ class Pipeline:
         self._settings = settings
         self._on_settled = on_settled
         self._on_depth = on_depth
-        self.engine_thread = EngineThread(
-            lambda: self._checks.start_up.load(lambda: self._load(load)),
-            backlog=ENCODE_BACKLOG,
-        )
+        self._load_engine = load
+        self.engine_thread = EngineThread(backlog=ENCODE_BACKLOG)
         self.cost = CostMeter(
             self.engine_thread,
             machine.replica,
@@ -180,7 +178,9 @@ class Pipeline:
         """Loads the engine and checks the node."""
         self._hash_model()
         async with self._checks.start_up.limited():
-            return await self.engine_thread.start()
+            return await self.engine_thread.start(
+                lambda: self._checks.start_up.load(self._load)
+            )
 
     def _hash_model(self) -> Future[str | None]:
         """The hash of the present model's file; begun by the first call."""
@@ -189,7 +189,8 @@ class Pipeline:
             model.local_path(settings), settings.model_sha256
         )
 
-    def _load(self, load: Callable[[], contract.Engine] | None) -> contract.Engine:
+    def _load(self) -> contract.Engine:
+        load = self._load_engine
         if load is None:
             if self.models is None:
                 raise RuntimeError("a pipeline without an engine is run with models")

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -124,8 +124,8 @@ class SimulatedEngineThread(EngineThread):
         self._task: asyncio.Task[None] | None = None
         self._wake.notify = lambda n=1: self._has_work.set()  # type: ignore[method-assign] # noqa: ARG005
 
-    async def start(self) -> contract.Engine:
-        engine = self._load()
+    async def start(self, load: Callable[[], contract.Engine]) -> contract.Engine:
+        engine = load()
         self._task = asyncio.create_task(self._draw(engine), name="engine")
         self.engine = engine
         self._let_in(engine.capacity)

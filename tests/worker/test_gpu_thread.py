@@ -40,8 +40,8 @@ async def engine_thread_with(
     engine: contract.Engine | Callable[[], contract.Engine], backlog: int = 64
 ) -> AsyncIterator[EngineThread]:
     load = engine if callable(engine) else lambda: engine
-    engine_thread = EngineThread(load, backlog=backlog)
-    await engine_thread.start()
+    engine_thread = EngineThread(backlog=backlog)
+    await engine_thread.start(load)
     try:
         yield engine_thread
     finally:
@@ -88,9 +88,9 @@ async def test_an_error_while_loading_the_model_is_raised_by_start():
     def load() -> contract.Engine:
         raise errors.SetupError("there is no model")
 
-    engine_thread = EngineThread(load, backlog=1)
+    engine_thread = EngineThread(backlog=1)
     with pytest.raises(errors.SetupError, match="there is no model"):
-        await engine_thread.start()
+        await engine_thread.start(load)
     await engine_thread.stop()
 
 

@@ -72,12 +72,11 @@ class AsyncEngine:
         check.check_path(Path(self._settings.model))
 
     async def __aenter__(self) -> Self:
-        self._thread = EngineThread(
-            lambda: load.load_engine(engine_settings(self._settings)),
-            backlog=_BACKLOG,
-        )
+        self._thread = EngineThread(backlog=_BACKLOG)
         self._exit.push_async_callback(self._thread.stop)
-        self._engine = await self._thread.start()
+        self._engine = await self._thread.start(
+            lambda: load.load_engine(engine_settings(self._settings))
+        )
         threads = self._exit.enter_context(ThreadPoolExecutor(PREPARERS, "prepare"))
         # Of which nothing is read: all files are in the folders that were given.
         folder = self._exit.enter_context(tempfile.TemporaryDirectory())

@@ -398,8 +398,8 @@ async def test_one_path_with_a_comma_is_one_model(
 
 async def test_an_engine_that_is_replaced_delivers_nothing_to_the_next_ones_jobs():
     """Tickets begin anew: an image of before would pass for another job's."""
-    thread = EngineThread(lambda: StandInEngine(capacity=2), backlog=1)
-    engine = await thread.start()
+    thread = EngineThread(backlog=1)
+    engine = await thread.start(lambda: StandInEngine(capacity=2))
     request = contract.ImageRequest("a", "", (), "euler", 1, 7.0, 1, 16, 16)
     for ticket in range(4):  # more than the backlog: nobody takes them
         await thread.submit(ticket, engine.prepare(request))
@@ -428,8 +428,8 @@ async def test_an_engine_that_takes_the_next_model_stays_and_one_that_cannot_is_
         def close(self) -> None:
             closed.append(self.capacity)
 
-    thread = EngineThread(lambda: Engine(capacity=2), backlog=1)
-    first = await thread.start()
+    thread = EngineThread(backlog=1)
+    first = await thread.start(lambda: Engine(capacity=2))
     request = contract.ImageRequest("a", "", (), "euler", 1, 7.0, 1, 16, 16)
     assert await thread.replace(_fail, lambda: True) is first
     assert closed == []
