@@ -63,8 +63,8 @@ class Desk:
         self.storage = fleet.storage
         self.wait_seconds = wait_seconds
         self._fleet = fleet
-        is_billed = fleet.storage.settings.is_billed
-        self._poll_seconds = _REMOTE_POLL_SECONDS if is_billed else _LOCAL_POLL_SECONDS
+        is_local = fleet.storage.settings.is_local
+        self._poll_seconds = _LOCAL_POLL_SECONDS if is_local else _REMOTE_POLL_SECONDS
         self._unsent: list[Ticket] = []
         self._tickets: dict[str, Ticket] = {}  # by the key of the job
         self._watches: dict[str, Watch] = {}  # by campaign

@@ -43,11 +43,11 @@ class LoadSettings(SignerSettings):
     def second_drawings(self) -> float:
         if self.verify_share is not None:
             return self.verify_share
-        return DEFAULT_VERIFY_SHARE if self.is_billed else 0.0
+        return 0.0 if self.is_local else DEFAULT_VERIFY_SHARE
 
     @property
     def batches(self) -> tuple[int, int]:
         """The batches in flight at once, and the jobs of each."""
         # One transaction holds all of a batch in local storage, which is written one at a time.
-        batches = min(_BATCHES, self.concurrency) if self.is_billed else 1
+        batches = 1 if self.is_local else min(_BATCHES, self.concurrency)
         return batches, self.concurrency // batches

@@ -97,7 +97,7 @@ class Puller:
         """Pulls until it is stopped, or with --until-empty until nothing is left."""
         empty_polls, settings = 0, self.settler.settings
         longest_seconds = (
-            LONGEST_PAUSE_SECONDS if settings.is_billed else LOCAL_PAUSE_SECONDS
+            LOCAL_PAUSE_SECONDS if settings.is_local else LONGEST_PAUSE_SECONDS
         )
         if settings.until_empty:
             longest_seconds = UNTIL_EMPTY_PAUSE_SECONDS

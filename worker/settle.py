@@ -64,7 +64,7 @@ class Settler:
             RecordLog(self.storage.blobs, self.settings.name, self.retry_policy),
             self.metrics,
             recording.flush_seconds(
-                self.settings.lease_seconds, is_billed=self.settings.is_billed
+                self.settings.lease_seconds, is_local=self.settings.is_local
             ),
             self.in_flight,
             self.storage,

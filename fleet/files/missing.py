@@ -134,7 +134,7 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
             own, there = elsewhere.names(kind), await stored(storage, kind)
             there |= await aliases(storage, keys, there) if kind is LORA else set()
             listed = there
-            needs_list = keys.signing or (kind is EMBEDDING and settings.is_billed)
+            needs_list = keys.signing or (kind is EMBEDDING and not settings.is_local)
             if needs_list and kind is not IMAGE:
                 listed = await _listed(storage, kind, keys)
             for use in wanted.values():

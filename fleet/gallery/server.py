@@ -158,9 +158,9 @@ class Gallery:
             raise web.HTTPNotFound(text="there is no such campaign\n")
         if name not in self._open:
             seconds = (
-                campaign.REMOTE_POLL_SECONDS
-                if self._storage.settings.is_billed
-                else campaign.LOCAL_POLL_SECONDS
+                campaign.LOCAL_POLL_SECONDS
+                if self._storage.settings.is_local
+                else campaign.REMOTE_POLL_SECONDS
             )
             self._open[name] = Campaign(self._storage, name, seconds)
         return self._open[name]

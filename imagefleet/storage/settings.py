@@ -154,9 +154,14 @@ class StorageSettings(BaseSettings):
         return local_folder(self.storage)
 
     @property
+    def is_local(self) -> bool:
+        """True if it is a folder of this machine, whose polls are cheap and need no tokens."""
+        return self.local_folder is not None
+
+    @property
     def is_billed(self) -> bool:
-        """True if operations cost money and a round trip, so that it is polled less often."""
-        return self.local_folder is None
+        """True if its operations cost money."""
+        return not self.is_local
 
     def queues_of(self, model: str | None) -> Mapping[Priority, str]:
         """The names of a model's job queues, in the order in which workers take jobs."""

@@ -44,9 +44,9 @@ Finish = Callable[[errors.TransientError | None], Awaitable[object]]
 """Ends a job after its records are stored, or after the error that kept them from being."""
 
 
-def flush_seconds(lease_seconds: float, *, is_billed: bool) -> float:
+def flush_seconds(lease_seconds: float, *, is_local: bool) -> float:
     """The longest that a record waits for others."""
-    usual = FLUSH_SECONDS if is_billed else LOCAL_FLUSH_SECONDS
+    usual = LOCAL_FLUSH_SECONDS if is_local else FLUSH_SECONDS
     return min(usual, lease_seconds * FLUSH_PER_LEASE)
 
 

@@ -222,6 +222,6 @@ async def test_an_awaited_jobs_record_is_written_soon_with_those_that_wait():
 
 
 def test_records_of_short_leases_wait_no_longer_than_the_leases_allow():
-    assert stage.flush_seconds(120, is_billed=True) == 15
-    assert stage.flush_seconds(4, is_billed=True) == 0.5
-    assert stage.flush_seconds(120, is_billed=False) == 1
+    assert stage.flush_seconds(120, is_local=False) == 15
+    assert stage.flush_seconds(4, is_local=False) == 0.5
+    assert stage.flush_seconds(120, is_local=True) == 1

@@ -33,7 +33,7 @@ async def elsewhere(
 ) -> AsyncIterator[Storage]:
     """Another fleet's storage: another folder, or another container of the same account."""
     other = {"container": f"{storage_settings.container}-2"}
-    if not storage_settings.is_billed:
+    if storage_settings.is_local:
         other = {"storage": f"local:{tmp_path / 'elsewhere'}"}
     async with open_storage(storage_settings.model_copy(update=other)) as storage:
         yield storage
