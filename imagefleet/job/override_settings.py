@@ -10,10 +10,6 @@ from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.job.settings_table import FAMILIES, SETTINGS
 from imagefleet.redaction import printable
 
-#: The setting that a sampler takes its eta from; a payload's own `eta` goes before it.
-_ETA = {"ddim": "eta_ddim", "ddim_cfgpp": "eta_ddim"}
-_USUAL_ETA = "eta_ancestral"
-
 #: Of `jpeg_quality`, which is WebP's as well, where `samples_format` is set.
 _JPEG_QUALITY = 80
 
@@ -81,11 +77,11 @@ def _field(field: str, value: object, settings: Mapping[str, Any]) -> object:
 
 def _is_others_eta(name: str, payload: Mapping[str, Any]) -> bool:
     """True if a setting is eta, but another sampler's, or the payload has its own."""
-    if name not in {*_ETA.values(), _USUAL_ETA}:
+    if SETTINGS[name].field != "eta":
         return False
-    sampler = samplers.NAMES.get(str(payload.get("sampler_name")).lower())
-    key = sampler.key if sampler else ""
-    return payload.get("eta") is not None or name != _ETA.get(key, _USUAL_ETA)
+    known = samplers.NAMES
+    sampler = known.get(str(payload.get("sampler_name")).lower(), known["euler"])
+    return payload.get("eta") is not None or name != sampler.eta_setting
 
 
 def file_name(title: object) -> object:

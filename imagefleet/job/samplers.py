@@ -93,6 +93,14 @@ class Sampler:
     """Estimates that its moves weigh: denoised images, noise, or a consistency model's images."""
     guidance_share: float = 1.0
     """The share of `cfg_scale` that guides it."""
+    needs_negative: bool = False
+    """True if it takes the negative prompt at any `cfg_scale`, at 1 as well."""
+    eta_setting: str = "eta_ancestral"
+    """AUTOMATIC1111's setting that gives its eta, where a payload has no `eta`."""
+    eta_word: str = "Eta"
+    """AUTOMATIC1111's word for its eta in infotexts."""
+    usual_eta: float = 1.0
+    """The eta that infotexts leave out."""
     draws_pixels: bool = False
     """True if models of pixels take it as well."""
 
@@ -225,7 +233,16 @@ _BARE = (
     ),
     # Distilled on timesteps 19, 39, ... 999.
     Sampler("lcm", "LCM", ("k_lcm",), distilled_stride=20, estimates="consistency"),
-    Sampler("ddim", "DDIM", schedule=None, options=("eta",), least_steps=2),
+    Sampler(
+        "ddim",
+        "DDIM",
+        schedule=None,
+        options=("eta",),
+        least_steps=2,
+        eta_setting="eta_ddim",
+        eta_word="Eta DDIM",
+        usual_eta=0.0,
+    ),
     # It takes AUTOMATIC1111's scales from 0 to 12.5 as shares of 1.
     Sampler(
         "ddim_cfgpp",
@@ -234,10 +251,14 @@ _BARE = (
         options=("eta",),
         least_steps=2,
         guidance_share=1 / 12.5,
+        needs_negative=True,
+        eta_setting="eta_ddim",
+        eta_word="Eta DDIM",
+        usual_eta=0.0,
     ),
     Sampler("plms", "PLMS", schedule=None, least_steps=2),
     Sampler("unipc", "UniPC", schedule=None),
-    Sampler("tcd", "TCD", schedule=None, options=("eta",)),
+    Sampler("tcd", "TCD", schedule=None, options=("eta",), usual_eta=0.3),
 )
 
 

@@ -17,20 +17,12 @@ from worker.settings import version
 #: Signs that would end a LoRA's name in "Lora hashes".
 _SEPARATORS = str.maketrans("", "", ":,")
 
-#: AUTOMATIC1111's words for options of samplers, and their usual values.
+#: AUTOMATIC1111's words for options of samplers but eta, and their usual values.
 _OPTIONS: Mapping[str, tuple[str, float]] = {
-    "eta": ("Eta", 1.0),
     "s_churn": ("Sigma churn", 0.0),
     "s_tmin": ("Sigma tmin", 0.0),
     "s_tmax": ("Sigma tmax", 0.0),
     "s_noise": ("Sigma noise", 1.0),
-}
-
-#: The words for the eta of samplers of timesteps, and its usual value.
-_ETA_OF_TIMESTEPS = {
-    "ddim": ("Eta DDIM", 0.0),
-    "ddim_cfgpp": ("Eta DDIM", 0.0),
-    "tcd": ("Eta", 0.3),
 }
 
 #: A line of a prompt that is read as the negative prompt's.
@@ -169,7 +161,7 @@ def of_enlarged(job: Job, source: str) -> str:
 def _own(job: Job) -> str | None:
     """The fields that AUTOMATIC1111 has no words for, as JSON; without images in the job itself."""
     prompts = {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
-    names = OWN_FIELDS - prompts.keys() - _OPTIONS.keys()
+    names = OWN_FIELDS - prompts.keys() - {"eta", *_OPTIONS}
     if not all(map(img2img.place, job.sources)):
         names -= {"init_images", "mask", "alwayson_scripts"}
     fields = {name: value for name, value in job.given_fields.items() if name in names}
@@ -243,10 +235,9 @@ def _options(job: Job, sampler: Sampler) -> dict[str, str | None]:
     facts: dict[str, str | None] = {}
     if "s_churn" in sampler.options and not job.s_churn:
         return facts
+    options = {**_OPTIONS, "eta": (sampler.eta_word, sampler.usual_eta)}
     for field in sampler.options:
-        word, usual = _OPTIONS[field]
-        if field == "eta":
-            word, usual = _ETA_OF_TIMESTEPS.get(sampler.method, (word, usual))
+        word, usual = options[field]
         value = getattr(job, field)
         if value not in (None, usual):
             facts[word] = _number(value)

@@ -224,12 +224,11 @@ class PassFields(Hires, Extras):
 
 
 def _rows(prompt: Prompt, cfg_scale: float, sampler: str) -> int:
-    """Rows of a call: each prompt's that AND joins, and with guidance the negative prompt's.
-
-    DDIM CFG++ takes that one at any scale.
-    """
-    is_guided = cfg_scale * sum(prompt.weights) != 1 or sampler == "ddim_cfgpp"
-    return len(prompt.subprompts) + is_guided
+    """Rows of a call: each prompt's that AND joins, and with guidance the negative prompt's."""
+    is_guided = cfg_scale * sum(prompt.weights) != 1
+    return len(prompt.subprompts) + (
+        is_guided or samplers.NAMES[sampler].needs_negative
+    )
 
 
 def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
