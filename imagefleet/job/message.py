@@ -194,7 +194,9 @@ class Job(
     def model_copy(
         self, *, update: Mapping[str, Any] | None = None, deep: bool = False
     ) -> Self:
+        """A copy, in which all that is computed of the fields is computed anew."""
         copy = super().model_copy(update=update, deep=deep)
+        # Nobody has seen the copy yet; pydantic 2.9 lets nothing be deleted of a frozen model.
         for name in _COMPUTED:
             copy.__dict__.pop(name, None)
         return copy
