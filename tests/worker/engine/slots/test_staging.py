@@ -1,5 +1,6 @@
 """What is staged while slots draw, and when its jobs start."""
 
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -54,19 +55,35 @@ def test_loras_are_not_read_while_slots_are_filled(
     monkeypatch,
 ):
     start, reading = slot_engine._start, []
+    may_go_on = slot_engine._preparer._may_go_on
+    wait, waits = may_go_on.wait, queue.SimpleQueue[bool]()
+    held, lookups = [], []
+
+    def wait_and_say_so() -> None:
+        waits.put(not may_go_on.is_set())
+        wait()
+
+    def note_lookups() -> None:
+        lookups.append(sum(slot_engine.lora_lookups.values()))
 
     def read_meanwhile(*arguments: Any) -> None:
+        note_lookups()
         request = make_request(loras=styles[:1])
         reading.append(threads.submit(slot_engine.prepare, request))
-        with pytest.raises(TimeoutError):
-            reading[0].result(timeout=0.1)
+        held.append(waits.get())
+        note_lookups()
         start(*arguments)
 
-    monkeypatch.setattr(slot_engine, "_start", read_meanwhile)
     with ThreadPoolExecutor(1) as threads:
         slot_engine.admit(0, slot_engine.prepare(make_request(steps=1)))
+        monkeypatch.setattr(may_go_on, "wait", wait_and_say_so)
+        monkeypatch.setattr(slot_engine, "_start", read_meanwhile)
         slot_engine.tick()
         assert reading[0].result().lora_key
+    note_lookups()
+    before, meanwhile, after = lookups
+    assert held == [True]
+    assert before == meanwhile < after
 
 
 @pytest.mark.parametrize(("room", "begun"), [(0, 1), (2.5, 2), (9, 4)])
