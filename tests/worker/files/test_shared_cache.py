@@ -4,122 +4,118 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+from filelock import AsyncFileLock, Timeout
 
+import polling
 from imagefleet.files import kinds
+from worker.files import disk_cache
 from worker.files.disk_cache import DiskCache
 from worker.files.library import FileLibrary, Source
 
 LoraBytes = Callable[[str], bytes]  # the fixture of conftest.py
 
-#: A storage that says when a download of so many seconds begins.
+#: A storage that says when a download begins, and waits with it.
 STORAGE = """
 import asyncio
 from pathlib import Path
 
 class Blobs:
     name = "files"
-    def __init__(self, folder, seconds):
-        self.folder, self.seconds = Path(folder), float(seconds)
+    def __init__(self, folder, wait):
+        self.folder, self.wait = Path(folder), wait
     def address(self, name):
         return f"https://example.com/{name}"
     async def read(self, name, max_bytes=None):
         if name.endswith(".json"):
             return None
         print("begins", flush=True)
-        await asyncio.sleep(self.seconds)
+        await self.wait()
         return (self.folder / "lora").read_bytes()
 """
 
-#: Fetches the LoRA once its parent says so.
+#: Fetches the LoRA, whose download ends with a line from its parent.
 WORKER = f"""
 import sys
 from imagefleet.files.kinds import LORA
 from worker.files.library import FileLibrary, Source
 {STORAGE}
 async def main():
-    source = Source(Blobs(".", sys.argv[1]), Path("cache"), cache_bytes=10**6)
-    print("ready", flush=True)
-    await asyncio.to_thread(sys.stdin.readline)
+    wait = lambda: asyncio.to_thread(sys.stdin.readline)
+    source = Source(Blobs(".", wait), Path("cache"), cache_bytes=10**6)
     return await FileLibrary(source, LORA).resolve("style")
 
 print(asyncio.run(main()).name)
 """
 
 Worker = subprocess.Popen[str]
-Start = Callable[[float], Worker]
 
 
 @pytest.fixture
 def library(tmp_path, lora_bytes: LoraBytes) -> FileLibrary:
-    """This process's."""
+    """This process's, whose downloads take no time."""
     (tmp_path / "lora").write_bytes(lora_bytes("style"))
     made: dict[str, Any] = {}
     exec(STORAGE, made)
-    blobs = made["Blobs"](tmp_path, 0.3)
+    blobs = made["Blobs"](tmp_path, partial(asyncio.sleep, 0))
     return FileLibrary(Source(blobs, tmp_path / "cache", 10**6), kinds.LORA)
 
 
 @pytest.fixture
-def start(tmp_path) -> Iterator[Start]:
-    """Starts a worker that fetches a LoRA, with a download of so many seconds."""
-    started: list[Worker] = []
-
-    def run(seconds: float) -> Worker:
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", WORKER, str(seconds)],
-                cwd=tmp_path,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-        assert line(started[-1]) == "ready"
-        return started[-1]
-
-    yield run
-    for each in started:
-        each.kill()
-        each.communicate()
-
-
-def line(worker: Worker) -> str:
+def downloading(tmp_path, library: FileLibrary) -> Iterator[Worker]:
+    """Another worker that downloads a LoRA, and is not ready with it."""
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert worker.stdout is not None
-    return worker.stdout.readline().strip()
+    assert worker.stdout.readline() == "begins\n"
+    yield worker
+    worker.kill()
+    worker.communicate()
 
 
-def begin(worker: Worker) -> None:
-    assert worker.stdin is not None
-    worker.stdin.write("\n")
-    worker.stdin.flush()
+@pytest.fixture
+def locked(monkeypatch) -> asyncio.Event:
+    """Set once a fetch of this process finds that another worker has the lock."""
+    found = asyncio.Event()
+
+    class Lock(AsyncFileLock):
+        async def acquire(self, *given: Any, **options: Any) -> Any:
+            try:
+                return await super().acquire(blocking=False)
+            except Timeout:
+                found.set()
+            return await super().acquire(*given, **options)
+
+    monkeypatch.setattr(disk_cache, "AsyncFileLock", Lock)
+    return found
 
 
 async def test_a_lora_that_two_gpus_want_at_once_is_downloaded_once(
-    start: Start, library: FileLibrary, tmp_path, capsys
+    downloading: Worker, library: FileLibrary, locked: asyncio.Event, tmp_path, capsys
 ):
-    other = start(0.3)
-    begin(other)
-    (said, _), path = await asyncio.gather(
-        asyncio.to_thread(other.communicate), library.resolve("style")
-    )
-    begun, own = said.split(), capsys.readouterr().out.split()
-    assert sorted([begun[:-1], own]) == [[], ["begins"]]
-    assert begun[-1] == path.name == "style.safetensors"
+    own = asyncio.create_task(library.resolve("style"))
+    await polling.until(lambda: locked.is_set() or own.done())
+    said, _ = await asyncio.to_thread(downloading.communicate, "\n")
+    path = await own
+    assert capsys.readouterr().out == "", "it downloads as well"
+    assert said.strip() == path.name == "style.safetensors"
     assert len(list((tmp_path / "cache" / "loras").glob("*.safetensors"))) == 1
 
 
 async def test_a_worker_killed_as_it_downloads_does_not_hold_up_the_others(
-    start: Start, library: FileLibrary, capsys
+    downloading: Worker, library: FileLibrary, locked: asyncio.Event, capsys
 ):
-    killed = start(60)
-    begin(killed)
-    assert line(killed) == "begins"
     other = asyncio.create_task(library.resolve("style"))
-    await asyncio.sleep(0)
-    killed.kill()
+    await polling.until(lambda: locked.is_set() or other.done())
+    downloading.kill()
     assert (await other).name == "style.safetensors"
     assert capsys.readouterr().out.split() == ["begins"]
 
