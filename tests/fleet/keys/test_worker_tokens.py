@@ -4,9 +4,9 @@ import base64
 import dataclasses
 import json
 import os
-import time
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from imagefleet.storage.settings import Priority, Resource, StorageSettings
 from worker import process
 from worker.engine import contract
 from worker.engine.pixel import text_states
+from worker.leases import Lease, LeaseKeeper
 from worker.metrics import Outcome
 from worker.settings import WorkerSettings
 
@@ -32,9 +33,10 @@ NOTES = ("-records/", "-models/", "-serving/")
 
 #: The shortest lease, renewed after half of it.
 LEASE_SECONDS = 2
-LONGER_THAN_HALF_A_LEASE = 1.2
 
 WORKER = ROLES["worker"]
+
+Load = Callable[[], StandInEngine]
 
 #: Each permission of the role and what the worker cannot do without it.
 NEEDED: dict[tuple[Resource, str], str] = {
@@ -69,15 +71,16 @@ ENDS = {"completed": 4, "duplicate": 1, "retried": 1, "failed": 3}
 
 
 class Engine(StandInEngine):
-    """Draws one image at a time: one takes long, one fails at first."""
+    """Draws one image at a time: one until its lease is renewed, one fails at first."""
 
-    def __init__(self) -> None:
+    def __init__(self, renewed: threading.Event) -> None:
         super().__init__(capacity=1, draw=self._draw_or_fail)
         self._has_failed = False
+        self._renewed = renewed
 
     def _draw_or_fail(self, request: contract.ImageRequest) -> contract.Pixels:
         if "slow" in str(request.prompt):
-            time.sleep(LONGER_THAN_HALF_A_LEASE)
+            self._renewed.wait()
         if "second attempt" in str(request.prompt) and not self._has_failed:
             self._has_failed = True
             raise errors.TransientError("a failure")
@@ -112,11 +115,29 @@ def _hasty_worker(monkeypatch) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
 
 
+@pytest.fixture
+def load(monkeypatch) -> Iterator[Load]:
+    """Loads an engine that draws the slow image until its lease was renewed, or cannot be."""
+    renewed, renew = threading.Event(), LeaseKeeper._renew
+
+    async def note(self: LeaseKeeper, lease: Lease) -> None:
+        try:
+            await renew(self, lease)
+        finally:
+            if "slow" in lease.message.body:
+                renewed.set()
+
+    monkeypatch.setattr(LeaseKeeper, "_renew", note)
+    monkeypatch.setattr("worker.gpu_thread.STOP_SECONDS", 0.1)  # it may be drawing
+    yield lambda: Engine(renewed)
+    renewed.set()
+
+
 async def work(
     settings: StorageSettings,
     role: Role,
     cache: Path,
-    load: type[StandInEngine] = Engine,
+    load: Load,
 ) -> Counter[Outcome]:
     """What becomes of the jobs of a whole worker with the tokens of *role*."""
     minted = mint.Minter(settings).mint(role, timedelta(hours=1))
@@ -138,9 +159,9 @@ async def work(
 
 
 async def test_a_workers_tokens_suffice_for_all_that_it_does(
-    azurite_settings: StorageSettings, owner: Storage, tmp_path
+    azurite_settings: StorageSettings, owner: Storage, load: Load, tmp_path
 ):
-    assert await work(azurite_settings, WORKER, tmp_path) == ENDS
+    assert await work(azurite_settings, WORKER, tmp_path, load) == ENDS
     names = [name async for name in owner.blobs.names() if not name.startswith(NOTES)]
     folders = Counter(name.partition("/")[0] for name in names)
     assert folders == {"default": 6}
@@ -188,6 +209,7 @@ def test_each_permission_of_the_role_has_its_work():
 async def test_without_any_one_permission_a_worker_cannot_do_its_work(
     azurite_settings: StorageSettings,
     owner: Storage,
+    load: Load,
     tmp_path,
     resource: Resource,
     letter: str,
@@ -195,7 +217,7 @@ async def test_without_any_one_permission_a_worker_cannot_do_its_work(
     rest = getattr(WORKER, resource).replace(letter, "")
     less = dataclasses.replace(WORKER, **{resource: rest})
     with pytest.raises(errors.SetupError) as caught:
-        await work(azurite_settings, less, tmp_path)
+        await work(azurite_settings, less, tmp_path, load)
     complaint = caught.value.message
     names = [name_of(azurite_settings, resource)]
     if resource == "queue":
