@@ -5,6 +5,7 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import termios
@@ -181,7 +182,7 @@ async def test_the_figures_are_below_the_log_and_give_way_to_a_summary(
     assert all(map(LOGGED.match, log)), log
     facts = {row[:19].strip(): row[19:] for row in summary}
     assert [facts["images"], facts["failed jobs"]] == ["40", "0"]
-    assert float(facts["images/s"]) == pytest.approx(20, rel=0.5)
+    assert 0 < float(facts["images/s"]) <= 20, "the engine makes 20"
     assert int(facts["images per dollar"].replace(",", "")) > 0
     assert terminal.screen.cursor.hidden is False
 
@@ -223,18 +224,19 @@ stage.UploadStage._metadata = talk
 
 async def test_ctrl_c_drains_and_says_so(storage: Storage, start: Start):
     await fill(storage, 400)
-    slow = """
+    held = """
+import signal
 from evaluation import stand_in
-stand_in.StandInEngine.tick = (lambda tick: lambda self: (time.sleep(SLOW), tick(self))[1])(
-    stand_in.StandInEngine.tick
-)
-SLOW = 3
+may_go_on, tick = threading.Event(), stand_in.StandInEngine.tick
+signal.signal(signal.SIGUSR1, lambda *_: may_go_on.set())
+stand_in.StandInEngine.tick = lambda engine: may_go_on.wait() and tick(engine)
 """
-    terminal, process = start(program={"changes": slow})
+    terminal, process = start(program={"changes": held})
     await until(lambda: terminal.shown and "in flight" in terminal.shown[-1])
     os.write(terminal.controller, b"\x03")
     await until(lambda: "draining, " in terminal.shown[-1])
     line = terminal.shown[-1]
+    process.send_signal(signal.SIGUSR1)
     code = await end(terminal, process)
 
     assert code == 0
