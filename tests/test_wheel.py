@@ -242,21 +242,17 @@ def environment(wheel: Path) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     subprocess.run(
         [
-            *(
-                sys.executable,
-                "-m",
-                "pip",
-                "--python",
-                folder / "bin" / "python",
-                "install",
-            ),
-            *(
-                "--quiet",
-                "--no-deps",
-                "--no-index",
-                "--disable-pip-version-check",
-                wheel,
-            ),
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            folder / "bin" / "python",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--disable-pip-version-check",
+            wheel,
         ],
         check=True,
     )

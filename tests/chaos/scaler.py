@@ -80,7 +80,8 @@ class KilledScaler:
             code = await self._imagefleet(
                 self.random.uniform(0, 3),
                 *self._arguments,
-                *("--sample-seconds", "1"),
+                "--sample-seconds",
+                "1",
                 has_begun=partial(self._has_called, calls),
             )
             if code >= 0:
@@ -112,8 +113,16 @@ class KilledScaler:
     @property
     def _arguments(self) -> tuple[str, ...]:
         return (
-            *("scale", "--yes", "--dollars-per-hour", "0.5", "--max-dollars", "5"),
-            *("--images-per-second", "0.001", "--state", str(self._ledger)),
+            "scale",
+            "--yes",
+            "--dollars-per-hour",
+            "0.5",
+            "--max-dollars",
+            "5",
+            "--images-per-second",
+            "0.001",
+            "--state",
+            str(self._ledger),
         )
 
     async def _meter(self) -> None:

@@ -48,7 +48,13 @@ def test_docker_compose_accepts_the_files(
     names: list[str], read: Callable[..., Services]
 ):
     assert read(*names).keys() == {
-        *("azurite", "load", "worker", "exporter", "vmagent", "prometheus", "grafana")
+        "azurite",
+        "load",
+        "worker",
+        "exporter",
+        "vmagent",
+        "prometheus",
+        "grafana",
     }
 
 

@@ -22,15 +22,15 @@ from pixel import tiny_cascade
 pytestmark = pytest.mark.slow
 
 KEYS = [
-    *(
-        "jobs",
-        "images",
-        "failed",
-        "seconds",
-        "images_per_second",
-        "engine_idle_fraction",
-    ),
-    *("dollars", "images_per_dollar", "contact_sheet"),
+    "jobs",
+    "images",
+    "failed",
+    "seconds",
+    "images_per_second",
+    "engine_idle_fraction",
+    "dollars",
+    "images_per_dollar",
+    "contact_sheet",
 ]
 
 

@@ -74,8 +74,16 @@ async def test_gpus_begin_with_a_model_that_jobs_wait_for_change_and_fetch_each_
     models = [flag for each in JOBS for flag in ("--model", f"store:{each}.tar")]
     changes = "from worker.models import change; change.IDLE_LOOK_SECONDS = 0.1"
     command = stand_in_worker(
-        *("--device", "cpu", "--gpus", "0,1", "--cache", tmp_path / "cache", *models),
-        *("--until-empty", "--prefetch-seconds", "0"),
+        "--device",
+        "cpu",
+        "--gpus",
+        "0,1",
+        "--cache",
+        tmp_path / "cache",
+        *models,
+        "--until-empty",
+        "--prefetch-seconds",
+        "0",
         loading=LOADING.strip(),
         changes=changes,
     )

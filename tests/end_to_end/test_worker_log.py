@@ -242,7 +242,8 @@ async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_don
     )
     await storage.queue.send(["no job"])
     worker = start(
-        *("--price-per-hour", "0.1"),
+        "--price-per-hour",
+        "0.1",
         changes="process.PROGRESS_SECONDS = 1.0  # in place of 60",
     )
     await polling.until(storage.queue.depth, lambda depth: not depth.messages)

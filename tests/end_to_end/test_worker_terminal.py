@@ -168,14 +168,12 @@ async def test_the_figures_are_below_the_log_and_give_way_to_a_summary(
 
     figures = line[2:].split(" | ")
     assert [re.sub(r"[\d.,]+", "N", each) for each in figures] == [
-        *(
-            "N images",
-            "N images/s",
-            "N in flight",
-            "N left",
-            "N images/$",
-            "~N s to go",
-        ),
+        "N images",
+        "N images/s",
+        "N in flight",
+        "N left",
+        "N images/$",
+        "~N s to go",
     ]
     assert all(map(LOGGED.match, log)), log
     log, summary = log_and_rest(terminal)

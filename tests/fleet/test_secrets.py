@@ -100,7 +100,10 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 
 #: They need no service, and some of them seconds.
 OFFLINE = {
-    *("demo", "plan", "prompt", "bench"),
+    "demo",
+    "plan",
+    "prompt",
+    "bench",
 }
 
 ON_STORAGE = {
@@ -180,12 +183,11 @@ def pauses(monkeypatch) -> Counter[str]:
     real_sleep = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", sleep)
     for module, name in (
-        *((prometheus, "TIMEOUT_SECONDS"), (client, "TIMEOUT_SECONDS")),
-        *(
-            (push, "TIMEOUT_SECONDS"),
-            (push, "LAST_PUSH_SECONDS"),
-            (download, "STALL_SECONDS"),
-        ),
+        (prometheus, "TIMEOUT_SECONDS"),
+        (client, "TIMEOUT_SECONDS"),
+        (push, "TIMEOUT_SECONDS"),
+        (push, "LAST_PUSH_SECONDS"),
+        (download, "STALL_SECONDS"),
     ):
         monkeypatch.setattr(module, name, 0.2)
     quick = dataclasses.replace(
@@ -409,8 +411,13 @@ def test_a_file_of_secrets_in_the_place_of_another_is_not_quoted(
 #: Ways in which a service is broken: its status, and what else is wrong with it.
 SERVICES = [
     *((status, "echo") for status in (200, 400, 401, 403, 404, 409, 429, 500)),
-    *((200, "json"), (403, "json"), (302, "redirect"), (200, "reset"), (200, "cut")),
-    *((0, "unreachable"), (0, "tls")),
+    (200, "json"),
+    (403, "json"),
+    (302, "redirect"),
+    (200, "reset"),
+    (200, "cut"),
+    (0, "unreachable"),
+    (0, "tls"),
 ]
 
 

@@ -39,8 +39,12 @@ def test_each_caption_comes_in_each_group_under_an_id_that_says_both(
     found = jobs(source_of(path))
 
     assert [job.id for job in found] == [
-        *("cfg-1.5_000000", "cfg-7.0_000000", "cfg-1.5_000001"),
-        *("cfg-7.0_000001", "cfg-1.5_000002", "cfg-7.0_000002"),
+        "cfg-1.5_000000",
+        "cfg-7.0_000000",
+        "cfg-1.5_000001",
+        "cfg-7.0_000001",
+        "cfg-1.5_000002",
+        "cfg-7.0_000002",
     ]
     assert {(job.sampler, job.steps, job.campaign) for job in found} == {
         ("plms", 50, "curve")
@@ -158,13 +162,13 @@ def test_a_caption_too_long_for_a_message_is_named_before_anything_is_sent(
 @pytest.mark.parametrize(
     "caption",
     [
-        *(
-            "a (very) red boat",
-            "cars AND boats",
-            "a BREAK dance",
-            "#1 of 3 <lora:x:1> [dogs]",
-        ),
-        *("a boat, at sea,", "half past 3:15", "a \\ sign"),
+        "a (very) red boat",
+        "cars AND boats",
+        "a BREAK dance",
+        "#1 of 3 <lora:x:1> [dogs]",
+        "a boat, at sea,",
+        "half past 3:15",
+        "a \\ sign",
     ],
 )
 @pytest.mark.parametrize("lora", [None, "ink"])

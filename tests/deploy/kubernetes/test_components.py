@@ -64,16 +64,16 @@ def create_job(api: Any, kubectl: str, tmp_path) -> Callable[..., dict[str, Any]
         server = ("--server", api.address, "--namespace", "imagefleet")
         made = subprocess.run(
             [
-                *(
-                    kubectl,
-                    *server,
-                    "create",
-                    "job",
-                    "spring",
-                    "--from",
-                    f"cronjob/{name}",
-                ),
-                *("--dry-run=client", "--output", "json"),
+                kubectl,
+                *server,
+                "create",
+                "job",
+                "spring",
+                "--from",
+                f"cronjob/{name}",
+                "--dry-run=client",
+                "--output",
+                "json",
             ],
             env={"HOME": str(tmp_path)},
             capture_output=True,

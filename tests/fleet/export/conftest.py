@@ -24,8 +24,14 @@ def export(in_process: Imagefleet, local_settings: StorageSettings) -> Run:
     ) -> subprocess.CompletedProcess[str]:
         result = await asyncio.to_thread(
             in_process,
-            *("export", "spring", "--storage", local_settings.storage),
-            *("--shard-size", str(size), folder, *arguments),
+            "export",
+            "spring",
+            "--storage",
+            local_settings.storage,
+            "--shard-size",
+            str(size),
+            folder,
+            *arguments,
         )
         assert result.returncode == code, result.stderr
         return result

@@ -202,8 +202,11 @@ def test_images_and_files_of_their_passes_are_looked_for_as_well(
 ):
     in_storage(
         storage_settings,
-        *("inputs/cats/a.png", "upscalers/4x.safetensors", "controlnets/x.pth"),
-        *("vaes/sharper.safetensors", "models/late.safetensors"),
+        "inputs/cats/a.png",
+        "upscalers/4x.safetensors",
+        "controlnets/x.pth",
+        "vaes/sharper.safetensors",
+        "models/late.safetensors",
     )
     unit = {"image": "cats/a.png", "model": "canny [0123abcd]"}
     given = [

@@ -103,17 +103,15 @@ def test_a_policy_ends_the_tokens_of_a_models_queues_too(
 ):
     file = tmp_path / "tokens.json"
     made = in_process(
-        *(
-            "keys",
-            "mint",
-            "worker",
-            "--policy",
-            "spring",
-            "--model",
-            "a model",
-            "--file",
-            str(file),
-        ),
+        "keys",
+        "mint",
+        "worker",
+        "--policy",
+        "spring",
+        "--model",
+        "a model",
+        "--file",
+        str(file),
         *account,
     )
     assert made.returncode == 0, made.stderr

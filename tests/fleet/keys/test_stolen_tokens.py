@@ -145,9 +145,16 @@ DEEDS: dict[tuple[str, str], Deed] = {
 
 #: These need the account's key, whatever a token's letters.
 NEVER = {
-    *("delete queue", "create queue", "set metadata", "clear"),
-    *("read policies", "write policies", "make container public"),
-    *("read container", "delete container", "create container"),
+    "delete queue",
+    "create queue",
+    "set metadata",
+    "clear",
+    "read policies",
+    "write policies",
+    "make container public",
+    "read container",
+    "delete container",
+    "create container",
 }
 
 

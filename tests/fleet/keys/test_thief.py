@@ -121,25 +121,30 @@ async def loot(
 
 #: What changes by itself, or is what a thief may change: the number of what does not fit.
 VOLATILE = {
-    *(
-        "misfits",
-        "unfit",
-        "unknown",
-        "damaged",
-        "folder",
-        "at",
-        "oldest_age_seconds",
-        "damage",
-    ),
-    *("unfit_records", "messages"),
-    *("images_per_second", "seconds", "made_at", "last_at", "first_at", "seconds_left"),
+    "misfits",
+    "unfit",
+    "unknown",
+    "damaged",
+    "folder",
+    "at",
+    "oldest_age_seconds",
+    "damage",
+    "unfit_records",
+    "messages",
+    "images_per_second",
+    "seconds",
+    "made_at",
+    "last_at",
+    "first_at",
+    "seconds_left",
 }
 
 
 #: What counts messages and images that are the thief's: `SECURITY.md` lists each.
 CAN = {
     "export dry run",
-    *("redo w1 dry run", "redo w2 dry run"),
+    "redo w1 dry run",
+    "redo w2 dry run",
 }
 
 #: Of a report, what no second drawing changes: by whom, and for how long it was drawn, is what

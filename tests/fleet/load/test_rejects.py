@@ -38,7 +38,7 @@ def test_every_refused_row_is_kept_with_what_is_wrong_and_counts_add_up(
 ):
     write(tmp_path)
     result = in_process(
-        *("load", "jobs.csv", "--skip-invalid", "--rejects", "rejects.jsonl", "--json")
+        "load", "jobs.csv", "--skip-invalid", "--rejects", "rejects.jsonl", "--json"
     )
 
     assert result.returncode == console.EXIT_DONE, result.stderr

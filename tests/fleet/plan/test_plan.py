@@ -159,8 +159,16 @@ def test_with_a_price_and_a_speed_the_gpu_need_not_be_known(
     in_process: Imagefleet,
 ):
     result = in_process(
-        *("plan", "--jobs", "7200", "--gpu", "mine", "--json"),
-        *("--images-per-second", "1", "--price-per-hour", "1"),
+        "plan",
+        "--jobs",
+        "7200",
+        "--gpu",
+        "mine",
+        "--json",
+        "--images-per-second",
+        "1",
+        "--price-per-hour",
+        "1",
     )
 
     assert json.loads(result.stdout)["gpu_dollars"] == pytest.approx(2)

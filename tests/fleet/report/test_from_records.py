@@ -53,10 +53,19 @@ async def report(
     """The command's figures, its page and its warnings."""
     result = await asyncio.to_thread(
         in_process,
-        *("report", "spring", "--storage", settings.storage),
-        *("--queue", settings.queue, "--container", settings.container),
-        *("--files-container", settings.files_container),
-        *("--json-file", "figures.json", *arguments),
+        "report",
+        "spring",
+        "--storage",
+        settings.storage,
+        "--queue",
+        settings.queue,
+        "--container",
+        settings.container,
+        "--files-container",
+        settings.files_container,
+        "--json-file",
+        "figures.json",
+        *arguments,
     )
     assert result.returncode == 0, result.stderr
     texts = [text_of(name) for name in ("figures.json", "spring-report.html")]
@@ -204,7 +213,9 @@ async def test_figures_come_from_records_without_listing_an_image(
         figures["failed"],
         figures["cancelled"],
     ) == (
-        *(3, 3, 1),
+        3,
+        3,
+        1,
         1,
     )
     assert figures["image_bytes"] == sum(record.size_bytes for record in stored)

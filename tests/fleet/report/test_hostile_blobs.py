@@ -150,10 +150,19 @@ async def test_hostile_blobs_are_left_out_with_their_number_and_reasons(
     result, text, page = await asyncio.to_thread(
         report,
         in_process,
-        *("spring", "--storage", storage_settings.storage),
-        *("--queue", storage_settings.queue, "--container", storage_settings.container),
-        *("--files-container", storage_settings.files_container),
-        *("--limit", "200", "--price-per-hour", "1"),
+        "spring",
+        "--storage",
+        storage_settings.storage,
+        "--queue",
+        storage_settings.queue,
+        "--container",
+        storage_settings.container,
+        "--files-container",
+        storage_settings.files_container,
+        "--limit",
+        "200",
+        "--price-per-hour",
+        "1",
     )
 
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

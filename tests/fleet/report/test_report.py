@@ -252,8 +252,14 @@ def test_the_page_is_self_contained_and_escapes_every_text(
     hostile_storage: str, in_process: Imagefleet
 ):
     result = in_process(
-        *("report", "spring", "--storage", hostile_storage),
-        *("--output", "out/page.html", "--json-file", "out/figures.json"),
+        "report",
+        "spring",
+        "--storage",
+        hostile_storage,
+        "--output",
+        "out/page.html",
+        "--json-file",
+        "out/figures.json",
     )
 
     assert result.returncode == 0, result.stderr

@@ -214,11 +214,18 @@ async def test_a_download_that_is_interrupted_leaves_whole_files(
             storage, *(f"{number:04}" for number in range(100))
         )
     command = [
-        *("results", "spring", "--storage", local_settings.storage),
-        *("--download", str(tmp_path / "images")),
+        "results",
+        "spring",
+        "--storage",
+        local_settings.storage,
+        "--download",
+        str(tmp_path / "images"),
     ]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fleet.entry", *command),
+        sys.executable,
+        "-m",
+        "fleet.entry",
+        *command,
         stdout=asyncio.subprocess.DEVNULL,
     )
     await polling.until(

@@ -66,7 +66,8 @@ async def test_json_has_every_result_with_all_that_is_known(
 
     assert [(each["id"], each["outcome"]) for each in images + ended] == [
         *((f"000{number}", "completed") for number in (1, 2, 3)),
-        *(("0004", "failed"), ("0005", "cancelled")),
+        ("0004", "failed"),
+        ("0005", "cancelled"),
     ]
     assert images[1] == {
         "outcome": "completed",
@@ -99,7 +100,8 @@ async def test_json_has_every_result_with_all_that_is_known(
         "metadata": {"order": 7},
     }
     assert (ended[0]["error"], ended[0]["reason"], ended[0]["attempts"]) == (
-        *("MissingFileError", "there is no LoRA fox"),
+        "MissingFileError",
+        "there is no LoRA fox",
         5,
     )
 

@@ -151,8 +151,16 @@ def test_the_scaler_counts_the_queues_of_its_file(
     assert sent.returncode == 0, sent.stderr
 
     ended = in_process(
-        *("scale", "--dollars-per-hour", "15", "--max-dollars", "100", "--once"),
-        *("--dry-run", "--json", "--images-per-second", "1"),
+        "scale",
+        "--dollars-per-hour",
+        "15",
+        "--max-dollars",
+        "100",
+        "--once",
+        "--dry-run",
+        "--json",
+        "--images-per-second",
+        "1",
     )
 
     assert ended.returncode == 0, ended.stderr

@@ -23,15 +23,13 @@ def test_one_decision_without_a_network_is_one_sentence_after_a_few_tries(
     salad.faults = [salad_module.Fault(503, "") for _ in range(50)]
 
     ended = in_process(
-        *(
-            "scale",
-            "--dollars-per-hour",
-            "0.3",
-            "--max-dollars",
-            "5",
-            "--once",
-            "--dry-run",
-        )
+        "scale",
+        "--dollars-per-hour",
+        "0.3",
+        "--max-dollars",
+        "5",
+        "--once",
+        "--dry-run",
     )
 
     assert ended.returncode == console.EXIT_UNEXPECTED

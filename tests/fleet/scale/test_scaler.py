@@ -325,8 +325,16 @@ def test_a_dry_run_prints_the_decision(
     in_process("load", "jobs.jsonl")
 
     ended = in_process(
-        *("scale", "--dollars-per-hour", "0.3", "--max-dollars", "5"),
-        *("--once", "--dry-run", "--json", "--sample-seconds", "60"),
+        "scale",
+        "--dollars-per-hour",
+        "0.3",
+        "--max-dollars",
+        "5",
+        "--once",
+        "--dry-run",
+        "--json",
+        "--sample-seconds",
+        "60",
     )
 
     assert ended.returncode == 0, ended.stderr
@@ -342,15 +350,7 @@ def test_two_scalers_with_one_ledger_are_refused(
     )  # it would affect later tests
     with console.only_one(tmp_path / "sd15-batch-scale.json", "the first"):
         ended = in_process(
-            *(
-                "scale",
-                "--dollars-per-hour",
-                "1",
-                "--max-dollars",
-                "5",
-                "--once",
-                "--yes",
-            )
+            "scale", "--dollars-per-hour", "1", "--max-dollars", "5", "--once", "--yes"
         )
 
     assert_refused(
@@ -418,8 +418,17 @@ def test_a_stopped_scaler_reports_the_workers_that_keep_running(
     in_process("load", "jobs.jsonl")
     errors = tmp_path / "errors"
     process = start(
-        *("scale", "--dollars-per-hour", "1", "--max-dollars", "5", "--json", "--yes"),
-        *("--images-per-second", "0.01", "--sample-seconds", "1"),
+        "scale",
+        "--dollars-per-hour",
+        "1",
+        "--max-dollars",
+        "5",
+        "--json",
+        "--yes",
+        "--images-per-second",
+        "0.01",
+        "--sample-seconds",
+        "1",
         errors=errors,
     )
     record = json.loads(process.stdout.readline())

@@ -119,15 +119,13 @@ async def test_the_service_sends_until_it_is_stopped(
     receiver.secret = SECRETS[0]
     command = ["--url", receiver.url, "--secret-file", "secret", "--each-job"]
     process = await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-m",
-            "fleet.entry",
-            "webhooks",
-            *command,
-            "--port",
-            str(unused_port),
-        ),
+        sys.executable,
+        "-m",
+        "fleet.entry",
+        "webhooks",
+        *command,
+        "--port",
+        str(unused_port),
         cwd=jobs,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         stderr=subprocess.PIPE,
@@ -157,8 +155,13 @@ def test_a_receiver_that_is_gone_ends_the_service(
 ):
     receiver.secret = SECRETS[0]
     command = (
-        *("webhooks", "--url", receiver.url, "--secret-file", "secret"),
-        *("--each-job", "--once"),
+        "webhooks",
+        "--url",
+        receiver.url,
+        "--secret-file",
+        "secret",
+        "--each-job",
+        "--once",
     )
     receiver.always = 410
     ended = in_process(*command)

@@ -15,16 +15,14 @@ _SIGNS = [
         chr, (*range(0x132, 0x134), 0x149, *range(0x1C4, 0x1CD), *range(0x1F1, 0x1F4))
     ),
     *map(chr, (*range(0xFB00, 0xFB07), 0xFEFF, 0x206A, 0xFFFC, 0x7F, 1, 8, 0x0B, 0x1F)),
-    *(
-        "&amp;",
-        "&lt;",
-        "&quot;",
-        "&#39;",
-        "&#x2019;",
-        "&eacute;",
-        "&notin;",
-        "&nothing;",
-    ),
+    "&amp;",
+    "&lt;",
+    "&quot;",
+    "&#39;",
+    "&#x2019;",
+    "&eacute;",
+    "&notin;",
+    "&nothing;",
 ]
 
 

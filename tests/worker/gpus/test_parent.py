@@ -192,12 +192,21 @@ async def test_a_port_in_use_starts_no_worker(
 
 def test_the_exit_codes_are_those_of_the_console():
     assert (
-        *(parent.DONE, parent.UNEXPECTED, parent.SETUP, parent.NODE),
-        *(parent.JOBS_FAILED, parent.INTERRUPTED, parent.TERMINATED),
+        parent.DONE,
+        parent.UNEXPECTED,
+        parent.SETUP,
+        parent.NODE,
+        parent.JOBS_FAILED,
+        parent.INTERRUPTED,
+        parent.TERMINATED,
     ) == (
-        *(console.EXIT_DONE, console.EXIT_UNEXPECTED, console.EXIT_OPERATOR_MUST_ACT),
-        *(console.EXIT_REPLACE_THIS_NODE, console.EXIT_JOBS_FAILED),
-        *(console.EXIT_INTERRUPTED, console.EXIT_TERMINATED),
+        console.EXIT_DONE,
+        console.EXIT_UNEXPECTED,
+        console.EXIT_OPERATOR_MUST_ACT,
+        console.EXIT_REPLACE_THIS_NODE,
+        console.EXIT_JOBS_FAILED,
+        console.EXIT_INTERRUPTED,
+        console.EXIT_TERMINATED,
     )
 
 

@@ -266,8 +266,10 @@ async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is
     (path,) = {hires for hires, _ in found if hires}
     assert path.read_bytes() == file_of(data=b"late")
     expected = [
-        *((None, contract.Refiner(path, 0.7)), (path, None)),
-        *((path, contract.Refiner(None)), (None, None)),
+        (None, contract.Refiner(path, 0.7)),
+        (path, None),
+        (path, contract.Refiner(None)),
+        (None, None),
     ]
     (refiner,) = (
         each for _, each in found if each and each.path and each.path.stem == "xl"

@@ -169,7 +169,8 @@ def test_the_loras_of_the_second_pass_are_those_of_its_own_prompt():
     words, others = "a <lora:x:1> <lora:y:1>", "b <lora:y:1> <lora:x:0.5>"
     job = read(prompt=words, enable_hr=True, hr_prompt=others)
     assert [(each.name, each.unet_weight) for each in job.loras] == [
-        *[("x", 1.0), ("y", 1.0)],
+        ("x", 1.0),
+        ("y", 1.0),
         ("x", 0.5),
     ]
     second, _ = job.hires_prompts

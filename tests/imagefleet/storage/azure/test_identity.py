@@ -137,7 +137,9 @@ def run(tmp_path) -> Run:
         # No fork of a process that has imported aiohttp, which read SSL_CERT_FILE as it did.
         with warnings.open("a") as errors:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", PROGRAM),
+                sys.executable,
+                "-c",
+                PROGRAM,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
                 stdout=subprocess.PIPE,
                 stderr=errors,

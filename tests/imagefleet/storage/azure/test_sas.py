@@ -187,8 +187,13 @@ async def test_a_broken_file_leaves_the_last_good_tokens_and_is_logged_once(
     caplog,
 ):
     for broken in (
-        *('{"queue": "sv=1&si', '{"queue": "sv=1&se=2"}', '{"queue": "sig=a b"}'),
-        *("", "[]", "{}", None),
+        '{"queue": "sv=1&si',
+        '{"queue": "sv=1&se=2"}',
+        '{"queue": "sig=a b"}',
+        "",
+        "[]",
+        "{}",
+        None,
     ):
         caplog.clear()
         replace(file, mint())

@@ -91,8 +91,14 @@ class Reference:
         """Those of SDXL's refiner, with AUTOMATIC1111's settings as installed."""
         sides, corner = size[::-1], (0, 0)
         return self.pipeline._get_add_time_ids(
-            *(sides, corner, sides, 6.0, 2.5),
-            *(sides, corner, sides),
+            sides,
+            corner,
+            sides,
+            6.0,
+            2.5,
+            sides,
+            corner,
+            sides,
             torch.float32,
             self.pipeline.text_encoder_2.config.projection_dim,
         )
