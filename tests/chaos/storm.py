@@ -91,7 +91,7 @@ FILL_SECONDS = 2.0
 STUCK_SECONDS = 600.0
 
 
-Kind = Literal["jobs", "chains", "clashes"]
+StormKind = Literal["jobs", "chains", "clashes"]
 """Single images and batches, jobs of several stages, or jobs of which some have one id."""
 
 
@@ -111,7 +111,7 @@ class Storm:
     tick_seconds: float
     fault_share: float
     """Of the workers' calls; 0 where the proxy makes the faults."""
-    kind: Kind
+    kind: StormKind
     server: forks.Forks
     """Of all commands, which it starts without their imports."""
     log: Path = field(init=False)
@@ -432,7 +432,7 @@ async def weather(
     faults: int,
     seconds: float,
     seed: int,
-    kind: Kind = "jobs",
+    kind: StormKind = "jobs",
 ) -> Tally:
     """One storm of about *seconds*, and the calm after it; returns the tally."""
     where = "local" if settings.storage.startswith("local:") else "azurite"

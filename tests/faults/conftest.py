@@ -24,7 +24,7 @@ IMPATIENT = concurrency.RetryPolicy(
 )
 
 Mount = Callable[..., "Disk"]
-Work = Callable[..., Awaitable[Pipeline]]
+RunPipeline = Callable[..., Awaitable[Pipeline]]
 
 
 class Disk:
@@ -84,7 +84,7 @@ def jobs() -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def work(monkeypatch, tmp_path) -> Work:
+def work(monkeypatch, tmp_path) -> RunPipeline:
     """Runs a worker with a stand-in engine on a storage until the queue is empty."""
     monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr("worker.pull.LONGEST_PAUSE_SECONDS", 0.1)

@@ -22,7 +22,7 @@ from worker.engine import contract
 pytestmark = pytest.mark.slow
 
 Jobs = Callable[..., list[str]]
-Work = Callable[..., Coroutine[Any, Any, Any]]
+RunPipeline = Callable[..., Coroutine[Any, Any, Any]]
 
 
 def delete(settings: StorageSettings, what: str) -> None:
@@ -49,7 +49,7 @@ async def test_a_worker_ends_with_one_line_and_goes_on_after_the_storage_is_made
     storage_settings: StorageSettings,
     storage: Storage,
     jobs: Jobs,
-    work: Work,
+    work: RunPipeline,
     what: str,
 ):
     drawn = 0

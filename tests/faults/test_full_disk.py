@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 Imagefleet = Callable[..., tuple[int, str]]
 Jobs = Callable[..., list[str]]
 Mount = Callable[..., Any]
-Work = Callable[..., Coroutine[Any, Any, Any]]
+RunPipeline = Callable[..., Coroutine[Any, Any, Any]]
 
 
 async def image_names(storage: Storage) -> set[str]:
@@ -34,7 +34,7 @@ async def image_names(storage: Storage) -> set[str]:
 
 
 async def test_a_full_disk_of_the_storage_is_waited_for_and_costs_no_job(
-    mount: Mount, jobs: Jobs, work: Work, caplog
+    mount: Mount, jobs: Jobs, work: RunPipeline, caplog
 ):
     disk = mount()
     settings = StorageSettings(storage=f"local:{disk.folder}/data")
@@ -62,7 +62,7 @@ async def test_a_full_disk_of_the_storage_is_waited_for_and_costs_no_job(
 
 
 async def test_a_disk_that_is_full_of_images_stores_no_half_image_and_acknowledges_none(
-    mount: Mount, jobs: Jobs, work: Work, caplog
+    mount: Mount, jobs: Jobs, work: RunPipeline, caplog
 ):
     caplog.set_level(logging.INFO)  # an upload says so as it is retried
     images, queue = mount(256), mount()

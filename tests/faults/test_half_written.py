@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 Imagefleet = Callable[..., tuple[int, str]]
 Jobs = Callable[..., list[str]]
 Mount = Callable[..., Any]
-Work = Callable[..., Coroutine[Any, Any, Any]]
+RunPipeline = Callable[..., Coroutine[Any, Any, Any]]
 
 CONTENT = file_of(data=b"x" * 100_000)
 
@@ -78,7 +78,7 @@ async def test_a_cached_folder_with_half_a_file_is_not_whole(tmp_path):
 
 
 async def test_a_folder_of_loras_that_is_gone_sends_no_job_to_the_poison_queue(
-    local_settings: StorageSettings, jobs: Jobs, work: Work, tmp_path
+    local_settings: StorageSettings, jobs: Jobs, work: RunPipeline, tmp_path
 ):
     """A network drive that is not mounted, say."""
     async with open_storage(local_settings) as storage:
@@ -98,7 +98,7 @@ async def test_a_folder_of_loras_that_is_gone_sends_no_job_to_the_poison_queue(
 
 
 async def test_a_container_of_loras_that_is_gone_sends_no_job_to_the_poison_queue(
-    local_settings: StorageSettings, jobs: Jobs, work: Work, tmp_path
+    local_settings: StorageSettings, jobs: Jobs, work: RunPipeline, tmp_path
 ):
     async with open_storage(local_settings) as storage:
         await storage.create()
@@ -159,7 +159,7 @@ def test_a_storage_that_cannot_be_written_is_one_line(
 
 
 async def test_a_cache_on_a_read_only_disk_hands_every_job_back(
-    mount: Mount, local_settings: StorageSettings, jobs: Jobs, work: Work
+    mount: Mount, local_settings: StorageSettings, jobs: Jobs, work: RunPipeline
 ):
     disk = mount(1024, read_only=True)
     async with open_storage(local_settings) as storage:

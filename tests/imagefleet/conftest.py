@@ -18,7 +18,7 @@ from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
 
-Work = Callable[..., Any]
+RunWorker = Callable[..., Any]
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ async def fleet(connect_options: dict[str, Any]) -> AsyncIterator[aio.Fleet]:
 
 
 @pytest.fixture
-def work(storage_settings: StorageSettings, tmp_path, monkeypatch) -> Work:
+def work(storage_settings: StorageSettings, tmp_path, monkeypatch) -> RunWorker:
     """Runs a worker until the queue is empty."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # of the LoRA cache
     monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1, raising=False)

@@ -11,7 +11,7 @@ import polling
 from imagefleet.concurrency import Batches
 
 
-class Work:
+class Doubler:
     """Doubles numbers; a negative one is an error; `batches` are what came together."""
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class Work:
 
 
 @pytest.fixture
-def work() -> Work:
-    return Work()
+def doubler() -> Doubler:
+    return Doubler()
 
 
 @pytest.fixture
@@ -41,40 +41,40 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 async def waiting(
-    batches: Batches[int, int], work: Work, numbers: Sequence[int]
+    batches: Batches[int, int], doubler: Doubler, numbers: Sequence[int]
 ) -> list[asyncio.Task[int]]:
     """Calls that have come while the first of them is in its thread."""
-    work.may_end.clear()
+    doubler.may_end.clear()
     first, *others = numbers
     calls = [asyncio.create_task(batches(first))]
-    await asyncio.to_thread(work.began.wait)
+    await asyncio.to_thread(doubler.began.wait)
     calls += [asyncio.create_task(batches(each)) for each in others]
     await polling.turn()
     return calls
 
 
 async def test_what_comes_during_a_batch_is_done_together_and_in_order(
-    work: Work, threads: ThreadPoolExecutor
+    doubler: Doubler, threads: ThreadPoolExecutor
 ):
-    batches = Batches(work, threads, most=3)
-    calls = await waiting(batches, work, range(6))
-    work.may_end.set()
+    batches = Batches(doubler, threads, most=3)
+    calls = await waiting(batches, doubler, range(6))
+    doubler.may_end.set()
     assert await asyncio.gather(*calls) == [0, 2, 4, 6, 8, 10]
-    assert work.batches == [[0], [1, 2, 3], [4, 5]]
+    assert doubler.batches == [[0], [1, 2, 3], [4, 5]]
 
 
 async def test_calls_that_come_one_after_the_other_without_a_wait_wake_one_thread_together(
-    work: Work, threads: ThreadPoolExecutor
+    doubler: Doubler, threads: ThreadPoolExecutor
 ):
-    batches = Batches(work, threads, most=8)
+    batches = Batches(doubler, threads, most=8)
     assert await asyncio.gather(*map(batches, range(5))) == [0, 2, 4, 6, 8]
-    assert work.batches == [[0, 1, 2, 3, 4]]
+    assert doubler.batches == [[0, 1, 2, 3, 4]]
 
 
 async def test_calls_after_a_shutdown_raise_instead_of_waiting(
-    work: Work, threads: ThreadPoolExecutor
+    doubler: Doubler, threads: ThreadPoolExecutor
 ):
-    batches = Batches(work, threads, most=8)
+    batches = Batches(doubler, threads, most=8)
     threads.shutdown()
     for _ in range(2):
         results = await asyncio.gather(batches(1), batches(2), return_exceptions=True)
@@ -82,44 +82,44 @@ async def test_calls_after_a_shutdown_raise_instead_of_waiting(
 
 
 async def test_an_error_of_one_item_is_that_calls_alone_and_one_of_the_batch_everybodys(
-    work: Work, threads: ThreadPoolExecutor
+    doubler: Doubler, threads: ThreadPoolExecutor
 ):
-    batches = Batches(work, threads, most=3)
-    calls = await waiting(batches, work, [1, 2, -3, 4, 13, 5])
-    work.may_end.set()
+    batches = Batches(doubler, threads, most=3)
+    calls = await waiting(batches, doubler, [1, 2, -3, 4, 13, 5])
+    doubler.may_end.set()
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert [each for each in results if isinstance(each, int)] == [2, 4, 8]
     assert [type(each) for each in results[2:]] == [ValueError, int, OSError, OSError]
 
 
 async def test_a_call_that_was_cancelled_is_not_done_and_holds_up_no_other(
-    work: Work, threads: ThreadPoolExecutor
+    doubler: Doubler, threads: ThreadPoolExecutor
 ):
-    batches = Batches(work, threads, most=8)
-    first, cancelled, last = await waiting(batches, work, [1, 2, 3])
+    batches = Batches(doubler, threads, most=8)
+    first, cancelled, last = await waiting(batches, doubler, [1, 2, 3])
     for call in (first, cancelled):
         call.cancel()
     await polling.turn()
-    work.may_end.set()
+    doubler.may_end.set()
     assert await last == 6
-    assert work.batches == [[1], [3]]
+    assert doubler.batches == [[1], [3]]
     assert await batches(4) == 8
 
 
 def test_event_loops_one_after_the_other_may_call(
-    work: Work, threads: ThreadPoolExecutor
+    doubler: Doubler, threads: ThreadPoolExecutor
 ):
-    batches = Batches(work, threads, most=8)
+    batches = Batches(doubler, threads, most=8)
 
     async def double(number: int) -> int:
         return sum(await asyncio.gather(*(batches(number) for _ in range(50))))
 
     async def leave() -> None:
         """Ends its loop while its call is in a thread."""
-        await waiting(batches, work, [0, 0])
+        await waiting(batches, doubler, [0, 0])
 
     asyncio.run(leave())
-    work.may_end.set()
+    doubler.may_end.set()
     assert [asyncio.run(double(number)) for number in range(1, 5)] == [
         100,
         200,
