@@ -16,6 +16,7 @@ from sampling import (
     sample,
     stand_in,
     taking,
+    too_different,
 )
 from worker.engine.samplers.schedule import make_schedule
 
@@ -60,13 +61,6 @@ def check(
     return relative_difference(
         sample(made, noise, stand_in), theirs(method, schedule, steps, noise, **options)
     )
-
-
-def too_different(found: dict[Any, float]) -> dict[Any, float]:
-    """The differences of *found* that are too large, by what they are of."""
-    return {
-        key: difference for key, difference in found.items() if not difference < 1e-5
-    }
 
 
 #: Multistep methods of k-diffusion end with an error after a single step.

@@ -1,6 +1,7 @@
 """Runs schedules without an engine, on a function in place of the UNet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -75,6 +76,13 @@ def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     assert ours.dtype == theirs.dtype == torch.float32
     assert ours.shape == theirs.shape
     return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def too_different(found: Mapping[Any, float], bound: float = 1e-5) -> dict[Any, float]:
+    """The differences of *found* that are not below the bound, by what they are of."""
+    return {
+        of: difference for of, difference in found.items() if not difference < bound
+    }
 
 
 def taking(noise: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
