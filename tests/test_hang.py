@@ -5,6 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+import pytest
+
+import hang
+
 CONFIGURATION = Path(__file__).parents[1] / "pyproject.toml"
 
 #: The project's own hooks, but not its memory of what failed last.
@@ -41,3 +46,17 @@ def test_a_test_that_waits_for_ever_fails_with_the_line_that_it_waits_at(
     )
     assert "1 failed, 1 passed" in ended.stdout, ended.stdout + ended.stderr
     assert "await asyncio.Event().wait()" in ended.stdout.partition("It waits at")[2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells it")
+def test_what_waits_for_a_busy_processor_does_not_hang():
+    me, cores = psutil.Process(), os.sched_getaffinity(0)
+    me.cpu_affinity([min(cores)])
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+            before = hang.waiting_seconds(me.pid)
+            while hang.waiting_seconds(me.pid) - before < 0.1:
+                pass
+            other.kill()
+    finally:
+        me.cpu_affinity(list(cores))

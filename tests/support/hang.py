@@ -1,17 +1,19 @@
 """Ends a test that hangs, and says what it waits for.
 
-A test hangs if for a minute neither its process nor any that it started does anything. So a machine
-that is busy, or stands still, makes a test last as long as it needs, and only what waits for
-something that never comes is ended.
+A test hangs if for a minute neither its process nor any that it started runs or waits for a
+processor. So a machine that is busy, or stands still, makes a test last as long as it needs, and
+only what waits for something that never comes is ended.
 """
 
 import asyncio
+import contextlib
 import linecache
 import os
 import signal
 import threading
 import time
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -27,7 +29,7 @@ _IDLE_SHARE = 0.1
 
 
 class HangWatchdog(threading.Thread):
-    """Watches the processor time of this process and those below it while a test runs."""
+    """Watches this process and those below it while a test runs."""
 
     def __init__(self) -> None:
         super().__init__(name="hang watchdog", daemon=True)
@@ -36,12 +38,12 @@ class HangWatchdog(threading.Thread):
         signal.signal(signal.SIGUSR1, self._fail)
 
     def run(self) -> None:
-        test, idle_seconds, used_before = None, 0.0, 0.0
+        test, idle_seconds, active_before = None, 0.0, 0.0
         while True:
             time.sleep(_LOOK_SECONDS)
-            used = _processor_seconds()
-            is_idle = abs(used - used_before) < _IDLE_SHARE * _LOOK_SECONDS
-            used_before = used
+            active = _active_seconds()
+            is_idle = abs(active - active_before) < _IDLE_SHARE * _LOOK_SECONDS
+            active_before = active
             if not is_idle or self.test is None or self.test != test:
                 test, idle_seconds = self.test, 0.0
                 continue
@@ -58,8 +60,8 @@ class HangWatchdog(threading.Thread):
             )
 
 
-def _processor_seconds() -> float:
-    """Of this process, those below it, and those that ended and were waited for."""
+def _active_seconds() -> float:
+    """For how long this process, those below it and those that have ended ran or waited to run."""
     me = psutil.Process(os.getpid())
     total = 0.0
     for process in (me, *me.children(recursive=True)):
@@ -68,6 +70,17 @@ def _processor_seconds() -> float:
         except psutil.Error:  # it has ended meanwhile
             continue
         total += times.user + times.system + times.children_user + times.children_system
+        total += waiting_seconds(process.pid)
+    return total
+
+
+def waiting_seconds(pid: int) -> float:
+    """For how long a process's threads waited for a processor; 0 where only Linux would tell."""
+    total = 0.0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            _, nanoseconds, _ = path.read_text().split()
+            total += int(nanoseconds) / 1e9
     return total
 
 
