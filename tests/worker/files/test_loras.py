@@ -165,7 +165,8 @@ async def test_a_file_above_the_limit_is_refused_unread_wherever_it_is(
     loras = library(mine.parent)
     for name in ("large", "huge"):
         with pytest.raises(
-            errors.UnusableFileError, match=rf"{name}\.safetensors has .* at most"
+            errors.UnusableFileError,
+            match=rf"{name}\.safetensors is too large: .* at most",
         ):
             await loras.resolve(name)
     assert not kept(tmp_path)

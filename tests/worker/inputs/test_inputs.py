@@ -347,7 +347,10 @@ async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
             {"init_images": ["truncated.png"]},
             "init_images: the image is a damaged",
         ),
-        "huge": ({"init_images": ["huge.png"]}, "init_images: inputs/huge.png has "),
+        "huge": (
+            {"init_images": ["huge.png"]},
+            "init_images: inputs/huge.png is too large",
+        ),
         "no-upscaler": (
             {"enable_hr": True, "hr_upscaler": "4x"},
             "no upscaler 4x.safetensors in upscalers/ of the container",
