@@ -152,11 +152,23 @@ def test_the_cuda_argument_selects_torch_and_its_index(
     assert all("--hash=sha256:" in line for line in locked if "==" in line)
 
 
-def test_an_unknown_cuda_version_fails_the_build(builder: Any):
-    with pytest.raises(
-        AssertionError, match=r"CUDA=12\.6 is unknown: use 12\.8, 13 or none"
-    ):
+def test_an_unknown_cuda_version_fails_the_build(builder: Any, repository: Path):
+    with pytest.raises(AssertionError, match="exit status 1"):
         builder.read_pins({"CUDA": "12.6"})
+
+    # The builder may end before it has passed on what the step said last.
+    text = (repository / "Dockerfile").read_text(encoding="utf-8")
+    (step,) = re.findall(r"^RUN (case .*?esac)", text, re.MULTILINE | re.DOTALL)
+    script = step.replace("\\\n", "")
+    ended = subprocess.run(
+        ["sh", "-c", script],
+        env={"CUDA": "12.6"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == "CUDA=12.6 is unknown: use 12.8, 13 or none\n"
 
 
 @BUILDS

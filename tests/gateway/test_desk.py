@@ -67,7 +67,7 @@ async def test_what_is_not_drawn_in_time_has_an_address_to_ask_at(serve: Serve):
     await until(lambda: again.get(where), lambda it: b"completed" in it[1])
     status, image = await again.get(f"{where}/0")
     assert (status, image[:4]) == (200, b"\x89PNG")
-    status, _ = await served.post("/v1/images/generations", {"prompt": "a"})
+    status, _ = await again.post("/v1/images/generations", {"prompt": "a"})
     assert status == 200
 
 
