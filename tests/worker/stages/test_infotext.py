@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from packaging.version import InvalidVersion, Version
 from PIL import Image
@@ -242,6 +242,7 @@ words = st.text(
 @example("猫 🎨", "ä", "jpeg")
 @example("", "", "webp")
 def test_sd_parsers_reads_the_jobs_values_back(prompt: str, negative: str, name: str):
+    assume("Negative prompt:" not in prompt + negative)  # it takes that for its own
     job = job_of(sampler_name="k_dpmpp_2m_ka", steps=15, cfg_scale=6.5, seed=2**32 - 1)
     # Not read from a message: what the words mean, and whether they are allowed, is not asked here.
     words = {
