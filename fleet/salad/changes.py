@@ -1,6 +1,7 @@
 """Plans the steps from a fleet's container groups to the wanted ones.
 
-No step has more replicas, or a higher price, than the groups before the change or those after it.
+No step has more replicas, or a higher price, than the groups before the change or those after it,
+nor more than the quota allows, which may have been lowered.
 """
 
 import itertools
@@ -37,10 +38,15 @@ class Changes:
         return bool(self.create or self.resize or self.start or self.delete)
 
 
-def applied(bodies: Sequence[Mapping[str, Any]], existing: Sequence[Group]) -> Changes:
-    """Changes from the *existing* groups to *bodies*, by their names, which have the revision."""
+def applied(
+    bodies: Sequence[Mapping[str, Any]], existing: Sequence[Group], room: int
+) -> Changes:
+    """Changes from the *existing* groups to *bodies*, by their names, which have the revision.
+
+    *room*: the replicas that the quota leaves to all of them.
+    """
     wanted = {body["name"]: body["replicas"] for body in bodies}
-    steps = _steps(wanted, existing)
+    steps = _steps(wanted, existing, room)
     live = {group.name: group.live_replicas for group in existing}
     kept_by_step = [
         sum(min(count, before.get(name, 0)) for name, count in after.items())
@@ -65,7 +71,7 @@ def applied(bodies: Sequence[Mapping[str, Any]], existing: Sequence[Group]) -> C
 
 
 def _steps(
-    wanted: Mapping[str, int], existing: Sequence[Group]
+    wanted: Mapping[str, int], existing: Sequence[Group], room: int
 ) -> list[Mapping[str, int]]:
     """Replicas after each step: old ones give way to the same share of the new ones.
 
@@ -83,10 +89,11 @@ def _steps(
     running, total = sum(old.values()), sum(wanted.values())
     steps: list[Mapping[str, int]] = []
     for left in reversed(range(STEPS)) if running else [0]:
-        # Those that do not run give way first.
-        old = salad_groups.resplit(old, min(running, live * left // STEPS))
         share = total * (STEPS - left) // STEPS
         new = salad_groups.resplit(new, min(total, max(sum(new.values()), share)))
+        # Those that do not run give way first.
+        most = max(0, room - sum(new.values()))
+        old = salad_groups.resplit(old, min(running, live * left // STEPS, most))
         if {**old, **new} not in steps[-1:]:
             steps.append({**old, **new})
     return steps

@@ -66,7 +66,7 @@ async def apply(
         )
         classes = fleet_file.gpu_classes(known)
         bodies = groups.render(fleet_file, classes, replicas, existing)
-        plan = changes.applied(bodies, existing)
+        plan = changes.applied(bodies, existing, quota.room(existing))
         total = sum(body["replicas"] for body in bodies)
         price = gpus.replica_price(classes, fleet_file.priority).times(total)
         if plan:

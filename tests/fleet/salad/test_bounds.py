@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import forks
@@ -165,7 +165,14 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
 ):
     path = tmp_path / "fleet.yaml"
 
+    # A quota that was lowered, below what runs and below what was asked for.
+    plain, next_one = (Revision("[RTX 3060 Ti]", "batch", slots) for slots in (1, 2))
+    running = [Before(plain, 10, 10, 0, is_stopped=False)]
+    waiting = [Before(plain, 500, 2, 0, is_stopped=False)]
+
     @settings(max_examples=150)
+    @example(Case(running, next_one, 4, 0, 4, 10_000, []))
+    @example(Case(waiting, next_one, 2, 0, 2, 10_000, []))
     @given(cases())
     def check(case: Case) -> None:
         set_up(salad, case, path)
