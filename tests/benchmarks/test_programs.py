@@ -29,7 +29,7 @@ ONE_THREAD = ("--device", "cpu", "--threads", "1")
 
 OVERLAP = ("--", "benchmarks/overlap.py", "--jobs", "8")
 
-BAG = (*TINY, "--folder", "models", "--minute", "2", "--rows", "bag_sizes,uniform")
+BAG = (*TINY, "--folder", "models", "--rows", "bag_sizes,uniform")
 
 #: The programs and the arguments with which they take seconds.
 PROGRAMS: dict[str, tuple[str, ...]] = {
@@ -191,9 +191,15 @@ def test_the_bags_rows_run_with_little_to_do(run: Callable[..., str]):
     # A process of its own imports torch anew; what it is told and prints is the same here.
     program = SimpleNamespace(run=run_row, PIPE=None)
 
-    figures = json.loads(run("bag.py", *BAG, subprocess=program).splitlines()[-1])
+    # A busy machine takes longer until the engine is ready: its first minutes have no figure.
+    for minute_seconds in ("2", "16", "128"):
+        arguments = (*BAG, "--minute", minute_seconds)
+        printed = run("bag.py", *arguments, subprocess=program)
+        share = json.loads(printed.splitlines()[-1])["bag_sizes"]
+        if share is not None:
+            break
 
-    assert figures["bag_sizes"] > 0
+    assert share > 0
 
 
 def test_the_demos_reference_is_made_with_the_networks_that_read_it(

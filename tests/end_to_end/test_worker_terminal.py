@@ -210,7 +210,7 @@ stage.UploadStage._metadata = talk
     assert await end(terminal, process) == 0
 
     assert len(rows) == 2
-    assert re.match(r"[|/\\-] \d+ images \| ", rows[0])
+    assert re.match(r"[|/\\-] \d+ images? \| ", rows[0])
     assert rows[1].startswith("  ")
     log, _ = log_and_rest(terminal)
     story = re.compile(LOGGED.pattern + r"j\d+isonitsway,(alongstory){5}")
