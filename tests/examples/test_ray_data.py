@@ -52,6 +52,8 @@ def test_an_actor_that_is_killed_and_rows_that_are_no_jobs_lose_and_double_nothi
         ),
         "OMP_NUM_THREADS": "1",
         "RAY_AUTH_MODE": "disabled",
+        # By default Ray's workers are at 15, and get nothing of a busy machine.
+        "RAY_worker_niceness": "0",
     }
     killed, told = tmp_path / "killed", tmp_path / "found.json"
 
