@@ -13,10 +13,11 @@ NOTEBOOK = Path(__file__).parents[2] / "docs" / "client.ipynb"
 
 
 def lines(notebook: Any) -> list[str]:
-    """What its cells have printed; results come in the order in which they are done."""
-    return sorted(
-        line for text in outputs(notebook, "text") for line in text.splitlines()
-    )
+    """What its cells have printed; results come in the order in which they are done.
+
+    A kernel that is slow for a moment sends a line in two parts.
+    """
+    return sorted("".join(outputs(notebook, "text")).splitlines())
 
 
 def outputs(notebook: Any, kind: str) -> list[str]:
