@@ -75,7 +75,8 @@ def _steps(
 ) -> list[Mapping[str, int]]:
     """Replicas after each step: old ones give way to the same share of the new ones.
 
-    So no step has more replicas, or a higher price, than the first or the last.
+    So no step has more replicas, or a higher price, than the first or the last, nor more than have
+    *room*.
     """
     new = dict.fromkeys(wanted, 0)
     old = {}
@@ -99,10 +100,9 @@ def _steps(
     return steps
 
 
-def refuse_over_quota(plan: Changes, existing: Sequence[Group], quota: Quota) -> None:
-    """Raises SetupError if the quota does not allow the replicas of *plan*."""
+def refuse_over_quota(plan: Changes, room: int, quota: Quota) -> None:
+    """Raises SetupError if the *room* that the quota leaves is too small for *plan*."""
     wanted = sum(plan.steps[-1].values())
-    room = quota.room(existing)
     if plan.new_replicas and wanted > room:
         raise errors.SetupError(
             f"SaladCloud's quota is {quota.replicas:,} replicas, and other groups use"

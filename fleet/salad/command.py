@@ -66,12 +66,13 @@ async def apply(
         )
         classes = fleet_file.gpu_classes(known)
         bodies = groups.render(fleet_file, classes, replicas, existing)
-        plan = changes.applied(bodies, existing, quota.room(existing))
+        room = quota.room(existing)
+        plan = changes.applied(bodies, existing, room)
         total = sum(body["replicas"] for body in bodies)
         price = gpus.replica_price(classes, fleet_file.priority).times(total)
         if plan:
             console.print_note("\n".join(_plan_lines(plan)))
-            changes.refuse_over_quota(plan, existing, quota)
+            changes.refuse_over_quota(plan, room, quota)
             console.print_note(f"cost: {price}, {price.per_day} while all replicas run")
         else:
             console.print_note(f"{fleet_file.name} is up to date")
