@@ -1,15 +1,11 @@
-"""What the gate and the scores cannot draw or compare is refused, with the reason."""
+"""What the gate cannot draw or compare is refused, with the reason."""
 
 import json
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from evaluation.gate import images, jobs
-from evaluation.score.statistics import Statistics
 from imagefleet import errors
 
 
@@ -45,24 +41,3 @@ async def test_an_image_that_is_gone_meanwhile_is_named(tmp_path):
 def test_two_images_of_one_name_are_no_pair():
     with pytest.raises(images.NotComparableError, match=r"both fox\.jpeg and fox\.png"):
         images.by_key(["fox.png", "fox.jpeg"], "a")
-
-
-def test_one_image_has_no_covariance():
-    with pytest.raises(errors.SetupError, match="at least two images"):
-        _ = Statistics(1, np.zeros(2), np.zeros((2, 2))).covariance
-
-
-@pytest.mark.parametrize(
-    "arrays",
-    [
-        {"mu": np.zeros((2, 2)), "sigma": np.zeros((2, 2))},
-        {"mu": np.zeros(2), "sigma": np.zeros((3, 3))},
-        {"mu": np.full(2, np.nan), "sigma": np.zeros((2, 2))},
-    ],
-)
-def test_statistics_of_no_distribution_are_refused(arrays: dict[str, Any], tmp_path):
-    path: Path = tmp_path / "reference.npz"
-    np.savez(path, **arrays)
-
-    with pytest.raises(errors.SetupError, match="a vector of finite numbers"):
-        Statistics.read(path)
