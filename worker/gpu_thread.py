@@ -83,9 +83,12 @@ class EngineThread:
     its thread alone, loading included.
     """
 
-    def __init__(self, backlog: int) -> None:
-        """*backlog*: finished images that may wait to be encoded before the engine blocks."""
-        self.clock = GpuClock()
+    def __init__(self, backlog: int, began_at: float | None = None) -> None:
+        """*backlog*: finished images that may wait to be encoded before the engine blocks.
+
+        *began_at*: the worker's start, in monotonic seconds; None: now.
+        """
+        self.clock = GpuClock(time.monotonic() if began_at is None else began_at)
         self.capacity = 0
         """Most requests the engine holds at once; follows the engine's own."""
         self.engine: contract.Engine | None = None
@@ -94,11 +97,10 @@ class EngineThread:
         #: Called on the engine's thread after each wait for work: an idle engine's reason.
         self.why_idle: Callable[[], str] = lambda: "starved"
         self.tick_began_at: float | None = None
-        self._began_at = time.monotonic()
         self._waiting: deque[tuple[int, contract.PreparedRequest]] = deque()
         self._calls: deque[_Call] = deque()
         self._drawing: dict[int, Future[Delivery | None]] = {}
-        self._drawn_tickets = itertools.count(-1, -1)  # none of a job's
+        self._drawn_tickets = itertools.count(-1, -1)  # see `_is_jobs`
         self._wake = threading.Condition()
         self._wanted: _Wanted | None = None
         self._accepting = True
@@ -244,6 +246,7 @@ class EngineThread:
                     engine.close()
                     engine = None  # its memory is the next one's
                 if engine is None:
+                    self.clock.paces = None  # another engine's speed is another
                     try:
                         engine = wanted.load()
                     except Exception as error:  # noqa: BLE001 - raised again by `_attach`
@@ -280,16 +283,22 @@ class EngineThread:
             self.tick_began_at = began_at = time.monotonic()
             if self.clock.first_at is None and self._admitted_at:
                 self.clock.first_at = began_at
+            # Half of what it may hold fills its slots, the rest is ready for them.
+            is_full = 2 * engine.free <= engine.capacity
+            pixels_before = getattr(engine, "unet_row_pixels", 0)
             outcomes = engine.tick()
             self.tick_began_at = None
             ended_at = time.monotonic()
+            row_pixels = getattr(engine, "unet_row_pixels", 0) - pixels_before
             if self.clock.first_at is None:
                 continue  # it only took up what it has compiled
             self.clock.busy_seconds += ended_at - began_at
             self.clock.images += len(outcomes)
             self.clock.last_at = ended_at
-            if outcomes and self.clock.full_speed_at is None:
-                self.clock.note_images(engine, self._began_at, ended_at)
+            if is_full and row_pixels:
+                self.clock.note_full_tick(engine, row_pixels, ended_at - began_at)
+            if self.clock.full_speed_at is None and any(map(_is_jobs, outcomes)):
+                self.clock.note_image(engine, ended_at)
             self._deliver(outcomes, ended_at)
         # The requests that it has begun and will not finish.
         self._admitted_at.clear()
@@ -379,6 +388,12 @@ class EngineThread:
         # The loop is closed when an error kills the worker: then nothing waits for this.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _is_jobs(finished: contract.Finished) -> bool:
+    """False for a failure, and for an image of `draw`, by which a node checks itself."""
+    is_image = not isinstance(finished.outcome, errors.FleetError)
+    return is_image and finished.ticket >= 0
 
 
 def _answer() -> Future[Any]:

@@ -298,11 +298,10 @@ class CostMeter(Collector):
     _replica: Replica
     _operations: Operations
     _clock: Clock
-    began_at: float | None = None  # the start of billing (monotonic seconds); None: now
 
     def __post_init__(self) -> None:
         replica = self._replica
-        self._began_at = time.monotonic() if self.began_at is None else self.began_at
+        self._began_at = self._engine_thread.clock.began_at
         #: This replica's part of each image's metadata, in ASCII (`fleet.report.records`).
         self.record = {"gpu": replica.gpu.encode("ascii", "replace").decode()}
         if replica.dollars_per_hour is not None:
@@ -397,8 +396,8 @@ class CostMeter(Collector):
         clock = self._engine_thread.clock
         for name, until, at in (
             ("start_up", "until its engine was loaded", self._ready_at),
-            ("first_image", "to its first image", clock.first_image_at),
-            ("full_speed", "to its first image at full speed", clock.full_speed_at),
+            ("first_image", "to a job's first image", clock.first_image_at),
+            ("full_speed", "to a job's first at full speed", clock.full_speed_at),
         ):
             if at is not None:
                 yield _gauge(
@@ -406,6 +405,12 @@ class CostMeter(Collector):
                     f"Time from this worker's start {until}.",
                     at - self._began_at,
                 )
+        if clock.warm_up_speed is not None:
+            yield _gauge(
+                "warm_up_speed_ratio",
+                "Speed between a job's first image and the first at full speed, as a share of it.",
+                clock.warm_up_speed,
+            )
 
     def _dollars(self, seconds: float) -> float | None:
         price = self._replica.dollars_per_hour

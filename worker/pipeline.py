@@ -95,13 +95,12 @@ class Pipeline:
         self._on_settled = on_settled
         self._on_depth = on_depth
         self._load_engine = load
-        self.engine_thread = EngineThread(backlog=ENCODE_BACKLOG)
+        self.engine_thread = EngineThread(ENCODE_BACKLOG, machine.began_at)
         self.cost = CostMeter(
             self.engine_thread,
             machine.replica,
             storage.operations,
             storage.blobs.clock,
-            machine.began_at,
         )
         self._queue = storage.models.served([])
         self._keeper = leases.LeaseKeeper(

@@ -51,9 +51,7 @@ class FakeEngineThread:
     """The part of an engine thread that the meter reads."""
 
     def __init__(self) -> None:
-        from worker.gpu_clock import GpuClock
-
-        self.clock = GpuClock()
+        self.clock = GpuClock(time.monotonic())
         self.tick_began_at: float | None = None
 
 
@@ -228,11 +226,25 @@ def test_without_a_price_no_cost_is_reported():
     assert "imagefleet_price_dollars_per_hour" not in seen
 
 
-def test_the_first_image_may_come_before_full_speed():
-    engine = SimpleNamespace(is_compiling=True)
-    clock = GpuClock()
-    clock.note_images(engine, 0, 1)  # type: ignore[arg-type]
-    assert (clock.first_image_at, clock.full_speed_at) == (1, None)
-    engine.is_compiling = False
-    clock.note_images(engine, 0, 2)  # type: ignore[arg-type]
-    assert (clock.first_image_at, clock.full_speed_at) == (1, 2)
+def test_a_figure_of_the_first_minutes_that_is_unknown_has_no_series():
+    engine_thread = FakeEngineThread()
+    clock = engine_thread.clock
+    replica = Replica("none", None, prices.FREE_STORAGE)
+    meter = CostMeter(engine_thread, replica, Operations(), Clock())  # type: ignore[arg-type]
+    names = ["first_image_seconds", "full_speed_seconds", "warm_up_speed_ratio"]
+    shown = [f"imagefleet_{name}" for name in names]
+    assert not {*shown} & {*values(meter)}
+
+    clock.first_image_at = clock.began_at + 20
+    clock.full_speed_at = clock.began_at + 60
+    clock.warm_up_speed = 0.5
+    seen = values(meter)
+    assert [seen[name] for name in shown] == pytest.approx([20, 60, 0.5])
+
+
+async def test_a_worker_without_a_job_has_no_first_image(run_pipeline: RunPipeline):
+    pipeline = await run_pipeline()
+    seen = values(pipeline.cost)
+    assert "imagefleet_start_up_seconds" in seen
+    assert "imagefleet_first_image_seconds" not in seen
+    assert "imagefleet_full_speed_seconds" not in seen

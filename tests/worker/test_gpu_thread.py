@@ -1,8 +1,10 @@
 import asyncio
 import itertools
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -296,6 +298,109 @@ async def test_taking_up_what_is_compiled_is_no_first_image(
         await engine_thread.finished()
         assert clock.full_speed_at is not None
         assert clock.full_speed_at > clock.first_image_at
+
+
+async def test_a_worker_that_only_checked_itself_or_failed_has_no_first_image_and_no_full_speed():
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        if request.seed == 1:
+            raise errors.TransientError("out of memory")
+        return draw_noise(request)
+
+    async with engine_thread_with(StandInEngine(draw=draw)) as engine_thread:
+        assert await engine_thread.draw(prepared(0)) is not None
+        await engine_thread.submit(1, prepared(1))
+        await engine_thread.finished()
+        clock = engine_thread.clock
+        assert clock.images == 2
+        assert (clock.first_image_at, clock.full_speed_at) == (None, None)
+        await engine_thread.submit(2, prepared(2))
+        await engine_thread.finished()
+        assert clock.first_image_at == clock.full_speed_at
+        assert clock.first_image_at is not None
+
+
+class WarmingUp(StandInEngine):
+    """Takes 5 s for an image of 16x16 at full speed, and twice as long while it compiles."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capacity: int = 2) -> None:
+        super().__init__(capacity=capacity)
+        self.is_compiling = True
+        self.unet_row_pixels = 0
+        self._now = 0.0
+        monkeypatch.setattr(
+            gpu_thread, "time", SimpleNamespace(monotonic=lambda: self._now)
+        )
+
+    def tick(self) -> list[contract.Finished]:
+        pixels = sum(each.width * each.height for _, each in self._admitted)
+        self.unet_row_pixels += pixels
+        self._now += 5 * pixels / 16**2 * (2 if self.is_compiling else 1)
+        return super().tick()
+
+
+async def draw_in_turn(
+    engine_thread: EngineThread, images: int, width: int = 16
+) -> None:
+    for ticket in range(images):
+        request = replace(prepared(ticket).request, width=width)
+        await engine_thread.submit(ticket, StandInPrepared(request))
+        await engine_thread.finished()
+
+
+async def test_the_speed_while_it_warmed_up_is_known_after_a_minute_at_full_speed(
+    monkeypatch, caplog
+):
+    engine = WarmingUp(monkeypatch)
+    caplog.set_level(logging.INFO)
+    async with engine_thread_with(engine) as engine_thread:
+        clock = engine_thread.clock
+        await draw_in_turn(engine_thread, 4)
+        assert (clock.first_image_at, clock.full_speed_at) == (10, None)
+        engine.is_compiling = False
+        await draw_in_turn(engine_thread, 1)
+        assert clock.full_speed_at == 45
+        # Images of another size, and of one that is compiled only now.
+        await draw_in_turn(engine_thread, 2, width=32)
+        engine.is_compiling = True
+        await draw_in_turn(engine_thread, 20)
+        engine.is_compiling = False
+        await draw_in_turn(engine_thread, 3, width=32)
+        assert clock.warm_up_speed is None, "it may end here, and is no guess then"
+        await draw_in_turn(engine_thread, 2)
+        # Three images of 10 s, and one that began when the last had been compiled.
+        assert clock.warm_up_speed == pytest.approx(4 / 35 * 5)
+    said = [getattr(each, "warm_up_speed", None) for each in caplog.records]
+    assert clock.warm_up_speed in said
+
+
+@pytest.mark.parametrize(("capacity", "images"), [(8, 10), (2, 1)])
+async def test_a_starved_worker_and_one_that_hardly_warmed_up_have_no_such_speed(
+    monkeypatch, capacity: int, images: int
+):
+    engine = WarmingUp(monkeypatch, capacity)
+    monkeypatch.setattr("worker.gpu_clock.LEAST_WARM_UP_SECONDS", 6.0)
+    async with engine_thread_with(engine) as engine_thread:
+        await draw_in_turn(engine_thread, images)
+        engine.is_compiling = False
+        await draw_in_turn(engine_thread, 20)
+        assert engine_thread.clock.full_speed_at == 10 * images + 5
+        assert engine_thread.clock.warm_up_speed is None
+
+
+async def test_a_worker_that_starts_again_has_figures_of_its_own_and_another_model_no_speed(
+    monkeypatch,
+):
+    first, second = WarmingUp(monkeypatch), WarmingUp(monkeypatch)
+    async with engine_thread_with(first) as engine_thread:
+        await draw_in_turn(engine_thread, 4)
+        await engine_thread.replace(lambda: second)
+        second.is_compiling = False
+        await draw_in_turn(engine_thread, 20)
+        assert engine_thread.clock.full_speed_at is not None
+        assert engine_thread.clock.warm_up_speed is None
+    async with engine_thread_with(StandInEngine()) as engine_thread:
+        clock = engine_thread.clock
+        assert (clock.first_image_at, clock.full_speed_at) == (None, None)
 
 
 async def test_what_is_drawn_beside_jobs_is_not_among_their_images_and_ends_with_a_drain():

@@ -60,6 +60,8 @@ class SlotEngine:
         """Graphs compiled after the warm-up; above 0 is a bug."""
         self.unet_rows = 0
         """Rows of the UNet's calls that images took."""
+        self.unet_row_pixels = 0
+        """Sum of these rows' pixels: the work of images of unlike sizes."""
         self._has_drawn_job = False
         self.checkpoint: Model = model
         self._unet = parts.unet
@@ -415,7 +417,10 @@ class SlotEngine:
         self._weights.finish_loading()
         self._runner.run(step, lane.weight_mode, max(lane.active) + 1)
         self._weights.note_step()
-        self.unet_rows += len(lane.active) * lane.batch_key.slot_rows
+        key = lane.batch_key
+        drawn_rows = len(lane.active) * key.slot_rows
+        self.unet_rows += drawn_rows
+        self.unet_row_pixels += drawn_rows * key.width * key.height
         for slot, job in list(lane.active.items()):
             job.call += 1
             if job.call == job.calls:
