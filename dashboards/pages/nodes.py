@@ -23,6 +23,8 @@ WAITING = f"max_over_time({series('imagefleet_waiting_for_operator')}[5m])"
 PASSED = series("imagefleet_node_check_passed")
 FAULTS = series("imagefleet_node_faults_total")
 FIRST_IMAGE = series("imagefleet_first_image_seconds")
+FULL_SPEED = series("imagefleet_full_speed_seconds")
+WARM_UP_SPEED = series("imagefleet_warm_up_speed_ratio")
 WINDOWS = series("imagefleet_node_watch_windows_total")
 FAILED_WINDOWS = series("imagefleet_node_watch_windows_total", 'result="failed"')
 REALLOCATIONS = series("imagefleet_node_reallocations_total")
@@ -117,8 +119,15 @@ NODES = Dashboard(
                 "start-up, slowest tenth": f"quantile(0.9, {START_UP})",
                 "first image, median": f"quantile(0.5, {FIRST_IMAGE})",
                 "first image, slowest tenth": f"quantile(0.9, {FIRST_IMAGE})",
+                "full speed, median": f"quantile(0.5, {FULL_SPEED})",
             },
             unit="s",
+        ),
+        Panel(
+            "Speed before full speed, median",
+            "How fast do workers draw while they compile? As a share of their full speed.",
+            {"{{fleet}}": f"quantile by (fleet) (0.5, {WARM_UP_SPEED})"},
+            unit="percentunit",
         ),
         Table(
             "Slowest nodes of their GPU class",
