@@ -26,7 +26,7 @@ SLOWEST, LEAST_SLOW = 0.5, 0.8
 BROKEN_SHARE = 0.05
 
 #: Billed: reading a model of 2 GB, and the first images.
-START_UP_SECONDS = prices.WARM_UPS["fetched_kernels"]["first_image_seconds"]
+START_UP_SECONDS = prices.WARM_UPS["fetched_kernels"].first_image_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,12 @@ def warm_up(
             lives.append(min(weather.seconds_until_interrupted(dice), left))
             left -= lives[-1] + seconds_until_replaced(dice)
     shares = {}
-    for case, each in prices.WARM_UPS.items():
-        ends = each["first_image_seconds"], each["full_speed_seconds"]
+    for case, warm_up in prices.WARM_UPS.items():
+        ends = warm_up.first_image_seconds, warm_up.full_speed_seconds
         first, full = (
             sum(min(life, end) for life in lives) / sum(lives) for end in ends
         )
-        drawn = 1 - first - (1 - each["speed"]) * (full - first)
+        drawn = 1 - warm_up.lost(first, full)
         shares[case] = {"starting": first, "full_speed": 1 - full, "drawn": drawn}
     return shares
 

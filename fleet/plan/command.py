@@ -190,9 +190,9 @@ def show(plan: estimate.BatchPlan, table: prices.PriceTable) -> None:
         "images per dollar, GPU only": f"{plan.images_per_dollar_gpu_only:,.0f}",
         "images per dollar, all in": f"{plan.images_per_dollar:,.0f}",
     }
-    for case, (starting, cold) in plan.cold.items():
-        shares = f"{starting:.2%} / {cold:.2%}"
-        rows[f"paid before first image / full speed, {case.replace('_', ' ')}"] = shares
+    for case, shares in plan.cold.items():
+        name = f"paid before first image / full speed / lost, {case.replace('_', ' ')}"
+        rows[name] = " / ".join(f"{share:.2%}" for share in shares)
     console.print_tables(console.totals(rows))
     of_gpus = [
         (
@@ -232,7 +232,11 @@ def show(plan: estimate.BatchPlan, table: prices.PriceTable) -> None:
         "",
         *(sentence for part in plan.mix for sentence in estimate.sources(part)),
         f"Storage operations: listed: {table.storage.source}.",
-        f"Paid before first image / full speed: assumed: {prices.WARM_UP_SOURCE}.",
+        *(
+            f"Until full speed, {case.replace('_', ' ')}: assumed: {warm_up.source}."
+            for case, warm_up in prices.WARM_UPS.items()
+        ),
+        f"Another node begins: assumed: {prices.INTERRUPTIONS_SOURCE}.",
         "Interruptions, idle time, workers' changes between models, second drawings (`imagefleet"
         " load --verify-share`, by default 0.5 % more) and storing the images are not included.",
     )

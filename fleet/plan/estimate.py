@@ -103,7 +103,8 @@ class BatchPlan:
     images_per_dollar: float
     mix: Sequence[Part]
     cold: Mapping[str, Sequence[float]]
-    """Shares of the paid time before the first image and full speed, as in `prices.WARM_UPS`."""
+    """Shares of the paid time, by the cases of `prices.WARM_UPS`: before the first image, before
+    full speed, and lost."""
     models: Sequence[ModelCost] = ()
 
 
@@ -139,11 +140,12 @@ def make_plan(
 def _cold(hours: float) -> dict[str, list[float]]:
     """A replica starts once, and again after each interruption."""
     starts = (1 / hours + prices.INTERRUPTIONS_PER_HOUR) / 3600
-    ends = "first_image_seconds", "full_speed_seconds"
-    return {
-        case: [min(1.0, starts * each[end]) for end in ends]
-        for case, each in prices.WARM_UPS.items()
-    }
+    shares = {}
+    for case, warm_up in prices.WARM_UPS.items():
+        starting = min(1.0, starts * warm_up.first_image_seconds)
+        cold = min(1.0, starts * warm_up.full_speed_seconds)
+        shares[case] = [starting, cold, warm_up.lost(starting, cold)]
+    return shares
 
 
 def _model_costs(mix: Sequence[Part], hours: float) -> list[ModelCost]:

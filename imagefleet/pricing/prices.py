@@ -48,6 +48,24 @@ class PriceTable:
     storage: StoragePrices
 
 
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """A fresh node until it draws at full speed, and the source of its figures."""
+
+    first_image_seconds: float
+    full_speed_seconds: float
+    speed: float
+    """Share of full speed between the two."""
+    source: str
+
+    def lost(self, starting: float, cold: float) -> float:
+        """Share of the paid time that draws nothing.
+
+        *starting*, *cold*: the shares of it before first images and before full speed.
+        """
+        return starting + (1 - self.speed) * (cold - starting)
+
+
 _DATA: dict[str, Any] = tomllib.loads(
     Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8")
 )
@@ -56,10 +74,12 @@ _GPUS: dict[str, dict[str, Any]] = _DATA["gpus"]
 GPU_PRICES_SOURCE: str = _DATA["prices_source"]
 SPEEDS_SOURCE: str = _DATA["speeds_source"]
 
-WARM_UP_SOURCE: str = _DATA["warm_up_source"]
-
 #: By what a node has to compile.
-WARM_UPS: Mapping[str, Mapping[str, float]] = _DATA["warm_up"]
+WARM_UPS: Mapping[str, WarmUp] = {
+    case: WarmUp(**figures) for case, figures in _DATA["warm_up"].items()
+}
+
+INTERRUPTIONS_SOURCE: str = _DATA["interruptions_source"]
 
 #: Of one node of SaladCloud's.
 INTERRUPTIONS_PER_HOUR: float = _DATA["interruptions_per_hour"]

@@ -94,9 +94,10 @@ def test_paid_time_at_full_speed_falls_with_interruptions_and_is_what_a_plan_say
     planned = estimate.make_plan(
         1, round(day), [Part("a card", 1, *[Input(1, "given", "")] * 3)]
     )
-    for case, (starting, cold) in planned.cold.items():
+    for case, (starting, cold, lost) in planned.cold.items():
         assert found[case]["starting"] == pytest.approx(starting, rel=0.05)
         assert 1 - found[case]["full_speed"] == pytest.approx(cold, rel=0.05)
+        assert 1 - found[case]["drawn"] == pytest.approx(lost, rel=0.05)
         assert (
             found[case]["full_speed"]
             < found[case]["drawn"]

@@ -1,3 +1,5 @@
+import json
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -37,3 +39,19 @@ def test_storage_costs_three_queue_operations_a_job_and_a_write_an_image():
     # 10,000 writes at $0.055 and 3 x 10,000 operations at $0.01 for 200,000.
     assert prices.storage_dollars(10_000, 10_000) == pytest.approx(0.055 + 0.0015)
     assert prices.storage_dollars(10_000, 40_000) == pytest.approx(0.220 + 0.0015)
+
+
+def test_the_figures_of_a_warm_up_are_those_that_were_measured():
+    path = Path(__file__).parents[3] / "benchmarks/results/first-minute-h100.json"
+    if not path.exists():
+        pytest.skip("the first minute has not been measured")
+    measured = json.loads(path.read_text())
+    for case, suffix in (("fetched_kernels", ""), ("like_jobs", "_cold")):
+        warm_up = prices.WARM_UPS[case]
+        for name, figure in (
+            (f"first_picture_seconds{suffix}", warm_up.first_image_seconds),
+            (f"ready_seconds{suffix}", warm_up.full_speed_seconds),
+            ("beside_compiler", warm_up.speed),
+        ):
+            if measured[name] is not None:
+                assert figure == pytest.approx(measured[name], rel=0.02), name
