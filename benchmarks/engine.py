@@ -116,11 +116,6 @@ def summarise(rows: Rows) -> dict[str, Any]:
     mixed, limit = found("mixed"), rows.get("limit", {})
     from_queue = found("worker") or mixed
     most = quotient(limit.get("matrix_flops_per_second"), limit.get("flops_per_image"))
-    recompiles = [
-        row["recompiles_after_warmup"]
-        for row in rows.values()
-        if row.get("recompiles_after_warmup") is not None
-    ]
     decibels = [
         value for row in ("psnr", "psnr_compiled") if (value := found(row, "psnr_db"))
     ]
@@ -135,7 +130,6 @@ def summarise(rows: Rows) -> dict[str, Any]:
             found("mixed_steps", "unet_calls_per_second"),
             found("mixed", "unet_calls_per_second"),
         ),
-        "recompiles_after_warmup": max(recompiles, default=None),
         "matrix_limit_fraction": quotient(from_queue, most),
         "psnr_db": rounded(min(decibels, default=None)),
         "mixed_lora_measured": "from the queue to the stored PNG"

@@ -38,15 +38,14 @@ import forks
 import polling
 from fleet.main import app
 from header_files import file_of, lora_of, shaped
+from imagefleet.files import kernels
 from imagefleet.files.contents import TEXT_STATES_FORMAT
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from kernel_files import KEY, compile_into
 from salad_fake import fleet_file
-from worker.files.kernels import archive
 
 pytestmark = pytest.mark.slow
 
@@ -126,14 +125,14 @@ COMMANDS: dict[str, Case] = {
     "files add model": Case(
         "dreams.safetensors", r"--model store:dreams\.safetensors --model-sha256"
     ),
-    "files add kernels": Case("kernels.tar.xz", r"h200-sm90-.*\.tar\.xz"),
+    "files add kernels": Case("unet.kernels", r"unet\.kernels"),
     "files add lora": Case("rocket.safetensors --manifest", r"^<lora:rocket:1>$"),
     "files add embedding": Case("mist.safetensors", r"^mist$"),
     "files add upscaler": Case("sharp.safetensors", r"^sharp$"),
     "files add controlnet": Case("canny.safetensors", r"^canny$"),
     "files add text": Case("states --json", r'"change": "stored"'),
     "files list model": Case("", r"dreams\.safetensors +SD 1\.x"),
-    "files list kernels": Case("", r"h200-sm90-\S+ +NVIDIA H200, torch 2\.11\.0"),
+    "files list kernels": Case("", r"unet\.kernels +NVIDIA H200"),
     "files list lora": Case("--json", r'"name": "rocket\.safetensors"'),
     "files list text": Case("--json", r'"name": "0{64}\.safetensors"'),
     "files remove lora": Case("rocket --yes", r"loras/rocket\.safetensors: removed"),
@@ -295,7 +294,7 @@ def work(tmp_path_factory, azurite_address: str, salad: Any) -> Path:
     (folder / "states" / f"{'0' * 64}.safetensors").write_bytes(
         file_of("states", format=TEXT_STATES_FORMAT, encoder="t5")
     )
-    archive.pack(compile_into(folder / "compiled"), KEY, folder / "kernels.tar.xz")
+    kernels.write(folder / "unet.kernels", kernels.Header("NVIDIA H200", []), b"")
     (folder / "fleet.yaml").write_text(fleet_file(salad.url, replicas=2))
 
     stored = io.BytesIO()

@@ -19,11 +19,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from imagefleet import concurrency, errors
+from imagefleet.files import kernels
 from imagefleet.storage.protocol import Clock, JobQueue, Operations
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import logs, metrics
 from imagefleet.telemetry.metrics import QueueGauges
-from worker.files.kernels.cache import Origin
 from worker.files.library import FileLibrary
 from worker.gpu_thread import EngineThread
 from worker.replica import Replica
@@ -161,12 +161,6 @@ class WorkerMetrics:
             "1 while this worker waits for storage, a queue or credentials to be fixed.",
             registry=self.registry,
         )
-        self._kernels = Gauge(
-            "imagefleet_kernels",
-            "1 for where this worker has its compiled kernels from.",
-            ["origin"],
-            registry=self.registry,
-        )
         self._worker: Info | None = None
         self.queues = QueueGauges(self.registry)
         self._collectors: tuple[Collector, ...] = ()
@@ -189,10 +183,6 @@ class WorkerMetrics:
             for outcome in ("completed", "failed"):
                 self.model_jobs.labels(model, outcome)
 
-    def set_kernels(self, origin: Origin) -> None:
-        for each in get_args(Origin):
-            self._kernels.labels(each).set(each == origin)
-
     def collect_from(self, *collectors: Collector) -> None:
         """Registers a pipeline's collectors in place of those of the previous one."""
         for collector in self._collectors:
@@ -209,7 +199,6 @@ class WorkerMetrics:
             (self.node_windows, ("passed", "failed", "unknown")),
             (self.reallocations, ("granted", "refused")),
             (self.node_faults, get_args(NodeFault)),
-            (self._kernels, get_args(Origin)),
         ):
             for value in values:
                 metric.labels(value)
@@ -238,10 +227,12 @@ class EngineCollector(Collector):
             dict(sorted(waited.items())),
             "reason",
         )
+        graphs: Mapping[str, int] = getattr(engine, "graphs", {})
         yield _counter(
-            "engine_recompiles",
-            "Compilations after the warm-up; more than 0 is a bug.",
-            getattr(engine, "recompiles", 0),
+            "engine_graphs",
+            "Graphs that run compiled, by where their kernels are from.",
+            {origin: graphs.get(origin, 0) for origin in kernels.ORIGINS},
+            "origin",
         )
         yield _counter(
             "unet_rows",

@@ -20,7 +20,7 @@ from worker import progress, replica, tasks
 from worker.accelerator import is_unguided
 from worker.engine import contract, load, phases
 from worker.files import check, model
-from worker.files.kernels import cache as kernels
+from worker.files.kernels import KernelExchange
 from worker.gpu_thread import THREAD_NAME, Take
 from worker.gpus.parent import HURRY
 from worker.inputs.reader import JobFiles
@@ -134,7 +134,7 @@ class _Worker:
     _has_started: bool = False
     _port: int = 0
     _gpu: str = replica.NO_GPU
-    _kernels: kernels.KernelCache | None = None
+    _kernels: KernelExchange | None = None
     _engine: contract.Engine | None = None
     _own_files: Mapping[str, Path] = field(default_factory=dict)
 
@@ -239,14 +239,13 @@ class _Worker:
                 is_found = await tasks.run_until(self._stop, finding)
             if is_found:
                 models = finding.result()
-                async with kernels.fetching(
-                    models.current.settings,
+                self._kernels = KernelExchange.of_worker(
+                    self._settings,
                     storage.files,
-                    self._metrics.set_kernels,
                     may_share=self._metadata is None,  # not from strangers' machines
-                ) as self._kernels:
-                    served = None if self._load else models
-                    await self._pipeline.run(self._stop, self._hurry, served)
+                )
+                served = None if self._load else models
+                await self._pipeline.run(self._stop, self._hurry, served)
 
     async def _find_models(self, storage: Storage) -> WorkerModels:
         """Finds the models of the settings, and fetches the one to begin with."""
@@ -359,10 +358,9 @@ class _Worker:
 
             device.check_listed_gpu()
         self._engine = None  # its memory is the next one's
-        around = self._kernels.compiling if self._kernels else None
         own = engine_settings(checkpoint.settings, **self._own_files)
         lasting = replace(own, queue_seconds=lambda: self._meter.queue_seconds)
-        self._engine = load.load_engine(replace(lasting, around_compiling=around))
+        self._engine = load.load_engine(replace(lasting, exchange=self._kernels))
         return self._engine
 
     def _read_weights(self, checkpoint: Checkpoint) -> Take | None:
@@ -394,6 +392,7 @@ def engine_settings(
         taesd=settings.taesd,
         slots=settings.slots,
         compile="off" if settings.compile == "off" else "background",
+        kernels=settings.cache.expanduser() / "kernels",
         fp16_accumulate=settings.fp16_accumulate,
     )
 

@@ -153,7 +153,7 @@ def prepare_rates(
             "slots": engine.slots,
             **engine.savings._asdict(),
             "peak_memory_bytes": machine.peak_memory_bytes(arguments.device),
-            "recompiles_after_warmup": engine.recompiles,
+            "graphs": dict(engine.graphs),
         }
         if with_none:
             plain = replace(workload, loras=())

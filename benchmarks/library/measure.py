@@ -82,7 +82,10 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> Figures:
         async with imagefleet.AsyncEngine(
             setup.model, loras=loras, device=given, slots=worker.slots
         ) as engine:
-            warm_at = time.monotonic() + WARM_SECONDS[device.find_device(given).type]
+            seconds = arguments.warm
+            if seconds is None:
+                seconds = WARM_SECONDS[device.find_device(given).type]
+            warm_at = time.monotonic() + seconds
             while (
                 await turns.compare(of_library, of_worker, 1)
                 and time.monotonic() < warm_at
@@ -102,6 +105,12 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> Figures:
     }
 
 
+def run(arguments: argparse.Namespace) -> Figures:
+    """The figures of given options, measured in a folder of their own."""
+    with tempfile.TemporaryDirectory(prefix="imagefleet-library-") as folder:
+        return asyncio.run(measure(arguments, Path(folder)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
@@ -110,11 +119,11 @@ def main() -> None:
         "--slots", type=int, help="images at once (default: by free memory)"
     )
     parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--warm", type=float, help="seconds before the pairs")
     parser.add_argument("--tiny", action="store_true", help="a trial with a tiny model")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="imagefleet-library-") as folder:
-        figures = asyncio.run(measure(arguments, Path(folder)))
+    figures = run(arguments)
     add_figures(arguments.out, figures)
     print(json.dumps(figures))
 

@@ -35,7 +35,7 @@ def measured(
         "cores_used": (last.machine_cpu_seconds - first.machine_cpu_seconds) / seconds,
         "cores_used_by_workers": (last.worker_cpu_seconds - first.worker_cpu_seconds)
         / seconds,
-        "recompiles": last.recompiles,
+        "graphs_compiled": last.graphs_compiled,
         "stage_seconds": {
             stage: (last.stage_seconds[stage] - first.stage_seconds[stage]) / count
             for stage, count in stages.items()

@@ -42,6 +42,15 @@ _SHOWN = frozenset(
     )
 )
 
+#: Metrics that are read as they are.
+_TOLD = frozenset(
+    (
+        "imagefleet_first_image_seconds",
+        "imagefleet_full_speed_seconds",
+        "imagefleet_unet_rows_total",
+    )
+)
+
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -59,7 +68,9 @@ class Sample:
     busy_slots: dict[str, int] = field(default_factory=dict)
     stage_seconds: Counter[str] = field(default_factory=Counter)
     stage_counts: Counter[str] = field(default_factory=Counter)
-    recompiles: int = 0
+    graphs_compiled: int = 0
+    told: dict[str, float] = field(default_factory=dict)
+    """The figures of `_TOLD`, of the only worker."""
     worker_cpu_seconds: float = 0.0
     machine_cpu_seconds: float = 0.0
 
@@ -69,6 +80,8 @@ class Sample:
             for found in family.samples:
                 gpu = found.labels.get("device", machine.gpus[0])
                 self._take(gpu, found.name, found.labels, found.value)
+                if found.name in _TOLD:
+                    self.told[found.name] = found.value
         newest = (machine.process_ids(gpu)[-1] for gpu in machine.gpus)
         self.worker_cpu_seconds = sum(map(_cpu_seconds, {machine.process.pid, *newest}))
         self.machine_cpu_seconds = _machine_cpu_seconds()
@@ -91,8 +104,8 @@ class Sample:
                 self.stage_seconds[labels["stage"]] += value  # type: ignore[assignment]
             case "imagefleet_stage_seconds_count":
                 self.stage_counts[labels["stage"]] += int(value)
-            case "imagefleet_engine_recompiles_total":
-                self.recompiles += int(value)
+            case "imagefleet_engine_graphs_total" if labels["origin"] == "compiled":
+                self.graphs_compiled += int(value)
 
 
 class Machine:

@@ -148,7 +148,7 @@ def measure_slots(arguments: argparse.Namespace, folder: Path, width: int) -> Fi
         "images": len(outcomes),
         "images_per_second": len(outcomes) / seconds,
         "ready_seconds": ready_seconds,
-        "recompiles": engine.recompiles,
+        "graphs": dict(engine.graphs),
         "peak_memory_bytes": machine.peak_memory_bytes(
             devices.find_device(arguments.device)
         ),

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -196,15 +197,19 @@ def from_queue(
         seconds = channel.serve(
             {row: functools.partial(measure, row) for row in rows}, until=worker_row
         )
-        width = work.images_at_once(engine)
+        width = width_of(engine)
         images_per_second = rates.get(first, width / 4)
         jobs = (3 + math.ceil(seconds * images_per_second / width)) * width
         return engine, [workload.message(at) for at in range(jobs)]
 
+    def width_of(engine: Any) -> int:
+        size = (engine.default_size,)
+        return int(engine.slots_for(replace(rows[first], sizes=size).request(0)))
+
     settings = bench_engine.worker_settings(setup, worker_row)
     try:
         far, idle_fraction = asyncio.run(
-            work.work(settings, serve_and_fill, wrap=FarStorage)
+            work.work(settings, serve_and_fill, wrap=FarStorage, width_of=width_of)
         )
     except errors.FleetError as error:
         log.exception("the worker failed")

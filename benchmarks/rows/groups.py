@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from filelock import FileLock
+
 Figures = dict[str, Any]
 
 #: With little time left, a row is measured for less, but at least for this share.
@@ -147,11 +149,21 @@ async def measure(
 
 def add_figures(path: Path, figures: Figures) -> Figures:
     """Adds to the results in a file; returns all of them."""
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results |= figures
+    return change_figures(path, lambda results: results | figures)
+
+
+def change_figures(path: Path, change: Callable[[Figures], Figures]) -> Figures:
+    """Writes what *change* makes of the results in a file; returns it.
+
+    A process that is killed leaves a whole file, and two lose nothing of each other.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=2) + "\n")
-    return cast("Figures", results)
+    part = path.with_suffix(".part")
+    with FileLock(path.with_suffix(".lock")):
+        results = change(json.loads(path.read_text()) if path.exists() else {})
+        part.write_text(json.dumps(results, indent=2) + "\n")
+        part.replace(path)
+    return results
 
 
 def add_row(

@@ -185,7 +185,7 @@ def rate(
         "seconds": measured.seconds,
         "cpu_cores": cores,
         "peak_memory_bytes": machine.peak_memory_bytes(options.torch_device),
-        "recompiles_after_warmup": engine.recompiles,
+        "graphs": dict(engine.graphs),
         **warmth,
     }
 

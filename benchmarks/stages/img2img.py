@@ -197,7 +197,7 @@ def _summarise(
             "shares": shares,
             "large_row_in_native_rows": run.large_row,
             "slots": run.engine.slots,
-            "recompiles_after_warmup": run.engine.recompiles,
+            "graphs": dict(run.engine.graphs),
             "hardware": machine.hardware(run.engine._device),  # noqa: SLF001
             "versions": machine.versions(),
         },

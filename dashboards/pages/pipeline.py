@@ -40,10 +40,9 @@ PIPELINE = Dashboard(
             bad_below=0.5,
         ),
         Figure(
-            "Recompiles in the time range",
-            "Did the engine compile again after its warm-up? It never should.",
-            gained(series("imagefleet_engine_recompiles_total")),
-            bad_above=1,
+            "Graphs compiled in the time range",
+            "Do nodes compile for themselves what others of the same GPU have compiled?",
+            gained(series("imagefleet_engine_graphs_total", 'origin="compiled"')),
         ),
         Figure(
             "Start-up, median",

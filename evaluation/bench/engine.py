@@ -163,7 +163,7 @@ def measure(setup: Setup, asked: BenchOptions, step: StartStep) -> dict[str, Any
         "matrix_limit_fraction": mixed / limit,
         "peak_memory_bytes": peak_memory_bytes,
         "fp16_accumulate": asked.fp16_accumulate,
-        "recompiles_after_warmup": run.recompiles,
+        "graphs": run.graphs,
         "diffusers_peft_images_per_second": plain,
         "over_diffusers_peft": mixed / plain if plain else None,
         "hardware": machine.hardware(device),
@@ -218,7 +218,7 @@ class _EngineRun:
         unguided = replace(self.workload, loras=(), cfg_scales=(1.0,))
         engine.warm_up(unguided.request(0))
         self.unguided = self._drive(engine, "no guidance", unguided)
-        self.recompiles = engine.recompiles
+        self.graphs = dict(engine.graphs)
         rounds = 3 + math.ceil(
             self._seconds * self.mixed.images_per_second / self.width
         )

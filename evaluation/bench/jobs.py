@@ -68,22 +68,7 @@ class Workload:
 
     def message(self, number: int) -> str:
         """Queue message of the job that `request` gives for this number."""
-        request = self.request(number)
-        tags = "".join(
-            f" <lora:{lora.name}:{lora.unet_weight}>" for lora in request.loras
-        )
-        job = {
-            "id": f"{number:06}",
-            "prompt": f"{request.prompt}{tags}",
-            "negative_prompt": request.negative_prompt,
-            "sampler_name": samplers.SAMPLERS[request.sampler].name,
-            "steps": request.steps,
-            "cfg_scale": request.cfg_scale,
-            "seed": request.seed,
-            "width": request.width,
-            "height": request.height,
-        }
-        return json.dumps(job)
+        return message(number, self.request(number))
 
     def _loras(self, number: int) -> Iterator[contract.Lora]:
         if not self.loras:
@@ -99,3 +84,20 @@ def reference_words() -> tuple[str, str]:
     """The reference message's prompt, without its LoRA, and its negative prompt."""
     message = json.loads(demo.REFERENCE_MESSAGE)
     return _LORA_TAG.sub("", message["prompt"]), message["negative_prompt"]
+
+
+def message(number: int, request: contract.ImageRequest) -> str:
+    """Queue message of a plain request, with the number as the job's id."""
+    tags = "".join(f" <lora:{lora.name}:{lora.unet_weight}>" for lora in request.loras)
+    job = {
+        "id": f"{number:06}",
+        "prompt": f"{request.prompt}{tags}",
+        "negative_prompt": request.negative_prompt,
+        "sampler_name": samplers.SAMPLERS[request.sampler].name,
+        "steps": request.steps,
+        "cfg_scale": request.cfg_scale,
+        "seed": request.seed,
+        "width": request.width,
+        "height": request.height,
+    }
+    return json.dumps(job)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -38,6 +38,51 @@ class Rate:
     def unet_calls_per_second(self) -> float:
         """Each image's calls are counted, even if images share them."""
         return self.unet_calls / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """One tick of an engine; times are by `time.monotonic`."""
+
+    began_at: float
+    ended_at: float
+    rows: int
+    """Rows of the UNet's calls that its images took; 0 of an engine that does not count them."""
+
+
+class Ticks:
+    """Times all ticks of an engine from now on."""
+
+    def __init__(self, engine: contract.Engine) -> None:
+        self.all: list[Tick] = []
+        self._engine = engine
+        self._tick = engine.tick
+        engine.tick = self._run  # type: ignore[method-assign]
+
+    @property
+    def idle_fraction(self) -> float:
+        """Share of the time between the first and the last full tick that no tick took.
+
+        At a run's start and end the engine has fewer images than it holds, which is no loss.
+        """
+        most = max((tick.rows for tick in self.all), default=0)
+        full = [at for at, tick in enumerate(self.all) if tick.rows == most]
+        if not full:
+            return 0.0
+        between = self.all[full[0] : full[-1] + 1]
+        busy = sum(tick.ended_at - tick.began_at for tick in between)
+        seconds = between[-1].ended_at - between[0].began_at
+        return max(0.0, 1 - busy / seconds)
+
+    def _run(self) -> list[contract.Finished]:
+        rows = self._rows()
+        began_at = time.monotonic()
+        finished = self._tick()
+        self.all.append(Tick(began_at, time.monotonic(), self._rows() - rows))
+        return finished
+
+    def _rows(self) -> int:
+        return int(getattr(self._engine, "unet_rows", 0))
 
 
 def images_at_once(engine: contract.Engine) -> int:
@@ -83,34 +128,50 @@ def drive(
         FleetError: an image failed.
     """
     width = width or images_at_once(engine)
-    preparing: deque[Future[contract.PreparedRequest]] = deque()
     drawn: list[contract.ImageRequest] = []
     finished_at: list[float] = []
-    calls: list[int] = []
-    amounts: list[float] = []
+    for finished in draw_on(engine, requests, width):
+        drawn += finished
+        finished_at += [time.perf_counter()] * len(finished)
+        if finished_at:
+            on_progress(finished_at[-1] - finished_at[0])
+        if _is_enough(finished_at, width, seconds):
+            break
+    while engine.busy:
+        engine.tick()
+    calls = [request.steps for request in drawn]
+    return rate_of(finished_at, width, calls, list(map(amount_of, drawn)))
+
+
+def draw_on(
+    engine: contract.Engine, requests: Iterator[contract.ImageRequest], width: int
+) -> Generator[list[contract.ImageRequest], None, None]:
+    """Keeps *engine* full; yields, after each tick, the requests whose images are done.
+
+    *width*: how many images are there before it waits for the preparation of no other.
+
+    Raises:
+        FleetError: an image failed.
+    """
+    preparing: deque[Future[contract.PreparedRequest]] = deque()
+    admitted: list[contract.ImageRequest] = []
     with ThreadPoolExecutor(PREPARERS) as threads:
-        while not _is_enough(finished_at, width, seconds):
+        while True:
             while engine.free:
                 while len(preparing) < 2 * width:
                     preparing.append(threads.submit(engine.prepare, next(requests)))
                 # As the worker does; waits only to fill the engine for the first time.
-                if len(drawn) >= width and engine.busy and not preparing[0].done():
+                if len(admitted) >= width and engine.busy and not preparing[0].done():
                     break
                 prepared = preparing.popleft().result()
-                engine.admit(len(drawn), prepared)
-                drawn.append(prepared.request)
-            for finished in engine.tick():
-                if isinstance(finished.outcome, errors.FleetError):
-                    raise finished.outcome
-                finished_at.append(time.perf_counter())
-                request = drawn[finished.ticket]
-                calls.append(request.steps)
-                amounts.append(amount_of(request))
-            if finished_at:
-                on_progress(finished_at[-1] - finished_at[0])
-        while engine.busy:
-            engine.tick()
-    return rate_of(finished_at, width, calls, amounts)
+                engine.admit(len(admitted), prepared)
+                admitted.append(prepared.request)
+            finished = []
+            for one in engine.tick():
+                if isinstance(one.outcome, errors.FleetError):
+                    raise one.outcome
+                finished.append(admitted[one.ticket])
+            yield finished
 
 
 def rate_of(
@@ -156,28 +217,29 @@ async def work(
     load: Callable[[], tuple[contract.Engine, Sequence[str]]],
     *,
     wrap: Callable[[Storage], Storage] = lambda storage: storage,
+    width_of: Callable[[contract.Engine], int] = images_at_once,
     on_images: Callable[[float], None] = lambda _: None,
 ) -> tuple[Rate, float]:
     """A whole worker's rate, from the queue to the stored image, and the engine's idle fraction.
 
     *load* runs on the engine's thread, may measure there, and returns the engine and the messages
-    to work on. Both exclude the first and the last round of images; the rate counts no UNet calls
-    or pixels.
-    *wrap* may wrap the worker's storage, for example to add latency.
+    to work on. The rate excludes the first and the last round of images, and counts no UNet calls
+    or pixels; the idle fraction is that of `Ticks`.
+    *wrap* may wrap the worker's storage, for example to add latency. *width_of*: how many images
+    finish together, if not as many as of the native size.
 
     Raises:
         FleetError: a job or the worker failed.
     """
     loop = asyncio.get_running_loop()
     completed_at: list[float] = []
-    busy_seconds: list[float] = []
     others: Counter[str] = Counter()
+    ticks: list[Ticks] = []
     width = 0
 
     def on_settled(outcome: str) -> None:
         if outcome == "completed":
             completed_at.append(time.perf_counter())
-            busy_seconds.append(pipeline.engine_thread.clock.busy_seconds)
             on_images(len(completed_at))
         else:
             others[outcome] += 1
@@ -191,7 +253,8 @@ async def work(
             asyncio.run_coroutine_threadsafe(
                 storage.queue.send(messages), loop
             ).result()
-            width = images_at_once(engine)
+            width = width_of(engine)
+            ticks.append(Ticks(engine))
             return engine
 
         pipeline = Pipeline(
@@ -210,8 +273,7 @@ async def work(
         "the engine was idle for these seconds, start and end included: %s",
         idle or "none",
     )
-    busy = busy_seconds[width + rate.images - 1] - busy_seconds[width - 1]
-    return rate, max(0.0, 1 - busy / rate.seconds)
+    return rate, ticks[0].idle_fraction
 
 
 def _is_enough(finished_at: Sequence[float], width: int, seconds: float) -> bool:

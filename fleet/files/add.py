@@ -22,13 +22,12 @@ from cli.options import option
 from fleet.files import stored
 from fleet.files.stored import Listing, Ready, Report
 from imagefleet import concurrency, errors
-from imagefleet.files import adapter, contents, kinds, lora
+from imagefleet.files import adapter, contents, kernels, kinds, lora
 from imagefleet.files.kinds import MODEL, FileKind
 from imagefleet.job.prompt import SAFE_NAME, SAFE_NAMES, is_safe_name
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
 from worker.files import addresses, check
-from worker.files.kernels import archive
 
 Manifest = Annotated[
     bool,
@@ -212,10 +211,8 @@ async def _ready(
     if kind is kinds.MODEL:
         return await _model(stack, path, given)
     if kind is kinds.KERNELS:
-        key, _ = archive.check(path)
-        return Ready(
-            path, f"{key.name}{archive.SUFFIX}", f"{key.gpu}, torch {key.torch}"
-        )
+        header, _ = kernels.read(path)
+        return Ready(path, path.resolve().name, header.made_for)
     name = _name(kind, path, given.name)
     if path.is_dir():
         room = tempfile.TemporaryDirectory()

@@ -174,10 +174,9 @@ def make_command(
 ) -> None:
     """Makes kernels or text states for a model.
 
-    kernels: compiles for this machine's GPU and writes one file, for `files add kernels`, or for
-    the workers' image with --kernels. It is for workers with the same GPU, major version of the
-    driver, torch, imagefleet and kind of model. Takes a worker's settings; what that worker has
-    compiled into --cache is packed as well.
+    kernels: compiles for this machine's GPU and writes a file for each graph, for `files add
+    kernels`, or for the workers' image with --kernels. They are for workers with the same GPU,
+    torch, imagefleet, kind of model and number of slots. Takes a worker's settings.
 
     text: reads each prompt of JOBS with the text encoder of the stage --model and stores what it
     says, for stages of DeepFloyd IF without one. What the storage has is passed over, so an

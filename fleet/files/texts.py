@@ -38,7 +38,7 @@ class MakeOptions:
     seed: int | None = option("Overrides the template's seed.", min=0, max=2**63 - 1)
     manifest: Manifest = False
     output: Path = option(
-        "Where the file of kernels is written.", Path("kernels"), metavar="FOLDER"
+        "Where the files of kernels are written.", Path("kernels"), metavar="FOLDER"
     )
 
 

@@ -155,14 +155,15 @@ TEXT = FileKind(
     cached_bytes=2**30,
     is_made=True,
 )
-#: Programs, whose key `worker.files.kernels` reads.
+#: Programs, whose names say what they are for: see `worker.engine.kernels.package`.
 KERNELS = FileKind(
     "kernels",
     "kernels",
     "kernels",
-    "workers with the same GPU load them at their start",
+    "workers with the same GPU load them in place of compiling",
     "{name}",
-    suffixes=(".tar.xz",),
+    suffixes=(".kernels",),
+    max_bytes=2**28,
     needs_list=True,
     lists_suffixes=True,
     is_made=True,

@@ -19,6 +19,7 @@ from aiolimiter import AsyncLimiter
 
 import forks
 from evaluation.stand_in import StandInEngine
+from imagefleet.files import kernels as kernel_files
 from imagefleet.job.message import Output
 from imagefleet.pricing import prices
 from imagefleet.records.log import RecordLog
@@ -26,10 +27,8 @@ from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet, as_it_was, built, in_process
-from kernel_files import KEY, compile_into
 from salad_fake import fleet_file
 from worker.engine import contract
-from worker.files.kernels import archive
 from worker.pipeline import Machine, Pipeline
 from worker.replica import Replica
 from worker.settings import WorkerSettings
@@ -77,10 +76,10 @@ def start(tmp_path, console_forks: forks.Forks) -> Iterator[Start]:
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory) -> bytes:
-    """A package of compiled kernels, which takes long to pack."""
-    folder = tmp_path_factory.mktemp("kernels")
-    archive.pack(compile_into(folder / "compiled"), KEY, folder / "kernels.tar.xz")
-    return (folder / "kernels.tar.xz").read_bytes()
+    """A file of compiled kernels."""
+    path = tmp_path_factory.mktemp("kernels") / "unet.kernels"
+    kernel_files.write(path, kernel_files.Header("NVIDIA H200", []), b"")
+    return path.read_bytes()
 
 
 def draw_picture(request: contract.ImageRequest) -> contract.Pixels:

@@ -66,7 +66,7 @@ CALLS = {
     "verify": (),
     "prompt": ("a cat",),
     "files list": ("kernels",),
-    "files add": ("kernels", "kernels.tar.xz", "--dry-run"),
+    "files add": ("kernels", "unet.kernels", "--dry-run"),
     "deploy apply": ("--dry-run",),
 }
 
@@ -135,7 +135,7 @@ def fail_job(folder: Path, reason: str, **fields: str) -> None:
 @pytest.fixture
 def filled(tmp_path, kernels: bytes) -> Path:
     """A storage in the test's folder with a failed job, and files of jobs and of kernels."""
-    (tmp_path / "kernels.tar.xz").write_bytes(kernels)
+    (tmp_path / "unet.kernels").write_bytes(kernels)
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat", "id": "one"}\n')
     (tmp_path / "captions.txt").write_text("a cat\n")
     fail_job(tmp_path, "no [bold]", id="cat")

@@ -90,7 +90,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "deploy drain": ("--delete", "--yes", "--wait-minutes", "0"),
     "files add model": ("{url}", "--sha256", "0" * 64, "--cache", "cache"),
     "files add lora": ("{url}", "--sha256", "0" * 64, "--cache", "cache"),
-    "files add kernels": ("kernels.tar.xz",),
+    "files add kernels": ("unet.kernels",),
     "files list lora": (),
     "files remove lora": ("fox", "--yes"),
     "files make kernels": ("--model", "{url}", "--model-sha256", "0" * 64),
@@ -257,7 +257,7 @@ def run(
     monkeypatch.setenv("PLANTED", f"{MARK}FleetEnvironment")
     for name, text in given.items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "kernels.tar.xz").write_bytes(kernels)
+    (tmp_path / "unet.kernels").write_bytes(kernels)
     assert MARK in secret.read_text()
 
     def run(command: str, *arguments: str) -> int:

@@ -95,7 +95,11 @@ async def _fill(settings: StorageSettings) -> None:
         await opened.create()
         await RecordLog(opened.blobs, "w").add([failed, other])
         await opened.blobs.create("default/a.png", b"x", "image/png", {"job": "a"})
-        for name in ("loras/a.safetensors", "models/a.safetensors", "kernels/a.tar.xz"):
+        for name in (
+            "loras/a.safetensors",
+            "models/a.safetensors",
+            "kernels/a.kernels",
+        ):
             await opened.files.create(name, b"x", "image/png", {"job": "a"})
 
 

@@ -46,7 +46,7 @@ async def test_every_counter_starts_at_zero(text: str):
             for each in IDLE_REASONS
         ),
         'imagefleet_lease_renewals_total{result="lost"}',
-        "imagefleet_engine_recompiles_total",
+        "imagefleet_engine_graphs_total",
         "imagefleet_unet_rows_total",
         'imagefleet_model_switches_total{model="stand-in"}',
         'imagefleet_model_jobs_total{model="stand-in",outcome="failed"}',

@@ -23,6 +23,7 @@ from imagefleet.job.prompt import Prompt
 from imagefleet.job.samplers import DEFAULT_OPTIONS, Options
 
 if TYPE_CHECKING:
+    from worker.engine.kernels.packages import Packages
     from worker.engine.slots.memory import SlotWeights, WeightMode
 
 Pixels = npt.NDArray[np.uint8]
@@ -42,8 +43,8 @@ class Settings:
     """Number of lanes with per-slot weights of their own; None takes as many as memory holds."""
     slot_weights: SlotWeights | None = None
     """Storage of LoRAs in slots; None chooses by the memory. "reloaded" works with one slot."""
-    backend: str | None = None
-    """torch.compile's, None for no compilation."""
+    packages: Packages | None = None
+    """What compiles; None: nothing is compiled."""
     compiled_modes: Sequence[WeightMode] = ("per_slot", "shared")
     """Weight modes compiled from the start, in this order; the third mode only where it pays."""
     taesd: Path | None = None

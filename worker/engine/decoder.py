@@ -18,7 +18,7 @@ from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.contract import Finished
-from worker.engine.kernels.compile import Compiled, GraphPool
+from worker.engine.kernels.graph import Graph, GraphPool
 from worker.engine.kernels.layers import time_convolutions
 
 log = logs.EventLog(__name__)
@@ -97,7 +97,6 @@ class Decoder:
         vae: Vae | None,
         factor: int = 1,
         tiny: AutoencoderTiny | None = None,
-        backend: str | None = None,
         pool: GraphPool | None = None,
     ) -> None:
         """*factor*: pixels for each of the latents' rows. *tiny* decodes unless the VAE is to."""
@@ -110,12 +109,13 @@ class Decoder:
         self.is_striped = False
         """True where the memory is too short for whole layers: see `decode_in_stripes`."""
 
-        self._backend = backend
         self._pool = pool
+        self._may_compile = True
         self._queue: dict[_SliceKey, list[_FinishedLatents]] = {}
         self._copies: deque[tuple[Sequence[_FinishedLatents], HostCopy]] = deque()
         self._failed: list[Finished] = []
-        self._compiled: dict[_SliceKey, tuple[Tensor, Compiled]] = {}
+        self._compiled: dict[_SliceKey, tuple[Tensor, Graph]] = {}
+        self._refused: set[_SliceKey] = set()
         # Of single images for which the memory was too short.
         self._striped_shapes: set[torch.Size] = set()
         self._tick = 0
@@ -123,10 +123,6 @@ class Decoder:
     @property
     def busy(self) -> bool:
         return bool(self._queue or self._copies or self._failed)
-
-    @property
-    def recompiles(self) -> int:
-        return sum(compiled.recompiles for _, compiled in self._compiled.values())
 
     def add(
         self,
@@ -144,34 +140,38 @@ class Decoder:
         drawn = _FinishedLatents(ticket, latents, self._tick, key)
         self._queue.setdefault(key, []).append(drawn)
 
-    def compile(self, shape: torch.Size) -> Iterator[Compiled]:
-        """Compiles for latents of *shape* [4, height, width]; nothing without a backend.
+    def compile(self, shape: torch.Size) -> Iterator[Graph]:
+        """Compiles for latents of *shape* [4, height, width].
 
-        Yields the function before its first run, to be traced on any thread.
+        Yields each graph before its first run, to be given its kernels.
         """
         for vae in dict.fromkeys((self._usual, self._vae)):
-            if vae is not None and (vae, shape) not in self._compiled:
+            known = self._compiled.keys() | self._refused
+            if vae is not None and (vae, shape) not in known:
                 yield from self._compile(vae, shape)
 
-    def _compile(self, vae: Vae, shape: torch.Size) -> Iterator[Compiled]:
-        if self._backend is None or self.is_striped:
+    def _compile(self, vae: Vae, shape: torch.Size) -> Iterator[Graph]:
+        if not self._may_compile or self.is_striped:
             return
         size = self._slice_size(shape)
         latents = torch.zeros((size, *shape), device=vae.device)
         name = "the VAE" if vae is self._vae else "TAESD"
-        compiled = Compiled(
+        graph = Graph(
             f"{name} for {size} images of {shape[2]}x{shape[1]} latents",
+            f"vae-{shape[2]}x{shape[1]}-{size}",
             decode,
             (vae, latents),
-            backend=self._backend,
-            pool=self._pool,
+            self._pool,
         )
-        yield compiled
-        if self._backend is None or size != self._slice_size(shape):
+        yield graph
+        if not graph.is_compiled:
+            self._refused.add((vae, shape))
+            return
+        if not self._may_compile or size != self._slice_size(shape):
             return  # given up meanwhile
         time_convolutions(lasting=True)
         try:
-            compiled()
+            graph()
         except Exception as error:
             if not engine_errors.is_out_of_memory(error):
                 raise
@@ -180,7 +180,7 @@ class Decoder:
                 action="compile_failed",
             )
         else:
-            self._compiled[vae, shape] = (latents, compiled)
+            self._compiled[vae, shape] = (latents, graph)
 
     def run(
         self, *, flush: bool, lanes: int = 1, free_memory: FreeMemory | None = None
@@ -310,7 +310,7 @@ class Decoder:
             vae.float()
             if vae is self._usual or (self._vae and self._vae.dtype == torch.float32):
                 self.forget_compiled()
-                self._backend = None
+                self._may_compile = False
         if vae.dtype == torch.float32:
             (again,) = self._decode([drawn]).wait()
             if again is not None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from worker.engine.contract import Engine
     from worker.engine.device import Precision
     from worker.engine.families.table import Family
-    from worker.engine.kernels.compile import Around
+    from worker.engine.kernels.packages import Exchange
     from worker.engine.slots.engine import SlotEngine
     from worker.engine.slots.parts import Parts
 
@@ -40,7 +40,7 @@ _importing = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings(Settings):
-    """A checkpoint, and how it is drawn with; `backend` follows from the others."""
+    """A checkpoint, and how it is drawn with; `packages` follows from the others."""
 
     model: Path
     """A diffusers folder or one `.safetensors` file."""
@@ -61,8 +61,10 @@ class EngineSettings(Settings):
     """Time to compile on a GPU: before the engine is returned, while it draws, or never."""
     fp16_accumulate: bool = False
     """Sums in float16: up to twice the rate on GeForce cards, at some loss of accuracy."""
-    around_compiling: Around | None = None
-    """Context manager that is entered while something is compiled beside the ticks."""
+    kernels: Path = Path.home() / ".cache" / "imagefleet" / "kernels"
+    """A folder of compiled kernels, which are loaded: programs are in them."""
+    exchange: Exchange | None = None
+    """Where others' kernels are."""
 
 
 def load_engine(settings: EngineSettings) -> SlotEngine:
@@ -75,21 +77,29 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
     """
     import_libraries()
     from worker.engine import device as devices
+    from worker.engine.kernels import package
+    from worker.engine.kernels.packages import Packages
     from worker.engine.slots import engine as slot_engine
     from worker.engine.slots import memory
 
     device = devices.find_device(settings.device)
     is_compiled = settings.compile != "off" and device.type == "cuda"
-    how = replace(settings, backend="inductor" if is_compiled else None)
-    with phases.timed("load"):
+    packages = Packages(settings.kernels, device, settings.exchange)
+    if is_compiled:
+        packages.prepare()
+        threading.Thread(target=package.prepare).start()
+    how = replace(settings, packages=packages if is_compiled else None)
+    with phases.timed("load"), contextlib.ExitStack() as failed:
+        failed.callback(packages.close)
         engine = slot_engine.SlotEngine(_parts(how, device))
+        failed.pop_all()
     log.info(f"loaded: {phases.described()}", action="loaded")
     held = memory.describe(engine.slots, engine.savings)
     log.info(
         f"draws {held}", action="fits", slots=engine.slots, **engine.savings._asdict()
     )
     if is_compiled and settings.compile == "background":
-        engine.compile_in_background(settings.around_compiling)
+        engine.compile_in_background()
     elif is_compiled:
         engine.warm_up()
     return engine

@@ -132,7 +132,7 @@ def test_a_name_that_two_files_have_is_to_be_given_with_its_suffix(
             "add model x.safetensors --replace",
             "--replace is for kernels, not for model",
         ),
-        ("add kernels x.tar.xz --name x", "--name is for model, lora, embedding,"),
+        ("add kernels x.kernels --name x", "--name is for model, lora, embedding,"),
         (
             "add lora a.safetensors b.safetensors --name x",
             "--name and --sha256 are for one file",

@@ -65,5 +65,5 @@ def test_names_are_listed_without_their_suffix_but_of_models_and_kernels():
         name: kind.listed_name(f"a.b{kind.suffixes[0]}") for name, kind in KINDS.items()
     }
     assert names.pop("model") == "a.b.safetensors"
-    assert names.pop("kernels") == "a.b.tar.xz"
+    assert names.pop("kernels") == "a.b.kernels"
     assert set(names.values()) == {"a.b"}

@@ -11,6 +11,7 @@ import torch
 from drawing import draw, make_request
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
+from packages import PlainPackages
 from worker.engine import contract, load
 from worker.engine.slots import engine as slots
 from worker.pipeline import Pipeline
@@ -52,7 +53,7 @@ def test_one_flipped_bit_of_any_network_is_found_and_named(
 def test_a_flipped_bit_is_found_in_what_is_made_of_the_weights(
     make_slot_engine: Callable[..., slots.SlotEngine], small_model: Path
 ):
-    engine = make_slot_engine("float32", small_model, backend="eager")
+    engine = make_slot_engine("float32", small_model, packages=PlainPackages())
     assert engine.self_check.find_fault() is None
     folded = next(
         each for each in engine.checkpoint.vae.modules() if hasattr(each, "folded")

@@ -14,7 +14,7 @@ from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.families import reading
 from worker.engine.kernels import layers
-from worker.engine.kernels.compile import GraphPool
+from worker.engine.kernels.graph import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.networks import linear
 from worker.engine.networks.unet import SlotUnet
@@ -50,7 +50,7 @@ def of_latents(
     device = checkpoint.unet.device
     is_large = checkpoint.family.has_large_layers
     # Quicker on a GPU, compiled or not; a CPU keeps to what diffusers computes.
-    has_own_layers = settings.backend is not None or device.type == "cuda"
+    has_own_layers = settings.packages is not None or device.type == "cuda"
     if has_own_layers:
         layers.replace_modules(checkpoint.unet, layers.group_norm)
         layers.replace_modules(checkpoint.vae, layers.group_norm, layers.upsampler)
@@ -98,9 +98,7 @@ def of_latents(
         checkpoints=checkpoints,
         stager=stager,
         merger=merger,
-        decoder=Decoder(
-            checkpoint.vae, checkpoint.factor, tiny, settings.backend, pool
-        ),
+        decoder=Decoder(checkpoint.vae, checkpoint.factor, tiny, pool),
         pool=pool,
         costs=costs,
     )

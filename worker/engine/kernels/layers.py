@@ -1,7 +1,4 @@
-"""Layers that are faster than torch's and diffusers' own: self-attention, group norm, upsampling.
-
-Self-attention runs by the fastest kernel for its shape on this GPU: they differ by up to a factor
-of two, depending on the heads' width, the GPU's generation and torch's version.
+"""Layers that are faster than torch's and diffusers' own: group norm, GEGLU, upsampling.
 
 Inductor compiles torch's group norm to kernels that read channels-last tensors group by group, in
 pieces of 20 bytes: half of the VAE's time. Here sums are taken per channel first. Uncompiled, torch
@@ -19,7 +16,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -38,94 +35,11 @@ log = logs.EventLog(__name__)
 
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-default_attention: Attend = F.scaled_dot_product_attention
-
-#: Runs of each kernel; the first ones also choose and load it.
-_WARM_UP_RUNS, _TIMED_RUNS = 3, 10
-
-#: Share of the largest value: a kernel further off the default one counts as broken.
-_TOLERANCE = 0.02
-
 #: Pixels per partial sum: enough sums to keep a GPU busy, few compared with the tensor.
 _PIXELS = 256
 
 #: Of one program of `programs.py`: its partial sums' pixels and channels, and what it writes.
 _SUMMED_PIXELS, _SUMMED_CHANNELS, _WRITTEN = 128, 128, 4096
-
-
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> Tensor:
-    """cuDNN's, with heads padded to a *multiple* of a width."""
-    width = q.shape[-1]
-    if width % multiple:
-        padding = (0, -width % multiple)
-        q = F.pad(q, padding)
-        k = F.pad(k, padding)
-        v = F.pad(v, padding)
-    attended: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001
-        q, k, v, None, False, scale=width**-0.5
-    )[0]
-    return attended[..., :width]
-
-
-KERNELS: Mapping[str, Attend] = {
-    "default": default_attention,
-    "cudnn": _cudnn,
-    "cudnn_padded": functools.partial(_cudnn, multiple=64),
-}
-
-
-class KernelSelector:
-    """The fastest kernel for each shape, timed once; on a CPU the default one."""
-
-    def __init__(self) -> None:
-        self._fastest: dict[tuple[int, ...], Attend] = {}
-
-    def select(self, q: Tensor, k: Tensor, v: Tensor) -> Attend:
-        """The kernel for q, k, v [rows, heads, tokens, head width]; may overwrite them."""
-        if q.device.type != "cuda":
-            return default_attention
-        shape = tuple(q.shape)
-        if shape not in self._fastest:
-            self._fastest[shape] = self._find(q, k, v)
-        return self._fastest[shape]
-
-    def _find(self, q: Tensor, k: Tensor, v: Tensor) -> Attend:
-        # Empty slots are all zero, which would hide a broken kernel.
-        for tensor in (q, k, v):
-            tensor.normal_()
-        milliseconds = {
-            name: _time(kernel, q, k, v) for name, kernel in KERNELS.items()
-        }
-        name = min(milliseconds, key=milliseconds.__getitem__)
-        times = ", ".join(
-            f"{each} {taken:.3f} ms" for each, taken in milliseconds.items()
-        )
-        shape = "x".join(map(str, q.shape))
-        log.info(
-            f"self-attention of {shape} by {name} ({times})", action="attention_chosen"
-        )
-        return KERNELS[name]
-
-
-def _time(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Milliseconds of the fastest run; infinite if the kernel rejects the shape or is wrong."""
-    stream = torch.cuda.current_stream()
-    try:
-        attended = [attend(q, k, v) for _ in range(_WARM_UP_RUNS)][-1]
-        expected = default_attention(q, k, v)
-        if not is_accurate(attended, expected):
-            return math.inf
-        return fastest_seconds(lambda: attend(q, k, v), _TIMED_RUNS) * 1000
-    except (RuntimeError, NotImplementedError):
-        stream.synchronize()  # raises if the GPU is broken, not just the kernel
-        return math.inf
-
-
-def is_accurate(attended: Tensor, expected: Tensor) -> bool:
-    """False for NaN, too: cuDNN's kernel accepts float32, and takes it for something else."""
-    return bool((attended - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
 def time_convolutions(*, lasting: bool) -> None:

@@ -6,8 +6,9 @@ nine taps at once, since a convolution of its own would read its input nine time
 slots hold no copy of are treated alike: 1x1 convolutions of resnets, linear layers for the time.
 """
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ class SlotChanges:
         self._slots: tuple[int, ...] = (0,)
         self._capacities: dict[Shape, int] = {}
         self._parts: dict[Shape, Factors] = {}
-        self._block = 0
+        self._block: tuple[int, int | None] = (0, None)
         self._blocks: dict[int, Tensor] = {}
         self._changed: set[tuple[int, int]] = set()
 
@@ -207,7 +208,7 @@ class SlotChanges:
     def resize(self, *slots: int) -> None:
         """Allocates zero changes for the *slots* of the first block; others have the last ones'."""
         self._slots = slots
-        self._block = 0
+        self._block = (0, None)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -218,39 +219,57 @@ class SlotChanges:
         for members in self._members.values():
             for change in members:
                 change.down = change.up = None
-        self.use_block(self._block)
+        self.use_block(*self._block)
 
-    def use_block(self, block: int) -> None:
-        """Uses another block of slots' changes, allocated at its first use."""
-        self._block = block
-        slots = self._slots[min(block, len(self._slots) - 1)]
-        if not self._capacities or not slots:
+    def use_block(self, block: int, slots: int | None = None) -> None:
+        """Uses the first *slots* of another block's changes, allocated at its first use."""
+        self._block = (block, slots)
+        held = self._slots[min(block, len(self._slots) - 1)]
+        if not self._capacities or not held:
             return
         if block not in self._blocks:
             size = self.slot_bytes // self._like.element_size()
-            self._blocks[block] = self._like.new_zeros((slots, size))
+            self._blocks[block] = self._like.new_zeros((held, size))
         own = self._blocks[block]
         at = 0
         for shape, capacity in self._capacities.items():
             layers = len(self.groups[shape])
             middle = at + layers * capacity * shape.outputs
             end = middle + layers * capacity * shape.inputs * shape.taps
-            up = own[:, at:middle].view(slots, layers, capacity, shape.outputs)
-            down = own[:, middle:end].view(slots, layers, -1, shape.inputs)
+            up = own[:, at:middle].view(held, layers, capacity, shape.outputs)
+            down = own[:, middle:end].view(held, layers, -1, shape.inputs)
             self._parts[shape] = (up, down)
             at = end
             first = 0
             for change in self._members[shape]:
                 part = slice(first, first + len(change.paths))
-                change.up = up[:, part]
-                change.down = down[:, part].flatten(1, 2)
+                change.up = up[:slots, part]
+                change.down = down[:slots, part].flatten(1, 2)
                 first = part.stop
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """The block sees layers as they are before any job changes convolutions."""
+        held = [
+            (change, change.down, change.up)
+            for members in self._members.values()
+            for change in members
+        ]
+        for change, _, _ in held:
+            change.down = change.up = None
+        try:
+            yield
+        finally:
+            for change, down, up in held:
+                change.down = down
+                change.up = up
 
     def load(self, slot: int, changes: Mapping[Shape, Factors]) -> None:
         """Sets a slot's changes, asynchronously; there must be room."""
-        place = (self._block, slot)
+        block, _ = self._block
+        place = (block, slot)
         if place in self._changed:
-            self._blocks[self._block][slot].zero_()
+            self._blocks[block][slot].zero_()
             self._changed.discard(place)
         for shape, (new_up, new_down) in changes.items():
             self._changed.add(place)

@@ -23,6 +23,11 @@ from worker.engine.lora.merge import Group, StackedChange
 #: 25 GB; see "SDXL" in benchmarks/engine-notes.md.
 _MAX_PART_BYTES = 2**31
 
+#: Those of a lane whose images have one row. Weights are divided as for so many, however many there
+#: are: the places of layers in a part are compiled in, and how many slots fit is not the same on
+#: each node.
+_MOST_SLOTS = 32
+
 
 class SlotLinear(nn.Module):
     """Linear or 1x1 layers of one shape and the same input, as one product.
@@ -84,20 +89,20 @@ class WeightStack:
         self._blocks: dict[int, list[Tensor]] = {}
         self.use_block(0)
 
-    def use_block(self, block: int) -> None:
-        """Uses another block of slots' weights, allocated at its first use."""
+    def use_block(self, block: int, slots: int | None = None) -> None:
+        """Uses the first *slots* of another block's weights, allocated at its first use."""
         if block not in self._blocks:
-            slots = self._slots[min(block, len(self._slots) - 1)]
+            held = self._slots[min(block, len(self._slots) - 1)]
             shapes = [self.shared[_whole(part)].shape for part in self._parts]
             self._blocks[block] = [
-                self.shared.new_zeros((slots, *each)) for each in shapes
+                self.shared.new_zeros((held, *each)) for each in shapes
             ]
         self._own = self._blocks[block]
         for part, own in zip(self._parts, self._own, strict=True):
             first = _whole(part).start
             for linear, places in part:
                 linear.slots = own[
-                    :, places.start - first : places.stop - first
+                    :slots, places.start - first : places.stop - first
                 ].flatten(1, 2)
 
     def load(
@@ -115,7 +120,7 @@ class WeightStack:
 
     def _divide(self) -> list[_Part]:
         """The parts, none larger than need be for one of the linears."""
-        layer_bytes = max(self._slots) * self.shared[0].nbytes
+        layer_bytes = _MOST_SLOTS * self.shared[0].nbytes
         divided: list[_Part] = []
         for linear, places in self._linears:
             first = divided[-1][0][1].start if divided else 0
@@ -153,7 +158,7 @@ class ReloadedStack:
         if max(slots) > 1:
             raise ValueError(f"{max(slots)} slots, and weights of one alone")
 
-    def use_block(self, block: int) -> None:
+    def use_block(self, block: int, slots: int | None = None) -> None:
         """Does nothing: all lanes use the same weights."""
 
     def load(

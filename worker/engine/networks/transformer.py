@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,10 +12,7 @@ from torch import Tensor, nn
 from imagefleet import errors
 from imagefleet.job.prompt import MAX_SUBPROMPTS
 from worker.engine.kernels.layers import (
-    Attend,
-    KernelSelector,
     Upsampler,
-    default_attention,
     gate,
 )
 from worker.engine.lora.file import Layer
@@ -187,27 +183,15 @@ class SelfAttention(nn.Module):
         self.heads = original.heads
         self.qkv = _linear(paths, original.to_q, original.to_k, original.to_v)
         self.out = _linear(paths, original.to_out[0])
-        self.kernel: Attend = default_attention
 
     def forward(self, x: Tensor, rows: int, per_slot: bool) -> Tensor:
         q, k, v = (
             _split_heads(each, rows, self.heads)
             for each in self.qkv(x, per_slot).chunk(3, dim=-1)
         )
-        attended = _merge_heads(self.kernel(q, k, v), len(x))
+        attended = _merge_heads(F.scaled_dot_product_attention(q, k, v), len(x))
         output: Tensor = self.out(attended, per_slot)
         return output
-
-    def select_and_attend(
-        self,
-        selector: KernelSelector,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
-        """A kernel that selects the fastest one for its inputs, used from then on."""
-        self.kernel = selector.select(q, k, v)
-        return self.kernel(q, k, v)
 
 
 class CrossAttention(nn.Module):
@@ -310,6 +294,20 @@ class SlotState(NamedTuple):
         return SlotState(*views)._replace(history=self.history[:, :slots])
 
 
+#: A network's own names for what manages the weights, of which a compiler sees nothing.
+_MANAGING = frozenset(
+    {
+        "changes",
+        "keys_values",
+        "temporary_bytes",
+        "weights",
+        "_block",
+        "_stacks",
+        "_upsamplers",
+    }
+)
+
+
 class SlotNetwork(nn.Module):
     """A network with one or more rows per slot, and the weights that slots have of their own."""
 
@@ -332,9 +330,8 @@ class SlotNetwork(nn.Module):
         self.temporary_bytes = TEMPORARY_BYTES
         """Memory for weights while they are merged."""
         self._stacks: Mapping[Group, WeightStack | ReloadedStack] = {}
-        self._self_attentions: list[SelfAttention] = []
         self._upsamplers: list[Upsampler] = []
-        self._block = 0
+        self._block: tuple[int, int | None] = (0, None)
 
     def compute_prompt(
         self,
@@ -372,15 +369,6 @@ class SlotNetwork(nn.Module):
             f"{path}.weight": own for stack in stacks for path, own in stack.own.items()
         }
 
-    def select_kernels(self, selector: KernelSelector) -> None:
-        """Makes the next call of each self-attention select its fastest kernel."""
-        for attend in self._self_attentions:
-            attend.kernel = functools.partial(attend.select_and_attend, selector)
-
-    def use_default_attention(self) -> None:
-        for attend in self._self_attentions:
-            attend.kernel = default_attention
-
     def fold(self) -> None:
         """Folds the upsamplers' weights; call again whenever the shared weights change."""
         for sampler in self._upsamplers:
@@ -388,18 +376,22 @@ class SlotNetwork(nn.Module):
 
     def resize(self, *slots: int) -> None:
         """Allocates zero weights for the *slots* of the first block; others have the last ones'."""
-        self._block = 0
+        self._block = (0, None)
         for stack in self._stacks.values():
             stack.resize(*slots)
         self.changes.resize(*slots)
 
-    def use_block(self, block: int) -> None:
-        """Uses another block of slots' weights; a CUDA graph keeps that of its recording."""
-        if block != self._block:
+    def use_block(self, block: int, slots: int) -> None:
+        """Uses another block of slots' weights, of which a lane uses the first *slots*.
+
+        A CUDA graph keeps the block of its recording. The size of the block, which depends on what
+        else has memory, is none of what is compiled.
+        """
+        if (block, slots) != self._block:
             for stack in self._stacks.values():
-                stack.use_block(block)
-            self.changes.use_block(block)
-            self._block = block
+                stack.use_block(block, slots)
+            self.changes.use_block(block, slots)
+            self._block = (block, slots)
 
     @torch.no_grad()
     def load_slot(self, slot: int, changes: LoraChanges) -> None:
@@ -407,6 +399,14 @@ class SlotNetwork(nn.Module):
         for group, stack in self._stacks.items():
             stack.load(slot, changes.stacked.get(group), self.temporary_bytes)
         self.changes.load(slot, changes.beside)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What the network computes with, without what manages the slots' weights."""
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in _MANAGING
+        }
 
     def close(self) -> None:
         self._stacks = {}

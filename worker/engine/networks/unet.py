@@ -36,7 +36,6 @@ from worker.engine.networks.transformer import (
     CrossAttention,
     KeysValues,
     ModulePaths,
-    SelfAttention,
     SlotNetwork,
     Transformer,
     repeat_rows,
@@ -79,9 +78,6 @@ class SlotEncoder(SlotNetwork):
         self.time_projections = _TimeProjections(
             [module for module in self.modules() if isinstance(module, _Resnet)], paths
         )
-        self._self_attentions = [
-            module for module in self.modules() if isinstance(module, SelfAttention)
-        ]
         self.keys_values = KeysValues(crosses, paths, saves_memory=saves_memory)
         self.context_width = self.keys_values.width
 

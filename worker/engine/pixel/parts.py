@@ -17,7 +17,7 @@ from worker.engine.contract import Settings
 from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.files.safetensors import ReadOnce
-from worker.engine.kernels.compile import GraphPool
+from worker.engine.kernels.graph import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.passes import begin
 from worker.engine.passes.begin import LowResolution
@@ -158,7 +158,7 @@ def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
         model=checkpoint,
         settings=replace(settings, blocks=1, compiled_modes=("shared",)),
         unet=PixelUnet(
-            checkpoint.unet, limit, is_compiled=settings.backend is not None
+            checkpoint.unet, limit, is_compiled=settings.packages is not None
         ),
         preparer=StagePreparer(checkpoint),
         caches=[control_nets],

@@ -24,8 +24,10 @@ _DEVIATIONS = 2.0
 #: about a fiftieth of the work is never compiled.
 _MOST_SECONDS = 3600.0
 
-#: What drawing loses while something is compiled beside it.
-_SLOWED = 0.3
+#: Seconds that a graph has to save: for two to five, while its kernels are loaded, timed and
+#: recorded, nothing is drawn; the rest is for the memory that it keeps from other sizes. To compile
+#: them, in a process of its own, costs the drawing nothing.
+_LEAST_SAVED_SECONDS = 8.0
 
 #: Where so many of a lane's ticks have an image that changes convolutions, all run in the graph for
 #: these, which takes 3 to 6 % longer: with 16 slots, where one image in 24 does.
@@ -139,7 +141,7 @@ class Outlook:
         compile_seconds = graphs * costs.graph_seconds
         seconds = self.seconds(kind) - compile_seconds
         saved = costs.saved_share if saved_share is None else saved_share
-        return self.share(kind) * saved * seconds > _SLOWED * compile_seconds
+        return self.share(kind) * saved * seconds > graphs * _LEAST_SAVED_SECONDS
 
     def _count(self, kind: GraphKey, images: int, work: float) -> None:
         self._images[kind] += images

@@ -1,19 +1,18 @@
-"""Compiles lanes' ticks and VAE calls beside the ticks; whoever wants it before them waits."""
+"""Has lanes' ticks and VAE calls compiled beside the ticks; whoever wants it before them waits."""
 
-import gc
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
-from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
 
 from imagefleet.telemetry import logs
 from worker.engine import errors as engine_errors
-from worker.engine import phases
-from worker.engine.kernels.compile import Around, Compiled, trace_on_thread
+from worker.engine.kernels.compiler import CompileError
+from worker.engine.kernels.graph import Graph
+from worker.engine.kernels.packages import Packages
 from worker.engine.slots.compile_policy import GraphKey
 from worker.engine.slots.lane import Lane, Lanes
 from worker.engine.slots.memory import WeightMode
@@ -23,9 +22,12 @@ from worker.engine.slots.step import Step, StepRunner
 
 log = logs.EventLog(__name__)
 
-#: The first images after the start are drawn before compiling begins, which slows them down; if
-#: there are no jobs, it does not wait for longer.
-_HEAD_START_SECONDS = 10.0
+#: The jobs in the first slots say whether the first graph has to change convolutions: it waits for
+#: them, but not for longer.
+_MOST_SECONDS_WITHOUT_JOBS = 10.0
+
+#: Between two looks at whether a graph is compiled, for who waits for it.
+_LOOK_SECONDS = 1.0
 
 
 class Compilation:
@@ -55,21 +57,21 @@ class Compilation:
         self._lanes = lanes
         self._open_lane = open_lane
         self._use_less_memory = use_less_memory
-        self._around: Around | None = None
+        self._packages = parts.settings.packages
         self._begins_at: float | None = None
         self._asked: BatchKey | None = None
         self._lane: Lane | None = None
         self._step: Step | None = None
-        self._graphs: Iterator[Compiled] = iter(())
-        self._tracing: tuple[Compiled, Future[None]] | None = None
+        self._graphs: Iterator[Graph] = iter(())
+        self._pending: Graph | None = None
 
     @property
     def is_due(self) -> bool:
         """True if `advance` has something to do."""
         if self._begins_at is not None:
-            return time.monotonic() >= self._begins_at
-        if self._tracing is not None:
-            return self._tracing[1].done()
+            return bool(self._lanes.active) or time.monotonic() >= self._begins_at
+        if self._pending is not None:
+            return self._is_done
         return self.is_under_way or self._next() is not None
 
     def run(self, batch_key: BatchKey) -> None:
@@ -79,21 +81,11 @@ class Compilation:
         self.finish()
         self._asked = None
 
-    def begin_soon(self, around: Around | None = None) -> None:
-        """Compiles for the native size after the first job's image, or soon if there is none.
-
-        *around* is entered while something is compiled beside the ticks, from now on.
-        """
-        self._around = around
-        if self._runner.may_compile:
-            self._begins_at = time.monotonic() + _HEAD_START_SECONDS
-            self.is_under_way = True
-
     def begin(self) -> None:
-        """Starts now what `begin_soon` has put off."""
-        if self._begins_at is not None:
-            self._begins_at = None
-            self._runner.request(self._runner.native)
+        """Has the native size compiled beside the ticks, once jobs say what its graph needs."""
+        if self._runner.may_compile:
+            self._begins_at = time.monotonic() + _MOST_SECONDS_WITHOUT_JOBS
+            self.is_under_way = True
 
     def advance(self) -> None:
         """Takes up what was compiled, begins the next; raises NodeError if the GPU is broken."""
@@ -106,11 +98,13 @@ class Compilation:
             self._abandon()
         if not self.is_due:
             return
-        self.begin()
+        self._begin_now()
         batch_key = self._step.batch_key if self._step else self._next()
         lacks_memory = False
         try:
             self._go_on(batch_key)
+            while self._pending is not None and self._is_done:  # it was there
+                self._go_on(batch_key)
         except Exception as error:  # images can be drawn without
             failure = engine_errors.classify(error)
             lacks_memory = engine_errors.is_out_of_memory(error)
@@ -123,28 +117,37 @@ class Compilation:
                 )
         if lacks_memory and batch_key is not None:
             self._save_memory(batch_key)
-        self.is_under_way = self._tracing is not None or self._next() is not None
+        self.is_under_way = self._pending is not None or self._next() is not None
 
     def finish(self) -> None:
         """Waits until all that is frequent or asked for by now is compiled."""
-        self.begin()
-        while self._tracing is not None or self.is_due:
-            if self._tracing is not None:
-                futures.wait([self._tracing[1]])
+        self._begin_now()
+        while self._pending is not None or self.is_due:
+            if self._pending is not None and self._packages is not None:
+                self._packages.is_done(_LOOK_SECONDS)
             self.advance()
 
     def stop(self) -> None:
-        """Stops scheduling compilations; one already running finishes on its own."""
-        self._abandon()
+        """Compiles nothing any more, what is being compiled included."""
         self._begins_at = None
         self.is_under_way = False
-        self._tracing = None
         self._end()
+        if self._packages is not None:
+            self._packages.close()
+
+    def _begin_now(self) -> None:
+        if self._begins_at is not None:
+            self._begins_at = None
+            self._runner.request(self._runner.native)
 
     def _abandon(self) -> None:
-        """Stops the compiling thread at its next checkpoint; its function is not used any more."""
-        if self._tracing is not None:
-            self._tracing[0].abandon()
+        """Wants the pending graph no more."""
+        if self._packages is not None:
+            self._packages.cancel()
+
+    @property
+    def _is_done(self) -> bool:
+        return self._packages is None or self._packages.is_done()
 
     @property
     def _is_current(self) -> bool:
@@ -170,27 +173,36 @@ class Compilation:
         return next(filter(self._runner.should_compile, keys), None)
 
     def _go_on(self, batch_key: BatchKey | None) -> None:
-        compiled = None
+        packages = self._packages
+        if packages is None:
+            return
+        graph = None
         try:
-            if self._tracing is not None:
-                (_, traced), self._tracing = self._tracing, None
-                traced.result()
+            if self._pending is not None:
+                self._pending = None
+                self._get_kernels(packages)
             if self._step is None and batch_key is not None:
                 self._lane, self._step = self._open_lane(batch_key)
                 self._step.is_compiling = True
                 self._graphs = self._compile(self._lane, self._step)
-            compiled = next(self._graphs, None) if self._is_current else None
+            graph = next(self._graphs, None) if self._is_current else None
         finally:
-            if compiled is None:
+            if graph is None:
                 self._end()
-        if compiled is not None:
-            traced = trace_on_thread(compiled, self._unet.device, self._around)
-            self._tracing = compiled, traced
+        if graph is not None:
+            packages.begin(graph)
+            self._pending = graph
+
+    def _get_kernels(self, packages: Packages) -> None:
+        try:
+            packages.end()
+        except CompileError as error:
+            log.warning(f"uncompiled from now on: {error}", action="compile_failed")
 
     def _end(self) -> None:
         if self._step is not None:
             self._step.is_compiling = False
-        self._lane = self._step = None
+        self._lane = self._step = self._pending = None
         self._graphs = iter(())
 
     def _save_memory(self, batch_key: BatchKey) -> None:
@@ -210,29 +222,21 @@ class Compilation:
         else:
             self._runner.put_off(batch_key)
 
-    def _compile(self, lane: Lane, step: Step) -> Iterator[Compiled]:
-        """Yields each function before its first run, to be traced on any thread."""
+    def _compile(self, lane: Lane, step: Step) -> Iterator[Graph]:
+        """Yields each graph before its first run, to be given its kernels."""
         began_at = time.monotonic()
         graphs = 0
-        self._unet.use_block(lane.block)
-        with phases.timed("autotune"):
-            self._runner.select_kernels(step)
         for mode in self._runner.missing_modes(step):
             tick = self._compile_tick(lane, step, mode)
             # The VAE before other modes: all images go through it.
-            for compiled in itertools.chain(
+            for graph in itertools.chain(
                 tick, self._decoder.compile(step.state.latents.shape[1:])
             ):
                 graphs += 1
-                yield compiled
+                yield graph
         # What compiling has taken tells what more of it will.
         graph_seconds = (time.monotonic() - began_at) / max(1, graphs)
         self._runner.costs = replace(self._runner.costs, graph_seconds=graph_seconds)
-        if self._unet.device.type == "cuda":
-            # Torch and its compiler leave a million objects. To look through them took a second
-            # every few seconds, in which no thread does anything.
-            gc.collect()
-            gc.freeze()
         times = []
         for mode in step.compiled:
             milliseconds = 1000 * self._runner.costs.seconds(mode)
@@ -246,20 +250,19 @@ class Compilation:
 
     def _compile_tick(
         self, lane: Lane, step: Step, mode: WeightMode
-    ) -> Iterator[Compiled]:
-        for _ in range(2):
-            compiled = self._runner.make_compiled(step, mode)
-            version = self._unet.changes.version
-            yield compiled
-            if (
-                mode == "per_slot_convolutions"
-                and version != self._unet.changes.version
-            ):
-                return  # its tensors were replaced
-            self._unet.use_block(lane.block)
-            self._runner.take_up(step, mode, compiled)
-            if compiled.is_compiled:
-                return
-            # The attention kernels are the likeliest part that the compiler cannot trace.
-            for network in step.networks:
-                network.use_default_attention()
+    ) -> Iterator[Graph]:
+        graph = self._runner.make_graph(step, mode)
+        changes = self._unet.changes
+        version = changes.version
+        self._unet.use_block(lane.block, lane.slots)
+        has_changes = mode == "per_slot_convolutions"
+        with contextlib.nullcontext() if has_changes else changes.left_out():
+            graph.describe()
+        yield graph
+        if has_changes and version != changes.version:
+            return  # its tensors were replaced
+        self._unet.use_block(lane.block, lane.slots)
+        if graph.is_compiled:
+            self._runner.take_up(step, mode, graph)
+        else:
+            self._runner.refuse(step, mode)

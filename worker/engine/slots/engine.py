@@ -9,6 +9,7 @@ tracks every slot's step, so a tick reads nothing back from the GPU.
 import functools
 import gc
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -21,7 +22,6 @@ from worker.engine import errors as engine_errors
 from worker.engine.contract import Finished
 from worker.engine.families.table import Model
 from worker.engine.files.network_cache import KEPT_BYTES
-from worker.engine.kernels.compile import Around
 from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.convolution import USUAL_RANK
 from worker.engine.passes.upscaling import PreparedUpscale
@@ -56,14 +56,13 @@ class SlotEngine:
         self.find_embeddings = parts.preparer.find_embeddings
         self.weight_mode: memory.WeightMode = "shared"
         """The last tick's."""
-        self.recompiles = 0
-        """Graphs compiled after the warm-up; above 0 is a bug."""
         self.unet_rows = 0
         """Rows of the UNet's calls that images took."""
         self.unet_row_pixels = 0
         """Sum of these rows' pixels: the work of images of unlike sizes."""
         self._has_drawn_job = False
         self.checkpoint: Model = model
+        self._packages = settings.packages
         self._unet = parts.unet
         self._preparer = parts.preparer
         self._stager = parts.stager
@@ -98,6 +97,12 @@ class SlotEngine:
             open_lane=self._open_lane,
             use_less_memory=self._recovery.use_less_memory,
         )
+
+    @property
+    def graphs(self) -> Mapping[str, int]:
+        """Graphs that run compiled, by where their kernels are from; none without a compiler."""
+        packages = self._packages
+        return {} if packages is None else packages.graphs
 
     @property
     def is_compiling(self) -> bool:
@@ -195,10 +200,7 @@ class SlotEngine:
             lanes=drawing,
             free_memory=self._recovery.try_to_use_less_memory,
         )
-        self.recompiles = self._runner.recompiles + self._decoder.recompiles
         finished += self._decoder.collect(wait=not self._lanes.jobs and not finished)
-        if finished and self._has_drawn_job:
-            self._compilation.begin()
         return finished
 
     def warm_up(self, request: contract.ImageRequest | None = None) -> None:
@@ -215,12 +217,9 @@ class SlotEngine:
         ):
             self._compilation.run(key)
 
-    def compile_in_background(self, around: Around | None = None) -> None:
-        """Compiles for the native size while images are drawn, soon after the first one.
-
-        *around* is entered while something is compiled, later sizes included.
-        """
-        self._compilation.begin_soon(around)
+    def compile_in_background(self) -> None:
+        """Has the native size compiled while images are drawn."""
+        self._compilation.begin()
 
     def take_weights(self, other: Model) -> bool:
         """Draws with another checkpoint from now on, with all that is compiled.
@@ -278,7 +277,7 @@ class SlotEngine:
             unet = self._weights.unet_of(lane.batch_key.checkpoint)
             if unet is self._unet:
                 lane.block = self._lanes.choose_block(lane)
-                unet.use_block(lane.block)
+                unet.use_block(lane.block, lane.slots)
             networks = list(map(self._control_nets.get, lane.batch_key.controls))
             lane.step = self._runner.make_step(
                 lane.batch_key, lane.slots, unet, networks

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from imagefleet.telemetry import logs
+from worker.engine import errors as engine_errors
 from worker.engine import sampler
 from worker.engine.control.network import ControlState, SlotControlNet, residuals
-from worker.engine.kernels.compile import Compiled
-from worker.engine.kernels.layers import (
-    KernelSelector,
-    fastest_seconds,
-    time_convolutions,
-)
+from worker.engine.kernels.graph import Graph
+from worker.engine.kernels.layers import fastest_seconds, time_convolutions
 from worker.engine.networks.transformer import Call, SlotNetwork, SlotState
 from worker.engine.slots.compile_policy import GraphKey, ModeUsage, Outlook
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.queue import BatchKey, SlotJob
+
+log = logs.EventLog(__name__)
 
 #: The first column of the guidance scales, after the sampler's own; as many as a slot has rows.
 _GUIDANCE = sampler.COLUMNS
@@ -40,6 +40,10 @@ _MAX_TICKS_AHEAD = 1
 _MAX_COMPILED_KEYS = 6
 
 _TIMED_TICKS = 3
+
+#: Ticks of a lane in a mode before the next is recorded, which takes as long as ten: some end with
+#: the few images that there are of their size.
+_TICKS_BEFORE_RECORDING = 3
 
 
 def tick(
@@ -153,6 +157,10 @@ class InputFeeder:
             self._copied.append(event)
 
 
+_TickKey = tuple[WeightMode, int]
+"""A weight mode, and the version of the tensors with slots' changes of convolutions."""
+
+
 @dataclass(slots=True, eq=False)
 class Step:
     """The tensors of a lane, and its compiled ticks, if any."""
@@ -163,7 +171,11 @@ class Step:
     controls: Sequence[ControlState]
     networks: Sequence[SlotNetwork]
     """The UNet and the ControlNets."""
-    compiled: dict[WeightMode, Compiled] = field(default_factory=dict)
+    compiled: dict[WeightMode, Graph] = field(default_factory=dict)
+    recorded: dict[_TickKey, Graph] = field(default_factory=dict)
+    """Uncompiled ticks, for which others serve once they are compiled."""
+    ticks: Counter[_TickKey] = field(default_factory=Counter)
+    """Ticks that ran neither compiled nor recorded."""
     is_compiling: bool = False
     mode_usage: ModeUsage = field(default_factory=ModeUsage)
 
@@ -183,10 +195,11 @@ class Step:
         """True if its lane stays open: what is compiled is bound to these tensors."""
         return self.is_compiling or bool(self.compiled)
 
-    def forget_compiled(self) -> None:
-        for compiled in self.compiled.values():
-            compiled.release()
+    def forget_graphs(self) -> None:
+        for graph in (*self.compiled.values(), *self.recorded.values()):
+            graph.release()
         self.compiled.clear()
+        self.recorded.clear()
 
 
 class StepRunner:
@@ -207,23 +220,14 @@ class StepRunner:
         self._unet = parts.unet
         self._model = parts.model
         self._device = parts.unet.device
-        self._backend = parts.settings.backend
+        self._may_compile = parts.settings.packages is not None
         self._compiled_modes = parts.settings.compiled_modes
-        self._kernels = KernelSelector()
         self._pool = parts.pool
         self._copied: deque[torch.cuda.Event] = deque()
         self._compiled: dict[BatchKey, Step] = {}
         self._to_compile: set[tuple[BatchKey, WeightMode | None]] = set()
         self._uncompiled_seconds = 0.0
-        self._dropped_recompiles = 0
-
-    @property
-    def recompiles(self) -> int:
-        """Graphs compiled beyond one per batch key and weight mode."""
-        compiled = (
-            each for step in self._compiled.values() for each in step.compiled.values()
-        )
-        return self._dropped_recompiles + sum(each.recompiles for each in compiled)
+        self._refused: set[tuple[BatchKey, WeightMode]] = set()
 
     def make_step(
         self,
@@ -265,8 +269,8 @@ class StepRunner:
 
     @property
     def may_compile(self) -> bool:
-        """False without a backend, while paused, or once a compiled tick has failed."""
-        can_compile = self._backend is not None and bool(self._compiled_modes)
+        """False without a compiler, while paused, or once a compiled tick has failed."""
+        can_compile = self._may_compile and bool(self._compiled_modes)
         return can_compile and self.paused_for is None
 
     def request(self, batch_key: BatchKey, *, in_all_modes: bool = False) -> None:
@@ -275,7 +279,7 @@ class StepRunner:
         self._to_compile |= {(batch_key, mode) for mode in [None, *modes]}
 
     def should_compile(self, batch_key: BatchKey) -> bool:
-        if batch_key.is_rare:
+        if batch_key.is_rare or not self._modes(batch_key):
             return False
         if step := self._compiled.get(batch_key):
             return bool(self.missing_modes(step))
@@ -286,10 +290,10 @@ class StepRunner:
 
     def missing_modes(self, step: Step) -> list[WeightMode]:
         """The modes to compile: first one that any job can run in, then what pays beside it."""
-        if not self.may_compile:
-            return []
         key = step.batch_key
-        modes = self._modes(step.batch_key)
+        modes = self._modes(key) if self.may_compile else []
+        if not modes:
+            return []
         serves = step.mode_for(modes[0]) in step.compiled
         missing = [] if serves else [self._first_mode(step, modes)]
         missing += [
@@ -314,10 +318,14 @@ class StepRunner:
         return self.outlook.pays(kind, 1, self.costs, saved * step.mode_usage[mode])
 
     def _modes(self, batch_key: BatchKey) -> list[WeightMode]:
-        """The modes that the jobs of a key may need; in the first, any without convolutions."""
+        """The modes that the jobs of a key may need; in the first, any without convolutions.
+
+        None of those that cannot be compiled.
+        """
+        modes = [*self._compiled_modes, *WEIGHT_MODES[-1:] * self._unet.changes.exist]
         if batch_key.is_plain and self._unet.weights != "reloaded":
-            return ["shared"]
-        return [*self._compiled_modes, *WEIGHT_MODES[-1:] * self._unet.changes.exist]
+            modes = ["shared"]
+        return [each for each in modes if (batch_key, each) not in self._refused]
 
     def _first_mode(self, step: Step, modes: Sequence[WeightMode]) -> WeightMode:
         """The mode that serves all of a step's ticks until another pays."""
@@ -331,63 +339,88 @@ class StepRunner:
     @torch.no_grad()
     def run(self, step: Step, weight_mode: WeightMode, slots: int) -> None:
         """One tick, in which the first *slots* slots hold images; compiled, all are computed."""
-        if compiled := step.compiled.get(weight_mode):
-            compiled()
-            if not compiled.has_room_for_next:
+        graph = step.compiled.get(weight_mode) or self._recorded(step, weight_mode)
+        if graph is not None:
+            graph()
+            if not graph.has_room_for_next:
                 step.feeder.wait_for_tick()
         else:
             time_convolutions(lasting=slots == len(step.state.latents))
             controls = [each.first(slots) for each in step.controls]
             tick(step.unet, weight_mode, step.state.first(slots), controls)
 
-    def select_kernels(self, step: Step) -> None:
-        """Selects the attention kernels of a step that is not compiled yet; keeps its images."""
-        if step.compiled:
-            return
-        time_convolutions(lasting=True)
-        for network in step.networks:
-            network.select_kernels(self._kernels)
-        try:
-            with _keeping(step), torch.no_grad():
-                tick(self._unet, "shared", step.state, step.controls)
-                if self._device.type == "cuda":
-                    call = functools.partial(
-                        tick, self._unet, "shared", step.state, step.controls
-                    )
-                    self._uncompiled_seconds = fastest_seconds(call, 1)
-        except BaseException:
-            for network in step.networks:
-                network.use_default_attention()
-            raise
+    def _recorded(self, step: Step, weight_mode: WeightMode) -> Graph | None:
+        """A step's uncompiled tick as a CUDA graph; None before it has run a few times.
 
-    def make_compiled(self, step: Step, weight_mode: WeightMode) -> Compiled:
-        """A step's tick, to be traced on any thread and then taken up."""
+        Python takes several times as long for one as the GPU, and the longer the more other threads
+        do beside it; a recorded one takes it no time.
+        """
+        if self._pool is None or step.batch_key.is_rare:
+            return None
+        key = weight_mode, step.unet.changes.version
+        step.ticks[key] += 1
+        if step.ticks[key] == _TICKS_BEFORE_RECORDING:
+            graph = self.make_graph(step, weight_mode)
+            time_convolutions(lasting=True)
+            try:
+                with _keeping(step):
+                    graph.time()
+            except Exception as error:
+                if not engine_errors.is_out_of_memory(error):
+                    raise
+                log.warning(
+                    f"{graph.name} is not recorded: not enough memory",
+                    action="capture_failed",
+                )
+                torch.cuda.empty_cache()
+            else:
+                step.recorded = {
+                    other: each
+                    for other, each in step.recorded.items()
+                    if other[1] == key[1]
+                }
+                step.recorded[key] = graph
+                self._uncompiled_seconds = graph.seconds or 0.0
+        return step.recorded.get(key)
+
+    def make_graph(self, step: Step, weight_mode: WeightMode) -> Graph:
+        """A step's tick, to be recorded as it is or with compiled kernels."""
         key = step.batch_key
         slots = len(step.state.latents)
-        return Compiled(
+        return Graph(
             f"the UNet for {slots * key.slot_rows} rows of {slots} slots, {key.width}x{key.height}"
             f" and {key.tokens} tokens"
             f" ({weight_mode} weights{f', {len(key.controls)} ControlNets' * bool(key.controls)})",
+            f"unet-{key.width}x{key.height}-{slots}x{key.slot_rows}-{weight_mode}",
             tick,
-            (self._unet, weight_mode, step.state, step.controls),
-            backend=self._backend,
-            pool=self._pool,
+            (step.unet, weight_mode, step.state, step.controls),
+            self._pool,
         )
 
-    def take_up(self, step: Step, weight_mode: WeightMode, compiled: Compiled) -> None:
+    def take_up(self, step: Step, weight_mode: WeightMode, graph: Graph) -> None:
         """Records a compiled tick and runs the step with it from now on; keeps its images.
 
         The unet must use the block of the step's lane.
         """
         time_convolutions(lasting=True)
         with _keeping(step):
-            compiled()
             if self._device.type == "cuda":
-                compiled.time_launch()
-            self._time({weight_mode: compiled, **step.compiled})
-        step.compiled[weight_mode] = compiled
+                graph.time()
+            else:
+                graph()
+            self._time({weight_mode: graph, **step.compiled})
+        step.compiled[weight_mode] = graph
+        step.recorded = {
+            key: each
+            for key, each in step.recorded.items()
+            if step.mode_for(key[0]) not in step.compiled
+        }
         self._compiled[step.batch_key] = step
         self._to_compile.add((step.batch_key, None))
+
+    def refuse(self, step: Step, weight_mode: WeightMode) -> None:
+        """Never compiles this again: it cannot be."""
+        self._refused.add((step.batch_key, weight_mode))
 
     def resume(self) -> None:
         """Compiles again, once it pays: the memory may soon be needed again."""
@@ -403,22 +436,18 @@ class StepRunner:
 
     def drop(self, step: Step) -> None:
         """Compiles nothing any more, since a compiled tick failed; other steps stay."""
-        self._dropped_recompiles += sum(
-            each.recompiles for each in step.compiled.values()
-        )
         self._compiled.pop(step.batch_key, None)
-        step.forget_compiled()
+        step.forget_graphs()
         self.give_up()
 
     def give_up(self) -> None:
         """Compiles nothing any more."""
-        self._backend = None
+        self._may_compile = False
 
     def drop_convolutions(self) -> None:
         """Frees the compiled ticks with slots' changes, before their tensors change."""
         for step in self._compiled.values():
             if compiled := step.compiled.pop("per_slot_convolutions", None):
-                self._dropped_recompiles += compiled.recompiles
                 compiled.release()
                 self.outlook.start_over(GraphKey(step.batch_key, convolutions=True))
         self._compiled = {
@@ -430,9 +459,8 @@ class StepRunner:
 
     def reset(self) -> None:
         """Forgets all compiled steps; their keys are compiled again."""
-        self._dropped_recompiles = self.recompiles
         for step in self._compiled.values():
-            step.forget_compiled()
+            step.forget_graphs()
         self._compiled.clear()
 
     def make_slot_state(
@@ -476,7 +504,7 @@ class StepRunner:
             tiles=batch_key.tiles,
         )
 
-    def _time(self, compiled: Mapping[WeightMode, Compiled]) -> None:
+    def _time(self, compiled: Mapping[WeightMode, Graph]) -> None:
         """Times modes, all at the same heat; others are taken to differ as they did before."""
         if self._device.type == "cuda":
             timed = {

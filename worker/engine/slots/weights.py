@@ -56,7 +56,7 @@ class Weights:
         self._merger = parts.merger
         self._runner = runner
         self._stager = parts.stager
-        self._folds = parts.settings.backend is not None or unet.device.type == "cuda"
+        self._folds = parts.settings.packages is not None or unet.device.type == "cuda"
         # The lane whose jobs' weights are in each block.
         self._loaded: dict[int, Lane] = {}
         # Reloaded: what the slot's weights are made of; None if unknown.
@@ -177,7 +177,7 @@ class Weights:
             return
         if lane.weight_mode == "shared":
             return
-        self._unet.use_block(lane.block)
+        self._unet.use_block(lane.block, lane.slots)
         if self._loaded.get(lane.block) is not lane:
             self._loaded[lane.block] = lane
             for job in lane.active.values():

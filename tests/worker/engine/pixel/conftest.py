@@ -96,13 +96,13 @@ def make_engine(stage: Any) -> Iterator[Callable[..., SlotEngine]]:
         name: str = "base",
         *,
         slots: int = 3,
-        backend: str | None = None,
+        packages: Any = None,
         **scheduler: Any,
     ) -> SlotEngine:
         folder = scheduler.pop("folder", None) or stage(name, **scheduler)
         loaded = checkpoints.load_checkpoint(folder, torch.device("cpu"), torch.float32)
         made.append(
-            SlotEngine(of_pixels(loaded, Settings(slots=slots, backend=backend)))
+            SlotEngine(of_pixels(loaded, Settings(slots=slots, packages=packages)))
         )
         return made[-1]
 

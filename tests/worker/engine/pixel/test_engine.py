@@ -9,6 +9,7 @@ from imagefleet import errors
 from imagefleet.job.noise import Noise
 from imagefleet.job.prompt import read_negative_prompt, read_prompt
 from imagefleet.job.samplers import Options
+from packages import TracedPackages
 from worker.engine import contract, load
 from worker.engine.slots.engine import SlotEngine
 
@@ -103,23 +104,17 @@ def test_options_of_samplers_are_used(make_engine: Any, request_of: Any):
 # Compiling.
 
 
-def compiled_tick(engine: SlotEngine) -> Any:
-    (step,) = engine._runner._compiled.values()
-    return step.compiled["shared"]
-
-
-@pytest.mark.parametrize(("name", "backend"), [("base", "eager"), ("sr", "aot_eager")])
-def test_compiled_ticks_draw_the_same_images_and_are_compiled_once(
-    name: str, backend: str, make_engine: Any, request_of: Any
+@pytest.mark.parametrize("name", ["base", "sr"])
+def test_compiled_ticks_draw_the_same_images(
+    name: str, make_engine: Any, request_of: Any
 ):
     requests = [request_of(name, seed=seed, steps=2 + seed) for seed in range(3)]
     expected = draw(make_engine(name, slots=2), *requests)
-    engine = make_engine(name, slots=2, backend=backend)
+    engine = make_engine(name, slots=2, packages=TracedPackages())
     engine.warm_up()
     assert_alike(draw(engine, *requests), expected)
-    compiled = compiled_tick(engine)
-    assert compiled.is_compiled
-    assert (compiled.graphs, engine.recompiles) == (1, 0)
+    (step,) = engine._runner._compiled.values()
+    assert step.compiled["shared"].is_compiled
 
 
 # Loading.

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import polling
 import tiny_model
 from drawing import assert_alike, difference, draw, draw_alone, make_request
 from imagefleet.job.samplers import Options
+from packages import TracedPackages
 from rows.process import decibels
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
@@ -29,47 +29,29 @@ LEAST_DECIBELS = 50.0
 
 small_request = partial(make_request, width=32, height=32)
 
-#: Images while it compiles: more would only keep the compiler from the processor.
-DRAWN_MEANWHILE = 20
-
 
 @pytest.fixture(scope="module")
-def drawn_meanwhile(
-    small_model: Path,
-) -> tuple[slot_engine.SlotEngine, list[contract.Outcome], list[bool]]:
-    """An engine, what it drew while it compiled, and whether its layers noticed.
-
-    Traced as on a GPU with fullgraph, without generating kernels.
-    """
+def warm_engine(small_model: Path) -> slot_engine.SlotEngine:
+    """Traced as on a GPU, without generating kernels."""
     loaded = checkpoints.load_checkpoint(
         small_model, torch.device("cpu"), torch.float32
     )
-    never = Settings(slots=2, backend="eager", queue_seconds=lambda: 0.0)
+    never = Settings(slots=2, packages=TracedPackages(), queue_seconds=lambda: 0.0)
     engine = slot_engine.SlotEngine(of_latents(loaded, never))
-    engine._runner.request(engine._runner.native, in_all_modes=True)
-    engine.compile_in_background()
-    images = []
-    noticed = []
-
-    def has_compiled() -> bool:
-        if len(images) < DRAWN_MEANWHILE or engine._compilation.is_due:
-            images.extend(draw(engine, small_request()))
-            noticed.append(torch.compiler.is_compiling())
-        return not engine.is_compiling
-
-    polling.until_in_thread(has_compiled)
-    return engine, images, noticed
+    engine.warm_up()
+    return engine
 
 
 @pytest.fixture
-def compiled_engine(drawn_meanwhile: Any) -> Iterator[slot_engine.SlotEngine]:
+def compiled_engine(
+    warm_engine: slot_engine.SlotEngine,
+) -> Iterator[slot_engine.SlotEngine]:
     """The same for every test: other graphs than those of the native size are dropped after it."""
-    engine = drawn_meanwhile[0]
-    yield engine
-    for lane in list(engine._lanes):
-        if lane.step and lane.batch_key != engine._runner.native:
+    yield warm_engine
+    for lane in list(warm_engine._lanes):
+        if lane.step and lane.batch_key != warm_engine._runner.native:
             lane.close()
-            engine._runner._compiled.pop(lane.batch_key, None)
+            warm_engine._runner._compiled.pop(lane.batch_key, None)
 
 
 @pytest.fixture
@@ -86,34 +68,16 @@ def plain_engine(small_model: Path) -> contract.Engine:
     return load.load_engine(load.EngineSettings(small_model, "cpu", slots=1))
 
 
-def test_images_drawn_while_torch_compiles_are_those_drawn_before_and_afterwards(
-    drawn_meanwhile: Any, plain_engine: contract.Engine
-):
-    engine, images, noticed = drawn_meanwhile
-    assert len(images) > 2
-    assert not any(noticed), "layers would act as if they were compiled"
-    (expected,) = draw(plain_engine, small_request())
-    images += draw(engine, small_request())
-    assert min(decibels(image, expected) for image in images) > LEAST_DECIBELS
-
-
-def test_the_tick_and_the_vae_compile_to_one_graph_each(
+def test_the_tick_in_each_mode_and_the_vae_are_compiled(
     compiled_engine: slot_engine.SlotEngine,
 ):
     (call,) = compiled_engine._runner._compiled.values()
-    assert {
-        weight_mode: each.graphs for weight_mode, each in call.compiled.items()
-    } == {
-        "per_slot": 1,
-        "shared": 1,
-    }
-    assert all(each.is_compiled for each in call.compiled.values())
-    ((_, vae),) = compiled_engine._decoder._compiled.values()
-    assert vae.graphs == 1
-    assert vae.is_compiled
+    assert set(call.compiled) == {"per_slot", "shared"}
+    assert len(compiled_engine._decoder._compiled) == 1
+    assert compiled_engine.graphs["compiled"] == 3
 
 
-def test_no_job_causes_a_recompile_and_the_images_match(
+def test_compiled_images_are_those_drawn_uncompiled(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
     small_model: Path,
@@ -135,7 +99,6 @@ def test_no_job_causes_a_recompile_and_the_images_match(
         small_request(seed=6, prompt="a castle on a hill, " * 11),  # uncompiled
     ]
     images = draw(compiled_engine, *requests)
-    assert compiled_engine.recompiles == 0
     assert_alike(images, draw_alone(plain_engine, requests))
 
 
@@ -152,10 +115,9 @@ def test_slots_of_one_row_are_compiled_beside_those_of_two(
     images = draw(one_mode, *requests)
     expected = draw_alone(plain_engine, requests)
     assert min(map(decibels, images, expected)) > LEAST_DECIBELS
-    assert one_mode.recompiles == 0
 
 
-def test_jobs_that_begin_with_an_image_cause_no_recompile(
+def test_jobs_that_begin_with_an_image_run_compiled(
     compiled_engine: slot_engine.SlotEngine,
     small_model: Path,
     make_slot_engine: Any,
@@ -178,14 +140,13 @@ def test_jobs_that_begin_with_an_image_cause_no_recompile(
         small_request(seed=6, hires=contract.HiresPass(40, 40, **second)),
     ]
     images = draw(compiled_engine, *requests)
-    assert compiled_engine.recompiles == 0
     (call,) = compiled_engine._runner._compiled.values()
     assert call.compiled["shared"].is_compiled
     uncompiled = make_slot_engine(model=small_model, slots=2)
     assert_alike(images, draw_alone(uncompiled, requests))
 
 
-def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
+def test_controlnets_are_compiled_with_the_tick_and_run_compiled(
     one_mode: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
     small_model: Path,
@@ -210,10 +171,8 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
     one_mode.warm_up(requests[0])
     first, steered = one_mode._runner._compiled.values()
     assert first is before
-    assert steered.compiled["shared"].graphs == 1
     assert steered.compiled["shared"].is_compiled
     images = draw(one_mode, *requests)
-    assert one_mode.recompiles == 0
     assert before.compiled == graphs
     assert_alike(images, draw_alone(plain_engine, requests))
     assert difference(images[0], images[3]) > 20
@@ -230,7 +189,6 @@ def test_images_that_tile_have_a_graph_of_their_own(
     ]
     one_mode.warm_up(requests[0])
     images = draw(one_mode, *requests)
-    assert one_mode.recompiles == 0
     assert len(one_mode._runner._compiled) == 2
     assert_alike(images, draw_alone(plain_engine, requests))
     assert difference(images[0], images[1]) > 20
@@ -261,5 +219,4 @@ def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
     (call,) = compiled_engine._runner._compiled.values()
     assert "per_slot_convolutions" in call.compiled
     images += draw(compiled_engine, requests[0])
-    assert compiled_engine.recompiles == 0
     assert_alike(images, draw_alone(plain_engine, [*requests, requests[0]]))

@@ -1,11 +1,8 @@
-"""Compiling beside the ticks. What is traced here is not: `test_compiled.py` has torch trace."""
+"""Compiling beside the ticks, by a stand-in: `test_compiled.py` has torch trace."""
 
-import contextlib
 import itertools
 import math
 import re
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,47 +11,24 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import polling
 from calls import watch_calls
 from drawing import ROUNDING, assert_alike, difference, draw, finish, make_request
+from packages import PlainPackages
 from worker.engine import contract
-from worker.engine.kernels.compile import THREAD_NAME, Compiled
+from worker.engine.kernels.graph import Graph
 from worker.engine.slots import compiling, step
 from worker.node import start_up
 
 
-class Compiler:
-    """Stands in for torch's: each graph takes until it is let go."""
-
-    def __init__(self) -> None:
-        self.began: list[str] = []
-        self.may_end = threading.Semaphore(0)
-
-    def compile(self, compiled: Compiled) -> None:
-        assert threading.current_thread().name == THREAD_NAME
-        self.began.append(compiled.name)
-        self.may_end.acquire()
-
-    def end(self, graphs: int = 1) -> None:
-        for _ in range(graphs):
-            self.may_end.release()
+@pytest.fixture
+def compiler(monkeypatch) -> PlainPackages:
+    monkeypatch.setattr(compiling, "_MOST_SECONDS_WITHOUT_JOBS", 0.0)
+    return PlainPackages()
 
 
 @pytest.fixture
-def compiler(monkeypatch) -> Iterator[Compiler]:
-    stand_in = Compiler()
-    monkeypatch.setattr(Compiled, "trace", lambda compiled: stand_in.compile(compiled))  # noqa: PLW0108 - it becomes a method
-    monkeypatch.setattr(
-        Compiled, "_warm_up", lambda compiled: setattr(compiled, "_is_warm", True)
-    )
-    monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", 0.0)
-    yield stand_in
-    stand_in.end(100)
-
-
-@pytest.fixture
-def engine(make_slot_engine: Any) -> Any:
-    return make_slot_engine(slots=2, backend="eager")
+def engine(make_slot_engine: Any, compiler: PlainPackages) -> Any:
+    return make_slot_engine(slots=2, packages=compiler)
 
 
 def compiled_modes(engine: Any) -> list[str]:
@@ -75,25 +49,18 @@ def write_locon(path: Path, engine: Any, rank: int = 2) -> contract.Lora:
     return contract.Lora(path.stem, path, 0.0, 1.0)
 
 
-def take_up(engine: Any, compiler: Compiler) -> list[contract.Finished]:
+def take_up(engine: Any, compiler: PlainPackages) -> list[contract.Finished]:
     """Ends the graph that is being compiled, and runs the tick that takes it up."""
-    compiler.end()
-    polling.until_in_thread(lambda: engine._compilation.is_due)
+    compiler.may_end += 1
     return list(engine.tick())
 
 
 def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
     engine: Any,
     slot_engine: Any,
-    compiler: Compiler,
+    compiler: PlainPackages,
 ):
-    around = []
-
-    def enter(name: str) -> Any:
-        around.append(name)
-        return contextlib.nullcontext()
-
-    engine.compile_in_background(enter)
+    engine.compile_in_background()
     engine.admit(0, engine.prepare(make_request(seed=5, steps=9)))
     engine.tick()
     expected = draw(slot_engine, make_request(seed=5, steps=9))[0]
@@ -110,31 +77,16 @@ def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
     )
     assert compiled_modes(engine) == ["per_slot"], "another one does not pay"
     assert [name.split()[1] for name in compiler.began] == ["UNet", "VAE"]
-    assert around == compiler.began
-    assert (engine.is_compiling, engine.recompiles) == (False, 0)
-
-
-def test_a_worker_whose_jobs_are_without_guidance_compiles_for_those_first(
-    engine: Any,
-    compiler: Compiler,
-    monkeypatch,
-):
-    monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", 60.0)
-    engine.compile_in_background()
-    width, height = engine.default_size
-    draw(engine, make_request(cfg_scale=1.0, steps=1, width=width, height=height))
-    engine.tick()
-    polling.until_in_thread(lambda: bool(compiler.began))
-    assert compiler.began[0].startswith("the UNet for 4 rows of 4 slots, ")
+    assert (engine.is_compiling, engine.graphs["compiled"]) == (False, 2)
 
 
 def test_a_worker_with_an_accelerator_compiles_for_one_row_before_any_job(
-    make_slot_engine: Any, compiler: Compiler
+    make_slot_engine: Any, compiler: PlainPackages
 ):
-    engine = make_slot_engine(slots=2, backend="eager", is_unguided=True)
+    engine = make_slot_engine(slots=2, packages=compiler, is_unguided=True)
     plain = engine.prepare(start_up.plain_request(engine, seed=0))
     assert plain.rows(0) == 1
-    compiler.end(5)
+    compiler.may_end += 5
     engine.warm_up()
     ticks = [name.split(",")[0] for name in compiler.began if "UNet" in name]
     assert ticks == [
@@ -144,18 +96,18 @@ def test_a_worker_with_an_accelerator_compiles_for_one_row_before_any_job(
     ]
 
 
-def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: Compiler):
+def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: PlainPackages):
     engine.compile_in_background()
     assert engine.busy
     engine.tick()
-    compiler.end(3)
+    compiler.may_end += 3
     engine._compilation.finish()
     assert not engine.is_compiling
     assert compiled_modes(engine) == ["per_slot"]
 
 
 def test_a_lane_that_is_closed_meanwhile_is_compiled_anew(
-    engine: Any, compiler: Compiler
+    engine: Any, compiler: PlainPackages
 ):
     engine.compile_in_background()
     engine.tick()
@@ -163,7 +115,7 @@ def test_a_lane_that_is_closed_meanwhile_is_compiled_anew(
     assert lane.is_kept, "it would be compiled for nothing"
     stale = lane.step
     engine._recovery.restart_all()
-    compiler.end(4)
+    compiler.may_end += 4
     engine._compilation.finish()
     assert stale.compiled == {}
     assert stale.is_compiling is False
@@ -176,23 +128,23 @@ def test_out_of_memory_while_recording_costs_slots_or_that_mode_but_no_image(
     full_at: str,
     make_slot_engine: Any,
     slot_engine: Any,
-    compiler: Compiler,
+    compiler: PlainPackages,
     monkeypatch,
 ):
-    engine = make_slot_engine(slots=4, backend="eager")
+    engine = make_slot_engine(slots=4, packages=compiler)
     take_up_graph, attempts = step.StepRunner.take_up, iter(range(100))
 
-    def fail_once(self: Any, used: step.Step, mode: Any, compiled: Compiled) -> None:
+    def fail_once(self: Any, used: step.Step, mode: Any, graph: Graph) -> None:
         if mode == full_at and next(attempts) == 0:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        take_up_graph(self, used, mode, compiled)
+        take_up_graph(self, used, mode, graph)
 
     monkeypatch.setattr(step.StepRunner, "take_up", fail_once)
     engine._runner.request(engine._runner.native, in_all_modes=True)
     engine.compile_in_background()
     engine.admit(0, engine.prepare(make_request(steps=8)))
     engine.tick()
-    compiler.end(5)
+    compiler.may_end += 5
     engine._compilation.finish()
     (expected,) = draw(slot_engine, make_request(steps=8))
     assert difference(finish(engine)[0], expected) <= ROUNDING
@@ -205,19 +157,24 @@ def test_out_of_memory_while_recording_costs_slots_or_that_mode_but_no_image(
         assert compiled_modes(engine) == ["per_slot"]
 
 
-def test_closing_waits_for_no_compiler(engine: Any, compiler: Compiler):
+def test_what_cannot_be_compiled_is_drawn_uncompiled_and_not_tried_again(
+    engine: Any, slot_engine: Any, compiler: PlainPackages
+):
+    compiler.breaks = True
+    compiler.may_end = math.inf
     engine.compile_in_background()
-    engine.tick()
-    threads = [each for each in threading.enumerate() if each.name == THREAD_NAME]
-    assert threads
-    assert all(each.daemon for each in threads), "they would keep the process alive"
-    engine.close()
-    assert threads[-1].is_alive()
+    engine._compilation.finish()
+    began = list(compiler.began)
+    assert began
+    assert not engine.is_compiling
+    assert compiled_modes(engine) == []
+    assert_alike(draw(engine, make_request()), draw(slot_engine, make_request()))
+    assert compiler.began == began
 
 
 def test_a_broken_compiler_ends_compiling_not_the_worker(
     engine: Any,
-    compiler: Compiler,
+    compiler: PlainPackages,
     monkeypatch,
 ):
     def break_down(*_: object) -> None:
@@ -225,7 +182,7 @@ def test_a_broken_compiler_ends_compiling_not_the_worker(
 
     monkeypatch.setattr(step.StepRunner, "take_up", break_down)
     engine.compile_in_background()
-    compiler.end(9)
+    compiler.may_end += 9
     engine._compilation.finish()
     assert not engine.is_compiling
     assert compiled_modes(engine) == []
@@ -235,7 +192,7 @@ def test_a_broken_compiler_ends_compiling_not_the_worker(
 def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
     engine: Any,
     slot_engine: Any,
-    compiler: Compiler,
+    compiler: PlainPackages,
     monkeypatch,
     tmp_path,
 ):
@@ -253,14 +210,14 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
     def changes() -> list[tuple[bool, set[bool]]]:
         return [(call.is_compiled, call.changes_convolutions) for call in calls]
 
-    compiler.end(3)
+    compiler.may_end += 3
     engine.warm_up(requests[0])
     assert_alike(draw(engine, *requests), expected)
     assert {(compiled, *found) for compiled, found in changes()} == {
         (True, False),
         (False, True),
     }
-    compiler.end(1)
+    compiler.may_end += 1
     engine.warm_up(requests[1])
     calls.clear()
     assert_alike(draw(engine, *requests), expected)
@@ -269,11 +226,13 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
 
 
 def test_half_of_a_deep_queue_is_compiled_beside_the_ticks_and_a_rare_size_is_not(
-    make_slot_engine: Any, slot_engine: Any, compiler: Compiler
+    make_slot_engine: Any, slot_engine: Any, compiler: PlainPackages
 ):
-    engine = make_slot_engine(slots=2, backend="eager", queue_seconds=lambda: math.inf)
+    engine = make_slot_engine(
+        slots=2, packages=compiler, queue_seconds=lambda: math.inf
+    )
     engine.compile_in_background()
-    compiler.end(100)
+    compiler.may_end += 100
     widths = [96 if at % 2 else 64 for at in range(20)]
     widths[9] = widths[14] = 128
     draw(
@@ -305,26 +264,26 @@ def test_half_of_a_deep_queue_is_compiled_beside_the_ticks_and_a_rare_size_is_no
 
 
 def test_a_weight_mode_that_is_not_compiled_is_not_used(
-    make_slot_engine: Any, compiler: Compiler
+    make_slot_engine: Any, compiler: PlainPackages
 ):
-    engine = make_slot_engine(slots=2, backend="eager", compiled_modes=("per_slot",))
-    compiler.end(9)
+    engine = make_slot_engine(slots=2, packages=compiler, compiled_modes=("per_slot",))
+    compiler.may_end += 9
     engine.warm_up()
     draw(engine, make_request())
     assert engine.weight_mode == "per_slot"
 
 
 @pytest.fixture
-def slow_compiler(compiler: Compiler, monkeypatch) -> Compiler:
-    """Each graph seems to take 20 s or so, and none begins before the first image."""
+def slow_compiler(compiler: PlainPackages, monkeypatch) -> PlainPackages:
+    """Each graph seems to take 20 s or so, and none begins before there are jobs."""
     clock = itertools.count(0.0, 40.0)
-    monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", math.inf)
+    monkeypatch.setattr(compiling, "_MOST_SECONDS_WITHOUT_JOBS", math.inf)
     monkeypatch.setattr(compiling, "time", SimpleNamespace(monotonic=clock.__next__))
-    compiler.end(100)
+    compiler.may_end += 100
     return compiler
 
 
-def graphs_of(compiler: Compiler) -> list[str]:
+def graphs_of(compiler: PlainPackages) -> list[str]:
     """The compiled ticks: slots, rows and mode."""
     found = (
         re.search(r"for (\d+) rows of .* \((\w+) weights", each)
@@ -343,14 +302,16 @@ def graphs_of(compiler: Compiler) -> list[str]:
 def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_draws_alone(
     make_slot_engine: Any,
     slot_engine: Any,
-    slow_compiler: Compiler,
+    slow_compiler: PlainPackages,
     styles: list[contract.Lora],
     tmp_path,
     every: int,
     mode: str,
 ):
     """Jobs that change convolutions are in it, and do not cost those a product that have none."""
-    engine = make_slot_engine(slots=4, backend="eager", queue_seconds=lambda: math.inf)
+    engine = make_slot_engine(
+        slots=4, packages=slow_compiler, queue_seconds=lambda: math.inf
+    )
     locons = [
         write_locon(tmp_path / f"{rank}.safetensors", engine, rank) for rank in (2, 20)
     ]
@@ -375,11 +336,13 @@ def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_dra
 def test_a_graph_that_takes_fewer_seconds_is_compiled_once_its_own_ticks_pay_for_it(
     make_slot_engine: Any,
     slot_engine: Any,
-    slow_compiler: Compiler,
+    slow_compiler: PlainPackages,
     tmp_path,
 ):
     """LoCons come at first and then no more; then no LoRAs come at all, for long."""
-    engine = make_slot_engine(slots=2, backend="eager", queue_seconds=lambda: math.inf)
+    engine = make_slot_engine(
+        slots=2, packages=slow_compiler, queue_seconds=lambda: math.inf
+    )
     locon = write_locon(tmp_path / "locon.safetensors", engine)
     engine.compile_in_background()
     draw(

@@ -13,8 +13,8 @@ import torch
 from calls import OUT_OF_MEMORY, Call, watch_calls
 from drawing import ROUNDING, assert_alike, difference, draw, finish, make_request
 from imagefleet import errors
+from packages import PlainPackages
 from worker.engine import contract, decoder
-from worker.engine.kernels.compile import Compiled
 from worker.engine.networks.linear import SlotLinear
 from worker.engine.slots.weights import Weights
 
@@ -184,16 +184,11 @@ def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
     small_model: Path,
     is_frequent: bool,
 ):
-    # What is compiled is not traced: of that, what it takes is told below.
-    monkeypatch.setattr(Compiled, "trace", lambda _: None)
-    monkeypatch.setattr(
-        Compiled, "_warm_up", lambda compiled: setattr(compiled, "_is_warm", True)
-    )
     lasts = math.inf
     engine = make_slot_engine(
         model=small_model,
         slots=1,
-        backend="eager",
+        packages=PlainPackages(may_end=math.inf),
         queue_seconds=lambda: lasts,
         compiled_modes=("shared",),
     )
@@ -352,7 +347,7 @@ def test_a_single_slot_runs_uncompiled_before_an_image_fails_for_want_of_memory(
     monkeypatch,
 ):
     (sound,) = draw(make_slot_engine(slots=1), make_request())
-    engine = make_slot_engine(slots=1, backend="eager")
+    engine = make_slot_engine(slots=1, packages=PlainPackages(math.inf))
     limit_decoding(monkeypatch, lambda *_: engine._runner.may_compile)
     (image,) = draw(engine, make_request())
     assert not engine._runner.may_compile

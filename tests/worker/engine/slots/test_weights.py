@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import tiny_model
 from drawing import ROUNDING, assert_alike, difference, draw, finish, make_request
 from families import tiny_families
+from packages import TracedPackages
 from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine.checkpoint import load_checkpoint
@@ -77,7 +78,7 @@ def take(engine: slots.SlotEngine, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("small", {"backend": "eager"}),
+        ("small", {"packages": TracedPackages()}),
         ("sd2", {}),
         ("sdxl", {"slot_weights": "reloaded"}),
     ],
@@ -105,9 +106,9 @@ def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_ow
         return [*draw(engine, *requests), *draw(engine, *alike)]
 
     engine = engine_of(first, **settings)
-    if "backend" in settings:
+    if "packages" in settings:
         engine.warm_up()
-    alone = engine_of(second, **settings | {"backend": None})
+    alone = engine_of(second, **settings | {"packages": None})
     models = {first: engine, second: alone}
     expected = {folder: drawn_by(each) for folder, each in models.items()}
     sums = {folder: each.checkpoint.weight_sums for folder, each in models.items()}
@@ -123,7 +124,6 @@ def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_ow
         assert_alike(images, expected[folder], within=1)
         assert engine.self_check.find_fault() is None
         assert engine.checkpoint.weight_sums == sums[folder]
-    assert engine.recompiles == 0
     engine.close()
 
 
@@ -279,7 +279,7 @@ def test_weights_that_could_not_be_loaded_are_loaded_again(
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ReloadedStack, "load", load)
-    engine._runner._backend = "eager"  # what is given up first
+    engine._runner._may_compile = True  # what is given up first
     images = draw(engine, *requests)
     assert failed
     assert_alike(images, sound, within=0)

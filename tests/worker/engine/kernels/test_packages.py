@@ -1,0 +1,184 @@
+"""Where a graph's kernels are from: this folder, others, or the compiler; none of it waits."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from packages import multiply
+from worker.engine.kernels import packages
+from worker.engine.kernels.compiler import CompileError
+from worker.engine.kernels.graph import Graph
+from worker.engine.kernels.package import Package, UnusablePackageError
+from worker.engine.kernels.packages import Packages
+
+
+class Compiler:
+    """Compiles once it is let go."""
+
+    def __init__(self) -> None:
+        self.began: list[Path] = []
+        self.started = 0
+        self.may_end = False
+        self.closed = 0
+
+    def start(self) -> None:
+        self.started += 1
+
+    def begin(self, content: bytes, target: Path) -> None:
+        assert content
+        self.began.append(target)
+
+    def is_done(self, _seconds: float) -> bool:
+        return self.may_end
+
+    def end(self) -> None:
+        self.began[-1].write_text("kernels")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Exchange:
+    """Others, who have what is in *known*, or have not answered yet."""
+
+    def __init__(self, known: bool | None) -> None:
+        self.answer: Future[bool] = Future()
+        self.known = known
+        self.shared: list[Path] = []
+
+    def find(self, _name: str, target: Path) -> Future[bool]:
+        if self.known is not None:
+            if self.known:
+                target.write_text("kernels")
+            self.answer.set_result(self.known)
+        return self.answer
+
+    def share(self, path: Path) -> None:
+        self.shared.append(path)
+
+
+@pytest.fixture
+def compiler(monkeypatch) -> Compiler:
+    stand_in = Compiler()
+    monkeypatch.setattr(packages, "Compiler", lambda: stand_in)
+
+    def load(path: Path) -> Package:
+        if path.read_text() != "kernels":
+            raise UnusablePackageError(f"{path.name}: damaged")
+        return Package(multiply, [0, 1, 2])
+
+    monkeypatch.setattr(Package, "load", load)
+    return stand_in
+
+
+@pytest.fixture
+def make(compiler: Compiler, tmp_path) -> Callable[[Any], Packages]:
+    return lambda exchange: Packages(tmp_path, torch.device("cpu"), exchange)
+
+
+@pytest.fixture
+def graph() -> Graph:
+    tensors = torch.zeros(2, 2), torch.ones(2, 2), torch.ones(2, 2)
+    return Graph("a product", "product", multiply, tensors, None)
+
+
+def test_what_is_in_the_folder_is_taken_at_once(
+    make: Any, graph: Graph, compiler: Compiler
+):
+    made = make(None)
+    made.begin(graph)
+    compiler.may_end = True
+    made.end()
+    assert len(compiler.began) == 1
+    exchange = Exchange(known=None)
+    other = make(exchange)
+    again = Graph("a product", "product", multiply, graph._arguments, None)
+    other.begin(again)
+    assert other.is_done()
+    other.end()
+    assert again.is_compiled
+    assert other.graphs == {"disk": 1, "fetched": 0, "compiled": 0}
+    assert len(compiler.began) == 1
+    assert not exchange.answer.done(), "nobody was asked"
+
+
+def test_only_a_machine_without_packages_starts_its_compiler_ahead(
+    make: Any, graph: Graph, compiler: Compiler
+):
+    made = make(None)
+    made.prepare()
+    assert compiler.started == 1
+    compiler.may_end = True
+    made.begin(graph)
+    made.end()
+    make(None).prepare()
+    assert compiler.started == 1
+
+
+def test_what_others_have_is_fetched_and_not_compiled(
+    make: Any, graph: Graph, compiler: Compiler
+):
+    made = make(Exchange(known=True))
+    made.begin(graph)
+    assert made.is_done()
+    made.end()
+    assert graph.is_compiled
+    assert made.graphs == {"disk": 0, "fetched": 1, "compiled": 0}
+    assert compiler.began == []
+
+
+def test_what_nobody_has_is_compiled_and_shared(
+    make: Any, graph: Graph, compiler: Compiler
+):
+    exchange = Exchange(known=False)
+    made = make(exchange)
+    made.begin(graph)
+    assert not made.is_done()
+    assert len(compiler.began) == 1
+    compiler.may_end = True
+    assert made.is_done()
+    made.end()
+    assert made.graphs == {"disk": 0, "fetched": 0, "compiled": 1}
+    assert exchange.shared == compiler.began
+
+
+def test_a_storage_that_does_not_answer_keeps_nobody_waiting(
+    make: Any, graph: Graph, compiler: Compiler
+):
+    made = make(Exchange(known=None))
+    made.begin(graph)
+    assert not made.is_done()
+    made.close()
+    assert compiler.began == []
+
+
+def test_a_damaged_file_is_removed_and_its_graph_runs_uncompiled(
+    make: Any, graph: Graph, compiler: Compiler, tmp_path
+):
+    made = make(None)
+    made.begin(graph)
+    compiler.may_end = True
+    made.end()
+    (path,) = tmp_path.iterdir()
+    path.write_text("cut")
+    again = Graph("a product", "product", multiply, graph._arguments, None)
+    made.begin(again)
+    with pytest.raises(CompileError, match="damaged"):
+        made.end()
+    assert not path.exists()
+    assert not again.is_compiled
+
+
+def test_a_graph_that_is_wanted_no_more_ends_its_compiler(
+    make: Any, graph: Graph, compiler: Compiler
+):
+    made = make(None)
+    made.begin(graph)
+    made.cancel()
+    assert compiler.closed == 1
+    made.end()
+    assert not graph.is_compiled
