@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import inspect
 import io
-import json
 import os
 import pickle
 import sys
@@ -28,8 +27,6 @@ TINY = ("--tiny", "--device", "cpu", "--out", "figures.json")
 ONE_THREAD = ("--device", "cpu", "--threads", "1")
 
 OVERLAP = ("--", "benchmarks/overlap.py", "--jobs", "8")
-
-BAG = (*TINY, "--folder", "models", "--rows", "bag_sizes,uniform")
 
 #: The programs and the arguments with which they take seconds.
 PROGRAMS: dict[str, tuple[str, ...]] = {
@@ -94,8 +91,9 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 
 #: Programs with tests of their own, by these.
 ELSEWHERE = {
-    "bag.py": "benchmarks/test_programs.py",
     "engine.py": "benchmarks/test_documented_commands.py",
+    "first_minute/measure.py": "benchmarks/test_first_minute.py",
+    "first_minute/row.py": "benchmarks/test_first_minute.py",  # `measure.py` starts it
     "rows/engine.py": "benchmarks/test_documented_commands.py",  # `engine.py` starts it
     "fleet_sim.py": "benchmarks/test_fleet_sim.py",
     "million/run.py": "worker/test_long_run.py",
@@ -181,25 +179,6 @@ def test_a_program_runs_with_little_to_do(program: str, run: Callable[..., str])
 
     assert printed
     assert "nan" not in printed.lower().split()
-
-
-@pytest.mark.usefixtures("few_steps")
-def test_the_bags_rows_run_with_little_to_do(run: Callable[..., str]):
-    def run_row(command: Sequence[str], **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(stdout=run("bag.py", *command[2:]), returncode=0)
-
-    # A process of its own imports torch anew; what it is told and prints is the same here.
-    program = SimpleNamespace(run=run_row, PIPE=None)
-
-    # A busy machine takes longer until the engine is ready: its first minutes have no figure.
-    for minute_seconds in ("2", "16", "128"):
-        arguments = (*BAG, "--minute", minute_seconds)
-        printed = run("bag.py", *arguments, subprocess=program)
-        share = json.loads(printed.splitlines()[-1])["bag_sizes"]
-        if share is not None:
-            break
-
-    assert share > 0
 
 
 def test_the_demos_reference_is_made_with_the_networks_that_read_it(

@@ -1,0 +1,1 @@
+"""A node's first minutes, measured on one card: `measure.py`."""
