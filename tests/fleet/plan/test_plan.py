@@ -152,7 +152,7 @@ def test_every_input_has_its_source(in_process: Imagefleet):
     text = " ".join(in_process("plan", "--jobs", "1000").stdout.split())
     assert "RTX 3060 Ti 8GB: 0.83 images/s: assumed:" in text
     assert "paid before first image / full speed / lost, fetched kernels" in text
-    assert "Until full speed, like jobs: assumed: one size, cold, on an H100" in text
+    assert "Until full speed, like jobs: assumed: one size, cold, on an H200" in text
     assert "Another node begins: assumed: SaladCloud's week" in text
 
 
