@@ -116,6 +116,7 @@ class Decoder:
         self._failed: list[Finished] = []
         self._compiled: dict[_SliceKey, tuple[Tensor, Graph]] = {}
         self._refused: set[_SliceKey] = set()
+        """What cannot be compiled, or failed once it was."""
         # Of single images for which the memory was too short.
         self._striped_shapes: set[torch.Size] = set()
         self._tick = 0
@@ -140,19 +141,23 @@ class Decoder:
         drawn = _FinishedLatents(ticket, latents, self._tick, key)
         self._queue.setdefault(key, []).append(drawn)
 
+    def uncompiled(self, shape: torch.Size) -> list[Vae]:
+        """What may be compiled for latents of *shape* [4, height, width], and is not."""
+        if not self._may_compile or self.is_striped:
+            return []
+        known = self._compiled.keys() | self._refused
+        own = dict.fromkeys((self._usual, self._vae))
+        return [vae for vae in own if vae is not None and (vae, shape) not in known]
+
     def compile(self, shape: torch.Size) -> Iterator[Graph]:
         """Compiles for latents of *shape* [4, height, width].
 
         Yields each graph before its first run, to be given its kernels.
         """
-        for vae in dict.fromkeys((self._usual, self._vae)):
-            known = self._compiled.keys() | self._refused
-            if vae is not None and (vae, shape) not in known:
-                yield from self._compile(vae, shape)
+        for vae in self.uncompiled(shape):
+            yield from self._compile(vae, shape)
 
     def _compile(self, vae: Vae, shape: torch.Size) -> Iterator[Graph]:
-        if not self._may_compile or self.is_striped:
-            return
         size = self._slice_size(shape)
         latents = torch.zeros((size, *shape), device=vae.device)
         name = "the VAE" if vae is self._vae else "TAESD"
@@ -179,6 +184,7 @@ class Decoder:
                 f"{name} runs uncompiled: not enough memory to compile it",
                 action="compile_failed",
             )
+            self._refused.add((vae, shape))
         else:
             self._compiled[vae, shape] = (latents, graph)
 
@@ -268,6 +274,7 @@ class Decoder:
         _, shape = key = part[0].slice_key
         if key in self._compiled:
             self._compiled.pop(key)[1].release()
+            self._refused.add(key)
         torch.cuda.empty_cache()
         if half := len(part) // 2:
             if out_of_memory:

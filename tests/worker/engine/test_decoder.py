@@ -8,6 +8,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from worker.engine import decoder
+from worker.engine.kernels.graph import Graph
 from worker.engine.passes.images import ImageCoder
 
 VAE: Any = object()
@@ -20,7 +21,10 @@ def slices(monkeypatch) -> list[tuple[Any, ...]]:
     """The shapes that are decoded, told apart if by the VAE."""
     seen = []
 
-    def decode(vae: Any, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(
+        vae: Any, latents: torch.Tensor, *, in_stripes: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert not in_stripes
         seen.append((*latents.shape, "VAE") if vae is VAE else tuple(latents.shape))
         return torch.zeros(len(latents), 2, 2, 3, dtype=torch.uint8), torch.ones(
             len(latents)
@@ -71,6 +75,23 @@ def test_a_slice_is_of_one_decoder(slices: Any):
     assert slices == [(2, *SMALL), (2, *SMALL, "VAE")]
     waiting.run(flush=True)
     assert [each.ticket for each in waiting.collect(wait=True)] == [0, 2, 1, 3, 4]
+
+
+def test_what_fails_once_it_is_compiled_is_decoded_uncompiled_from_then_on(slices: Any):
+    made = make_decoder(SMALL)
+    assert made.uncompiled(SMALL) == []
+
+    def fail() -> None:
+        raise RuntimeError("an illegal instruction")
+
+    graph = Graph("the VAE", "vae", fail, (), None)
+    made._compiled[TINY, SMALL] = torch.zeros(2, *SMALL), graph
+    for ticket in range(2):
+        made.add(ticket, torch.zeros(SMALL))
+    made.run(flush=True)
+    assert slices == [(1, *SMALL)] * 2
+    assert len(made.collect(wait=True)) == 2
+    assert made.uncompiled(SMALL) == []
 
 
 def test_a_vae_with_a_shift_encodes_and_decodes_as_diffusers_does():

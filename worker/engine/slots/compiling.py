@@ -1,7 +1,6 @@
 """Has lanes' ticks and VAE calls compiled beside the ticks; whoever wants it before them waits."""
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -170,7 +169,14 @@ class Compilation:
             key=lambda key: self._runner.outlook.share(GraphKey(key)), reverse=True
         )
         keys = [*asked, self._runner.native, *held]
-        return next(filter(self._runner.should_compile, keys), None)
+        wanted = [key for key in keys if self._runner.should_compile(key)]
+        # A tick is most of an image's time, and the VAE a tenth.
+        urgent = [key for key in wanted if not self._runner.compiled_step(key)]
+        vaes = [key for key in keys if self._lacks_vae(self._runner.compiled_step(key))]
+        return next(iter([*urgent, *vaes, *wanted]), None)
+
+    def _lacks_vae(self, step: Step | None) -> bool:
+        return step is not None and bool(self._decoder.uncompiled(_latents(step)))
 
     def _go_on(self, batch_key: BatchKey | None) -> None:
         packages = self._packages
@@ -223,28 +229,25 @@ class Compilation:
             self._runner.put_off(batch_key)
 
     def _compile(self, lane: Lane, step: Step) -> Iterator[Graph]:
-        """Yields each graph before its first run, to be given its kernels."""
+        """Yields what a lane lacks most, before its first run, to be given its kernels."""
         began_at = time.monotonic()
-        graphs = 0
-        for mode in self._runner.missing_modes(step):
-            tick = self._compile_tick(lane, step, mode)
-            # The VAE before other modes: all images go through it.
-            for graph in itertools.chain(
-                tick, self._decoder.compile(step.state.latents.shape[1:])
-            ):
-                graphs += 1
-                yield graph
+        missing = self._runner.missing_modes(step)
+        if step.compiled and self._lacks_vae(step):
+            yield from self._decoder.compile(_latents(step))
+        elif missing:
+            yield from self._compile_tick(lane, step, missing[0])
         # What compiling has taken tells what more of it will.
-        graph_seconds = (time.monotonic() - began_at) / max(1, graphs)
-        self._runner.costs = replace(self._runner.costs, graph_seconds=graph_seconds)
+        seconds = time.monotonic() - began_at
+        self._runner.costs = replace(self._runner.costs, graph_seconds=seconds)
+        if self._lacks_vae(step) or self._runner.missing_modes(step):
+            return
         times = []
         for mode in step.compiled:
             milliseconds = 1000 * self._runner.costs.seconds(mode)
             times.append(f"{milliseconds:.1f} ms ({mode})")
         log.info(
-            f"{lane.slots} slots of {lane.batch_key.width}x{lane.batch_key.height} ready after"
-            f" {time.monotonic() - began_at:.0f} s; a step of all slots takes"
-            f" {', '.join(times)}",
+            f"{lane.slots} slots of {lane.batch_key.width}x{lane.batch_key.height} are compiled; a"
+            f" step of all takes {', '.join(times)}",
             action="warm",
         )
 
@@ -266,3 +269,8 @@ class Compilation:
             self._runner.take_up(step, mode, graph)
         else:
             self._runner.refuse(step, mode)
+
+
+def _latents(step: Step) -> torch.Size:
+    """The shape of an image's latents."""
+    return step.state.latents.shape[1:]

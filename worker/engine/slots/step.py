@@ -288,6 +288,10 @@ class StepRunner:
             has_room and self._pays(batch_key)
         )
 
+    def compiled_step(self, batch_key: BatchKey) -> Step | None:
+        """A key's tensors, if any job can run compiled on them."""
+        return self._compiled.get(batch_key)
+
     def missing_modes(self, step: Step) -> list[WeightMode]:
         """The modes to compile: first one that any job can run in, then what pays beside it."""
         key = step.batch_key

@@ -1,5 +1,6 @@
-"""Where a graph's kernels are from: this folder, others, or the compiler; none of it waits."""
+"""Where a graph's kernels are from: this folder, others, or the compiler; drawing goes on."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -146,9 +147,25 @@ def test_what_nobody_has_is_compiled_and_shared(
     assert exchange.shared == compiler.began
 
 
-def test_a_storage_that_does_not_answer_keeps_nobody_waiting(
+def test_the_first_package_is_waited_for_while_it_is_fetched(
     make: Any, graph: Graph, compiler: Compiler
 ):
+    class Thread(Exchange):
+        def find(self, name: str, target: Path) -> Future[bool]:
+            threading.Thread(target=super().find, args=(name, target)).start()
+            return self.answer
+
+    made = make(Thread(known=True))
+    made.begin(graph)
+    assert made.is_done(), "no tick runs uncompiled meanwhile"
+    made.end()
+    assert made.graphs["fetched"] == 1
+
+
+def test_a_storage_that_does_not_answer_holds_nobody_up(
+    make: Any, graph: Graph, compiler: Compiler, monkeypatch
+):
+    monkeypatch.setattr(packages, "_FIRST_FETCH_SECONDS", 0.0)
     made = make(Exchange(known=None))
     made.begin(graph)
     assert not made.is_done()
