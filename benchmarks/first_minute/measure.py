@@ -67,10 +67,11 @@ ROWS = {
     "four_steps": Row(150),
     "uniform_over_before": Row(320),
     "unlike_memory": Row(180, ("uniform",)),
+    "endings": Row(240, ("models",)),
     "library": Row(260),
     "company": Row(80),
     "sdxl_models": Row(120),
-    "sdxl_cold": Row(420, ("sdxl_models",)),
+    "sdxl_cold": Row(500, ("sdxl_models",)),
     "sdxl_uniform": Row(260, ("sdxl_models",)),
     "sdxl_bag_sizes": Row(200, ("sdxl_cold", "sdxl_uniform")),
 }
@@ -186,6 +187,11 @@ FIGURES = {
         "graphs compiled by ten nodes of unlike memory, packages there",
         "unlike_memory",
         "graphs_compiled",
+    ),
+    "endings_failed": Share(
+        "of 50 endings while it compiles: crashes, wrong exit codes and orphans",
+        "endings",
+        "endings_failed",
     ),
     "graphs_compiled_cold": Share(
         "graphs compiled for unlike jobs of three sizes, cold",

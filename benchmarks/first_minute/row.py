@@ -14,7 +14,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from first_minute import compared, engine_rows, packages, processes, workers
+from first_minute import (
+    compared,
+    endings,
+    engine_rows,
+    packages,
+    processes,
+    workers,
+)
 from first_minute.bag import Family
 from first_minute.engine_rows import EngineRow
 
@@ -67,6 +74,7 @@ ROWS: Mapping[str, Measure] = {
         name: functools.partial(workers.measure, emit, row)
         for name, row in workers.ROWS.items()
     },
+    "endings": functools.partial(endings.measure, emit),
     "unlike_memory": functools.partial(compared.unlike_memory, emit),
     "uniform_over_before": functools.partial(compared.uniform_over_before, emit),
     "four_steps": functools.partial(compared.four_steps, emit),

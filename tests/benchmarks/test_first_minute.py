@@ -48,7 +48,7 @@ def rows_here(monkeypatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_steps", "groups_here", "rows_here")
 def test_rows_run_with_little_to_do(run: Callable[..., str]):
-    rows = "bag_few_steps,sdxl_cold,four_steps,worker_cold"
+    rows = "bag_few_steps,sdxl_cold,four_steps,worker_cold,endings"
     given = ("--tiny", "--device", "cpu", "--out", "out.json", "--folder", "models")
 
     printed = run("first_minute/measure.py", *given, "--rows", rows)
@@ -56,7 +56,7 @@ def test_rows_run_with_little_to_do(run: Callable[..., str]):
     figures = json.loads(printed.splitlines()[-1])
     names = ("bag_few_steps", "four_steps_over_engine", "worker_cold_90_seconds")
     assert all(figures[name] > 0 for name in names)
-    assert figures["graphs_compiled_cold"] == 0
+    assert figures["graphs_compiled_cold"] == figures["endings_failed"] == 0
     written = json.loads(Path("out.json").read_text())["rows"]
     assert written.keys() > {"models", "uniform", *rows.split(",")}
     assert all(each["is_complete"] for each in written.values())
