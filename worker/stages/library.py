@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import itertools
 import tempfile
+import threading
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -194,6 +196,8 @@ class Engine:
             self._loop.close(asyncio.sleep(0))
             raise
 
+        _open.add(self)
+
     def __enter__(self) -> Self:
         return self
 
@@ -201,7 +205,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Ends the engine's thread, and frees the GPU."""
+        """Ends the engine's thread, and frees the GPU; at the program's end, too."""
         self._loop.close(self._inner.__aexit__())
 
     def draw(self, jobs: Iterable[Job]) -> Iterator[Drawn]:
@@ -219,3 +223,16 @@ class Engine:
                 yield drawn
         finally:
             self._loop.run(leave())
+
+
+_open: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for engine in list(_open):
+        engine.close()
+
+
+# A thread that is inside torch while the interpreter ends aborts the program. `atexit` is too late:
+# by then executors take no work, which the engine needs for its last tick.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]  # noqa: SLF001

@@ -2,6 +2,10 @@
 
 import asyncio
 import itertools
+import os
+import signal
+import subprocess
+import sys
 import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib import metadata
@@ -19,6 +23,20 @@ from worker.stages import library
 from worker.stages.library import AsyncEngine, Engine
 
 ROOT = Path(__file__).parents[3]
+
+#: Draws the demo, and ends after a picture while it draws others, without closing the engine.
+PROGRAM = """
+import itertools, os, signal, sys
+import imagefleet
+from imagefleet.files import demo
+
+def jobs():
+    return (imagefleet.Job(prompt="a house", seed=each, steps=9) for each in itertools.count())
+
+engine = imagefleet.Engine(demo.find_checkpoint(), device="cpu", slots=2)
+drawing = engine.draw(jobs())
+next(drawing)
+"""
 
 
 def draw(request: contract.ImageRequest) -> contract.Pixels:
@@ -149,3 +167,28 @@ def test_the_demo_is_drawn_with_loras_of_its_own_in_one_call():
     pictures = {result.images[0].tobytes() for result in found}
     assert [result.error for result in found] == [None] * 4
     assert len(pictures) == 4
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_without_closing_ends_as_it_wants_to(tmp_path):
+    """A thread inside torch aborts the interpreter that ends beside it."""
+    expected = {
+        "sys.exit(3)": 3,
+        "raise ValueError": 1,
+        "os.kill(os.getpid(), signal.SIGINT)": -signal.SIGINT,
+    }
+    environment = {**os.environ, "HOME": str(tmp_path)}
+
+    begun = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM + last],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for last in expected
+    ]
+
+    ended = [process.communicate()[1] for process in begun]
+    codes = [process.returncode for process in begun]
+    assert codes == [*expected.values()], ended
