@@ -67,7 +67,13 @@ class StandInEngine:
     def prepare(self, request: contract.ImageRequest) -> StandInPrepared:
         return StandInPrepared(request)
 
-    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
+    def admit(
+        self,
+        ticket: int,
+        prepared: contract.PreparedRequest,
+        *,
+        is_urgent: bool = False,  # noqa: ARG002 - all are drawn in the next tick
+    ) -> None:
         self._admitted.append((ticket, prepared.request))
 
     def tick(self) -> list[contract.Finished]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from imagefleet import errors
+from imagefleet.storage.routing.route import FAIR_EVERY
 from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.gpu_clock import GpuClock
@@ -76,6 +77,15 @@ class _Wanted:
             return False
 
 
+class _Line:
+    """Requests that wait for the engine in their order, and after them those who bring more."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[int, contract.PreparedRequest]] = deque()
+        self.in_order = asyncio.Lock()
+        self.fewer_wait = asyncio.Event()
+
+
 class EngineThread:
     """Feeds one engine from the event loop and returns what it finished.
 
@@ -97,7 +107,9 @@ class EngineThread:
         #: Called on the engine's thread after each wait for work: an idle engine's reason.
         self.why_idle: Callable[[], str] = lambda: "starved"
         self.tick_began_at: float | None = None
-        self._waiting: deque[tuple[int, contract.PreparedRequest]] = deque()
+        self._urgent = _Line()
+        self._ordinary = _Line()
+        self._overtakes = 0
         self._calls: deque[_Call] = deque()
         self._drawing: dict[int, Future[Delivery | None]] = {}
         self._drawn_tickets = itertools.count(-1, -1)  # see `_is_jobs`
@@ -110,8 +122,6 @@ class EngineThread:
         self._admitted_at: dict[int, float] = {}
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._in_order = asyncio.Lock()
-        self._fewer_wait = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     async def start(self, load: Callable[[], contract.Engine]) -> contract.Engine:
@@ -153,15 +163,25 @@ class EngineThread:
         """Images that the engine has begun or is about to begin."""
         return len(self._admitted_at)
 
-    async def submit(self, ticket: int, prepared: contract.PreparedRequest) -> bool:
-        """Queues a request once fewer than `capacity` wait; False after `stop_accepting`."""
-        async with self._in_order:
-            while self._accepting and len(self._waiting) >= self.capacity:
-                self._fewer_wait.clear()
-                await self._fewer_wait.wait()
+    async def submit(
+        self,
+        ticket: int,
+        prepared: contract.PreparedRequest,
+        *,
+        is_urgent: bool = False,
+    ) -> bool:
+        """Queues a request once fewer than `capacity` wait; False after `stop_accepting`.
+
+        One that *is_urgent* goes before all that are not, those in the engine without a slot too.
+        """
+        line = self._urgent if is_urgent else self._ordinary
+        async with line.in_order:
+            while self._accepting and len(line.waiting) >= self.capacity:
+                line.fewer_wait.clear()
+                await line.fewer_wait.wait()
         with self._wake:
             if self._accepting:
-                self._waiting.append((ticket, prepared))
+                line.waiting.append((ticket, prepared))
                 self._wake.notify()
         return self._accepting
 
@@ -182,9 +202,11 @@ class EngineThread:
         """Accepts no more requests; returns the tickets that the engine has not begun."""
         with self._wake:
             self._accepting = False
-            waiting = [ticket for ticket, _ in self._waiting]
-            self._waiting.clear()
-        self._fewer_wait.set()
+            waiting = []
+            for line in (self._urgent, self._ordinary):
+                waiting += [ticket for ticket, _ in line.waiting]
+                line.waiting.clear()
+        self._let_in(self.capacity)
         tickets = []
         for ticket in waiting:
             if drawing := self._drawing.pop(ticket, None):
@@ -310,29 +332,40 @@ class EngineThread:
         while not (self._stopping or self._wanted):
             if self._calls:
                 self._answer_calls()
-            admitted: list[tuple[int, contract.PreparedRequest]] = []
+            admitted: list[tuple[int, contract.PreparedRequest, bool]] = []
             cancelled: list[contract.Finished] = []
             with self._wake:
-                while self._waiting and len(admitted) < engine.free:
-                    ticket, prepared = self._waiting.popleft()
+                while len(admitted) < engine.free:
+                    line = self._next_line()
+                    if not line.waiting:
+                        break
+                    ticket, prepared = line.waiting.popleft()
                     self._admitted_at[ticket] = time.monotonic()
                     if self.is_cancelled(ticket):
                         error = errors.JobCancelled()
                         cancelled.append(contract.Finished(ticket, error))
                     else:
-                        admitted.append((ticket, prepared))
+                        admitted.append((ticket, prepared, line is self._urgent))
                 if not (
                     admitted or cancelled or engine.busy or self._calls or self._wanted
                 ):
                     self._wait_for_work()
-            for ticket, prepared in admitted:
-                engine.admit(ticket, prepared)
+            for ticket, prepared, is_urgent in admitted:
+                engine.admit(ticket, prepared, is_urgent=is_urgent)
             if admitted or cancelled or engine.capacity != self.capacity:
                 self._call(self._let_in, engine.capacity)
             self._deliver(cancelled, time.monotonic())
             if engine.busy:
                 return True
         return False
+
+    def _next_line(self) -> _Line:
+        """The line whose turn it is: the urgent one, and at times the other."""
+        lines = [each for each in (self._urgent, self._ordinary) if each.waiting]
+        if len(lines) > 1:
+            self._overtakes = (self._overtakes + 1) % FAIR_EVERY
+            return lines[not self._overtakes]
+        return lines[0] if lines else self._ordinary
 
     def _answer_calls(self) -> None:
         while self._calls:
@@ -382,7 +415,8 @@ class EngineThread:
     def _let_in(self, capacity: int) -> None:
         """Requests were admitted, or the engine holds more: others may wait."""
         self.capacity = capacity
-        self._fewer_wait.set()
+        self._urgent.fewer_wait.set()
+        self._ordinary.fewer_wait.set()
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         # The loop is closed when an error kills the worker: then nothing waits for this.

@@ -40,7 +40,7 @@ from worker.settings import WorkerSettings, version
 from worker.settle import Settler
 from worker.stages.encode import ENCODING, EncodeStage
 from worker.stages.generate import GenerateStage
-from worker.stages.prepare import PrepareStage
+from worker.stages.prepare import URGENT_PREPARERS, PrepareStage
 from worker.stages.requests import PREPARERS
 from worker.stages.upload import STORAGE_RETRIES, UPLOADS, UploadStage
 
@@ -252,9 +252,7 @@ class Pipeline:
             if self.models and changed_at is not None:
                 self.models.changed(time.monotonic() - changed_at, self.metrics)
             self.puller.restart()
-            self._pull = asyncio.create_task(
-                self.puller.run(prepare.queue), name="pull"
-            )
+            self._pull = asyncio.create_task(self.puller.run(prepare.add), name="pull")
             self.started = self.ready = True
             following = await self._draw(self._pull, stop)
             if following is not None:
@@ -290,6 +288,7 @@ class Pipeline:
         self._side_tasks.start("record", settler.pending.run())
         for name, run, count in (
             ("prepare", prepare.run, PREPARERS),
+            ("prepare urgent", prepare.run_urgent, URGENT_PREPARERS),
             ("encode", encode.run, ENCODING),
             ("upload", upload.run, UPLOADS),
             ("acknowledge", settler.pending.finish, UPLOADS),

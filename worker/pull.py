@@ -3,6 +3,8 @@
 import asyncio
 import math
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from imagefleet import concurrency, errors
@@ -51,7 +53,8 @@ class Puller:
     engine_thread: EngineThread
     _queue_was_empty: bool = False
     _queue_answers: bool = True
-    _ahead: int = 0  # images of jobs pulled that the engine has not finished
+    _ahead: Counter[int] = field(default_factory=Counter)
+    """Images of jobs pulled that the engine has not finished, by their level."""
     _images_per_job: float = 1.0  # of those received last
     _less_ahead: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _stopped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -75,13 +78,13 @@ class Puller:
         """Counts so many images of a job, by default all, as no longer ahead of the engine."""
         less = min(entry.ahead, entry.ahead if images is None else images)
         entry.ahead -= less
-        self._ahead -= less
+        self._ahead[entry.level] -= less
         self._less_ahead.set()
 
     @property
     def is_idle(self) -> bool:
         """True if the queues had no jobs when they were last asked, and none is left here."""
-        return self._queue_was_empty and not self._ahead
+        return self._queue_was_empty and not self._images_ahead()
 
     def restart(self) -> None:
         """Lets `run` be called again after `stop`."""
@@ -93,7 +96,7 @@ class Puller:
         self._stopped.set()
         self._less_ahead.set()
 
-    async def run(self, pulled: asyncio.Queue[InFlightJob]) -> None:
+    async def run(self, add: Callable[[InFlightJob], None]) -> None:
         """Pulls until it is stopped, or with --until-empty until nothing is left."""
         empty_polls, settings = 0, self.settler.settings
         longest_seconds = (
@@ -104,54 +107,82 @@ class Puller:
         while not self._stopped.is_set():
             count = self._count_to_pull()
             if not count:
-                self._less_ahead.clear()
-                await self._less_ahead.wait()
+                await self._pull_urgent(add)
                 continue
-            asked_at = time.monotonic()
-            try:
-                messages = await self.queue.receive(count, settings.lease_seconds)
-                self.settler.metrics.stage_seconds["pull"].observe(
-                    time.monotonic() - asked_at
-                )
-                if not messages and await self._is_done():
-                    return
-            except errors.TransientError as error:
-                if self._warning.is_due():
-                    log.warning(
-                        f"the queue does not answer: {error}", action="pull_failed"
-                    )
-                messages, self._queue_answers = [], False
-            else:
-                self._queue_answers = True
-            self._queue_was_empty = self._queue_answers and not messages
-            if messages:
-                hold = self.settler.keeper.hold
-                await self._take([hold(each, asked_at) for each in messages], pulled)
+            leases = await self._receive(count)
+            if not leases and self._queue_answers and await self._is_done():
+                return
+            self._queue_was_empty = self._queue_answers and not leases
+            if leases:
+                await self._take(leases, add)
                 empty_polls = 0
             else:
                 await self._pause(empty_polls, longest_seconds)
                 empty_polls += 1
 
+    async def _pull_urgent(self, add: Callable[[InFlightJob], None]) -> None:
+        """Waits for room, and pulls jobs that go before those that are here meanwhile."""
+        self._less_ahead.clear()
+        lowest = max(
+            (level for level, images in self._ahead.items() if images), default=0
+        )
+        count = self._count_to_pull(lowest)
+        seconds = self.queue.seconds_until_due(lowest) if count else math.inf
+        if seconds > 0:
+            limit = None if math.isinf(seconds) else seconds
+            await tasks.first_of(self._less_ahead.wait(), timeout_seconds=limit)
+        elif leases := await self._receive(count, lowest):
+            await self._take(leases, add, lowest)
+
+    async def _receive(self, count: int, above: int | None = None) -> list[Lease]:
+        """The jobs that were leased; none if the queue does not answer, which is logged."""
+        asked_at = time.monotonic()
+        seconds = self.settler.settings.lease_seconds
+        try:
+            messages = await self.queue.receive(count, seconds, above)
+        except errors.TransientError as error:
+            if self._warning.is_due():
+                log.warning(f"the queue does not answer: {error}", action="pull_failed")
+            self._queue_answers = False
+            return []
+        self._queue_answers = True
+        took = time.monotonic() - asked_at
+        self.settler.metrics.stage_seconds["pull"].observe(took)
+        return [self.settler.keeper.hold(each, asked_at) for each in messages]
+
     async def _take(
-        self, leases: list[Lease], pulled: asyncio.Queue[InFlightJob]
+        self,
+        leases: list[Lease],
+        add: Callable[[InFlightJob], None],
+        above: int | None = None,
     ) -> None:
         """Hands back what is too much, since the jobs before it have more images than expected."""
         entries, images = [], 0
         for lease in leases:
-            entry = InFlightJob(lease, ahead=images_of(lease.message.body))
+            entry = InFlightJob(
+                lease,
+                ahead=images_of(lease.message.body),
+                level=self.queue.level_of(lease.message),
+            )
             entries.append(entry)
             images += entry.ahead
-        self._images_per_job = images / len(entries)
+        if above is None:
+            self._images_per_job = images / len(entries)
         target = self._target
         surplus = []
         for entry in entries:
             self.settler.add(entry)
-            if self._ahead >= target and self._images_per_job > 1:
+            if self._images_ahead(above) >= target and images > len(entries):
                 entry.ahead = 0
                 surplus.append(entry)
             else:
-                self._ahead += entry.ahead
-                pulled.put_nowait(entry)
+                entry.is_urgent = any(
+                    images
+                    for level, images in self._ahead.items()
+                    if level > entry.level
+                )
+                self._ahead[entry.level] += entry.ahead
+                add(entry)
         if surplus:
             await concurrency.gather(*map(self.settler.hand_back, surplus))
 
@@ -168,18 +199,28 @@ class Puller:
         seconds = concurrency.backoff(empty_polls, FIRST_PAUSE_SECONDS, longest_seconds)
         await tasks.first_of(*waits, timeout_seconds=seconds)
 
-    def _count_to_pull(self) -> int:
-        """Jobs to pull now; 0 while there is only room for a handful of images."""
+    def _images_ahead(self, above: int | None = None) -> int:
+        """Images ahead of the engine, or in it; of priorities *above* a level."""
+        if above is None:
+            return self._ahead.total()
+        return sum(images for level, images in self._ahead.items() if level < above)
+
+    def _count_to_pull(self, above: int | None = None) -> int:
+        """Jobs to pull now; 0 while there is only room for a handful of images.
+
+        *above*: for jobs that go before those of this level and lower ones, which take no room.
+        """
         if self.settler.pending.behind_seconds > MOST_BEHIND_SECONDS:
             return 0
         target = self._target
-        room = target - self._ahead
+        room = target - self._images_ahead(above)
         # The engine must not run out of them meanwhile: its slots would be empty one by one.
         if room < min(
             protocol.MAX_RECEIVE, max(1, (target - self.engine_thread.capacity) // 2)
         ):
             return 0
-        return min(math.ceil(room / self._images_per_job), protocol.MAX_RECEIVE)
+        images_per_job = self._images_per_job if above is None else 1.0
+        return min(math.ceil(room / images_per_job), protocol.MAX_RECEIVE)
 
     @property
     def _target(self) -> int:

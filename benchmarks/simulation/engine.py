@@ -78,7 +78,13 @@ class SimulatedEngine:
     def prepare(self, request: contract.ImageRequest) -> StandInPrepared:
         return StandInPrepared(request)
 
-    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
+    def admit(
+        self,
+        ticket: int,
+        prepared: contract.PreparedRequest,
+        *,
+        is_urgent: bool = False,  # noqa: ARG002 - it has a slot for each
+    ) -> None:
         self._steps_left[ticket] = prepared.request.steps
 
     @property

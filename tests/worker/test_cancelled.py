@@ -37,10 +37,12 @@ class Noting(StandInEngine):
         self.begun: list[str] = []
         self._held_after, self._may_go_on = held_after, may_go_on
 
-    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
+    def admit(
+        self, ticket: int, prepared: contract.PreparedRequest, **how: Any
+    ) -> None:
         campaign = "autumn" if prepared.request.seed >= AUTUMN else "spring"
         self.begun.append(campaign)
-        super().admit(ticket, prepared)
+        super().admit(ticket, prepared, **how)
 
     def tick(self) -> list[contract.Finished]:
         if self._may_go_on is not None and self.count("spring") >= self._held_after:

@@ -106,6 +106,39 @@ async def test_a_tick_does_not_hold_up_the_event_loop():
         await engine_thread.finished()
 
 
+async def test_an_urgent_request_goes_before_all_that_wait():
+    engine, drawing, may_end = held_engine()
+    async with engine_thread_with(engine) as engine_thread:
+        await engine_thread.submit(0, prepared(0))
+        await polling.until(drawing.is_set)
+        others = [
+            asyncio.create_task(engine_thread.submit(ticket, prepared(ticket)))
+            for ticket in (1, 2, 3)
+        ]
+        await polling.turn(10)
+        assert await engine_thread.submit(4, prepared(4), is_urgent=True)
+        may_end.set()
+        deliveries = [await engine_thread.finished() for _ in range(5)]
+        await asyncio.gather(*others)
+    assert [each.finished.ticket for each in deliveries] == [0, 4, 1, 2, 3]
+
+
+async def test_urgent_requests_without_end_leave_the_others_every_eighth_turn():
+    engine, drawing, may_end = held_engine(capacity=20)
+    async with engine_thread_with(engine) as engine_thread:
+        await engine_thread.submit(0, prepared(0))
+        await polling.until(drawing.is_set)
+        for ticket in range(1, 11):
+            await engine_thread.submit(ticket, prepared(ticket))
+        for ticket in range(100, 120):
+            await engine_thread.submit(ticket, prepared(ticket), is_urgent=True)
+        may_end.set()
+        deliveries = [await engine_thread.finished() for _ in range(31)]
+    drawn = [each.finished.ticket for each in deliveries]
+    assert drawn[1:9] == [100, 101, 102, 103, 104, 105, 106, 1]
+    assert drawn[9:17] == [107, 108, 109, 110, 111, 112, 113, 2]
+
+
 async def test_as_many_may_wait_as_the_engine_holds_though_that_changes():
     engine = StandInEngine(capacity=1)
     async with engine_thread_with(engine) as engine_thread:

@@ -1,11 +1,14 @@
 """A worker on the queues of three priorities."""
 
 import asyncio
+import threading
 
 import polling
 from imagefleet import errors
 from imagefleet.storage.open import Storage
 from messages import Drawing, RunPipeline, message
+from worker.engine import contract
+from worker.gpu_thread import EngineThread
 
 
 async def test_until_empty_ends_when_the_queues_of_all_priorities_are_empty(
@@ -39,3 +42,33 @@ async def test_a_job_that_is_retried_stays_in_the_queue_of_its_priority(
         for each in ("high", "normal", "low")
     ]
     assert counts == [1, 0, 1]
+
+
+async def test_an_urgent_job_overtakes_a_job_of_many_images_image_by_image(
+    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+):
+    """A job of low priority that is longer than what a worker pulls ahead."""
+    begun, is_urgent_there = threading.Event(), threading.Event()
+    submit = EngineThread.submit
+
+    async def noting(self: EngineThread, *given: object, is_urgent: bool) -> bool:
+        if is_urgent:
+            is_urgent_there.set()
+        return await submit(self, *given, is_urgent=is_urgent)  # type: ignore[arg-type]
+
+    def hold(_: contract.ImageRequest) -> None:
+        if len(engine.drawn) == 6:
+            begun.set()
+            is_urgent_there.wait()
+
+    monkeypatch.setattr(EngineThread, "submit", noting)
+    engine = Drawing(hold, capacity=2)
+    await storage.queues["low"].send([message(id="long", n_iter=60, steps=9)])
+    running = asyncio.create_task(run_pipeline(engine))
+    await polling.until(begun.is_set)
+    await storage.queues["high"].send([message(id="urgent", steps=1)])
+    pipeline = await running
+    assert pipeline.metrics.outcomes == {"completed": 2}
+    assert len(engine.drawn) == 61
+    # What the engine holds is drawn before, and no more.
+    assert engine.steps.index(1) <= 6 + 2 * engine.capacity

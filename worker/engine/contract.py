@@ -278,8 +278,13 @@ class Engine(Protocol):
         Raises JobError if it can never succeed here (for example, a LoRA that does not fit).
         """
 
-    def admit(self, ticket: int, prepared: PreparedRequest) -> None:
-        """Adds a request; only while `free` is above zero."""
+    def admit(
+        self, ticket: int, prepared: PreparedRequest, *, is_urgent: bool = False
+    ) -> None:
+        """Adds a request; only while `free` is above zero.
+
+        One that *is_urgent* has the next free slot, before those that wait for one.
+        """
 
     def tick(self) -> list[Finished]:
         """Does one bounded piece of work and returns the finished images.

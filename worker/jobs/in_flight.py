@@ -54,6 +54,10 @@ class InFlightJob:
     """The first of the requests, prepared."""
     ahead: int = 1
     """Number of the job's images that the engine has not finished."""
+    level: int = 0
+    """Rank of its priority; 0 is the highest."""
+    is_urgent: bool = False
+    """True if it goes before all others here: they are of lower priority."""
     images_to_submit: int = 0
     images_to_store: int = 0
     images_written: int = 0

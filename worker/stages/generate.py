@@ -50,7 +50,8 @@ class GenerateStage:
         ticket = next(self._tickets)
         self._at_engine[ticket] = image
         self.nothing_at_engine.clear()
-        if await self.engine_thread.submit(ticket, request):
+        is_urgent = image.owner.is_urgent
+        if await self.engine_thread.submit(ticket, request, is_urgent=is_urgent):
             image.owner.images_to_submit -= 1
             return True
         self._take(ticket)

@@ -39,17 +39,21 @@ HAND_BACK_SECONDS_UNTIL_EMPTY = 0.5
 MAX_LIST_AGE_SECONDS = 2 * cancelled.PERIOD_SECONDS
 
 
+#: Jobs that are prepared at once beside those, of those that go before them.
+URGENT_PREPARERS = 2
+
+
 class Isolation:
     """A lock that many hold at once as `shared`, or one as `alone`, in the order of their calls."""
 
     def __init__(self) -> None:
-        self.shared = asyncio.Semaphore(PREPARERS)
+        self.shared = asyncio.Semaphore(PREPARERS + URGENT_PREPARERS)
         self._one_alone = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
         async with self._one_alone, contextlib.AsyncExitStack() as places:
-            for _ in range(PREPARERS):
+            for _ in range(PREPARERS + URGENT_PREPARERS):
                 await places.enter_async_context(self.shared)
             yield
 
@@ -70,17 +74,29 @@ class PrepareStage:
         self._settler = settler
         self._puller = puller
         self._generate = generate
-        self.queue: asyncio.Queue[InFlightJob] = asyncio.Queue()
-        """Jobs in turns: one with images left waits behind the others for its next."""
+        # Jobs in turns: one with images left waits behind the others for its next.
+        self._ordinary: asyncio.Queue[InFlightJob] = asyncio.Queue()
+        self._urgent: asyncio.Queue[InFlightJob] = asyncio.Queue()
         self._isolation = Isolation()
         self._own_hashes: Mapping[str, Future[str | None]] | None = None
         self._drawn_here: FIFOCache[str, None] = FIFOCache(REMEMBERED)
         self._threads = ThreadPoolExecutor(PREPARERS, "prepare")
         self._reader = RequestReader(engine, files, self._threads)
 
+    def add(self, entry: InFlightJob) -> None:
+        """Queues a job that was leased."""
+        (self._urgent if entry.is_urgent else self._ordinary).put_nowait(entry)
+
     async def run(self) -> NoReturn:
+        await self._run(self._ordinary)
+
+    async def run_urgent(self) -> NoReturn:
+        """Jobs that do not wait for those that wait for the engine."""
+        await self._run(self._urgent)
+
+    async def _run(self, queue: asyncio.Queue[InFlightJob]) -> NoReturn:
         while True:
-            entry = await self.queue.get()
+            entry = await queue.get()
             work = self._go_on
             if entry.is_suspect and not entry.requests:
                 work = self._generate_alone
@@ -100,7 +116,7 @@ class PrepareStage:
             if entry.requests:
                 await self._submit(entry)
         if entry.requests:
-            self.queue.put_nowait(entry)
+            self.add(entry)
 
     async def _generate_alone(self, entry: InFlightJob) -> None:
         """Generates a job whose workers have died, so that no other dies with this one.

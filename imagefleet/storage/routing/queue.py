@@ -6,6 +6,7 @@ They are drained by priority, so that none starves, and asked less often while t
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import (
     AsyncIterator,
@@ -93,12 +94,26 @@ class RoutedQueue:
     async def send(self, bodies: Iterable[str]) -> None:
         await self.main.queue.send(bodies)
 
+    def level_of(self, message: protocol.LeasedMessage) -> int:
+        """Rank of the priority of a message's queue; 0 is the highest."""
+        return self._route_of(message).level
+
+    def seconds_until_due(self, above: int) -> float:
+        """Until a `receive` of that kind asks a queue; infinity where there is none above."""
+        dues = [route.due_at for route in self._wanted_routes() if route.level < above]
+        return max(0.0, min(dues, default=math.inf) - self.clock())
+
     async def receive(
-        self, max_messages: int, lease_seconds: float
+        self, max_messages: int, lease_seconds: float, above: int | None = None
     ) -> list[protocol.LeasedMessage]:
+        """See `protocol.JobQueue`.
+
+        *above*: jobs of priorities above that level alone, for a worker that has enough to do;
+        queues that were empty are asked as seldom as beside others that have jobs.
+        """
         received: list[protocol.LeasedMessage] = []
         answers: Answers = {}
-        for route in self._in_turn():
+        for route in self._in_turn(above):
             try:
                 messages = await route.queue.receive(
                     max_messages - len(received), lease_seconds
@@ -114,7 +129,7 @@ class RoutedQueue:
             if len(received) == max_messages:
                 break
         self._receives += bool(received)
-        self._pause(answers, is_idle=not received)
+        self._pause(answers, is_idle=not received and above is None)
         for answer in answers.values():
             if not received and isinstance(answer, errors.TransientError):
                 raise answer
@@ -179,16 +194,26 @@ class RoutedQueue:
             await self._find_more()
         return list(self.routes.values())
 
-    def _in_turn(self) -> list[Route]:
-        """The plain queues to ask now, in this order."""
+    def _wanted_routes(self) -> list[Route]:
+        """The plain queues of the models that are wanted."""
         wanted = self._wanted
-        routes = [
+        return [
             route
             for route in self.routes.values()
             if wanted is None or route.model in wanted
         ]
+
+    def _in_turn(self, above: int | None) -> list[Route]:
+        """The plain queues to ask now, in this order."""
         # Of one priority, first the queue that has waited longest.
-        routes.sort(key=lambda route: (route.level, route.last_receive))
+        routes = sorted(
+            self._wanted_routes(), key=lambda route: (route.level, route.last_receive)
+        )
+        if above is not None:
+            now = self.clock()
+            return [
+                route for route in routes if route.level < above and route.due_at <= now
+            ]
         if self._receives % rule.FAIR_EVERY == rule.FAIR_EVERY - 1:
             # With two that are never empty above it, the lowest would get nothing from the turns of
             # the lower queues.
@@ -207,8 +232,13 @@ class RoutedQueue:
             for route, answer in answers.items()
             if isinstance(answer, errors.FleetError)
         }
-        # After an outage none must wait for long.
-        is_outage = self.main in failures or len(failures) == len(answers)
+        # After an outage none must wait for long. A queue that is not there is none.
+        is_outage = self.main in failures or (
+            len(failures) == len(answers)
+            and not all(
+                isinstance(each, errors.SetupError) for each in failures.values()
+            )
+        )
         now, longest = self.clock(), rule.LONGEST_PAUSE_SECONDS
         if is_idle:
             longest = rule.LONGEST_IDLE_PAUSE_SECONDS

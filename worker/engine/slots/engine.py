@@ -156,13 +156,19 @@ class SlotEngine:
             return self._preparer.upscalers.prepare(request)
         return self._preparer.prepare(request)
 
-    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
+    def admit(
+        self,
+        ticket: int,
+        prepared: contract.PreparedRequest,
+        *,
+        is_urgent: bool = False,
+    ) -> None:
         if isinstance(prepared, PreparedUpscale):
             self._enlarged.append(Finished(ticket, prepared.pixels))
             return
         if not isinstance(prepared, PreparedRequest):
             raise TypeError("prepared by another engine")
-        self._add(SlotJob(ticket, prepared, BatchKey.of(prepared)))
+        self._add(SlotJob(ticket, prepared, BatchKey.of(prepared), is_urgent))
 
     def tick(self) -> list[Finished]:
         """Fills a lane's free slots and runs one step of it; raises NodeError for a broken GPU."""
@@ -463,7 +469,9 @@ class SlotEngine:
         )
         # Still alone if the first pass was.
         batch_key = BatchKey.of(following)._replace(isolated=job.batch_key.isolated)
-        going_on = SlotJob(job.ticket, following, batch_key, first_pass=drawn_with)
+        going_on = SlotJob(
+            job.ticket, following, batch_key, job.is_urgent, first_pass=drawn_with
+        )
         if self._on_gpu:
             going_on.drawn = torch.cuda.current_stream().record_event()
         going_on.call = following.begins

@@ -12,6 +12,9 @@ from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.step import Step
 
+#: Urgent images that go before one that waits.
+MOST_OVERTAKES = 8
+
 #: Ticks that an almost empty lane waits for more images; a half full one waits half of them. So a
 #: lane's empty slots cost at most 1/32 of the time, and it runs once in 32 ticks, and one more for
 #: each other lane.
@@ -76,11 +79,27 @@ class Lane:
             if job.prepared.lora_key == preferred:
                 at = place
                 break
-            if job.overtakes >= self.max_overtakes:
+            if job.is_urgent or job.overtakes >= self.max_overtakes:
                 break
         for older in self.waiting[:at]:
             older.overtakes += 1
         return self.waiting.pop(at) if self.waiting else None
+
+    def place(self, job: SlotJob, *, first: bool) -> None:
+        """Adds a waiting job, the *first* of its kind or last: urgent ones, and the others.
+
+        None is overtaken by urgent ones all the time.
+        """
+        urgent = 0
+        for place, each in enumerate(self.waiting, 1):
+            if each.is_urgent or each.overtakes >= MOST_OVERTAKES:
+                urgent = place
+        begin, end = (0, urgent) if job.is_urgent else (urgent, len(self.waiting))
+        at = begin if first else end
+        if job.is_urgent:
+            for older in self.waiting[at:]:
+                older.overtakes += 1
+        self.waiting.insert(at, job)
 
     def close(self) -> None:
         """Frees its tensors; its waiting jobs stay."""
@@ -197,8 +216,8 @@ class Lanes:
         lane = self.lane_of(batch_key)
         if not lane.held:
             lane.ran_at = self._tick
-        at = 0 if first else len(lane.waiting)
-        lane.waiting[at:at] = jobs
+        for job in reversed(list(jobs)) if first else jobs:
+            lane.place(job, first=first)
 
     def next(self) -> Lane | None:
         """The lane of the next tick; None without jobs. The caller opens it if it is closed."""
@@ -229,9 +248,11 @@ class Lanes:
     def urgency(self, lane: Lane) -> float:
         """The lane with the highest runs next: the fuller and the longer it has waited.
 
-        Full lanes take turns. Any other runs after PATIENCE_TICKS and one turn of each lane.
+        Full lanes take turns, with one that has an urgent image, too. Any other runs after
+        PATIENCE_TICKS and one turn of each lane.
         """
         filled = min(lane.held, lane.slots) / lane.slots
+        filled += any(each.is_urgent for each in (*lane.waiting, *lane.active.values()))
         return filled + (self._tick - lane.ran_at) / (PATIENCE_TICKS * self._turn_ticks)
 
     def takes_jobs(self, lane: Lane) -> bool:

@@ -142,6 +142,8 @@ class SlotJob:
     ticket: int
     prepared: PreparedRequest
     batch_key: BatchKey
+    is_urgent: bool = False
+    """True if it goes before those that are not."""
 
     overtakes: int = 0
     assembling: Future[AssembledLoras] | None = None

@@ -1,6 +1,7 @@
 """Three queues as one: their order, that none starves, and what polling them costs."""
 
 import logging
+import math
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import get_args
@@ -77,11 +78,12 @@ class StandIns:
         queues = {"high": self.high, "normal": self.normal, "low": self.low}
         self.queue = RoutedQueue(queues, clock=self.clock)
 
-    async def receive(self, max_messages: int = 32) -> list[str]:
+    async def receive(
+        self, max_messages: int = 32, above: int | None = None
+    ) -> list[str]:
         """The queues of the messages that are received."""
-        return [
-            each.queue for each in await self.queue.receive(max_messages, LEASE_SECONDS)
-        ]
+        found = await self.queue.receive(max_messages, LEASE_SECONDS, above)
+        return [each.queue for each in found]
 
 
 # On both storages
@@ -409,3 +411,28 @@ def test_the_names_fit_into_azures_limit():
     assert (
         max(map(len, (*settings.queues_of(None).values(), settings.poison_queue))) == 63
     )
+
+
+async def test_a_worker_that_has_enough_asks_the_queues_above_alone_and_seldom():
+    queues = StandIns(normal=None, low=None)
+    assert await queues.receive(above=0) == []
+    assert queues.queue.seconds_until_due(0) == math.inf
+    assert await queues.receive(above=1) == []
+    assert (queues.high.asked, queues.normal.asked, queues.low.asked) == (1, 0, 0)
+    seconds = queues.queue.seconds_until_due(1)
+    assert seconds > 0
+    assert await queues.receive(above=1) == []
+    assert queues.high.asked == 1, "it is not due"
+    queues.high.jobs = 1
+    queues.clock.now += seconds
+    assert queues.queue.seconds_until_due(1) == 0
+    assert await queues.receive(above=1) == ["jobs-high"]
+    assert set(await queues.receive(above=2)) == {"jobs"}
+    assert queues.low.asked == 0
+
+
+async def test_a_queue_that_is_not_there_is_missing_also_for_who_asks_it_alone():
+    queues = StandIns(normal=None)
+    queues.high.error = errors.MissingResourceError("there is no queue jobs-high")
+    assert await queues.receive(above=1) == []
+    assert queues.queue.seconds_until_due(1) >= route.MISSING_PAUSE_SECONDS

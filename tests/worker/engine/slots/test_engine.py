@@ -255,3 +255,24 @@ def test_prepare_is_thread_safe(slot_engine: Any):
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(slot_engine.prepare, requests))
     assert [prepared.texts for prepared in found] == expected
+
+
+def test_an_urgent_image_is_drawn_before_those_that_wait_for_a_slot(
+    make_slot_engine: Any, slot_engine: Any
+):
+    engine = make_slot_engine(slots=2)
+    for ticket in range(4):
+        engine.admit(
+            ticket, engine.prepare(make_request(seed=ticket, steps=4 + ticket))
+        )
+    engine.tick()
+    while not engine.free:
+        finished = engine.tick()
+    assert [each.ticket for each in finished] == [0]
+    engine.admit(4, engine.prepare(make_request(seed=4, steps=2)), is_urgent=True)
+    outcomes = {}
+    while engine.busy:
+        outcomes |= {each.ticket: each.outcome for each in engine.tick()}
+    assert [*outcomes][:2] == [1, 4]
+    (expected,) = draw(slot_engine, make_request(seed=4, steps=2))
+    assert difference(outcomes[4], expected) <= ROUNDING

@@ -26,6 +26,8 @@ LARGEST = BatchKey(2048, 2048, 154, None, None)
 class Job(SimpleNamespace):
     """A job of a number of calls, and the ticks at which it was admitted and drawn."""
 
+    is_urgent = False
+
 
 class Drawing:
     """Runs lanes as the engine does, with jobs of *batch_keys* in this order."""
@@ -98,7 +100,7 @@ def as_slot_job(job: Any) -> SlotJob:
         schedule = SimpleNamespace(table=range(job.calls))
         ends = None
 
-    return SlotJob(job.ticket, Fake(), job.batch_key)  # type: ignore[arg-type]
+    return SlotJob(job.ticket, Fake(), job.batch_key, job.is_urgent)  # type: ignore[arg-type]
 
 
 def mixed(sizes: int, jobs: int, seed: int = 1) -> list[BatchKey]:
@@ -134,6 +136,38 @@ def test_lanes_that_share_weights_take_long_turns_and_stay_nearly_full():
         "turns end early at the end only"
     )
     assert drawing.most_held <= SLOTS * 6
+
+
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[1]])
+def test_an_urgent_image_has_the_next_free_slot_also_where_no_other_has_its_size(
+    size: BatchKey,
+):
+    drawing = Drawing([SIZES[0]] * 400).run(10)
+    urgent = [Job(ticket=1000 + at, batch_key=size, is_urgent=True) for at in range(2)]
+    drawing.waiting[:0] = urgent
+    drawing.run()
+    begun_at = {each.ticket: drawing.drawn_at[each.ticket] for each in urgent}
+    assert [*begun_at] == sorted(begun_at, key=lambda ticket: begun_at[ticket])
+    for each in urgent:
+        # One image's calls until a slot is free, then its own by turns with the full lane.
+        assert drawing.waited(each.ticket) <= 3 * CALLS + 2
+    assert len(drawing.drawn_at) == 402
+
+
+def test_urgent_images_without_end_leave_others_their_turns():
+    drawing = Drawing([SIZES[0]] * 50)
+    stream = itertools.count(1000)
+    while len(drawing.drawn_at) < 1000:
+        urgent = [each for each in drawing.waiting if each.is_urgent]
+        if len(urgent) < SLOTS:
+            job = Job(ticket=next(stream), batch_key=SIZES[0], is_urgent=True)
+            drawing.waiting.insert(len(urgent), job)
+            continue
+        drawing.waiting.sort(key=lambda job: (-job.is_urgent, job.ticket))
+        drawing.tick()
+    held = [each for each in range(50) if each in drawing.admitted_at]
+    assert held
+    assert all(each in drawing.drawn_at for each in held)
 
 
 def test_guided_and_unguided_jobs_fill_calls_as_large():
