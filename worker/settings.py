@@ -225,6 +225,11 @@ class WorkerSettings(TelemetrySettings):
         default=False,
         description="Exit once the queue is empty and no message is leased.",
     )
+    no_marks: bool = Field(
+        default=False,
+        description="Leaves out what each image file says of its origin to programs: that it is"
+        " generated, as the European Union's AI Act requires.",
+    )
     cache: Path = Field(
         default=Path("~/.cache/imagefleet"),
         description="Folder for fetched models, LoRAs, embeddings and compiled kernels; workers may"

@@ -31,6 +31,7 @@ COLUMNS = (
     "clip_skip",
     "width",
     "height",
+    "mark",
     "worker",
     "gpu",
     "seconds",

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from imagefleet import errors, validation
+from imagefleet.files.marks import Mark
 from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.message import (
     DEFAULT_CAMPAIGN,
@@ -156,6 +157,8 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     height: _Number | None = None
     loras: tuple[Lora, ...] = ()
     embeddings: tuple[Embedding, ...] = ()
+    mark: Mark | None = None
+    """What the image's file says of its origin; None: nothing, or it is not known."""
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
     error: _Name | None = None

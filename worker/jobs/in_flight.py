@@ -12,6 +12,7 @@ from typing import Any
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.files.marks import Mark
 from imagefleet.job.message import DEFAULT_CAMPAIGN, DELIVERIES_FIELD, Job
 from imagefleet.records.record import Record
 from imagefleet.storage.deliveries import (
@@ -257,3 +258,4 @@ class EncodedImage:
     content_type: str
     sha256: str
     size: tuple[int, int]
+    mark: Mark | None

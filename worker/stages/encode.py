@@ -23,6 +23,8 @@ from isal import isal_zlib
 from PIL import ExifTags, Image, PngImagePlugin
 
 from imagefleet import errors
+from imagefleet.files import marks
+from imagefleet.files.marks import Mark
 from imagefleet.files.picture import PNG_KEYWORD
 from imagefleet.job import sizes
 from imagefleet.job.message import Output, text_for_image
@@ -100,7 +102,9 @@ class EncodeStage:
             with self.settler.metrics.stage_seconds["encode"].time():
                 loop = asyncio.get_running_loop()
                 drawn = pixels, image.job.output, text, job, image.owner.overlay
-                file = await loop.run_in_executor(self._threads, encode, *drawn)
+                is_marked = not self.settler.settings.no_marks
+                mark = marks.mark_of(image.job) if is_marked else None
+                file = await loop.run_in_executor(self._threads, encode, *drawn, mark)
         except errors.TransientError as error:
             # An image of one colour is the engine's failure.
             if not image.owner.failures:
@@ -128,8 +132,9 @@ def encode(
     parameters: str,
     job: str = "",
     overlay: Overlay | None = None,
+    mark: Mark | None = None,
 ) -> EncodedImage:
-    """Encodes one image, [height, width, 3] RGB, with its parameters and its job as text.
+    """Encodes one image, [height, width, 3] RGB, with its parameters, its job and its mark.
 
     A JPEG goes without the job where both are too long for it; parameters that are too long alone
     are a JobError. Raises as `refuse_one_colour`.
@@ -141,12 +146,12 @@ def encode(
     # From another's picture; no text of a PNG holds it.
     parameters = parameters.replace("\0", "")
     if output.format == "png":
-        data = _png(pixels, parameters, job)
+        data = _png(pixels, parameters, job, mark)
     else:
-        data = _with_pillow(pixels, output, parameters, job)
+        data = _with_pillow(pixels, output, parameters, job, mark)
     height, width, _ = pixels.shape
     sha256 = hashlib.sha256(data).hexdigest()
-    return EncodedImage(data, f"image/{output.format}", sha256, (width, height))
+    return EncodedImage(data, f"image/{output.format}", sha256, (width, height), mark)
 
 
 def refuse_one_colour(pixels: Pixels) -> None:
@@ -157,13 +162,15 @@ def refuse_one_colour(pixels: Pixels) -> None:
         )
 
 
-def _png(pixels: Pixels, parameters: str, job: str) -> bytes:
+def _png(pixels: Pixels, parameters: str, job: str, mark: Mark | None) -> bytes:
     height, width, _ = pixels.shape
     texts = PngImagePlugin.PngInfo()
     # First: some viewers show the first text of a file, whatever its name.
     texts.add_text("parameters", parameters)
     if job:
         texts.add_text(PNG_KEYWORD, job)
+    if mark:
+        texts.add_itxt("XML:com.adobe.xmp", marks.xmp(mark))
     file = io.BytesIO()
     file.write(b"\x89PNG\r\n\x1a\n")
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
@@ -187,7 +194,9 @@ def _filtered(pixels: Pixels) -> npt.NDArray[np.uint8]:
     return filtered
 
 
-def _with_pillow(pixels: Pixels, output: Output, parameters: str, job: str) -> bytes:
+def _with_pillow(
+    pixels: Pixels, output: Output, parameters: str, job: str, mark: Mark | None
+) -> bytes:
     # A new Image for each call: Pillow keeps save()'s options on the object between threads.
     image = Image.fromarray(pixels)
     exif = _exif(parameters, job)
@@ -195,7 +204,8 @@ def _with_pillow(pixels: Pixels, output: Output, parameters: str, job: str) -> b
         exif = _exif(parameters, "")
         sizes.check_jpeg_text("", len(exif.tobytes()))
     buffer = io.BytesIO()
-    image.save(buffer, output.format, quality=output.quality, exif=exif)
+    xmp = marks.xmp(mark).encode() if mark else b""
+    image.save(buffer, output.format, quality=output.quality, exif=exif, xmp=xmp)
     return buffer.getvalue()
 
 

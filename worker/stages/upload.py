@@ -176,6 +176,7 @@ class UploadStage:
             model=self.settler.model_name[:MAX_NAME_CHARACTERS],
             width=width,
             height=height,
+            mark=file.mark,
             embeddings=tuple(map(attrgetter("name", "sha256"), image.embeddings)),
             seconds=round(time.monotonic() - image.owner.pulled_at, 3),
         )

@@ -87,6 +87,7 @@ async def test_json_has_every_result_with_all_that_is_known(
         "clip_skip": None,
         "width": 32,
         "height": 32,
+        "mark": None,
         "worker": "w1",
         "gpu": None,
         "seconds": 1.5,

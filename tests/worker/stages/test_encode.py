@@ -1,4 +1,6 @@
 import io
+import re
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
 from imagefleet import errors
-from imagefleet.job.message import Output
+from imagefleet.files import marks, picture
+from imagefleet.job.message import Job, Output
 from worker.stages import encode
 
 NOISE = np.random.default_rng(0).integers(0, 256, (24, 40, 3), np.uint8)
@@ -97,3 +100,34 @@ def test_one_pixel_of_another_colour_is_enough():
     assert np.array_equal(
         np.asarray(opened(encode.encode(pixels, Output(), ""))), pixels
     )
+
+
+@pytest.mark.parametrize("name", ["png", "jpeg", "webp"])
+@pytest.mark.parametrize("mark", [*get_args(marks.Mark), None])
+def test_a_file_says_how_it_came_about_beside_its_parameters(
+    name: Any, mark: marks.Mark | None
+):
+    file = encode.encode(NOISE, Output(format=name), "a house", mark=mark)
+
+    image = opened(file)
+    packet = image.info.get("xmp") or image.info.get("XML:com.adobe.xmp") or ""
+    text = packet.decode() if isinstance(packet, bytes) else packet
+    told = re.findall('DigitalSourceType="([^"]+)"', text)
+    term = f"http://cv.iptc.org/newscodes/digitalsourcetype/{mark}"
+    assert told == ([term] if mark else [])
+    assert file.mark == mark
+    assert picture.parameters(image, 100) == "a house"
+
+
+def test_the_mark_is_of_what_a_chain_began_with():
+    def mark(**fields: Any) -> marks.Mark:
+        job = Job.model_validate({"id": "a", "prompt": "a house"} | fields)
+        return marks.mark_of(job.at_stage(job.stages))
+
+    assert mark() == "trainedAlgorithmicMedia"
+    assert mark(then=[{"steps": 3}]) == "trainedAlgorithmicMedia"
+    given = {"init_images": ["cat.png"]}
+    assert mark(**given) == "compositeWithTrainedAlgorithmicMedia"
+    assert mark(**given, then=[{}]) == "compositeWithTrainedAlgorithmicMedia"
+    enlarged = {"init_images": ["cat.png"], "upscaler_1": "Lanczos"}
+    assert mark(prompt="", **enlarged) == "algorithmicallyEnhanced"
