@@ -46,6 +46,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "prefetch_seconds",
         "grace_seconds",
         "until_empty",
+        "no_marks",
     ),
     "Node": (
         "cache",

@@ -258,4 +258,4 @@ class EncodedImage:
     content_type: str
     sha256: str
     size: tuple[int, int]
-    mark: Mark | None
+    mark: Mark | None = None
