@@ -171,14 +171,15 @@ def broken() -> Iterator[Broken]:
 
 @pytest.fixture
 def pauses(monkeypatch) -> Counter[str]:
-    """No pause takes time; a command that goes on for ever is interrupted, by their number."""
+    """No pause takes long; a command that goes on for ever is interrupted, by their number."""
     made = Counter[str]()
 
-    async def sleep(_seconds: float, result: object = None) -> object:
+    async def sleep(seconds: float, result: object = None) -> object:
         made["sleep"] += 1
         if made["sleep"] % 15 == 0:  # the second time it stops at once
             os.kill(os.getpid(), signal.SIGINT)
-        return await real_sleep(0, result)
+        # What a thread reads meanwhile is read before so many pauses are over.
+        return await real_sleep(0.002 if seconds >= 1 else 0, result)
 
     real_sleep = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", sleep)
