@@ -179,6 +179,8 @@ class Ledger:
         self._end: _End | None = None
         self._read_until = _End()
         self._start: BlobPart | None = None  # the whole ledger, if `end` has read it
+        self._begun_bytes = 0
+        """Bytes of `pending` in an append that may be there, though nobody has said so."""
         self._lock = asyncio.Lock()
 
     async def read(self, damaged: Damaged | None = None) -> Digests:
@@ -212,11 +214,18 @@ class Ledger:
         return self._end == _End()
 
     async def note(self) -> None:
-        """Appends what is pending; those who ask at once share an append. Raises FleetError."""
+        """Appends what is pending; those who ask at once share an append. Raises FleetError.
+
+        May be cancelled or fail at any moment: the next call asks whether its append is there.
+        """
         async with self._lock:
             while self.pending:
-                entries = bytes(self.pending[: _MAX_ENTRIES * _ENTRY_BYTES])
+                # The same bytes as before, so that they are recognized where they would be.
+                most = self._begun_bytes or _MAX_ENTRIES * _ENTRY_BYTES
+                entries = bytes(self.pending[:most])
+                self._begun_bytes = len(entries)
                 await self._append(entries)
+                self._begun_bytes = 0
                 del self.pending[: len(entries)]
                 for entry in _entries(entries) if self.claimed else ():
                     self.claimed.pop(entry[:HASH_BYTES], None)

@@ -140,6 +140,9 @@ async def _counts(
         known = None
         if noted is not None and sent is not None and is_exact:
             known = await noted.read()
+            sent = len(
+                known
+            )  # writers that have not read each other count some jobs twice
         ends = decisions.Ends(blobs, shards, known, unfit := Damaged())
         images = ImageRecords(blobs, shards, unfit)
         add = _recounted if is_exact else _counted

@@ -4,6 +4,8 @@ import asyncio
 import random
 from typing import Any
 
+import pytest
+
 import sent_jobs
 from imagefleet import errors
 from imagefleet.job.message import Job
@@ -78,6 +80,45 @@ async def test_an_append_whose_reply_is_lost_is_not_made_twice(
     )
     assert part is not None
     assert part.total_bytes == 28 + 16
+
+
+@pytest.mark.parametrize("arrives", ["at once", "behind the next look"])
+async def test_an_append_that_was_cancelled_is_asked_for_and_not_made_twice(
+    storage: Storage, monkeypatch, arrives: str
+):
+    """As at a load's end, which cancels whoever notes beside it, and notes the rest itself."""
+    append, read_part = storage.files.append, storage.files.read_part
+    began, on_its_way = asyncio.Event(), list[Any]()
+
+    async def never_answers(*arguments: Any) -> bool:
+        monkeypatch.setattr(storage.files, "append", append)
+        on_its_way.append(arguments)
+        if arrives == "at once":
+            await append(*on_its_way.pop())
+        began.set()
+        await asyncio.Event().wait()
+        return False
+
+    async def and_then_it_arrives(*arguments: Any) -> Any:
+        found = await read_part(*arguments)
+        if on_its_way:
+            await append(*on_its_way.pop())
+        return found
+
+    monkeypatch.setattr(storage.files, "append", never_answers)
+    monkeypatch.setattr(storage.files, "read_part", and_then_it_arrives)
+    ledger_ = Ledger(storage, "spring")
+    assert await ledger_.is_new()
+    ledger_.pending += entry_of("a", "0" * 64)
+    noting = asyncio.create_task(ledger_.note())
+    await began.wait()
+    noting.cancel()
+    await asyncio.gather(noting, return_exceptions=True)
+    ledger_.pending += entry_of("b", "1" * 64)
+    await ledger_.note()
+    assert await Ledger(storage, "spring").count() == 2
+    assert len(await Ledger(storage, "spring").read()) == 2
+    assert ledger_.pending == b""
 
 
 async def test_a_damaged_part_is_said_and_hides_nothing_else(storage: Storage):
