@@ -428,7 +428,9 @@ async def ask_all(
     answers = {}
     async with prometheus.connected(server) as client:
         for name, query in asked.items():
-            for variable, value in {**VARIABLES, "$fleet": fleet}.items():
+            begin = moment.timestamp() - PUSHING_SECONDS
+            of_now = {"$fleet": fleet, "${__from:date:seconds}": f"{begin:.0f}"}
+            for variable, value in {**VARIABLES, **of_now}.items():
                 query = query.replace(variable, value)  # noqa: PLW2901
             found = await client.at(query, moment)
             answers[name] = {

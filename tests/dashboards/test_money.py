@@ -51,6 +51,8 @@ class Past:
         """What a query of the panel finds, the first if no *number* is given."""
         query = panels()[title][number].replace("$fleet", ".*")
         query = query.replace("$__range", f"{seconds:.0f}s")
+        begin = BEGAN.timestamp() + at - seconds
+        query = query.replace("${__from:date:seconds}", f"{begin:.0f}")
         async with prometheus.connected(self.url) as server:
             found = await server.at(query, BEGAN + timedelta(seconds=at))
         return {each.labels.get("campaign", ""): each.last for each in found}
@@ -165,6 +167,37 @@ async def test_a_counter_that_begins_anew_within_its_series_adds_up_as_well(
     assert await fleet.panel(DOLLARS, 3660, 3720) == pytest.approx(dollars, rel=0.01)
     per_dollar = await fleet.panel(ALL_IN, 3660, 3720)
     assert per_dollar == pytest.approx(images / dollars, rel=0.01)
+
+
+@pytest.mark.parametrize("minutes", [0, 1, 6, 20, 59])
+@pytest.mark.parametrize("heard_again", [10, 600])
+async def test_a_silence_at_the_start_of_a_time_range_adds_nothing_to_it(
+    past: Callable[..., Awaitable[Past]], minutes: float, heard_again: float
+):
+    """An agent that was restarted: a worker's whole life is not gained in one hour of it."""
+    hour, began = 3600.0, 12 * 3600.0
+    heard_again = min(heard_again, 3600 - minutes * 60)
+    silence = (began - minutes * 60, began + heard_again)
+    process = Process("a", 0, 14 * hour, images_per_second=0.2, dollars_per_hour=0.36)
+    process.silences = [silence]
+    new = Process("b", began + 300, 14 * hour, images_per_second=0.2)
+    fleet = await past(process, new)
+
+    gained = 0.36 + 55 / 60 * 0.72
+    images = 0.2 * (3600 + 3300)
+    shown = await fleet.panel(DOLLARS, began + hour, hour)
+    assert shown == pytest.approx(gained, rel=0.005)
+    per_dollar = await fleet.panel(ALL_IN, began + hour, hour)
+    assert per_dollar == pytest.approx(images / gained, rel=0.005)
+
+
+async def test_after_a_silence_of_hours_a_time_range_has_what_was_heard_in_it(
+    past: Callable[..., Awaitable[Past]],
+):
+    process = Process("a", 0, 14 * 3600, dollars_per_hour=0.36)
+    process.silences = [(9 * 3600, 12.25 * 3600)]
+    fleet = await past(process)
+    assert await fleet.panel(DOLLARS, 13 * 3600, 3600) == pytest.approx(0.27, rel=0.01)
 
 
 async def test_dollars_per_hour_count_a_killed_worker_for_two_pushes_and_its_successor_at_once(

@@ -42,6 +42,8 @@ class Process:
     """Between its last push and its end; one that was killed has pushed no last time."""
     stored_share: float = 1
     """Of what it drew; another one had stored the rest."""
+    silences: Sequence[tuple[float, float]] = ()
+    """Spans of time in which nothing that was pushed arrived."""
 
     def __post_init__(self) -> None:
         registry = (metrics := WorkerMetrics("acme/jobs", self.device)).registry
@@ -87,6 +89,8 @@ class Process:
         """Each series, the time and the value of each push; the last is at the process's end."""
         seconds = self.end - self.start - self.unpushed_seconds
         for age in [*range(0, int(seconds), PUSH_SECONDS), seconds]:
+            if any(begin < self.start + age < end for begin, end in self.silences):
+                continue
             values = {
                 "imagefleet_images_total": self.images_at(age),
                 "imagefleet_cost_dollars_total": age * self.dollars_per_hour / 3600,
