@@ -50,7 +50,7 @@ async def command(
         records = await report_records.read_records(
             storage, campaign, limit, price_per_hour
         )
-        if not (records.workers or records.failed or records.cancelled):
+        if not (records.images or records.failed or records.cancelled):
             raise errors.SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )

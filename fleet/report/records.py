@@ -12,7 +12,7 @@ from typing import Any
 
 from imagefleet.records import catalog, dedupe, ledger, reader
 from imagefleet.records.catalog import Damaged
-from imagefleet.records.record import Record, hashed
+from imagefleet.records.record import UNKNOWN_WORKER, Record, hashed
 from imagefleet.redaction import printable
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
@@ -128,12 +128,14 @@ class Records:
         return self.models.setdefault(name, Model(name))
 
     def is_credited(self, record: Record) -> bool:
-        """True if the record's worker drew its image, proven where the fleet uses proofs."""
+        """True if it says which worker drew its image, proven where the fleet uses proofs."""
+        if record.worker == UNKNOWN_WORKER:
+            return False
         if self.proofs is None or self.proofs.accept(
             record.worker, record.claims, record.proof
         ):
             return True
-        if record.worker != "?" and (drawing := _drawing(record)) not in self._unproven:
+        if (drawing := _drawing(record)) not in self._unproven:
             self._unproven.add(drawing)
             self.damaged.add(
                 record.blob or "",

@@ -41,6 +41,9 @@ from imagefleet.job.sizes import (
 _LONGEST_SECONDS = 7 * 24 * 3600
 MAX_NAME_CHARACTERS = 200
 
+#: The worker of an image whose metadata nobody could read, or somebody has changed.
+UNKNOWN_WORKER = "?"
+
 _Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARACTERS)]
 _Text = Annotated[str, StringConstraints(max_length=MAX_MESSAGE_BYTES)]
 #: What columns of tables and plots hold; a clock that was never set is in 1970.
@@ -66,6 +69,7 @@ _OF_BLOB = (
     "worker",
     "gpu",
     "price_per_hour",
+    "started_at",
     "start_up_seconds",
     "seconds",
     "images",
@@ -124,7 +128,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     """The id of the message that carried the job."""
     attempts: int = Field(default=1, ge=1, le=1_000_000)
     """Deliveries of the message; of a failed job, how often it was tried."""
-    worker: _Name = "?"
+    worker: _Name = UNKNOWN_WORKER
     gpu: _Name | None = None
     started_at: _Moment | None = None
     start_up_seconds: _Seconds = 0

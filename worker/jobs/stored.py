@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import Job
-from imagefleet.records.record import Record, of_job
+from imagefleet.records.record import UNKNOWN_WORKER, Record, of_job
 from imagefleet.storage.proofs import Prover, machine_of
 from imagefleet.storage.protocol import BlobRecord, BlobStore
 
@@ -17,16 +16,16 @@ _LOOKS_AT_ONCE = 16
 _DIGEST_CHARACTERS = 12
 _QUOTED_CHARACTERS = 80
 
-#: Those of an image that the credentials do not let anybody read.
+#: The metadata of an image that the credentials do not let anybody read.
 NOT_READ: Mapping[str, str] = {}
 
 _HOW_TO_MEND = "send this one again with another id (`imagefleet failed --export`)"
 
 
-async def look_up(blobs: BlobStore, job: Job, index: int) -> Mapping[str, str] | None:
-    """The metadata of a job's image; None if it is not stored.
+async def look_up(blobs: BlobStore, job: Job, index: int) -> BlobRecord | None:
+    """A job's image as it is stored; None if it is not.
 
-    They are empty if its name is taken, and the credentials do not tell by whom. Raises
+    Its metadata are NOT_READ if its name is taken, and the credentials do not tell by whom. Raises
     NameTakenError if another job's image has its name.
     """
     name = job.blob_name(index)
@@ -35,13 +34,15 @@ async def look_up(blobs: BlobStore, job: Job, index: int) -> Mapping[str, str] |
     except (
         errors.SetupError
     ):  # a worker's token allows to create images, not to read them
-        return NOT_READ if await blobs.exists(name) else None
+        if not await blobs.exists(name):
+            return None
+        return BlobRecord(name, 0, blobs.clock.now(), NOT_READ)
     if found is None:
         return None
     # A job of fewer stages draws the same images as another does on its way.
     if _digest_and_stages(found) != (job.stage_digest, str(job.stages)):
         raise errors.NameTakenError(_taken_by(job, found))
-    return found.metadata
+    return found
 
 
 def _digest_and_stages(image: BlobRecord) -> tuple[str, str]:
@@ -83,7 +84,7 @@ def proven(record: Record, prover: Prover) -> Record:
     if record.blob is None or (machine := machine_of(record.worker)) is None:
         return record
     if machine != prover.machine:
-        return record.model_copy(update={"worker": "?"})
+        return record.model_copy(update={"worker": UNKNOWN_WORKER})
     return record.model_copy(
         update={"proof": prover.proof(record.worker, record.claims)}
     )
@@ -102,10 +103,8 @@ async def find_stored(
 
     async def look(index: int) -> None:
         try:
-            if (metadata := await look_up(blobs, job, index)) is not None:
-                found[index] = stored_record(
-                    job, source, index, blobs.clock.now(), metadata
-                )
+            if (image := await look_up(blobs, job, index)) is not None:
+                found[index] = stored_record(job, source, index, image)
         except errors.NameTakenError as error:
             taken.append(error)
 
@@ -113,22 +112,17 @@ async def find_stored(
     return [found[index] for index in sorted(found)], next(iter(taken), None)
 
 
-def stored_record(
-    job: Job,
-    source: str,
-    index: int,
-    at: datetime,
-    metadata: Mapping[str, str] = NOT_READ,
-) -> Record:
-    """The record of an image that is stored *at* that time; by whom, its *metadata* may tell."""
+def stored_record(job: Job, source: str, index: int, image: BlobRecord) -> Record:
+    """The record of a stored *image*; by whom and at what cost, its metadata may tell."""
     width, height = job.final_size
     return Record.of_blob(
         {
             **of_job(job),
             "outcome": "completed",
-            "at": at,
+            "at": image.created_at,
             "source": source,
             "blob": job.blob_name(index),
+            "size_bytes": image.size_bytes or None,
             "index": index,
             "completes": False if job.images > 1 else None,
             "seed": job.image_seed(index),
@@ -136,5 +130,5 @@ def stored_record(
             "width": width,
             "height": height,
         },
-        metadata,
+        image.metadata,
     )

@@ -133,9 +133,10 @@ class UploadStage:
             raise errors.TransientError(
                 "an image that had its name was removed meanwhile"
             )
-        if found is stored.NOT_READ and not (entry.is_redelivered or is_in_doubt):
+        is_unread = found.metadata is stored.NOT_READ
+        if is_unread and not (entry.is_redelivered or is_in_doubt):
             raise stored.taken_unseen(job, image.index)
-        return stored.sha256_in(found)
+        return stored.sha256_in(found.metadata)
 
     async def _keep_aside(
         self,

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
+from fleet.keys import mint
 from fleet.report import records as report_records
+from imagefleet.job.message import Job
 from imagefleet.records.log import RecordLog, Totals, shard_part
-from imagefleet.records.record import Record
+from imagefleet.records.record import UNKNOWN_WORKER, Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobRecord
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
+from worker.jobs import stored
 
 Add = Callable[..., Awaitable[Any]]
 
@@ -180,6 +183,70 @@ async def test_what_redo_has_replaced_and_what_was_drawn_twice_was_paid_and_has_
     assert split["start_up"] == pytest.approx((10 * 3.6 + 10 * 1.8 + 10 * 3.6) / 3600)
     assert "images replaced" in page
     assert '<td data-name="replaced or doubled" class="number">7</td>' in page
+
+
+async def test_what_a_killed_worker_had_stored_is_its_own_however_often_it_is_found(
+    storage: Storage, storage_settings: StorageSettings, in_process: Imagefleet
+):
+    """The images of a worker that was killed, whose records others read back from the pictures."""
+    await storage.create()
+    killed = {
+        "worker": "killed",
+        "started_at": storage.blobs.clock.now().isoformat(timespec="milliseconds"),
+        "start_up_seconds": "30.000",
+        "price_per_hour": "0.36",
+        "seconds": "2.000",
+    }
+    jobs = [Job(prompt="a house", id=name, campaign="spring") for name in "abc"]
+    for job in jobs:
+        told = {**killed, "job": str(job.id), "digest": job.stage_digest}
+        await storage.blobs.create(job.blob_name(0), b"...", "image/png", told)
+    known, _ = await stored.find_stored(storage.blobs, jobs[0], "m", [0])
+    await RecordLog(storage.blobs, "killed").add(known)
+    for finder in ("w2", "w3"):
+        for job in jobs:
+            found, _ = await stored.find_stored(storage.blobs, job, "m", [0])
+            await RecordLog(storage.blobs, finder).add(found, again=True)
+
+    figures, _, _ = await report(in_process, storage_settings)
+
+    (worker,) = figures["workers"]
+    assert (worker["images"], worker["replaced"], worker["doubled"]) == (3, 0, 0)
+    assert worker["start_up_seconds"] == 30
+    last_at = max(
+        [(await storage.blobs.record(job.blob_name(0))).created_at for job in jobs]
+    )
+    assert datetime.fromisoformat(worker["last_image_at"]) == last_at
+    assert figures["image_bytes"] == 9
+    assert figures["money"]["split"]["images_doubled"] == 0
+
+
+async def test_images_of_nobody_are_counted_and_leave_the_others_their_price(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+):
+    """Found by a worker whose token cannot read by whom they are."""
+    await store_images(storage, "0001", price_per_hour=0.36)
+    await store_images(storage, "0002", worker=UNKNOWN_WORKER)
+    figures, _, _ = await report(in_process, storage_settings)
+    assert [each["name"] for each in figures["workers"]] == ["w1"]
+    assert figures["images"] == 2
+    assert figures["money"]["gpu_dollars"] == pytest.approx(1.5 * 0.36 / 3600)
+
+
+async def test_images_from_before_the_fleet_had_proofs_are_reported_without_hours_and_costs(
+    azurite_settings: StorageSettings, in_process: Imagefleet, store_images: Add
+):
+    async with open_storage(azurite_settings) as storage:
+        await store_images(storage, "0001", "0002", price_per_hour=0.36)
+    await mint.proof_secret(azurite_settings)
+    figures, page, warnings = await report(in_process, azurite_settings)
+    assert (figures["images"], figures["workers"]) == (2, [])
+    assert figures["money"]["gpu_dollars"] is None
+    assert "no proof that w1 has drawn it" in warnings
+    assert page.count("data:image/jpeg") == 2
 
 
 async def test_figures_come_from_records_without_listing_an_image(

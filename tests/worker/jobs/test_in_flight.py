@@ -6,7 +6,7 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.job.message import images_of, read_job
-from imagefleet.storage.protocol import LeasedMessage
+from imagefleet.storage.protocol import BlobRecord, LeasedMessage
 from worker.jobs.in_flight import InFlightJob
 from worker.jobs.stored import stored_record
 from worker.leases import Lease
@@ -25,7 +25,8 @@ NOW = datetime.now(UTC)
 def store(entry: InFlightJob, *images: int) -> None:
     assert entry.job is not None
     entry.stored.update(images)
-    entry.records += [stored_record(entry.job, "m", each, NOW) for each in images]
+    image = BlobRecord("default/j.png", 9, NOW, {})
+    entry.records += [stored_record(entry.job, "m", each, image) for each in images]
 
 
 def test_the_record_of_the_last_image_says_that_the_job_is_completed(
