@@ -158,7 +158,8 @@ def _notes(
     """Sentences on what the figures include and leave out."""
     notes = [
         "Images, sizes and times come from the workers' records, by the storage's clock.",
-        "A worker's time runs from its start-up to its last image of the campaign, in full.",
+        "A worker's time runs from its start-up to its last image of the campaign.",
+        "What of it went to other campaigns' images is in the reports of those.",
         "Workers that stored nothing, and idle time before and after, are not included.",
         "Images that were replaced or drawn twice were paid, too, and are included.",
         "Other wasted work leaves no record in storage; the dashboards of Grafana show it.",

@@ -6,10 +6,13 @@ Memory depends on the hours and the workers, not on the images.
 import heapq
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
+from fleet.report import processes
+from fleet.report.processes import OwnTime, WorkerKey, worker_key
 from imagefleet.records import catalog, dedupe, ledger, reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import UNKNOWN_WORKER, Record, hashed
@@ -28,9 +31,6 @@ _MAX_MODELS = 1_000
 
 #: The most seconds of a record, some two months; a record's time is what a worker says.
 _MAX_SECONDS = 5_000_000
-
-#: A worker's name and start time.
-_Key = tuple[str, str]
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Records:
     images: int = 0
     image_bytes: int = 0
     images_redelivered: int = 0
-    workers: dict[_Key, Worker] = field(default_factory=dict)
+    workers: dict[WorkerKey, Worker] = field(default_factory=dict)
     models: dict[str, Model] = field(default_factory=dict)
     stored_in_second: Counter[int] = field(default_factory=Counter)
     seconds_in_worker: Counter[int] = field(default_factory=Counter)
@@ -103,6 +103,8 @@ class Records:
     samples: list[Record] = field(default_factory=list)
     """Records of the images that were chosen as samples."""
     damaged: Damaged = field(default_factory=Damaged)
+    seconds_of_models: dict[WorkerKey, dict[str, float]] = field(default_factory=dict)
+    """Seconds of each worker by the model that it drew with."""
     proofs: Proofs | None = None
     """Checks proofs of machines; where they are used, unproven records add no time or cost."""
     _unproven: set[int] = field(default_factory=set)
@@ -131,9 +133,7 @@ class Records:
         """True if it says which worker drew its image, proven where the fleet uses proofs."""
         if record.worker == UNKNOWN_WORKER:
             return False
-        if self.proofs is None or self.proofs.accept(
-            record.worker, record.claims, record.proof
-        ):
+        if self.is_proven(record):
             return True
         if (drawing := _drawing(record)) not in self._unproven:
             self._unproven.add(drawing)
@@ -143,9 +143,14 @@ class Records:
             )
         return False
 
-    def add_time(self, record: Record) -> _Key:
+    def is_proven(self, record: Record) -> bool:
+        return self.proofs is None or self.proofs.accept(
+            record.worker, record.claims, record.proof
+        )
+
+    def add_time(self, record: Record) -> WorkerKey:
         """Adds the time in which an image was drawn to its worker's and its model's."""
-        key = _key(record)
+        key = worker_key(record)
         if not _has_room(self.workers, key, _MAX_WORKERS):
             self.damaged.add(
                 record.blob or "", f"there are more than {_MAX_WORKERS:,} workers"
@@ -170,12 +175,29 @@ class Records:
         worker.seconds = (worker.last_image_at - worker.began_at).total_seconds()
         if (model := self.model(record)) is not None:
             # One model is drawn at a time, so what was added since the last image is this one's.
-            model.gpu_seconds += (added := worker.seconds - before)
-            if worker.dollars_per_hour is None or model.gpu_dollars is None:
-                model.gpu_dollars = None
-            else:
-                model.gpu_dollars += added / 3600 * worker.dollars_per_hour
+            seconds_of = self.seconds_of_models.setdefault(key, {})
+            seconds = worker.seconds - before
+            seconds_of[model.name] = seconds_of.get(model.name, 0.0) + seconds
         return key
+
+    def share(self, own: Mapping[WorkerKey, OwnTime]) -> None:
+        """Leaves workers that drew for other campaigns, too, their *own* time for this one.
+
+        Gives the models their parts of the workers' times and costs.
+        """
+        for key, worker in self.workers.items():
+            in_full = worker.seconds
+            if (part := own.get(key)) is not None:
+                worker.seconds, worker.start_up_seconds = part
+            price = worker.dollars_per_hour
+            for name, of_model in self.seconds_of_models.get(key, {}).items():
+                model = self.models[name]
+                seconds = of_model * worker.seconds / in_full if in_full else 0.0
+                model.gpu_seconds += seconds
+                if price is None or model.gpu_dollars is None:
+                    model.gpu_dollars = None
+                else:
+                    model.gpu_dollars += seconds / 3600 * price
 
 
 async def read_records(
@@ -194,6 +216,10 @@ async def read_records(
         if len(drawn) > samples:
             heapq.heappop(drawn)
     await _count_unused(storage, records)
+    shared = await processes.own_times(
+        storage, campaign, records.workers.keys(), records.is_proven
+    )
+    records.share(shared)
     async for ended in reader.ended(storage, campaign, records.damaged, known=known):
         if ended.outcome == "failed":
             reason = (ended.reason or "")[: dead_letter.MAX_REASON_CHARACTERS]
@@ -239,12 +265,12 @@ async def _count_unused(storage: Storage, records: Records) -> None:
         "replaced",
     }:
         return
-    noted: dict[int, _Key] = {}
+    noted: dict[int, WorkerKey] = {}
     async for part in catalog.records_of(shards, "replaced", Damaged()):
-        noted.update((_drawing(note), _key(note)) for note in part)
+        noted.update((_drawing(note), worker_key(note)) for note in part)
     # Who finds an image stored writes its record again; it has not drawn it.
     copies: set[int] = set()
-    drawn, doubled = Counter[_Key](), Counter[_Key]()
+    drawn, doubled = Counter[WorkerKey](), Counter[WorkerKey]()
     async for part in catalog.records_of(shards, "again", Damaged()):
         copies.update(map(_drawing, filter(records.is_credited, part)))
     async for part in catalog.records_of(shards, "images", Damaged()):
@@ -267,12 +293,6 @@ async def _count_unused(storage: Storage, records: Records) -> None:
         unused = max(0, drawn[key] + doubled[key] - worker.images)
         worker.doubled = min(unused, doubled[key])
         worker.replaced = unused - worker.doubled
-
-
-def _key(record: Record) -> _Key:
-    # A container that restarts on the same machine keeps its name, but not its start time.
-    started_at = record.started_at.isoformat() if record.started_at else ""
-    return printable(record.worker), started_at
 
 
 def _drawing(record: Record) -> int:

@@ -48,6 +48,9 @@ _NAME = re.compile(
     rf"{re.escape(RECORDS)}(?P<campaign>[^/]+)/[^/]+\.(?P<kind>{'|'.join(get_args(ShardKind))})\.jsonl\.gz"
 )
 
+#: A shard's writer, after its start and before what makes its name its own.
+_WRITER = re.compile(r"/\d{8}T\d{6}Z-([^/]+)-[0-9a-f]{8}\.[^/]+$")
+
 #: An empty gzip member whose header has one extra field, `IF`: lines, and completed jobs.
 _BEFORE_TOTALS = struct.pack("<4s5xBH2sH", b"\x1f\x8b\x08\x04", 255, 20, b"IF", 16)
 _TOTALS = struct.Struct("<QQ")
@@ -94,6 +97,17 @@ class ShardName(NamedTuple):
         """The name's parts; None for a blob that is no shard."""
         match = _NAME.fullmatch(blob)
         return cls(match["campaign"], match["kind"]) if match else None  # type: ignore[arg-type]
+
+
+def writer_name(worker: str) -> str:
+    """A worker's name as the names of its shards have it."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", worker)[:100] or "_"
+
+
+def writer_of(blob: str) -> str:
+    """The writer that a shard's name has; empty for another name."""
+    match = _WRITER.search(blob)
+    return match[1] if match else ""
 
 
 def shard_folder(campaign: str) -> str:
@@ -151,7 +165,7 @@ class RecordLog:
         *writer*, a worker's name say, becomes part of the shards' names.
         """
         self._blobs = blobs
-        self._writer = re.sub(r"[^A-Za-z0-9._-]", "_", writer)[:100] or "_"
+        self._writer = writer_name(writer)
         self._retry_policy = retry_policy
         self._shards: LRUCache[tuple[str, ShardKind], _Shard] = LRUCache(_MAX_OPEN)
 

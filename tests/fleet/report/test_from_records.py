@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import sent_jobs
 from fleet.keys import mint
 from fleet.report import records as report_records
 from imagefleet.job.message import Job
@@ -51,13 +52,16 @@ HOSTILE: dict[str, Any] = {
 
 
 async def report(
-    in_process: Imagefleet, settings: StorageSettings, *arguments: str
+    in_process: Imagefleet,
+    settings: StorageSettings,
+    *arguments: str,
+    campaign: str = "spring",
 ) -> tuple[dict[str, Any], str, str]:
     """The command's figures, its page and its warnings."""
     result = await asyncio.to_thread(
         in_process,
         "report",
-        "spring",
+        campaign,
         "--storage",
         settings.storage,
         "--queue",
@@ -71,7 +75,7 @@ async def report(
         *arguments,
     )
     assert result.returncode == 0, result.stderr
-    texts = [text_of(name) for name in ("figures.json", "spring-report.html")]
+    texts = [text_of(name) for name in ("figures.json", f"{campaign}-report.html")]
     return json.loads(texts[0], parse_constant=pytest.fail), texts[1], result.stderr
 
 
@@ -219,6 +223,69 @@ async def test_what_a_killed_worker_had_stored_is_its_own_however_often_it_is_fo
     assert datetime.fromisoformat(worker["last_image_at"]) == last_at
     assert figures["image_bytes"] == 9
     assert figures["money"]["split"]["images_doubled"] == 0
+
+
+async def test_the_reports_of_several_campaigns_add_up_to_what_their_workers_cost(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+):
+    """One after the other, and mixed: the start-up is paid once, and no second twice."""
+    known = {"start_up_seconds": 100, "seconds": 2.0}
+    w1 = {**known, "worker": "w1", "price_per_hour": 0.36}
+    w2 = {**known, "worker": "w2", "price_per_hour": 3.6}
+    drawn = [("spring", w1, second) for second in range(50)]
+    drawn += [("summer", w1, second) for second in range(60, 100)]
+    mixed = ["spring", "summer", "autumn", "autumn"]
+    drawn += [(mixed[second % 4], w2, second) for second in range(2, 42)]
+    for place, (campaign, of_worker, second) in enumerate(drawn):
+        at = NOON + timedelta(seconds=second)
+        name = f"{place:04}"
+        blob = f"{campaign}/{name}.png"
+        written = Record.model_validate(
+            {
+                **LINE,
+                **of_worker,
+                "id": name,
+                "campaign": campaign,
+                "blob": blob,
+                "at": at,
+            }
+        )
+        await storage.create()
+        await RecordLog(storage.blobs, of_worker["worker"]).add([written])
+        await sent_jobs.note(storage, campaign, 1, ids=[name])
+    made_up = written.model_copy(
+        update={"campaign": "winter", "blob": f"winter/{name}.png"}
+    )
+    await RecordLog(storage.blobs, "w2").add([made_up])
+
+    told = {}
+    for campaign in ("spring", "summer", "autumn"):
+        figures, _, _ = await report(in_process, storage_settings, campaign=campaign)
+        told[campaign] = figures
+    seconds = {
+        (campaign, worker["name"]): worker["seconds"]
+        for campaign, figures in told.items()
+        for worker in figures["workers"]
+    }
+    assert seconds["spring", "w1"] == 100 + 2 + 49
+    assert seconds["summer", "w1"] == 50
+    assert sum(seconds[each, "w2"] for each in told) == pytest.approx(100 + 2 + 39)
+    # The first image, and all that is before it, is autumn's.
+    assert seconds["autumn", "w2"] == pytest.approx(100 + 2 + 20 - 1)
+    paid = (201 * 0.36 + 141 * 3.6) / 3600
+    money = [figures["money"] for figures in told.values()]
+    assert sum(each["gpu_dollars"] for each in money) == pytest.approx(paid)
+    for each in money:
+        assert sum(each["split"].values()) == pytest.approx(each["dollars"], rel=1e-9)
+    assert sum(each["split"]["start_up"] for each in money) == pytest.approx(
+        100 * (0.36 + 3.6) / 3600
+    )
+    for figures in told.values():
+        worked = sum(each["seconds"] for each in figures["workers"])
+        assert all(each["gpu_seconds"] == worked for each in figures["models"])
 
 
 async def test_images_of_nobody_are_counted_and_leave_the_others_their_price(

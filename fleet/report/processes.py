@@ -1,0 +1,120 @@
+"""A worker's process in the records of all campaigns, and what of its time each of them has."""
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+from imagefleet.records import catalog, ledger
+from imagefleet.records.catalog import Damaged, StoredShard
+from imagefleet.records.decisions import is_sent
+from imagefleet.records.log import writer_name, writer_of
+from imagefleet.records.record import Record
+from imagefleet.redaction import printable
+from imagefleet.storage.open import Storage
+
+#: A worker's name and start time.
+WorkerKey = tuple[str, str]
+
+#: Bytes of records, some 100,000, up to which a process's time is shared by the second; that of
+#: more by the minute, so that memory depends on hours.
+_FEW_BYTES = 16 * 2**20
+_MINUTE = 60
+
+
+class OwnTime(NamedTuple):
+    """What one campaign has of a process that draws for several: seconds, and of its start-up."""
+
+    seconds: float
+    start_up_seconds: float
+
+
+@dataclass(slots=True)
+class _Times:
+    """When a process stored the images of one campaign and those of all.
+
+    The time since its last image is shared by the campaigns of the images that it stores next: so
+    their parts add up to its time.
+    """
+
+    began_at: datetime
+    start_up_seconds: float
+    own: Counter[int] = field(default_factory=Counter)
+    of_all: Counter[int] = field(default_factory=Counter)
+    last_at: dict[int, float] = field(default_factory=dict)
+
+    def add(self, record: Record, step: int, *, is_own: bool) -> None:
+        busy = timedelta(seconds=(record.seconds or 0) + self.start_up_seconds)
+        self.began_at = min(self.began_at, record.at - busy)
+        at = record.at.timestamp()
+        span = int(at) // step
+        self.last_at[span] = max(at, self.last_at.get(span, at))
+        self.of_all[span] += 1
+        self.own[span] += is_own
+
+    def share(self) -> OwnTime:
+        seconds = start_up = 0.0
+        before = self.began_at.timestamp()
+        for number, (span, at) in enumerate(sorted(self.last_at.items())):
+            part = self.own[span] / self.of_all[span]
+            seconds += (at - before) * part
+            before = at
+            if not number:
+                start_up = min(seconds, self.start_up_seconds * part)
+        return OwnTime(seconds, start_up)
+
+
+def worker_key(record: Record) -> WorkerKey:
+    # A container that restarts on the same machine keeps its name, but not its start time.
+    started_at = record.started_at.isoformat() if record.started_at else ""
+    return printable(record.worker), started_at
+
+
+async def own_times(
+    storage: Storage,
+    campaign: str,
+    processes: Collection[WorkerKey],
+    is_proven: Callable[[Record], bool],
+) -> dict[WorkerKey, OwnTime]:
+    """What *campaign* has of the time of those *processes* that drew for others, too.
+
+    One listing of all shards, and a read of those that these processes have written.
+    """
+    writers = {writer_name(name) for name, _ in processes}
+    by_campaign: dict[str, list[StoredShard]] = {}
+    for shard in catalog.of_kind(await catalog.shards_of(storage, None), "images"):
+        if writer_of(shard.blob.name) in writers:
+            by_campaign.setdefault(shard.campaign, []).append(shard)
+    if not by_campaign.keys() - {campaign}:
+        return {}
+    size = sum(map(catalog.size_bytes, by_campaign.values()))
+    step = 1 if size <= _FEW_BYTES else _MINUTE
+    times: dict[WorkerKey, _Times] = {}
+    shared: set[WorkerKey] = set()
+    for name, shards in by_campaign.items():
+        async for record in _sent(storage, name, shards, is_needed=name == campaign):
+            if (key := worker_key(record)) not in processes or not is_proven(record):
+                continue
+            if key not in times:
+                times[key] = _Times(record.at, record.start_up_seconds)
+            times[key].add(record, step, is_own=name == campaign)
+            if name != campaign:
+                shared.add(key)
+    return {key: times[key].share() for key in shared}
+
+
+async def _sent(
+    storage: Storage, campaign: str, shards: Sequence[StoredShard], *, is_needed: bool
+) -> AsyncGenerator[Record]:
+    """The records of a campaign's jobs that were sent; without a ledger all, if they are needed.
+
+    Whoever may store images may make up other campaigns, but no ledgers.
+    """
+    known = await ledger.known(storage, campaign)
+    if known is None and not is_needed:
+        return
+    async for part in catalog.records(shards, Damaged()):
+        for record in part:
+            if known is None or is_sent(record, known):
+                yield record
