@@ -70,9 +70,10 @@ async def command(
 
     Samples the queue and the fleet every minute and changes the replicas every 15 minutes, until
     SIGTERM or Ctrl-C: as many as the deadline needs or $/h allows, none for an empty queue, and
-    never for more than --max-dollars in total, counted from the workers that SaladCloud reports as
-    running. Keep it running: without it, workers continue and are billed. It asks once before it
-    spends; a service needs --yes.
+    for no more than --max-dollars in total, counted from the workers that SaladCloud reports as
+    running. The cost of an hour without it, or without SaladCloud's API, is kept in reserve; keep
+    it running: after that hour nothing limits what workers cost. It asks once before it spends; a
+    service needs --yes.
 
     imagefleet scale --deadline 2026-12-01T08:00 --max-dollars 200
 
@@ -144,8 +145,8 @@ async def _scale(scaling: scaler.Scaler, running: Running, *, as_json: bool) -> 
     await console.until_stopped(scaling.run(print_record, running.until_empty))
     if scaling.running:
         log.warning(
-            f"{scaling.running} workers keep running and nothing limits their cost: run"
-            " scale again, or `imagefleet deploy drain`",
+            f"{scaling.running} workers keep running, within the budget for an hour and then"
+            " without a limit: run scale again, or `imagefleet deploy drain`",
             action="scale_end",
             running=scaling.running,
         )

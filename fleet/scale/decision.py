@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 #: Azure's counts are approximate, and an empty queue may fill again.
 SETTLE_SECONDS = 120.0
 
-#: Seconds for which the fleet may run unsampled (in an outage of the API, for example) and then
-#: stop, without exceeding the budget. A longer time reserves more of the budget until the end.
-MARGIN_SECONDS = 600.0
+#: Seconds for which the fleet may run unsampled (the API or the scaler's machine is away) and then
+#: stop, two minutes later, within the budget. A longer time reserves more of the budget until the end.
+MARGIN_SECONDS = 3600.0 + 120.0
 
 #: Nodes are interrupted: SaladCloud recommends 5 to 10 % more replicas than needed.
 SPARE = 1.1

@@ -61,7 +61,7 @@ def test_after_the_deadline_the_replicas_only_become_fewer():
     assert decide(goal, replace(late, messages=9_000), is_due=True).replicas == 10
     assert decide(goal, replace(late, replicas=0, running=0), is_due=True).replicas == 0
     # The other limits hold.
-    assert decide(goal, replace(late, spent_dollars=999.9), is_due=True).replicas == 7
+    assert decide(goal, replace(late, spent_dollars=999.9), is_due=True).replicas == 2
     cheap = replace(goal, dollars_per_hour=1.5)
     assert decide(cheap, late, is_due=True).replicas == 50
 
@@ -144,10 +144,10 @@ def on_the_budget(seconds: float) -> Any:
 @on_the_budget(60)
 @on_the_budget(OUTAGE)
 @on_the_budget(90)
-def test_the_budget_is_never_exceeded(
+def test_the_budget_holds_through_an_hour_in_which_nobody_watches(
     goal: Goal, price: float, speed: float, jobs: int, samples: list[Any]
 ):
-    """Also if the scaler dies and the operator stops the fleet some minutes later."""
+    """Also if the scaler dies and the operator stops the fleet an hour later."""
     now, due_at, gone_by, messages = 0.0, 0.0, 0.0, float(jobs)
     ledger = scale_ledger.Ledger("fleet", began=0, at=0, running=0)
     billed = 0.0

@@ -184,7 +184,7 @@ async def test_the_budget_is_watched_while_the_queue_does_not_answer(
 ):
     """A refusal, of a token that has expired say, is no reason to let the fleet run for ever."""
     make, clock, storage = scaling
-    scaler_ = make(replace(GOAL, max_dollars=10))
+    scaler_ = make(replace(GOAL, max_dollars=20))
     await scaler_.step()
 
     async def silent() -> None:
@@ -201,7 +201,7 @@ async def test_the_budget_is_watched_while_the_queue_does_not_answer(
 
     assert records[0]["reason"] == "the queue does not answer"
     assert records[0]["wanted"] == 400
-    assert 5 < records[-1]["spent_dollars"] <= 10
+    assert 10 < records[-1]["spent_dollars"] <= 20
 
 
 async def test_a_refused_key_ends_a_scaler_at_its_start(
@@ -223,7 +223,7 @@ async def test_the_budget_holds_across_restarts(salad: Any, scaling: Any):
         clock.now += 60
 
     again = make(goal)
-    for _ in range(150):
+    for _ in range(600):
         record = await again.step()
         clock.now += 60
 
@@ -438,5 +438,5 @@ def test_a_stopped_scaler_reports_the_workers_that_keep_running(
 
     assert process.returncode == 0, log
     assert record["running"] == 20
-    assert "20 workers keep running and nothing limits their cost" in log
+    assert "20 workers keep running, within the budget for an hour and then" in log
     assert json.loads((tmp_path / "sd15-batch-scale.json").read_text())["running"] == 20
