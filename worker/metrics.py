@@ -6,6 +6,7 @@ time.
 """
 
 import asyncio
+import contextlib
 import time
 from collections import Counter as Counted
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -80,6 +81,9 @@ LostImage = Literal["failed", "duplicate", "second_drawing"]
 #: Seconds between two measurements. Every worker measures, so the metrics are fresher the larger
 #: the fleet; more often would only be billed.
 DEPTH_SECONDS = 60.0
+
+#: What the last measurement may take: a storage that is away must not delay the exit.
+LAST_DEPTH_SECONDS = 5.0
 
 
 class WorkerMetrics:
@@ -159,6 +163,11 @@ class WorkerMetrics:
         self.waiting = Gauge(
             "imagefleet_waiting_for_operator",
             "1 while this worker waits for storage, a queue or credentials to be fixed.",
+            registry=self.registry,
+        )
+        self.draining = Gauge(
+            "imagefleet_draining",
+            "1 once this worker ends in order: it pulls no more.",
             registry=self.registry,
         )
         self._worker: Info | None = None
@@ -408,28 +417,44 @@ class CostMeter(Collector):
         return None if price is None else seconds / 3600 * price
 
 
-async def measure_depth(
-    jobs: RoutedQueue,
-    poison: JobQueue,
-    metrics: WorkerMetrics,
-    on_depth: Callable[[int], None],
-) -> NoReturn:
-    """Side task: measures both queues, and calls *on_depth* with the messages in *jobs*."""
-    unmeasured: set[str] = set()
-    while True:
-        for queue in (jobs, poison):
+@dataclass(eq=False)
+class DepthMeter:
+    """Measures the depth of the job queue and of the poison queue."""
+
+    _jobs: RoutedQueue
+    _poison: JobQueue
+    _metrics: WorkerMetrics
+    _on_depth: Callable[[int], None]
+    """Called with the messages in the job queue."""
+
+    def __post_init__(self) -> None:
+        self._unmeasured: set[str] = set()
+
+    async def run(self) -> NoReturn:
+        """Side task: measures both queues now and then."""
+        while True:
+            await self.measure()
+            await asyncio.sleep(concurrency.jitter(DEPTH_SECONDS, high=1.5))
+
+    async def measure_last(self) -> None:
+        """Measures for the last push, which says what is left; gives up after a moment."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_DEPTH_SECONDS):
+                await self.measure()
+
+    async def measure(self) -> None:
+        for queue in (self._jobs, self._poison):
             try:
                 depth = await queue.depth()
             except errors.FleetError as error:
                 # A worker's token may not allow it, and no job depends on it.
-                if queue.name not in unmeasured:
-                    unmeasured.add(queue.name)
+                if queue.name not in self._unmeasured:
+                    self._unmeasured.add(queue.name)
                     log.info(
                         f"the depth of {queue.name} is not measured: {error}",
                         action="depth_unknown",
                     )
             else:
-                metrics.queues.update(queue.name, depth)
-                if queue is jobs:
-                    on_depth(depth.messages)
-        await asyncio.sleep(concurrency.jitter(DEPTH_SECONDS, high=1.5))
+                self._metrics.queues.update(queue.name, depth)
+                if queue is self._jobs:
+                    self._on_depth(depth.messages)

@@ -25,10 +25,10 @@ from worker.inputs.reader import JobFiles
 from worker.jobs.in_flight import InFlightJob
 from worker.metrics import (
     CostMeter,
+    DepthMeter,
     EngineCollector,
     Outcome,
     WorkerMetrics,
-    measure_depth,
 )
 from worker.models.change import Following, WorkerModels, make_queues, note_served
 from worker.node.checks import NodeChecks
@@ -93,7 +93,6 @@ class Pipeline:
         self._storage = storage
         self._settings = settings
         self._on_settled = on_settled
-        self._on_depth = on_depth
         self._load_engine = load
         self.engine_thread = EngineThread(ENCODE_BACKLOG, machine.began_at)
         self.cost = CostMeter(
@@ -103,6 +102,7 @@ class Pipeline:
             storage.blobs.clock,
         )
         self._queue = storage.models.served([])
+        self._depths = DepthMeter(self._queue, storage.poison, self.metrics, on_depth)
         self._keeper = leases.LeaseKeeper(
             self._queue,
             settings.lease_seconds,
@@ -169,6 +169,7 @@ class Pipeline:
         try:
             if starting in await tasks.first_of(starting, stop.wait()):
                 await self._work(starting.result(), stop, hurry)
+                await self._depths.measure_last()
         finally:
             self._files.hashes.close()
             await self.engine_thread.stop()
@@ -263,6 +264,7 @@ class Pipeline:
                     await self._finish(generate, FINISH_SECONDS, stop, puts_off=True)
                 return None if stop.is_set() else following
             self.ready = False
+            self.metrics.draining.set(1)
             await self._finish(
                 generate, self._settings.grace_seconds, hurry, puts_off=True
             )
@@ -359,9 +361,7 @@ class Pipeline:
         side_tasks.start(
             "watch cancelled campaigns", self._cancelled.watch(self.settler.in_flight)
         )
-        poison = self._storage.poison
-        depths = measure_depth(self._queue, poison, self.metrics, self._on_depth)
-        side_tasks.start("measure queues", depths)
+        side_tasks.start("measure queues", self._depths.run())
         side_tasks.start("note models", note_served(self._storage.models, self._served))
         return side_tasks
 

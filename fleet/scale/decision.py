@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 SETTLE_SECONDS = 120.0
 
 #: Seconds for which the fleet may run unsampled (the API or the scaler's machine is away) and then
-#: stop, two minutes later, within the budget. A longer time reserves more of the budget until the end.
+#: stop, two minutes later, within the budget. A longer time reserves more of it until the end.
 MARGIN_SECONDS = 3600.0 + 120.0
 
 #: Nodes are interrupted: SaladCloud recommends 5 to 10 % more replicas than needed.

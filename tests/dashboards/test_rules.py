@@ -19,6 +19,7 @@ ALERTS = {
     "ImagefleetNoCompletions",
     "ImagefleetOldestJob",
     "ImagefleetSilent",
+    "ImagefleetExporterSilent",
     "ImagefleetCostAboveConfirmed",
     "ImagefleetWaitingForOperator",
     "ImagefleetNodesGivenUp",

@@ -55,6 +55,20 @@ async def test_every_counter_starts_at_zero(text: str):
         assert f"{series} " in text, series
 
 
+async def test_the_last_push_of_a_worker_that_has_emptied_its_queue_says_so(
+    storage: Storage, run_pipeline: RunPipeline
+):
+    sent = [message(id=f"j{number}") for number in range(3)]
+    pipeline = await run_pipeline(sent=sent)
+    text = metrics.render(pipeline.metrics.registry).decode()
+    name = storage.queue.name
+    depths = re.findall(
+        rf'imagefleet_queue_messages{{queue="{name}",state="\w+"}} (\S+)', text
+    )
+    assert set(map(float, depths)) == {0.0}
+    assert "imagefleet_draining 1.0" in text
+
+
 async def test_only_one_series_names_the_machine(text: str):
     named = [line for line in text.splitlines() if "test-worker" in line]
 
