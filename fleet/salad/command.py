@@ -79,7 +79,10 @@ async def apply(
         if plan and not dry_run:
             if plan.new_replicas or plan.delete:
                 console.confirm("Apply?", yes=yes)
-            await fleet.apply(plan, bodies, wait_minutes * 60)
+            path = salad_file.found(file)
+            in_use = f"another `imagefleet deploy apply` is at work with {path}"
+            with console.only_one(path, in_use):
+                await fleet.apply(plan, bodies, wait_minutes * 60)
             console.print_note(
                 "done; `imagefleet deploy status --follow` shows the replicas start"
             )

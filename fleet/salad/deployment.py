@@ -79,7 +79,7 @@ class Deployment:
             }
             await self.resize(groups, kept)
             if plan.new_replicas or plan.delete:
-                await self._until_at_most(kept, wait_seconds)
+                await self._until_at_most(kept, groups, wait_seconds)
             await self.resize(await self.groups(), step)
             for body in bodies:
                 name, count = body["name"], step[body["name"]]
@@ -110,7 +110,7 @@ class Deployment:
         groups = await self.groups()
         none = {group.name: 0 for group in groups}
         await self.resize(groups, none)
-        await self._until_at_most(none, wait_seconds)
+        await self._until_at_most(none, groups, wait_seconds)
         for group in groups:
             if not group.is_stopped:
                 await self.client.turn(group.name, "stop")
@@ -128,9 +128,19 @@ class Deployment:
         await self._until_none(left, "group", "not deleted yet", wait_seconds)
 
     async def _until_at_most(
-        self, most: Mapping[str, int], wait_seconds: float
+        self, most: Mapping[str, int], before: Iterable[Group], wait_seconds: float
     ) -> None:
+        """Raises SetupError if somebody else makes the fleet larger than it was *before*."""
+        were = {group.name: group.live_replicas for group in before}
+
         def more(groups: Sequence[Group]) -> int:
+            for group in groups:
+                if group.live_replicas > were.get(group.name, 0):
+                    replicas = console.counted(group.live_replicas, "replica")
+                    raise errors.SetupError(
+                        f"somebody else changes the fleet: {group.name} has {replicas} now; see"
+                        " `imagefleet deploy status`, and run this again once that has ended"
+                    )
             return sum(
                 max(0, group.on_nodes - most.get(group.name, 0)) for group in groups
             )

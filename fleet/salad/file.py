@@ -213,14 +213,19 @@ class FleetFile(_Strict):
         return self
 
 
-def read_file(path: Path | None) -> FleetFile:
-    """The file at *path*, or the one there is; raises SetupError that names the wrong key."""
-    if path is None:
-        path = next((each for each in DEFAULT_FILES if each.is_file()), None)
+def found(path: Path | None) -> Path:
+    """The *path* that was given, or that of the file there is; raises SetupError without one."""
+    path = path or next((each for each in DEFAULT_FILES if each.is_file()), None)
     if path is None:
         raise errors.SetupError(
             f"neither {' nor '.join(map(str, DEFAULT_FILES))} exists: give the fleet file as --file"
         )
+    return path
+
+
+def read_file(path: Path | None) -> FleetFile:
+    """The file at *path*, or the one there is; raises SetupError that names the wrong key."""
+    path = found(path)
     content = yaml_file.read(path, "the fleet file")
     try:
         return FleetFile.model_validate(content)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from cli import console
+from fleet.salad import client
 from in_process import Imagefleet, assert_refused
 
 
@@ -69,6 +71,39 @@ def test_a_creation_whose_answer_is_lost_happens_once(
 
     assert ended.returncode == 0, ended.stderr
     assert replicas(salad) == [375, 375]
+
+
+def test_a_second_apply_of_a_file_is_told_and_ends(
+    salad: Any, in_process: Imagefleet, tmp_path
+):
+    with console.only_one(tmp_path / "fleet.yaml", "the first one"):
+        assert_refused(
+            in_process("deploy", "apply", "--yes"),
+            "another `imagefleet deploy apply` is at work with fleet.yaml",
+        )
+    assert salad.count("POST") == 0
+
+
+@pytest.mark.parametrize("command", ["apply", "drain"])
+def test_what_another_machine_starts_meanwhile_is_not_waited_for(
+    salad: Any, in_process: Imagefleet, tmp_path, monkeypatch, command: str
+):
+    in_process("deploy", "apply", "--yes")
+    edit(tmp_path, "environment:", "priority: high\nenvironment:")
+    scale = client.SaladClient.scale
+
+    async def and_another_scales(
+        self: client.SaladClient, name: str, replicas: int
+    ) -> None:
+        await scale(self, name, replicas)
+        salad.groups[name].body["replicas"] = 400
+
+    monkeypatch.setattr(client.SaladClient, "scale", and_another_scales)
+    assert_refused(
+        in_process("deploy", command, "--yes"),
+        "somebody else changes the fleet: sd15-batch-",
+        "has 400 replicas now",
+    )
 
 
 def test_a_quota_that_is_too_small_is_reported_before_anything_is_created(
