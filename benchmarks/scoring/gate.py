@@ -78,6 +78,27 @@ def levels(*channels: int) -> Damage:
     )
 
 
+def grey_tones(drawn: Pixels, _other: Pixels, _random: np.random.Generator) -> Pixels:
+    return np.asarray(Image.fromarray(drawn).convert("L").convert("RGB"))
+
+
+def other_channels(
+    drawn: Pixels, _other: Pixels, _random: np.random.Generator
+) -> Pixels:
+    return np.ascontiguousarray(drawn[..., ::-1])
+
+
+def hue_turned(by: int) -> Damage:
+    """Of 256, which are a full turn."""
+
+    def damage(drawn: Pixels, _other: Pixels, _random: np.random.Generator) -> Pixels:
+        hue, *others = Image.fromarray(drawn).convert("HSV").split()
+        turned = hue.point(lambda value: (value + by) % 256)
+        return np.asarray(Image.merge("HSV", (turned, *others)).convert("RGB"))
+
+    return damage
+
+
 def noise(deviation: float) -> Damage:
     return lambda drawn, _other, random: _clipped(
         drawn + random.normal(0, deviation, drawn.shape)
@@ -123,7 +144,13 @@ KINDS = (
     DamageCase("blurred by 1 pixel", 0, blurred(1), must_fail=True),
     DamageCase("blurred by 1/2 pixel", 0, blurred(0.5)),
     DamageCase("blurred by 1/2 pixel", 1, blurred(0.5), must_fail=True),
-    DamageCase("brighter by 6 of 255", 0, levels(6, 6, 6)),
+    DamageCase("in grey tones", 0, grey_tones, must_fail=True),
+    DamageCase("red and blue swapped", 0, other_channels, must_fail=True),
+    DamageCase("hue turned by 20 of 256", 0, hue_turned(20), must_fail=True),
+    DamageCase("brighter by 20 of 255", 0, levels(20, 20, 20), must_fail=True),
+    DamageCase("brighter by 6 of 255", 0, levels(6, 6, 6), must_fail=True),
+    DamageCase("redder by 3 of 255", 0, levels(3, 0, 0)),
+    DamageCase("contrast of 95 %", 0, contrast(0.95)),
     DamageCase("brighter by 6 of 255", 1, levels(6, 6, 6), must_fail=True),
     DamageCase("redder by 3 of 255", 1, levels(3, 0, 0), must_fail=True),
     DamageCase("contrast of 95 %", 1, contrast(0.95), must_fail=True),

@@ -106,6 +106,8 @@ def _worst(judged: Verdict) -> Table:
         console.number_column("PSNR"),
         console.number_column("SSIM, worst region"),
         console.number_column("sharpness"),
+        console.number_column("colours"),
+        console.number_column("light"),
         "caption",
     )
     for pair in judged.worst:
@@ -114,6 +116,8 @@ def _worst(judged: Verdict) -> Table:
             "identical" if pair.psnr is None else f"{pair.psnr:.1f} dB",
             console.number(pair.ssim_worst_region, 3),
             f"{round(pair.sharpness_percent, 1) + 0.0:+.1f} %",
+            f"{pair.colour_percent:.1f} %",
+            f"{pair.light_levels:.1f}",
             console.untrusted(pair.caption or ""),
         )
     return worst

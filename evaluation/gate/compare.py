@@ -45,6 +45,10 @@ class PairFigures:
     ssim_worst_region: float
     sharpness_percent: float
     """Change of the edges' height from A to B, in percent."""
+    colour_percent: float
+    """Change of the colours, in percent of how colourful A is."""
+    light_levels: float
+    """Change of the brightness, the mean over regions, in levels."""
     feature_distance: float | None
 
     @property
@@ -143,6 +147,7 @@ def add_pair(
             ssim,
             worst_region,
             shift.sharpness_percent,
+            *pair.tone(a.pixels, b.pixels),
             feature_distance,
         )
     )

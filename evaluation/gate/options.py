@@ -59,8 +59,9 @@ class JudgeOptions:
     )
     set_: list[str] | None = option(
         "A bound: psnr, the least over all pairs (30 dB); alike, the least share of pairs alike"
-        " (100 %), each by ssim, the least of a region (0.5), and detail, the largest change of"
-        " sharpness (25 %); of all together brightness (1 of 255), contrast (2 %), sharpness (5 %),"
+        " (100 %), each by ssim, the least of a region (0.5), and detail, colour and light, the"
+        " largest changes of sharpness (25 %), colours (20 %) and brightness (3 of 255); of all"
+        " together brightness (1 of 255), contrast (2 %), sharpness (5 %),"
         " displacement (0.1 pixels); features, of the distance between images of different jobs"
         " (2 %); fid and clip, the largest change (2 % and 0.2 %). Repeatable.",
         None,

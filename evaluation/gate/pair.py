@@ -24,6 +24,9 @@ _SSIM_PIXELS = 256
 #: The side of SSIM's window; smaller pictures are enlarged to a region of one window at least.
 _WINDOW = 7
 
+#: Levels added to how colourful a picture is: what is grey has no colours to change.
+_COLOURLESS = 2.0
+
 #: Added to the energy of edges, in squared levels: a flat picture has none.
 _FLAT = 1.0
 
@@ -45,6 +48,29 @@ def similarity(a: Pixels, b: Pixels) -> tuple[float, float]:
     )
     regions = [min(REGIONS, length) for length in a.shape[:2]]
     return float(mean), float(resize_local_mean(each_pixel.mean(2), regions).min())
+
+
+def tone(a: Pixels, b: Pixels) -> tuple[float, float]:
+    """Changes from A to B, means over the regions of a picture: of colours, and of brightness.
+
+    That of colours in percent of A's own, the distances from grey: 100 for a picture in grey tones;
+    that of brightness in levels.
+    """
+    regions = [_regions(each) for each in (a, b)]
+    grey_a, grey_b = (each.mean(-1, keepdims=True) for each in regions)
+    of_a, of_b = regions[0] - grey_a, regions[1] - grey_b
+    apart = np.linalg.norm(of_b - of_a, axis=-1).mean()
+    own = np.linalg.norm(of_a, axis=-1).mean()
+    lighter = np.abs(grey_b - grey_a).mean()
+    return float(100 * apart / (own + _COLOURLESS)), float(lighter)
+
+
+def _regions(picture: Pixels) -> Doubles:
+    """The mean colour of each region of a picture."""
+    height, width = picture.shape[:2]
+    size = min(REGIONS, width), min(REGIONS, height)
+    small = Image.fromarray(picture).resize(size, Image.Resampling.BOX)
+    return np.asarray(small, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)

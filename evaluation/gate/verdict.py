@@ -18,15 +18,18 @@ WORST = 8
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of the gate's figures: percentages but for PSNR and SSIM.
+    """Limits of the gate's figures: percentages but for PSNR, SSIM and levels of brightness.
 
-    A pair is alike within `min_ssim` and `max_detail`. The last two are of MLPerf's SDXL benchmark.
+    A pair is alike within `min_ssim`, `max_detail`, `max_colour` and `max_light`. The last two are
+    of MLPerf's SDXL benchmark.
     """
 
     min_psnr: float = 30.0
     min_alike: float = 100.0
     min_ssim: float = 0.5
     max_detail: float = 25.0
+    max_colour: float = 20.0
+    max_light: float = 3.0
     max_brightness: float = 1.0
     max_contrast: float = 2.0
     max_sharpness: float = 5.0
@@ -67,6 +70,8 @@ class Bounds:
         return (
             pair.ssim_worst_region >= self.min_ssim
             and abs(pair.sharpness_percent) <= self.max_detail
+            and pair.colour_percent <= self.max_colour
+            and pair.light_levels <= self.max_light
         )
 
 
@@ -222,8 +227,9 @@ def _shift_checks(found: Comparison, bounds: Bounds) -> list[Check]:
 
 
 def _rank(pair: PairFigures) -> float:
-    """Orders pairs, worst first: by their worst region or their change of sharpness."""
-    return min(pair.ssim_worst_region, 1 - abs(pair.sharpness_percent) / 100)
+    """Orders pairs, worst first: by their worst region, or what has changed most."""
+    change = max(abs(pair.sharpness_percent), pair.colour_percent, pair.light_levels)
+    return min(pair.ssim_worst_region, 1 - change / 100)
 
 
 def _feature_distance(found: Comparison) -> float | None:

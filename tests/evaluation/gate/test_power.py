@@ -24,7 +24,15 @@ def test_one_broken_picture_and_a_shift_of_all_fail_and_untouched_redraws_pass()
         for row in json.loads(ended.stdout)
     }
     assert seen["nothing", 0] == 0
-    for single in ("wholly grey", "another job's picture", "noise in 1/16 of it"):
+    for single in (
+        "wholly grey",
+        "another job's picture",
+        "noise in 1/16 of it",
+        "in grey tones",
+        "red and blue swapped",
+        "hue turned by 20 of 256",
+        "brighter by 20 of 255",
+    ):
         assert seen[single, 1] == 5
     for shared in ("blurred by 1/2 pixel", "brighter by 6 of 255", "moved by 1 pixel"):
         assert seen[shared, 50] == 1
