@@ -128,12 +128,16 @@ def rules(kind: str) -> dict[str, str]:
     """The expressions of the rules that `record`, or of those that `alert`."""
     found = {}
     for name in ("rules.yaml", "alerts.yaml"):
-        groups = yaml.safe_load((PAGES.parent / "prometheus" / name).read_text())[
-            "groups"
-        ]
+        groups = yaml.safe_load(rules_text(PAGES.parent, name))["groups"]
         every = [rule for group in groups for rule in group["rules"]]
         found |= {rule[kind]: rule["expr"] for rule in every if kind in rule}
     return found
+
+
+def rules_text(dashboards: Path, name: str) -> str:
+    """A file of rules whose last hour ends two seconds ago, not ten minutes."""
+    text = (dashboards / "prometheus" / name).read_text()
+    return text.replace("[1h] offset 10m", "[1h] offset 2s")
 
 
 @pytest.fixture(scope="module")
@@ -248,10 +252,9 @@ def test_a_killed_workers_series_go_stale_and_the_others_stay(seen: Seen):
 
 
 def write_rules(dashboards: Path, folder: Path) -> None:
-    """The rules, evaluated every second, and of seconds where they are of the last hour."""
+    """The rules, evaluated every second."""
     for name in ("rules.yaml", "alerts.yaml"):
-        text = (dashboards / "prometheus" / name).read_text()
-        text = text.replace("[1h] offset 10m", "[1h] offset 2s")
+        text = rules_text(dashboards, name)
         (folder / name).write_text(text.replace("interval: 30s", "interval: 1s"))
     config = (
         "global: {evaluation_interval: 1s}\nrule_files: [rules.yaml, alerts.yaml]\n"
