@@ -61,6 +61,19 @@ def test_an_interval_has_the_figure_of_other_images_in_95_of_100(
     assert np.median(widths) / (2 * 1.96) < 1.6 * spread, "nor is it wider than need be"
 
 
+def test_of_heavy_tails_the_interval_of_fid_is_too_narrow_as_the_document_says():
+    random = np.random.default_rng(3)
+    statistics = Statistics.of(np.float32(random.normal(0.2, 1.3, (20_000, 8))))
+    root = metrics.square_root(statistics)
+    found = []
+    for _ in range(3 * SETS):
+        rows = np.float32(random.standard_t(3, (500, 8)))
+        found.append(metrics.fid(rows, statistics, root))
+    usual = np.mean([each.value for each in found])
+    contained = [each.interval[0] <= usual <= each.interval[1] for each in found]
+    assert 0.4 < np.mean(contained) < 0.9
+
+
 def test_the_interval_of_a_mean_is_that_of_scipys_bootstrap():
     scores = np.random.default_rng(3).gamma(2.0, 10.0, 500)
     theirs = stats.bootstrap(
