@@ -254,6 +254,12 @@ def is_sent(record: Record, known: Digests) -> bool:
     return digest == bytes.fromhex(record.digest)[:HASH_BYTES]
 
 
+def was_changed(record: Record, known: Digests) -> bool:
+    """True if the record's job was sent, and has been sent with another content since."""
+    digest = bytes.fromhex(record.digest or "")[:HASH_BYTES]
+    return known.was(id_hash(record.id) + digest)
+
+
 class Ends:
     """The jobs that ended without all of their images, each once; those replayed since are none.
 
@@ -368,7 +374,7 @@ class Ends:
         for record in records:
             if self._known is None or is_sent(record, self._known):
                 found.append(record)
-            else:
+            elif not was_changed(record, self._known):
                 self.unknown.add(f"{record.id} {record.digest}")
                 self.damaged.add(record.key, NOT_SENT)
         return found

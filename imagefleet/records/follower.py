@@ -80,6 +80,10 @@ class RecordFilter:
             else:
                 is_sent = await self._is_sent(record, read)
             if not is_sent:
+                if decisions.was_changed(
+                    record, self.ledgers.of(record.campaign).known
+                ):
+                    continue
                 if abs((now - record.at).total_seconds()) < _UNNOTED_SECONDS:
                     waiting.append(each)
                 else:

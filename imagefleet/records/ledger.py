@@ -74,6 +74,7 @@ class Digests:
     def __init__(self) -> None:
         self._buckets: dict[bytes, bytearray] = {}
         self._count = 0
+        self._earlier: set[bytes] = set()  # entries that others have taken the place of
 
     def __len__(self) -> int:
         return self._count
@@ -101,8 +102,13 @@ class Digests:
         if (at := _find(bucket, entry[:HASH_BYTES])) < 0:
             bucket += entry
             self._count += 1
-        else:
+        elif bucket[at : at + _ENTRY_BYTES] != entry:
+            self._earlier.add(bytes(bucket[at : at + _ENTRY_BYTES]))
             bucket[at : at + _ENTRY_BYTES] = entry
+
+    def was(self, entry: bytes) -> bool:
+        """True if another value has taken the place of this one of its key."""
+        return entry in self._earlier and self.entry(entry[:HASH_BYTES]) != entry
 
 
 def _find(bucket: bytearray, key: bytes) -> int:
@@ -408,10 +414,13 @@ async def digest_of(storage: Storage, campaign: str, job_id: str) -> str:
 
 
 async def note(storage: Storage, bodies: Iterable[str]) -> None:
-    """Notes messages that are in the queue."""
+    """Notes messages that are in the queue; those of ids that were sent before count once."""
     ledgers = Ledgers(storage)
     for job in map(job_of, bodies):
-        ledgers.of(job.campaign).pending += job.entry
+        ledger = ledgers.of(job.campaign)
+        if not ledger.is_read:
+            await ledger.read()
+        ledger.pending += job.entry
     await ledgers.note()
 
 
