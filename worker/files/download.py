@@ -29,7 +29,7 @@ STALL_SECONDS = 30.0
 #: Large enough for the pauses between requests not to matter, small enough for any memory.
 _PART_BYTES = 16 * 2**20
 
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 #: The format and the kind of a file are known by then.
 HEAD_BYTES = 2**20
@@ -41,14 +41,16 @@ PROGRESS_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A response: bytes from *offset* on, which may be 0 although more was requested."""
+    """A response: bytes from *offset* on, which may be less than was requested."""
 
     offset: int
-    total_bytes: int | None
+    total_bytes: int | None  # None where the server does not say it
     version: str | None  # the same means the same bytes; None where the server has none
     chunks: AsyncIterator[bytes]
     file_name: str | None = None
     """The file's name as the server gives it; untrusted."""
+    is_rest: bool = False
+    """True if it goes on with the bytes that are there, of which some may come again."""
 
 
 class FileChangedError(errors.TransientError):
@@ -118,9 +120,15 @@ class HttpSource:
                 found = _CONTENT_RANGE.fullmatch(
                     response.headers.get("Content-Range", "")
                 )
-                begin, end, total = map(int, found.groups()) if found else (0, 0, 0)
-                if begin == offset <= end < total:  # it may end earlier than was asked
-                    return Opened(begin, total, version, chunks)
+                if found is not None:
+                    begin, end = int(found[1]), int(found[2])
+                    total = None if found[3] == "*" else int(found[3])
+                    is_known = bool(offset) if total is None else end < total
+                    # A cache's parts may begin earlier than was asked, and end earlier.
+                    if begin <= offset <= end and is_known:
+                        return Opened(
+                            begin, total, version, chunks, is_rest=bool(offset)
+                        )
                 raise FileChangedError(
                     f"{answer} with another part of the file than was asked for"
                 )
@@ -151,7 +159,11 @@ class BlobSource:
         if offset and first.version != version:
             offset, first = 0, await self._part(0)
         yield Opened(
-            offset, first.total_bytes, first.version, self._chunks(offset, first)
+            offset,
+            first.total_bytes,
+            first.version,
+            self._chunks(offset, first),
+            is_rest=bool(offset),
         )
 
     async def _chunks(
@@ -242,7 +254,7 @@ class Download:
         try:
             async with self.source.opened(size, version) as opened:
                 self._refuse_another(opened, total, version)
-                await self._receive(opened)
+                await self._receive(opened, opened.total_bytes or total)
                 return True
         except FileChangedError:
             self.forget()
@@ -258,9 +270,16 @@ class Download:
         self, opened: Opened, total: int | None, version: str | None
     ) -> None:
         """Raises FileChangedError for the rest of another file than that which is there."""
+        if not opened.is_rest:
+            return
         is_another = opened.version not in {None, version}
-        if opened.offset and (is_another or total not in {None, opened.total_bytes}):
+        of_another_size = None not in {total, opened.total_bytes} and (
+            total != opened.total_bytes
+        )
+        if is_another or of_another_size:
             raise FileChangedError(f"{self.source.label} was replaced meanwhile")
+        if total is None and opened.total_bytes is None:
+            raise FileChangedError(f"{self.source.label} does not say how large it is")
 
     def _resume_point(self) -> tuple[int, int | None, str | None]:
         """Bytes on the disk, of how many, and of which version."""
@@ -277,12 +296,12 @@ class Download:
             )  # nothing would tell that the rest is of another version
         return self._size(), state.total_bytes, state.version
 
-    async def _receive(self, opened: Opened) -> None:
-        size, total, began_at = opened.offset, opened.total_bytes, time.monotonic()
+    async def _receive(self, opened: Opened, total: int | None) -> None:
+        size, began_at = opened.offset, time.monotonic()
         with self.cache.errors():
             if total is not None:
                 self.cache.check_room(self.copies * total - size)
-            if size == 0:
+            if not opened.is_rest:
                 self.part.write_bytes(b"")
                 self.file_name = opened.file_name
                 state = _State(

@@ -3,7 +3,7 @@
 import gzip
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,9 @@ SIZE = len(CONTENT)
 
 #: A connection that breaks off has brought so much: no progress that resets the count of tries.
 BROKEN = 500_000
+
+#: One that is cut after this has brought some.
+CUT = 1_200_000
 
 TRIES = 6
 POLICY = concurrency.RetryPolicy(
@@ -93,6 +96,13 @@ ENDS_WHOLE: Mapping[str, Respond] = {
     "200-with-the-range": ranged(lambda at: part(at, status=200)),
     "200-with-another-range": ranged(lambda at: part(at + 1, status=200)),
     "206-that-overlaps": ranged(lambda at: part(at - 1000)),
+    "206-that-begins-at-0": ranged(lambda _: part(0)),
+    "206-of-blocks-over-a-line-that-is-cut": ranged(
+        lambda at: replace(part(at - at % 100_000), cut=CUT)
+    ),
+    "206-of-unknown-size-over-a-line-that-is-cut": ranged(
+        lambda at: replace(stating(at, f"bytes {at}-{SIZE - 1}/*"), cut=CUT)
+    ),
     "206-that-is-shorter": ranged(lambda at: part(at, min(at + 10**6, SIZE) - 1)),
     "206-of-another-range": ranged(lambda at: part(at + 1000)),
     "206-without-its-range": ranged(lambda at: Answer(206, STRONG, CONTENT[at:])),
@@ -231,6 +241,18 @@ async def test_any_answer_to_a_request_for_the_rest_ends_in_the_whole_file(
     await found.run(POLICY)
     assert found.part.read_bytes() == CONTENT
     assert server.requests <= MOST_REQUESTS
+
+
+GOES_ON = [name for name in ENDS_WHOLE if "cut" in name or name == "206-that-overlaps"]
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+async def test_a_cache_that_sends_more_than_was_asked_for_does_not_begin_again(
+    serve: Serve, tmp_path, name: str
+):
+    server = await serve(ENDS_WHOLE[name])
+    await download(server, tmp_path / "cache").run(POLICY)
+    assert server.requests - server.for_a_range == 1
 
 
 @pytest.mark.parametrize(
