@@ -62,6 +62,13 @@ class Campaigns:
             self.refusal = None
         self._read_at = now
 
+    @property
+    def failed(self) -> int | None:
+        """Failed jobs of all campaigns; None where they were not all counted."""
+        if self._only is not None or self.refusal:
+            return None
+        return sum(counts.failed for _, counts in self.rows)
+
     def records(self) -> list[dict[str, Any]]:
         return [
             {

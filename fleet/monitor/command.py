@@ -69,7 +69,8 @@ async def read_status(
 ) -> dict[str, Any]:
     """The depth of the queues, the *campaigns* and, with a *server*, the fleet's rates, as JSON.
 
-    `queue` is the sum of `queues`, which are in the order in which workers take jobs.
+    `queue` is the sum of `queues`, which are in the order in which workers take jobs; the `jobs` of
+    `failed` are counted by their records: some may have several messages.
     """
     depth, storage = await client.depth(), client.storage
     if campaigns:
@@ -78,7 +79,10 @@ async def read_status(
     return {
         "storage": storage.url,
         "queue": _queue(storage.queue.name, depth.queue),
-        "failed": _queue(storage.poison.name, depth.failed),
+        "failed": {
+            **_queue(storage.poison.name, depth.failed),
+            "jobs": campaigns.failed if campaigns else None,
+        },
         "fleet": (await rates.fleet_rates(server)).model_dump() if server else None,
         "queues": [_queue(name, each) for name, each in depth.queue.by_queue.items()],
         "without_worker": [
@@ -128,6 +132,8 @@ def status_screen(
     for queue in (*(shown_queues or [found["queue"]]), found["failed"]):
         counts = (queue[name] for name in headings[:3])
         shown = ["?" if number is None else f"{number:,}" for number in counts]
+        if (jobs := queue.get("jobs")) is not None:
+            shown = [f"{jobs:,}", "-", "-"]
         age = queue["oldest_age_seconds"]
         table.add_row(queue["name"], *shown, "-" if age is None else duration(age))
     parts: list[Text | Table] = [console.untrusted(found["storage"], "bold"), table]

@@ -2,6 +2,7 @@ import asyncio
 import json
 import signal
 from collections.abc import Callable
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 import forks
+import made_records
+from fleet.campaigns.table import Campaigns
 from fleet.monitor import command, watch
 from fleet.settings import MonitorSettings
 from imagefleet import aio, errors
+from imagefleet.records.log import RecordLog
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.storage.settings import StorageSettings
@@ -42,6 +46,25 @@ async def test_depths_are_reported_as_far_as_the_storage_knows_them(
     assert found["failed"]["name"] == f"{storage.queue.name}-poison"
 
 
+async def test_a_failed_job_of_which_the_queue_has_several_messages_is_one(
+    storage: Storage,
+):
+    """As after an outage in which the worker did not hear that its message was added."""
+    await storage.create()
+    failed = made_records.ended(1, error="JobError", reason="broken")
+    await RecordLog(storage.blobs, "w1").add([failed])
+    await storage.poison.send(["{}", "{}"])
+    campaigns = Campaigns(storage)
+    found = await command.read_status(aio.Fleet(storage), None, campaigns)
+    assert (found["failed"]["messages"], found["failed"]["jobs"]) == (2, 1)
+    text = StringIO()
+    screen = command.status_screen(found, campaigns)
+    Console(file=text, width=100).print(screen)
+    rows = [line.split() for line in text.getvalue().splitlines()]
+    (row,) = [row for row in rows if row[:1] == [found["failed"]["name"]]]
+    assert row[1:4] == ["1", "-", "-"]
+
+
 @pytest.fixture
 async def filled(tmp_path) -> str:
     """The storage address, relative to the test's folder, of a queue with two jobs."""
@@ -66,6 +89,7 @@ def test_status_as_json(filled: str, imagefleet: Imagefleet):
         "leased": 0,
         "oldest_age_seconds": None,
         "model": None,
+        "jobs": 0,
     }
 
 
