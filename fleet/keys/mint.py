@@ -240,18 +240,19 @@ async def proof_secret(settings: StorageSettings, own: str | None = None) -> str
     *own* is one that was in use before. Of two brokers that make one at the same time, one replaces
     the other's, and adds it again when it asks next: proofs by both count.
     """
-    async with Place("poison").client(settings) as queue:
-        with azure_errors.translated(f"the metadata of {settings.poison_queue!r}"):
-            found = (await queue.get_queue_properties()).metadata or {}
-            known = (
-                found.get(proofs.SECRETS, "").split(",")
-                if proofs.SECRETS in found
-                else []
-            )
+    async with Place("files").client(settings) as files:
+        with azure_errors.translated(f"the metadata of {settings.files_container!r}"):
+            found = (await files.get_container_properties()).metadata or {}
+            known = [each for each in found.get(proofs.SECRETS, "").split(",") if each]
             wanted = [*known, *([own] if own else [])] or [secrets.token_hex(32)]
             if len(wanted := list(dict.fromkeys(wanted))) > len(known):
                 stored = {**found, proofs.SECRETS: ",".join(wanted)}
-                await queue.set_queue_metadata(stored)
+                await files.set_container_metadata(stored)
+    async with Place("poison").client(settings) as queue:
+        with azure_errors.translated(f"the metadata of {settings.poison_queue!r}"):
+            noted = (await queue.get_queue_properties()).metadata or {}
+            if proofs.IN_USE not in noted:
+                await queue.set_queue_metadata({**noted, proofs.IN_USE: "1"})
     return own or wanted[0]
 
 

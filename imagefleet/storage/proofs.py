@@ -14,9 +14,13 @@ from dataclasses import dataclass, field
 
 from imagefleet.signing import CANONICAL
 
-#: The metadata of the poison queue with the fleet's secrets. A worker's token adds messages to it
-#: and reads nothing, those who judge a fleet count its messages, and no token writes metadata.
+#: The metadata of the container of files with the fleet's secrets: tokens are for what is in a
+#: container, and read nothing of itself.
 SECRETS = "proofsecrets"
+
+#: The metadata of the poison queue that say that there are secrets, to whoever judges a fleet with
+#: tokens. A worker's reads nothing of that queue, and no token writes metadata.
+IN_USE = "proofs"
 
 #: The metadata of a blob with its proof, and those that it proves.
 PROOF = "proof"
@@ -67,7 +71,12 @@ class Proofs:
     """Tells which names of workers are proven, in a fleet that has secrets."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
+        """*secrets*: none for credentials that do not read them, to which nothing is proven."""
         self._secrets = tuple(secrets)
+
+    @property
+    def are_hidden(self) -> bool:
+        return not self._secrets
 
     def accept(self, worker: str, claims: bytes, proof: str | None) -> bool:
         machine = machine_of(worker)

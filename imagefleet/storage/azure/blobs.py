@@ -65,6 +65,11 @@ class AzureBlobs(protocol.BlobStore):
     async def create_container(self) -> None:
         await self._found("", self._client.create_container, {"ContainerAlreadyExists"})
 
+    async def container_metadata(self) -> Mapping[str, str]:
+        """Of the container itself, which takes the account's key; raises SetupError."""
+        found = await self._call("", self._client.get_container_properties)
+        return dict(found.metadata or {})
+
     async def check(self) -> None:
         async def request() -> None:
             # By a blob that does not exist: a container's SAS token may not read the properties of

@@ -8,18 +8,20 @@ import aiohttp
 from azure.core.pipeline import PipelineRequest
 from azure.core.pipeline.transport import AioHttpTransport
 
-from imagefleet import concurrency
+from imagefleet import concurrency, errors
 from imagefleet.signing import Scope
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import MOST_SENDS, AzureQueue
 from imagefleet.storage.azure.roles import JOB_QUEUES, name_of
-from imagefleet.storage.proofs import SECRETS, Proofs, Prover
+from imagefleet.storage.proofs import IN_USE, SECRETS, Proofs, Prover
 from imagefleet.storage.protocol import Clock, Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import Resource, StorageSettings
-from imagefleet.telemetry import proxies
+from imagefleet.telemetry import logs, proxies
+
+log = logs.EventLog(__name__)
 
 #: An API version that every Azure cloud, Azurite and every allowed release of the SDK support. The
 #: SDK's default is the newest, which Azurite refuses.
@@ -156,8 +158,18 @@ class AzureStorage:
         return self._credentials.prover
 
     async def proofs(self) -> Proofs | None:
-        secrets = (await self.poison.metadata()).get(SECRETS)
-        return Proofs(secrets.split(",")) if secrets else None
+        if IN_USE not in await self.poison.metadata():
+            return None
+        try:
+            secrets = (await self.files.container_metadata()).get(SECRETS, "")
+        except errors.SetupError:
+            log.warning(
+                "the account's key alone reads what proves who has drawn an image: with these"
+                " tokens no worker is believed, and its hours and costs are left out",
+                action="proofs_hidden",
+            )
+            secrets = ""
+        return Proofs(filter(None, secrets.split(",")))
 
     async def create(self) -> None:
         if not await self.models.create():

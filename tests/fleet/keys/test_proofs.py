@@ -11,16 +11,19 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from azure.core.credentials import AzureSasCredential
 from azure.core.exceptions import HttpResponseError
 
 import thief
 from evaluation.stand_in import StandInEngine
 from fleet.keys import mint
+from fleet.report import records as report_records
 from imagefleet import concurrency
 from imagefleet.job.message import read_job
 from imagefleet.job.names import duplicate_name
 from imagefleet.records.log import RecordLog, Totals, shard_part
-from imagefleet.storage.azure.roles import ROLES
+from imagefleet.storage.azure.account import read_address
+from imagefleet.storage.azure.roles import ROLES, Role, is_container, name_of
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.proofs import machine_key
 from imagefleet.storage.settings import StorageSettings
@@ -129,24 +132,53 @@ async def test_an_honest_fleet_proves_all_that_it_stores(
     assert [(each["name"], each["images"]) for each in report["workers"]] == [
         (f"{M1}-17", 5)
     ]
-    monitor = by_tokens(storage_settings, ROLES["monitor"])
-    async with open_storage(monitor) as looks_on:
-        assert await looks_on.proofs(), "a monitor's tokens are enough to judge"
 
 
-async def test_no_worker_token_reads_the_secret(
-    settings_of: Any, storage_settings: StorageSettings
+async def test_whoever_judges_with_tokens_is_told_that_nobody_is_believed(
+    honest: thief.Loot, storage_settings: StorageSettings, caplog
 ):
-    for role in (ROLES["worker"], ROLES["worker"].for_chains()):
-        async with thief.stealing(storage_settings, role) as stolen:
-            for attempt in (
-                stolen.poison.get_queue_properties,
-                stolen.poison.peek_messages,
-            ):
-                with pytest.raises(HttpResponseError):
-                    await attempt()
+    for name in ("monitor", "operator"):
+        caplog.clear()
+        tokens = by_tokens(storage_settings, ROLES[name])
+        async with open_storage(tokens) as looks_on:
+            proofs = await looks_on.proofs()
+            assert proofs is not None
+            assert proofs.are_hidden
+            found = await report_records.read_records(looks_on, "spring", 0)
+        assert "the account's key alone reads what proves" in caplog.text
+        assert (found.images, found.workers, found.damaged.count) == (5, {}, 0)
+
+
+@pytest.mark.parametrize("role", [*ROLES.values(), ROLES["worker"].for_chains()])
+async def test_no_token_reads_or_changes_the_secret(
+    settings_of: Any, storage_settings: StorageSettings, role: Role
+):
+    secret = await mint.proof_secret(storage_settings)
+    minted = mint.Minter(storage_settings).mint(role, timedelta(hours=1))
+    address = read_address(minted.storage)
+    seen = []
+    for resource, token in minted.fields.items():
+        name, credential = (
+            name_of(storage_settings, resource),
+            AzureSasCredential(token),
+        )
+        client: Any
+        if is_container(resource):
+            client = address.container_client(name, credential, **thief.OPTIONS)
+            read, change = (
+                client.get_container_properties,
+                client.set_container_metadata,
+            )
+        else:
+            client = address.queue_client(name, credential, **thief.OPTIONS)
+            read, change = client.get_queue_properties, client.set_queue_metadata
+        async with client:
+            with contextlib.suppress(HttpResponseError):
+                seen.append(dict((await read()).metadata or {}))
             with pytest.raises(HttpResponseError):
-                await stolen.poison.set_queue_metadata({"proofsecrets": "mine"})
+                await change({"proofsecrets": "mine"})
+    assert secret not in str(seen)
+    assert await mint.proof_secret(storage_settings) == secret
 
 
 async def test_a_thief_with_a_machines_key_has_no_other_machine_named_or_quarantined(
