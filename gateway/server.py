@@ -16,7 +16,7 @@ from gateway import a1111, openai, work
 from gateway.clients import Door, Refused
 from gateway.desk import Desk
 from gateway.settings import GatewaySettings
-from gateway.work import CLIENT, DESK
+from gateway.work import CLIENT, DESK, reason_of
 from imagefleet import aio, errors, redaction
 from imagefleet.job.message import Job
 from imagefleet.telemetry import logs, metrics, probes
@@ -105,7 +105,7 @@ async def _job(request: web.Request) -> web.Response:
     found = {
         "id": facts.id,
         "status": facts.status,
-        "reason": facts.reason,
+        "reason": reason_of(facts),
         "images": images,
     }
     return web.json_response(found)

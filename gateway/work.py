@@ -103,12 +103,19 @@ async def draw(
         )
         is_bad = isinstance(kind, type) and issubclass(kind, errors.JobError)
         status = 409 if facts.status == "cancelled" else 422 if is_bad else 500
-        raise Refused(status, facts.reason or f"the job was {facts.status}")
+        raise Refused(status, reason_of(facts) or f"the job was {facts.status}")
     return (
         job,
         facts,
         [await desk.image(facts, index) for index in range(len(facts.blobs))],
     )
+
+
+def reason_of(facts: JobFacts) -> str | None:
+    """Why a job has failed, as the words of the worker that says so: it may be a stranger's."""
+    if facts.status == "failed" and facts.reason:
+        return f"a worker reports: {facts.reason}"
+    return facts.reason
 
 
 def content_type(name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from imagefleet import errors, validation
 from imagefleet.job import sizes
-from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
+from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, fields_if_any, job_key
 from imagefleet.records import reader
 from imagefleet.records.follower import Follower
 from imagefleet.records.ledger import Ledgers, entry_of, id_hash
@@ -149,6 +149,7 @@ class Watch:
                 **{job.campaign: {} for job in self.waiting.values()},
             }
         ]
+        self._storage = storage
         self._ledgers = Ledgers(storage)
         self._others: list[Record] = []  # of jobs of the same names
         self._images: dict[
@@ -173,13 +174,32 @@ class Watch:
             self._take(record)
         if not self.is_behind:
             # The shards are in no order: only now is known which of the failures were replayed.
-            for failure, record in self._ended.items():
-                if failure not in self._replayed and (
-                    job := self.waiting.pop(record.key, None)
-                ):
+            for failure, record in list(self._ended.items()):
+                is_over = failure in self._replayed or record.key not in self.waiting
+                if not is_over and await self._still_waits(record):
+                    continue
+                del self._ended[failure]
+                if not is_over:
+                    job = self.waiting.pop(record.key)
                     images = self._images.pop(job.key, {})
                     self.found.append(job.ended(record, images.values()))
-            self._ended.clear()
+
+    async def _still_waits(self, record: Record) -> bool:
+        """True if a job that has failed, as somebody says, has a message that waits for a worker.
+
+        Whoever stores images can write that. A worker's message is leased until it ends; on Azure
+        the first messages of a queue are seen alone.
+        """
+        if record.outcome != "failed":
+            return False
+        with contextlib.suppress(errors.SetupError):  # credentials that only add jobs
+            async for message, is_leased in self._storage.queue.find(record.id):
+                fields = fields_if_any(message.body) or {}
+                named = fields.get("id"), fields.get("campaign") or DEFAULT_CAMPAIGN
+                is_this = named == (record.id, record.campaign)
+                if is_this and not (is_leased or fields.get("verify")):
+                    return True
+        return False
 
     async def _in_their_place(self) -> list[Record]:
         """Records of other jobs of the same names, if an operator has sent these since."""

@@ -143,7 +143,7 @@ async def test_lists_have_what_jobs_may_name(serve: Callable[..., Any]):
     [
         ({"prompt": "a", "stepz": 3}, 422, "stepz: unknown key; did you mean 'steps'?"),
         ({"prompt": "a", "restore_faces": True}, 422, "restore_faces is not supported"),
-        ({"prompt": "broken"}, 422, "the prompt is broken"),
+        ({"prompt": "broken"}, 422, "a worker reports: the prompt is broken"),
         (
             {"prompt": "a", "override_settings": {"sd_unet": "x"}},
             422,

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from imagefleet import Job, aio, concurrency, errors
+from imagefleet.job.message import read_job
 from imagefleet.records import follower, reader
 from imagefleet.records.ledger import Ledger, entry_of
 from imagefleet.records.log import RecordLog, Totals, shard_part
 from imagefleet.records.record import Record
+from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart
 from imagefleet.storage.settings import StorageSettings
 from made_records import ended, image
@@ -54,8 +56,30 @@ def log(fleet: aio.Fleet) -> RecordLog:
 
 
 async def submit(fleet: aio.Fleet, *ids: str | None, **fields: Any) -> aio.Batch:
+    """Jobs whose messages a worker has taken."""
     jobs = [Job(prompt="a house", id=job_id, **fields) for job_id in ids]
-    return await fleet.submit(jobs, campaign="spring")
+    batch = await fleet.submit(jobs, campaign="spring")
+    await fleet.storage.queue.receive(32, lease_seconds=3600)
+    return batch
+
+
+async def test_a_job_whose_message_waits_has_not_failed_whatever_a_record_says(
+    storage: Storage,
+):
+    """Anybody with a worker's token can write that it has."""
+    await storage.create()
+    fleet = aio.Fleet(storage)
+    jobs = [Job(prompt="a house", id="a"), Job(prompt="a house", id="b")]
+    batch = await fleet.submit(jobs, campaign="spring")
+    log = ImageLog(storage.blobs, "worker")
+    await log.add([end("a", "failed"), end("b", "failed")])
+    with pytest.raises(TimeoutError, match="2 of 2 jobs are not done"):
+        await statuses(batch.results(0))
+    first, second = await storage.queue.receive(2, 60)
+    await storage.queue.delete(second)
+    await log.add([image(read_job(first.body, "").id)])
+    found = await statuses(batch.results(0))
+    assert sorted(found.values()) == ["completed", "failed"]
 
 
 async def statuses(results: aio.Results) -> dict[str, str]:
@@ -136,6 +160,7 @@ async def test_a_batch_may_be_of_several_campaigns(fleet: aio.Fleet, log: Record
     batch = await fleet.submit(
         Job(prompt="a house", id="a", campaign=name) for name in names
     )
+    await fleet.storage.queue.receive(32, lease_seconds=3600)
     await log.add([end("a", "failed", "now", campaign=name) for name in names[:2]])
     results = batch.results(0)
     assert {(await anext(results)).campaign for _ in range(2)} == {"autumn", "spring"}
