@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import islice
+
+from cachetools import LRUCache
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
@@ -22,6 +24,7 @@ from imagefleet.records.log import (
     ShardName,
     Totals,
     shard_folder,
+    shard_part,
     totals_at,
 )
 from imagefleet.records.record import Record
@@ -33,9 +36,16 @@ from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore
 PART_BYTES = 4 * 2**20
 _PARSED = 2_000
 
-#: Shards whose starts, and those whose ends, are read at the same time.
-_READ_TOGETHER = 8
+#: Shards whose starts, and those whose ends, are read at the same time: of long ones a few.
+_READ_TOGETHER = 64
+_BYTES_TOGETHER = 8 * PART_BYTES
 CONCURRENT_READS = 16
+
+#: A shard of fewer bytes has no whole member: whoever stores images may store many such.
+_LEAST_SHARD_BYTES = len(shard_part((), Totals()))
+
+#: Shards that were found to hold nothing, which are not read again while they are as they were.
+_EMPTY: LRUCache[tuple[str, int, datetime | None], None] = LRUCache(100_000)
 
 #: The fewest bytes of a compressed record; totals that say more records than that are not believed.
 _LEAST_RECORD_BYTES = 4
@@ -161,11 +171,28 @@ def image_name(blob: str, campaign: str) -> str | None:
     return name if folder == campaign and _IMAGE_NAME.fullmatch(name) else None
 
 
+def _is_readable(shard: StoredShard, damaged: Damaged) -> bool:
+    """False for a shard that holds no record, which *damaged* counts unless it has just begun."""
+    size = shard.blob.size_bytes
+    if size >= _LEAST_SHARD_BYTES and _state(shard) not in _EMPTY:
+        return True
+    if size:
+        damaged.add(shard.blob.name, _DAMAGED)
+    return False
+
+
+def _state(shard: StoredShard) -> tuple[str, int, datetime | None]:
+    blob = shard.blob
+    return shard.store.address(blob.name), blob.size_bytes, blob.modified_at
+
+
 async def totals(shard: StoredShard, damaged: Damaged) -> Totals:
     """The totals at a shard's end; counts its records if there are none, or more than it can hold.
 
     It has grown since, or lost its end in a power failure, or says more than it can hold.
     """
+    if not _is_readable(shard, damaged):
+        return Totals()
     start = max(0, shard.blob.size_bytes - TOTALS_BYTES)
     end = await shard.store.read_part(shard.blob.name, start, TOTALS_BYTES)
     found = totals_at(end.data) if end else Totals()
@@ -217,12 +244,27 @@ async def lines_of_all(
     shards: Iterable[StoredShard], damaged: Damaged
 ) -> AsyncGenerator[tuple[StoredShard, list[bytes]]]:
     """The lines of each shard, in order; the first parts of some shards are read together."""
-    rest = iter(shards)
-    while some := list(islice(rest, _READ_TOGETHER)):
+    rest = deque(each for each in shards if _is_readable(each, damaged))
+    while some := list(_together(rest)):
         reads = (each.store.read_part(each.blob.name, 0, PART_BYTES) for each in some)
         for each, start in zip(some, await concurrency.gather(*reads), strict=True):
-            async for found in lines(each, ShardDecoder(), damaged, start):
+            decoder = ShardDecoder()
+            async for found in lines(each, decoder, damaged, start):
                 yield each, found
+            if not decoder.position and start and start.data:
+                _EMPTY[_state(each)] = None
+                if not decoder.is_damaged:  # the beginning of a member
+                    damaged.add(each.blob.name, _DAMAGED)
+
+
+def _together(rest: deque[StoredShard]) -> Iterator[StoredShard]:
+    """Takes the shards whose starts are read at the same time."""
+    size = 0
+    for _ in range(_READ_TOGETHER):
+        if not rest or size >= _BYTES_TOGETHER:
+            return
+        size += min(PART_BYTES, rest[0].blob.size_bytes)
+        yield rest.popleft()
 
 
 async def records(

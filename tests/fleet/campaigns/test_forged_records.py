@@ -1,5 +1,8 @@
 """What a worker's token can write says nothing of others: on Azurite, it is written with one."""
 
+import itertools
+import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -322,3 +325,31 @@ async def send(storage: Storage, jobs: int) -> None:
     """Notes the jobs of `image` and `ended` from number 1 on as sent."""
     ids = (f"job-{number}" for number in range(1, jobs + 1))
     await sent_jobs.note(storage, "spring", jobs, ids=ids)
+
+
+async def test_shards_that_hold_nothing_are_read_once_or_not_at_all(
+    storage: Storage, worker: RecordLog, monkeypatch
+):
+    """Whoever may store images may store thousands of them, in a minute."""
+    await sent_jobs.note(storage, "spring", 1, ids=["job-1"])
+    await worker.add([image(1)])
+    name = "-records/spring/20261122T120000Z-thief-{:08x}.{}.jsonl.gz"
+    begun = shard_part([random.Random(1).randbytes(300)], Totals(1, 1))[:99]
+    contents = (b"x", b"x" * 99, begun)
+    kinds = ("images", "jobs", "again")
+    for place, (content, kind) in enumerate(itertools.product(contents, kinds)):
+        await storage.blobs.append(name.format(place, kind), content, 0)
+    read_part, reads = storage.blobs.read_part, Counter[str]()
+
+    async def counting(blob: str, *terms: Any) -> Any:
+        reads[blob] += "thief" in blob
+        return await read_part(blob, *terms)
+
+    monkeypatch.setattr(storage.blobs, "read_part", counting)
+    for _ in range(2):
+        found = await reader.counts(storage, "spring", damaged := Damaged())
+        assert (found.images, found.completed) == (1, 1)
+        assert len(damaged.shards) == 9
+        assert await images(storage) == [made_records.image(1).id]
+    assert max(reads.values()) == 1
+    assert reads.total() == 6
