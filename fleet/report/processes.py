@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from imagefleet.records import catalog, ledger
+from imagefleet.records import catalog, dedupe, ledger
 from imagefleet.records.catalog import Damaged, StoredShard
 from imagefleet.records.decisions import is_sent
 from imagefleet.records.log import writer_name, writer_of
@@ -43,6 +43,7 @@ class _Times:
     own: Counter[int] = field(default_factory=Counter)
     of_all: Counter[int] = field(default_factory=Counter)
     last_at: dict[int, float] = field(default_factory=dict)
+    is_shared: bool = False
 
     def add(self, record: Record, step: int, *, is_own: bool) -> None:
         busy = timedelta(seconds=(record.seconds or 0) + self.start_up_seconds)
@@ -52,6 +53,7 @@ class _Times:
         self.last_at[span] = max(at, self.last_at.get(span, at))
         self.of_all[span] += 1
         self.own[span] += is_own
+        self.is_shared = self.is_shared or not is_own
 
     def share(self) -> OwnTime:
         seconds = start_up = 0.0
@@ -82,39 +84,48 @@ async def own_times(
     One listing of all shards, and a read of those that these processes have written.
     """
     writers = {writer_name(name) for name, _ in processes}
-    by_campaign: dict[str, list[StoredShard]] = {}
-    for shard in catalog.of_kind(await catalog.shards_of(storage, None), "images"):
-        if writer_of(shard.blob.name) in writers:
-            by_campaign.setdefault(shard.campaign, []).append(shard)
-    if not by_campaign.keys() - {campaign}:
+    every = await catalog.shards_of(storage, None)
+    shards = catalog.of_kind(every, "images")
+    shards = [each for each in shards if writer_of(each.blob.name) in writers]
+    if {each.campaign for each in shards} <= {campaign}:
         return {}
-    size = sum(map(catalog.size_bytes, by_campaign.values()))
-    step = 1 if size <= _FEW_BYTES else _MINUTE
+    step = 1 if catalog.size_bytes(shards) <= _FEW_BYTES else _MINUTE
     times: dict[WorkerKey, _Times] = {}
-    shared: set[WorkerKey] = set()
-    for name, shards in by_campaign.items():
-        async for record in _sent(storage, name, shards, is_needed=name == campaign):
-            if (key := worker_key(record)) not in processes or not is_proven(record):
-                continue
-            if key not in times:
-                times[key] = _Times(record.at, record.start_up_seconds)
-            times[key].add(record, step, is_own=name == campaign)
-            if name != campaign:
-                shared.add(key)
-    return {key: times[key].share() for key in shared}
+
+    def of(record: Record) -> _Times | None:
+        if (key := worker_key(record)) not in processes or not is_proven(record):
+            return None
+        return times.setdefault(key, _Times(record.at, record.start_up_seconds))
+
+    async for record in _sent(storage, shards, campaign):
+        if (found := of(record)) is not None:
+            found.add(record, step, is_own=record.campaign == campaign)
+    # What a process drew last before it was killed is in the records of who found it.
+    until = {key: max(found.last_at.values()) for key, found in times.items()}
+    seen: set[str] = set()
+    async for record in _sent(storage, catalog.of_kind(every, "again"), campaign):
+        is_later = record.at.timestamp() > until.get(worker_key(record), 0)
+        if not is_later or (name := dedupe.drawing(record)) in seen:
+            continue
+        if (found := of(record)) is not None:
+            seen.add(name)
+            found.add(record, step, is_own=record.campaign == campaign)
+    return {key: found.share() for key, found in times.items() if found.is_shared}
 
 
 async def _sent(
-    storage: Storage, campaign: str, shards: Sequence[StoredShard], *, is_needed: bool
+    storage: Storage, shards: Sequence[StoredShard], needed: str
 ) -> AsyncGenerator[Record]:
-    """The records of a campaign's jobs that were sent; without a ledger all, if they are needed.
+    """The records of jobs that were sent; of the campaign *needed* all, if it has no ledger.
 
     Whoever may store images may make up other campaigns, but no ledgers.
     """
-    known = await ledger.known(storage, campaign)
-    if known is None and not is_needed:
-        return
-    async for part in catalog.records(shards, Damaged()):
-        for record in part:
-            if known is None or is_sent(record, known):
-                yield record
+    for campaign in sorted({each.campaign for each in shards}):
+        known = await ledger.known(storage, campaign)
+        if known is None and campaign != needed:
+            continue
+        of_campaign = [each for each in shards if each.campaign == campaign]
+        async for part in catalog.records(of_campaign, Damaged()):
+            for record in part:
+                if known is None or is_sent(record, known):
+                    yield record

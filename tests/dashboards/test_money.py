@@ -8,11 +8,19 @@ import contextlib
 import json
 import random
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -26,7 +34,7 @@ from fleet.report import records as report_records
 from imagefleet.pricing import prices
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from past_fleet import BEGAN, Process
+from past_fleet import BEGAN, PUSH_SECONDS, Process
 
 Tool = Callable[[str], str]  # the fixture of conftest.py
 
@@ -245,8 +253,9 @@ async def test_a_campaign_has_its_images_and_its_part_of_what_their_workers_cost
     assert sum(dollars.values()) + cold.dollars == pytest.approx(spent)
 
 
-# Between them: begun anew at the same address and at others, pushed and scraped, killed and not.
-@pytest.mark.parametrize("seed", [1, 2, 4])
+# Between them: begun anew at the same address and at others, pushed and scraped, killed and not,
+# silent and heard, of three campaigns in turn.
+@pytest.mark.parametrize("seed", [1, 2, 4, 7])
 async def test_panels_records_and_raw_counters_agree_on_every_fleet(
     past: Callable[..., Awaitable[Past]], tmp_path, seed: int
 ):
@@ -259,27 +268,64 @@ async def test_panels_records_and_raw_counters_agree_on_every_fleet(
     ) as storage:
         await storage.create()
         counted = await past_fleet.write_records(storage, processes, bad, chance)
-        records = await report_records.read_records(storage, "spring", samples=0)
+        reports = []
+        for campaign in past_fleet.CAMPAIGNS:
+            found = await report_records.read_records(storage, campaign, samples=0)
+            reports.append(figures.compute(found, "local", FREE))
     dollars = sum(each.dollars for each in processes)
     kept = counted["stored"] - counted["replaced"]
     server = await past(*processes)
 
-    by_records = figures.compute(records, "local", FREE)
     shown = await server.panel(DOLLARS, end + 60, end + 120)
     per_dollar = await server.panel(ALL_IN, end + 60, end + 120)
+    title = "Dollars by campaign in the time range"
+    by_campaign = await server.by_campaign(title, end + 60, end + 120)
 
     about = partial(pytest.approx, rel=0.01)
     assert shown == about(dollars)
     assert per_dollar == about(counted["stored"] / dollars)
-    assert (by_records["images"], by_records["damaged"]) == (kept, 0)
-    assert by_records["money"]["dollars"] == about(dollars)
-    assert by_records["money"]["images_per_dollar"] == about(kept / dollars)
-    assert by_records["failed"] == counted["failed"] - counted["replayed"]
-    assert by_records["cancelled"] == counted["cancelled"]
-    assert (
-        sum(each["replaced"] for each in by_records["workers"]) == counted["replaced"]
+    assert by_campaign.keys() == set(past_fleet.CAMPAIGNS)
+    assert sum(by_campaign.values()) == about(dollars)
+    money = [each["money"] for each in reports]
+    assert sum(each["dollars"] for each in money) == about(dollars)
+    assert total(reports, "images") == kept
+    assert total(reports, "damaged") == 0
+    assert total(reports, "failed") == counted["failed"] - counted["replayed"]
+    assert total(reports, "cancelled") == counted["cancelled"]
+    workers = [worker for each in reports for worker in each["workers"]]
+    assert total(workers, "replaced") == counted["replaced"]
+    assert total(workers, "doubled") == counted["doubled"]
+    for each in money:
+        split = sum(each["split"].values())
+        assert split == pytest.approx(each["dollars"], rel=0.001)
+    assert sum(each["split"]["images_replaced"] for each in money) > 0
+    start_up = sum(
+        each.start_up_seconds * each.dollars_per_hour / 3600 for each in processes
     )
-    assert sum(each["doubled"] for each in by_records["workers"]) == counted["doubled"]
-    split = by_records["money"]["split"]
-    assert sum(split.values()) == about(by_records["money"]["dollars"])
-    assert split["images_replaced"] > 0
+    assert sum(each["split"]["start_up"] for each in money) == about(start_up)
+    await in_parts_of_its_time(server, processes, chance)
+
+
+def total(rows: Iterable[Mapping[str, Any]], name: str) -> float:
+    return sum(row[name] for row in rows)
+
+
+async def in_parts_of_its_time(
+    server: Past, processes: Sequence[Process], chance: random.Random
+) -> None:
+    """Any time range has what was spent in it, though pushes are lost at its start and in it."""
+    end = max(each.end for each in processes)
+    silences = [each for process in processes for each in process.silences]
+    starts = [chance.uniform(600, end - 3000) for _ in range(2)]
+    starts += [chance.uniform(*silence) for silence in silences]
+    # Of a process that was killed, and of each since its last push.
+    unheard = sum(each.dollars_per_hour for each in processes) * PUSH_SECONDS / 3600
+    for start in starts:
+        stop = start + 5000
+        while around := [
+            each for each in silences if each[0] - 60 < stop < each[1] + 60
+        ]:
+            stop = max(each[1] for each in around) + 60  # it is heard of again
+        spent = sum(each.dollars_in(start, stop) for each in processes)
+        shown = await server.panel(DOLLARS, stop, stop - start)
+        assert shown == pytest.approx(spent, rel=0.01, abs=unheard), (start, stop)

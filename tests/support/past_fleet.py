@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 import prometheus_client
 from prometheus_client.parser import text_string_to_metric_families
 
+import sent_jobs
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
@@ -21,6 +22,12 @@ PUSH_SECONDS = 15
 #: One drawing of so many is of an image that process 0 has stored, of a job that fails, of the
 #: first image of two whose job is cancelled meanwhile, or of a failed job that was replayed.
 DOUBLED, FAILED, CANCELLED, REPLAYED = 40, 23, 150, 7
+
+#: The campaigns, each of which has so many jobs in turn.
+CAMPAIGNS, IN_TURN = ("spring", "summer", "autumn"), 70
+
+#: A killed process has written no records of its last images, which others find.
+UNRECORDED = 5
 
 
 @dataclass
@@ -76,8 +83,17 @@ class Process:
         return drawn * self.stored_share
 
     @property
+    def is_killed(self) -> bool:
+        return bool(self.unpushed_seconds)
+
+    @property
     def dollars(self) -> float:
-        return (self.end - self.start) * self.dollars_per_hour / 3600
+        return self.dollars_in(self.start, self.end)
+
+    def dollars_in(self, begin: float, end: float) -> float:
+        """What it cost between those moments."""
+        seconds = max(0.0, min(end, self.end) - max(begin, self.start))
+        return seconds * self.dollars_per_hour / 3600
 
     def waste(self, **seconds: float) -> None:
         """Sets the counters of dollars that bought no image, by reason."""
@@ -108,8 +124,16 @@ class Process:
                 yield line, BEGAN.timestamp() + self.start + age, value
 
 
+def campaign_of(place: int) -> str:
+    """The campaign of a process's job, by its number."""
+    return CAMPAIGNS[place // IN_TURN % len(CAMPAIGNS)]
+
+
 def a_fleet(chance: random.Random) -> list[Process]:
-    """Workers at unlike prices that start again at their address, or as others, some killed."""
+    """Workers at unlike prices that start again at their address, or as others, some killed.
+
+    Their pushes are lost for 1 to 60 minutes, once in some of their lives.
+    """
     processes: list[Process] = []
     for number in range(chance.randint(2, 4)):
         at, device = chance.uniform(0, 600), chance.choice(["0", None])
@@ -122,6 +146,10 @@ def a_fleet(chance: random.Random) -> list[Process]:
             process = Process(address, at, end, speed, price, device)
             process.start_up_seconds = chance.uniform(20, 90)
             process.unpushed_seconds = chance.choice([0, chance.uniform(0, 15)])
+            length = 60 * chance.choice([1, 6, 20, 59])
+            if chance.random() < 0.5 and end - at > length + 300:
+                begin = chance.uniform(at + 120, end - length - 60)
+                process.silences = [(begin, begin + length)]
             processes.append(process)
             at = end + chance.uniform(5, 400)
     return processes
@@ -135,13 +163,17 @@ def fate(place: int) -> str:
 
 
 def drawings(
-    number: int, process: Process, doubled: Collection[int], replayed: list[str]
+    number: int,
+    process: Process,
+    doubled: Collection[int],
+    replayed: list[tuple[str, str]],
 ) -> Iterator[Record]:
     """A record of each drawing; *doubled* jobs of process 0 among them, and *replayed* ones."""
     seconds = process.end - process.start - process.start_up_seconds
     drawn = int(seconds * process.images_per_second)
     for place in range(drawn):
         name, outcome = f"{number}-{place}", fate(place)
+        campaign = campaign_of(place)
         if (
             place == drawn - 1
         ):  # it is stored: a worker's records tell its time until then
@@ -149,15 +181,15 @@ def drawings(
         elif place in doubled:
             name, outcome = f"0-{place}", "completed"
         elif replayed and outcome == "completed" and place % REPLAYED == 0:
-            name = replayed.pop()
+            name, campaign = replayed.pop()
         at = process.end - (drawn - 1 - place) / process.images_per_second
         yield Record(
             outcome="failed" if outcome == "failed" else "completed",
             images=2 if outcome == "cancelled" else 1,
             source=f"message-{name}",
             id=name,
-            campaign="spring",
-            blob=f"spring/{name}.png",
+            campaign=campaign,
+            blob=f"{campaign}/{name}.png",
             at=BEGAN + timedelta(seconds=at),
             worker=f"{process.instance}-{process.device}",
             started_at=BEGAN + timedelta(seconds=process.start),
@@ -175,9 +207,11 @@ async def write_records(
     Half of the failed jobs are replayed, and jobs are cancelled while they wait, too. The bad one's
     last images are replaced; none is drawn in their place: it would be one more.
     """
-    found, of_first, to_draw = Counter[str](), 0, list[str]()
+    found, of_first, to_draw = Counter[str](), 0, list[tuple[str, str]]()
+    unrecorded: list[Record] = []
     operator = RecordLog(storage.files, "operator")
-    await operator.open("spring", "cancelled")
+    for campaign in CAMPAIGNS:
+        await operator.open(campaign, "cancelled")
     for number, process in enumerate(processes):
         at_first = range(5, of_first - 1, DOUBLED) if number else ()
         doubled = {at for at in at_first if fate(at) == "completed" and at % REPLAYED}
@@ -208,13 +242,27 @@ async def write_records(
         ended = {"outcome": "cancelled", "images": 1, "blob": None}
         cancelled = [each.model_copy(update=ended) for each in begun + waiting]
         replayed = chance.sample(failed, len(failed) // 2)
-        to_draw += [each.id for each in replayed]
+        to_draw += [(each.id, each.campaign) for each in replayed]
         await operator.add(
             [each.model_copy(update={"outcome": "replayed"}) for each in replayed]
         )
-        log = RecordLog(storage.blobs, process.instance)
+        log = RecordLog(storage.blobs, f"{process.instance}-{process.device}")
         await log.add(again, again=True)
-        await log.add(stored + failed + cancelled)
+        # Of the process before, whose images this one finds stored, twice.
+        await log.add(unrecorded * 2, again=True)
+        is_lost = process.is_killed and process is not bad
+        unrecorded = stored[-UNRECORDED:] if is_lost else []
+        for each in unrecorded:
+            told = {"images": str(each.images)}
+            await storage.blobs.create(str(each.blob), b"", "image/png", told)
+        recorded = stored[: len(stored) - len(unrecorded)]
+        await log.add(recorded + failed + cancelled)
+        for campaign in CAMPAIGNS:
+            ids = [each.id for each in records + cancelled if each.campaign == campaign]
+            await sent_jobs.note(storage, campaign, len(ids), ids=ids)
+            of_campaign = sum(each.campaign == campaign for each in stored)
+            series = f'imagefleet_campaign_images_total{{campaign="{campaign}"}}'
+            process.counts[series] = of_campaign
         process.stored_share = len(stored) / len(records)
         process.waste(
             failed=len(failed) / process.images_per_second,
@@ -230,4 +278,5 @@ async def write_records(
             await RecordLog(storage.files, "redo").add(
                 [each.model_copy(update=update) for each in replaced]
             )
+    await RecordLog(storage.blobs, "last").add(unrecorded, again=True)
     return found
