@@ -28,6 +28,7 @@ import pytest
 import azurite
 import past_fleet
 import polling
+from fleet.campaigns.table import Campaigns
 from fleet.monitor import prometheus
 from fleet.report import figures
 from fleet.report import records as report_records
@@ -268,10 +269,11 @@ async def test_panels_records_and_raw_counters_agree_on_every_fleet(
     ) as storage:
         await storage.create()
         counted = await past_fleet.write_records(storage, processes, bad, chance)
-        reports = []
+        reports, status = [], Campaigns(storage)
         for campaign in past_fleet.CAMPAIGNS:
             found = await report_records.read_records(storage, campaign, samples=0)
             reports.append(figures.compute(found, "local", FREE))
+        await status.refresh()
     dollars = sum(each.dollars for each in processes)
     kept = counted["stored"] - counted["replaced"]
     server = await past(*processes)
@@ -292,6 +294,13 @@ async def test_panels_records_and_raw_counters_agree_on_every_fleet(
     assert total(reports, "damaged") == 0
     assert total(reports, "failed") == counted["failed"] - counted["replayed"]
     assert total(reports, "cancelled") == counted["cancelled"]
+    rows = status.records()
+    for name in ("images", "failed", "cancelled"):
+        assert total(rows, name) == total(reports, name)
+    assert total(rows, "unknown") == status.unfit_records == 0
+    for row in rows:
+        ended = sum(row[each] for each in ("completed", "failed", "cancelled"))
+        assert row["sent"] == ended + row["pending"]
     workers = [worker for each in reports for worker in each["workers"]]
     assert total(workers, "replaced") == counted["replaced"]
     assert total(workers, "doubled") == counted["doubled"]
