@@ -1,9 +1,9 @@
 """A worker's process in the records of all campaigns, and what of its time each of them has."""
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from imagefleet.records import catalog, dedupe, ledger
@@ -21,6 +21,12 @@ WorkerKey = tuple[str, str]
 #: more by the minute, so that memory depends on hours.
 _FEW_BYTES = 16 * 2**20
 _MINUTE = 60
+
+
+_EVER = datetime.max.replace(tzinfo=UTC)
+
+#: By how much the times in records and those of shards may differ.
+_CLOCKS = timedelta(minutes=5)
 
 
 class OwnTime(NamedTuple):
@@ -73,18 +79,30 @@ def worker_key(record: Record) -> WorkerKey:
     return printable(record.worker), started_at
 
 
+def _started_at(key: WorkerKey) -> datetime | None:
+    return datetime.fromisoformat(key[1]) if key[1] else None
+
+
 async def own_times(
     storage: Storage,
     campaign: str,
-    processes: Collection[WorkerKey],
+    processes: Mapping[WorkerKey, datetime],
     is_proven: Callable[[Record], bool],
 ) -> dict[WorkerKey, OwnTime]:
     """What *campaign* has of the time of those *processes* that drew for others, too.
 
-    One listing of all shards, and a read of those that these processes have written.
+    *processes*: when each of them has begun, at the latest. One listing of all shards, and a read
+    of those that these processes have written.
     """
     writers = {writer_name(name) for name, _ in processes}
-    every = await catalog.shards_of(storage, None)
+    began_at = min(
+        (_started_at(key) or known for key, known in processes.items()), default=_EVER
+    )
+    every = [
+        each
+        for each in await catalog.shards_of(storage, None)
+        if catalog.began_at(each) > began_at - _CLOCKS
+    ]
     shards = catalog.of_kind(every, "images")
     shards = [each for each in shards if writer_of(each.blob.name) in writers]
     if {each.campaign for each in shards} <= {campaign}:

@@ -218,10 +218,10 @@ async def read_records(
         if len(drawn) > samples:
             heapq.heappop(drawn)
     await _count_unused(storage, records)
-    shared = await processes.own_times(
-        storage, campaign, records.workers.keys(), records.is_proven
+    began_at = {key: worker.began_at for key, worker in records.workers.items()}
+    records.share(
+        await processes.own_times(storage, campaign, began_at, records.is_proven)
     )
-    records.share(shared)
     async for ended in reader.ended(storage, campaign, records.damaged, known=known):
         if ended.outcome == "failed":
             reason = (ended.reason or "")[: dead_letter.MAX_REASON_CHARACTERS]
