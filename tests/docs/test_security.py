@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 LINES = [
     line
     for line in (ROOT / "SECURITY.md").read_text(encoding="utf-8").splitlines()
-    if line.startswith("|") and not re.match(r"\| (can or cannot|---)", line)
+    if line.startswith("|") and not re.match(r"\| (can or cannot|hazard|---)", line)
 ]
 
 
