@@ -201,7 +201,7 @@ async def test_what_a_killed_worker_had_stored_is_its_own_however_often_it_is_fo
         "price_per_hour": "0.36",
         "seconds": "2.000",
     }
-    jobs = [Job(prompt="a house", id=name, campaign="spring") for name in "abc"]
+    jobs = [Job(prompt="a house", id=name, campaign="spring", seed=1) for name in "abc"]
     for job in jobs:
         told = {**killed, "job": str(job.id), "digest": job.stage_digest}
         await storage.blobs.create(job.blob_name(0), b"...", "image/png", told)
