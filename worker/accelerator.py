@@ -128,7 +128,7 @@ class Accelerator:
         return {"hr_sampler_name": name and second.title, "hr_scheduler": None}
 
     def _sampler(self, field: str, name: str, scheduler: str | None) -> Sampler:
-        schedule = samplers.check_scheduler(scheduler)
+        schedule = samplers.check_scheduler(scheduler) or samplers.scheduler_in(name)
         if schedule in {None, "Automatic"}:
             schedule = self.kind.schedule
         sampler = samplers.find(name, schedule)

@@ -1,8 +1,9 @@
 """The table of samplers and schedules, by the names of AUTOMATIC1111 and k-diffusion. No torch.
 
 Up to AUTOMATIC1111 1.8 a sampler's name included its schedule ('DPM++ 2M Karras'); 1.9 added the
-field `scheduler`. Both are accepted. A name alone means what it meant before 1.9, so 'DPM++ 2M' has
-no Karras schedule; with `scheduler` 'Automatic' it has, as in 1.10.
+field `scheduler`. Both are accepted, and the field goes before the name. A name alone means what it
+meant before 1.9, so 'DPM++ 2M' has no Karras schedule; with `scheduler` 'Automatic' it has, as in
+1.10.
 
 A new sampler is a row here and a function in `worker.engine.samplers`.
 """
@@ -320,15 +321,29 @@ _SCHEDULES_BY_NAME = {
 
 
 def find(name: str, scheduler: str | None = None) -> Sampler:
-    """The sampler of a name, whose schedule goes before `scheduler`; ValueError for others."""
+    """The sampler of a name; a *scheduler* goes before the name's. ValueError for others."""
     sampler = NAMES.get(name.lower())
     if sampler is None:
         raise ValueError(unknown(name))
     title = check_scheduler(scheduler)
-    if title is None or sampler.schedule is None or not sampler.is_bare:
+    if title is None or sampler.schedule is None:
         return sampler
     schedule = _KEYS_BY_TITLE.get(title, sampler.automatic)
     return _BY_METHOD[sampler.method, schedule]
+
+
+def scheduler_in(name: str) -> str | None:
+    """The scheduler in a sampler's name, such as "Karras" of "Euler Karras"; None for its own.
+
+    As AUTOMATIC1111's `get_sampler_and_scheduler` takes it off the name where the field is empty.
+    """
+    sampler = NAMES.get(name.lower())
+    if sampler is None or sampler.schedule is None:
+        return None
+    title = SCHEDULES[sampler.schedule]
+    is_named = not sampler.is_bare or name.lower().endswith(f" {title.lower()}")
+    is_own = sampler.schedule == sampler.automatic != "uniform"
+    return title if is_named and not is_own else None
 
 
 def unknown(name: str) -> str:

@@ -254,9 +254,13 @@ def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
         }
     if settings_table.EXTRAS not in passes:
         defaults = settings_table.DEFAULTS.get(str(fields.get("defaults")), {})
+        tells_scheduler = bool(fields.get("scheduler"))
         fields |= {
             name: each for name, each in defaults.items() if fields.get(name) is None
         }
+        if defaults and not tells_scheduler:
+            named = samplers.scheduler_in(str(fields["sampler_name"]))
+            fields["scheduler"] = named or defaults["scheduler"]
     return fields
 
 

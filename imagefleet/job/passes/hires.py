@@ -125,8 +125,14 @@ def steps(job: Hires) -> int:
 
 
 def sampler(job: Hires) -> str:
-    name = job.hr_sampler_name or job.sampler_name
-    return samplers.find(name, job.hr_scheduler or job.scheduler).key
+    """The key of the second pass' sampler; without a scheduler of its own it has the first's."""
+    scheduler = job.hr_scheduler
+    if job.hr_sampler_name is None:
+        scheduler = scheduler or job.scheduler
+        return samplers.find(job.sampler_name, scheduler).key
+    if scheduler is None and samplers.find(job.hr_sampler_name).is_bare:
+        scheduler = job.scheduler or samplers.scheduler_in(job.sampler_name)
+    return samplers.find(job.hr_sampler_name, scheduler).key
 
 
 def check(job: Hires, strength: float) -> None:

@@ -49,6 +49,8 @@ def test_what_a_payload_gives_in_any_of_its_ways_stays():
         ("DPM++ 2M", "dpmpp_2m_karras"),
         ("DPM++ 2M SDE", "dpmpp_2m_sde_exponential"),
         ("DPM++ 2M Karras", "dpmpp_2m_karras"),
+        ("DPM++ 2M SDE Karras", "dpmpp_2m_sde_karras"),
+        ("Euler Karras", "euler_karras"),
         ("Euler", "euler"),
         ("DDIM", "ddim"),
     ],

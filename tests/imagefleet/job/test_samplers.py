@@ -7,6 +7,7 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
+from imagefleet.job.passes import hires
 
 
 def read(**fields: Any) -> Job:
@@ -83,7 +84,12 @@ def test_samplers_have_the_names_of_a1111_and_k_diffusion(name: str, sampler: st
         ("DPM++ 2M", "Automatic", "dpmpp_2m_karras"),
         ("DPM++ 2M", "uniform", "dpmpp_2m"),
         ("DPM++ 2M", "", "dpmpp_2m"),
-        ("DPM++ 2M Karras", "Uniform", "dpmpp_2m_karras"),
+        ("DPM++ 2M Karras", "Uniform", "dpmpp_2m"),
+        ("DPM++ 2M Karras", "", "dpmpp_2m_karras"),
+        ("DPM++ 2M Karras", "Automatic", "dpmpp_2m_karras"),
+        ("DPM++ 2M Karras", "Exponential", "dpmpp_2m_exponential"),
+        ("DPM++ 2M SDE Karras", "automatic", "dpmpp_2m_sde_exponential"),
+        ("Euler Karras", "Automatic", "euler"),
         ("Euler a", "karras", "euler_ancestral_karras"),
         ("DPM++ 3M SDE", "Automatic", "dpmpp_3m_sde_exponential"),
         ("Restart", "Automatic", "restart"),
@@ -96,6 +102,31 @@ def test_the_scheduler_field_means_what_it_does_in_a1111_1_9(
     name: str, scheduler: str, sampler: str
 ):
     assert read(sampler_name=name, scheduler=scheduler).sampler == sampler
+
+
+@pytest.mark.parametrize(
+    ("fields", "second"),
+    [
+        ({"sampler_name": "Euler Karras"}, "dpmpp_sde_karras"),
+        ({"sampler_name": "DPM++ 2M Karras"}, "dpmpp_sde"),
+        ({"sampler_name": "DPM++ 2M Uniform"}, "dpmpp_sde"),
+        ({"sampler_name": "Euler", "scheduler": "Beta"}, "dpmpp_sde_beta"),
+        ({"hr_scheduler": "Simple", "scheduler": "Beta"}, "dpmpp_sde_simple"),
+        (
+            {"hr_sampler_name": "DPM++ SDE Karras", "scheduler": "Beta"},
+            "dpmpp_sde_karras",
+        ),
+        (
+            {"hr_sampler_name": "DPM++ SDE Karras", "hr_scheduler": "Beta"},
+            "dpmpp_sde_beta",
+        ),
+    ],
+)
+def test_a_second_passs_schedule_is_its_own_or_that_of_the_first_in_field_or_name(
+    fields: dict[str, Any], second: str
+):
+    job = read(**{"enable_hr": True, "hr_sampler_name": "DPM++ SDE", **fields})
+    assert hires.sampler(job) == second
 
 
 @pytest.mark.parametrize(
