@@ -239,10 +239,13 @@ class Levels:
 
     def timestep(self, sigma: float) -> float:
         """The timestep of a sigma, whose logarithm is interpolated."""
-        logs = self.sigmas.log().double()
+        logs = self.sigmas.log()
         if self.is_quantized:
-            return float(self.timesteps[(logs - math.log(sigma)).abs().argmin()])
-        return float(np.interp(math.log(sigma), logs.numpy(), self.timesteps.numpy()))
+            # In its precision: a sigma may lie in the middle of two, whose distances are equal.
+            own = torch.tensor(sigma, dtype=logs.dtype).log()
+            return float(self.timesteps[(own - logs).abs().argmin()])
+        exact = logs.double().numpy()
+        return float(np.interp(math.log(sigma), exact, self.timesteps.numpy()))
 
     def of_every(self, stride: int) -> Levels:
         """The levels at which a model that was distilled on every *stride*th timestep is called."""

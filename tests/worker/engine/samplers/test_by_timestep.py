@@ -127,6 +127,30 @@ def test_lcm_is_automatic1111s(schedule: str, timesteps: list[int]):
     assert relative_difference(sample(made, noise, stand_in), latents) < 1e-5
 
 
+@pytest.mark.parametrize("schedule", ["", "_normal"])
+@pytest.mark.parametrize(
+    ("steps", "timesteps"),
+    [
+        (3, [999, 499, 19]),
+        (5, [999, 759, 499, 259, 19]),
+        (15, [999, 919, 859, 799, 719, 659, 579, 499, 439, 379, 299, 239, 159, 79, 19]),
+    ],
+)
+def test_lcm_between_two_of_its_timesteps_takes_the_one_of_float32(
+    schedule: str, steps: int, timesteps: list[int]
+):
+    made = make_schedule(f"lcm{schedule}", steps, alphas_cumprod(), "epsilon")
+    assert made.table[:, sampler.TIMESTEP].tolist() == timesteps
+
+
+@pytest.mark.parametrize("steps", [2, 4, 6, 8])
+def test_lcms_sgm_uniform_has_the_timesteps_of_diffusers(steps: int):
+    made = make_schedule("lcm_sgm_uniform", steps, alphas_cumprod(), "epsilon")
+    scheduler = LCMScheduler(**BETAS)
+    scheduler.set_timesteps(steps)
+    assert made.table[:, sampler.TIMESTEP].tolist() == scheduler.timesteps.tolist()
+
+
 @pytest.mark.parametrize("eta", [0.0, 0.7])
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("steps", [2, 4, 15, 35, 100])
