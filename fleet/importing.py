@@ -15,7 +15,7 @@ from fleet import load
 from fleet.files import missing, stored
 from imagefleet import errors
 from imagefleet.files.kinds import KINDS
-from imagefleet.job import message
+from imagefleet.job import message, settings_table
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
 from loadgen import caption_sweep
@@ -193,6 +193,10 @@ def _checked(
         and "SDE" not in str(reading.job.get("sampler_name"))
     ):
         reading.job["seed"] = seed if seed < 0 else seed % 2**32
+    if (
+        reading.job.get("cfg_scale") == 0
+    ):  # in all of these programs the negative prompt alone
+        reading.job.setdefault("defaults", settings_table.A1111)
     job = message.read_job(message.message_text(reading.job), "import")
     uses.add(place, job)
     for named in reading.models:

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from imagefleet import errors, validation
-from imagefleet.job import chain, sizes
+from imagefleet.job import chain, settings_table, sizes
 from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import img2img
 from imagefleet.job.passes.fields import PassFields
@@ -147,6 +147,16 @@ class Job(
         return tuple(
             chain.fields_of_stage(number, each) for number, each in enumerate(stages, 2)
         )
+
+    @model_validator(mode="after")
+    def _means_its_guidance(self) -> Self:
+        if self.cfg_scale == 0 and self.defaults is None:
+            raise ValueError(
+                "cfg_scale: 0 has two meanings: give 1 for no guidance, as diffusers spells 0, or"
+                f' "defaults": "{settings_table.A1111}" for the negative prompt alone, as'
+                " AUTOMATIC1111 draws it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _text_fits_its_file(self) -> Self:

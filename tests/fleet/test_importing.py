@@ -74,6 +74,15 @@ def test_every_file_of_a_folder_is_a_job_or_refused_by_its_name(
     )  # nor are their models anywhere
 
 
+def test_a_scale_of_zero_is_the_negative_prompt_alone_as_it_was(
+    in_process: Imagefleet, tmp_path
+):
+    text = PARAMETERS.replace("CFG scale: 7", "CFG scale: 0")
+    picture(tmp_path / "one.png", f"a cat\nNegative prompt: a dog\n{text}")
+    (job,) = lines(in_process("import", "one.png").stdout)
+    assert (job["cfg_scale"], job["defaults"]) == (0, "a1111-1.10")
+
+
 def test_its_jobs_are_loaded_as_they_are_and_have_the_names_of_their_pictures(
     in_process: Imagefleet, tmp_path
 ):

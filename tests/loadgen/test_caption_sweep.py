@@ -114,9 +114,9 @@ def test_groups_that_cannot_be_are_refused(axes: Any, sentence: str):
     ("axes", "job", "sentence"),
     [
         (
-            ([0.5], ["ddim"], [20]),
+            ([-0.5], ["ddim"], [20]),
             {},
-            "cfg-0.5, caption 0 .*cfg_scale: .*greater than or equal",
+            "cfg--0.5, caption 0 .*cfg_scale: .*greater than or equal",
         ),
         (([31], ["ddim"], [20]), {}, "cfg_scale"),
         (([7], ["plms"], [1]), {}, "steps is 1: PLMS takes 2 at least"),

@@ -58,9 +58,7 @@ def _is_off_or_side(pixels: int) -> int:
 VaeDecoder = Literal["Full", "TAESD"]
 """AUTOMATIC1111's `sd_vae_decode_method`: what decodes the images."""
 
-#: Without guidance it is 1, which diffusers spells 0.
-_Scale = Annotated[float, AfterValidator(lambda scale: scale or 1.0)]
-Guidance = Annotated[_Scale, Field(ge=1, le=MAX_GUIDANCE)]
+Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
 Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE)]
 
 

@@ -34,16 +34,15 @@ def test_the_order_of_fields_names_and_defaults_do_not_change_the_digest():
     assert read_job(read().to_message(), "another").digest == read().digest
 
 
-def test_no_guidance_has_one_digest_however_it_is_spelled():
-    """0 in diffusers, 1 in AUTOMATIC1111."""
+def test_a_scale_of_zero_is_drawn_by_a_job_that_says_which_of_its_meanings_it_has():
+    """No guidance in diffusers, the negative prompt alone in AUTOMATIC1111."""
     for scale in (0, 0.0, "0"):
-        assert read(cfg_scale=scale).digest == read(cfg_scale=1).digest
-    assert read(cfg_scale=0).cfg_scale == 1
-    assert read(cfg_scale=1.5).digest != read(cfg_scale=1).digest
-    with pytest.raises(
-        errors.InvalidMessageError, match=r"cfg_scale: .*greater than or equal"
-    ):
-        read(cfg_scale=0.5)
+        with pytest.raises(
+            errors.InvalidMessageError, match=r"cfg_scale: 0 has two .* give 1 for no"
+        ):
+            read(cfg_scale=scale)
+        assert read(cfg_scale=scale, defaults="a1111-1.10").cfg_scale == 0
+    assert read(cfg_scale=0.5).digest != read(cfg_scale=1).digest
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_blob_names_follow_from_the_job_alone():
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("cfg_scale", [0.5, 31, math.nan, math.inf]),
+        ("cfg_scale", [-0.5, 31, math.nan, math.inf]),
         ("width", [0, 63, 64.5, 2056, -512]),
         ("seed", [-2, 2**32, 0.5]),
         ("id", ["", "../a", "a/b", "-a", "x" * 129, "a b"]),

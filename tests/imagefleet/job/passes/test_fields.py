@@ -180,7 +180,9 @@ def test_the_loras_of_the_second_pass_are_those_of_its_own_prompt():
 
 
 def test_a_pass_without_guidance_takes_one_row_a_call():
-    assert [each.rows for each in read(cfg_scale=0).passes(64, 64)] == [1]
+    assert [each.rows for each in read(cfg_scale=1).passes(64, 64)] == [1]
+    of_negative = read(cfg_scale=0, defaults="a1111-1.10")
+    assert [each.rows for each in of_negative.passes(64, 64)] == [2]
     job = read(cfg_scale=2, enable_hr=True, hr_prompt="a cat:0.5")
     assert [each.rows for each in job.passes(64, 64)] == [2, 1]
     assert read(prompt="a cat:0.5", cfg_scale=2).passes(64, 64)[0].rows == 1, "2 x 0.5"

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,14 @@ def test_jobs_of_all_kinds_are_in_company_what_they_are_alone(
     expected = [*alone, *alone[::-1]]
     assert_alike(together, expected)
     assert min(map(decibels, together, expected)) >= LEAST_DECIBELS
+
+
+def test_a_scale_of_zero_is_the_negative_prompt_alone(make_slot_engine: Any):
+    engine = make_slot_engine(slots=1)
+    request = make_request(steps=5, prompt="a house", negative_prompt="a blue fish")
+    negative = replace(request, prompt="a blue fish", cfg_scale=1.0)
+    drawn = draw_alone(engine, [replace(request, cfg_scale=0.0)])
+    assert_alike(drawn, draw_alone(engine, [negative]))
 
 
 def test_calls_are_full_of_either_kind(make_slot_engine: Any, monkeypatch):
