@@ -81,7 +81,8 @@ _SETTINGS = {
     "sd_model_checkpoint": "the field `model`",
     "CLIP_stop_at_last_layers": "the field `clip_skip`",
     "eta_ancestral eta_ddim": (
-        "`eta` of all others and of DDIM's kinds; the payload's goes before it"
+        "also fields: `eta` of all others and of DDIM's kinds, in each pass its sampler's; the"
+        " payload's `eta` goes before them"
     ),
     "enable_prompt_comments eta_noise_seed_delta randn_source s_churn s_tmin s_tmax s_noise"
     " s_min_uncond": "the fields of these names; see [noise](#noise)",

@@ -42,7 +42,6 @@ OWN_FIELDS = img2img.OWN_FIELDS | {
     "sd_vae_decode_method",
     "alwayson_scripts",
     "init_images",
-    "eta",
     "s_churn",
     "s_tmin",
     "s_tmax",

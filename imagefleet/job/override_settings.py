@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from imagefleet import validation
-from imagefleet.job import samplers
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.job.settings_table import FAMILIES, SETTINGS
 from imagefleet.redaction import printable
@@ -56,7 +55,7 @@ def fields(
                     f"override_settings.{name} is not supported: it would change the image; remove"
                     " it or switch it off"
                 )
-        elif value != "" and not _is_others_eta(name, payload):
+        elif value != "":
             found[row.field] = _field(row.field, value, settings)
             if payload.get(row.field) not in (None, found[row.field]):
                 raise ValueError(
@@ -73,15 +72,6 @@ def _field(field: str, value: object, settings: Mapping[str, Any]) -> object:
         quality = {"quality": settings.get("jpeg_quality") or _JPEG_QUALITY}
         return {"format": kind} | (quality if kind != "png" else {})
     return name_of_title(value) if field == "model" else value
-
-
-def _is_others_eta(name: str, payload: Mapping[str, Any]) -> bool:
-    """True if a setting is eta, but another sampler's, or the payload has its own."""
-    if SETTINGS[name].field != "eta":
-        return False
-    known = samplers.NAMES
-    sampler = known.get(str(payload.get("sampler_name")).lower(), known["euler"])
-    return payload.get("eta") is not None or name != sampler.eta_setting
 
 
 def file_name(title: object) -> object:

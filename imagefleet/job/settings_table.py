@@ -158,8 +158,9 @@ SEED_EXTRAS = frozenset(
 _SETTINGS: _Effects = {
     ("sd_model_checkpoint",): Effect(_DRAWINGS, "model"),
     ("CLIP_stop_at_last_layers",): Effect(_DRAWINGS, "clip_skip"),
-    ("eta_ancestral", "eta_ddim"): Effect(_DRAWINGS, "eta"),
     (
+        "eta_ancestral",
+        "eta_ddim",
         "enable_prompt_comments",
         "eta_noise_seed_delta",
         "randn_source",

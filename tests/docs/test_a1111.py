@@ -35,7 +35,9 @@ def read(fields: dict[str, Any], **settings: Any) -> dict[str, Any] | None:
     except errors.InvalidMessageError:
         return None
     return {
-        name: value for name, value in drawn.items() if (name, value) != ("eta", 1.0)
+        name: value
+        for name, value in drawn.items()
+        if (name, value) not in [("eta_ancestral", 1.0), ("eta_ddim", 0.0)]
     }
 
 
@@ -70,8 +72,9 @@ def is_silent(kind: str, plain: dict[str, Any], name: str) -> bool:
     if name.startswith(settings_table.FAMILIES):
         return False
     row = settings_table.SETTINGS[name]
-    of_others = {"eta_ddim", "refiner_switch_by_sample_steps"}  # DDIM, and a refiner
-    if row.passes.isdisjoint(passes_of(kind)) or name in of_others:
+    if row.passes.isdisjoint(passes_of(kind)):
+        return False
+    if name == "refiner_switch_by_sample_steps":  # of a refiner
         return False
     values = [
         value

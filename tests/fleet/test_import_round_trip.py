@@ -76,6 +76,8 @@ def fields_of(chance: random.Random) -> dict[str, Any]:
         n_iter=chance.randint(1, 2),
         clip_skip=chance.randint(1, 4),
         eta=chance.choice([0, 0.3, 0.67, 1]),
+        eta_ancestral=chance.choice([0, 0.3, 1]),
+        eta_ddim=chance.choice([0, 0.3, 1]),
         s_churn=chance.choice([0, 2.5]),
         s_tmin=0.05,
         s_tmax=9.5,
@@ -158,6 +160,14 @@ def subprompt(each: Subprompt) -> tuple[Any, ...]:
     return kept if len(kept) > 1 else kept[0][1], each.weight
 
 
+def eta(job: Job, sampler: samplers.Sampler) -> float | None:
+    if "eta" not in sampler.options:
+        return None
+    told = job.options_of(sampler.key).eta
+    usual = {"ddim": 0, "ddim_cfgpp": 0, "tcd": 0.3}.get(sampler.method, 1)
+    return usual if told is None else told
+
+
 def decides(job: Job, index: int, size: tuple[int, int]) -> dict[str, Any]:
     """All that decides image *index* of a job."""
     own = job.parsed_prompt, job.parsed_negative_prompt
@@ -173,14 +183,8 @@ def decides(job: Job, index: int, size: tuple[int, int]) -> dict[str, Any]:
         each for each in (first, second) if job.s_churn or "s_churn" not in each.options
     ]
     has_options = {option for each in with_options for option in each.options}
-    usual = [
-        {"ddim": 0, "ddim_cfgpp": 0, "tcd": 0.3}.get(each.method, 1)
-        for each in (first, second)
-    ]
     options = dataclasses.asdict(job.sampler_options)
-    options["eta"] = [
-        options["eta"] if options["eta"] is not None else each for each in usual
-    ]
+    options["eta"] = [eta(job, each) for each in (first, second)]
     is_denoised = job.enable_hr or bool(job.init_images)
     found: dict[str, Any] = {
         "prompts": prompts,

@@ -127,6 +127,7 @@ class HiresPass:
     prompt: Prompt | str | None = None
     negative_prompt: Prompt | str | None = None
     sampler: str | None = None
+    sampler_options: Options | None = None
     loras: tuple[Lora, ...] | None = None
     whole: tuple[int, int] | None = None
     """Width and height before what exceeds the size is cut off at both sides; None: the size."""

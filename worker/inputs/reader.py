@@ -194,6 +194,7 @@ class InputReader:
             prompt,
             negative_prompt,
             None if sampler == job.sampler else sampler,
+            job.options_of(sampler),
             whole=whole,
             checkpoint=checkpoint,
         )

@@ -93,6 +93,7 @@ def parameters(
         facts |= _refiner(job, model_hashes.get("refiner_checkpoint"))
     facts["NGMS"] = _number(job.s_min_uncond) if job.s_min_uncond else None
     facts |= _options(job, sampler)
+    facts |= _etas(job)
     facts["Downcast alphas_cumprod"] = "True" if job.use_downcasted_alpha_bar else None
     facts["VAE Decoder"] = decoder if decoder != "Full" else None
     if lora_hashes:
@@ -161,7 +162,7 @@ def of_enlarged(job: Job, source: str) -> str:
 def _own(job: Job) -> str | None:
     """The fields that AUTOMATIC1111 has no words for, as JSON; without images in the job itself."""
     prompts = {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
-    names = OWN_FIELDS - prompts.keys() - {"eta", *_OPTIONS}
+    names = OWN_FIELDS - prompts.keys() - _OPTIONS.keys()
     if not all(map(img2img.place, job.sources)):
         names -= {"init_images", "mask", "alwayson_scripts"}
     fields = {name: value for name, value in job.given_fields.items() if name in names}
@@ -174,7 +175,7 @@ def _own(job: Job) -> str | None:
             samplers.SAMPLERS[key] for key in (job.sampler, hires.sampler(job))
         )
         others = second.options if second.method != first.method else ()
-        fields |= {name: getattr(job, name) for name in others}
+        fields |= {name: getattr(job, name) for name in others if name != "eta"}
     return json.dumps(fields) if fields else None
 
 
@@ -235,12 +236,22 @@ def _options(job: Job, sampler: Sampler) -> dict[str, str | None]:
     facts: dict[str, str | None] = {}
     if "s_churn" in sampler.options and not job.s_churn:
         return facts
-    options = {**_OPTIONS, "eta": (sampler.eta_word, sampler.usual_eta)}
     for field in sampler.options:
-        word, usual = options[field]
+        word, usual = _OPTIONS.get(field, ("", None))
         value = getattr(job, field)
-        if value not in (None, usual):
+        if word and value != usual:
             facts[word] = _number(value)
+    return facts
+
+
+def _etas(job: Job) -> dict[str, str]:
+    """The etas of all passes' samplers that are not as usual, each with its sampler's word."""
+    facts: dict[str, str] = {}
+    for key in (job.sampler, *([hires.sampler(job)] if job.enable_hr else [])):
+        sampler = samplers.NAMES[key]
+        eta = job.options_of(key).eta
+        if "eta" in sampler.options and eta not in (None, sampler.usual_eta):
+            facts[sampler.eta_word] = _number(eta)
     return facts
 
 

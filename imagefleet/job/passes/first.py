@@ -80,6 +80,9 @@ class FirstPass(BaseModel):
     n_iter: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
     clip_skip: int = Field(default=1, ge=1, le=12)
     eta: float | None = Field(default=None, ge=0, le=1)
+    """The eta of all passes; None: that of each sampler's own setting."""
+    eta_ancestral: float | None = Field(default=None, ge=0, le=1)
+    eta_ddim: float | None = Field(default=None, ge=0, le=1)
     s_churn: float = Field(default=0.0, ge=0, le=100)
     s_tmin: float = Field(default=0.0, ge=0, le=1000)
     s_tmax: float = Field(default=0.0, ge=0, le=1000)
@@ -154,8 +157,14 @@ class FirstPass(BaseModel):
 
     @property
     def sampler_options(self) -> samplers.Options:
+        """The options of the first pass' sampler."""
+        return self.options_of(self.sampler)
+
+    def options_of(self, sampler: str) -> samplers.Options:
+        """The options of a pass with the *sampler* of that key, whose eta has its own setting."""
+        own_eta = getattr(self, samplers.NAMES[sampler].eta_setting)
         return samplers.Options(
-            self.eta,
+            own_eta if self.eta is None else self.eta,
             self.s_churn,
             self.s_tmin,
             self.s_tmax or math.inf,

@@ -11,6 +11,7 @@ from imagefleet import errors
 from imagefleet.job import samplers, settings_table, sizes
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.noise import Noise
+from imagefleet.job.passes import hires
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -275,6 +276,24 @@ def test_eta_is_the_payloads_or_the_setting_of_its_sampler(
     settings = {"eta_ancestral": 0.25, "eta_ddim": 0.75}
     job = read(**{field: sampler}, **payload, override_settings=settings)
     assert job.sampler_options.eta == eta
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "payload", "etas"),
+    [
+        ("Euler a", "DDIM", {}, (0.25, 0.75)),
+        ("DDIM", "Euler a", {}, (0.75, 0.25)),
+        ("DDIM", "Euler a", {"eta": 0.5}, (0.5, 0.5)),
+    ],
+)
+def test_each_pass_has_the_eta_of_its_own_sampler(
+    first: str, second: str, payload: dict[str, Any], etas: tuple[float, float]
+):
+    settings = {"eta_ancestral": 0.25, "eta_ddim": 0.75}
+    fields = {"sampler_name": first, "hr_sampler_name": second, **payload}
+    job = read(**fields, enable_hr=True, override_settings=settings)
+    second_options = job.options_of(hires.sampler(job))
+    assert (job.sampler_options.eta, second_options.eta) == etas
 
 
 def test_with_a_variation_the_subseed_counts_up_instead_of_the_seed():

@@ -162,8 +162,12 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
         "hr_prompt": "a larger house:1.5",
         "denoising_strength": 0.6,
     }
+    plain_fields = {"enable_hr": True, "eta_ancestral": 0.5, "sampler_name": "DDIM"}
     await storage.queue.send(
-        [message(id="j", **hires), message(id="k", enable_hr=True)]
+        [
+            message(id="j", **hires),
+            message(id="k", **plain_fields, hr_sampler_name="Euler a"),
+        ]
     )
     engine = Drawing(size=(64, 64))
     await run_pipeline(engine)
@@ -174,12 +178,9 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
     assert (found.width, found.height, found.steps) == (128, 128, 9)
     assert (found.sampler, found.prompt.weights) == ("dpmpp_2m_karras", (1.5,))
     assert str(found.prompt) == "a larger house"
-    assert (plain.upscaler, plain.steps, plain.prompt, plain.sampler) == (
-        "Latent",
-        20,
-        None,
-        None,
-    )
+    assert (plain.upscaler, plain.steps, plain.prompt) == ("Latent", 20, None)
+    assert (plain.sampler, plain.sampler_options.eta) == ("euler_ancestral", 0.5)
+    assert {request.sampler_options.eta for request in engine.drawn} == {None}
     drawn = await image(storage, "default/j.png")
     assert drawn.size == (128, 128)
     assert (

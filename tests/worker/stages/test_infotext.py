@@ -181,6 +181,24 @@ def test_each_option_is_stated_in_a1111s_words_and_place():
         ),
         ({"sampler_name": "TCD", "eta": 0}, "RNG: CPU, Eta: 0, Version"),
         (
+            {
+                "sampler_name": "Euler a",
+                "enable_hr": True,
+                "hr_sampler_name": "DDIM",
+                "eta": 0.5,
+            },
+            "Eta: 0.5, Eta DDIM: 0.5, Version",
+        ),
+        (
+            {
+                "sampler_name": "Euler a",
+                "enable_hr": True,
+                "hr_sampler_name": "DDIM",
+                "eta_ancestral": 0.5,
+            },
+            "Eta: 0.5, Version",
+        ),
+        (
             {"sampler_name": "DPM++ 2M SDE"},
             "Sampler: DPM++ 2M SDE, Schedule type: Uniform, ",
         ),

@@ -358,7 +358,7 @@ class RequestPreparer(Preparer):
     ) -> PreparedRequest:
         """Prepares the second pass, with the first pass' LoRAs if it has no own."""
         own = first.request
-        names = ("prompt", "negative_prompt", "sampler", "loras")
+        names = ("prompt", "negative_prompt", "sampler", "sampler_options", "loras")
         of_its_own = {name: getattr(hires, name) for name in names}
         request = replace(
             own,

@@ -19,6 +19,7 @@ from drawing import (
     make_request,
 )
 from imagefleet import errors
+from imagefleet.job.samplers import Options
 from worker.engine import contract, decoder
 from worker.engine.passes.images import ImageCoder
 
@@ -48,6 +49,16 @@ def init() -> Any:
 def hires(width: int = 96, height: int = 96, **changes: Any) -> contract.HiresPass:
     settings = {"denoising_strength": 0.7, "steps": 3, "upscaler": "Latent", **changes}
     return contract.HiresPass(width, height, **settings)
+
+
+def test_a_second_pass_has_the_options_of_its_own_sampler(make_slot_engine: Any):
+    engine = make_slot_engine(slots=1)
+    second = hires(sampler="ddim", sampler_options=Options(eta=0.0))
+    options = Options(eta=1.0)
+    request = make_request(sampler_options=options, hires=second)
+    prepared = engine.prepare(request)
+    assert any(prepared.schedule.noisy)
+    assert not any(prepared.next_pass.schedule.noisy)
 
 
 def test_both_passes_share_calls_with_other_jobs_of_their_size(
