@@ -181,14 +181,15 @@ def test_an_image_is_the_same_alone_and_with_other_samplers(slot_engine: Any):
     assert_alike(together[::6], draw_alone(slot_engine, requests[::6]))
 
 
-@pytest.mark.parametrize("name", ["euler", "ddim"])
-def test_extra_noise_is_on_an_image_alone(name: str):
-    def scale(extra_noise: float, t_enc: int | None) -> float:
+@pytest.mark.parametrize("name", ["euler", "ddim", "ddim_cfgpp", "plms", "unipc"])
+def test_extra_noise_is_on_an_image_alone_and_of_its_scale(name: str):
+    def made(extra_noise: float, t_enc: int | None) -> sampler.Schedule:
         options = samplers.Options(extra_noise=extra_noise)
         known = alphas_cumprod()
-        return schedules.make_schedule(
-            name, 10, known, "epsilon", options, t_enc=t_enc
-        ).initial_scale
+        return schedules.make_schedule(name, 10, known, "epsilon", options, t_enc=t_enc)
 
-    assert scale(0.25, 6) == pytest.approx(scale(0, 6) + 0.25)
-    assert scale(0.25, None) == scale(0, None)
+    usual = made(0, 6)
+    extra = 0.25 * usual.image_scale
+    assert made(0.25, 6).initial_scale == pytest.approx(usual.initial_scale + extra)
+    assert (usual.image_scale == 1) == (name == "euler")
+    assert made(0.25, None).initial_scale == made(0, None).initial_scale

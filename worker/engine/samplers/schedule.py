@@ -64,7 +64,8 @@ def make_schedule(
         make_path = by_timestep.SAMPLERS[sampler.method]
         start, path = make_path(steps, t_enc, alphas, prediction_type, options)
         moves = list(path) or moves
-    extra = 0.0 if t_enc is None else options.extra_noise
+    # Here AUTOMATIC1111 scales it as the image (`sd_samplers_timesteps.py`), with sigmas not.
+    extra = 0.0 if t_enc is None else options.extra_noise * start.image_scale
     return replace(
         tabulate(moves, options, masks_input=True),
         timesteps=tuple(int(move.level) for move in moves),
