@@ -62,12 +62,14 @@ def churn_noise(sigma: float, hat: float, options: Options) -> float:
 def _with_churn(sigmas: Sigmas, options: Options) -> _Intervals:
     """Each step from its sigma after churn, with the noise of the following step's churn.
 
-    k-diffusion draws the noise of churn at each step, whether it is used or not.
+    k-diffusion draws the noise of churn at each step, whether it is used or not; no step follows on
+    the last, even where its sigma is not 0.
     """
     hats = churned(sigmas, options)
-    for hat, following, following_hat in zip(hats, sigmas[1:], hats[1:], strict=False):
-        has_noise = options.s_churn > 0 and following > 0
-        noise = churn_noise(following, following_hat, options) if has_noise else None
+    last = len(sigmas) - 1
+    for at, (hat, following) in enumerate(zip(hats, sigmas[1:], strict=False), start=1):
+        has_noise = options.s_churn > 0 and at < last
+        noise = churn_noise(following, hats[at], options) if has_noise else None
         yield hat, following, noise
 
 

@@ -59,6 +59,22 @@ def test_options_are_k_diffusions(k_diffusion: Any, monkeypatch):
     assert too_different(found) == {}
 
 
+@pytest.mark.parametrize("steps", [3, 5])
+@pytest.mark.parametrize("method", ["euler", "heun", "dpm_2"])
+def test_no_churn_follows_on_a_last_step_that_ends_above_zero(
+    k_diffusion: Any, method: str, steps: int, monkeypatch
+):
+    noise = noises(20)
+    monkeypatch.setattr(torch, "randn_like", taking(noise[1:]))
+    reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
+    options = {"s_churn": 5.0}
+    theirs = reference.draw(method, "kl_optimal", steps, noise, options)
+    known, name = alphas_cumprod(), f"{method}_kl_optimal"
+    made = make_schedule(name, steps, known, "epsilon", Options(**options))
+    assert not made.noisy[-1]
+    assert relative_difference(sample(made, noise, stand_in), theirs) < 1e-5
+
+
 def test_an_inpainting_of_the_end_of_a_schedule_is_k_diffusions(
     k_diffusion: Any, monkeypatch
 ):
