@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from imagefleet.job.samplers import Options
 from worker.engine.sampler import ESTIMATES, LATENTS, Combination, Move
@@ -212,7 +213,7 @@ def _unipc(
         count = t_enc
     if t_enc:
         timestep = known[len(known) - t_enc]
-        first = (timestep + 1) / len(alphas)
+        first = float(np.float32(timestep / len(alphas)) + np.float32(1 / len(alphas)))
     if not count:
         return start, iter(())
     return start, _unipc_moves(first, count, alphas, prediction)
@@ -223,6 +224,9 @@ def _unipc_moves(
 ) -> Iterator[Move]:
     train = len(alphas)
     times = np.linspace(first, 1 / train, count + 1)
+    # As AUTOMATIC1111 rounds them: some are a little below a whole one, and are cut off to the one
+    # before where its model of velocities looks an alpha up.
+    timesteps = (torch.linspace(first, 1 / train, count + 1) - 1 / train) * train
     known_times = np.arange(1, train + 1) / train
     logs = np.interp(times, known_times, 0.5 * np.log(alphas))
     sigma = np.sqrt(-np.expm1(2 * logs))
@@ -232,7 +236,7 @@ def _unipc_moves(
     orders = [min(at, highest, left) for at, left in enumerate(points_left)]
     corrected = LATENTS
     predicted = (1.0, np.zeros(1))
-    for at, time in enumerate(times[:-1]):
+    for at, timestep in enumerate(timesteps[:-1].tolist()):
         if at > 0:  # the latents are what was predicted of those corrected before
             keep, weights = predicted
             before = (LATENTS - _weighed(weights[1:], ESTIMATES[1:])) / keep
@@ -240,7 +244,6 @@ def _unipc_moves(
             corrected = keep * before + _weighed(weights, ESTIMATES)
         predicted = points.weights(at + 1, orders[at + 1], is_corrector=False)
         keep, weights = predicted
-        timestep = round(time * train - 1, 6)
         from_latents, from_output = to_noise(alphas[int(timestep)], prediction)
         noise = points.sigma[at]
         alpha = points.alpha[at]
