@@ -15,6 +15,7 @@ from rich import markup
 from cli import console, options
 from cli.options import option
 from imagefleet import concurrency, errors
+from imagefleet.job import differences
 from imagefleet.storage.open import Storage, open_storage
 from loadgen.campaigns import changes_of, shown
 from loadgen.caption_sweep import SweepSource
@@ -181,8 +182,18 @@ def _print_summary(summary: Summary, told: Mapping[str, Any]) -> None:
         )
     if skipped := told.get("invalid"):
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")
+    show_differences(told.get("differs", {}))
     if not summary.finished:
         console.print_note(
             f"stopped after {console.counted(summary.confirmed, 'job')}; the same command goes on"
             " there"
+        )
+
+
+def show_differences(counts: Mapping[str, int]) -> None:
+    """Says how many jobs may differ from AUTOMATIC1111's, and by what."""
+    for name, count in counts.items():
+        console.print_note(
+            f"{console.counted(count, 'job')} may differ from AUTOMATIC1111's:"
+            f" {differences.KNOWN[name]}"
         )

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -122,6 +123,7 @@ def command(
                 changes = filling.preview(settings, source)
             if not sending.quiet:
                 console.print_note(f"{source.describe()}; {changes}")
+                filling.show_differences(source.differences)
             for body in source.examples(DRY_RUN_JOBS):
                 console.print_json_line(json.loads(body))
         else:
@@ -145,10 +147,10 @@ def command(
                 )
 
 
-def _facts(source: sources.Source, report: Report) -> dict[str, int]:
+def _facts(source: sources.Source, report: Report) -> dict[str, Any]:
     """Counts of a file's rows that are no jobs; a template has nothing besides its jobs."""
     counts = {name: getattr(source, name, 0) for name in ("empty", "mended")}
-    return {"invalid": report.count, **counts}
+    return {"invalid": report.count, **counts, "differs": dict(source.differences)}
 
 
 @contextlib.contextmanager

@@ -12,13 +12,14 @@ import tempfile
 import uuid
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict, Unpack, cast
 
 from imagefleet import errors
-from imagefleet.job import message, sizes
+from imagefleet.job import differences, message, sizes
 from imagefleet.job.message import Job
 from imagefleet.records.ledger import HASH_BYTES, Digests, id_hash
 from imagefleet.signing import MAX_SIGNATURE_BYTES, JobSigner
@@ -165,6 +166,8 @@ class FileSource:
         """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
         self.empty = 0
         """Positions so far that hold no job, an empty line say."""
+        self.differences = Counter[str]()
+        """Jobs by how they differ from AUTOMATIC1111's, as far as the file was read last."""
         self._ids = digest(
             f"{path.name.removesuffix('.gz')} {self._campaign} {self._defaults}".encode()
         )
@@ -206,6 +209,7 @@ class FileSource:
     ) -> Iterator[str | None]:
         """The messages; with *on_job* they are only checked."""
         repeats = Digests()
+        self.differences.clear()
         with self._opened() as stream:
             for entry in itertools.islice(self._form.entries(stream), self.count):
                 problem, body = entry.problem, None
@@ -240,6 +244,7 @@ class FileSource:
         is_theirs = self._signer is None and message.is_signed(text)
         body = without_deliveries(text) if is_theirs else job.to_message(signer)
         sizes.checked_messages([body + " " * room])
+        self.differences.update(differences.of_job(job, (job.width, job.height)))
         if on_job is not None:
             on_job(entry.place, job)
         self.mended += on_job is None and has_failed

@@ -5,13 +5,14 @@ Job n of a template is a function of the file's content, the seed and n.
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Unpack
 
 from imagefleet import errors, validation
-from imagefleet.job import sizes
+from imagefleet.job import differences, sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from loadgen import file_source, template
 from loadgen.file_source import FileSource, OnJob, StandardInput, Terms
@@ -66,6 +67,8 @@ class TemplateSource:
                 f"{path} has no number of jobs: add `count:` or --count"
             )
         self.count = count
+        self.differences = Counter[str]()
+        """Jobs by how they differ from AUTOMATIC1111's, of the messages that were made last."""
 
     def describe(self) -> str:
         return f"{self.count:,} job{'s' * (self.count != 1)}"
@@ -77,12 +80,15 @@ class TemplateSource:
         if on_job is None:
             for _ in itertools.islice(self.bodies(), _SAMPLE_JOBS):
                 pass
+            self.differences.clear()  # they are of the first jobs alone
             return
         for index in range(self.count):
             on_job(f"job {index + 1}", self._job(index, self._draws(index)))
 
     def bodies(self) -> Iterator[str]:
-        return map(self.body, range(self.count))
+        self.differences.clear()
+        for index in range(self.count):
+            yield self.body(index)
 
     def examples(self, most: int) -> Iterator[str]:
         return itertools.islice(self.bodies(), most)
@@ -112,6 +118,7 @@ class TemplateSource:
 
     def _body(self, index: int, draws: list[Draw]) -> str:
         job = self._job(index, draws)
+        self.differences.update(differences.of_job(job, (job.width, job.height)))
         with self._named(job.prompt):
             (body,) = sizes.checked_messages([job.to_message(self._signer)])
         return body

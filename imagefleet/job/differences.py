@@ -1,11 +1,15 @@
 """Warnings that a picture may differ from AUTOMATIC1111's; docs/a1111.md lists all differences.
 
-A worker says so in its log, once for each.
+A worker says so in its log, once for each, and `imagefleet load` in its summary those that a job
+alone tells.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
+from imagefleet.job import samplers
+from imagefleet.job.passes import hires
+from imagefleet.job.passes.fields import PassFields
 from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
@@ -18,10 +22,53 @@ KNOWN: Mapping[str, str] = {
     "dotted_lora": "LoRAs in the names of diffusers or peft are drawn; there they change nothing",
     "mixed_loras": "a DoRA, IA3, GLoRA or OFT beside other LoRAs changes the checkpoint's weights;"
     " there what the LoRAs before it made of them",
+    "one_aligned_step": "one step of Align Your Steps begins with noise, as all others do; there at"
+    " its smallest sigma, so that the image is grey",
+    "lcm_of_velocities": "LCM reads the output of a checkpoint of v-prediction as the velocity that"
+    " it is; there as noise",
 }
 
 #: Pixels beyond which the noise of a small GPU has another order than that of a large one.
 GPU_NOISE_PIXELS = 700_000
+
+
+_Size = tuple[int | None, int | None]
+"""Width and height of the first pass in pixels, as far as they are known."""
+
+
+def _has_much_gpu_noise(job: PassFields, size: _Size) -> bool:
+    width, height = size
+    if job.randn_source != "GPU" or width is None or height is None:
+        return False
+    first = width, height
+    sizes = [first, *([hires.sizes_after(job, first)[1]] if job.enable_hr else [])]
+    return max(width * height for width, height in sizes) > GPU_NOISE_PIXELS
+
+
+def _has_one_aligned_step(job: PassFields, _: _Size) -> bool:
+    passes = [(job.steps, job.sampler)]
+    if job.enable_hr:
+        passes.append((hires.steps(job), hires.sampler(job)))
+    return any(
+        steps == 1 and samplers.NAMES[key].schedule == "align_your_steps"
+        for steps, key in passes
+    )
+
+
+#: The differences that a job alone tells, but for the size that it may leave to the checkpoint.
+OF_JOBS: Mapping[str, Callable[[PassFields, _Size], bool]] = {
+    "gpu_noise": _has_much_gpu_noise,
+    "one_aligned_step": _has_one_aligned_step,
+}
+
+
+def of_job(job: PassFields, size: _Size) -> Iterator[str]:
+    """The names of the differences of a job whose first pass has that *size*."""
+    if job.only_upscales:
+        return
+    for name, applies in OF_JOBS.items():
+        if applies(job, size):
+            yield name
 
 
 @functools.cache

@@ -118,10 +118,8 @@ def requests_of(
     width, height = size
     if inputs.upscale is not None and inputs.init is not None:
         height, width = inputs.init.pixels.shape[:2]
-    hires = inputs.hires
-    pixels = max(width * height, hires.width * hires.height if hires else 0)
-    if job.randn_source == "GPU" and pixels > differences.GPU_NOISE_PIXELS:
-        differences.warn("gpu_noise")
+    for name in differences.of_job(job, size):
+        differences.warn(name)
     requests = []
     for index in range(job.images_to_draw) if images is None else images:
         request = contract.ImageRequest(

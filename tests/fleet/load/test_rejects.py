@@ -163,3 +163,28 @@ def test_rows_in_a_quoted_cell_are_warned_of_once(in_process: Imagefleet, tmp_pa
         == 1
     )
     assert "2 jobs sent" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("load",), ("load", "--dry-run")], ids=["sent", "dry run"]
+)
+def test_what_differs_from_a1111_is_counted_in_the_summary(
+    in_process: Imagefleet, tmp_path, arguments: tuple[str, ...]
+):
+    differs = {"prompt": "a fox", "scheduler": "Align Your Steps", "steps": 1}
+    jobs = [differs, {**differs, "seed": 1}, {**differs, "steps": 2}]
+    (tmp_path / "jobs.jsonl").write_text("".join(f"{json.dumps(j)}\n" for j in jobs))
+    result = in_process(*arguments, "jobs.jsonl")
+    assert "2 jobs may differ from AUTOMATIC1111's: one step of" in result.stderr
+    if arguments == ("load",):
+        told = json.loads(
+            in_process("load", "jobs.jsonl", "--restart", "--json").stdout
+        )
+        assert told["differs"] == {"one_aligned_step": 2}
+
+
+def test_what_differs_of_a_templates_jobs_is_counted(in_process: Imagefleet, tmp_path):
+    text = "count: 3\nprompt: a fox\njob: {scheduler: Align Your Steps, steps: 1}\n"
+    (tmp_path / "jobs.yaml").write_text(text)
+    result = in_process("load", "jobs.yaml")
+    assert "3 jobs may differ from AUTOMATIC1111's: one step of" in result.stderr

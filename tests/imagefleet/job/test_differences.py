@@ -29,7 +29,7 @@ def test_the_code_warns_of_each_and_the_page_lists_it():
             r'differences\.warn\("(\w+)"\)', source.read_text(encoding="utf-8")
         )
     }
-    assert warned == differences.KNOWN.keys()
+    assert warned | differences.OF_JOBS.keys() == differences.KNOWN.keys()
     page = (ROOT / "docs" / "a1111.md").read_text(encoding="utf-8")
     assert all(
         f"- {text[0].upper()}{text[1:]}.\n" in page
@@ -53,6 +53,28 @@ def test_a_controlnets_map_of_another_size(caplog):
     assert not caplog.records
     assert pictures.control(image, 1, (96, 64)).shape == (64, 96, 3)
     assert differences.KNOWN["control_size"] in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"scheduler": "Align Your Steps", "steps": 1}, True),
+        ({"scheduler": "Align Your Steps", "steps": 2}, False),
+        ({"scheduler": "Karras", "steps": 1}, False),
+        (
+            {
+                "enable_hr": True,
+                "hr_scheduler": "Align Your Steps",
+                "hr_second_pass_steps": 1,
+            },
+            True,
+        ),
+    ],
+)
+def test_one_step_of_align_your_steps(fields: dict[str, object], told: bool, caplog):
+    job = read_job(json.dumps({"prompt": "a", **fields}), "one")
+    requests_of(job, (512, 512), (), ())
+    assert (differences.KNOWN["one_aligned_step"] in caplog.text) == told
 
 
 @pytest.mark.parametrize(

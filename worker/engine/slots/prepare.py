@@ -468,11 +468,16 @@ class RequestPreparer(Preparer):
     def _schedule(
         self, request: ImageRequest, steps: int, t_enc: int | None = None
     ) -> Schedule:
+        prediction_type = self._checkpoint.prediction_type
+        sampler = samplers.SAMPLERS.get(request.sampler)
+        is_lcm = sampler is not None and sampler.estimates == "consistency"
+        if is_lcm and prediction_type == "v_prediction":
+            differences.warn("lcm_of_velocities")
         return _make_schedule(
             request.sampler,
             steps,
             self._checkpoint.alphas_cumprod,
-            self._checkpoint.prediction_type,
+            prediction_type,
             request.sampler_options,
             t_enc=t_enc,
             is_xl=self._checkpoint.family.has_sdxl_steps,

@@ -12,6 +12,7 @@ import a1111
 from diffusers_pipelines import draw_in_diffusers
 from drawing import ROUNDING, difference, draw, make_request
 from imagefleet import errors
+from imagefleet.job import differences
 from imagefleet.job.prompt import read_prompt
 from imagefleet.job.samplers import Options
 from worker.engine import load
@@ -167,3 +168,12 @@ def test_clip_skip_changes_nothing_where_automatic1111_ignores_it(
     plain, skipped = draw(engine, request_of(), request_of(clip_skip=12))
     # A prompt that was encoded in other company may be rounded in another way.
     assert difference(plain, skipped) <= ROUNDING
+
+
+def test_lcm_on_a_checkpoint_of_velocities_is_said(family_engine: Any, caplog):
+    differences.warn.cache_clear()
+    engine = family_engine("sd2")
+    engine.prepare(make_request(sampler="euler"))
+    assert not caplog.records
+    engine.prepare(make_request(sampler="lcm"))
+    assert differences.KNOWN["lcm_of_velocities"] in caplog.text
