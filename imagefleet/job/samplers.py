@@ -39,7 +39,8 @@ class Options:
 DEFAULT_OPTIONS = Options()
 
 
-#: Schedules of sigmas: their keys and AUTOMATIC1111's titles; Turbo is Forge's.
+#: Schedules of sigmas: their keys and AUTOMATIC1111's titles. Turbo is Forge's, and the last two
+#: are ComfyUI's, whose formulas differ.
 SCHEDULES: Mapping[str, str] = {
     "uniform": "Uniform",
     "karras": "Karras",
@@ -53,6 +54,8 @@ SCHEDULES: Mapping[str, str] = {
     "ddim": "DDIM",
     "beta": "Beta",
     "turbo": "Turbo",
+    "beta_comfyui": "Beta ComfyUI",
+    "kl_optimal_comfyui": "KL Optimal ComfyUI",
 }
 
 SCHEDULERS = ("Automatic", *SCHEDULES.values())

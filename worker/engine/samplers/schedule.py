@@ -311,9 +311,13 @@ def _polyexponential(known: Levels, steps: int) -> Tensor:
 
 
 def _kl_optimal(known: Levels, steps: int) -> Tensor:
+    """One sigma more than steps: the last one ends above 0."""
+    return _even_angles(known, torch.arange(steps + 1) / steps)
+
+
+def _even_angles(known: Levels, shares: Tensor) -> Tensor:
     largest, smallest = (torch.tensor(end).arctan() for end in known.ends)
-    share = torch.arange(steps + 1) / steps
-    angles: Tensor = share * smallest + (1.0 - share) * largest
+    angles: Tensor = shares * smallest + (1.0 - shares) * largest
     return angles.tan()
 
 
@@ -339,6 +343,13 @@ def _beta(known: Levels, steps: int) -> Tensor:
     largest, smallest = known.ends
     quantiles = _beta_quantiles(1 - np.linspace(0, 1, steps))
     return torch.from_numpy(smallest + quantiles * (largest - smallest)).float()
+
+
+def _beta_of_timesteps(known: Levels, steps: int) -> Tensor:
+    """The same of whole timesteps, as ComfyUI has it; each is there once."""
+    shares = 1 - np.linspace(0, 1, steps, endpoint=False)
+    places = np.rint(_beta_quantiles(shares) * (len(known.sigmas) - 1))
+    return known.sigmas[[*dict.fromkeys(places.astype(int).tolist())]]
 
 
 def _beta_quantiles(shares: _Numbers) -> _Numbers:
@@ -379,4 +390,8 @@ SCHEDULES: Mapping[str, Callable[[Levels, int], Tensor]] = {
     ].flip(0),
     "beta": _beta,
     "turbo": _turbo,
+    "beta_comfyui": _beta_of_timesteps,
+    "kl_optimal_comfyui": lambda known, steps: _even_angles(
+        known, torch.arange(steps) / max(1, steps - 1)
+    ),
 }

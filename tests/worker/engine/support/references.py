@@ -147,6 +147,17 @@ class Reference:
         places = stats.beta.ppf(1 - np.linspace(0, 1, steps), 0.6, 0.6)
         return [low + float(place) * (high - low) for place in places]
 
+    def _beta_comfyui(self, steps: int) -> list[float]:
+        """`beta_scheduler` of ComfyUI's samplers.py, which skips a timestep that it had before."""
+        shares = 1 - np.linspace(0, 1, steps, endpoint=False)
+        places = np.rint(stats.beta.ppf(shares, 0.6, 0.6) * 999).astype(int).tolist()
+        return [float(self.model.sigmas[at]) for at in dict.fromkeys(places)]
+
+    def _kl_optimal_comfyui(self, steps: int) -> list[float]:
+        low, high = (np.arctan(end) for end in self.ends)
+        shares = np.arange(steps) / max(1, steps - 1)
+        return np.tan(shares * low + (1 - shares) * high).tolist()
+
     def _kl_optimal(self, steps: int) -> list[float]:
         """Sabour et al. (2024), theorem 3.1: the arc tangent goes down evenly; float32, as there.
 
