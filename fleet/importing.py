@@ -13,6 +13,7 @@ from cli import console, options
 from cli.options import argument, option
 from fleet import load
 from fleet.files import missing, stored
+from fleet.prompt import chunks_of
 from imagefleet import errors
 from imagefleet.files.kinds import KINDS
 from imagefleet.job import message, settings_table
@@ -198,6 +199,13 @@ def _checked(
     ):  # in all of these programs the negative prompt alone
         reading.job.setdefault("defaults", settings_table.A1111)
     job = message.read_job(message.message_text(reading.job), "import")
+    texts = (state for each in job.all_prompts for state in each.states)
+    if reading.cuts_prompts_elsewhere and any(
+        len(chunks_of(each)) > 1 for each in texts
+    ):
+        reading.cannot.append(
+            "its prompt has more than 75 tokens, and is cut at other words: alike and not equal"
+        )
     uses.add(place, job)
     for named in reading.models:
         if named.kind == "embedding" and named.name:

@@ -89,9 +89,13 @@ def _read(read: Callable[[], prompts.Prompt], steps: int) -> dict[str, Any]:
     return {"texts": texts, "loras": loras, "unsupported": None}
 
 
+def chunks_of(text: prompts.State) -> tuple[clip.Chunk, ...]:
+    """A prompt's words in chunks of 75 tokens, without embeddings; JobError for too many."""
+    return clip.cut_into_chunks(text, _tokenise, tokenizer().token_to_id(",</w>"))
+
+
 def _text(state: prompts.State) -> dict[str, Any]:
-    comma = tokenizer().token_to_id(",</w>")
-    cut = clip.cut_into_chunks(state, _tokenise, comma)
+    cut = chunks_of(state)
     name = tokenizer().id_to_token
     chunks = [
         {

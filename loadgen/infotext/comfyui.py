@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from imagefleet import errors
 from imagefleet.job import samplers
 from loadgen.infotext.reading import Named, Reading, sampler_fields
 
 _FIRST, _LORA, _SKIP = "CheckpointLoaderSimple", "LoraLoader", "CLIPSetLastLayer"
+_PREDICTION = "ModelSamplingDiscrete"
 _SAMPLERS = ("KSampler", "KSamplerAdvanced")
 _VALUES = (
     "PrimitiveInt",
@@ -41,6 +42,69 @@ _UPSCALERS = {
 
 #: What AUTOMATIC1111 reads otherwise in a prompt; square brackets are escaped.
 _OTHERWISE = re.compile(r"[()<#]|\b(?:AND|BREAK)\b|:[\d.]+\s*$")
+
+#: Alternatives and comments, which its page resolves; a graph that has them was sent without it.
+_OF_PAGE = re.compile(r"\{[^{}]*\|[^{}]*\}|//|/\*")
+
+#: An embedding, maybe in a folder and with its suffix; AUTOMATIC1111 has its name alone.
+_EMBEDDING = re.compile(r"embedding:([^\s,():|]+)")
+
+#: Schedules by its names.
+_SCHEDULES = {
+    "normal": "normal",
+    "karras": "karras",
+    "exponential": "exponential",
+    "sgm_uniform": "sgm_uniform",
+    "simple": "simple",
+    "ddim_uniform": "ddim",
+    "beta": "beta_comfyui",
+    "kl_optimal": "kl_optimal_comfyui",
+}
+
+#: The schedules that end at the smallest sigma, before 0.
+_WHOLE_SCHEDULES = {"normal", "karras", "exponential", "kl_optimal"}
+
+
+class _Sampler(NamedTuple):
+    """A sampler that draws what one of ComfyUI's does."""
+
+    key: str
+    fields: Mapping[str, Any] = {}
+    said: str = ""
+    """The sentence about how the picture differs; empty where it is the same."""
+
+
+_OTHER_NOISE = "the noise of its steps is another: alike and not equal"
+_GPU_NOISE = "the noise of its steps was drawn by its GPU: alike and not equal"
+
+#: Samplers by its names (`comfy/samplers.py`). Its noise is of the CPU, but for that of steps.
+_OF_COMFYUI = {
+    **{
+        name: _Sampler(name)
+        for name in ("euler", "heun", "dpm_2", "lms", "dpmpp_2m", "dpmpp_sde")
+    },
+    "ddim": _Sampler("euler"),
+    "dpmpp_2m_sde": _Sampler("dpmpp_2m_sde"),
+    "dpmpp_2m_sde_heun": _Sampler("dpmpp_2m_sde_heun"),
+    "dpmpp_sde_gpu": _Sampler("dpmpp_sde", said=_GPU_NOISE),
+    "dpmpp_2m_sde_gpu": _Sampler("dpmpp_2m_sde", said=_GPU_NOISE),
+    "dpmpp_2m_sde_heun_gpu": _Sampler("dpmpp_2m_sde_heun", said=_GPU_NOISE),
+    "dpmpp_3m_sde": _Sampler(
+        "dpmpp_3m_sde",
+        said="its DPM++ 3M SDE keeps the last sigma but one: alike and not equal",
+    ),
+    "dpmpp_3m_sde_gpu": _Sampler(
+        "dpmpp_3m_sde",
+        said="its DPM++ 3M SDE keeps the last sigma but one, and has noise of its GPU: alike and"
+        " not equal",
+    ),
+    "dpm_fast": _Sampler("dpm_fast", {"eta": 0}),
+    "dpm_adaptive": _Sampler("dpm_adaptive", {"eta": 0}),
+    "euler_ancestral": _Sampler("euler_ancestral", said=_OTHER_NOISE),
+    "dpm_2_ancestral": _Sampler("dpm_2_ancestral", said=_OTHER_NOISE),
+    "dpmpp_2s_ancestral": _Sampler("dpmpp_2s_ancestral", said=_OTHER_NOISE),
+    "lcm": _Sampler("lcm", said=_OTHER_NOISE),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,21 +191,26 @@ def _sampled(node: _Node) -> Reading:
     is_whole = all(value(name) == usual for name, usual in _WHOLE.items())
     if is_advanced and not (is_whole and value("end_at_step") >= value("steps")):
         raise errors.JobError(f"node {node.name} ({node.kind}) does not do all steps")
-    sampler = samplers.SAMPLERS.get(value("sampler_name"))
-    schedule = samplers.SCHEDULES.get(
-        value("scheduler").replace("ddim_uniform", "ddim")
-    )
-    if sampler is None or sampler.schedule is None or schedule is None:
+    sampler = _OF_COMFYUI.get(value("sampler_name"))
+    schedule = _SCHEDULES.get(value("scheduler"))
+    if sampler is None or schedule is None:
         shown = f"{value('sampler_name')} {value('scheduler')}"[:80]
         raise errors.JobError(f"the sampler and schedule {shown!r} have no counterpart")
-    *on_unet, checkpoint = node.chain("model", _LORA, "LoraLoaderModelOnly")
-    texts = [node.behind(each, "CLIPTextEncode") for each in ("positive", "negative")]
-    layers, others = ([*text.chain("clip", _LORA, _SKIP)] for text in texts)
+    *on_unet, checkpoint = node.chain(
+        "model", _LORA, "LoraLoaderModelOnly", _PREDICTION
+    )
+    predictions = [each for each in on_unet if each.kind == _PREDICTION]
+    on_unet = [each for each in on_unet if each.kind != _PREDICTION]
+    nodes = [node.behind(each, "CLIPTextEncode") for each in ("positive", "negative")]
+    layers, others = ([*text.chain("clip", _LORA, _SKIP)] for text in nodes)
     if layers != others:
         raise errors.JobError("its prompts have text encoders of their own")
+    texts = [str(text.value("text")) for text in nodes]
     prompt, negative = (
-        re.sub(r"([][])", r"\\\1", text.value("text")) for text in texts
+        re.sub(r"([][])", r"\\\1", _EMBEDDING.sub(_named, text)) for text in texts
     )
+    # Empty, it is zeros for SDXL in AUTOMATIC1111, where ComfyUI encodes no words.
+    negative = negative or " "
     name = checkpoint.value("ckpt_name")
     settings = {"sd_model_checkpoint": name, "randn_source": "CPU"}
     models = [Named("model", name)]
@@ -157,14 +226,58 @@ def _sampled(node: _Node) -> Reading:
     job = {"prompt": prompt, "negative_prompt": negative, "override_settings": settings}
     job |= {"steps": value("steps"), "cfg_scale": value("cfg")}
     job |= {"seed": value("noise_seed" if is_advanced else "seed")}
-    reading = Reading(job | sampler_fields(sampler.title, schedule), models)
-    if sampler.title.endswith(" a"):
-        reading.cannot.append("the noise of its steps is another: alike and not equal")
-    if any(_OTHERWISE.search(text.value("text")) for text in texts):
-        reading.cannot.append(
-            "its prompt has weights or signs of ComfyUI's: alike and not equal"
-        )
+    title = samplers.SAMPLERS[sampler.key].title
+    job |= sampler_fields(title, samplers.SCHEDULES[schedule]) | sampler.fields
+    models += [
+        Named("embedding", _named(found))
+        for text in texts
+        for found in _EMBEDDING.finditer(text)
+    ]
+    reading = Reading(job, models, cuts_prompts_elsewhere=True)
+    is_distilled = _is_distilled(predictions, sampler.key)
+    reading.cannot += _differences(node, sampler, texts, is_distilled=is_distilled)
     return reading
+
+
+def _named(embedding: re.Match[str]) -> str:
+    """The name of an embedding's file."""
+    path = PureWindowsPath(embedding[1])
+    return path.stem if path.suffix in {".pt", ".bin", ".safetensors"} else path.name
+
+
+def _is_distilled(predictions: Sequence[_Node], sampler: str) -> bool:
+    """True if a node makes the model LCM's, as it always is here; JobError for another kind."""
+    for each in predictions:
+        kind = str(each.value("sampling"))[:40]
+        if (kind, sampler) != ("lcm", "lcm") or each.value("zsnr"):
+            raise errors.JobError(
+                f"node {each.name} ({each.kind}) makes the model one of {kind}, which has no"
+                f" counterpart with {sampler}"
+            )
+    return bool(predictions)
+
+
+def _differences(
+    node: _Node, sampler: _Sampler, texts: Sequence[str], *, is_distilled: bool
+) -> Iterator[str]:
+    """Sentences about what of a sampler node is drawn otherwise."""
+    if sampler.said:
+        yield sampler.said
+    if sampler.key == "lcm" and not is_distilled:
+        yield (
+            "its LCM has no node ModelSamplingDiscrete, and so calls the model between LCM's"
+            " timesteps: alike and not equal"
+        )
+    is_between = samplers.SAMPLERS[sampler.key].is_between_ends
+    if is_between and node.value("scheduler") not in _WHOLE_SCHEDULES:
+        yield "its sampler ends at its schedule's last sigma: alike and not equal"
+    if any(map(_OTHERWISE.search, texts)):
+        yield "its prompt has weights or signs of ComfyUI's: alike and not equal"
+    if any(map(_OF_PAGE.search, texts)):
+        yield (
+            "its prompt has alternatives or comments that ComfyUI's page had not resolved: they"
+            " are words"
+        )
 
 
 def _enlarged(node: _Node, first: Mapping[str, Any]) -> dict[str, Any]:

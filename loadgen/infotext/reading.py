@@ -25,6 +25,8 @@ class Reading:
     """Sentences about parts of the picture that are not drawn again, or only alike."""
     needs: list[str] = field(default_factory=list)
     """Fields that must be given besides: their pictures are in no text."""
+    cuts_prompts_elsewhere: bool = False
+    """True if its program cuts a prompt of more than 75 tokens at other words."""
 
     def give(self, fields: Mapping[str, Any]) -> None:
         """Sets fields of the job, among them what it needs."""

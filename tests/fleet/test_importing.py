@@ -344,3 +344,25 @@ def graph(**nodes: Any) -> str:
 def test_a_graph_without_an_end_or_a_meaning_is_refused(text: str, reason: str):
     with pytest.raises(errors.JobError, match=reason):
         comfyui.read(text)
+
+
+def graph(**changes: str) -> str:
+    with Image.open(CASES / "comfy-euler-normal.png") as image:
+        nodes = json.loads(image.info["prompt"])
+    nodes["6"]["inputs"] |= changes
+    return json.dumps(nodes)
+
+
+def test_a_prompt_that_comfyui_cuts_elsewhere_is_said(in_process: Imagefleet, tmp_path):
+    picture(tmp_path / "in" / "long.png", graph(text="mill " * 76), "prompt")
+    picture(tmp_path / "in" / "short.png", graph(text="mill " * 75), "prompt")
+    result = in_process("import", "in")
+    assert len(lines(result.stdout)) == 2
+    assert "1 job: its prompt has more than 75 tokens" in result.stderr
+
+
+def test_an_embedding_of_comfyui_is_looked_up(in_process: Imagefleet, tmp_path):
+    text = "(embedding:sub\\\\Easy.pt:1.2), embedding:other"
+    picture(tmp_path / "one.png", graph(text=text), "prompt")
+    result = in_process("import", "one.png")
+    assert [each["prompt"] for each in lines(result.stdout)] == ["(Easy:1.2), other"]

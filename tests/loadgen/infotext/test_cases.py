@@ -143,8 +143,7 @@ def wanted(models: Mapping[str, Any]) -> set[tuple[str, str | None, str | None]]
     return found
 
 
-def test_the_cases_are_thirty_and_all_are_here():
-    assert len(EXPECTED) == 30
+def test_all_cases_are_here():
     assert EXPECTED.keys() == {each.name for each in CASES.iterdir()} - {
         "README.md",
         "expected.jsonl",
