@@ -62,7 +62,8 @@ def command(
 ) -> None:
     """Makes jobs that draw pictures of other programs again.
 
-    These are AUTOMATIC1111, Forge, ComfyUI and InvokeAI. Models, LoRAs and embeddings are looked up
+    These are AUTOMATIC1111, Forge, ComfyUI, InvokeAI, SwarmUI, Fooocus, Easy Diffusion, SD.Next,
+    Draw Things and Civitai. Models, LoRAs and embeddings are looked up
     in the storage by their hashes, then by their names. What is not drawn, or only alike, is said.
     A picture whose initial image, mask or control image is not given is refused: a table's columns
     give them, such as `init_images`. Exit code 4: some are refused, or files are missing.

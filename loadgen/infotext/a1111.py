@@ -12,20 +12,11 @@ from typing import Any
 
 from imagefleet import errors
 from imagefleet.files.picture import OWN_FIELDS, OWN_WORD
+from loadgen.infotext.facts import SEVERAL_NEGATIVE, facts_of, parts_of
 from loadgen.infotext.reading import Named, Reading, sampler_fields
 
 NO_PARAMETERS = "the file holds no parameters"
 
-_NEGATIVE = "Negative prompt:"
-
-#: sd-dynamic-prompts adds its lines behind the parameters.
-_TEMPLATES = re.compile(r"\n(?:Negative )?Template:")
-
-#: A word and its value up to the next comma; one in quotes or brackets may have commas.
-_FACT = re.compile(
-    r"\s*(?:([^\W_][\w /-]*):\s*)?"
-    r'("(?:\\.|[^\\"])*"|\{[^}]{0,2000}\}|\[[^]]{0,2000}\]|[^,]*)\s*(?:,|$)'
-)
 _VERSION = re.compile(r"v(\d+)\.(\d+)\.(\d+)(?:-(\d+))?")
 _TITLE = re.compile(r"(.+?)(?: \[([0-9a-f]+)\])?")
 LORA = re.compile(r"<lora:([^:>]+)", re.IGNORECASE)
@@ -75,6 +66,8 @@ _SETTINGS = {
     "Token merging ratio hr": "token_merging_ratio_hr",
     "Extra noise": "img2img_extra_noise",
     "Noise multiplier": "initial_noise_multiplier",
+    "Beta schedule alpha": "beta_dist_alpha",
+    "Beta schedule beta": "beta_dist_beta",
     "VAE Decoder": "sd_vae_decode_method",
     "Face restoration": "face_restoration_model",
     "Conditional mask weight": "inpainting_mask_weight",
@@ -117,6 +110,11 @@ _OTHERS = {
     "Init image hash",
     "Lora hashes",
     "TI hashes",
+    "App",
+    "Pipeline",
+    "Operations",
+    "Created Date",
+    "Civitai metadata",
     OWN_WORD,
     *_MASK,
 }
@@ -124,10 +122,7 @@ _OTHERS = {
 
 def read(text: str) -> Reading:
     """The job of an infotext; raises JobError if it holds no parameters."""
-    *lines, last = text.strip().split("\n")
-    if not last.startswith("Steps:"):
-        *lines, last = _TEMPLATES.split(text.strip())[0].split("\n")
-    facts = _facts(last)
+    prompts, facts, said = parts_of(text)
     if not {"Steps", "Sampler", "Seed"} <= facts.keys():
         raise errors.JobError(NO_PARAMETERS)
     version = facts.get("Version", "")
@@ -135,8 +130,8 @@ def read(text: str) -> Reading:
     release = tuple(map(int, match.groups("0"))) if match else None
     is_old = not version or (release is not None and release < (1, 9))
     settings: dict[str, Any] = {"randn_source": "GPU"}
-    job: dict[str, Any] = {**_prompts(lines), "override_settings": settings}
-    reading = Reading(job)
+    job: dict[str, Any] = {**prompts, "override_settings": settings}
+    reading = Reading(job, cannot=said)
     for word, value in facts.items():
         for names, target in ((_FIELDS, job), (_SETTINGS, settings)):
             if name := names.get(word):
@@ -156,33 +151,11 @@ def read(text: str) -> Reading:
         try:
             fields = json.loads(own)
             reading.give({name: fields[name] for name in OWN_FIELDS if name in fields})
+            if "prompt" in fields and SEVERAL_NEGATIVE in reading.cannot:
+                reading.cannot.remove(SEVERAL_NEGATIVE)
         except (ValueError, TypeError, RecursionError):
             raise errors.JobError(f"the JSON behind {OWN_WORD!r} is damaged") from None
     return reading
-
-
-def _facts(line: str) -> dict[str, str]:
-    """`Word: value, Word: value`; a value that has one of these signs is a JSON string."""
-    found: dict[str, str] = {}
-    for word, value in _FACT.findall(line):
-        text = value
-        if value.startswith('"'):
-            with contextlib.suppress(ValueError):
-                text = json.loads(value)
-        if word:
-            found[word] = text.strip()
-    return found
-
-
-def _prompts(lines: list[str]) -> dict[str, str]:
-    found: dict[str, list[str]] = {"prompt": [], "negative_prompt": []}
-    into = "prompt"
-    for line in lines:
-        words = line.strip()
-        if words.startswith(_NEGATIVE):
-            into, words = "negative_prompt", words.removeprefix(_NEGATIVE).strip()
-        found[into].append(words)
-    return {name: "\n".join(each).strip() for name, each in found.items()}
 
 
 def _value(text: str) -> object:
@@ -269,7 +242,7 @@ def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
     for word, value in facts.items():
         extension, _, rest = word.partition(" ")
         if extension == "ControlNet" and rest.isdecimal():
-            unit = _facts(value)
+            unit = facts_of(value)
             units.append(
                 {name.lower().replace(" ", "_"): _value(unit[name]) for name in unit}
             )

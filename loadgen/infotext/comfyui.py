@@ -77,7 +77,8 @@ class _Sampler(NamedTuple):
 _OTHER_NOISE = "the noise of its steps is another: alike and not equal"
 _GPU_NOISE = "the noise of its steps was drawn by its GPU: alike and not equal"
 
-#: Samplers by its names (`comfy/samplers.py`). Its noise is of the CPU, but for that of steps.
+#: Samplers by its names (`comfy/samplers.py`), with what of each is drawn otherwise. Its noise is
+#: the CPU's, but for that of steps.
 _OF_COMFYUI = {
     **{
         name: _Sampler(name)
@@ -191,11 +192,8 @@ def _sampled(node: _Node) -> Reading:
     is_whole = all(value(name) == usual for name, usual in _WHOLE.items())
     if is_advanced and not (is_whole and value("end_at_step") >= value("steps")):
         raise errors.JobError(f"node {node.name} ({node.kind}) does not do all steps")
-    sampler = _OF_COMFYUI.get(value("sampler_name"))
-    schedule = _SCHEDULES.get(value("scheduler"))
-    if sampler is None or schedule is None:
-        shown = f"{value('sampler_name')} {value('scheduler')}"[:80]
-        raise errors.JobError(f"the sampler and schedule {shown!r} have no counterpart")
+    sampler, schedule = value("sampler_name"), value("scheduler")
+    fields, said = fields_of_sampler(sampler, schedule)
     *on_unet, checkpoint = node.chain(
         "model", _LORA, "LoraLoaderModelOnly", _PREDICTION
     )
@@ -226,17 +224,38 @@ def _sampled(node: _Node) -> Reading:
     job = {"prompt": prompt, "negative_prompt": negative, "override_settings": settings}
     job |= {"steps": value("steps"), "cfg_scale": value("cfg")}
     job |= {"seed": value("noise_seed" if is_advanced else "seed")}
-    title = samplers.SAMPLERS[sampler.key].title
-    job |= sampler_fields(title, samplers.SCHEDULES[schedule]) | sampler.fields
     models += [
         Named("embedding", _named(found))
         for text in texts
         for found in _EMBEDDING.finditer(text)
     ]
-    reading = Reading(job, models, cuts_prompts_elsewhere=True)
-    is_distilled = _is_distilled(predictions, sampler.key)
-    reading.cannot += _differences(node, sampler, texts, is_distilled=is_distilled)
-    return reading
+    is_distilled = _is_distilled(predictions, sampler)
+    if sampler == "lcm" and not is_distilled:
+        said.append(
+            "its LCM has no node ModelSamplingDiscrete, and so calls the model between LCM's"
+            " timesteps: alike and not equal"
+        )
+    said += _said_of_texts(texts)
+    return Reading(job | fields, models, said, cuts_prompts_elsewhere=True)
+
+
+def fields_of_sampler(name: str, scheduler: str) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a sampler by its names here, and sentences about what they draw otherwise.
+
+    Raises JobError for one without a counterpart.
+    """
+    known, schedule = _OF_COMFYUI.get(name), _SCHEDULES.get(scheduler)
+    if known is None or schedule is None:
+        shown = f"{name} {scheduler}"[:80]
+        raise errors.JobError(f"the sampler and schedule {shown!r} have no counterpart")
+    sampler = samplers.SAMPLERS[known.key]
+    said = [known.said] if known.said else []
+    if sampler.is_between_ends and scheduler not in _WHOLE_SCHEDULES:
+        said.append(
+            "its sampler ends at its schedule's last sigma: alike and not equal"
+        )
+    fields = sampler_fields(sampler.title, samplers.SCHEDULES[schedule])
+    return {**fields, **known.fields}, said
 
 
 def _named(embedding: re.Match[str]) -> str:
@@ -257,20 +276,8 @@ def _is_distilled(predictions: Sequence[_Node], sampler: str) -> bool:
     return bool(predictions)
 
 
-def _differences(
-    node: _Node, sampler: _Sampler, texts: Sequence[str], *, is_distilled: bool
-) -> Iterator[str]:
-    """Sentences about what of a sampler node is drawn otherwise."""
-    if sampler.said:
-        yield sampler.said
-    if sampler.key == "lcm" and not is_distilled:
-        yield (
-            "its LCM has no node ModelSamplingDiscrete, and so calls the model between LCM's"
-            " timesteps: alike and not equal"
-        )
-    is_between = samplers.SAMPLERS[sampler.key].is_between_ends
-    if is_between and node.value("scheduler") not in _WHOLE_SCHEDULES:
-        yield "its sampler ends at its schedule's last sigma: alike and not equal"
+def _said_of_texts(texts: Sequence[str]) -> Iterator[str]:
+    """Sentences about signs in prompts that ComfyUI reads otherwise."""
     if any(map(_OTHERWISE.search, texts)):
         yield "its prompt has weights or signs of ComfyUI's: alike and not equal"
     if any(map(_OF_PAGE.search, texts)):

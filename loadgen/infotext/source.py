@@ -9,15 +9,21 @@ from imagefleet.files import picture
 from imagefleet.job import message
 from loadgen import file_source
 from loadgen.formats.lines import Entry
-from loadgen.infotext import a1111, comfyui, invokeai
+from loadgen.infotext import a1111, comfyui, invokeai, plain_json
 from loadgen.infotext.reading import Reading
+
+
+def read_parameters(text: str) -> Reading:
+    """The job of A1111's text, or of settings as JSON that others write in its place."""
+    return plain_json.read(text) if plain_json.is_settings(text) else a1111.read(text)
+
 
 #: The texts that tell the program, by their keywords in a file.
 _READERS = {
     "invokeai_metadata": invokeai.read,
     "sd-metadata": invokeai.read,
     "prompt": comfyui.read,
-    "parameters": a1111.read,
+    "parameters": read_parameters,
 }
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".txt")
@@ -46,14 +52,19 @@ def entries(path: Path) -> Iterator[tuple[Entry, Callable[[], Reading]]]:
 
 def read_file(path: Path) -> Reading:
     """The job that draws a picture again; raises JobError, which says why there is none."""
+    size = None
     try:
         if path.suffix.lower() == ".txt":
             with path.open(encoding="utf-8-sig") as file:
                 found = {"parameters": file.read(_MAX_CHARACTERS + 1)}
         else:
             with picture.opened(path) as image:
-                found = {key: str(image.info.get(key, "")) for key in _READERS}
+                texts = {str(key): value for key, value in image.info.items()}
+                if plain_json.is_easy_diffusion(texts):
+                    return plain_json.read_easy_diffusion(texts)
+                found = {key: str(texts.get(key, "")) for key in _READERS}
                 found["parameters"] = picture.parameters(image, _MAX_CHARACTERS + 1)
+                size = image.size
     except picture.DamagedImageError as error:
         raise errors.JobError(f"the file {error}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -61,13 +72,23 @@ def read_file(path: Path) -> Reading:
     key = next((key for key in _READERS if found.get(key)), "parameters")
     if len(text := found[key]) > _MAX_CHARACTERS:
         raise errors.JobError(f"its text has more than {_MAX_CHARACTERS:,} characters")
-    return _READERS[key](text)
+    reading = _READERS[key](text)
+    drawn = tuple(reading.job.get(name) for name in ("width", "height"))
+    if _READERS[key] is invokeai.read and size not in {None, drawn}:
+        # Its canvas draws a box at the model's size, and fits it into the picture.
+        reading.cannot.append(
+            f"it was drawn in {drawn[0]}x{drawn[1]} and scaled to {size[0]}x{size[1]}: the job's"
+            " is as it was drawn"
+        )
+    return reading
 
 
 def _read_row(entry: Entry) -> Reading:
     fields = message.fields_if_any(entry.text)
     if entry.problem or not fields:
         raise errors.JobError(entry.problem or "it is no JSON object")
+    if plain_json.is_easy_diffusion(fields):
+        return plain_json.read_easy_diffusion(fields)
     text = fields.pop("infotext", None)
     reading = a1111.read(str(text)) if text else Reading({})
     reading.give(fields)

@@ -366,3 +366,33 @@ def test_an_embedding_of_comfyui_is_looked_up(in_process: Imagefleet, tmp_path):
     picture(tmp_path / "one.png", graph(text=text), "prompt")
     result = in_process("import", "one.png")
     assert [each["prompt"] for each in lines(result.stdout)] == ["(Easy:1.2), other"]
+
+
+def test_a_picture_that_invokeai_scaled_is_drawn_as_it_was_and_said(
+    in_process: Imagefleet, tmp_path
+):
+    with Image.open(CASES / "invokeai-6.8.png") as image:
+        text = image.info["invokeai_metadata"]
+    texts = PngImagePlugin.PngInfo()
+    texts.add_text("invokeai_metadata", text)
+    for name, size in (("scaled.png", (384, 576)), ("whole.png", (512, 768))):
+        Image.new("RGB", size).save(tmp_path / name, pnginfo=texts)
+    result = in_process("import", "scaled.png", "whole.png")
+    sizes = [(job["width"], job["height"]) for job in lines(result.stdout)]
+    assert sizes == [(512, 768), (512, 768)]
+    assert "1 job: it was drawn in 512x768 and scaled to 384x576" in result.stderr
+
+
+def test_settings_of_easy_diffusion_are_read_as_json(in_process: Imagefleet, tmp_path):
+    settings = {"prompt": "a pond", "seed": 42, "num_inference_steps": 25}
+    settings |= {"guidance_scale": 7.5, "width": 512, "height": 640}
+    settings |= {
+        "sampler_name": "euler_a",
+        "use_lora_model": ["ink"],
+        "lora_alpha": [0.5],
+    }
+    (tmp_path / "one.json").write_text(json.dumps(settings))
+    result = in_process("import", "one.json")
+    (job,) = lines(result.stdout)
+    assert (job["prompt"], job["steps"]) == ("a pond <lora:ink:0.5>", 25)
+    assert "diffusers' scheduler: alike and not equal" in result.stderr

@@ -8,11 +8,11 @@ from PIL import Image
 
 from imagefleet import errors
 from imagefleet.job import message
-from loadgen.infotext import a1111, comfyui, invokeai
+from loadgen.infotext import comfyui, invokeai, source
 
 CASES = Path(__file__).parent / "cases"
 READERS = {
-    "parameters": a1111.read,
+    "parameters": source.read_parameters,
     "prompt": comfyui.read,
     "invokeai_metadata": invokeai.read,
     "sd-metadata": invokeai.read,

@@ -1,0 +1,236 @@
+"""Settings as plain JSON, one key a setting: Fooocus, SwarmUI and Easy Diffusion."""
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import PureWindowsPath
+from typing import Any, NamedTuple
+
+from imagefleet import errors
+from imagefleet.job import samplers
+from loadgen.infotext import comfyui
+from loadgen.infotext.reading import Named, Reading, sampler_fields
+
+
+class _Program(NamedTuple):
+    """A program: the fields of a job by its keys, and the sentence about its pictures."""
+
+    name: str
+    fields: Mapping[str, str]
+    ignored: frozenset[str]
+    """Keys that decide nothing of one picture, or are told by another."""
+    said: str = ""
+    is_comfyui: bool = True
+    """True if its samplers are ComfyUI's, else diffusers'."""
+
+
+_FOOOCUS = _Program(
+    "Fooocus",
+    {
+        "prompt": "prompt",
+        "full_prompt": "prompt",
+        "negative_prompt": "negative_prompt",
+        "full_negative_prompt": "negative_prompt",
+        "seed": "seed",
+        "steps": "steps",
+        "guidance_scale": "cfg_scale",
+        "resolution": "size",
+        "sampler": "sampler",
+        "scheduler": "scheduler",
+        "base_model": "model",
+        "base_model_hash": "model_hash",
+        "vae": "vae",
+        "loras": "loras",
+        "clip_skip": "clip_skip",
+    },
+    frozenset({"performance", "version", "metadata_scheme", "created_by"}),
+    "Fooocus changes the model's guidance and sharpness: alike and not equal",
+)
+
+_SWARM = _Program(
+    "SwarmUI",
+    {
+        "prompt": "prompt",
+        "negativeprompt": "negative_prompt",
+        "seed": "seed",
+        "steps": "steps",
+        "cfgscale": "cfg_scale",
+        "width": "width",
+        "height": "height",
+        "sampler": "sampler",
+        "scheduler": "scheduler",
+        "model": "model",
+        "vae": "vae",
+        "loras": "loras",
+        "loraweights": "weights",
+    },
+    frozenset({"swarm_version", "date", "generation_time", "aspectratio", "images"}),
+)
+
+_EASY_DIFFUSION = _Program(
+    "Easy Diffusion",
+    {
+        "prompt": "prompt",
+        "negative_prompt": "negative_prompt",
+        "seed": "seed",
+        "num_inference_steps": "steps",
+        "guidance_scale": "cfg_scale",
+        "width": "width",
+        "height": "height",
+        "sampler_name": "sampler",
+        "scheduler_name": "scheduler",
+        "use_stable_diffusion_model": "model",
+        "use_vae_model": "vae",
+        "use_lora_model": "loras",
+        "lora_alpha": "weights",
+        "tiling": "tiling",
+    },
+    frozenset({"output_format", "output_quality", "output_lossless", "num_outputs"}),
+    "drawn with diffusers' scheduler: alike and not equal",
+    is_comfyui=False,
+)
+
+#: Values of a setting that is off.
+_OFF = (None, "", "None", "none", "Automatic", "[]", "{}", "False", "false")
+_OFF_VALUES: tuple[object, ...] = (*_OFF, [], {}, False, 0)
+
+_DAMAGED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+)
+
+_NUMBERS = {"seed": int, "steps": int, "width": int, "height": int, "cfg_scale": float}
+
+
+def is_settings(text: str) -> bool:
+    """True if a text is one of these programs', and no infotext."""
+    return text.lstrip().startswith("{") and isinstance(_object(text), dict)
+
+
+def is_easy_diffusion(fields: Mapping[str, Any]) -> bool:
+    """True if texts of a picture, or a row's fields, are Easy Diffusion's, one key a setting."""
+    return "num_inference_steps" in fields and "prompt" in fields
+
+
+def read(text: str) -> Reading:
+    """The job of a picture's JSON; raises JobError, which says why there is none."""
+    found = _object(text)
+    if not isinstance(found, dict):
+        raise errors.JobError("its JSON is damaged")
+    if isinstance(inside := found.get("sui_image_params"), dict):
+        return read_settings(inside, _SWARM)
+    return read_settings(found, _FOOOCUS)
+
+
+def read_easy_diffusion(found: Mapping[str, Any]) -> Reading:
+    """The job of Easy Diffusion's settings; raises JobError, which says why there is none."""
+    return read_settings(found, _EASY_DIFFUSION)
+
+
+def read_settings(found: Mapping[str, Any], program: _Program) -> Reading:
+    """The job of a program's settings by its keys; raises JobError for those of none."""
+    known: dict[str, Any] = {}
+    others = []
+    for key, value in found.items():
+        field = program.fields.get(key)
+        if value in _OFF_VALUES and field not in _NUMBERS:
+            continue
+        if field is not None:
+            known[field] = value
+        elif key not in program.ignored:
+            others.append(f"{key} ({str(value)[:80]}) is not drawn")
+    if not {"prompt", "seed", "steps"} <= known.keys():
+        raise errors.JobError(f"its JSON is none of {program.name}'s settings")
+    try:
+        reading = _job(known, program)
+    except _DAMAGED:
+        raise errors.JobError(f"its settings of {program.name} are damaged") from None
+    reading.cannot += [*([program.said] if program.said else []), *others]
+    return reading
+
+
+def _object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _job(known: dict[str, Any], program: _Program) -> Reading:
+    if "size" in known:
+        known["width"], known["height"] = re.findall(r"\d+", str(known["size"]))[:2]
+    settings: dict[str, Any] = {"randn_source": "CPU"}
+    job: dict[str, Any] = {
+        "prompt": _words(known["prompt"]),
+        "negative_prompt": _words(known.get("negative_prompt", "")),
+        "override_settings": settings,
+    }
+    job |= {
+        name: read_one(known[name])
+        for name, read_one in _NUMBERS.items()
+        if name in known
+    }
+    reading = Reading(job, cuts_prompts_elsewhere=True)
+    if "clip_skip" in known:
+        settings["CLIP_stop_at_last_layers"] = int(known["clip_skip"])
+    if known.get("tiling"):
+        job["tiling"] = True
+    sampler = str(known.get("sampler", "euler"))
+    if program.is_comfyui:
+        schedule = str(known.get("scheduler", "normal"))
+        fields, said = comfyui.fields_of_sampler(sampler, schedule)
+        job |= fields
+        reading.cannot += said
+    else:
+        job |= _of_diffusers(sampler, known.get("scheduler"))
+    for name, setting in (("model", "sd_model_checkpoint"), ("vae", "sd_vae")):
+        if name in known:
+            settings[setting] = PureWindowsPath(str(known[name])).name
+            digits = known.get(f"{name}_hash")
+            reading.models.append(Named(name, settings[setting], digits))
+    for lora, weight in _loras(known):
+        job["prompt"] += f" <lora:{lora}:{weight:g}>"
+        reading.models.append(Named("lora", lora))
+    return reading
+
+
+def _words(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _of_diffusers(name: str, scheduler: Any) -> dict[str, str]:
+    """The fields of one of Easy Diffusion's samplers, such as `dpmpp_2m` or `dpm2_a`."""
+    spelling = re.sub(r"^dpm2", "dpm_2", name.lower())
+    for each in (spelling, f"k_{spelling}"):
+        if each in samplers.NAMES:
+            schedule = str(scheduler).capitalize() if scheduler else None
+            title = samplers.NAMES[each].title
+            return sampler_fields(title, schedule, is_old=True)
+    raise errors.JobError(f"the sampler {name[:40]!r} has no counterpart")
+
+
+def _loras(known: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The names of LoRAs and their weights, which may be in a list of their own."""
+    loras, weights = (_list(known.get(name)) for name in ("loras", "weights"))
+    for at, lora in enumerate(loras):
+        name, weight = lora, weights[at] if at < len(weights) else 1
+        if isinstance(lora, list | tuple):
+            name, weight, *_ = lora
+        yield (
+            PureWindowsPath(str(name)).name.removesuffix(".safetensors"),
+            float(weight),
+        )
+
+
+def _list(value: Any) -> list[Any]:
+    if isinstance(value, str) and value.startswith("["):
+        value = ast.literal_eval(value)
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
