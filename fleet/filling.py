@@ -180,6 +180,10 @@ def _print_summary(summary: Summary, told: Mapping[str, Any]) -> None:
             f"{mended:,} of them had failed and may stay on the list of failed jobs: `imagefleet"
             " discard` takes them off"
         )
+    if comments := told.get("comments"):
+        console.print_note(
+            f"left out {console.counted(comments, 'line')} that begin with #"
+        )
     if skipped := told.get("invalid"):
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")
     show_differences(told.get("differs", {}))

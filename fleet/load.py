@@ -149,7 +149,9 @@ def command(
 
 def _facts(source: sources.Source, report: Report) -> dict[str, Any]:
     """Counts of a file's rows that are no jobs; a template has nothing besides its jobs."""
-    counts = {name: getattr(source, name, 0) for name in ("empty", "mended")}
+    counts = {
+        name: getattr(source, name, 0) for name in ("empty", "comments", "mended")
+    }
     return {"invalid": report.count, **counts, "differs": dict(source.differences)}
 
 

@@ -25,7 +25,8 @@ from imagefleet.records.ledger import HASH_BYTES, Digests, id_hash
 from imagefleet.signing import MAX_SIGNATURE_BYTES, JobSigner
 from imagefleet.storage.deliveries import without_deliveries
 from loadgen.formats.json_array import JsonArray
-from loadgen.formats.lines import Entry, Format, FormatError, JsonLines, PromptLines
+from loadgen.formats.lines import Entry, Format, FormatError, JsonLines
+from loadgen.formats.prompt_lines import PromptLines
 from loadgen.formats.tables import CsvRows, ParquetRows
 from loadgen.rejects import Rejected, Report, is_rejected
 
@@ -166,6 +167,8 @@ class FileSource:
         """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
         self.empty = 0
         """Positions so far that hold no job, an empty line say."""
+        self.comments = 0
+        """Lines so far that a `#` begins, of a file of prompts."""
         self.differences = Counter[str]()
         """Jobs by how they differ from AUTOMATIC1111's, as far as the file was read last."""
         self._ids = digest(
@@ -222,7 +225,9 @@ class FileSource:
                     on_rejected(Rejected.of(entry, problem))
                 elif entry.notice:
                     self.report.notice(entry.place, entry.notice)
-                self.empty += on_job is None and not (problem or entry.text)
+                if on_job is None and not (problem or entry.text):
+                    self.comments += entry.is_comment
+                    self.empty += not entry.is_comment
                 yield body
 
     def _message(self, entry: Entry, repeats: Digests, on_job: OnJob | None) -> str:

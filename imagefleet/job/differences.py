@@ -5,6 +5,7 @@ alone tells.
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 from imagefleet.job import samplers
@@ -24,6 +25,8 @@ KNOWN: Mapping[str, str] = {
     " there what the LoRAs before it made of them",
     "one_aligned_step": "one step of Align Your Steps begins with noise, as all others do; there at"
     " its smallest sigma, so that the image is grey",
+    "dynamic_prompt": "alternatives ({a|b}) and wildcards (__name__) in a prompt are words; there"
+    " the extension sd-dynamic-prompts, where it is installed, chooses one of them",
     "lcm_of_velocities": "LCM reads the output of a checkpoint of v-prediction as the velocity that"
     " it is; there as noise",
 }
@@ -31,6 +34,9 @@ KNOWN: Mapping[str, str] = {
 #: Pixels beyond which the noise of a small GPU has another order than that of a large one.
 GPU_NOISE_PIXELS = 700_000
 
+
+#: Alternatives, and wildcards, of sd-dynamic-prompts.
+DYNAMIC = re.compile(r"\{[^{}]*\|[^{}]*\}|(?<![\w-])__[\w*/-]+?__(?![\w-])")
 
 _Size = tuple[int | None, int | None]
 """Width and height of the first pass in pixels, as far as they are known."""
@@ -55,10 +61,18 @@ def _has_one_aligned_step(job: PassFields, _: _Size) -> bool:
     )
 
 
+def _has_dynamic_prompt(job: PassFields, _: _Size) -> bool:
+    prompts = job.prompt, job.negative_prompt, job.hr_prompt, job.hr_negative_prompt
+    return any("|" in text or "__" in text for text in prompts) and any(
+        map(DYNAMIC.search, prompts)
+    )
+
+
 #: The differences that a job alone tells, but for the size that it may leave to the checkpoint.
 OF_JOBS: Mapping[str, Callable[[PassFields, _Size], bool]] = {
     "gpu_noise": _has_much_gpu_noise,
     "one_aligned_step": _has_one_aligned_step,
+    "dynamic_prompt": _has_dynamic_prompt,
 }
 
 

@@ -2,7 +2,6 @@
 
 import abc
 import itertools
-import json
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
@@ -22,6 +21,7 @@ class Entry(NamedTuple):
     """The text that it was read from, where that is not the job."""
     notice: str = ""
     """Warning about a valid job that may not be meant as it stands."""
+    is_comment: bool = False
 
 
 class FormatError(Exception):
@@ -79,19 +79,8 @@ class JsonLines(Format):
                 shown = line.decode(errors="replace")
                 yield Entry(place, problem="not UTF-8", line=number, source=shown)
             else:
-                yield Entry(place, self._job(text), line=number)
+                yield self._entry(place, number, text)
 
-    def _job(self, text: str) -> str:
-        return text
-
-
-class PromptLines(JsonLines):
-    """One prompt per line; empty lines and comments are skipped."""
-
-    name = "txt"
-    suffixes = (".txt",)
-
-    def _job(self, text: str) -> str:
-        if not text or text.startswith("#"):
-            return ""
-        return json.dumps({"prompt": text}, ensure_ascii=False)
+    def _entry(self, place: str, line: int, text: str) -> Entry:
+        """The entry of a line without white space at its ends."""
+        return Entry(place, text, line=line)

@@ -188,3 +188,14 @@ def test_what_differs_of_a_templates_jobs_is_counted(in_process: Imagefleet, tmp
     (tmp_path / "jobs.yaml").write_text(text)
     result = in_process("load", "jobs.yaml")
     assert "3 jobs may differ from AUTOMATIC1111's: one step of" in result.stderr
+
+
+def test_lines_of_text_that_are_left_out_as_comments_are_counted(
+    in_process: Imagefleet, tmp_path
+):
+    (tmp_path / "jobs.txt").write_text("a house\n#1 dad mug\n\n  # more\na dog\n")
+    result = in_process("load", "jobs.txt")
+    assert "left out 2 lines that begin with #" in result.stderr
+    told = json.loads(in_process("load", "jobs.txt", "--restart", "--json").stdout)
+    counts = [told[name] for name in ("total", "sent", "comments", "empty")]
+    assert counts == [5, 2, 2, 1]

@@ -78,6 +78,19 @@ def test_one_step_of_align_your_steps(fields: dict[str, object], told: bool, cap
 
 
 @pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        ("a {red|blue} house", True),
+        ("in __season__", True),
+        ("a {house}, [a|b], snake__case", False),
+    ],
+)
+def test_dynamic_prompts(prompt: str, told: bool):
+    job = read_job(json.dumps({"prompt": prompt}), "one")
+    assert ("dynamic_prompt" in differences.of_job(job, (None, None))) == told
+
+
+@pytest.mark.parametrize(
     ("fields", "told"),
     [
         ({"width": 1024, "height": 1024, "randn_source": "GPU"}, True),

@@ -139,6 +139,68 @@ def test_the_same_bytes_in_another_format_are_other_jobs(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        (
+            '--prompt "photo of sunset" --steps 12 --seed 5 --width 64 --height 64',
+            {"prompt": "photo of sunset", "steps": 12, "seed": 5, "width": 64},
+        ),
+        (
+            '--negative_prompt "people, cars" --sampler_name "Euler a" --prompt a red  cat',
+            {
+                "prompt": "a red cat",
+                "negative_prompt": "people, cars",
+                "sampler_name": "Euler a",
+            },
+        ),
+        (
+            "masterpiece, 1girl --n low quality, blurry --w 512 --h 768 --d 1 --l 7.5 --s 28",
+            {
+                "prompt": "masterpiece, 1girl",
+                "negative_prompt": "low quality, blurry",
+                "width": 512,
+                "height": 768,
+                "seed": 1,
+                "cfg_scale": 7.5,
+                "steps": 28,
+            },
+        ),
+        ("a house -- at night", {"prompt": "a house -- at night"}),
+        ("a {{red}} house, {blue}", {"prompt": "a {{red}} house, {blue}"}),
+    ],
+)
+def test_options_of_a_line_of_text_are_read(
+    tmp_path, line: str, fields: dict[str, Any]
+):
+    (job,) = jobs_of(source_of(tmp_path, "prompts.txt", line))
+    assert {name: getattr(job, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("a cat --ar 16:9 --v 5", "unknown option --ar; known: --n, --w"),
+        ("--promt x", "unknown option --promt; did you mean 'prompt'?"),
+        ("--steps 5", "it has options, but no --prompt"),
+        ("--prompt a --steps", "the option --steps has no value"),
+        ('--prompt "a', "its options cannot be read: No closing quotation"),
+        (
+            "a {red|blue} house",
+            "'{red|blue}' is of dynamic prompts: make it a template",
+        ),
+        ("a house in __season__", "'__season__' is of dynamic prompts"),
+        ("a cat --s many", "steps: "),
+    ],
+)
+def test_a_line_whose_options_are_none_of_a_job_is_refused(
+    tmp_path, line: str, said: str
+):
+    with pytest.raises(errors.SetupError) as caught:
+        source_of(tmp_path, "prompts.txt", line).check()
+    assert said in str(caught.value)
+
+
 def test_text_is_a_prompt_per_line_without_comments(tmp_path):
     text = (
         "\ufeff# my prompts\na red house, (sunset:1.2)\r\n\n  # more\n  a blue one  \n"
@@ -150,7 +212,7 @@ def test_text_is_a_prompt_per_line_without_comments(tmp_path):
         "a red house, (sunset:1.2)",
         "a blue one",
     ]
-    assert source.count == 5
+    assert (source.count, source.comments, source.empty) == (5, 2, 1)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "csv", "txt"])
