@@ -107,9 +107,7 @@ class Elsewhere:
         if kind is not LORA or self.lora_directory is None:
             return set()
         try:
-            files = [
-                each.name for each in self.lora_directory.iterdir() if each.is_file()
-            ]
+            files = [each.name for each in library.walked(self.lora_directory)]
         except OSError as error:
             raise errors.SetupError(
                 f"--lora-directory {self.lora_directory} cannot be read: {error.strerror}"
@@ -133,6 +131,9 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
             kind = NAMED[noun]
             own, there = elsewhere.names(kind), await stored(storage, kind)
             there |= await aliases(storage, keys, there) if kind is LORA else set()
+            deeper = await in_folders(storage, kind) if kind is not IMAGE else {}
+            if settings.is_local and kind is not MODEL:
+                there |= deeper.keys()
             listed = there
             needs_list = keys.signing or (kind is EMBEDDING and not settings.is_local)
             if needs_list and kind is not IMAGE:
@@ -141,6 +142,10 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
                 if use.name in own or use.name in there & listed:
                     continue
                 use.reason = f"not in {kind.folder}/{validation.suggestion(use.name, own | there)}"
+                if use.name in deeper:
+                    use.reason = (
+                        f"{deeper[use.name]} is in a folder: move it to {kind.folder}/"
+                    )
                 if use.name in there:
                     signed = ", which is signed" if keys.signing else ""
                     blob = Listing(storage, kind.folder, keys).blob
@@ -185,9 +190,16 @@ def show(uses: Uses, found: list[Use], to: Console = console.stdout) -> None:
 
 
 async def stored(storage: Storage, kind: FileKind) -> set[str]:
-    """The names by which jobs find what a storage has; a folder within it is none of theirs."""
+    """The names by which jobs find what a storage has."""
     rows = await read(storage, kind) if may_exist(storage) else []
     return {kind.stem(row.name) for row in rows if kind is IMAGE or "/" not in row.name}
+
+
+async def in_folders(storage: Storage, kind: FileKind) -> dict[str, str]:
+    """The blobs of a kind in folders within its own, by the names that they would have in it."""
+    rows = await read(storage, kind) if may_exist(storage) else []
+    paths = (PurePosixPath(row.name) for row in rows if "/" in row.name)
+    return {kind.stem(path.name): f"{kind.folder}/{path}" for path in paths}
 
 
 def may_exist(storage: Storage) -> bool:

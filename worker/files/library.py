@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import hashlib
+import os
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import BufferedReader, BytesIO
@@ -117,6 +118,10 @@ class FileLibrary:
         self._storage_manifest = Manifest.stored(source.blobs, kind, source.trusted)
         # The files of other names of theirs, for as long as a list of names.
         self._aliases: TTLCache[str, str] = TTLCache(REMEMBERED, LIST_SECONDS)
+        # Files in folders within these, by their names, for as long as a list of names.
+        self._deeper: TTLCache[Path, dict[str, list[str]]] = TTLCache(
+            REMEMBERED, LIST_SECONDS
+        )
         # What was checked in full, and against which hash.
         self._checked: LRUCache[Path, tuple[Identity, str | None]] = LRUCache(
             REMEMBERED
@@ -174,12 +179,37 @@ class FileLibrary:
             path = folder / f"{name}{SUFFIX}"
             try:
                 if not path.is_file():
-                    continue
+                    deeper = await self._in_subfolder(name, folder)
+                    if deeper is None:
+                        continue
+                    path = deeper
             except OSError as error:
                 raise unreadable(self._kind, folder, error.strerror) from error
             await self._verify(listed, name, partial(self._check, name, path, rested))
             return path
         return None
+
+    async def _in_subfolder(self, name: str, folder: Path) -> Path | None:
+        """The file of that name in the folders within *folder*.
+
+        AUTOMATIC1111 finds files by their names wherever they lie. Raises MissingFileError if there
+        are several.
+        """
+        found = self._deeper.get(folder)
+        if found is None:
+            found = {}
+            for path in await asyncio.to_thread(lambda: list(walked(folder))):
+                if path.suffix == SUFFIX and path.parent != folder:
+                    found.setdefault(path.stem, []).append(str(path))
+            self._deeper[folder] = found
+        paths = found.get(name, [])
+        if len(paths) > 1:
+            several = ", ".join(paths[:3])
+            raise errors.MissingFileError(
+                f"there are several files of the {self._kind.noun} {name!r}, {several}: give each a"
+                " name of its own"
+            )
+        return Path(paths[0]) if paths else None
 
     async def _in_cache(self, name: str) -> Path | None:
         path = self._cache.find(name)
@@ -205,9 +235,14 @@ class FileLibrary:
 
     async def _download(self, name: str) -> Path:
         kind = self._kind
-        data = await read_whole(
-            self._blobs, f"{kind.folder}/{name}{SUFFIX}", kind.max_bytes
-        )
+        blob = f"{kind.folder}/{name}{SUFFIX}"
+        data = await read_whole(self._blobs, blob, kind.max_bytes)
+        folder = local_path(self._blobs, kind.folder)
+        if data is None and folder is not None and folder.is_dir():
+            deeper = await self._in_subfolder(name, folder)
+            if deeper is not None:
+                blob = f"{kind.folder}/{deeper.relative_to(folder).as_posix()}"
+                data = await read_whole(self._blobs, blob, kind.max_bytes)
         if data is None:
             await self._blobs.check()  # without its container, the job is not at fault
             if self._directory and not self._directory.is_dir():
@@ -349,7 +384,7 @@ class EmbeddingLibrary(FileLibrary):
 
     def _files(self, folder: Path) -> list[Path]:
         try:
-            files = list(folder.iterdir())
+            files = list(walked(folder))
         except FileNotFoundError:
             if folder != self._directory:
                 return []
@@ -393,7 +428,9 @@ def aliases(folder: Path) -> dict[str, set[str]]:
     """
     found: dict[str, set[str]] = {}
     with contextlib.suppress(OSError):
-        for path in folder.glob(f"*{SUFFIX}"):
+        for path in walked(folder):
+            if path.suffix != SUFFIX:
+                continue
             with contextlib.suppress(OSError, safetensors.MalformedError):
                 for name in (
                     unicodedata.normalize("NFC", path.stem),
@@ -402,6 +439,27 @@ def aliases(folder: Path) -> dict[str, set[str]]:
                     found.setdefault(name, set()).add(path.stem)
     found.pop("", None)
     return found
+
+
+def walked(folder: Path) -> Iterator[Path]:
+    """The files of a folder and of all folders within it, linked ones too, each folder once.
+
+    Raises OSError if the folder itself cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        if error.filename == str(folder):
+            raise error
+
+    seen = set[str]()
+    for root, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+        real = os.path.realpath(root)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        yield from (Path(root, name) for name in sorted(files))
 
 
 @lru_cache(REMEMBERED)

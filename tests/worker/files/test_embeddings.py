@@ -76,13 +76,17 @@ async def test_a_folders_files_need_no_manifest_and_come_first(
     await put(storage, mist=lora_bytes("stored"))
     mine = tmp_path / "mine"
     mine.mkdir()
-    for name in ("mist", "ash", ".hidden", "a|b"):
-        (mine / f"{name}.safetensors").write_bytes(lora_bytes(f"mine {name}"))
+    for name in ("mist", "ash", ".hidden", "a|b", "sub/deep/fog", "sub/mist"):
+        path = mine / f"{name}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(lora_bytes(f"mine {name}"))
     (mine / "readme.txt").write_text("none")
     found = library(directory=mine)
-    assert await found.names() == ("ash", "mist")
+    assert await found.names() == ("ash", "fog", "mist")
     path, _ = await found.resolve_hashed("mist")
     assert path == mine / "mist.safetensors"
+    path, _ = await found.resolve_hashed("fog")
+    assert path == mine / "sub" / "deep" / "fog.safetensors"
     with pytest.raises(
         errors.SetupError, match=r"--embedding-directory .* it does not exist"
     ):

@@ -292,3 +292,31 @@ async def test_a_lora_is_fetched_and_read_while_the_gpu_draws_other_jobs(
             "imagefleet_lora_cache_total", labels
         )
         assert counted == count
+
+
+async def test_a_lora_in_a_folder_within_the_folder_of_loras_is_found_by_its_name(
+    library: Library, lora_bytes: LoraBytes, tmp_path
+):
+    outside = tmp_path / "outside"
+    for path in ("mine/style/fox", "mine/a/twin", "mine/b/twin", "outside/linked"):
+        file = tmp_path / f"{path}.safetensors"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(lora_bytes(path))
+    (tmp_path / "mine" / "link").symlink_to(outside)
+    (outside / "circle").symlink_to(tmp_path / "mine")
+    found = library(directory=tmp_path / "mine")
+    assert await found.resolve("fox") == tmp_path / "mine/style/fox.safetensors"
+    assert (await found.resolve("linked")).read_bytes() == lora_bytes("outside/linked")
+    with pytest.raises(errors.MissingFileError, match="several files of the LoRA 'twi"):
+        await found.resolve("twin")
+
+
+async def test_a_lora_in_a_folder_of_the_storage_is_found_where_it_is_a_folder(
+    storage: Storage, library: Library, lora_bytes: LoraBytes
+):
+    await put(storage, "style/fox", lora_bytes("fox"))
+    if storage.settings.is_local:
+        assert (await library().resolve("fox")).read_bytes() == lora_bytes("fox")
+    else:  # a worker's token cannot list; `imagefleet load --check` says where it is
+        with pytest.raises(errors.MissingFileError, match="no LoRA fox"):
+            await library().resolve("fox")
