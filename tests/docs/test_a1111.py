@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from imagefleet import errors
 from imagefleet.job import differences, settings_table
 from imagefleet.job.message import Job, read_job
 from tests.imagefleet.job import test_txt2img
+from worker.engine import decoder
 
 pytestmark = pytest.mark.slow
 
@@ -87,3 +89,13 @@ def is_silent(kind: str, plain: dict[str, Any], name: str) -> bool:
 
 def test_nothing_is_drawn_otherwise_without_a_word():
     assert silent_differences() == []
+
+
+def test_what_is_drawn_otherwise_in_every_picture_is_on_the_page():
+    """`processing.py` ends with `(255 * x).astype(np.uint8)`."""
+    between = torch.tensor([0.6, -0.6]).reshape(2, 1, 1, 1).expand(2, 3, 1, 1) / 255
+    drawn, _ = decoder.to_pixels(between + 1 / 255)
+    there = ((between + 1 / 255) / 2 + 0.5) * 255
+    assert drawn.flatten().unique().tolist() != there.byte().flatten().unique().tolist()
+    page = (ROOT / "docs" / "a1111.md").read_text(encoding="utf-8")
+    assert "is rounded, where AUTOMATIC1111 cuts it off" in page
