@@ -223,6 +223,14 @@ class PassFields(Hires, Extras):
         ]
 
 
+#: Fields that have a default, which is not null, and so is what null stands for.
+_NEVER_NULL = frozenset(
+    name
+    for name, field in PassFields.model_fields.items()
+    if not field.is_required() and field.default is not None
+)
+
+
 def _rows(prompt: Prompt, cfg_scale: float, sampler: str) -> int:
     """Rows of a call: each prompt's that AND joins, and with guidance the negative prompt's."""
     is_guided = cfg_scale * sum(prompt.weights) != 1
@@ -272,9 +280,11 @@ def _taken(payload: Mapping[str, Any], passes: frozenset[str]) -> dict[str, Any]
     fields = {}
     for name, value in payload.items():
         row = settings_table.FIELDS.get(name)
+        if value is None and (row or name in _NEVER_NULL):
+            continue  # null switches a field off
         if row is None:  # as most are
             fields[name] = value
-        elif value is None or name in ignored:
+        elif name in ignored:
             continue
         elif row.field:
             fields[name] = value

@@ -173,14 +173,14 @@ def test_blob_names_follow_from_the_job_alone():
         ("id", ["", "../a", "a/b", "-a", "x" * 129, "a b"]),
         ("campaign", ["", "..", "a/b"]),
         ("model", ["../m", "", "a/b", ".m"]),
-        ("randn_source", ["cuda", "", None, 1]),
+        ("randn_source", ["cuda", "", 1]),
         ("infotext", ["Steps: 30, CFG scale: 9"]),
-        ("sampler_name", ["LSM", "", "DDIM Karras", "DPM++ 4M SDE", None]),
+        ("sampler_name", ["LSM", "", "DDIM Karras", "DPM++ 4M SDE"]),
         ("scheduler", ["Exponent", "SGM", 5]),
         ("output", [{"format": "gif"}, {"quality": 0}, {"qualty": 5}, "png"]),
         ("metadata", ["x", {"a": "x" * 4096}, {"a": "\u4e00" * 1400}]),
         ("prompt", [None, 5, "x" * 65_537, "<lora:../x:1>", "a AND " * 8, "(a:1.1.1)"]),
-        ("negative_prompt", [None, "x" * 65_537, "[" * 33 + ":1]" * 33, "(a:1000)"]),
+        ("negative_prompt", ["x" * 65_537, "[" * 33 + ":1]" * 33, "(a:1000)"]),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_by_the_fields_name(
@@ -189,6 +189,18 @@ def test_a_value_out_of_bounds_is_refused_by_the_fields_name(
     for value in values:
         with pytest.raises(errors.InvalidMessageError, match=field):
             read(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"negative_prompt": None},
+        {"sampler_name": None, "steps": None, "randn_source": None},
+        {"hr_prompt": None, "enable_prompt_comments": None, "alwayson_scripts": None},
+    ],
+)
+def test_null_switches_a_field_off(fields: dict[str, None]):
+    assert read(**fields).digest == read().digest
 
 
 def test_too_many_images_are_refused():
