@@ -82,9 +82,14 @@ _KINDS: Sequence[tuple[str, Mapping[str, str]]] = (
     ("turn", {"turn": "ii", "turn_scale": "o"}),
     ("full", {"diff": "oi"}),
     ("glora", {"a1": "ri", "a2": "ir", "b1": "si", "b2": "os"}),
+    ("glora", {"down_a": "ri", "up_a": "ir", "down_b": "si", "up_b": "os"}),
     ("oft", {"oft_blocks": "poo"}),
     ("oft", {"oft_diag": "poo"}),
 )
+
+#: LyCORIS exchanged the names of a GLoRA's matrices, which A1111 1.10 does not know. Since their
+#: strength is alpha's share of the rank only then, they have names of their own here.
+_TODAYS_GLORA = {"a1": "up_a", "a2": "down_a", "b1": "up_b", "b2": "down_b"}
 
 _EMBEDDING = re.compile(r"bundle_emb\.([^.]+)\.(.+)")
 
@@ -157,6 +162,9 @@ def read(shapes: Shapes, integers: Collection[str] = ()) -> Contents:
         raise UnusableError("holds no weights")
     found = _by_layer(shapes)
     for name, parts in found.layers.items():
+        if _is_todays_glora(parts, shapes):
+            for old, new in _TODAYS_GLORA.items():
+                parts[new] = parts.pop(old)
         of_layer = {part: shapes[key] for part, key in parts.items()}
         kind, dimensions = kind_of(frozenset(of_layer))
         try:
@@ -178,6 +186,14 @@ def read(shapes: Shapes, integers: Collection[str] = ()) -> Contents:
         whole = [part for part, key in parts.items() if key in integers]
         embedding.read({part: shapes[key] for part, key in parts.items()}, whole)
     return found
+
+
+def _is_todays_glora(parts: Mapping[str, str], shapes: Shapes) -> bool:
+    """True if a layer's first matrix is the one that widens: [inputs, rank]."""
+    if not parts.keys() >= _TODAYS_GLORA.keys():
+        return False
+    first, second = (shapes[parts[part]] for part in ("a1", "a2"))
+    return bool(first and second) and first[0] > second[0]
 
 
 def _by_layer(shapes: Shapes) -> Contents:

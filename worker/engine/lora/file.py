@@ -293,7 +293,7 @@ def _fits(
 
 
 #: Tensors whose first dimension is the rank; without any of them, alpha means nothing.
-_RANKED = ("down", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
+_RANKED = ("down", "hada_w1_b", "lokr_w2_b", "lokr_w1_b", "down_a")
 
 
 @dataclass(frozen=True, slots=True)

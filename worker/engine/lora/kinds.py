@@ -24,6 +24,7 @@ OF_WEIGHTS = lora.NORMS | {
     "oft_diag",
     "oft_blocks",
     "a1",
+    "up_a",
     "turn",
     "weight",
 }
@@ -165,10 +166,13 @@ def _decompose(weights: Tensor, changes: Tensor, norms: Tensor) -> Tensor:
 
 
 def _glora(tensors: Tensors, weights: Tensor) -> Tensor:
-    down = weights.flatten(2).float() @ tensors["a2"].flatten(2).float()
-    changed = multiply(down, tensors["a1"].flatten(2).float())
-    added = multiply(tensors["b2"].flatten(2), tensors["b1"].flatten(2))
-    return changed.add_(added)
+    names = ("a2", "a1", "b2", "b1")
+    if "up_a" in tensors:
+        names = ("up_a", "down_a", "up_b", "down_b")
+    up_a, down_a, up_b, down_b = (tensors[name].flatten(2) for name in names)
+    narrowed = weights.flatten(2).float() @ up_a.float()
+    changed = multiply(narrowed, down_a.float())
+    return changed.add_(multiply(up_b, down_b))
 
 
 def _oft(tensors: Tensors, weights: Tensor) -> Tensor:

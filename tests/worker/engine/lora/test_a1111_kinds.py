@@ -57,6 +57,20 @@ def glora(weight: Array) -> tuple[Tensors, Array]:
     return parts, b2 @ b1 + (weight @ a2) @ a1
 
 
+def todays_glora(weight: Array) -> tuple[Tensors, Array]:
+    """LyCORIS 3's `GLoRAModule`, which A1111 fails to read; its rank divides alpha."""
+    outer, inner = weight.shape
+    a1, a2, b1, b2 = drawn(inner, 3), drawn(3, inner), drawn(outer, 3), drawn(3, inner)
+    parts = {
+        "a1.weight": a1,
+        "a2.weight": a2,
+        "b1.weight": b1,
+        "b2.weight": b2,
+        "alpha": 2.0,
+    }
+    return parts, 2 / 3 * (b1 @ b2 + weight @ a1 @ a2)
+
+
 def turned(weight: Array, turns: Array) -> Array:
     """Each block of outputs by the transpose of its matrix."""
     size, result = turns.shape[1], np.empty_like(weight)
@@ -116,6 +130,7 @@ KINDS = [
     (LINEAR, ia3_of_outputs),
     (LINEAR, ia3_of_inputs),
     (LINEAR, glora),
+    (LINEAR, todays_glora),
     (LINEAR, scaled),
     (LINEAR, with_whole_alpha),
     (LINEAR, oft),
