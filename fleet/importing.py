@@ -17,6 +17,7 @@ from fleet.prompt import chunks_of
 from imagefleet import errors
 from imagefleet.files.kinds import KINDS
 from imagefleet.job import message, settings_table
+from imagefleet.job.noise import MAX_SEED
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
 from loadgen import caption_sweep
@@ -186,15 +187,13 @@ def _checked(
         raise errors.JobError(
             f"{', '.join(reading.needs)}: must be given; {reading.cannot[0]}"
         )
-    seed, settings = (reading.job.get(name) for name in ("seed", "override_settings"))
+    seed = reading.job.get("seed")
+    settings = reading.job.get("override_settings")
     is_of_cpu = isinstance(settings, dict) and settings.get("randn_source") == "CPU"
-    # ComfyUI's have 64 bits. torch's generator on the CPU takes 32 of them, Brownian motion all.
-    if (
-        is_of_cpu
-        and isinstance(seed, int)
-        and "SDE" not in str(reading.job.get("sampler_name"))
-    ):
-        reading.job["seed"] = seed if seed < 0 else seed % 2**32
+    # torch's generator on the CPU takes 32 bits of a seed, Brownian motion all 64.
+    is_brownian = "SDE" in str(reading.job.get("sampler_name"))
+    if isinstance(seed, int) and seed > MAX_SEED and is_of_cpu and not is_brownian:
+        reading.job["seed"] = seed % 2**32
     if (
         reading.job.get("cfg_scale") == 0
     ):  # in all of these programs the negative prompt alone

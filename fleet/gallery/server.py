@@ -212,6 +212,10 @@ def _answer(value: Any, status: int = 200) -> web.Response:
     return web.json_response(_printable(value), status=status)
 
 
+#: Beyond it, JavaScript rounds whole numbers.
+_LARGEST_NUMBER = 2**53
+
+
 def _printable(value: Any) -> Any:
     if isinstance(value, str):
         return redaction.printable(value)
@@ -221,6 +225,8 @@ def _printable(value: Any) -> Any:
         }
     if isinstance(value, list | tuple):
         return [_printable(each) for each in value]
+    if isinstance(value, int) and value > _LARGEST_NUMBER:
+        return str(value)  # a seed
     return value
 
 

@@ -89,7 +89,7 @@ def job_ended(fleet: str, record: Record) -> Event | None:
         blobs = _all_images(record) if record.images > 1 else [record.blob or ""]
         data["images"] = [*blobs[:MAX_IMAGES]]
         data["seed"] = (
-            None if record.seed is None else (record.seed - record.index) % 2**32
+            None if record.seed is None else max(0, record.seed - record.index)
         )
         if len(blobs) > MAX_IMAGES:
             data["image_count"] = len(blobs)

@@ -7,7 +7,11 @@ NoiseSource = Literal["CPU", "GPU", "NV"]
 """AUTOMATIC1111's `randn_source`: torch's generator on the CPU, its generator on an NVIDIA GPU, or
 the same computed on the CPU. Here the last two are the same: no noise depends on the machine."""
 
-#: Seeds of the Philox generator, which has keys of 64 bits, do not wrap at 32 bits as torch's do.
+#: AUTOMATIC1111's seeds have up to 64 bits; tables of results, for which this is the limit, a sign.
+MAX_SEED = 2**63 - 1
+
+#: Sources whose generator is Philox, with keys of 64 bits. torch's on the CPU takes the lower 32
+#: bits of a seed, but for Brownian motion all.
 PHILOX: frozenset[NoiseSource] = frozenset({"GPU", "NV"})
 
 

@@ -126,7 +126,7 @@ def known(record: Record) -> JobFacts:
 
 def _seed(record: Record) -> int | None:
     """The seed of the job's first image."""
-    return None if record.seed is None else (record.seed - record.index) % 2**32
+    return None if record.seed is None else max(0, record.seed - record.index)
 
 
 def _blobs(records: Iterable[Record]) -> tuple[str, ...]:

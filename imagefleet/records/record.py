@@ -30,6 +30,8 @@ from imagefleet.job.message import (
     image_stem,
     job_key,
 )
+from imagefleet.job.noise import MAX_SEED
+from imagefleet.job.prompt import LoraTag
 from imagefleet.job.sizes import (
     MAX_BLOB_NAME,
     MAX_IMAGES_PER_JOB,
@@ -151,7 +153,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
 
     prompt: _Text | None = None
     negative_prompt: _Text | None = None
-    seed: int | None = Field(default=None, ge=0, lt=2**32)
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     model: _Name | None = None
     sampler: _Name | None = None
     steps: _Number | None = None
@@ -273,9 +275,15 @@ def of_job(job: Job) -> dict[str, object]:
     return {
         "campaign": job.campaign or DEFAULT_CAMPAIGN,
         "digest": job.stage_digest,
-        "loras": tuple(Lora(each.name, each.unet_weight) for each in job.loras),
+        "loras": tuple(Lora(each.name, each.unet_weight) for each in _applied(job)),
         **{
             name: getattr(job, name)
             for name in (_OF_JOB + _OF_DRAWING if is_drawn else _OF_JOB)
         },
     }
+
+
+def _applied(job: Job) -> list[LoraTag]:
+    """The LoRAs of a job's passes; one that the prompt names twice is applied twice."""
+    first = job.parsed_prompt.loras
+    return [*first, *(each for each in job.loras if each not in first)]

@@ -65,7 +65,9 @@ def fields_of(chance: random.Random) -> dict[str, Any]:
 
     side = [chance.randrange(64, 1024, 8) for _ in range(4)]
     fields = {"prompt": text(chance), "steps": chance.randint(1, 60)}
-    fields |= {"seed": chance.choice([0, 1, 2**31, 2**32 - 9, chance.randrange(2**32)])}
+    fields |= {
+        "seed": chance.choice([0, 1, 2**31, 2**32 - 1, chance.randrange(2**63 - 9)])
+    }
     fields |= {"width": side[0], "height": side[1]} if chance.random() < 0.8 else {}
     fields |= maybe(
         negative_prompt=text(chance),
@@ -87,7 +89,7 @@ def fields_of(chance: random.Random) -> dict[str, Any]:
         tiling=True,
         randn_source=chance.choice(["CPU", "GPU", "NV"]),
         eta_noise_seed_delta=31337,
-        subseed=chance.randrange(2**32),
+        subseed=chance.choice([2**32 - 1, chance.randrange(2**63 - 9)]),
         subseed_strength=chance.choice([0, 0.25, 1e-05]),
         seed_resize_from_w=side[2],
         seed_resize_from_h=side[3],

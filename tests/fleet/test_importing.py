@@ -346,16 +346,13 @@ def test_a_graph_without_an_end_or_a_meaning_is_refused(text: str, reason: str):
         comfyui.read(text)
 
 
-def graph(**changes: str) -> str:
-    with Image.open(CASES / "comfy-euler-normal.png") as image:
-        nodes = json.loads(image.info["prompt"])
-    nodes["6"]["inputs"] |= changes
-    return json.dumps(nodes)
+def of_words(text: str) -> str:
+    return graph(p=node("CLIPTextEncode", text=text, clip=["c", 0]))
 
 
 def test_a_prompt_that_comfyui_cuts_elsewhere_is_said(in_process: Imagefleet, tmp_path):
-    picture(tmp_path / "in" / "long.png", graph(text="mill " * 76), "prompt")
-    picture(tmp_path / "in" / "short.png", graph(text="mill " * 75), "prompt")
+    picture(tmp_path / "in" / "long.png", of_words("mill " * 76), "prompt")
+    picture(tmp_path / "in" / "short.png", of_words("mill " * 75), "prompt")
     result = in_process("import", "in")
     assert len(lines(result.stdout)) == 2
     assert "1 job: its prompt has more than 75 tokens" in result.stderr
@@ -363,7 +360,7 @@ def test_a_prompt_that_comfyui_cuts_elsewhere_is_said(in_process: Imagefleet, tm
 
 def test_an_embedding_of_comfyui_is_looked_up(in_process: Imagefleet, tmp_path):
     text = "(embedding:sub\\\\Easy.pt:1.2), embedding:other"
-    picture(tmp_path / "one.png", graph(text=text), "prompt")
+    picture(tmp_path / "one.png", of_words(text), "prompt")
     result = in_process("import", "one.png")
     assert [each["prompt"] for each in lines(result.stdout)] == ["(Easy:1.2), other"]
 

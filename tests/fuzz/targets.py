@@ -121,7 +121,7 @@ def _job(data: bytes) -> None:
     again = message.read_job(job.to_message(), "another-id")
     assert again.model_dump() == job.model_dump(), "a job is the same after its message"
     job_inputs.check_stages(job, again, text)
-    assert 0 <= job.image_seed(job.images - 1) < 2**32
+    assert 0 <= job.image_seed(job.images - 1) < 2**63
     protocol.check_blob_name(job.blob_name(0))
     protocol.check_metadata({"metadata": json.dumps(job.metadata)})
     job_inputs.check_sources(job)

@@ -16,7 +16,7 @@ from pydantic import (
 from imagefleet import validation
 from imagefleet.job import prompt as prompts
 from imagefleet.job import samplers
-from imagefleet.job.noise import PHILOX, Noise, NoiseSource
+from imagefleet.job.noise import MAX_SEED, Noise, NoiseSource
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, MIN_SIDE
 
@@ -75,7 +75,7 @@ class FirstPass(BaseModel):
     cfg_scale: Guidance = 7.0
     width: Side | None = None
     height: Side | None = None
-    seed: int = Field(default=-1, ge=-1, le=2**32 - 1)
+    seed: int = Field(default=-1, ge=-1, le=MAX_SEED)
     batch_size: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
     n_iter: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
     clip_skip: int = Field(default=1, ge=1, le=12)
@@ -92,7 +92,7 @@ class FirstPass(BaseModel):
     img2img_extra_noise: float = Field(default=0.0, ge=0, le=1)
     randn_source: NoiseSource = "CPU"
     eta_noise_seed_delta: int = Field(default=0, ge=-(2**32), le=2**32)
-    subseed: int = Field(default=-1, ge=-1, le=2**32 - 1)
+    subseed: int = Field(default=-1, ge=-1, le=MAX_SEED)
     subseed_strength: float = Field(default=0.0, ge=0, le=1)
     seed_resize_from_w: Annotated[int, AfterValidator(_is_off_or_side)] = 0
     seed_resize_from_h: Annotated[int, AfterValidator(_is_off_or_side)] = 0
@@ -109,10 +109,10 @@ class FirstPass(BaseModel):
                 " at most, so send more jobs"
             )
         samplers.check_steps(self.sampler, self.steps)
-        if self.randn_source in PHILOX and self.seed + self.images > 2**32:
+        if max(self.seed, self.subseed) + self.images - 1 > MAX_SEED:
             raise ValueError(
-                f"seed: the seeds of {self.images} images from {self.seed} on go beyond 32 bits,"
-                f" which with randn_source {self.randn_source} are no longer those of this job"
+                f"seed: the seeds of {self.images} images from"
+                f" {max(self.seed, self.subseed)} on go beyond {MAX_SEED}"
             )
         with validation.as_error(ValueError, "prompt: "):
             check_guidance(self.cfg_scale, self.parsed_prompt)
@@ -176,7 +176,7 @@ class FirstPass(BaseModel):
 
     def image_seed(self, index: int) -> int:
         """Each image of a job increments the seed, or the subseed, as in AUTOMATIC1111."""
-        return self.seed if self.subseed_strength else (self.seed + index) % 2**32
+        return self.seed if self.subseed_strength else self.seed + index
 
     def image_subseed(self, index: int) -> int:
         return self.subseed + index

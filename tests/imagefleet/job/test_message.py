@@ -155,7 +155,7 @@ def test_a_job_without_an_id_takes_its_messages_and_always_the_same_seed():
 def test_seeds_count_up_by_image_and_wrap_at_32_bits():
     job = read(seed=2**32 - 1, batch_size=2)
 
-    assert [job.image_seed(0), job.image_seed(1)] == [2**32 - 1, 0]
+    assert [job.image_seed(0), job.image_seed(1)] == [2**32 - 1, 2**32]
 
 
 def test_blob_names_follow_from_the_job_alone():
@@ -169,7 +169,7 @@ def test_blob_names_follow_from_the_job_alone():
     [
         ("cfg_scale", [-0.5, 31, math.nan, math.inf]),
         ("width", [0, 63, 64.5, 2056, -512]),
-        ("seed", [-2, 2**32, 0.5]),
+        ("seed", [-2, 2**63, 0.5]),
         ("id", ["", "../a", "a/b", "-a", "x" * 129, "a b"]),
         ("campaign", ["", "..", "a/b"]),
         ("model", ["../m", "", "a/b", ".m"]),
@@ -324,13 +324,20 @@ def test_a_seed_is_resized_only_from_a_whole_size():
         assert read(**size | {name: -1}).image_noise(0).resize_from is None
 
 
-@pytest.mark.parametrize("source", ["GPU", "NV"])
-def test_seeds_that_would_wrap_are_refused_where_they_differ(source: str):
+@pytest.mark.parametrize("source", ["CPU", "GPU", "NV"])
+def test_seeds_have_63_bits_and_those_of_further_images_too(source: str):
+    fields = {"randn_source": source, "batch_size": 2}
+    job = read(seed=8834915829939807712, **fields)
+    assert [job.image_seed(at) for at in range(2)] == [
+        8834915829939807712,
+        8834915829939807713,
+    ]
     with pytest.raises(
-        errors.InvalidMessageError, match="seed: the seeds of 2 images from 42949"
+        errors.InvalidMessageError, match="seed: the seeds of 2 images from 9223"
     ):
-        read(seed=2**32 - 1, batch_size=2, randn_source=source)
-    assert read(seed=2**32 - 1, randn_source=source).image_seed(0) == 2**32 - 1
+        read(seed=2**63 - 1, **fields)
+    with pytest.raises(errors.InvalidMessageError, match="seed: the seeds of 2 images"):
+        read(subseed=2**63 - 1, **fields)
 
 
 @pytest.mark.parametrize("name", ["DDIM", "PLMS"])

@@ -13,7 +13,8 @@ import pytest
 import polling
 import sent_jobs
 from imagefleet import errors
-from imagefleet.records import catalog, dedupe, outcomes, reader
+from imagefleet.job.message import read_job
+from imagefleet.records import catalog, dedupe, outcomes, reader, record
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.follower import Follower
 from imagefleet.records.log import (
@@ -401,3 +402,10 @@ def test_numbers_and_times_that_no_table_holds_are_damage():
     for wrong in ({"size_bytes": 2**53}, {"steps": -1}, {"at": "3000-01-01T00:00:00Z"}):
         with pytest.raises(errors.JobError, match=next(iter(wrong))):
             Record.read(json.dumps(json.loads(image(1).line()) | wrong).encode())
+
+
+def test_a_lora_that_a_prompt_names_twice_is_recorded_twice():
+    """It is applied twice, with its last weight."""
+    text = json.dumps({"prompt": "a <lora:x:.2><lora:x:.8>", "id": "a"})
+    fields = record.of_job(read_job(text, "a"))
+    assert fields["loras"] == (record.Lora("x", 0.8), record.Lora("x", 0.8))

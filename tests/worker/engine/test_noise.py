@@ -160,3 +160,12 @@ def test_every_option_changes_the_image_and_none_depends_on_its_company(
     for request, image in zip(requests, together, strict=True):
         (alone,) = draw(engine, request)
         assert difference(alone, image) <= 2, request
+
+
+def test_a_seed_of_64_bits_is_another_image_but_on_the_cpu():
+    """Philox has keys of 64 bits; mt19937 takes the seed modulo 2**32."""
+    large = 8834915829939807712
+    for source, is_same in (("NV", False), ("GPU", False), ("CPU", True)):
+        noises = (stream(each, Noise(source)) for each in (large, large % 2**32))
+        one, other = (noise.first() for noise in noises)
+        assert torch.equal(one, other) == is_same

@@ -41,8 +41,8 @@ def test_the_text_has_the_three_parts_that_viewers_expect():
         "a house, <lora:x:0.5>",
         "Negative prompt: people",
         (
-            "Steps: 15, Sampler: Euler a, Schedule type: Automatic, CFG scale: 7.5, Seed: 0,"
-            " Size: 512x768, Model: dreamy, Clip skip: 2, RNG: CPU,"
+            "Steps: 15, Sampler: Euler a, Schedule type: Automatic, CFG scale: 7.5,"
+            " Seed: 4294967296, Size: 512x768, Model: dreamy, Clip skip: 2, RNG: CPU,"
             f" {VERSION}"
         ),
     ]
