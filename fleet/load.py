@@ -15,8 +15,10 @@ from cli.options import argument, option
 from fleet import filling
 from fleet.files import missing
 from imagefleet import errors
+from imagefleet.job.message import Job, job_key
+from imagefleet.records.ledger import Digests, id_hash
 from imagefleet.storage.open import signer_of
-from loadgen import sources
+from loadgen import file_source, sources
 from loadgen.rejects import MOST_SHOWN, Rejected, Report
 from loadgen.settings import LoadSettings
 
@@ -147,6 +149,18 @@ def command(
                 )
 
 
+def _check_suffix(rejects: Path) -> None:
+    """Raises SetupError for a name that tells another format than that of refused rows."""
+    name = rejects.name.lower()
+    form = file_source.FORMATS["jsonl"]
+    others = [suffix for each in file_source.FORMATS.values() for suffix in each.suffixes]
+    if name.endswith((*others, ".gz")) and not name.endswith(form.suffixes):
+        raise errors.SetupError(
+            f"--rejects {rejects}: refused rows are written as JSON lines: let the name end in"
+            f" {form.suffixes[0]}"
+        )
+
+
 def _facts(source: sources.Source, report: Report) -> dict[str, Any]:
     """Counts of a file's rows that are no jobs; a template has nothing besides its jobs."""
     counts = {
@@ -158,6 +172,8 @@ def _facts(source: sources.Source, report: Report) -> dict[str, Any]:
 @contextlib.contextmanager
 def reporting(path: Path | None, *, skips: bool, as_json: bool) -> Iterator[Report]:
     """Shows the first rows that are refused, if the others are sent, and writes all to a file."""
+    if path is not None:
+        _check_suffix(path)
     console.check_writable(path)
     with contextlib.ExitStack() as stack:
         file = None
@@ -193,13 +209,45 @@ def _check(
     as_json: bool,
 ) -> None:
     """Reads all jobs, and tells what they name that workers would not find."""
-    uses = missing.Uses()
+    uses, doubled = missing.Uses(), DoubledIds()
+
+    def note(place: str, job: Job) -> None:
+        uses.add(place, job)
+        doubled.add(place, job)
+
     with read("checking"):
-        source.check(uses.add)
+        source.check(note)
     found = console.run(missing.look(settings, uses, elsewhere))
     if as_json:
-        console.print_json(missing.summary(uses, found) | {"invalid": report.count})
+        facts = {"invalid": report.count, "doubled": doubled.count}
+        console.print_json(missing.summary(uses, found) | facts)
     else:
         missing.show(uses, found)
-    if found:
+    for sentence in doubled.shown:
+        console.print_warning(sentence)
+    if doubled.count > len(doubled.shown):
+        console.print_warning(f"in all, {doubled.count:,} jobs have another's id")
+    if found or doubled.count:
         raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)
+
+
+class DoubledIds:
+    """Finds jobs with the id of an earlier one and another content: one name is one job."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.shown: list[str] = []
+        self._known = Digests()
+
+    def add(self, place: str, job: Job) -> None:
+        key = job_key(job.campaign, job.id)
+        hashed, digest = id_hash(key), id_hash(job.digest)
+        known = self._known.get(hashed)
+        if known is None:
+            self._known.put(hashed + digest)
+        elif known != digest:
+            self.count += 1
+            if len(self.shown) < MOST_SHOWN:
+                self.shown.append(
+                    f"{place}: the id of {key} is an earlier job's, with another content"
+                )

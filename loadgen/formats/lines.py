@@ -9,6 +9,10 @@ from typing import BinaryIO, NamedTuple
 MAX_JOB_LENGTH = 2**20
 
 
+#: Byte order marks.
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+
+
 class Entry(NamedTuple):
     """A position of a file: a job as JSON, or nothing (an empty line), or why it is no job."""
 
@@ -54,6 +58,10 @@ def lines(stream: BinaryIO) -> Iterator[bytes]:
             raise FormatError(
                 f"line {number} has more than {MAX_JOB_LENGTH:,} bytes, and no job has so many: is"
                 " it another --format, an array in JSON say?"
+            )
+        if number == 1 and line.startswith(_UTF_16):
+            raise FormatError(
+                "it is UTF-16: save it as UTF-8, `iconv -f UTF-16 -t UTF-8` say"
             )
         if not line:
             return

@@ -4,19 +4,20 @@ import contextlib
 import csv
 import datetime as dt
 import decimal
+import io
 import itertools
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, BinaryIO, get_args
+from typing import Any, BinaryIO, cast, get_args
 
 from imagefleet import errors, validation
 from imagefleet.job import settings_table
 from imagefleet.job.chain import THEN_FIELD
 from imagefleet.job.message import FAILURE_FIELD, Job
 from imagefleet.job.passes import extras
-from loadgen.formats.lines import Entry, Format, FormatError, lines
+from loadgen.formats.lines import MAX_JOB_LENGTH, Entry, Format, FormatError, lines
 
 #: Fields whose cells are text as it stands, with its white space.
 _PROMPTS = frozenset({"prompt", "negative_prompt", "hr_prompt", "hr_negative_prompt"})
@@ -174,10 +175,42 @@ class CsvRows(Format):
 _BYTES = re.compile("[\ud800-\udfff]")
 
 
+#: Excel's word in a first line for the delimiter of all others.
+_SEPARATOR = re.compile(rb"(?:\xef\xbb\xbf)?sep=([,;\t])\r?\n", re.IGNORECASE)
+
+_CHUNK_BYTES = 2**18
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """The lines of a table, which end in CR alone where old programs of macOS wrote them."""
+    if not hasattr(stream, "peek"):
+        stream = io.BufferedReader(cast("io.RawIOBase", stream))
+    head = stream.peek(1)
+    if b"\r" not in head or b"\n" in head:
+        return lines(stream)
+    return _lines_ending_in_cr(stream)
+
+
+def _lines_ending_in_cr(stream: BinaryIO) -> Iterator[bytes]:
+    rest = b""
+    while chunk := stream.read(_CHUNK_BYTES):
+        *whole, rest = (rest + chunk).split(b"\r")
+        yield from (line + b"\n" for line in whole)
+        if len(rest) > MAX_JOB_LENGTH:
+            raise FormatError(
+                f"a line has more than {MAX_JOB_LENGTH:,} bytes, and no job has so many"
+            )
+    if rest:
+        yield rest
+
+
 def _open(stream: BinaryIO) -> tuple[Columns, str, Iterator[tuple[int, list[str]]]]:
     """The columns, the delimiter, and the rows after the first."""
-    given = lines(stream)
+    given = _lines(stream)
     first = next(given, b"")
+    told = _SEPARATOR.fullmatch(first)
+    if told:
+        first = next(given, b"")
     if not first:
         return Columns(["prompt"]), ",", iter(())
     try:
@@ -186,21 +219,26 @@ def _open(stream: BinaryIO) -> tuple[Columns, str, Iterator[tuple[int, list[str]
         raise FormatError(
             "the first row is not UTF-8: save the file as 'CSV UTF-8'"
         ) from None
-    delimiter = max(DELIMITERS, key=header.count)
+    delimiter = told[1].decode() if told else max(DELIMITERS, key=header.count)
     others = (line.decode("utf-8", "surrogateescape") for line in given)
-    rows = _rows(itertools.chain([header], others), delimiter)
+    rows = _rows(itertools.chain([header], others), delimiter, begins=1 + bool(told))
     _, names = next(rows)
     return Columns(names), delimiter, rows
 
 
-def _rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Each row's first line and its cells; raises FormatError where a quote is missing."""
+def _rows(
+    text: Iterable[str], delimiter: str, *, begins: int
+) -> Iterator[tuple[int, list[str]]]:
+    """Each row's first line and its cells; raises FormatError where a quote is missing.
+
+    *begins*: the number of the first line.
+    """
     if delimiter == "\t":
-        yield from enumerate(map(_between_tabs, text), start=1)
+        yield from enumerate(map(_between_tabs, text), start=begins)
         return
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     for number in itertools.count(1):
-        line = reader.line_num + 1
+        line = reader.line_num + begins
         try:
             cells = next(reader, None)
         except csv.Error as error:

@@ -83,12 +83,12 @@ def facts_of(line: str) -> dict[str, str]:
             found[match[1]] = line[match.end() : end]
             line = line[: match.start()] + line[end:].lstrip(", ")
     for word, value in _FACT.findall(line):
-        text = value
+        text = value.strip()
         if value.startswith('"'):
             with contextlib.suppress(ValueError):
-                text = json.loads(value)
+                text = json.loads(value)  # with its blanks
         if word:
-            found[word] = text.strip()
+            found[word] = text
     return found
 
 

@@ -117,10 +117,10 @@ def parameters(
 
 
 def _told(facts: Mapping[str, str | None]) -> str:
-    """The facts that there are; one that has a delimiter, or begins like it, as a JSON string."""
+    """The facts that there are; one that would be read otherwise as a JSON string."""
     told = []
     for name, fact in facts.items():
-        if fact and re.search(r'^\s*"|[,:\n]', fact):
+        if fact and re.search(r'^"|^\s|\s$|[,:\n]', fact):
             told.append(f"{name}: {json.dumps(fact, ensure_ascii=False)}")
         elif fact:
             told.append(f"{name}: {fact}")

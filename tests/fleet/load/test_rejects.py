@@ -140,6 +140,8 @@ def test_a_secret_in_a_refused_value_is_not_shown(in_process: Imagefleet, tmp_pa
         (["jobs.csv", "--rejects", "jobs.csv"], "is the file of jobs itself"),
         (["t.yaml", "--rejects", "r.jsonl"], "--rejects is for files of jobs"),
         (["jobs.csv", "--rejects", "."], "cannot write .: Is a directory"),
+        (["jobs.csv", "--rejects", "r.csv"], "as JSON lines: let the name end in .jsonl"),
+        (["jobs.csv", "--rejects", "r.jsonl.gz"], "let the name end in .jsonl"),
     ],
 )
 def test_a_file_of_refused_rows_that_cannot_be_is_one_sentence(
@@ -199,3 +201,17 @@ def test_lines_of_text_that_are_left_out_as_comments_are_counted(
     told = json.loads(in_process("load", "jobs.txt", "--restart", "--json").stdout)
     counts = [told[name] for name in ("total", "sent", "comments", "empty")]
     assert counts == [5, 2, 2, 1]
+
+
+def test_a_check_names_ids_that_are_there_twice(in_process: Imagefleet, tmp_path):
+    rows = ["id,prompt", "a,cat", "b,dog", "a,fox", "b,dog", "c,owl"]
+    write(tmp_path, rows)
+    result = in_process("load", "jobs.csv", "--check")
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    said = "row 4: the id of default/a is an earlier job's, with another content"
+    assert result.stderr.count("an earlier job's") == 1
+    assert said in result.stderr
+    told = json.loads(in_process("load", "jobs.csv", "--check", "--json").stdout)
+    assert told["doubled"] == 1
+    write(tmp_path, [*rows[:3], rows[-1]])
+    assert in_process("load", "jobs.csv", "--check").returncode == console.EXIT_DONE

@@ -139,6 +139,39 @@ def test_the_same_bytes_in_another_format_are_other_jobs(tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["jobs.jsonl", "jobs.txt", "jobs.csv"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_a_file_in_utf_16_is_refused_with_the_remedy(
+    tmp_path, name: str, encoding: str
+):
+    text = '{"prompt": "a"}\n' if name == "jobs.jsonl" else "prompt\na\n"
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    with pytest.raises(errors.SetupError, match="is UTF-16: save it as UTF-8, `iconv"):
+        source_of(tmp_path, name, f"{mark}{text}".encode(encoding)).check()
+
+
+def test_rows_that_end_in_cr_alone_are_rows(tmp_path):
+    text = 'id,prompt\ra,"a ""big"" cat"\rb,"two\rlines"\rc,dog'
+    source = source_of(tmp_path, "jobs.csv", text)
+    source.check()
+    assert [job.prompt for job in jobs_of(source)] == ['a "big" cat', "two\nlines", "dog"]
+    large = "prompt\r" + "".join(f"a cat of {number}\r" for number in range(100_000))
+    assert source_of(tmp_path, "large.csv", large).count == 100_000
+
+
+@pytest.mark.parametrize(
+    ("mark", "delimiter", "cell"), [("", ";", "a, cat"), ("\ufeff", ",", "a; cat")]
+)
+def test_excels_line_for_the_delimiter_is_none_of_the_rows(
+    tmp_path, mark: str, delimiter: str, cell: str
+):
+    rows = [f"id{delimiter}prompt", f"x{delimiter}{cell}", f"y{delimiter}a (cat:900)"]
+    text = "\r\n".join([f"{mark}sep={delimiter}", *rows, ""])
+    source = source_of(tmp_path, "jobs.csv", text, report=Report(skips=True))
+    assert [job.prompt for job in jobs_of(source)] == [cell]
+    assert source.report.shown[0].place == "row 3, line 4"
+
+
 @pytest.mark.parametrize(
     ("line", "fields"),
     [
@@ -354,7 +387,7 @@ def test_an_invalid_job_is_reported_by_its_place_or_skipped(
         ),
         ("a.csv", "id,steps\na,5\n", "no column 'prompt'"),
         ("a.csv", 'prompt\n"a\n', "row 2, which begins in line 2: unexpected end"),
-        ("a.csv", "prompt\na\n".encode("utf-16"), "the first row is not UTF-8"),
+        ("a.csv", "prompt\na\n".encode("utf-16"), "it is UTF-16"),
         ("a.json", '[{"prompt":"a"},]', "not valid JSON: "),
         (
             "a.json",
