@@ -153,7 +153,9 @@ def _check_suffix(rejects: Path) -> None:
     """Raises SetupError for a name that tells another format than that of refused rows."""
     name = rejects.name.lower()
     form = file_source.FORMATS["jsonl"]
-    others = [suffix for each in file_source.FORMATS.values() for suffix in each.suffixes]
+    others = [
+        suffix for each in file_source.FORMATS.values() for suffix in each.suffixes
+    ]
     if name.endswith((*others, ".gz")) and not name.endswith(form.suffixes):
         raise errors.SetupError(
             f"--rejects {rejects}: refused rows are written as JSON lines: let the name end in"

@@ -6,13 +6,14 @@ import random
 from typing import Any
 
 import numpy as np
+import pytest
 
 from imagefleet import errors
 from imagefleet.job import samplers
 from imagefleet.job.message import SUFFIXES, Job, Output, read_job
 from imagefleet.job.passes import extras, hires, img2img
 from imagefleet.job.prompt import Subprompt
-from loadgen.infotext import source
+from loadgen.infotext import a1111, source
 from worker.stages import encode, infotext
 
 JOBS = 300
@@ -280,3 +281,11 @@ def test_300_jobs_of_all_fields_come_back_from_their_pictures_as_they_were(
             job, index, size
         ), told
         done += 1
+
+
+@pytest.mark.parametrize("prompt", ["  a crisp house", " a house, crisp", "house  "])
+def test_blanks_around_a_second_passs_prompt_stay(prompt: str):
+    fields = {"prompt": "a house", "enable_hr": True, "hr_prompt": prompt}
+    job = read_job(json.dumps({**fields, "seed": 1}), "one")
+    text = infotext.parameters(job, 0, (512, 512), "m")
+    assert a1111.read(text).job["hr_prompt"] == prompt

@@ -140,7 +140,10 @@ def test_a_secret_in_a_refused_value_is_not_shown(in_process: Imagefleet, tmp_pa
         (["jobs.csv", "--rejects", "jobs.csv"], "is the file of jobs itself"),
         (["t.yaml", "--rejects", "r.jsonl"], "--rejects is for files of jobs"),
         (["jobs.csv", "--rejects", "."], "cannot write .: Is a directory"),
-        (["jobs.csv", "--rejects", "r.csv"], "as JSON lines: let the name end in .jsonl"),
+        (
+            ["jobs.csv", "--rejects", "r.csv"],
+            "as JSON lines: let the name end in .jsonl",
+        ),
         (["jobs.csv", "--rejects", "r.jsonl.gz"], "let the name end in .jsonl"),
     ],
 )

@@ -154,7 +154,11 @@ def test_rows_that_end_in_cr_alone_are_rows(tmp_path):
     text = 'id,prompt\ra,"a ""big"" cat"\rb,"two\rlines"\rc,dog'
     source = source_of(tmp_path, "jobs.csv", text)
     source.check()
-    assert [job.prompt for job in jobs_of(source)] == ['a "big" cat', "two\nlines", "dog"]
+    assert [job.prompt for job in jobs_of(source)] == [
+        'a "big" cat',
+        "two\nlines",
+        "dog",
+    ]
     large = "prompt\r" + "".join(f"a cat of {number}\r" for number in range(100_000))
     assert source_of(tmp_path, "large.csv", large).count == 100_000
 
