@@ -93,6 +93,12 @@ def _of_sigmas(
     if leaves_out:
         del whole[-2]
     sigmas = whole if t_enc is None else whole[steps - t_enc - 1 :]
+    if not sigmas:  # of LCM's fifty timesteps, say; there it is an error as well
+        raise errors.JobError(
+            f"{sampler.title} with the schedule {samplers.SCHEDULES[schedule]} has"
+            f" {len(whole) - 1} steps at most, and this pass would be the last {t_enc} of {steps}:"
+            " use another schedule, or a larger denoising_strength"
+        )
     count = steps if t_enc is None else len(sigmas) - 1
     taken: by_sigma.Sigmas = sigmas
     if sampler.is_between_ends:

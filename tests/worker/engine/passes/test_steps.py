@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import references
+from imagefleet import errors
 from imagefleet.job import samplers
 from sampling import (
     alphas_cumprod,
@@ -163,3 +164,12 @@ def test_s_min_uncond_counts_the_calls_of_the_pass():
     assert made.unguided[0] is False
     assert sum(made.unguided) > 2
     assert made.unguided != whole.unguided[-11:], "there, another call is the first"
+
+
+def test_the_end_of_a_schedule_that_is_too_short_is_a_jobs_error():
+    """LCM has fifty sigmas: the last 40 of 133 steps are beyond them, an error there as well."""
+    taken = begin.second_pass(40, 0.3)
+    with pytest.raises(
+        errors.JobError, match="LCM with the schedule DDIM has 49 steps"
+    ):
+        schedule("lcm_ddim", taken)
