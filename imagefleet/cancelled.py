@@ -1,7 +1,9 @@
-"""The list of what was cancelled, `cancelled.json` among the files, which workers and `load` obey.
+"""The list of what is cancelled or paused, `cancelled.json` among the files.
+
+Workers obey it, and running loads.
 
 A job is cancelled if its message was sent before its campaign was, by the clock of the storage; or
-if it is in the list itself.
+if it is in the list itself. The jobs of a paused campaign wait, whenever they were sent.
 """
 
 import asyncio
@@ -46,12 +48,16 @@ MAX_BYTES = 1_000_000
 
 
 class Cancellation(BaseModel, extra="allow", frozen=True):
-    """One campaign of one queue, or one job of it, and until when its messages were sent."""
+    """One campaign of one queue, or one job of it, and until when its messages were sent.
+
+    Of a campaign that *is_paused*, since when it is.
+    """
 
     queue: str = Field(max_length=200)
     campaign: SafeId
     id: SafeId | None = None
     at: AwareDatetime
+    is_paused: bool = False
 
     @property
     def name(self) -> str:
@@ -72,6 +78,8 @@ class CancelledCampaigns:
         self._queue = queue
         self.times: Mapping[str, datetime] = {}
         """The time at which each campaign was cancelled, or each single job, by `campaign/id`."""
+        self.paused: frozenset[str] = frozenset()
+        """The campaigns whose jobs wait until they are resumed."""
         self._version: str | None = None
         self._read_at: float | None = None
         self._reading = asyncio.Lock()
@@ -114,13 +122,14 @@ class CancelledCampaigns:
             BLOB, 0, 1
         )  # a byte tells whether it has changed
         if start is None:
-            self.times, self._version = {}, None
+            self.times, self.paused, self._version = {}, frozenset(), None
         elif start.version != self._version:
             part = await self._files.read_part(BLOB, 0, MAX_BYTES)
             self._version = None if part is None else part.version
             found = _parse(self._files, part)
-            own = (entry for entry in found.campaigns if entry.queue == self._queue)
-            self.times = {entry.name: entry.at for entry in own}
+            own = [entry for entry in found.campaigns if entry.queue == self._queue]
+            self.times = {entry.name: entry.at for entry in own if not entry.is_paused}
+            self.paused = frozenset(entry.name for entry in own if entry.is_paused)
 
     def _log(self, why: str) -> None:
         if self._warning.is_due():
@@ -147,6 +156,28 @@ async def cancel_jobs(
 ) -> None:
     """Cancels single jobs, by `campaign/id`, and forgets cancelled ones that have *ended*."""
     await _change(storage, BLUR_SECONDS, list(map(split_job_key, new)), ended)
+
+
+async def pause(storage: Storage, campaign: str, *, is_paused: bool) -> bool:
+    """Pauses a campaign, or resumes it; False if it was so before. A cancellation resumes it."""
+    queue, at = storage.queue.name, storage.blobs.clock.now()
+    entry = Cancellation(queue=queue, campaign=campaign, at=at, is_paused=True)
+    was_paused = False
+
+    def changed(part: BlobPart | None) -> bytes:
+        nonlocal was_paused
+        known = _parse(storage.files, part)
+        others = [
+            each
+            for each in known.campaigns
+            if (each.queue, each.name, each.is_paused) != (queue, campaign, True)
+        ]
+        was_paused = len(others) < len(known.campaigns)
+        update = {"campaigns": (*others, *([entry] if is_paused else []))}
+        return known.model_copy(update=update).model_dump_json(indent=1).encode()
+
+    await storage.files.edit(BLOB, changed, MAX_BYTES)
+    return was_paused != is_paused
 
 
 async def _change(
@@ -182,7 +213,9 @@ async def _change(
             if each.queue != queue
             or (
                 each.name not in gone
-                and not ((forget or each.id) and at - each.at > KEPT)
+                and not (
+                    (forget or each.id) and not each.is_paused and at - each.at > KEPT
+                )
             )
         ]
         if len(kept) + len(added) > MAX_CAMPAIGNS:

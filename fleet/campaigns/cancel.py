@@ -1,4 +1,4 @@
-"""`imagefleet cancel`: ends a campaign's waiting jobs and its loads, or empties the queue."""
+"""`imagefleet cancel`: ends or pauses a campaign's waiting jobs, or empties the queue."""
 
 from dataclasses import asdict
 
@@ -22,6 +22,8 @@ async def command(
         False,
         "--all",
     ),
+    pause: bool = option("Put the jobs off until --resume, and cancel none.", False),
+    resume: bool = option("Go on with the jobs of a paused campaign.", False),
     dry_run: bool = options.dry_run("what would be cancelled or deleted"),
     yes: options.Yes = False,
     as_json: options.AsJson = False,
@@ -33,15 +35,31 @@ async def command(
     of the same one runs. With --all the queue is emptied, messages in flight included: workers
     drop what they cannot finish within half a lease. Failed jobs stay, and running loads go on.
 
+    With --pause workers put the jobs off, five minutes at a time, whenever they are sent. They stay
+    in the queue, so a fleet that scales by it stays up. A campaign that is cancelled is paused no
+    more.
+
     imagefleet cancel spring --dry-run
 
     imagefleet cancel spring
+
+    imagefleet cancel spring --pause
+
+    imagefleet cancel spring --resume
 
     imagefleet cancel --all
     """
     named = target.campaign(campaign)
     if everything == (named is not None):
         raise errors.SetupError("choose what to cancel: a CAMPAIGN or --all")
+    if pause or resume:
+        if named is None or pause == resume or dry_run:
+            raise errors.SetupError(
+                "--pause and --resume are for a CAMPAIGN, one of the two, without --dry-run"
+            )
+        async with console.connected(settings) as fleet:
+            await _pause(fleet.storage, named, is_paused=pause, as_json=as_json)
+        return
     async with console.connected(settings) as fleet:
         queue = fleet.storage.queue
         count = (await queue.depth()).messages
@@ -62,6 +80,24 @@ async def command(
     console.show(
         record, f"{messages} of the queue {queue.name} {would}deleted", as_json=as_json
     )
+
+
+async def _pause(
+    storage: Storage, campaign: str, *, is_paused: bool, as_json: bool
+) -> None:
+    if unsure := await target.check_campaign(storage, campaign):
+        console.print_warning(unsure)
+    is_new = await cancelled.pause(storage, campaign, is_paused=is_paused)
+    sentence = (
+        f"campaign {campaign} is paused: workers put its jobs off, within ten seconds;"
+        f" `imagefleet cancel {campaign} --resume` goes on"
+        if is_paused
+        else f"campaign {campaign} is not paused: workers take its jobs, within six minutes"
+    )
+    if not is_new:
+        sentence = f"{sentence} (as before)"
+    record = {"campaign": campaign, "paused": is_paused, "changed": is_new}
+    console.show(record, sentence, as_json=as_json)
 
 
 async def _cancel(

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from cli import console
 from imagefleet import errors
+from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.counts import CachedCounts, Counts
@@ -34,6 +35,7 @@ class Campaigns:
         self.unfit_records = 0
         """Records that are damaged or forged, and so not in the figures."""
         self.refusal: str | None = None
+        self.paused: frozenset[str] = frozenset()
         self._storage = storage
         self._only = only
         self._counted: dict[str, CachedCounts] = {}
@@ -60,6 +62,9 @@ class Campaigns:
             self.rows = sorted(found.items(), key=_by_last, reverse=True)
             self.unfit_records = damaged.count
             self.refusal = None
+        known = CancelledCampaigns(self._storage.files, self._storage.queue.name)
+        await known.refresh()
+        self.paused = known.paused
         self._read_at = now
 
     @property
@@ -76,6 +81,7 @@ class Campaigns:
                 **asdict(counts),
                 "pending": counts.pending,
                 "seconds_left": seconds_left(counts),
+                "paused": name in self.paused,
             }
             for name, counts in self.rows
         ]
@@ -126,6 +132,11 @@ class Campaigns:
                 " moment; `imagefleet load FILE --restart` sends deleted ones again; what is stored"
                 " is not drawn twice"
             )
+        shown = {name for name, _ in self.rows[:count]}
+        found += [
+            f"{campaign} is paused: `imagefleet cancel {campaign} --resume` goes on"
+            for campaign in sorted(self.paused & shown)
+        ]
         for campaign, counts in self.rows[:count]:
             if counts.unknown:
                 found.append(

@@ -97,6 +97,47 @@ async def test_no_image_of_a_cancelled_campaign_is_begun_and_the_other_is_untouc
     assert registry.get_sample_value("imagefleet_jobs_total", labels) == many - drawn
 
 
+async def test_a_paused_campaigns_jobs_wait_until_it_is_resumed_and_are_no_failures(
+    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+):
+    monkeypatch.setattr("worker.stages.prepare.PAUSED_SECONDS", 0.2)
+    monkeypatch.setattr("worker.stages.prepare.MAX_LIST_AGE_SECONDS", 0.0)
+    spring = [message(id=f"s{seed}", seed=seed, campaign="spring") for seed in range(6)]
+    autumn = message(id="a", seed=AUTUMN, campaign="autumn")
+    await storage.create()
+    assert await cancelled.pause(storage, "spring", is_paused=True)
+    assert not await cancelled.pause(storage, "spring", is_paused=True)
+    await storage.queue.send([*spring, autumn])
+    engine, stop = Noting(), asyncio.Event()
+    running = asyncio.create_task(run_pipeline(engine, stop=stop, until_empty=False))
+    await polling.until(lambda: engine.count("autumn") == 1)
+
+    async def deliveries() -> int:
+        found = [each async for each, _ in storage.queue.find("spring")]
+        return max((each.delivery_count for each in found), default=0)
+
+    if storage.queue.finds_all:
+        await polling.until(deliveries, lambda count: count > 3)
+    assert engine.count("spring") == 0
+    assert await cancelled.pause(storage, "spring", is_paused=False)
+    await polling.until(lambda: engine.count("spring") == len(spring))
+    stop.set()
+    pipeline = await running
+    assert pipeline.metrics.outcomes["completed"] == len(spring) + 1
+    assert pipeline.metrics.outcomes["failed"] == 0
+    assert len(await blobs(storage, "spring/")) == len(spring)
+
+
+async def test_a_campaign_that_is_cancelled_is_paused_no_more(storage: Storage):
+    await storage.create()
+    await cancelled.pause(storage, "spring", is_paused=True)
+    await cancelled.pause(storage, "autumn", is_paused=True)
+    await cancelled.cancel(storage, "spring")
+    found = cancelled.CancelledCampaigns(storage.files, storage.queue.name)
+    await found.refresh(0)
+    assert (found.paused, set(found.times)) == ({"autumn"}, {"spring"})
+
+
 async def test_of_a_job_of_several_images_those_that_are_begun_are_stored(
     storage: Storage,
     run_pipeline: RunPipeline,

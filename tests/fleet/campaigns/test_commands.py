@@ -256,3 +256,22 @@ def test_purge_asks_with_the_count_and_keeps_failed_jobs(
         "of 2 pending jobs 0 at most in this queue or in flight, 2 not: they wait in another queue"
         in said
     )
+
+
+def test_a_campaign_is_paused_shown_as_paused_and_resumed(
+    in_process: Imagefleet, filled: StorageSettings
+):
+    call = ("cancel", "spring", *flags(filled))
+    said = in_process(*call, "--pause").stdout
+    assert "campaign spring is paused: workers put its jobs off" in said
+    shown = in_process("status", *flags(filled)).stdout
+    assert "spring is paused: `imagefleet cancel spring --resume`" in " ".join(
+        shown.split()
+    )
+    told = json.loads(in_process("status", "--json", *flags(filled)).stdout)
+    assert {row["campaign"] for row in told["campaigns"] if row["paused"]} == {"spring"}
+    told = json.loads(in_process(*call, "--resume", "--json").stdout)
+    assert told == {"campaign": "spring", "paused": False, "changed": True}
+    assert "(as before)" in in_process(*call, "--resume").stdout
+    for wrong in (["--pause", "--resume"], ["--pause", "--dry-run"]):
+        assert_refused(in_process(*call, *wrong), "one of the two, without --dry-run")
