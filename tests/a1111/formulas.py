@@ -1,7 +1,7 @@
 """A reference of what AUTOMATIC1111 1.10 tells its samplers and its model, by its formulas."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from payloads import OF_TIMESTEPS, Case, Edit, Prompt, Text, edits
 from scipy import stats
+from sigma_calls import CALLS, Options, dpm_fast, hat_of, karras
 
 #: `sd_samplers_kdiffusion.py`, `samplers_k_diffusion`: the option `scheduler`, by its key.
 _OWN_SCHEDULE = {
@@ -230,7 +231,7 @@ def _ddim(levels: torch.Tensor, _: float, __: float, count: int) -> list[float]:
 
 #: `sd_schedulers.py`: functions of the levels, their ends and the number of sigmas.
 _SCHEDULES: dict[str, _Sigmas] = {
-    "Karras": lambda _, low, high, count: _karras(count, low, high),
+    "Karras": lambda _, low, high, count: karras(count, low, high),
     "Exponential": _exponential,
     "Polyexponential": _exponential,
     "KL Optimal": _kl_optimal,
@@ -241,22 +242,7 @@ _SCHEDULES: dict[str, _Sigmas] = {
 }
 
 
-def _karras(count: int, low: float, high: float) -> list[float]:
-    ramp = np.linspace(0, 1, count)
-    root = high ** (1 / 7) + ramp * (low ** (1 / 7) - high ** (1 / 7))
-    return (root**7).tolist()
-
-
-@dataclass
-class _Options:
-    eta: float
-    churn: float
-    tmin: float
-    tmax: float
-    noise: float
-
-
-def _options(payload: dict[str, Any], sampler: str) -> _Options:
+def _options(payload: dict[str, Any], sampler: str) -> Options:
     """`sd_samplers_common.Sampler.initialize`: each sampler's own eta, and its extra params."""
     settings = payload.get("override_settings", {})
     usual, name = (
@@ -267,7 +253,7 @@ def _options(payload: dict[str, Any], sampler: str) -> _Options:
         eta = settings.get(name, usual)
     is_churning = sampler in _CHURNING
     noise = payload.get("s_noise", 1) if is_churning or sampler in _SCALING else 1
-    return _Options(
+    return Options(
         eta,
         payload.get("s_churn", 0) if is_churning else 0,
         payload.get("s_tmin", 0),
@@ -361,7 +347,7 @@ def _by_timesteps(
     made: Pass,
     model: _Model,
     sampler: str,
-    options: _Options,
+    options: Options,
     steps: int,
     t_enc: int | None,
 ) -> None:
@@ -399,7 +385,7 @@ def _by_sigmas(
     model: _Model,
     sampler: str,
     label: str,
-    options: _Options,
+    options: Options,
     steps: int,
     t_enc: int | None,
 ) -> None:
@@ -418,161 +404,14 @@ def _by_sigmas(
         if t_enc is not None:
             ends = sigmas[0], sigmas[max(-2, -len(sigmas))]
             count = len(sigmas) - 1
-        calls = list(_dpm_fast(*ends, count, options)) if count > 0 else []
+        calls = list(dpm_fast(*ends, count, options)) if count > 0 else []
     else:
-        calls = list(_CALLS[sampler](sigmas, options))
+        calls = list(CALLS[sampler](sigmas, options))
     made.scales = [sigma for sigma, _ in calls]
     made.calls = [(model.timestep(sampler, sigma), noise) for sigma, noise in calls]
     if options.churn > 0:
-        hat = _hat(sigmas[0], options, len(sigmas) - 1)
+        hat = hat_of(sigmas[0], options, len(sigmas) - 1)
         made.churn = options.noise * math.sqrt(max(0.0, hat**2 - sigmas[0] ** 2))
-
-
-def _hat(sigma: float, options: _Options, steps: int) -> float:
-    """`sample_euler`: gamma."""
-    if not options.tmin <= sigma <= options.tmax:
-        return sigma
-    return sigma * (1 + min(options.churn / max(1, steps), math.sqrt(2) - 1))
-
-
-def _ancestral(start: float, end: float, eta: float) -> tuple[float, float]:
-    """`get_ancestral_step`."""
-    if not eta:
-        return end, 0.0
-    up = min(end, eta * math.sqrt(end**2 * (start**2 - end**2) / start**2))
-    return math.sqrt(end**2 - up**2), up
-
-
-_Calls = Iterator[tuple[float, float | None]]
-
-
-def _churned(sigmas: Sequence[float], options: _Options, middle: str) -> _Calls:
-    """`sample_euler`, `sample_heun` and `sample_dpm_2`; noise is drawn before each step."""
-    count = len(sigmas) - 1
-    for at, following in enumerate(sigmas[1:]):
-        hat = _hat(sigmas[at], options, count)
-        noise = None
-        if options.churn > 0 and at + 1 < count:
-            raised = _hat(following, options, count)
-            noise = options.noise * math.sqrt(max(0.0, raised**2 - following**2))
-        if following == 0 or middle == "none":
-            yield hat, noise
-            continue
-        yield hat, None
-        yield (following if middle == "end" else math.sqrt(hat * following)), noise
-
-
-def _ancestral_steps(
-    sigmas: Sequence[float], options: _Options, middle: bool
-) -> _Calls:
-    """`sample_euler_ancestral`, `sample_dpm_2_ancestral` and `sample_dpmpp_2s_ancestral`."""
-    for sigma, following in pairwise(sigmas):
-        down, up = _ancestral(sigma, following, options.eta)
-        noise = options.noise * up if following else None
-        if down == 0 or not middle:
-            yield sigma, noise
-            continue
-        yield sigma, None
-        yield math.sqrt(sigma * down), noise
-
-
-def _plain(sigmas: Sequence[float], _: _Options) -> _Calls:
-    """`sample_dpmpp_2m` and `sample_lms`."""
-    yield from ((sigma, None) for sigma in sigmas[:-1])
-
-
-def _sde(sigmas: Sequence[float], options: _Options) -> _Calls:
-    """`sample_dpmpp_2m_sde` and `sample_dpmpp_3m_sde`."""
-    for sigma, following in pairwise(sigmas):
-        if following == 0:
-            yield sigma, None
-            continue
-        length = math.log(sigma / following)
-        share = -math.expm1(-2 * length * options.eta)
-        yield sigma, following * math.sqrt(share) * options.noise
-
-
-def _sde_of_two(sigmas: Sequence[float], options: _Options) -> _Calls:
-    """`sample_dpmpp_sde`."""
-    for sigma, following in pairwise(sigmas):
-        if following == 0:
-            yield sigma, None
-            continue
-        middle = math.sqrt(sigma * following)
-        yield sigma, _ancestral(sigma, middle, options.eta)[1] * options.noise
-        yield middle, _ancestral(sigma, following, options.eta)[1] * options.noise
-
-
-def _lcm(sigmas: Sequence[float], _: _Options) -> _Calls:
-    """`sd_samplers_lcm.py`, `sample_lcm`."""
-    for sigma, following in pairwise(sigmas):
-        yield sigma, following or None
-
-
-def _restart(sigmas: Sequence[float], _: _Options) -> _Calls:
-    """`sd_samplers_extra.py`, `restart_sampler`."""
-    known, again = list(sigmas), {}
-    count = len(known) - 1
-    if count >= 20:
-        steps, times = (count // 4, 2) if count >= 36 else (9, 1)
-        known = [*_karras(count - steps * times, known[-2], known[0]), 0.0]
-        low = min(range(len(known)), key=lambda at: abs(known[at] - 0.1))
-        high = min(range(len(known)), key=lambda at: abs(known[at] - 2))
-        if high < low:
-            part = _karras(steps + 1, known[low], known[high])
-            again[low] = [*pairwise(part)] * times
-    whole: list[tuple[float, float]] = []
-    for at, pair in enumerate(pairwise(known)):
-        whole += [pair, *again.get(at + 1, [])]
-    begins = [*(begin for begin, _ in whole[1:]), 0.0]
-    for (sigma, following), begin in zip(whole, begins, strict=True):
-        noise = math.sqrt(begin**2 - following**2) if begin > following else None
-        if following == 0:
-            yield sigma, noise
-        else:
-            yield sigma, None
-            yield following, noise
-
-
-def _dpm_fast(largest: float, smallest: float, count: int, options: _Options) -> _Calls:
-    """`DPMSolver.dpm_solver_fast`."""
-    steps = count // 3 + 1
-    orders = [3] * (steps - 1) + [count % 3]
-    if count % 3 == 0:
-        orders = [3] * (steps - 2) + [2, 1]
-    ends = np.exp(
-        np.linspace(math.log(largest), math.log(smallest), steps + 1)
-    ).tolist()
-    for order, (sigma, following) in zip(orders, pairwise(ends), strict=False):
-        down, noise = following, None
-        if options.eta:
-            down = max(smallest, _ancestral(sigma, following, options.eta)[0])
-            noise = options.noise * math.sqrt(max(0.0, following**2 - down**2))
-        length = math.log(sigma / down)
-        shares = {1: [0.0], 2: [0.0, 1 / 2], 3: [0.0, 1 / 3, 2 / 3]}[order]
-        *begun, last = (sigma * math.exp(-share * length) for share in shares)
-        yield from ((each, None) for each in begun)
-        yield last, noise
-
-
-_CALLS: dict[str, Any] = {
-    "DPM++ 2M": _plain,
-    "LMS": _plain,
-    "DPM++ SDE": _sde_of_two,
-    "DPM++ 2M SDE": _sde,
-    "DPM++ 2M SDE Heun": _sde,
-    "DPM++ 3M SDE": _sde,
-    "DPM++ 2S a": lambda sigmas, options: _ancestral_steps(
-        sigmas, options, middle=True
-    ),
-    "DPM2 a": lambda sigmas, options: _ancestral_steps(sigmas, options, middle=True),
-    "Euler a": lambda sigmas, options: _ancestral_steps(sigmas, options, middle=False),
-    "Euler": lambda sigmas, options: _churned(sigmas, options, "none"),
-    "Heun": lambda sigmas, options: _churned(sigmas, options, "end"),
-    "DPM2": lambda sigmas, options: _churned(sigmas, options, "middle"),
-    "Restart": _restart,
-    "LCM": _lcm,
-}
 
 
 def _add_texts(
