@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from cli import console, files, options, target
 from cli.options import argument, option
 from fleet import filling
 from fleet.files import missing
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from imagefleet.job.message import Job, job_key
 from imagefleet.records.ledger import Digests, id_hash
-from imagefleet.storage.open import signer_of
-from loadgen import file_source, sources
+from imagefleet.storage.open import open_storage, signer_of
+from loadgen import file_source, inputs, sources
 from loadgen.rejects import MOST_SHOWN, Rejected, Report
 from loadgen.settings import LoadSettings
 
@@ -46,6 +46,11 @@ class Jobs:
         "What jobs leave out: a1111-1.10 for the values of AUTOMATIC1111's API; default: those of"
         " imagefleet.",
         metavar="NAME",
+    )
+    inputs: Path | None = option(
+        "Send each job once for each picture of this folder, with which it begins (img2img); they"
+        " are stored first.",
+        metavar="FOLDER",
     )
     skip_invalid: bool = option("Skip what is not a valid job.", default=False)
     rejects: Path | None = option(
@@ -95,6 +100,8 @@ def command(
     imagefleet load prompts.csv --check
 
     shuf prompts.txt | imagefleet load - --format txt
+
+    imagefleet load winter.json --inputs photos
     """
     target.check_name("--campaign", jobs.campaign)
     file, rejects = Path(jobs.file), jobs.rejects
@@ -104,11 +111,13 @@ def command(
         raise errors.SetupError(f"--rejects {rejects}: is the file of jobs itself")
     with reporting(rejects, skips=jobs.skip_invalid, as_json=as_json) as report:
         with read("reading"):
+            pictures = inputs.pictures_of(jobs.inputs) if jobs.inputs else []
             source = sources.open_source(
                 jobs.file,
                 form=jobs.form,
                 count=jobs.count,
                 seed=jobs.seed,
+                pictures=pictures,
                 report=report,
                 signer=None if dry_run else signer_of(settings),
                 campaign=jobs.campaign,
@@ -118,7 +127,8 @@ def command(
             with read("checking"):
                 source.check()
         if check:
-            elsewhere = missing.Elsewhere(lora_directory, sending.model or ())
+            names = [picture.name for picture in pictures]
+            elsewhere = missing.Elsewhere(lora_directory, sending.model or (), names)
             _check(settings, source, report, elsewhere, read, as_json=as_json)
         elif dry_run:
             with read("checking"):
@@ -132,6 +142,10 @@ def command(
             alone = file.with_name(f"{file.name}.{settings.queue}")
             in_use = f"another `imagefleet load` is at work with {file}"
             is_input = jobs.file == "-"
+            if pictures:
+                with read("checking"):
+                    source.check()
+                _store(settings, pictures, quiet=not is_shown)
             with (
                 contextlib.nullcontext()
                 if is_input
@@ -147,6 +161,24 @@ def command(
                     facts=functools.partial(_facts, source, report),
                     new_only=sending.new_only,
                 )
+
+
+def _store(
+    settings: LoadSettings, pictures: Sequence[inputs.Picture], *, quiet: bool
+) -> None:
+    """Stores the pictures that jobs begin with."""
+
+    async def store() -> int:
+        async with open_storage(settings, concurrency.PATIENT) as storage:
+            await storage.create()
+            count = len(pictures)
+            with console.counting("storing pictures", count, quiet=quiet) as move:
+                return await inputs.upload(storage.files, pictures, move)
+
+    new = console.run(store())
+    if not quiet:
+        total = console.counted(len(pictures), "picture")
+        console.print_note(f"{total} in inputs/ of the container of files, {new:,} new")
 
 
 def _check_suffix(rejects: Path) -> None:

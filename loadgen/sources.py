@@ -6,7 +6,7 @@ Job n of a template is a function of the file's content, the seed and n.
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Unpack
@@ -16,6 +16,8 @@ from imagefleet.job import differences, sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from loadgen import file_source, template
 from loadgen.file_source import FileSource, OnJob, StandardInput, Terms
+from loadgen.formats.lines import Format
+from loadgen.inputs import Picture, WithInputs
 from loadgen.template import Draw, Patterns
 
 #: First jobs of a template that are checked before sending, besides each entry of each list.
@@ -137,22 +139,30 @@ def open_source(
     *,
     form: str | None = None,
     seed: int | None = None,
+    pictures: Sequence[Picture] = (),
     **terms: Unpack[Terms],
 ) -> Source:
     """The source for a file's name; `-` is standard input. *form* overrides what the name tells.
 
-    The report of the *terms* says whether rows that are no jobs are skipped; else they are a
-    SetupError.
+    Each job is there once for each of the *pictures*, if there are any. The report of the *terms*
+    says whether rows that are no jobs are skipped; else they are a SetupError.
     """
     path, report = Path(name), terms.get("report")
     if form is None and path.suffix in template.SUFFIXES:
         if report is not None and (report.skips or report.rejects):
             flag = "--skip-invalid" if report.skips else "--rejects"
             raise errors.SetupError(f"{flag} is for files of jobs, not for templates")
+        if pictures:
+            raise errors.SetupError("--inputs is for files of jobs, not for templates")
         return TemplateSource(path, seed=seed, **terms)
     if seed is not None:
         raise errors.SetupError("--seed is for templates, not for files of jobs")
     if name == "-":
-        return StandardInput(file_source.find_format(path, form or "jsonl"), **terms)
+        found = file_source.find_format(path, form or "jsonl")
+        return StandardInput(_with_pictures(found, pictures), **terms)
     found = file_source.find_format(path, form, other_suffixes=template.SUFFIXES)
-    return FileSource(path, found, **terms)
+    return FileSource(path, _with_pictures(found, pictures), **terms)
+
+
+def _with_pictures(form: Format, pictures: Sequence[Picture]) -> Format:
+    return WithInputs(form, pictures) if pictures else form

@@ -99,11 +99,14 @@ class Elsewhere:
 
     lora_directory: Path | None = None
     models: Iterable[str] = ()
+    images: Iterable[str] = ()
 
     def names(self, kind: FileKind) -> set[str]:
         """Raises SetupError if the folder of LoRAs cannot be read."""
         if kind is MODEL:
             return {MODEL.stem(PurePosixPath(path).name) for path in self.models}
+        if kind is IMAGE:
+            return set(self.images)
         if kind is not LORA or self.lora_directory is None:
             return set()
         try:

@@ -1,0 +1,145 @@
+"""A folder of pictures, with each of which every job of a file begins: img2img by the folder."""
+
+import asyncio
+import hashlib
+import json
+import mimetypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from pydantic import TypeAdapter, ValidationError
+
+from imagefleet import concurrency, errors
+from imagefleet.job import message
+from imagefleet.job.message import MAX_IMAGE_BYTES
+from imagefleet.job.passes import img2img
+from imagefleet.storage.protocol import BlobStore
+from loadgen.formats.lines import Entry, Format
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+#: The field of a job that a picture is in.
+FIELD = "init_images"
+
+_SOURCE = TypeAdapter[str](img2img.ImageSource)
+
+#: Hexadecimal digits of a picture's SHA-256 in its name: a changed picture is another one.
+_DIGITS = 12
+
+#: Pictures that are sent at once.
+_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    path: Path
+    name: str
+    """Its name in jobs: that of its blob below `inputs/`."""
+    sha256: str
+
+
+def pictures_of(folder: Path) -> list[Picture]:
+    """The pictures of a folder and of all in it, by their paths.
+
+    Raises SetupError for none, and for one that no job can name or no worker reads.
+    """
+    try:
+        paths = sorted(
+            path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES
+        )
+        found = [_picture(folder, path) for path in paths]
+    except OSError as error:
+        raise errors.SetupError(
+            f"--inputs {error.filename or folder}: {error.strerror or error}"
+        ) from None
+    if not found:
+        raise errors.SetupError(
+            f"--inputs {folder}: it is no folder with pictures ({', '.join(SUFFIXES)})"
+        )
+    return found
+
+
+def _picture(folder: Path, path: Path) -> Picture:
+    size = path.stat().st_size
+    if size > MAX_IMAGE_BYTES:
+        raise errors.SetupError(
+            f"--inputs {path}: it has {size:,} bytes; workers read {MAX_IMAGE_BYTES:,} at most"
+        )
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    inside = PurePosixPath(folder.resolve().name, *path.relative_to(folder).parts)
+    name = str(inside.with_stem(f"{inside.stem}~{sha256[:_DIGITS]}"))
+    try:
+        _SOURCE.validate_python(name)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise errors.SetupError(
+            f"--inputs {path}: its name {name!r} {reason}"
+        ) from None
+    return Picture(path, name, sha256)
+
+
+class WithInputs(Format):
+    """Each entry of a format once for each of the *pictures*, with which the job begins."""
+
+    def __init__(self, form: Format, pictures: Sequence[Picture]) -> None:
+        self.name = form.name
+        self.suffixes = form.suffixes
+        self.unit = form.unit
+        self.is_stream = form.is_stream
+        self._form = form
+        self._pictures = pictures
+
+    def entries(self, stream: BinaryIO) -> Iterator[Entry]:
+        for entry in self._form.entries(stream):
+            for picture in self._pictures:
+                yield _with_input(entry, picture)
+
+    def count(self, stream: BinaryIO) -> int:
+        return self._form.count(stream) * len(self._pictures)
+
+
+def _with_input(entry: Entry, picture: Picture) -> Entry:
+    place = f"{entry.place}, {picture.path}"
+    fields = message.fields_if_any(entry.text)
+    if entry.problem or not fields:
+        return entry._replace(place=place)
+    if fields.get(FIELD):
+        problem = f"{FIELD}: --inputs gives it: leave it out"
+        return entry._replace(place=place, problem=problem)
+    fields[FIELD] = [picture.name]
+    if fields.get("id"):
+        # One name is one job.
+        digest = hashlib.sha256(picture.name.encode()).hexdigest()
+        fields["id"] = f"{fields['id']}-{digest[:_DIGITS]}"
+    text = json.dumps(fields, ensure_ascii=False)
+    return entry._replace(place=place, text=text)
+
+
+async def upload(
+    files: BlobStore,
+    pictures: Sequence[Picture],
+    on_stored: Callable[[], object] = lambda: None,
+) -> int:
+    """Stores the pictures that the storage does not have; returns how many those were.
+
+    Raises SetupError for one that has changed since it was read.
+    """
+    room = asyncio.Semaphore(_AT_ONCE)
+
+    async def store(picture: Picture) -> bool:
+        async with room:
+            data = await asyncio.to_thread(picture.path.read_bytes)
+            if hashlib.sha256(data).hexdigest() != picture.sha256:
+                raise errors.SetupError(
+                    f"--inputs {picture.path}: it was changed in between"
+                )
+            kind, _ = mimetypes.guess_type(picture.name)
+            blob = f"{img2img.INPUTS}{picture.name}"
+            is_new = await files.create(blob, data, kind or "image/png", {})
+            on_stored()
+            return is_new
+
+    return sum(await concurrency.gather(*map(store, pictures)))
