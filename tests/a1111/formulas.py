@@ -423,16 +423,16 @@ def _add_texts(
 ) -> None:
     """`prompt_parser.py`: schedules of all prompts, and which entry is taken at each call."""
     parts = [*prompts[0].parts, *prompts[1].parts]
-    schedules = [_schedule(text, *counted) for text, _ in parts]
+    schedules = [schedule(text, *counted) for text, _ in parts]
     made.texts = [
-        [_at(each, call) for each in schedules] for call in range(len(made.calls))
+        [words_at(each, call) for each in schedules] for call in range(len(made.calls))
     ]
     share = 1 / 12.5 if sampler == "DDIM CFG++" else 1.0
     scale = payload.get("cfg_scale", 7.0) * share
     made.scales = [scale * weight for _, weight in prompts[0].parts]
 
 
-def _schedule(text: Text, steps: int, first_steps: int | None) -> list[tuple[int, str]]:
+def schedule(text: Text, steps: int, first_steps: int | None) -> list[tuple[int, str]]:
     """`get_learned_conditioning_prompt_schedules`: the last step of each words."""
     ends = {steps}
     for edit in edits(text):
@@ -469,6 +469,6 @@ def _option(edit: Edit, step: int, steps: int, first_steps: int | None) -> Text:
     return edit.options[step > _last(edit.when, steps, first_steps)]
 
 
-def _at(schedule: list[tuple[int, str]], call: int) -> str:
+def words_at(known: list[tuple[int, str]], call: int) -> str:
     """`reconstruct_cond_batch`."""
-    return next((words for end, words in schedule if call <= end), schedule[0][1])
+    return next((words for end, words in known if call <= end), known[0][1])

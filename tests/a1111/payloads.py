@@ -79,7 +79,7 @@ class Prompt:
         texts = []
         for text, weight in self.parts:
             suffix = "" if weight == 1 else f" :{weight:g}"
-            texts.append(f"{_written(text)}{suffix}")
+            texts.append(f"{written(text)}{suffix}")
         return " AND ".join(texts)
 
 
@@ -218,22 +218,23 @@ def _maybe(chance: random.Random, fields: dict[str, Any], **values: Any) -> None
 def _prompt(chance: random.Random, *, joins: bool) -> Prompt:
     count = chance.choice([1, 1, 1, 2, 3]) if joins else chance.choice([0, 1, 1])
     parts = [
-        (_text(chance, depth=0), chance.choice([1.0, 1.0, 0.5, 1.2]) if joins else 1.0)
+        (text(chance, depth=0), chance.choice([1.0, 1.0, 0.5, 1.2]) if joins else 1.0)
         for _ in range(count)
     ]
     return Prompt(tuple(parts) or (((), 1.0),))
 
 
-def _text(chance: random.Random, depth: int) -> Text:
+def text(chance: random.Random, depth: int = 0) -> Text:
+    """A text of words, emphasis and edits."""
     pieces: list[str | Edit] = []
     for _ in range(chance.randint(1, 3)):
         kind = chance.random()
         word = chance.choice(_WORDS)
         if kind > 0.85 and depth < 2:
-            pieces.append(Edit((_text(chance, depth + 1), _text(chance, depth + 1))))
+            pieces.append(Edit((text(chance, depth + 1), text(chance, depth + 1))))
         elif kind > 0.65 and depth < 2:
             when = chance.choice(["2", "5", "0.25", ".5", "1.3", "0", "99", "1.0"])
-            options = _text(chance, depth + 1), _text(chance, depth + 1)
+            options = text(chance, depth + 1), text(chance, depth + 1)
             pieces.append(Edit(options, when))
         elif kind > 0.5:
             pieces.append(f"({word}:1.2)")
@@ -243,13 +244,14 @@ def _text(chance: random.Random, depth: int) -> Text:
     return tuple(pieces[:-1])
 
 
-def _written(text: Text) -> str:
+def written(text: Text) -> str:
+    """A text as a prompt."""
     return "".join(
         each
         if isinstance(each, str)
-        else f"[{'|'.join(map(_written, each.options))}]"
+        else f"[{'|'.join(map(written, each.options))}]"
         if each.when is None
-        else f"[{':'.join(map(_written, each.options))}:{each.when}]"
+        else f"[{':'.join(map(written, each.options))}:{each.when}]"
         for each in text
     )
 

@@ -1,7 +1,13 @@
 """What the engine is told of random payloads is what AUTOMATIC1111 would be told."""
 
+import random
+
+import formulas
 import oracle
+import payloads
 import pytest
+
+from imagefleet.job import editing
 
 
 def check(count: int, begin: int) -> None:
@@ -18,3 +24,28 @@ def test_two_hundred_payloads_are_told_the_same():
 @pytest.mark.timeout(1800)
 def test_five_thousand_payloads_are_told_the_same():
     check(5_000, begin=1_000)
+
+
+def check_prompts(count: int) -> None:
+    """Schedules of prompts that were made as trees, so that nothing had to read them."""
+    different = []
+    for number in range(count):
+        chance = random.Random(number)
+        text = payloads.text(chance)
+        steps, first_steps = chance.randint(1, 40), chance.choice([None, 0, 12])
+        found = editing.schedule(payloads.written(text), steps, first_steps or 0)
+        expected = formulas.schedule(text, steps, first_steps or None)
+        calls = range(steps)
+        own = [formulas.words_at(found, call) for call in calls]
+        if own != [formulas.words_at(expected, call) for call in calls]:
+            different.append((payloads.written(text), steps, first_steps))
+    assert different == []
+
+
+def test_a_thousand_prompts_have_the_words_of_each_step():
+    check_prompts(1_000)
+
+
+@pytest.mark.slow
+def test_twenty_thousand_prompts_have_the_words_of_each_step():
+    check_prompts(20_000)

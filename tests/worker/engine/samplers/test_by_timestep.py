@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import LCMScheduler, TCDScheduler, UniPCMultistepScheduler
+from diffusers import (
+    DDIMScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    LCMScheduler,
+    TCDScheduler,
+    UniPCMultistepScheduler,
+)
 
 import references
 from imagefleet.job.samplers import Options
@@ -248,3 +255,44 @@ def test_restart_is_automatic1111s(k_diffusion: Any, steps: int, schedule: str):
     # One step from a sigma of 14.6 to one of 0.03 makes 500 of each rounding.
     limit = 1e-4 if (steps, schedule) == (1, "kl_optimal") else 2e-5
     assert relative_difference(sample(made, noise, stand_in), latents) < limit
+
+
+TRAILING = {**BETAS, "timestep_spacing": "trailing"}
+
+#: Distilled models by their makers' schedulers, and the samplers that draw with them.
+FEW_STEPS: dict[str, tuple[str, Any]] = {
+    "LCM": ("lcm_sgm_uniform", LCMScheduler(**BETAS, clip_sample=False)),
+    "TCD": ("tcd", TCDScheduler(**BETAS, clip_sample=False)),
+    "Lightning": ("euler_turbo", EulerDiscreteScheduler(**TRAILING)),
+    "Turbo": ("euler_ancestral_turbo", EulerAncestralDiscreteScheduler(**TRAILING)),
+    "Hyper": ("euler_turbo", DDIMScheduler(**TRAILING, clip_sample=False)),
+    "PCM": ("euler_turbo", DDIMScheduler(**TRAILING, clip_sample=False)),
+}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize("model", FEW_STEPS)
+def test_few_steps_are_those_of_the_models_makers(model: str, steps: int, monkeypatch):
+    """But for the first noise: diffusers scales it as its scheduler does (`init_noise_sigma`)."""
+    key, scheduler = FEW_STEPS[model]
+    noise = noises(steps + 1)
+    module = sys.modules[type(scheduler).__module__]
+    if hasattr(module, "randn_tensor"):
+        monkeypatch.setattr(module, "randn_tensor", taking(noise[1:]))
+    scheduler.set_timesteps(steps)
+    options = Options(eta=0.3) if model == "TCD" else Options()
+    made = make_schedule(key, steps, alphas_cumprod(), "epsilon", options)
+    assert made.table[:, sampler.TIMESTEP].tolist() == scheduler.timesteps.tolist()
+    scales = scheduler.init_noise_sigma == 1  # latents of variance 1
+    scale = math.hypot(1, made.initial_scale) if scales and key != "tcd" else 1.0
+    latents = noise[0] * made.initial_scale / scale
+    for timestep in scheduler.timesteps:
+        seen = scheduler.scale_model_input(latents, timestep)
+        output = stand_in(seen, timestep)
+        latents = scheduler.step(output, timestep, latents).prev_sample
+    found = relative_difference(sample(made, noise, stand_in), latents)
+    # LCM's sigmas lie between its timesteps in AUTOMATIC1111, whose sampler this is; and DDIM steps
+    # beside its own next timestep where 1000 is no multiple of its steps.
+    is_beside = isinstance(scheduler, DDIMScheduler) and 1000 % steps > 0
+    is_between = model == "LCM" and steps > 1
+    assert found < (2e-2 if is_beside or is_between else 1e-5)
