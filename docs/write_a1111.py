@@ -39,7 +39,8 @@ _FIELDS = {
     "eta s_churn s_tmin s_tmax s_noise s_min_uncond": "by the samplers that have them there",
     "override_settings": "see [its settings](#its-settings)",
     "alwayson_scripts": (
-        "[ControlNet](#controlnet); `Refiner` and `Seed` switched off; others are rejected by name"
+        "[ControlNet](#controlnet), [ADetailer](#adetailer); `Refiner` and `Seed` switched off;"
+        " others are rejected by name"
     ),
     "enable_hr": "the [second pass](#the-second-pass)",
     "hr_scale hr_resize_x hr_resize_y hr_upscaler hr_second_pass_steps hr_sampler_name"

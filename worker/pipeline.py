@@ -39,7 +39,7 @@ from worker.replica import UNKNOWN, Replica
 from worker.settings import WorkerSettings, version
 from worker.settle import Settler
 from worker.stages.encode import ENCODING, EncodeStage
-from worker.stages.generate import GenerateStage
+from worker.stages.generate import DETAILED, GenerateStage
 from worker.stages.prepare import URGENT_PREPARERS, PrepareStage
 from worker.stages.requests import PREPARERS
 from worker.stages.upload import STORAGE_RETRIES, UPLOADS, UploadStage
@@ -282,7 +282,13 @@ class Pipeline:
         upload = UploadStage(settler, watchdog)
         encode = EncodeStage(settler, watchdog, self._hash_model(), upload)
         generate = GenerateStage(
-            engine, self.engine_thread, settler, watchdog, self.puller, encode
+            engine,
+            self.engine_thread,
+            settler,
+            watchdog,
+            self.puller,
+            encode,
+            self._files.detectors,
         )
         prepare = PrepareStage(engine, self._files, settler, self.puller, generate)
         self._side_tasks = self._start_side_tasks()
@@ -291,6 +297,7 @@ class Pipeline:
         for name, run, count in (
             ("prepare", prepare.run, PREPARERS),
             ("prepare urgent", prepare.run_urgent, URGENT_PREPARERS),
+            ("details", generate.draw_details, DETAILED),
             ("encode", encode.run, ENCODING),
             ("upload", upload.run, UPLOADS),
             ("acknowledge", settler.pending.finish, UPLOADS),

@@ -56,6 +56,9 @@ _SUFFIXES = frozenset({".json", ".txt", ".safetensors"})
 
 UPLOADS = 8
 
+#: The number of an ONNX file's first field, its version.
+_ONNX_BEGINS = b"\x08"
+
 
 @dataclass(frozen=True, slots=True)
 class AddOptions:
@@ -219,9 +222,26 @@ async def _ready(
         packed = Path(stack.enter_context(room), "adapter.safetensors")
         adapter.pack(path, packed)
         path = packed
+    if not kind.has_header:
+        return Ready(path, name, _check_onnx(path, kind))
     content = stored.check_file(path, kind)
     alias = lora.alias_of(check.read_header(path)) if kind is kinds.LORA else ""
     return Ready(path, name, content, alias=alias if alias != kind.stem(name) else "")
+
+
+def _check_onnx(path: Path, kind: FileKind) -> str:
+    """Describes an ONNX file; raises SetupError for one that is none, or too large."""
+    size = path.stat().st_size
+    if kind.max_bytes is not None and size > kind.max_bytes:
+        raise errors.SetupError(
+            f"{str(path)!r} has {size:,} bytes; a {kind.noun} has {kind.max_bytes:,} at most"
+        )
+    with path.open("rb") as file:
+        if file.read(1) != _ONNX_BEGINS:
+            raise errors.SetupError(
+                f"{str(path)!r} is no ONNX file: `yolo export format=onnx model=NAME.pt` makes one"
+            )
+    return "ONNX network"
 
 
 def _name(kind: FileKind, path: Path, name: str | None) -> str:

@@ -13,6 +13,7 @@ from fleet.files.stored import Listing, read
 from imagefleet import errors, signing, validation
 from imagefleet.files.kinds import (
     CONTROLNET,
+    DETECTOR,
     EMBEDDING,
     LORA,
     MODEL,
@@ -38,7 +39,7 @@ IMAGE = FileKind(
 #: What jobs may name, by its noun, in the order of the report.
 NAMED: Mapping[str, FileKind] = {
     kind.noun: kind
-    for kind in (LORA, MODEL, EMBEDDING, UPSCALER, CONTROLNET, VAE, IMAGE)
+    for kind in (LORA, MODEL, EMBEDDING, UPSCALER, CONTROLNET, VAE, DETECTOR, IMAGE)
 }
 
 #: Jobs that name a file, of which so many are reported with their places.
@@ -84,6 +85,7 @@ def named(job: Job) -> set[tuple[str, str]]:
         names.add((VAE.noun, job.sd_vae))
     names |= {(UPSCALER.noun, name) for name in job.upscaler_files}
     names |= {(CONTROLNET.noun, unit.model) for unit in job.controls}
+    names |= {(DETECTOR.noun, detail.ad_model) for detail in job.details}
     # An image of the fleet itself may be drawn until it is needed.
     names |= {
         (IMAGE.noun, place.blob.removeprefix(img2img.INPUTS))

@@ -43,6 +43,8 @@ class FileKind:
     """True if `files make` makes them, under names that follow from their content."""
     takes_unknown: bool = False
     """True if files pass whose tensors are of no known kind."""
+    has_header: bool = True
+    """False for files that are no safetensors, of which only the size and the hash are checked."""
     takes_refiner: bool = False
     """True if SDXL's refiner passes, which draws no image from the beginning."""
 
@@ -143,6 +145,17 @@ VAE = FileKind(
     max_bytes=2**29,
     fetched_at_once=2,
 )
+#: YOLO's have 6 to 100 MB.
+DETECTOR = FileKind(
+    "detector",
+    "detector",
+    "detectors",
+    "ad_model of ADetailer's units in jobs names it",
+    suffixes=(".onnx",),
+    max_bytes=2**28,
+    fetched_at_once=2,
+    has_header=False,
+)
 #: T5-XXL's have 631 kB, and those of some 1,700 prompts are kept: a job's stages may be drawn on
 #: the same machine, and all jobs may have one negative prompt; besides, each is mostly used once.
 TEXT = FileKind(
@@ -171,7 +184,17 @@ KERNELS = FileKind(
 
 KINDS: Mapping[str, FileKind] = {
     kind.name: kind
-    for kind in (MODEL, LORA, EMBEDDING, CONTROLNET, UPSCALER, VAE, TEXT, KERNELS)
+    for kind in (
+        MODEL,
+        LORA,
+        EMBEDDING,
+        CONTROLNET,
+        UPSCALER,
+        VAE,
+        DETECTOR,
+        TEXT,
+        KERNELS,
+    )
 }
 
 BY_FOLDER: Mapping[str, FileKind] = {kind.folder: kind for kind in KINDS.values()}

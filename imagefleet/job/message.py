@@ -47,6 +47,7 @@ _COMPUTED = (
     "given_fields",
     "parsed_prompt",
     "parsed_negative_prompt",
+    "detail_prompts",
 )
 
 #: Made once: `json.dumps` makes one for each text.

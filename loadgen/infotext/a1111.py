@@ -12,6 +12,7 @@ from typing import Any
 
 from imagefleet import errors
 from imagefleet.files.picture import OWN_FIELDS, OWN_WORD
+from imagefleet.job.passes import adetailer
 from loadgen.infotext.facts import SEVERAL_NEGATIVE, facts_of, parts_of
 from loadgen.infotext.reading import Named, Reading, sampler_fields
 
@@ -81,6 +82,13 @@ _SETTINGS = {
 #: Words that stay text where they look like a number.
 _TEXTS = {"hr_prompt", "hr_negative_prompt", "hr_upscaler", "sd_vae"}
 _TEXTS |= {"hr_checkpoint_name", "refiner_checkpoint"}
+
+#: The number of a unit of ADetailer, and the field of it, by the words of the text.
+_OF_ADETAILER = {
+    f"ADetailer {word}{ordinal}": (number, field)
+    for number, ordinal in enumerate(adetailer.ORDINALS)
+    for field, word in adetailer.WORDS.items()
+}
 
 _MASK = (
     "Mask mode",
@@ -239,6 +247,7 @@ def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
     """The units of ControlNet, and what of others is not drawn."""
     known = _FIELDS.keys() | _SETTINGS.keys() | _OTHERS
     units = []
+    details: dict[int, dict[str, object]] = {}
     for word, value in facts.items():
         extension, _, rest = word.partition(" ")
         if extension == "ControlNet" and rest.isdecimal():
@@ -249,18 +258,17 @@ def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
             reading.models += _titled("controlnet", unit.get("Model"))
             reading.needs.append(f"controlnet {rest} image")
             reading.cannot.append(f"{word}'s control image is not in the file")
-        elif word == "ADetailer model":
-            reading.cannot.append(
-                f"what ADetailer ({value}) drew again is as it was before"
-            )
-        elif (
-            word not in known
-            and extension != "ADetailer"
-            and value != "Use same choices"
-        ):
+        elif word in _OF_ADETAILER:
+            ordinal, field = _OF_ADETAILER[word]
+            is_text = field in ("ad_model", "ad_prompt", "ad_negative_prompt")
+            details.setdefault(ordinal, {})[field] = value if is_text else _value(value)
+        elif word not in {*known, "ADetailer version"} and value != "Use same choices":
             reading.cannot.append(f"{word} ({value[:80]}) is not drawn")
-    if units:
-        reading.job["alwayson_scripts"] = {"controlnet": {"args": units}}
+    scripts: dict[str, Any] = {"controlnet": {"args": units}} if units else {}
+    if details:
+        scripts["ADetailer"] = {"args": [details[each] for each in sorted(details)]}
+    if scripts:
+        reading.job["alwayson_scripts"] = scripts
 
 
 def _add_compatibility(

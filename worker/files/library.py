@@ -56,14 +56,21 @@ class Source:
 
 
 def check_content(
-    what: str, file: BufferedReader | BytesIO, size: int, sha256: str | None
+    what: str,
+    file: BufferedReader | BytesIO,
+    size: int,
+    sha256: str | None,
+    *,
+    has_header: bool = True,
 ) -> None:
     """Checks that a file is complete and matches the manifest; *what* it is, for messages.
 
     Raises TransientError if it is truncated or has another hash, UnusableFileError if it is none.
     """
+    expected: int | None = size
     try:
-        expected: int | None = safetensors.read_header(file).file_bytes
+        if has_header:
+            expected = safetensors.read_header(file).file_bytes
     except safetensors.TruncatedError:
         expected = None
     except safetensors.MalformedError as error:
@@ -235,7 +242,7 @@ class FileLibrary:
 
     async def _download(self, name: str) -> Path:
         kind = self._kind
-        blob = f"{kind.folder}/{name}{SUFFIX}"
+        blob = f"{kind.folder}/{name}{kind.suffixes[0]}"
         data = await read_whole(self._blobs, blob, kind.max_bytes)
         folder = local_path(self._blobs, kind.folder)
         if data is None and folder is not None and folder.is_dir():
@@ -250,10 +257,16 @@ class FileLibrary:
                 raise unreadable(kind, self._directory, "it does not exist")
             places = "".join(f"{folder} or " for folder in self._folders)
             raise errors.MissingFileError(
-                f"no {kind.noun} {name}{SUFFIX} in {places}{kind.folder}/ of the container"
-                f" {self._blobs.name!r}"
+                f"no {kind.noun} {name}{kind.suffixes[0]} in {places}{kind.folder}/ of the"
+                f" container {self._blobs.name!r}"
             )
-        check = partial(check_content, self._what(name), BytesIO(data), len(data))
+        check = partial(
+            check_content,
+            self._what(name),
+            BytesIO(data),
+            len(data),
+            has_header=kind.has_header,
+        )
         await self._verify(self._storage_manifest, name, check)
         sha256 = await self._storage_manifest.sha256(name)
 
@@ -265,7 +278,7 @@ class FileLibrary:
         return await asyncio.to_thread(store)
 
     def _what(self, name: str) -> str:
-        return f"the {self._kind.noun} {name}{SUFFIX}"
+        return f"the {self._kind.noun} {name}{self._kind.suffixes[0]}"
 
     async def _verify(
         self, listed: Manifest | None, name: str, check: Callable[[str | None], None]
@@ -293,7 +306,13 @@ class FileLibrary:
             size = seen[2]
             protocol.check_blob_size(path.name, size, self._kind.max_bytes)
             with whole(seen), path.open("rb") as file:
-                check_content(self._what(name), file, size, sha256)
+                check_content(
+                    self._what(name),
+                    file,
+                    size,
+                    sha256,
+                    has_header=self._kind.has_header,
+                )
         except OSError as error:
             raise errors.TransientError(
                 f"the {self._kind.noun} {path.name} cannot be read: {error.strerror or error}"

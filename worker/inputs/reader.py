@@ -297,6 +297,7 @@ class JobFiles:
         self.inputs = InputReader(
             source, storage.blobs, models, settings.input_campaigns
         )
+        self.detectors = FileLibrary(source, kinds.DETECTOR)
         self.hashes = FileHashes()
         self.trusted = TrustedJobs(trusted, storage.scope) if trusted else None
         """The jobs that are taken; None: they need no signature."""

@@ -106,7 +106,7 @@ class InFlightJob:
         if request is not prepared.request:
             prepared = replace(prepared, request=request)
         size = request.width, request.height
-        image = InFlightImage(self, self.drawn, index, size, request.embeddings)
+        image = InFlightImage(self, self.drawn, index, size, request)
         return image, prepared
 
     def image_written(self, metrics: WorkerMetrics, model: str) -> None:
@@ -244,10 +244,15 @@ class InFlightImage:
     job: Job
     index: int
     size: tuple[int, int]
-    embeddings: tuple[contract.Embedding, ...] = ()
-    """The embeddings that the job's prompts name."""
+    request: contract.ImageRequest | None = None
+    """What the engine draws it by; None for an image that was drawn by others."""
     ready_at: float = field(default_factory=time.monotonic)
     """Time at which the image was ready for the engine (monotonic seconds)."""
+
+    @property
+    def embeddings(self) -> tuple[contract.Embedding, ...]:
+        """The embeddings that the job's prompts name."""
+        return () if self.request is None else self.request.embeddings
 
 
 @dataclass(frozen=True, slots=True)

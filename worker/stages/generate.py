@@ -9,12 +9,21 @@ from typing import NoReturn
 from imagefleet import errors
 from imagefleet.pricing import families
 from worker.engine import contract
+from worker.files.library import FileLibrary
 from worker.gpu_thread import Delivery, EngineThread
 from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.node.watchdog import NodeWatchdog
 from worker.pull import Puller
 from worker.settle import Settler
+from worker.stages import details
 from worker.stages.encode import EncodeStage
+
+#: Images at once of which parts are drawn again.
+DETAILED = 8
+
+
+class _DrainingError(Exception):
+    """The worker drains: the image is left to another one."""
 
 
 @dataclass(eq=False)
@@ -27,8 +36,13 @@ class GenerateStage:
     watchdog: NodeWatchdog
     puller: Puller
     encode: EncodeStage
+    detectors: FileLibrary
 
     def __post_init__(self) -> None:
+        # Without a limit: the engine must go on while parts of images wait for it.
+        self._detailed: asyncio.Queue[tuple[InFlightImage, contract.Pixels]] = (
+            asyncio.Queue()
+        )
         self.nothing_at_engine = asyncio.Event()
         self._tickets = itertools.count()
         self._at_engine: dict[int, InFlightImage] = {}
@@ -122,4 +136,36 @@ class GenerateStage:
             if not image.owner.failures:  # one bad job is not a broken node
                 self.watchdog.image_failed(outcome)
             raise outcome
-        await self.encode.queue.put((image, outcome))
+        if image.job.details:
+            self._detailed.put_nowait((image, outcome))
+        else:
+            await self.encode.queue.put((image, outcome))
+
+    async def draw_details(self) -> NoReturn:
+        """Draws again what the detectors of images' jobs find in them."""
+        while True:
+            image, pixels = await self._detailed.get()
+            work = partial(self._detail, image, pixels)
+            await self.settler.attempt(image.owner, work, image)
+
+    async def _detail(self, image: InFlightImage, pixels: contract.Pixels) -> None:
+        assert image.request is not None  # noqa: S101 - it was drawn here
+        try:
+            pixels = await details.draw(
+                self.detectors, image.job, image.request, pixels, self._draw
+            )
+        except _DrainingError:
+            await self.settler.hand_back(image.owner)
+        else:
+            await self.encode.queue.put((image, pixels))
+
+    async def _draw(self, request: contract.ImageRequest) -> contract.Pixels:
+        """Draws a part of an image, beside all else."""
+        prepared = await asyncio.to_thread(self.engine.prepare, request)
+        delivery = await self.engine_thread.draw(prepared)
+        if delivery is None:
+            raise _DrainingError
+        outcome = delivery.finished.outcome
+        if isinstance(outcome, errors.FleetError):
+            raise outcome
+        return outcome

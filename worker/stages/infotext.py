@@ -8,7 +8,8 @@ from types import MappingProxyType
 from imagefleet.files.picture import OWN_FIELDS, OWN_WORD
 from imagefleet.job import samplers
 from imagefleet.job.message import Job
-from imagefleet.job.passes import hires, img2img
+from imagefleet.job.passes import adetailer, hires, img2img
+from imagefleet.job.passes.adetailer import Detail
 from imagefleet.job.passes.first import VaeDecoder
 from imagefleet.job.samplers import Sampler
 from worker.engine.contract import Embedding
@@ -91,6 +92,7 @@ def parameters(
         facts |= _hires(job, model_hashes.get("hr_checkpoint_name"))
     if job.refiner_checkpoint:
         facts |= _refiner(job, model_hashes.get("refiner_checkpoint"))
+    facts |= _details(job)
     facts["NGMS"] = _number(job.s_min_uncond) if job.s_min_uncond else None
     facts |= _options(job, sampler)
     facts |= _etas(job)
@@ -216,6 +218,18 @@ def _hires(job: Job, model_hash: str | None) -> dict[str, str | None]:
         "Hires upscaler": job.hr_upscaler,
         "Hires checkpoint": _title(job.hr_checkpoint_name, model_hash),
     }
+
+
+def _details(job: Job) -> dict[str, str]:
+    """ADetailer's units as it writes them, without what is as usual where it leaves that out."""
+    facts = {}
+    for detail, ordinal in zip(job.details, adetailer.ORDINALS, strict=False):
+        usual = Detail(ad_model=detail.ad_model)
+        for field, word in adetailer.WORDS.items():
+            value = getattr(detail, field)
+            if field in adetailer.ALWAYS_TOLD or value != getattr(usual, field):
+                facts[f"ADetailer {word}{ordinal}"] = str(value)
+    return facts
 
 
 def _controls(job: Job) -> dict[str, str | None]:

@@ -31,6 +31,7 @@ from worker.gpu_thread import EngineThread
 from worker.inputs.reader import JobFiles
 from worker.process import engine_settings
 from worker.settings import WorkerSettings
+from worker.stages import details
 from worker.stages.requests import PREPARERS, RequestReader
 
 #: Finished images that may wait for their reader before the engine does.
@@ -87,6 +88,7 @@ class AsyncEngine:
         await storage.create()
         files = JobFiles(storage, self._settings)
         self._reader = RequestReader(self._engine, files, threads)
+        self._detectors = files.detectors
         self._threads = threads
         self._watching = asyncio.create_task(self._thread.watch())
         return self
@@ -145,6 +147,12 @@ class AsyncEngine:
             drawn = await concurrency.gather(*map(self._pixels, found.requests))
             if found.inputs.overlay is not None:
                 drawn = tuple(map(found.inputs.overlay.put_over, drawn))
+            if job.details:
+                detailed = (
+                    details.draw(self._detectors, job, *each, self._pixels)
+                    for each in zip(found.requests, drawn, strict=True)
+                )
+                drawn = await concurrency.gather(*detailed)
             return Drawn(job, tuple(map(Image.fromarray, drawn)))
         except (errors.JobError, errors.TransientError) as error:
             return Drawn(job, error=error)

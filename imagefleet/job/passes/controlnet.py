@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from imagefleet.job.override_settings import name_of_title
+from imagefleet.job.passes.adetailer import Details
 from imagefleet.job.passes.img2img import ImageSource
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.redaction import printable
@@ -136,9 +137,10 @@ class Script(BaseModel, extra="forbid", frozen=True):
 
 
 class Scripts(BaseModel, extra="forbid", frozen=True):
-    """The scripts that run with every image, of which ControlNet is supported."""
+    """The scripts that run with every image, of which these two are supported."""
 
     controlnet: Script = Script()
+    adetailer: Details = Details()
 
 
 def check(units: Sequence[Unit]) -> None:
@@ -159,12 +161,12 @@ def fields_of_scripts(scripts: object, seed: object = None) -> dict[str, Any]:
     """`alwayson_scripts`, if all is supported; raises ValueError, which names what is not."""
     if not isinstance(scripts, dict):
         raise ValueError(  # noqa: TRY004
-            "alwayson_scripts is not supported, but for an object with controlnet"
+            "alwayson_scripts is not supported, but for an object with controlnet or ADetailer"
         )
     found = {}
     for title, script in scripts.items():
         name = str(title).lower()
-        if name == "controlnet":
+        if name in ("controlnet", "adetailer"):
             found[name] = script
         elif not _is_neutral(name, script, seed):
             raise ValueError(

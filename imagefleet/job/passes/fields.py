@@ -1,14 +1,18 @@
 """The fields of a job for its passes, and those that a payload of AUTOMATIC1111 sets."""
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from imagefleet import validation
 from imagefleet.job import override_settings, samplers, settings_table
+from imagefleet.job import prompt as prompts
 from imagefleet.job.passes import controlnet, extras, hires, img2img
+from imagefleet.job.passes.adetailer import Detail
 from imagefleet.job.passes.controlnet import Scripts, Unit
 from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
@@ -80,8 +84,13 @@ class PassFields(Hires, Extras):
                 raise ValueError("enable_hr: is for txt2img; remove it, or init_images")
             hires.check(self, self.denoising_strength)
             hires.read_prompts(self)
+        if self.details and self.mask is not None:
+            raise ValueError("alwayson_scripts: ADetailer with a mask is not supported")
+        with validation.as_error(ValueError, "alwayson_scripts: ad_prompt: "):
+            _ = self.detail_prompts
         if not extras.FIELDS.isdisjoint(self.model_fields_set):
-            given = {"enable_hr": self.enable_hr, "alwayson_scripts": self.controls}
+            scripts = self.controls or self.details
+            given = {"enable_hr": self.enable_hr, "alwayson_scripts": scripts}
             extras.check(self, {name for name, value in given.items() if value})
         return self
 
@@ -107,6 +116,26 @@ class PassFields(Hires, Extras):
         return self.alwayson_scripts.controlnet.args
 
     @property
+    def details(self) -> tuple[Detail, ...]:
+        """The detectors whose finds are drawn again, in their order."""
+        return self.alwayson_scripts.adetailer.args
+
+    @functools.cached_property
+    def detail_prompts(self) -> tuple[tuple[Prompt | None, Prompt | None], ...]:
+        """The prompt and the negative prompt of each of the details; None: the image's."""
+        found = []
+        for detail in self.details:
+            steps = samplers.editing_steps(self.sampler, detail.ad_steps or self.steps)
+            positive = negative = None
+            if detail.ad_prompt:
+                positive = self.read(prompts.read_prompt, detail.ad_prompt, steps)
+            if detail.ad_negative_prompt:
+                text = detail.ad_negative_prompt
+                negative = self.read(prompts.read_negative_prompt, text, steps)
+            found.append((positive, negative))
+        return tuple(found)
+
+    @property
     def has_inputs(self) -> bool:
         """True if a worker has to read more for it than what its prompts name."""
         named = self.sd_vae or self.refiner_checkpoint
@@ -124,7 +153,9 @@ class PassFields(Hires, Extras):
 
     @property
     def all_prompts(self) -> tuple[Prompt, ...]:
-        given = (self.parsed_prompt, self.parsed_negative_prompt, *self.hires_prompts)
+        of_details = itertools.chain.from_iterable(self.detail_prompts)
+        own = self.parsed_prompt, self.parsed_negative_prompt
+        given = (*own, *self.hires_prompts, *of_details)
         return tuple(each for each in given if each is not None)
 
     @property

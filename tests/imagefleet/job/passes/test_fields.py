@@ -282,7 +282,7 @@ def test_a_wrong_unit_of_a_controlnet_is_refused_by_name(unit: object, reason: s
 @pytest.mark.parametrize(
     ("scripts", "reason"),
     [
-        ({"ADetailer": {"args": [{}]}}, "with 'ADetailer'"),
+        ({"Dynamic Thresholding": {"args": [{}]}}, "with 'Dynamic Thresholding'"),
         ({"controlnet": {"args": [UNIT] * 11}}, "at most 10 items"),
         ({"controlnet": [UNIT]}, "controlnet: should be an object"),
         ([1], "alwayson_scripts is not supported"),

@@ -1,0 +1,162 @@
+"""Detectors in ONNX files: what a YOLO finds in a picture, as masks.
+
+Pictures are brought to the network's size, its boxes cleaned of overlaps, and masks made of them as
+ultralytics and ADetailer do it (`ultralytics/utils/ops.py`, `adetailer/mask.py`).
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageChops, ImageDraw
+
+from imagefleet import errors
+from imagefleet.job.passes.adetailer import Detail
+from worker.engine.contract import Pixels
+from worker.inputs.img2img import Mask
+
+Boxes = npt.NDArray[np.float64]
+"""[boxes, 5]: left, upper, right, lower in pixels, and the confidence; the surest first."""
+
+#: The grey of what a picture lacks to the network's size.
+_GREY = 114
+
+#: Boxes that share more than this of their area are of one thing.
+_OVERLAP = 0.7
+
+#: Of a network whose input may have any size.
+_USUAL_SIDE = 640
+
+#: Columns of a network that cleans its boxes itself: corners, confidence, class.
+_CLEANED = 6
+
+
+@functools.lru_cache(8)
+def session(path: Path, name: str) -> Any:
+    """The network of a file; raises JobError if it is none, SetupError without onnxruntime."""
+    try:
+        import onnxruntime
+    except ImportError:
+        raise errors.SetupError(
+            "ADetailer needs onnxruntime, which is not installed: pip install '.[detectors]'"
+        ) from None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    try:
+        return onnxruntime.InferenceSession(
+            path, options, providers=["CPUExecutionProvider"]
+        )
+    except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
+        raise errors.JobError(
+            f"the detector {name!r} is no ONNX file: {str(error)[:200]}"
+        ) from None
+
+
+def find(path: Path, name: str, pixels: Pixels, confidence: float) -> Boxes:
+    """The boxes of what a detector is at least so sure of; raises JobError if it is no YOLO."""
+    network = session(path, name)
+    (given,) = network.get_inputs()[:1]
+    sides = [side if isinstance(side, int) else _USUAL_SIDE for side in given.shape[2:]]
+    if len(sides) != len("hw"):
+        raise errors.JobError(f"the detector {name!r} takes no pictures")
+    height, width = sides
+    image, scale, left, upper = _fitted(pixels, width, height)
+    try:
+        output = np.asarray(network.run(None, {given.name: image})[0], np.float64)
+    except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
+        raise errors.JobError(
+            f"the detector {name!r} does not take the picture: {str(error)[:200]}"
+        ) from None
+    boxes = _boxes(output, name)
+    boxes = boxes[boxes[:, 4] >= confidence]
+    boxes = _without_overlaps(boxes[np.argsort(-boxes[:, 4], kind="stable")])
+    boxes[:, [0, 2]] = ((boxes[:, [0, 2]] - left) / scale).clip(0, pixels.shape[1])
+    boxes[:, [1, 3]] = ((boxes[:, [1, 3]] - upper) / scale).clip(0, pixels.shape[0])
+    return boxes
+
+
+def _fitted(
+    pixels: Pixels, width: int, height: int
+) -> tuple[npt.NDArray[np.float32], float, int, int]:
+    """The picture in the middle of the network's input, with its scale and its corner there."""
+    scale = min(width / pixels.shape[1], height / pixels.shape[0])
+    size = round(pixels.shape[1] * scale), round(pixels.shape[0] * scale)
+    small = Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR)
+    left, upper = (width - size[0]) // 2, (height - size[1]) // 2
+    whole = np.full((height, width, 3), _GREY, np.uint8)
+    whole[upper : upper + size[1], left : left + size[0]] = np.asarray(small)
+    levels = whole.transpose(2, 0, 1)[None].astype(np.float32)
+    levels /= 255
+    return levels, scale, left, upper
+
+
+def _boxes(output: npt.NDArray[np.float64], name: str) -> Boxes:
+    """The boxes of an output, [1, 4 + classes, boxes] or, cleaned already, [1, boxes, 6]."""
+    if output.ndim != len("bcn") or output.shape[0] != 1:
+        raise errors.JobError(f"the detector {name!r} is no YOLO of ultralytics'")
+    if output.shape[2] == _CLEANED and output.shape[1] > _CLEANED:
+        return np.array(output[0, :, :5])
+    if output.shape[1] < len("xywh") + 1:
+        raise errors.JobError(f"the detector {name!r} is no YOLO of ultralytics'")
+    middle_x, middle_y, width, height, *scores = output[0]
+    left, upper = middle_x - width / 2, middle_y - height / 2
+    sure = np.max(scores, axis=0)
+    return np.stack([left, upper, left + width, upper + height, sure], axis=1)
+
+
+def _without_overlaps(boxes: Boxes) -> Boxes:
+    """The boxes without those that mostly cover a surer one."""
+    kept: list[int] = []
+    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    for at, box in enumerate(boxes):
+        others = boxes[kept]
+        width = np.minimum(box[2], others[:, 2]) - np.maximum(box[0], others[:, 0])
+        height = np.minimum(box[3], others[:, 3]) - np.maximum(box[1], others[:, 1])
+        shared = width.clip(0) * height.clip(0)
+        if not (shared > _OVERLAP * (areas[at] + areas[kept] - shared)).any():
+            kept.append(at)
+    return boxes[kept]
+
+
+def masks(detail: Detail, boxes: Boxes, size: tuple[int, int]) -> list[Mask]:
+    """The mask of each part that is drawn again, of a picture of *size* (width, height)."""
+    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    shares = areas / (size[0] * size[1])
+    is_kept = (shares >= detail.ad_mask_min_ratio) & (
+        shares <= detail.ad_mask_max_ratio
+    )
+    places = np.flatnonzero(is_kept)
+    if detail.ad_mask_k:
+        places = places[np.argsort(-areas[places], kind="stable")][: detail.ad_mask_k]
+    found = (_mask(detail, boxes[at], size) for at in places)
+    return [mask for mask in found if mask.any()]
+
+
+def _mask(detail: Detail, box: npt.NDArray[np.float64], size: tuple[int, int]) -> Mask:
+    image = Image.new("L", size, 0)
+    corners = [(float(box[0]), float(box[1])), (float(box[2]), float(box[3]))]
+    ImageDraw.Draw(image).rectangle(corners, fill=255)
+    # The y of an offset grows upwards, and what leaves the picture comes in at the other side.
+    moved = ImageChops.offset(image, detail.ad_x_offset, -detail.ad_y_offset)
+    mask = np.asarray(moved)
+    if detail.ad_dilate_erode > 0:
+        return dilated(mask, detail.ad_dilate_erode)
+    if detail.ad_dilate_erode < 0:
+        return 255 - dilated(255 - mask, -detail.ad_dilate_erode)
+    return mask
+
+
+def dilated(mask: Mask, side: int) -> Mask:
+    """The largest of each pixel's square of *side*, as OpenCV's `dilate` with its usual anchor."""
+    before = side // 2
+    for axis in (0, 1):
+        widths = [(0, 0), (0, 0)]
+        widths[axis] = (before, side - 1 - before)
+        wide = np.pad(mask, widths)
+        length = mask.shape[axis]
+        parts = [wide.take(range(at, at + length), axis) for at in range(side)]
+        mask = np.maximum.reduce(parts)
+    return mask

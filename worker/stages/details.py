@@ -1,0 +1,91 @@
+"""ADetailer: draws again what detectors find in a finished picture, one part after the other.
+
+As the extension does it (`scripts/!adetailer.py`): each part is an inpainting of the picture so
+far, with the picture's prompt, sampler and size of its first pass, and a seed that counts up.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+
+from PIL import Image
+
+from imagefleet import concurrency
+from imagefleet.job.message import Job
+from imagefleet.job.passes.adetailer import Detail
+from imagefleet.job.prompt import Prompt
+from worker.engine.contract import ImageRequest, Pixels
+from worker.files.library import FileLibrary
+from worker.inputs import detectors, img2img
+
+Draw = Callable[[ImageRequest], Awaitable[Pixels]]
+
+_Prompts = tuple[Prompt | None, Prompt | None]
+
+
+async def draw(
+    library: FileLibrary, job: Job, request: ImageRequest, pixels: Pixels, draw: Draw
+) -> Pixels:
+    """The picture of a *request*, with what the job's detectors find drawn again.
+
+    Raises as `FileLibrary.resolve`, and as *draw*.
+    """
+    for detail, prompts in zip(job.details, job.detail_prompts, strict=True):
+        resolve = partial(library.resolve, detail.ad_model)
+        path = await concurrency.UNTIL_ACCESS.call(resolve)
+        boxes = await asyncio.to_thread(
+            detectors.find, path, detail.ad_model, pixels, detail.ad_confidence
+        )
+        size = pixels.shape[1], pixels.shape[0]
+        masks = await asyncio.to_thread(detectors.masks, detail, boxes, size)
+        own_job, own = _own_job(job, detail), _own(request, detail, prompts)
+        for number, mask in enumerate(masks):
+            init, overlay = await asyncio.to_thread(
+                img2img.begin,
+                own_job,
+                Image.fromarray(pixels),
+                Image.fromarray(mask),
+                (own.width, own.height),
+            )
+            noise = replace(own.noise, subseed=own.noise.subseed + number)
+            of_part = replace(own, init=init, seed=own.seed + number, noise=noise)
+            pixels = await draw(of_part)
+            if overlay is not None:
+                pixels = await asyncio.to_thread(overlay.put_over, pixels)
+    return pixels
+
+
+def _own_job(job: Job, detail: Detail) -> Job:
+    """The job of an inpainting, of which only the image and the mask are prepared."""
+    fields = {
+        "denoising_strength": detail.ad_denoising_strength,
+        "resize_mode": 0,
+        "mask_blur": detail.ad_mask_blur,
+        "inpainting_fill": 1,
+        "inpainting_mask_invert": 0,
+        "inpaint_full_res": detail.ad_inpaint_only_masked,
+        "inpaint_full_res_padding": detail.ad_inpaint_only_masked_padding,
+    }
+    return job.model_copy(update=fields)
+
+
+def _own(request: ImageRequest, detail: Detail, prompts: _Prompts) -> ImageRequest:
+    """The request for a part: the picture's first pass, without its ControlNets and refiner."""
+    positive, negative = prompts
+    return replace(
+        request,
+        prompt=request.prompt if positive is None else positive,
+        # A prompt of its own has no tags, and so no LoRAs.
+        loras=request.loras if positive is None else (),
+        negative_prompt=request.negative_prompt if negative is None else negative,
+        steps=detail.ad_steps or request.steps,
+        cfg_scale=request.cfg_scale
+        if detail.ad_cfg_scale is None
+        else detail.ad_cfg_scale,
+        width=detail.ad_inpaint_width or request.width,
+        height=detail.ad_inpaint_height or request.height,
+        hires=None,
+        controls=(),
+        refiner=None,
+    )
