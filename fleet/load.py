@@ -131,13 +131,7 @@ def command(
             elsewhere = missing.Elsewhere(lora_directory, sending.model or (), names)
             _check(settings, source, report, elsewhere, read, as_json=as_json)
         elif dry_run:
-            with read("checking"):
-                changes = filling.preview(settings, source)
-            if not sending.quiet:
-                console.print_note(f"{source.describe()}; {changes}")
-                filling.show_differences(source.differences)
-            for body in source.examples(DRY_RUN_JOBS):
-                console.print_json_line(json.loads(body))
+            _preview(settings, source, read, quiet=sending.quiet)
         else:
             alone = file.with_name(f"{file.name}.{settings.queue}")
             in_use = f"another `imagefleet load` is at work with {file}"
@@ -161,6 +155,22 @@ def command(
                     facts=functools.partial(_facts, source, report),
                     new_only=sending.new_only,
                 )
+
+
+def _preview(
+    settings: LoadSettings,
+    source: sources.Source,
+    read: filling.Reading,
+    *,
+    quiet: bool,
+) -> None:
+    with read("checking"):
+        changes = filling.preview(settings, source)
+    if not quiet:
+        console.print_note(f"{source.describe()}; {changes}")
+        filling.show_differences(source.differences)
+    for body in source.examples(DRY_RUN_JOBS):
+        console.print_json_line(json.loads(body))
 
 
 def _store(
