@@ -94,7 +94,7 @@ async def read_status(
 
 
 async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> dict[str, int]:
-    """Models with jobs but no worker, by what workers note every ten minutes."""
+    """Models with jobs but no worker, by what workers note every five minutes."""
     waiting: Counter[str] = Counter()
     for queue_depth in depth.by_queue.values():
         if queue_depth.model is not None and queue_depth.messages:

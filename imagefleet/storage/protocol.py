@@ -139,9 +139,10 @@ class JobQueue(Protocol):
     async def check(self) -> None:
         """Raises SetupError if the queue does not exist or access is refused."""
 
-    async def send(self, bodies: Iterable[str]) -> None:
+    async def send(self, bodies: Iterable[str]) -> list[LeasedMessage]:
         """Adds messages that never expire; when it returns, they are stored durably.
 
+        Returns them in their order: each can be deleted by its receipt until somebody receives it.
         After an error some may be stored: jobs have ids, so sending twice is harmless. After a
         JobError, for a body over 64 KiB, none is.
         """

@@ -20,7 +20,7 @@ class UnusedQueue:
     async def clear(self) -> None:
         raise NotImplementedError
 
-    async def send(self, bodies: Iterable[str]) -> None:
+    async def send(self, bodies: Iterable[str]) -> list[LeasedMessage]:
         raise NotImplementedError
 
     async def renew(

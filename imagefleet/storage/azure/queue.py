@@ -66,15 +66,20 @@ class AzureQueue:
     async def metadata(self) -> Mapping[str, str]:
         return (await self._call("r", self._client.get_queue_properties)).metadata or {}
 
-    async def send(self, bodies: Iterable[str]) -> None:
+    async def send(self, bodies: Iterable[str]) -> list[protocol.LeasedMessage]:
         messages = sizes.checked_messages(bodies)
+        sent: dict[int, protocol.LeasedMessage] = {}
 
-        async def send(body: str) -> None:
+        async def send(numbered: tuple[int, str]) -> None:
+            number, body = numbered
             # By default the SDK's expire after seven days.
             request = partial(self._client.send_message, body, time_to_live=-1)
-            await self._call("a", request)
+            message = await self._call("a", request)
+            message.content = body
+            sent[number] = self._message(message).leased(str(message.pop_receipt))
 
-        await concurrency.for_each(messages, send, MOST_SENDS)
+        await concurrency.for_each(enumerate(messages), send, MOST_SENDS)
+        return [sent[number] for number in sorted(sent)]
 
     async def receive(
         self, max_messages: int, lease_seconds: float

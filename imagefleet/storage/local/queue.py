@@ -165,19 +165,24 @@ class LocalQueue:
     async def check(self) -> None:
         await self._file.run(self._check_exists)
 
-    async def send(self, bodies: Iterable[str]) -> None:
+    async def send(self, bodies: Iterable[str]) -> list[protocol.LeasedMessage]:
         messages = sizes.checked_messages(bodies)
 
-        def send(connection: sqlite3.Connection) -> None:
+        def send(connection: sqlite3.Connection) -> list[protocol.LeasedMessage]:
             now = self._clock()
-            rows = ((self.name, now, uuid.uuid4().hex, body) for body in messages)
+            sent = []
             try:
                 with transaction(connection, durable=True):
-                    connection.executemany(sqlite_file.SEND, rows)
+                    for body in messages:
+                        message = self._message(uuid.uuid4().hex, body, 0, now)
+                        row = self.name, now, message.id, body
+                        added = connection.execute(sqlite_file.SEND, row)
+                        sent.append(message.leased(f"{added.lastrowid}.0"))
             except sqlite3.IntegrityError:
                 raise self._missing() from None
+            return sent
 
-        await self._run(send, len(messages))
+        return await self._run(send, len(messages))
 
     async def receive(
         self, max_messages: int, lease_seconds: float

@@ -35,7 +35,7 @@ MAX_MODELS = 200
 #: Workers note which models they serve in spans: an empty blob `-serving/MODEL/SPAN` is the note of
 #: any number of them. Older ones are deleted by workers whose credentials allow it.
 SERVED_FOLDER = "-serving/"
-SERVED_SPAN = timedelta(minutes=10)
+SERVED_SPAN = timedelta(minutes=5)
 _KEPT = timedelta(hours=1)
 
 
@@ -86,19 +86,31 @@ class ModelQueues:
         return queues
 
     async def note_served(self, model: str, now: datetime | None = None) -> None:
-        """A worker serves the model, for `status` and those who send jobs, up to ten minutes on."""
+        """A worker serves the model, for `status` and those who send jobs, up to five minutes on."""
         if SAFE_NAME.fullmatch(model):
             now = now or self.blobs.clock.now()
             await self.blobs.create(_note(model, now), b"", "text/plain", {})
             await self.blobs.delete(_note(model, now - _KEPT))
 
     async def is_served(self, model: str, now: datetime | None = None) -> bool:
-        """True if a worker has noted in the last 10 to 20 minutes that it serves the model."""
+        """True if a worker has noted in the last 5 to 10 minutes that it serves the model."""
         now = now or self.blobs.clock.now()
         exists = self.blobs.exists
         return await exists(_note(model, now)) or await exists(
             _note(model, now - SERVED_SPAN)
         )
+
+    async def served_now(self) -> set[str]:
+        """The models of which a worker has noted in the last 5 to 10 minutes that it serves them."""
+        now = self.blobs.clock.now()
+        notes = [name async for name in self.blobs.names(SERVED_FOLDER)]
+        models = {name.removeprefix(SERVED_FOLDER).partition("/")[0] for name in notes}
+        recent = (now, now - SERVED_SPAN)
+        return {
+            model
+            for model in models
+            if any(_note(model, moment) in notes for moment in recent)
+        }
 
     async def names(self) -> list[str]:
         """The models that have queues, as far as the credentials allow to know it."""
@@ -135,16 +147,34 @@ class ModelQueues:
             queue.add(model, self.of(model))
         return queue
 
-    async def send(self, bodies: Iterable[str], priority: Priority = "normal") -> None:
-        """Adds each to the queue of its job's model; none, with a JobError, if one is too large."""
-        groups: dict[str | None, list[str]] = {}
-        for body in sizes.checked_messages(bodies):
-            groups.setdefault(model_of(body), []).append(body)
+    async def send(
+        self,
+        bodies: Iterable[str],
+        priority: Priority = "normal",
+        *,
+        makes_queues: bool = True,
+    ) -> list[protocol.LeasedMessage]:
+        """Adds each to the queue of its job's model; none, with a JobError, if one is too large.
 
-        async def send_group(model: str | None, group: list[str]) -> None:
-            await (await self.make(model))[priority].send(group)
+        Unless it *makes_queues*, jobs of models without queues wait with those that name no model:
+        workers sort them out. Returns the messages in their order, as `JobQueue.send` does.
+        """
+        messages = sizes.checked_messages(bodies)
+        groups: dict[str | None, list[int]] = {}
+        for number, body in enumerate(messages):
+            model = model_of(body)
+            if not makes_queues and model not in await self.names():
+                model = None
+            groups.setdefault(model, []).append(number)
+        sent: dict[int, protocol.LeasedMessage] = {}
+
+        async def send_group(model: str | None, numbers: list[int]) -> None:
+            queue = (await self.make(model))[priority]
+            found = await queue.send([messages[number] for number in numbers])
+            sent.update(zip(numbers, found, strict=True))
 
         await concurrency.gather(*(send_group(*each) for each in groups.items()))
+        return [sent[number] for number in sorted(sent)]
 
     async def make_for_chains(self, bodies: Iterable[str]) -> None:
         """The queues of later stages, too: workers, which send those, may not be allowed to."""

@@ -91,8 +91,8 @@ class RoutedQueue:
             except errors.MissingResourceError as error:
                 route.set_missing(error)
 
-    async def send(self, bodies: Iterable[str]) -> None:
-        await self.main.queue.send(bodies)
+    async def send(self, bodies: Iterable[str]) -> list[protocol.LeasedMessage]:
+        return await self.main.queue.send(bodies)
 
     def level_of(self, message: protocol.LeasedMessage) -> int:
         """Rank of the priority of a message's queue; 0 is the highest."""

@@ -58,6 +58,22 @@ async def test_a_message_has_a_body_an_id_a_delivery_count_and_a_time(
     assert abs(message.enqueued_at - datetime.now(UTC)) < timedelta(seconds=10)
 
 
+async def test_what_was_sent_can_be_taken_back_until_somebody_receives_it(
+    storage: Storage,
+):
+    first, second = await storage.queue.send(["one", "two"])
+    assert (first.body, second.body) == ("one", "two")
+    assert abs(first.enqueued_at - datetime.now(UTC)) < timedelta(seconds=10)
+
+    await storage.queue.delete(first)
+
+    received = await receive_one(storage)
+    assert (received.id, received.body) == (second.id, "two")
+    with pytest.raises(errors.LeaseLost):
+        await storage.queue.delete(second)
+    await storage.queue.delete(received)
+
+
 async def test_receive_does_not_wait_for_a_message(storage: Storage):
     assert await storage.queue.receive(32, LEASE_SECONDS) == []
 

@@ -231,12 +231,12 @@ async def test_a_model_that_no_job_can_name_fails_no_worker(storage: Storage):
         assert await storage.models.names() == []
 
 
-async def test_which_models_are_served_is_known_for_ten_to_twenty_minutes(
+async def test_which_models_are_served_is_known_for_five_to_ten_minutes(
     storage: Storage,
 ):
     now = datetime(2026, 11, 22, 14, 9, 59, tzinfo=UTC)
     await storage.models.note_served(A, now)
-    for minutes, known in ((0, True), (10, True), (11, False), (60, False)):
+    for minutes, known in ((0, True), (5, True), (6, False), (60, False)):
         assert (
             await storage.models.is_served(A, now + timedelta(minutes=minutes)) == known
         )
@@ -244,6 +244,21 @@ async def test_which_models_are_served_is_known_for_ten_to_twenty_minutes(
     await storage.models.note_served(A, now + timedelta(hours=1))
     notes = [name async for name in storage.blobs.names(SERVED_FOLDER)]
     assert len(notes) == 1, "old ones are deleted"
+    assert await storage.models.served_now() == set()
+    await storage.models.note_served(B)
+    assert await storage.models.served_now() == {B}
+
+
+async def test_a_sender_that_makes_no_queues_leaves_the_sorting_to_workers(
+    storage: Storage,
+):
+    await storage.models.make(A)
+    sent = await storage.models.send([job(B), job(A)], makes_queues=False)
+
+    assert [message.body for message in sent] == [job(B), job(A)]
+    assert (await storage.models.of(None)["normal"].depth()).messages == 1
+    assert (await storage.models.of(A)["normal"].depth()).messages == 1
+    assert await storage.models.names() == [A]
 
 
 def test_a_job_that_moves_keeps_the_id_that_its_message_gave_it():
