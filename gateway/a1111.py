@@ -12,7 +12,9 @@ from aiohttp import web
 
 from gateway import work
 from gateway.clients import Refused
+from gateway.models import UnknownModelError
 from gateway.work import CLIENT, DESK
+from imagefleet import errors, validation
 from imagefleet.files import kinds
 from imagefleet.job import override_settings, samplers, settings_table
 from imagefleet.job.message import Job
@@ -64,7 +66,7 @@ async def _progress(request: web.Request) -> web.Response:
     tickets = request.app[DESK].of(request[CLIENT])
     job, steps, progress = "", 0, 0.0
     if tickets:
-        job = tickets[0].id if tickets[0].sent.done() else ""
+        job = tickets[0].id
         steps = tickets[0].job.steps
         # Workers tell of images, not of steps: it nears 1 as time goes by.
         progress = 1 - math.exp((tickets[0].created_at - time.monotonic()) / 10)
@@ -101,6 +103,14 @@ async def _set_options(request: web.Request) -> web.Response:
         override_settings.fields(known, {}, settings_table.PASSES)
     except ValueError as error:
         raise Refused(422, str(error).replace("override_settings.", "")) from None
+    if known.get("sd_model_checkpoint"):
+        with validation.as_error(errors.JobError):
+            job = Job.model_validate({"prompt": "", "override_settings": known})
+        try:
+            await request.app[DESK].models.resolve(request[CLIENT], job)
+        except UnknownModelError as error:
+            error.status = 500  # A1111's own
+            raise
     request.app[OPTIONS][request[CLIENT].name] = known
     return web.json_response(None)
 

@@ -16,6 +16,9 @@ from imagefleet.telemetry import probes
 class Refused(Exception):  # noqa: N818 - an answer, not a fault of the gateway
     """A request that is answered with a *status* and a sentence, whatever the API."""
 
+    #: OpenAI's word for what is wrong, if it has one.
+    code: str | None = None
+
     def __init__(
         self, status: int, message: str, headers: Mapping[str, str] | None = None
     ) -> None:
@@ -35,6 +38,11 @@ class Client(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
     priority: Priority = "normal"
     max_waiting: int = Field(default=100, ge=1, le=10_000)
     """The most images that it may wait for at once."""
+    models: Mapping[str, str] = Field(default_factory=dict)
+    """The models that the client's names stand for, as `dall-e-3`."""
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
 
 
 #: Whoever is on this machine, where there is no file of keys.

@@ -14,10 +14,12 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from gateway import a1111, openai, work
 from gateway.clients import Door, Refused
-from gateway.desk import Desk
+from gateway.jobs.desk import Desk
+from gateway.models import Models, UnknownModelError
 from gateway.settings import GatewaySettings
 from gateway.work import CLIENT, DESK, reason_of
 from imagefleet import aio, errors, redaction
+from imagefleet.files import kinds
 from imagefleet.job.message import Job
 from imagefleet.telemetry import logs, metrics, probes
 
@@ -49,7 +51,16 @@ class Gateway:
 
     def __init__(self, fleet: aio.Fleet, settings: GatewaySettings) -> None:
         self._door = Door(settings.clients, settings.host)
-        self.desk = Desk(fleet, settings.wait_seconds)
+        own = None if settings.model is None else settings.model.rpartition("/")[2]
+        models = Models(
+            fleet.storage, settings.model_alias, own and kinds.MODEL.stem(own)
+        )
+        self.desk = Desk(
+            fleet,
+            models,
+            wait_seconds=settings.wait_seconds,
+            worker_seconds=settings.worker_seconds,
+        )
         registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
         waiting = Gauge(
             "imagefleet_gateway_waiting_jobs",
@@ -220,10 +231,14 @@ def _error(request: web.Request, error: Exception) -> web.Response:
             "message": message,
             "type": _KINDS.get(status, kind),
             "param": None,
-            "code": None,
+            "code": getattr(error, "code", None),
         }
         return web.json_response({"error": found}, status=status, headers=headers)
-    found = {"error": type(error).__name__, "detail": message, "body": "", "errors": ""}
+    if isinstance(error, UnknownModelError) and status != _SERVER_ERROR:
+        status = 422
+    name = "RuntimeError" if status == _SERVER_ERROR else type(error).__name__
+    # A1111 tells what went wrong in its code in `errors`, and of what is sent in `detail`.
+    found = {"error": name, "detail": message, "body": "", "errors": message}
     return web.json_response(found, status=status, headers=headers)
 
 

@@ -1,11 +1,24 @@
 """Settings of the gateway."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode
 
 from imagefleet.storage.settings import SignerSettings
 from imagefleet.telemetry.settings import TelemetrySettings
+
+
+def _by_name(value: object) -> object:
+    """The values of NAME=VALUE, separated by commas."""
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.partition("=") for pair in value.split(",")]
+    if not all(name.strip() and to.strip() for name, _, to in pairs):
+        raise ValueError("should be NAME=MODEL")
+    return {name.strip(): to.strip() for name, _, to in pairs}
 
 
 class GatewaySettings(TelemetrySettings, SignerSettings):
@@ -27,6 +40,21 @@ class GatewaySettings(TelemetrySettings, SignerSettings):
         ge=1,
         le=86_400,
         description="Seconds that a request waits for its images.",
+    )
+    worker_seconds: float = Field(
+        default=300,
+        ge=1,
+        le=86_400,
+        description="Seconds that a request waits while no worker is there for it; longer where a"
+        " scaler starts the first.",
+    )
+    model_alias: Annotated[Mapping[str, str], NoDecode, BeforeValidator(_by_name)] = (
+        Field(
+            default_factory=dict,
+            description="A model under another name, as dall-e-3=dreamshaper-8; repeatable (in the"
+            " variable separated by commas).",
+            json_schema_extra={"repeatable": True},
+        )
     )
     model: str | None = Field(
         default=None,

@@ -14,7 +14,7 @@ from aiohttp import web
 from PIL import Image
 
 from gateway.clients import Client, Refused
-from gateway.desk import Desk
+from gateway.jobs.desk import Desk
 from imagefleet import errors, validation
 from imagefleet.files import picture
 from imagefleet.job.message import SUFFIXES, Job
@@ -77,23 +77,11 @@ async def draw(
         job = Job.model_validate({**fields, "awaited": True})
     if not set(job.sources) <= images.keys():
         raise Refused(422, "images are given in base64: names are not read")
-    await desk.check(client, job.images)
+    job = await desk.models.resolve(client, job)
+    await desk.check(client, job)
     for name, data in images.items():
         await desk.storage.files.create(INPUTS + name, data, content_type(name), {})
-    ticket = await desk.send(client, job)
-    try:
-        async with asyncio.timeout(desk.wait_seconds):
-            facts = await asyncio.shield(ticket.ended)
-    except TimeoutError:
-        address = f"/jobs/{ticket.id}"
-        raise Refused(
-            202,
-            f"the images are not drawn yet: ask for them at {address}",
-            {"Location": address},
-        ) from None
-    except asyncio.CancelledError:
-        desk.drop(ticket)
-        raise
+    facts = await desk.wait(desk.take(client, job))
     if not facts.blobs:
         # What can never succeed is told from what a machine has failed.
         kind = (

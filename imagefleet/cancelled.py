@@ -42,6 +42,9 @@ BLUR_SECONDS = 3.0
 #: An entry is dropped after this time, which is longer than any lease, once the queue is empty.
 KEPT = timedelta(days=8)
 
+#: An entry of a single job, whose message is taken back where nobody has it yet.
+KEPT_JOBS = timedelta(days=1)
+
 #: The longest list, some 100 KB, which each worker reads once after each change.
 MAX_CAMPAIGNS = 1_000
 MAX_BYTES = 1_000_000
@@ -146,6 +149,7 @@ async def cancel(storage: Storage, campaign: str) -> datetime:
     """
     # Messages in flight count: without any, no message is older than this call.
     is_empty = (await storage.queue.depth()).messages == 0
+    await allow(storage, campaign)
     at = await _change(storage, LOAD_SECONDS, [(campaign, None)], forget=is_empty)
     await _wait((at - storage.blobs.clock.now()).total_seconds() + BLUR_SECONDS)
     return at
@@ -154,7 +158,10 @@ async def cancel(storage: Storage, campaign: str) -> datetime:
 async def cancel_jobs(
     storage: Storage, new: Collection[str], ended: Collection[str]
 ) -> None:
-    """Cancels single jobs, by `campaign/id`, and forgets cancelled ones that have *ended*."""
+    """Cancels single jobs, by `campaign/id`, and forgets cancelled ones that have *ended*.
+
+    Their campaigns need an `allow` before.
+    """
     await _change(storage, BLUR_SECONDS, list(map(split_job_key, new)), ended)
 
 
@@ -180,6 +187,14 @@ async def pause(storage: Storage, campaign: str, *, is_paused: bool) -> bool:
     return was_paused != is_paused
 
 
+async def allow(storage: Storage, campaign: str) -> None:
+    """Lets records count by which jobs of the campaign were cancelled, for good.
+
+    The list forgets; by this a worker's record that a job was cancelled is believed.
+    """
+    await RecordLog(storage.files, "operator").open(campaign, "cancelled")
+
+
 async def _change(
     storage: Storage,
     seconds: float,
@@ -192,9 +207,6 @@ async def _change(
 
     *ended* are forgotten, and with *forget* what is too old to matter.
     """
-    for campaign in {campaign for campaign, _ in new}:
-        # The list forgets; by this a worker's record that a job was cancelled is believed for good.
-        await RecordLog(storage.files, "operator").open(campaign, "cancelled")
     at = storage.blobs.clock.now() + timedelta(
         seconds=seconds
     )  # which has had an answer
@@ -213,8 +225,12 @@ async def _change(
             if each.queue != queue
             or (
                 each.name not in gone
-                and not (
-                    (forget or each.id) and not each.is_paused and at - each.at > KEPT
+                and (
+                    each.is_paused
+                    or (
+                        not (forget and at - each.at > KEPT)
+                        and not (each.id and at - each.at > KEPT_JOBS)
+                    )
                 )
             )
         ]

@@ -7,7 +7,7 @@ hold the model's.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -86,7 +86,7 @@ class ModelQueues:
         return queues
 
     async def note_served(self, model: str, now: datetime | None = None) -> None:
-        """A worker serves the model, for `status` and those who send jobs, up to five minutes on."""
+        """A worker serves the model: `status` and those who send jobs know it for five minutes."""
         if SAFE_NAME.fullmatch(model):
             now = now or self.blobs.clock.now()
             await self.blobs.create(_note(model, now), b"", "text/plain", {})
@@ -101,7 +101,7 @@ class ModelQueues:
         )
 
     async def served_now(self) -> set[str]:
-        """The models of which a worker has noted in the last 5 to 10 minutes that it serves them."""
+        """The models that a worker has noted to serve in the last 5 to 10 minutes; a listing."""
         now = self.blobs.clock.now()
         notes = [name async for name in self.blobs.names(SERVED_FOLDER)]
         models = {name.removeprefix(SERVED_FOLDER).partition("/")[0] for name in notes}
@@ -152,18 +152,19 @@ class ModelQueues:
         bodies: Iterable[str],
         priority: Priority = "normal",
         *,
-        makes_queues: bool = True,
+        with_queues: Collection[str] | None = None,
     ) -> list[protocol.LeasedMessage]:
         """Adds each to the queue of its job's model; none, with a JobError, if one is too large.
 
-        Unless it *makes_queues*, jobs of models without queues wait with those that name no model:
-        workers sort them out. Returns the messages in their order, as `JobQueue.send` does.
+        Queues are made if need be. With *with_queues*, jobs of other models wait with those that
+        name no model, and workers sort them out. Returns the messages in their order, as
+        `JobQueue.send` does.
         """
         messages = sizes.checked_messages(bodies)
         groups: dict[str | None, list[int]] = {}
         for number, body in enumerate(messages):
             model = model_of(body)
-            if not makes_queues and model not in await self.names():
+            if with_queues is not None and model not in with_queues:
                 model = None
             groups.setdefault(model, []).append(number)
         sent: dict[int, protocol.LeasedMessage] = {}

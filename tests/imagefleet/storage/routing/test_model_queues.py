@@ -249,11 +249,11 @@ async def test_which_models_are_served_is_known_for_five_to_ten_minutes(
     assert await storage.models.served_now() == {B}
 
 
-async def test_a_sender_that_makes_no_queues_leaves_the_sorting_to_workers(
+async def test_who_sends_to_queues_that_are_there_leaves_the_sorting_to_workers(
     storage: Storage,
 ):
     await storage.models.make(A)
-    sent = await storage.models.send([job(B), job(A)], makes_queues=False)
+    sent = await storage.models.send([job(B), job(A)], with_queues=[A])
 
     assert [message.body for message in sent] == [job(B), job(A)]
     assert (await storage.models.of(None)["normal"].depth()).messages == 1

@@ -1,0 +1,418 @@
+"""Jobs of all requests: sent together, awaited by one reader, withdrawn if nobody waits for them.
+
+However many requests wait, a look at a campaign's records is two listings and a read of what is
+new; so a thousand that wait cost the storage what one does, and none that waits costs nothing.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection
+from typing import NoReturn
+
+from gateway.clients import Client, Refused
+from gateway.jobs import looks
+from gateway.jobs.ticket import Ticket, refusal
+from gateway.jobs.withdrawal import Withdrawals
+from gateway.models import Models
+from imagefleet import aio, concurrency, errors
+from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.job.message import Job
+from imagefleet.records import outcomes, reader
+from imagefleet.records.batch import Submission, Watch
+from imagefleet.records.ledger import Ledgers
+from imagefleet.records.outcomes import JobFacts
+from imagefleet.storage.settings import Priority
+from imagefleet.submit import RETRIES
+from imagefleet.telemetry import logs
+
+log = logs.EventLog(__name__)
+
+#: Seconds between two looks at the records; on Azure a look is two billed listings.
+_LOCAL_POLL_SECONDS, _REMOTE_POLL_SECONDS = 0.015, 0.5
+
+#: Seconds between two looks for what has been cancelled, or deleted, or has no worker.
+_LOOK_SECONDS = 5.0
+
+#: A look may take this share of the time.
+_LOOK_SHARE = 0.05
+
+#: Images of all clients that may be waited for.
+_MAX_WAITING = 20_000
+
+#: Seconds for which the age of a queue is believed, and the longest that it sends a client away.
+_AGE_SECONDS = 10.0
+_LONGEST_RETRY_SECONDS = 600
+
+#: Seconds after which the end of a withdrawn job is looked for no longer.
+_FORGET_SECONDS = 600.0
+
+INTERRUPTED = "interrupted: what had begun is drawn and stored, and nothing else"
+
+
+class Desk:
+    """Takes jobs, and tells what has become of them."""
+
+    def __init__(
+        self,
+        fleet: aio.Fleet,
+        models: Models,
+        *,
+        wait_seconds: float,
+        worker_seconds: float,
+    ) -> None:
+        """*wait_seconds*: the longest wait for an image, and the age of a queue that is full.
+
+        *worker_seconds*: the longest wait for a worker while none is there.
+        """
+        self.storage = fleet.storage
+        self.models = models
+        self.wait_seconds = wait_seconds
+        self._worker_seconds = worker_seconds
+        self._fleet = fleet
+        is_local = fleet.storage.settings.is_local
+        self._poll_seconds = _LOCAL_POLL_SECONDS if is_local else _REMOTE_POLL_SECONDS
+        self._ledgers = Ledgers(fleet.storage)
+        self._cancelled = CancelledCampaigns(
+            fleet.storage.files, fleet.storage.queue.name
+        )
+        self._withdrawals = Withdrawals(fleet.storage, self._forget)
+        self._unsent: list[Ticket] = []
+        self._tickets: dict[str, Ticket] = {}  # by the key of the job
+        self._watches: dict[str, Watch] = {}  # by campaign
+        self._has_unsent, self._has_waiting = asyncio.Event(), asyncio.Event()
+        self._looking = asyncio.Lock()
+        self._look_at = self._looked_at = 0.0  # the next thorough look, and the last
+        self._ages: dict[str, tuple[float, float]] = {}  # time and age, by queue
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """All that is on its way or waited for."""
+        known = dict.fromkeys([*self._unsent, *self._tickets.values()])
+        return [ticket for ticket in known if not ticket.is_dropped]
+
+    def of(self, client: Client) -> list[Ticket]:
+        return [ticket for ticket in self.tickets if ticket.client == client]
+
+    async def run(self) -> None:
+        """Side tasks: the sender, the reader, and the one that withdraws; ends if one fails."""
+        await concurrency.gather(
+            self._keep_sending(), self._keep_reading(), self._withdrawals.run()
+        )
+
+    def stop(self) -> None:
+        """Answers everybody who waits; their jobs go on."""
+        for ticket in self.tickets:
+            ticket.is_kept = True
+            if ticket.facts is None:
+                ticket.refuse(
+                    refusal(503, "the gateway stops, and has not sent the job")
+                )
+                continue
+            where = f"/jobs/{ticket.id}"
+            ticket.refuse(
+                refusal(
+                    503,
+                    f"the gateway stops; the job goes on: ask for it at {where} later",
+                )
+            )
+
+    async def check(self, client: Client, job: Job) -> None:
+        """Raises Refused where there is no room for a *job* of the client's."""
+        if job.images > client.max_waiting:
+            raise Refused(
+                400,
+                f"{job.images:,} images; {client.max_waiting:,} at most in one request",
+            )
+        waiting = self._images_of(client)
+        if waiting + job.images > client.max_waiting:
+            await self._look_again()
+            waiting = self._images_of(client)
+        everybody = sum(ticket.job.images for ticket in self.tickets)
+        age = await self._age(job.model, client.priority)
+        why = ""
+        if waiting + job.images > client.max_waiting:
+            why = f"{waiting:,} images of {client.max_waiting:,} at most are waited for already"
+        elif everybody + job.images > _MAX_WAITING:
+            why = f"{everybody:,} images are waited for, as many as there can be"
+        elif age > self.wait_seconds:
+            why = f"the queue is full: its oldest job has waited {age:,.0f} seconds"
+        if why:
+            seconds = max(1, min(round(age), _LONGEST_RETRY_SECONDS))
+            headers = {"Retry-After": str(seconds)}
+            raise Refused(429, f"{why}; try again in {seconds} s", headers)
+
+    def take(self, client: Client, job: Job) -> Ticket:
+        """Puts a job into the queue soon, with all that come in the same moment."""
+        ticket = Ticket(client, job)
+        self._unsent.append(ticket)
+        self._has_unsent.set()
+        return ticket
+
+    async def wait(self, ticket: Ticket) -> JobFacts:
+        """Waits for a job's end; raises Refused or a FleetError. Cancelled, it is withdrawn."""
+        ticket.waiters += 1
+        self._has_waiting.set()
+        try:
+            async with asyncio.timeout(self.wait_seconds):
+                await asyncio.shield(ticket.sent)
+                return await asyncio.shield(ticket.ended)
+        except TimeoutError:
+            if not ticket.sent.done():
+                raise refusal(503, "the storage takes no jobs now") from None
+            ticket.is_kept = True
+            address = f"/jobs/{ticket.id}"
+            raise Refused(
+                202,
+                f"the images are not drawn yet: ask for them at {address}",
+                {"Location": address},
+            ) from None
+        finally:
+            ticket.waiters -= 1
+            if not (ticket.waiters or ticket.is_kept):
+                self.drop(ticket)
+
+    def drop(self, ticket: Ticket, reason: str = "its client hung up") -> None:
+        """Withdraws a job that has not ended: nobody wants it any more."""
+        if not ticket.ended.done():
+            self._withdraw(ticket, reason)
+
+    def interrupt(self, client: Client) -> None:
+        """Withdraws all that the client waits for, and answers at once."""
+        for ticket in self.of(client):
+            self._withdraw(ticket, "its client interrupted it")
+            ticket.refuse(Refused(409, INTERRUPTED))
+
+    async def facts(self, campaign: str, job_id: str) -> JobFacts:
+        """Looks a job up, in the storage if need be; raises JobError for an invalid id."""
+        facts = JobFacts(self._fleet.job(job_id, campaign).id, campaign)
+        ticket = self._tickets.get(facts.key)
+        if ticket is not None and ticket.is_waited_for:
+            return facts  # nothing has come yet
+        return await outcomes.look_up(self.storage, facts)
+
+    async def image(self, facts: JobFacts, index: int) -> bytes:
+        """An image's file; raises JobError if there is none."""
+        return await aio.Result(**facts.fields(), fleet=self._fleet).data(index)
+
+    def _images_of(self, client: Client) -> int:
+        return sum(ticket.job.images for ticket in self.of(client))
+
+    async def _age(self, model: str | None, priority: Priority) -> float:
+        """Seconds that jobs of a model and a priority wait to be begun, as of some seconds ago."""
+        if model not in await self.storage.models.names():
+            model = None
+        queue = self.storage.models.of(model)[priority]
+        at, age = self._ages.get(queue.name, (-_AGE_SECONDS, 0.0))
+        if time.monotonic() - at > _AGE_SECONDS:
+            # Meanwhile others go by the age as it was.
+            self._ages[queue.name] = time.monotonic(), age
+            depth = await queue.depth()
+            age = await looks.waiting_seconds(
+                self.storage, queue, depth, self.wait_seconds
+            )
+            self._ages[queue.name] = time.monotonic(), age
+        return age
+
+    async def _keep_sending(self) -> NoReturn:
+        while True:
+            await self._has_unsent.wait()
+            self._has_unsent.clear()
+            order: dict[tuple[str, Priority], list[Ticket]] = {}
+            for ticket in self._unsent:
+                if ticket.is_dropped:
+                    ticket.refuse(Refused(409, INTERRUPTED))
+                else:
+                    to = ticket.client.campaign, ticket.client.priority
+                    order.setdefault(to, []).append(ticket)
+            for tickets in order.values():
+                await self._send(tickets)
+            self._unsent = [each for each in self._unsent if not each.sent.done()]
+
+    async def _send(self, tickets: list[Ticket]) -> None:
+        """Sends jobs of one campaign and priority; an error is that of its job alone."""
+        try:
+            await self._submit(tickets)
+        except Exception as error:  # noqa: BLE001 - becomes the answer of its request
+            is_of_one = not isinstance(error, errors.TransientError)
+            if is_of_one and len(tickets) > 1:
+                for ticket in tickets:
+                    await self._send([ticket])
+                return
+            for ticket in tickets:
+                ticket.refuse(error)
+
+    async def _submit(self, tickets: list[Ticket]) -> None:
+        campaign, priority = tickets[0].client.campaign, tickets[0].client.priority
+        submission = Submission(self.storage, self._ledgers)
+        jobs = [ticket.job for ticket in tickets]
+        bodies = list(submission.messages(jobs, campaign, self._fleet.signer))
+        await submission.check()
+        watch = await self._watch(campaign)
+        # They are waited for from before they are sent, lest one ends before.
+        watch.waiting.update(submission.jobs)
+        self._tickets.update(zip(submission.jobs, tickets, strict=True))
+        send = self.storage.models.send
+        with_queues = await self.storage.models.names()
+        try:
+            messages = await RETRIES.call(
+                lambda: send(bodies, priority, with_queues=with_queues)
+            )
+        except BaseException:
+            for key in submission.jobs:
+                self._tickets.pop(key, None)
+                watch.waiting.pop(key, None)
+            raise
+        for ticket, facts, message in zip(
+            tickets, submission.jobs.values(), messages, strict=True
+        ):
+            ticket.is_sent(facts, message)
+            if ticket.is_dropped:  # meanwhile
+                self._withdrawals.add(ticket)
+        await submission.note_sent(len(bodies))
+
+    async def _watch(self, campaign: str) -> Watch:
+        """The reader of a campaign, which begins at the present end of the records."""
+        if (known := self._watches.get(campaign)) is None:
+            end = await reader.end(self.storage, campaign)
+            known = self._watches[campaign] = Watch(self.storage, (), {campaign: end})
+        return known
+
+    async def _keep_reading(self) -> NoReturn:
+        while True:
+            while not self._is_reading:
+                self._has_waiting.clear()
+                await self._has_waiting.wait()
+                await asyncio.sleep(self._poll_seconds)
+            try:
+                await self._look()
+            except errors.FleetError as error:
+                log.warning(
+                    f"records are not read: {error.message}", action="records_unread"
+                )
+            await asyncio.sleep(self._poll_seconds)
+
+    @property
+    def _is_reading(self) -> bool:
+        """True while somebody waits, or more records may be there already."""
+        tickets, watches = self._tickets.values(), self._watches.values()
+        return any(ticket.is_waited_for for ticket in tickets) or any(
+            watch.is_behind for watch in watches
+        )
+
+    async def _look(self) -> None:
+        """Reads the records, and now and then looks for what they cannot tell of."""
+        async with self._looking:
+            if time.monotonic() < self._look_at:
+                await self._read()
+            else:
+                await self._look_thoroughly()
+
+    async def _look_again(self) -> None:
+        """A thorough look before a client is sent away, unless one has just been."""
+        if time.monotonic() - self._looked_at > _LOOK_SECONDS / 5:
+            self._look_at = 0.0
+            await self._look()
+
+    async def _look_thoroughly(self) -> None:
+        began_at = time.monotonic()
+        sent = [
+            ticket
+            for ticket in self._tickets.values()
+            if ticket.sent_at and began_at - ticket.sent_at > _LOOK_SECONDS
+        ]
+        if sent:
+            await self._end_cancelled(sent)
+            await self._end_unserved(sent)
+            await self._end_lost(sent)
+        await self._read()
+        self._give_up(began_at)
+        self._looked_at = time.monotonic()
+        took = self._looked_at - began_at
+        self._look_at = self._looked_at + max(_LOOK_SECONDS, took / _LOOK_SHARE)
+
+    async def _read(self) -> None:
+        """Reads the campaigns' new records, and answers those whose jobs have ended."""
+        for campaign, watch in list(self._watches.items()):
+            await RETRIES.call(watch.poll)
+            found, watch.found = watch.found, []
+            for facts in found:
+                if (ticket := self._tickets.pop(facts.key, None)) is not None:
+                    ticket.end(facts)
+                self._withdrawals.ended(facts.key)
+            if not watch.waiting and self._watches.get(campaign) is watch:
+                del self._watches[campaign]
+
+    async def _end_cancelled(self, tickets: Collection[Ticket]) -> None:
+        await self._cancelled.refresh(_LOOK_SECONDS / 2)
+        for ticket in tickets:
+            message = ticket.message
+            if message is None or ticket.is_dropped:
+                continue
+            campaign = ticket.client.campaign
+            if self._cancelled.includes(campaign, message.enqueued_at, ticket.id):
+                self._withdraw(ticket, "it was cancelled")
+                ticket.refuse(Refused(409, f"the job {ticket.id} was cancelled"))
+
+    async def _end_unserved(self, tickets: Collection[Ticket]) -> None:
+        """Ends jobs that have waited for a worker for long, if there has been none."""
+        latest = time.monotonic() - self._worker_seconds
+        waiting = [
+            ticket
+            for ticket in tickets
+            if ticket.created_at < latest and ticket.is_waited_for
+        ]
+        for model in {ticket.job.model for ticket in waiting}:
+            if not await self.models.are_unserved(model):
+                continue
+            serves = "" if model is None else f" that serves the model {model!r}"
+            reason = f"no worker{serves} has been seen for 5 minutes"
+            for ticket in waiting:
+                if ticket.job.model == model:
+                    self._withdraw(ticket, reason)
+                    ticket.refuse(refusal(503, f"{reason}: try again later"))
+
+    async def _end_lost(self, tickets: Collection[Ticket]) -> None:
+        """Ends jobs that no queue holds any more, and of whose ends no record tells."""
+        left = [ticket for ticket in tickets if not ticket.is_dropped]
+        for _ in range(2):  # a worker may just have moved one to another queue
+            if not left:
+                return
+            present = await looks.present_jobs(self.storage)
+            if present is None:
+                return
+            left = [ticket for ticket in left if ticket.key not in present]
+        await self._read()  # whose records came before their messages went
+        for ticket in left:
+            if self._tickets.get(ticket.key) is ticket:
+                self._lost(ticket)
+
+    def _lost(self, ticket: Ticket) -> None:
+        reason = "its message was deleted from the queue"
+        ticket.is_lost = True
+        self._withdraw(ticket, reason)
+        ticket.refuse(Refused(409, f"the job {ticket.id} is gone: {reason}"))
+
+    def _give_up(self, now: float) -> None:
+        """Forgets jobs that nobody waits for, and whose ends have not come in all this time."""
+        for ticket in list(self._tickets.values()):
+            longest = 2 * self.wait_seconds
+            if ticket.is_dropped:
+                longest = _FORGET_SECONDS
+            age = now - ticket.created_at
+            if age > longest and not ticket.is_waited_for and ticket.sent_at:
+                self._forget(ticket)
+                self._withdrawals.forget(ticket.key)
+
+    def _withdraw(self, ticket: Ticket, reason: str) -> None:
+        if ticket.is_dropped:
+            return
+        ticket.is_dropped, ticket.reason = True, reason
+        if ticket.message is not None:
+            self._withdrawals.add(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
+        """Waits no longer for a job that was sent."""
+        self._tickets.pop(ticket.key, None)
+        watch = self._watches.get(ticket.client.campaign)
+        if watch is not None:
+            watch.waiting.pop(ticket.key, None)

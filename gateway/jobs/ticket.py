@@ -1,0 +1,73 @@
+"""One job of a client, from its request to its end."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from gateway.clients import Client, Refused
+from imagefleet.job.message import Job, job_key
+from imagefleet.records.outcomes import JobFacts
+from imagefleet.storage.protocol import LeasedMessage
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A job on its way to the queue, then waited for by any number of requests."""
+
+    client: Client
+    job: Job
+    facts: JobFacts | None = None
+    """Its name and what is known of it; None until it is in the queue."""
+    sent: asyncio.Future[None] = field(default_factory=asyncio.Future)
+    ended: asyncio.Future[JobFacts] = field(default_factory=asyncio.Future)
+    created_at: float = field(default_factory=time.monotonic)
+    sent_at: float = 0.0
+    """Time (monotonic seconds) at which its message was in the queue."""
+    message: LeasedMessage | None = None
+    """The message as it was sent; None before, and of a job that another gateway has sent."""
+    waiters: int = 0
+    is_kept: bool = False
+    """It is drawn even if nobody waits: its client may ask for it later."""
+    is_dropped: bool = False
+    """Nobody wants it any more: it is withdrawn."""
+    is_lost: bool = False
+    """No queue holds it any more, and no record tells of its end."""
+    reason: str = "its client hung up"
+    """Why it was withdrawn."""
+
+    @property
+    def id(self) -> str:
+        """The job's id; empty until it is sent."""
+        return "" if self.facts is None else self.facts.id
+
+    @property
+    def key(self) -> str:
+        """`campaign/id`, once it is sent."""
+        return job_key(self.client.campaign, self.id)
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self.waiters > 0 and not self.is_dropped
+
+    def is_sent(self, facts: JobFacts, message: LeasedMessage | None) -> None:
+        """The job is in the queue, by this *message* if it is known."""
+        self.facts, self.message = facts, message
+        self.sent_at = time.monotonic()
+        if not self.sent.done():
+            self.sent.set_result(None)
+
+    def refuse(self, error: Exception) -> None:
+        """Answers everybody who waits with an error."""
+        for future in (self.sent, self.ended):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # seen, even if nobody waits
+
+    def end(self, facts: JobFacts) -> None:
+        if not self.ended.done():
+            self.ended.set_result(facts)
+
+
+def refusal(status: int, message: str) -> Refused:
+    """An answer that says when to come again, for what is nobody's fault."""
+    return Refused(status, message, {"Retry-After": "60"})
