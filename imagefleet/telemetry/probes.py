@@ -1,5 +1,6 @@
 """The HTTP port for monitoring: /metrics, and the probes /started, /live and /ready."""
 
+import asyncio
 import contextlib
 import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -9,8 +10,8 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from yarl import URL
 
-from imagefleet import errors
-from imagefleet.telemetry import metrics
+from imagefleet import concurrency, errors
+from imagefleet.telemetry import connections, metrics
 
 
 @contextlib.asynccontextmanager
@@ -50,18 +51,25 @@ async def listening(
     app: web.Application, host: str, port: int, what: str, **terms: Any
 ) -> AsyncIterator[int]:
     """Serves *app* by aiohttp's *terms*; yields the port, or raises SetupError if it is in use."""
+    open_connections = connections.Connections()
+    app.middlewares.insert(0, open_connections.count)
     runner = web.AppRunner(app, access_log=None, **terms)
     try:
         await runner.setup()
-        site = web.TCPSite(runner, host, port)
+        open_connections.server = runner.server
+        loop = asyncio.get_running_loop()
         try:
-            await site.start()
+            server = await loop.create_server(
+                open_connections.accept, host, port, backlog=connections.BACKLOG
+            )
         except OSError as error:
             raise errors.SetupError(
                 f"cannot listen on {authority(host, port)} for {what}: {error.strerror or error};"
                 " choose another with --port"
             ) from None
-        yield runner.addresses[0][1]
+        with contextlib.closing(server):
+            async with concurrency.beside(open_connections.sweep()):
+                yield server.sockets[0].getsockname()[1]
     finally:
         await runner.cleanup()
 
