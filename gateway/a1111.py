@@ -38,13 +38,16 @@ _DEFAULTS = {
 @ROUTES.post("/sdapi/v1/img2img")
 async def _draw(request: web.Request) -> web.Response:
     """Draws images, and answers with them in base64."""
-    payload = await work.read_body(request)
-    if request.path.endswith("img2img") and not payload.get("init_images"):
-        raise Refused(422, "init_images: is required")
-    options = {**_options_of(request), **(payload.get("override_settings") or {})}
-    if payload.get("sampler_name"):
-        payload.pop("sampler_index", None)
-    drawn = await work.draw(request, {**payload, "override_settings": options})
+    async with work.received(request) as given:
+        payload = given.fields
+        if request.path.endswith("img2img") and not payload.get("init_images"):
+            raise Refused(422, "init_images: is required")
+        options = {**_options_of(request), **(payload.get("override_settings") or {})}
+        if payload.get("sampler_name"):
+            payload.pop("sampler_index", None)
+        fields = {**payload, "override_settings": options}
+        ticket = await work.begin(request, given, fields)
+    drawn = await work.finish(request, ticket)
     body = await asyncio.to_thread(_answer, payload, *drawn)
     return web.Response(body=body, content_type="application/json")
 
@@ -52,7 +55,7 @@ async def _draw(request: web.Request) -> web.Response:
 @ROUTES.post("/sdapi/v1/png-info")
 async def _read_text(request: web.Request) -> web.Response:
     """Reads the parameters in an image."""
-    payload = await work.read_body(request)
+    payload = await work.read_object(request)
     data = work.from_base64(str(payload.get("image") or ""))
     text = await asyncio.to_thread(work.text_of, data)
     return web.json_response(
@@ -97,7 +100,7 @@ async def _get_options(request: web.Request) -> web.Response:
 @ROUTES.post("/sdapi/v1/options")
 async def _set_options(request: web.Request) -> web.Response:
     """Sets options for the client's next jobs, as `override_settings` of each would."""
-    known = _options_of(request) | await work.read_body(request)
+    known = _options_of(request) | await work.read_object(request)
     known = {key: value for key, value in known.items() if value != _DEFAULTS.get(key)}
     try:
         override_settings.fields(known, {}, settings_table.PASSES)

@@ -1,7 +1,7 @@
 """Clients of the gateway: keys, each with a campaign, a priority and a limit."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from aiohttp import BasicAuth, web
@@ -52,8 +52,14 @@ LOCAL = Client(name="local", sha256="0" * 64, campaign="gateway", max_waiting=10
 class Door:
     """Lets clients in by their key; without keys, this machine's own programs."""
 
-    def __init__(self, path: Path | None, host: str) -> None:
-        """Raises SetupError for a file that is not valid, or without one beyond this machine."""
+    def __init__(
+        self, path: Path | None, host: str, origins: Collection[str] = ()
+    ) -> None:
+        """Raises SetupError for a file that is not valid, or without one beyond this machine.
+
+        *origins*: web pages that may use it, beside its own.
+        """
+        self._origins = frozenset(origins)
         self._by_hash = None if path is None else _read(path)
         if self._by_hash is None and not probes.is_loopback(probes.authority(host, 0)):
             raise errors.SetupError(
@@ -63,13 +69,10 @@ class Door:
 
     def client(self, request: web.Request) -> Client:
         """The client that sent a request; raises Refused without a valid key."""
+        self._check_page(request)
         if self._by_hash is None:
             # A page of another site may be open in a browser here, under a name that leads here.
-            site = request.headers.get("Sec-Fetch-Site", "none")
-            if not probes.is_loopback(request.host) or site not in {
-                "none",
-                "same-origin",
-            }:
+            if not probes.is_loopback(request.host):
                 raise Refused(
                     403, "without keys, only programs of this machine may use it"
                 )
@@ -81,9 +84,41 @@ class Door:
             raise Refused(
                 401,
                 "no valid key: send one as Authorization: Bearer KEY, or as Basic's password",
-                {"WWW-Authenticate": "Bearer"},
+                {"WWW-Authenticate": 'Basic realm="imagefleet", Bearer'},
             )
         return found
+
+    def cors(self, request: web.Request) -> dict[str, str]:
+        """The headers by which a browser lets the page of a request read its answer."""
+        origin = request.headers.get("Origin")
+        if origin is None or self._origins.isdisjoint({origin, "*"}):
+            return {}
+        asked = request.headers.get("Access-Control-Request-Headers", "*")
+        found = {
+            "Access-Control-Allow-Methods": "GET, POST",
+            "Access-Control-Allow-Headers": asked,
+            "Vary": "Origin",
+        }
+        if origin not in self._origins:
+            return found | {"Access-Control-Allow-Origin": "*"}
+        return found | {
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Allow-Credentials": "true",
+        }
+
+    def _check_page(self, request: web.Request) -> None:
+        """Refuses pages of other sites in a browser, which may send a saved key of its user's."""
+        origin = request.headers.get("Origin")
+        if origin is None:
+            site = request.headers.get("Sec-Fetch-Site", "none")
+            is_own = site in {"none", "same-origin"}
+        else:
+            is_own = origin.partition("://")[2] == request.host
+        if not is_own and not self.cors(request):
+            raise Refused(
+                403,
+                "pages of other sites may not use it: name theirs with --cors-allow-origins",
+            )
 
 
 def _read(path: Path) -> Mapping[str, Client]:

@@ -8,8 +8,9 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway import work
+from gateway import bodies, work
 from gateway.clients import Refused
+from gateway.jobs.ticket import Ticket
 from imagefleet.storage.enqueue import stored_models
 
 ROUTES = web.RouteTableDef()
@@ -37,28 +38,35 @@ _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
 @ROUTES.post("/v1/images/generations")
 async def _generate(request: web.Request) -> web.Response:
     """Draws images of a prompt; fields of txt2img are taken beside OpenAI's own."""
-    return await _draw(request, await work.read_body(request))
+    async with work.received(request) as given:
+        answer, ticket = await _begin(request, given)
+    return await _answer(request, answer, ticket)
 
 
 @ROUTES.post("/v1/images/edits")
 async def _edit(request: web.Request) -> web.Response:
     """Draws an image anew, by a prompt; where the mask is transparent, if there is one."""
-    async with work.arriving("a form"):
-        form = await request.post()
-    fields: dict[str, Any] = {}
-    files: dict[str, bytes] = {}
-    for name, value in form.items():
-        if isinstance(value, web.FileField):
-            files.setdefault(name.removesuffix("[]"), value.file.read())
-        else:
-            fields[name] = value
-    if (image := files.get("image")) is None:
-        raise Refused(400, "image: is required")
-    fields["init_images"] = work.in_base64([image])
-    if mask := await asyncio.to_thread(work.mask_of, files.get("mask", image)):
-        in_place = {"inpaint_full_res": False, "inpainting_fill": 1}
-        fields = {**in_place, "mask": work.in_base64([mask])[0], **fields}
-    return await _draw(request, fields)
+    campaign = request[work.CLIENT].campaign
+
+    def parse(body: bytearray, content_type: str) -> work.Given:
+        form = bodies.form(body, content_type)
+        given = work.Given(campaign)
+        if "image" not in form.files:
+            raise Refused(400, "image: is required")
+        if len(form.files["image"]) > 1:
+            raise Refused(400, "image: several are not supported, one is drawn anew")
+        (image,) = form.files["image"]
+        given.fields = {**form.fields, "init_images": [given.add(image)]}
+        (mask,) = form.files.get("mask", [image])[:1]
+        if mask := work.mask_of(mask):
+            in_place = {"inpaint_full_res": False, "inpainting_fill": 1}
+            given.fields = {**in_place, "mask": given.add(mask), **given.fields}
+        return given
+
+    client = request[work.CLIENT]
+    async with request.app[work.BODIES].read(request, client, parse) as given:
+        answer, ticket = await _begin(request, given)
+    return await _answer(request, answer, ticket)
 
 
 @ROUTES.get("/v1/models")
@@ -74,10 +82,14 @@ async def _list_models(request: web.Request) -> web.Response:
     )
 
 
-async def _draw(request: web.Request, given: Mapping[str, Any]) -> web.Response:
-    payload = {**given}
-    answer = payload.pop("response_format", None) or "b64_json"
-    _, facts, images = await work.draw(request, _as_a1111(payload))
+async def _begin(request: web.Request, given: work.Given) -> tuple[str, Ticket]:
+    """The form of the answer, and the job that is sent."""
+    answer = given.fields.pop("response_format", None) or "b64_json"
+    return answer, await work.begin(request, given, _as_a1111(given.fields))
+
+
+async def _answer(request: web.Request, answer: str, ticket: Ticket) -> web.Response:
+    _, facts, images = await work.finish(request, ticket)
     if answer == "url":
         start = f"{request.url.origin()}/jobs/{facts.id}"
         data = [{"url": f"{start}/{index}"} for index in range(len(images))]

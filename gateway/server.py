@@ -5,6 +5,7 @@ import html
 import inspect
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from gateway import a1111, openai, work
-from gateway.clients import Door, Refused
+from gateway.bodies import Bodies
+from gateway.clients import Client, Door, Refused
 from gateway.jobs.desk import Desk
 from gateway.models import Models, UnknownModelError
 from gateway.settings import GatewaySettings
@@ -42,6 +44,9 @@ _HEADERS = {
 #: OpenAI's names of its errors.
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
+#: Requests of one client at once, beside those that wait for an image each.
+_MORE_REQUESTS = 64
+
 _SERVER_ERROR = 500
 _ACCEPTED = 202
 
@@ -50,7 +55,9 @@ class Gateway:
     """Lets clients in, answers errors, and counts."""
 
     def __init__(self, fleet: aio.Fleet, settings: GatewaySettings) -> None:
-        self._door = Door(settings.clients, settings.host)
+        origins = settings.cors_allow_origins
+        self._door = Door(settings.clients, settings.host, origins)
+        self._requests: Counter[Client] = Counter()
         own = None if settings.model is None else settings.model.rpartition("/")[2]
         models = Models(
             fleet.storage, settings.model_alias, own and kinds.MODEL.stem(own)
@@ -75,9 +82,8 @@ class Gateway:
             registry=registry,
             buckets=(0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600),
         )
-        self.app = web.Application(
-            middlewares=[self._answer], client_max_size=work.MAX_BODY_BYTES
-        )
+        self.app = web.Application(middlewares=[self._answer])
+        self.app[work.BODIES] = Bodies()
         self.app[DESK], self.app[_REGISTRY] = self.desk, registry
         self.app[a1111.OPTIONS] = {}
         for routes in (a1111.ROUTES, openai.ROUTES, ROUTES):
@@ -91,17 +97,34 @@ class Gateway:
         resource = request.match_info.route.resource
         path = resource.canonical if resource else "(none)"
         started = time.monotonic()
+        cors = self._door.cors(request)
         try:
-            if path not in _OPEN:
-                request[CLIENT] = self._door.client(request)
-            response = await handler(request)
+            if request.method == "OPTIONS" and cors:
+                response: web.StreamResponse = web.Response()
+            elif path in _OPEN:
+                response = await handler(request)
+            else:
+                response = await self._let_in(request, handler)
         except Exception as error:  # noqa: BLE001 - each becomes an answer
             response = _error(request, error)
-        response.headers.update(_HEADERS)
+        response.headers.update(_HEADERS | cors)
         self._seconds.labels(path, str(response.status)).observe(
             time.monotonic() - started
         )
         return response
+
+    async def _let_in(
+        self, request: web.Request, handler: Handler
+    ) -> web.StreamResponse:
+        """Answers a client's request, if it has not too many others."""
+        client = request[CLIENT] = self._door.client(request)
+        if self._requests[client] >= client.max_waiting + _MORE_REQUESTS:
+            raise Refused(429, "too many requests at once", {"Retry-After": "1"})
+        self._requests[client] += 1
+        try:
+            return await handler(request)
+        finally:
+            self._requests[client] -= 1
 
 
 @ROUTES.get("/jobs/{id}")
@@ -250,7 +273,11 @@ async def serving(
     gateway, at = Gateway(fleet, settings), (settings.host, settings.port)
     # A handler whose client hangs up is cancelled, and with it its job.
     async with probes.listening(
-        gateway.app, *at, "the gateway", handler_cancellation=True
+        gateway.app,
+        *at,
+        "the gateway",
+        handler_cancellation=True,
+        auto_decompress=False,
     ) as port:
         try:
             yield gateway, port

@@ -11,6 +11,13 @@ from imagefleet.storage.settings import SignerSettings
 from imagefleet.telemetry.settings import TelemetrySettings
 
 
+def _each(value: object) -> object:
+    """The values of a list that is separated by commas, origins without a slash at the end."""
+    if not isinstance(value, str):
+        return value
+    return tuple(each.strip().rstrip("/") for each in value.split(","))
+
+
 def _by_name(value: object) -> object:
     """The values of NAME=VALUE, separated by commas."""
     if not isinstance(value, str):
@@ -47,6 +54,14 @@ class GatewaySettings(TelemetrySettings, SignerSettings):
         le=86_400,
         description="Seconds that a request waits while no worker is there for it; longer where a"
         " scaler starts the first.",
+    )
+    cors_allow_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_each)] = (
+        Field(
+            default=(),
+            description="Origin of web pages that may use it, as https://example.com, or * for all"
+            " without saved credentials; repeatable (in the variable separated by commas).",
+            json_schema_extra={"repeatable": True},
+        )
     )
     model_alias: Annotated[Mapping[str, str], NoDecode, BeforeValidator(_by_name)] = (
         Field(

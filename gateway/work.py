@@ -1,4 +1,4 @@
-"""One request's job: its body, the images that it begins with, and what it comes to."""
+"""One request's job: its payload, the images that it begins with, and what it comes to."""
 
 import asyncio
 import base64
@@ -6,82 +6,129 @@ import binascii
 import contextlib
 import hashlib
 import io
-import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
-from PIL import Image
+from PIL import Image, ImageOps
 
+from gateway import bodies
+from gateway.bodies import Bodies
 from gateway.clients import Client, Refused
 from gateway.jobs.desk import Desk
+from gateway.jobs.ticket import Ticket
 from imagefleet import errors, validation
 from imagefleet.files import picture
-from imagefleet.job.message import SUFFIXES, Job
+from imagefleet.job.message import MAX_IMAGE_BYTES, SUFFIXES, Job
 from imagefleet.job.passes.img2img import INPUTS
 from imagefleet.records.outcomes import JobFacts
 
 #: What a key decides, and chains, whose stages are no field of A1111.
 _NOT_THEIRS = ("campaign", "id", "verify", "then", "metadata")
 
-#: The longest body: eight images of 2,048 x 2,048 pixels.
-MAX_BODY_BYTES = 64 * 2**20
-
-#: Seconds within which a body has to arrive.
-_BODY_SECONDS = 60.0
-
 #: The fields of A1111's payloads with images, wherever they are.
-_FIELDS = frozenset({"init_images", "mask", "image", "input_image"})
+IMAGE_FIELDS = frozenset({"init_images", "mask", "image", "input_image"})
 
 #: Images of one request: each is decoded here, and stored.
 _MOST = 8
 
+#: The longest image in base64, and how much of it is decoded in one step.
+_MAX_BASE64 = MAX_IMAGE_BYTES * 4 // 3 + 4
+_STEP = 2**20
+
+#: What people's programs send beside what workers read: phones' JPEG, and what A1111 opens.
+_CONVERTED = ("MPO", "GIF", "BMP")
 
 CLIENT = web.RequestKey("client", Client)
 DESK = web.AppKey("desk", Desk)
+BODIES = web.AppKey("bodies", Bodies)
+
+
+@dataclass(slots=True)
+class Given:
+    """A payload with names in the place of its images, and these by their names."""
+
+    campaign: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    images: dict[str, bytes] = field(default_factory=dict)
+
+    def add(self, data: bytes) -> str:
+        """Takes an image in, decoded once, so that none can surprise a worker; its name."""
+        if len(self.images) >= _MOST:
+            raise Refused(422, f"more than {_MOST} images in one request")
+        data, suffix = _checked(data)
+        # By its content, so that what is sent again is stored once.
+        name = f"{self.campaign}/{hashlib.sha256(data).hexdigest()}.{suffix}"
+        self.images[name] = data
+        return name
+
+    def take(self, payload: Mapping[str, Any]) -> None:
+        """Takes in a payload's fields, and its images in base64; raises Refused."""
+        bodies.check_values(payload, IMAGE_FIELDS)
+        names: dict[str, str] = {}
+
+        def replaced(value: Any, *, is_image: bool = False) -> Any:
+            if isinstance(value, dict):
+                return {
+                    name: replaced(each, is_image=name in IMAGE_FIELDS)
+                    for name, each in value.items()
+                }
+            if isinstance(value, list):
+                return [replaced(each, is_image=is_image) for each in value]
+            if not (is_image and isinstance(value, str) and value):
+                return value
+            if value not in names:
+                names[value] = self.add(from_base64(value))
+            return names[value]
+
+        self.fields = replaced(dict(payload))
 
 
 @contextlib.asynccontextmanager
-async def arriving(what: str) -> AsyncIterator[None]:
-    """A body is read in the block; raises Refused if it is late, or not *what* it should be."""
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            yield
-    except TimeoutError:
-        raise Refused(
-            408, f"the body has not arrived in {_BODY_SECONDS:g} seconds"
-        ) from None
-    except (ValueError, LookupError, RecursionError, AssertionError):
-        raise Refused(400, f"the body is not {what}") from None
+async def received(request: web.Request) -> AsyncIterator[Given]:
+    """The JSON payload of a request, whose images are in memory in the block alone."""
+    campaign = request[CLIENT].campaign
+
+    def parse(body: bytearray, _: str) -> Given:
+        given = Given(campaign)
+        given.take(bodies.json_object(body))
+        return given
+
+    async with request.app[BODIES].read(request, request[CLIENT], parse) as given:
+        yield given
 
 
-async def read_body(request: web.Request) -> dict[str, Any]:
-    """The JSON object of a request; raises Refused."""
-    async with arriving("JSON"):
-        found = json.loads(await request.text() or "{}")
-    if not isinstance(found, dict):
-        raise Refused(422, "the body should be a JSON object")
-    return found
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """The JSON object of a request, as it is."""
+    parse = bodies.json_object
+    async with request.app[BODIES].read(request, request[CLIENT], parse) as found:
+        return found
 
 
-async def draw(
-    request: web.Request, payload: Mapping[str, Any]
-) -> tuple[Job, JobFacts, list[bytes]]:
-    """The job of a payload in A1111's fields, and its images; raises Refused or a FleetError."""
+async def begin(request: web.Request, given: Given, fields: dict[str, Any]) -> Ticket:
+    """Sends the job of *fields*, in A1111's names; raises Refused or a FleetError."""
     client, desk = request[CLIENT], request.app[DESK]
     for name in _NOT_THEIRS:
-        if payload.get(name):
+        if fields.get(name):
             raise Refused(422, f"{name}: unknown key; the client's own key decides it")
-    fields, images = await asyncio.to_thread(_named, payload, client.campaign)
-    with validation.as_error(errors.JobError, known=Job.model_fields):
-        job = Job.model_validate({**fields, "awaited": True})
-    if not set(job.sources) <= images.keys():
+    job = await asyncio.to_thread(_job, fields)
+    if not set(job.sources) <= given.images.keys():
         raise Refused(422, "images are given in base64: names are not read")
     job = await desk.models.resolve(client, job)
     await desk.check(client, job)
-    for name, data in images.items():
+    for name in job.sources:
+        data = given.images[name]
         await desk.storage.files.create(INPUTS + name, data, content_type(name), {})
-    facts = await desk.wait(desk.take(client, job))
+    return desk.take(client, job)
+
+
+async def finish(
+    request: web.Request, ticket: Ticket
+) -> tuple[Job, JobFacts, list[bytes]]:
+    """Waits for a job; returns it with its images, or raises Refused or a FleetError."""
+    desk = request.app[DESK]
+    facts = await desk.wait(ticket)
     if not facts.blobs:
         # What can never succeed is told from what a machine has failed.
         kind = (
@@ -92,11 +139,13 @@ async def draw(
         is_bad = isinstance(kind, type) and issubclass(kind, errors.JobError)
         status = 409 if facts.status == "cancelled" else 422 if is_bad else 500
         raise Refused(status, reason_of(facts) or f"the job was {facts.status}")
-    return (
-        job,
-        facts,
-        [await desk.image(facts, index) for index in range(len(facts.blobs))],
-    )
+    images = [await desk.image(facts, index) for index in range(len(facts.blobs))]
+    return ticket.job, facts, images
+
+
+def _job(fields: Mapping[str, Any]) -> Job:
+    with validation.as_error(errors.JobError, known=Job.model_fields):
+        return Job.model_validate({**fields, "awaited": True})
 
 
 def reason_of(facts: JobFacts) -> str | None:
@@ -111,45 +160,30 @@ def content_type(name: str) -> str:
     return f"image/{name.rpartition('.')[2].replace('jpg', 'jpeg')}"
 
 
-def _named(
-    payload: Mapping[str, Any], campaign: str
-) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The payload with names in the place of its images, and these by their names.
-
-    Each image is decoded once, so that none can surprise a worker. Raises Refused.
-    """
-    names: dict[str, str] = {}
-    images: dict[str, bytes] = {}
-
-    def replaced(value: Any, *, is_image: bool) -> Any:
-        if isinstance(value, dict):
-            return {
-                name: replaced(each, is_image=name in _FIELDS)
-                for name, each in value.items()
-            }
-        if isinstance(value, list):
-            return [replaced(each, is_image=is_image) for each in value]
-        if not (is_image and isinstance(value, str) and value):
-            return value
-        if value not in names:
-            if len(names) >= _MOST:
-                raise Refused(422, f"more than {_MOST} images in one request")
-            data = from_base64(value)
-            with opened(data) as image:
-                image.load()
-                suffix = SUFFIXES[str(image.format).lower()]
-            # By their content, so that what is sent again is stored once.
-            names[value] = f"{campaign}/{hashlib.sha256(data).hexdigest()}.{suffix}"
-            images[names[value]] = data
-        return names[value]
-
-    return replaced(dict(payload), is_image=False), images
+def _checked(data: bytes) -> tuple[bytes, str]:
+    """An image as workers read it, and the suffix of its name; raises Refused."""
+    with opened(data) as image:
+        image.load()
+        kind = str(image.format).lower()
+        if kind in SUFFIXES:
+            return data, SUFFIXES[kind]
+        made = io.BytesIO()
+        shown = ImageOps.exif_transpose(image)
+        shown.convert("RGBA" if shown.has_transparency_data else "RGB").save(
+            made, "PNG"
+        )
+        return made.getvalue(), "png"
 
 
 def from_base64(text: str) -> bytes:
     """The bytes of an image in base64, which may come after the prefix of a data URL."""
+    data = text.rpartition(",")[2]
+    if len(data) > _MAX_BASE64:
+        raise Refused(422, f"an image has more than {MAX_IMAGE_BYTES:,} bytes")
+    # In steps, between which the event loop has its turn.
+    steps = (data[at : at + _STEP] for at in range(0, len(data), _STEP))
     try:
-        return base64.b64decode(text.rpartition(",")[2], validate=True)
+        return b"".join(binascii.a2b_base64(step, strict_mode=True) for step in steps)
     except (binascii.Error, ValueError):
         raise Refused(
             422, "an image is not base64: names and addresses are not read"
@@ -160,7 +194,7 @@ def from_base64(text: str) -> bytes:
 def opened(data: bytes) -> Iterator[Image.Image]:
     """An image that somebody sent; raises Refused for what is none, in the block as well."""
     try:
-        with picture.opened(data) as image:
+        with picture.opened(data, also=_CONVERTED) as image:
             yield image
     except picture.DamagedImageError as error:
         raise Refused(422, f"an image {error}") from None

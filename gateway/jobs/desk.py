@@ -268,6 +268,7 @@ class Desk:
             ticket.is_sent(facts, message)
             if ticket.is_dropped:  # meanwhile
                 self._withdrawals.add(ticket)
+        self._has_waiting.set()
         await submission.note_sent(len(bodies))
 
     async def _watch(self, campaign: str) -> Watch:

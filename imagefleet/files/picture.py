@@ -7,7 +7,7 @@ import contextlib
 import io
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,10 +68,11 @@ class Picture:
 
 
 @contextlib.contextmanager
-def opened(file: bytes | Path) -> Iterator[Image.Image]:
+def opened(file: bytes | Path, also: Collection[str] = ()) -> Iterator[Image.Image]:
     """An image in a file, which may be anything: raises DamagedImageError, in the block as well.
 
-    That of a path, whose header alone is read, may be of any size.
+    That of a path, whose header alone is read, may be of any size. *also* are more of Pillow's
+    formats than those that workers store.
     """
     source = io.BytesIO(file) if isinstance(file, bytes) else file
     if isinstance(file, bytes) and len(file) > MAX_IMAGE_BYTES:
@@ -81,7 +82,7 @@ def opened(file: bytes | Path) -> Iterator[Image.Image]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, about what is damaged or huge
-            with Image.open(source, formats=_FORMATS) as image:
+            with Image.open(source, formats=(*_FORMATS, *also)) as image:
                 is_read = isinstance(file, bytes)
                 if (
                     is_read and image.width * image.height > MAX_IMAGE_PIXELS
@@ -94,7 +95,8 @@ def opened(file: bytes | Path) -> Iterator[Image.Image]:
     except DamagedImageError:
         raise
     except UnidentifiedImageError:
-        raise DamagedImageError("is not a PNG, JPEG or WebP image") from None
+        more = "".join(f", {name}" for name in also)
+        raise DamagedImageError(f"is not a PNG, JPEG or WebP{more} image") from None
     except Image.DecompressionBombError:
         raise DamagedImageError(f"has more than {MAX_IMAGE_PIXELS:,} pixels") from None
     except Exception as error:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 import bombs
-from gateway import work
+from gateway import bodies, server
 from gateway.server import Gateway
 from gateway.settings import GatewaySettings
 from imagefleet import aio, errors
@@ -155,7 +155,7 @@ async def test_paths_lead_nowhere(serve: Serve, path: str):
 
 
 async def test_a_huge_body_is_refused_before_it_is_read(serve: Serve, monkeypatch):
-    monkeypatch.setattr(work, "MAX_BODY_BYTES", 10_000)
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 10_000)
     served = await serve(works=False)
 
     for path in (TXT2IMG, "/v1/images/generations"):
@@ -170,7 +170,7 @@ async def test_a_huge_body_is_refused_before_it_is_read(serve: Serve, monkeypatc
 
 
 async def test_a_slow_body_is_given_up(serve: Serve, monkeypatch):
-    monkeypatch.setattr(work, "_BODY_SECONDS", 0.05)
+    monkeypatch.setattr(bodies, "_SECONDS", 0.05)
     served = await serve(works=False)
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(
@@ -183,15 +183,137 @@ async def test_a_slow_body_is_given_up(serve: Serve, monkeypatch):
     assert answer.split()[1] == b"408"
 
 
+DEEP = "[" * 500 + "]" * 500
+
+
 @pytest.mark.parametrize(
-    "body", ["[" * 100_000, "[1]", "{", '"a"', "1" * 10_000, "\x00"]
+    "body",
+    [
+        "[" * 100_000,
+        "[1]",
+        "{",
+        '"a"',
+        "1" * 10_000,
+        "\x00",
+        '{"a":' * 3_000_000,
+        '{"prompt": ' + DEEP + "}",
+        '{"alwayson_scripts": {"controlnet": {"args": ' + DEEP + "}}}",
+        '{"prompt": "' + "\\u0041" * 5_000_000 + '"}',
+        '{"prompt": "' + "a" * 20_000_000 + '"}',
+        '{"' + "a" * 20_000_000 + '": 1}',
+        "{" + ",".join(f'"a{number}": 1' for number in range(60_000)) + "}",
+        '{"init_images": [' + '"AAAA",' * 90_000 + '"AAAA"]}',
+    ],
+    ids=lambda body: f"{body[:12]}-{len(body)}",
 )
 async def test_what_is_no_payload_is_refused(serve: Serve, body: str):
     served = await serve(works=False)
 
-    async with served.session.post(served.url + TXT2IMG, data=body) as response:
-        assert response.status in {400, 422}
+    async with served.session.post(
+        served.url + TXT2IMG, data=io.BytesIO(body.encode())
+    ) as response:
+        assert response.status in {400, 413, 422}
     assert await is_empty(served)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "application/json; charset=punycode"},
+        {"Content-Type": "application/json; charset=idna"},
+        {"Content-Encoding": "deflate"},
+        {"Content-Encoding": "gzip"},
+        {"Content-Encoding": "br"},
+    ],
+)
+@pytest.mark.parametrize("path", [TXT2IMG, "/v1/images/generations"])
+async def test_a_body_is_utf8_and_not_compressed(serve: Serve, headers: Any, path: str):
+    served = await serve(works=False)
+    data = zlib.compress(b"a" * 1_000)
+
+    async with served.session.post(
+        served.url + path, data=data, headers=headers, compress=None
+    ) as response:
+        assert response.status == 415
+
+
+PART = 'Content-Disposition: form-data; name="{}"'
+
+
+@pytest.mark.parametrize(
+    ("head", "data", "status"),
+    [
+        (PART.format("a"), b"1", 400),
+        (
+            PART.format("prompt") + "\r\nContent-Type: text/plain; charset=punycode",
+            b"\xff",
+            415,
+        ),
+        (PART.format("prompt") + "\r\nContent-Encoding: deflate", b"\xff", 415),
+        (PART.format("prompt"), b"a" * 300_000, 400),
+        ("A: b\r\n" * 100_000, b"", 400),
+    ],
+    ids=["no image", "charset", "deflate", "long", "long header"],
+)
+async def test_a_form_is_read_as_browsers_write_it_and_no_other_way(
+    serve: Serve, head: str, data: bytes, status: int
+):
+    served = await serve(works=False)
+    body = b"--x\r\n" + head.encode() + b"\r\n\r\n" + data + b"\r\n--x--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+
+    async with served.session.post(
+        served.url + "/v1/images/edits", data=body, headers=headers
+    ) as response:
+        assert response.status == status
+
+
+async def test_a_form_of_a_million_parts_is_refused(serve: Serve):
+    served = await serve(works=False)
+    part = b"--x\r\n" + PART.format("a").encode() + b"\r\n\r\n1\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+
+    for body in (part * 500_000 + b"--x--\r\n", b"\r\n" * 2**24, b"--x"):
+        async with served.session.post(
+            served.url + "/v1/images/edits", data=io.BytesIO(body), headers=headers
+        ) as response:
+            assert response.status == 400
+
+
+async def test_large_bodies_keep_nobody_else_waiting(serve: Serve, clients_file: Path):
+    served = await serve(works=False, clients=clients_file)
+    body = b'{"prompt": "' + b"a" * 2**25
+    large = [
+        asyncio.create_task(
+            served.session.post(
+                served.url + TXT2IMG, data=io.BytesIO(body), headers=ALICE
+            )
+        )
+        for _ in range(4)
+    ]
+
+    found = [await served.get("/v1/models", headers=BOB) for _ in range(20)]
+
+    assert {status for status, _ in found} == {200}
+    assert {response.status for response in await asyncio.gather(*large)} == {400}
+
+
+async def test_one_client_has_so_many_requests_at_once(
+    serve: Serve, clients_file: Path, monkeypatch
+):
+    monkeypatch.setattr(server, "_MORE_REQUESTS", 0)
+    served = await serve(works=False, clients=clients_file)
+    body = {"prompt": "a"}
+    waiting = [
+        asyncio.create_task(served.post(TXT2IMG, body, headers=ALICE)) for _ in range(8)
+    ]
+    await until(lambda: len(served.gateway.desk.tickets) == 8)
+
+    assert (await served.get("/v1/models", headers=ALICE))[0] == 429
+    assert (await served.get("/v1/models", headers=BOB))[0] == 200
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -266,11 +388,66 @@ async def test_another_site_in_a_browser_here_gets_nothing(serve: Serve):
     for headers in (
         {"Host": "evil.example"},
         {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": f"https://evil.example/?http://127.0.0.1:{served.port}"},
         {"Host": "[::1"},
     ):
         status, _ = await served.post(TXT2IMG, {"prompt": "a"}, headers=headers)
         assert status in {400, 403}
     assert await is_empty(served)
+
+
+EVIL, GOOD = "https://evil.example", "https://good.example"
+
+
+@pytest.mark.parametrize(("origin", "status"), [(EVIL, 403), (GOOD, 200)])
+async def test_a_page_with_saved_credentials_is_let_in_as_configured(
+    serve: Serve, clients_file: Path, origin: str, status: int
+):
+    served = await serve(clients=clients_file, cors_allow_origins=(GOOD,))
+    saved = aiohttp.encode_basic_auth("alice", "alice-key")
+    headers = {"Authorization": saved, "Origin": origin}
+    asked = {
+        "Origin": origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization, content-type",
+    }
+
+    async with served.session.options(served.url + TXT2IMG, headers=asked) as preflight:
+        allowed = preflight.headers.get("Access-Control-Allow-Origin")
+    async with served.session.post(
+        served.url + TXT2IMG, json={"prompt": "a"}, headers=headers
+    ) as response:
+        assert response.status == status
+        assert response.headers.get("Access-Control-Allow-Origin") == allowed
+
+    assert allowed == (origin if status == 200 else None)
+
+
+async def test_any_page_may_be_let_in_but_without_saved_credentials(
+    serve: Serve, clients_file: Path
+):
+    served = await serve(works=False, clients=clients_file, cors_allow_origins=("*",))
+    headers = {"Origin": EVIL} | ALICE
+
+    async with served.session.get(
+        served.url + "/v1/models", headers=headers
+    ) as response:
+        assert response.status == 200
+        assert response.headers["Access-Control-Allow-Origin"] == "*"
+        assert "Access-Control-Allow-Credentials" not in response.headers
+
+
+async def test_who_has_no_key_is_told_of_both_ways_to_send_one(
+    serve: Serve, clients_file: Path
+):
+    served = await serve(works=False, clients=clients_file)
+
+    async with served.session.get(served.url + "/v1/models") as response:
+        assert response.headers["WWW-Authenticate"].split()[0] == "Basic"
+        assert response.headers["WWW-Authenticate"].endswith(", Bearer")
 
 
 async def test_beyond_this_machine_it_needs_keys(tmp_path):

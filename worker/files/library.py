@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import re
 import time
 import unicodedata
 from collections import Counter
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import BufferedReader, BytesIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
@@ -40,6 +41,9 @@ LIST_SECONDS = 300.0
 
 #: The longest that a job waits for the list: a storage that hangs must not hold up the GPU.
 READ_SECONDS = 5.0
+
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +98,14 @@ async def read_whole(
 ) -> bytes | None:
     """A blob's bytes, as `BlobStore.read`; a local storage's folder is one that people copy into.
 
-    Raises UnsettledFileError for a file there that may be half-written.
+    Raises UnsettledFileError for a file there that may be half-written; one whose name is the hash
+    of its bytes is whole.
     """
+    stem = PurePosixPath(name).stem
+    if _SHA256.fullmatch(stem):
+        found = await blobs.read(name, max_bytes=max_bytes)
+        if found is not None and hashlib.sha256(found).hexdigest() == stem:
+            return found
     identity = await asyncio.to_thread(rested_blob, blobs, name)
     data = await blobs.read(name, max_bytes=max_bytes)
     if identity is not None:
