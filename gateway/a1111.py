@@ -11,11 +11,11 @@ from typing import Any
 from aiohttp import web
 
 from gateway import work
-from gateway.clients import Refused
 from gateway.models import UnknownModelError
 from gateway.work import CLIENT, DESK
 from imagefleet import errors, validation
 from imagefleet.files import kinds
+from imagefleet.http.refused import Refused
 from imagefleet.job import override_settings, samplers, settings_table
 from imagefleet.job.message import Job
 from imagefleet.job.passes import hires

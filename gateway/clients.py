@@ -8,24 +8,10 @@ from aiohttp import BasicAuth, web
 from pydantic import BaseModel, Field, TypeAdapter
 
 from imagefleet import errors, validation, yaml_file
+from imagefleet.http.refused import Refused
 from imagefleet.job.message import SafeId
 from imagefleet.storage.settings import Priority
 from imagefleet.telemetry import probes
-
-
-class Refused(Exception):  # noqa: N818 - an answer, not a fault of the gateway
-    """A request that is answered with a *status* and a sentence, whatever the API."""
-
-    #: OpenAI's word for what is wrong, if it has one.
-    code: str | None = None
-
-    def __init__(
-        self, status: int, message: str, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.headers = dict(headers or {})
 
 
 class Client(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):

@@ -4,8 +4,9 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from gateway.clients import Client, Refused
+from gateway.clients import Client
 from imagefleet import errors
+from imagefleet.http.refused import Refused
 from imagefleet.job.message import Job
 from imagefleet.storage.enqueue import stored_models
 from imagefleet.storage.open import Storage

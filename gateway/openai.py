@@ -8,9 +8,10 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway import bodies, work
-from gateway.clients import Refused
+from gateway import work
 from gateway.jobs.ticket import Ticket
+from imagefleet.http import bodies
+from imagefleet.http.refused import Refused
 from imagefleet.storage.enqueue import stored_models
 
 ROUTES = web.RouteTableDef()

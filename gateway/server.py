@@ -14,14 +14,15 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from gateway import a1111, openai, work
-from gateway.bodies import Bodies
-from gateway.clients import Client, Door, Refused
+from gateway.clients import Client, Door
 from gateway.jobs.desk import Desk
 from gateway.models import Models, UnknownModelError
 from gateway.settings import GatewaySettings
 from gateway.work import CLIENT, DESK, reason_of
 from imagefleet import aio, errors, redaction
 from imagefleet.files import kinds
+from imagefleet.http.bodies import Bodies
+from imagefleet.http.refused import Refused
 from imagefleet.job.message import Job
 from imagefleet.telemetry import logs, metrics, probes
 

@@ -13,13 +13,14 @@ from typing import Any
 from aiohttp import web
 from PIL import Image, ImageOps
 
-from gateway import bodies
-from gateway.bodies import Bodies
-from gateway.clients import Client, Refused
+from gateway.clients import Client
 from gateway.jobs.desk import Desk
 from gateway.jobs.ticket import Ticket
 from imagefleet import errors, validation
 from imagefleet.files import picture
+from imagefleet.http import bodies
+from imagefleet.http.bodies import Bodies
+from imagefleet.http.refused import Refused
 from imagefleet.job.message import MAX_IMAGE_BYTES, SUFFIXES, Job
 from imagefleet.job.passes.img2img import INPUTS
 from imagefleet.records.outcomes import JobFacts

@@ -9,21 +9,22 @@ import time
 from collections.abc import Collection
 from typing import NoReturn
 
-from gateway.clients import Client, Refused
-from gateway.jobs import looks
+from gateway.clients import Client
 from gateway.jobs.ticket import Ticket, refusal
-from gateway.jobs.withdrawal import Withdrawals
 from gateway.models import Models
 from imagefleet import aio, concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.http.refused import Refused
 from imagefleet.job.message import Job
 from imagefleet.records import outcomes, reader
 from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.ledger import Ledgers
 from imagefleet.records.outcomes import JobFacts
+from imagefleet.storage import presence
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import RETRIES
 from imagefleet.telemetry import logs
+from imagefleet.withdrawal import Withdrawals
 
 log = logs.EventLog(__name__)
 
@@ -75,7 +76,7 @@ class Desk:
         self._cancelled = CancelledCampaigns(
             fleet.storage.files, fleet.storage.queue.name
         )
-        self._withdrawals = Withdrawals(fleet.storage, self._forget)
+        self._withdrawals = Withdrawals(fleet.storage, "gateway", self._forget)
         self._unsent: list[Ticket] = []
         self._tickets: dict[str, Ticket] = {}  # by the key of the job
         self._watches: dict[str, Watch] = {}  # by campaign
@@ -207,7 +208,7 @@ class Desk:
             # Meanwhile others go by the age as it was.
             self._ages[queue.name] = time.monotonic(), age
             depth = await queue.depth()
-            age = await looks.waiting_seconds(
+            age = await presence.waiting_seconds(
                 self.storage, queue, depth, self.wait_seconds
             )
             self._ages[queue.name] = time.monotonic(), age
@@ -267,7 +268,7 @@ class Desk:
         ):
             ticket.is_sent(facts, message)
             if ticket.is_dropped:  # meanwhile
-                self._withdrawals.add(ticket)
+                self._withdrawals.add(ticket.withdrawn())
         self._has_waiting.set()
         await submission.note_sent(len(bodies))
 
@@ -378,7 +379,7 @@ class Desk:
         for _ in range(2):  # a worker may just have moved one to another queue
             if not left:
                 return
-            present = await looks.present_jobs(self.storage)
+            present = await presence.present_jobs(self.storage)
             if present is None:
                 return
             left = [ticket for ticket in left if ticket.key not in present]
@@ -401,19 +402,20 @@ class Desk:
                 longest = _FORGET_SECONDS
             age = now - ticket.created_at
             if age > longest and not ticket.is_waited_for and ticket.sent_at:
-                self._forget(ticket)
+                self._forget(ticket.key)
                 self._withdrawals.forget(ticket.key)
 
     def _withdraw(self, ticket: Ticket, reason: str) -> None:
         if ticket.is_dropped:
             return
         ticket.is_dropped, ticket.reason = True, reason
-        if ticket.message is not None:
-            self._withdrawals.add(ticket)
+        if ticket.sent_at:
+            self._withdrawals.add(ticket.withdrawn())
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, key: str) -> None:
         """Waits no longer for a job that was sent."""
-        self._tickets.pop(ticket.key, None)
+        if (ticket := self._tickets.pop(key, None)) is None:
+            return
         watch = self._watches.get(ticket.client.campaign)
         if watch is not None:
-            watch.waiting.pop(ticket.key, None)
+            watch.waiting.pop(key, None)

@@ -4,10 +4,12 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from gateway.clients import Client, Refused
+from gateway.clients import Client
+from imagefleet.http.refused import Refused
 from imagefleet.job.message import Job, job_key
 from imagefleet.records.outcomes import JobFacts
 from imagefleet.storage.protocol import LeasedMessage
+from imagefleet.withdrawal import SentJob
 
 
 @dataclass(eq=False)
@@ -55,6 +57,12 @@ class Ticket:
         self.sent_at = time.monotonic()
         if not self.sent.done():
             self.sent.set_result(None)
+
+    def withdrawn(self) -> SentJob:
+        """The job, which is in the queue, as one that nobody wants any more."""
+        job = self.job.identified(self.id, self.client.campaign)
+        priority = self.client.priority
+        return SentJob(job, priority, self.message, self.reason, self.is_lost)
 
     def refuse(self, error: Exception) -> None:
         """Answers everybody who waits with an error."""

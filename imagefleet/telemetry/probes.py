@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 from yarl import URL
 
 from imagefleet import concurrency, errors
-from imagefleet.telemetry import connections, metrics
+from imagefleet.http import connections
+from imagefleet.telemetry import metrics
 
 
 @contextlib.asynccontextmanager

@@ -15,10 +15,11 @@ import pytest
 from PIL import Image
 
 import bombs
-from gateway import bodies, server
+from gateway import server
 from gateway.server import Gateway
 from gateway.settings import GatewaySettings
 from imagefleet import aio, errors
+from imagefleet.http import bodies
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from polling import until

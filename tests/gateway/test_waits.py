@@ -10,8 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.jobs import desk, looks
+from gateway.jobs import desk
 from imagefleet.job.message import Job
+from imagefleet.storage import presence
 from imagefleet.storage.routing.models import FOLDER
 from polling import until
 
@@ -131,5 +132,5 @@ async def test_what_a_worker_has_had_is_no_sign_of_a_full_queue(
 
     depth = await queue.depth()
 
-    assert await looks.waiting_seconds(served.storage, queue, depth, 1.0) == 0
+    assert await presence.waiting_seconds(served.storage, queue, depth, 1.0) == 0
     assert (await served.post(TXT2IMG, {"prompt": "a"}))[0] == 202

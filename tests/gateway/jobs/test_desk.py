@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.jobs import desk, withdrawal
-from imagefleet import cancelled
+from gateway.jobs import desk
+from imagefleet import cancelled, withdrawal
 from imagefleet.records import outcomes, reader
 from imagefleet.records.batch import Watch
 from polling import until

@@ -2,13 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
-from gateway.jobs.ticket import Ticket
 from imagefleet import cancelled, concurrency, errors
+from imagefleet.job.message import Job, job_key
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record, of_job
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import LeasedMessage
+from imagefleet.storage.settings import Priority
 from imagefleet.submit import RETRIES
 from imagefleet.telemetry import logs
 
@@ -21,26 +24,47 @@ _WAIT_SECONDS = 0.5
 _AT_ONCE = 32
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SentJob:
+    """A job that was sent, and how."""
+
+    job: Job
+    """The job with its id and campaign."""
+    priority: Priority
+    message: LeasedMessage | None
+    """Its message as it was sent; None if somebody else has sent it."""
+    reason: str
+    """Why it is withdrawn."""
+    is_lost: bool = False
+    """No queue holds it any more, and no record tells of its end."""
+
+    @property
+    def key(self) -> str:
+        return job_key(self.job.campaign, self.job.id)
+
+
 class Withdrawals:
     """Takes messages back that no worker has, and lists the other jobs as cancelled.
 
     The list is `cancelled.json`, which workers obey; a job leaves it when it has ended.
     """
 
-    def __init__(self, storage: Storage, on_taken: Callable[[Ticket], None]) -> None:
-        """*on_taken* is called for each job that has ended so."""
+    def __init__(
+        self, storage: Storage, writer: str, on_taken: Callable[[str], None]
+    ) -> None:
+        """*on_taken* is called with the key of each job that has ended so; *writer*: its name."""
         self._storage = storage
+        self._writer = writer
         self._on_taken = on_taken
-        self._records = RecordLog(storage.blobs, "gateway")
+        self._records = RecordLog(storage.blobs, writer)
         self._allowed: set[str] = set()  # campaigns
         self._listed: set[str] = set()  # jobs by their keys
-        self._new: list[Ticket] = []
+        self._new: list[SentJob] = []
         self._ended: set[str] = set()
         self._has_work = asyncio.Event()
 
-    def add(self, ticket: Ticket) -> None:
-        """Withdraws a job that was sent."""
-        self._new.append(ticket)
+    def add(self, job: SentJob) -> None:
+        self._new.append(job)
         self._has_work.set()
 
     def ended(self, key: str) -> None:
@@ -67,34 +91,34 @@ class Withdrawals:
                     f"jobs not withdrawn: {error.message}", action="not_withdrawn"
                 )
 
-    async def _withdraw(self, new: list[Ticket], ended: set[str]) -> None:
-        campaigns = {ticket.client.campaign for ticket in new}
+    async def _withdraw(self, new: list[SentJob], ended: set[str]) -> None:
+        campaigns = {str(sent.job.campaign) for sent in new}
         for campaign in campaigns - self._allowed:
             await cancelled.allow(self._storage, campaign)
             self._allowed.add(campaign)
-        taken: list[Ticket] = []
+        taken: list[SentJob] = []
 
-        async def take_back(ticket: Ticket) -> None:
-            if ticket.is_lost or await self._take_back(ticket):
-                taken.append(ticket)
+        async def take_back(sent: SentJob) -> None:
+            if sent.is_lost or await self._take_back(sent):
+                taken.append(sent)
 
         await concurrency.for_each(new, take_back, _AT_ONCE)
         await self._records.add(map(self._record, taken))
-        for ticket in taken:
-            self._on_taken(ticket)
-        in_flight = {ticket.key for ticket in new if ticket not in taken}
+        for sent in taken:
+            self._on_taken(sent.key)
+        in_flight = {sent.key for sent in new if sent not in taken}
         if in_flight or ended:
             await cancelled.cancel_jobs(self._storage, in_flight, ended)
             self._listed |= in_flight
             self._listed -= ended
 
-    async def _take_back(self, ticket: Ticket) -> bool:
+    async def _take_back(self, sent: SentJob) -> bool:
         """Deletes a job's message; False if a worker has it, or had it."""
-        message = ticket.message
+        message = sent.message
         if message is None:
             return False
-        models, priority = self._storage.models, ticket.client.priority
-        queues = [models.of(model)[priority] for model in (ticket.job.model, None)]
+        models = self._storage.models
+        queues = [models.of(model)[sent.priority] for model in (sent.job.model, None)]
         queue = next(queue for queue in queues if queue.name == message.queue)
         try:
             await RETRIES.call(lambda: queue.delete(message))
@@ -102,16 +126,15 @@ class Withdrawals:
             return False
         return True
 
-    def _record(self, ticket: Ticket) -> Record:
-        job = ticket.job.identified(ticket.id, ticket.client.campaign)
-        source = None if ticket.message is None else ticket.message.id
+    def _record(self, sent: SentJob) -> Record:
+        source = None if sent.message is None else sent.message.id
         return Record.model_validate(
-            of_job(job)
+            of_job(sent.job)
             | {
                 "outcome": "cancelled",
                 "at": self._storage.blobs.clock.now(),
                 "source": source,
-                "reason": ticket.reason,
-                "worker": "gateway",
+                "reason": sent.reason,
+                "worker": self._writer,
             }
         )

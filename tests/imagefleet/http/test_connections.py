@@ -8,7 +8,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from imagefleet.telemetry import connections, probes
+from imagefleet.http import connections
+from imagefleet.telemetry import probes
 
 HALF_A_HEADER = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 

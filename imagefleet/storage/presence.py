@@ -1,4 +1,4 @@
-"""Rare looks at jobs that are waited for: whether their messages are there, and for how long."""
+"""Which jobs the queues hold, and for how long they wait."""
 
 import asyncio
 from collections.abc import Collection

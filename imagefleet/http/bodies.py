@@ -10,12 +10,12 @@ import contextlib
 import email.parser
 import json
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 
-from gateway.clients import Client, Refused
+from imagefleet.http.refused import Refused
 
 #: The longest body: eight images of 2,048 x 2,048 pixels.
 MAX_BODY_BYTES = 64 * 2**20
@@ -62,8 +62,8 @@ class Bodies:
 
     def __init__(self) -> None:
         self._parsing = asyncio.Semaphore(1)
-        self._large: weakref.WeakValueDictionary[Client, asyncio.Semaphore]
-        self._small: weakref.WeakValueDictionary[Client, asyncio.Semaphore]
+        self._large: weakref.WeakValueDictionary[Hashable, asyncio.Semaphore]
+        self._small: weakref.WeakValueDictionary[Hashable, asyncio.Semaphore]
         self._large = weakref.WeakValueDictionary()
         self._small = weakref.WeakValueDictionary()
 
@@ -71,7 +71,7 @@ class Bodies:
     async def read(
         self,
         request: web.Request,
-        client: Client,
+        client: Hashable,
         parse: Callable[[bytearray, str], _Parsed],
     ) -> AsyncIterator[_Parsed]:
         """What *parse*, which gets the content type as well, makes of a body, in a thread.

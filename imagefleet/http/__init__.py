@@ -1,0 +1,1 @@
+"""HTTP servers for strangers: what each connection and each body may cost."""
