@@ -117,11 +117,23 @@ async def begin(request: web.Request, given: Given, fields: dict[str, Any]) -> T
     if not set(job.sources) <= given.images.keys():
         raise Refused(422, "images are given in base64: names are not read")
     job = await desk.models.resolve(client, job)
+    key = _key(request, fields, job)
+    if (ticket := desk.known(client, job, key)) is not None:
+        return ticket
     await desk.check(client, job)
     for name in job.sources:
         data = given.images[name]
         await desk.storage.files.create(INPUTS + name, data, content_type(name), {})
-    return desk.take(client, job)
+    return desk.take(client, job, key)
+
+
+def _key(request: web.Request, fields: Mapping[str, Any], job: Job) -> str | None:
+    """The name by which a client knows a request again; None: it does not."""
+    if (key := request.headers.get("Idempotency-Key")) is not None:
+        return key
+    # A1111's programs may give one to many, each of its own.
+    task = fields.get("force_task_id")
+    return f"{task} {job.digest}" if task else None
 
 
 async def finish(

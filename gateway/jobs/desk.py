@@ -6,16 +6,19 @@ new; so a thousand that wait cost the storage what one does, and none that waits
 
 import asyncio
 import time
+import weakref
 from collections.abc import Collection
 from typing import NoReturn
 
 from gateway.clients import Client
+from gateway.jobs import claims
+from gateway.jobs.claims import Claims
 from gateway.jobs.ticket import Ticket, refusal
 from gateway.models import Models
 from imagefleet import aio, concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.http.refused import Refused
-from imagefleet.job.message import Job
+from imagefleet.job.message import Job, job_key
 from imagefleet.records import outcomes, reader
 from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.ledger import Ledgers
@@ -43,6 +46,8 @@ _MAX_WAITING = 20_000
 #: Seconds for which the age of a queue is believed, and the longest that it sends a client away.
 _AGE_SECONDS = 10.0
 _LONGEST_RETRY_SECONDS = 600
+
+_CLAIMED_AT_ONCE = 32
 
 #: Seconds after which the end of a withdrawn job is looked for no longer.
 _FORGET_SECONDS = 600.0
@@ -77,7 +82,11 @@ class Desk:
             fleet.storage.files, fleet.storage.queue.name
         )
         self._withdrawals = Withdrawals(fleet.storage, "gateway", self._forget)
+        self._claims = Claims(fleet.storage, self._ledgers)
+        self._keyed: weakref.WeakValueDictionary[str, Ticket]
+        self._keyed = weakref.WeakValueDictionary()  # by the key of the job
         self._unsent: list[Ticket] = []
+        self._sending: list[Ticket] = []
         self._tickets: dict[str, Ticket] = {}  # by the key of the job
         self._watches: dict[str, Watch] = {}  # by campaign
         self._has_unsent, self._has_waiting = asyncio.Event(), asyncio.Event()
@@ -88,7 +97,8 @@ class Desk:
     @property
     def tickets(self) -> list[Ticket]:
         """All that is on its way or waited for."""
-        known = dict.fromkeys([*self._unsent, *self._tickets.values()])
+        sent = self._tickets.values()
+        known = dict.fromkeys([*self._unsent, *self._sending, *sent])
         return [ticket for ticket in known if not ticket.is_dropped]
 
     def of(self, client: Client) -> list[Ticket]:
@@ -97,7 +107,10 @@ class Desk:
     async def run(self) -> None:
         """Side tasks: the sender, the reader, and the one that withdraws; ends if one fails."""
         await concurrency.gather(
-            self._keep_sending(), self._keep_reading(), self._withdrawals.run()
+            self._keep_sending(),
+            self._keep_reading(),
+            self._withdrawals.run(),
+            self._claims.run(),
         )
 
     def stop(self) -> None:
@@ -142,12 +155,40 @@ class Desk:
             headers = {"Retry-After": str(seconds)}
             raise Refused(429, f"{why}; try again in {seconds} s", headers)
 
-    def take(self, client: Client, job: Job) -> Ticket:
-        """Puts a job into the queue soon, with all that come in the same moment."""
-        ticket = Ticket(client, job)
+    def known(self, client: Client, job: Job, key: str | None) -> Ticket | None:
+        """The ticket of the same job, asked for by the same *key*, if somebody waits for it here.
+
+        Raises Refused if the key was used for another job.
+        """
+        job_id = None if key is None else claims.job_id(client, key)
+        ticket = self._keyed.get(job_key(client.campaign, job_id))
+        if ticket is None or ticket.ended.done():
+            return None
+        if ticket.job.digest != job.identified(str(job_id)).digest:
+            raise Refused(
+                422, "Idempotency-Key: it was sent before with another request"
+            )
+        return ticket
+
+    def take(self, client: Client, job: Job, key: str | None) -> Ticket:
+        """Puts a job into the queue soon, with all that come in the same moment.
+
+        One with a *key* is drawn even if nobody waits: who asks for it again gets it.
+        """
+        if key is None:
+            ticket = Ticket(client, job)
+        elif (known := self.known(client, job, key)) is not None:
+            return known
+        else:
+            named = job.identified(claims.job_id(client, key), client.campaign)
+            ticket = Ticket(client, named, is_keyed=True, is_kept=True)
+            self._keyed[job_key(client.campaign, named.id)] = ticket
+        self._put(ticket)
+        return ticket
+
+    def _put(self, ticket: Ticket) -> None:
         self._unsent.append(ticket)
         self._has_unsent.set()
-        return ticket
 
     async def wait(self, ticket: Ticket) -> JobFacts:
         """Waits for a job's end; raises Refused or a FleetError. Cancelled, it is withdrawn."""
@@ -218,16 +259,50 @@ class Desk:
         while True:
             await self._has_unsent.wait()
             self._has_unsent.clear()
+            self._sending, self._unsent = self._unsent, []
+            await concurrency.for_each(
+                [ticket for ticket in self._sending if ticket.is_keyed],
+                self._claim,
+                _CLAIMED_AT_ONCE,
+            )
             order: dict[tuple[str, Priority], list[Ticket]] = {}
-            for ticket in self._unsent:
+            for ticket in self._sending:
                 if ticket.is_dropped:
                     ticket.refuse(Refused(409, INTERRUPTED))
-                else:
+                elif not ticket.ended.done() and not ticket.is_foreign:
                     to = ticket.client.campaign, ticket.client.priority
                     order.setdefault(to, []).append(ticket)
             for tickets in order.values():
                 await self._send(tickets)
-            self._unsent = [each for each in self._unsent if not each.sent.done()]
+            self._sending = []
+
+    async def _claim(self, ticket: Ticket) -> None:
+        """Finds out who sends a job with a key; waits for one that somebody else has sent."""
+        if ticket.is_dropped:
+            return
+        try:
+            ticket.is_foreign = not await self._claims.take(ticket)
+            if ticket.is_foreign:
+                await self._join(ticket)
+        except Exception as error:  # noqa: BLE001 - becomes the answer of its request
+            ticket.refuse(error)
+
+    async def _join(self, ticket: Ticket) -> None:
+        """Waits for a job that was sent, or has ended before."""
+        campaign = ticket.client.campaign
+        submission = Submission(self.storage, self._ledgers)
+        list(submission.messages([ticket.job], campaign, self._fleet.signer))
+        ((key, facts),) = submission.jobs.items()
+        watch = await self._watch(campaign)
+        watch.waiting[key] = facts
+        self._tickets[key] = ticket
+        ticket.is_sent(facts, None)
+        self._has_waiting.set()
+        # After it is waited for, lest it ends in between.
+        found = await outcomes.look_up(self.storage, facts)
+        if found.status not in {"pending", "unknown"}:
+            self._forget(key)
+            ticket.end(found)
 
     async def _send(self, tickets: list[Ticket]) -> None:
         """Sends jobs of one campaign and priority; an error is that of its job alone."""
@@ -340,6 +415,7 @@ class Desk:
             for facts in found:
                 if (ticket := self._tickets.pop(facts.key, None)) is not None:
                     ticket.end(facts)
+                    self._claims.ended(ticket)
                 self._withdrawals.ended(facts.key)
             if not watch.waiting and self._watches.get(campaign) is watch:
                 del self._watches[campaign]
@@ -381,12 +457,26 @@ class Desk:
                 return
             present = await presence.present_jobs(self.storage)
             if present is None:
-                return
-            left = [ticket for ticket in left if ticket.key not in present]
+                left = [
+                    ticket
+                    for ticket in left
+                    if ticket.is_foreign and not await self._claims.is_noted(ticket)
+                ]
+            else:
+                left = [ticket for ticket in left if ticket.key not in present]
         await self._read()  # whose records came before their messages went
         for ticket in left:
-            if self._tickets.get(ticket.key) is ticket:
+            if self._tickets.get(ticket.key) is not ticket:
+                continue
+            if ticket.is_foreign:
+                self._take_over(ticket)
+            else:
                 self._lost(ticket)
+
+    def _take_over(self, ticket: Ticket) -> None:
+        """Sends a job that another gateway has claimed, and then died."""
+        self._tickets.pop(ticket.key, None)
+        self._put(ticket)
 
     def _lost(self, ticket: Ticket) -> None:
         reason = "its message was deleted from the queue"
@@ -402,6 +492,7 @@ class Desk:
                 longest = _FORGET_SECONDS
             age = now - ticket.created_at
             if age > longest and not ticket.is_waited_for and ticket.sent_at:
+                ticket.is_keyed = False  # its claim stays
                 self._forget(ticket.key)
                 self._withdrawals.forget(ticket.key)
 
@@ -416,6 +507,7 @@ class Desk:
         """Waits no longer for a job that was sent."""
         if (ticket := self._tickets.pop(key, None)) is None:
             return
+        self._claims.ended(ticket)
         watch = self._watches.get(ticket.client.campaign)
         if watch is not None:
             watch.waiting.pop(key, None)

@@ -30,6 +30,12 @@ class Ticket:
     waiters: int = 0
     is_kept: bool = False
     """It is drawn even if nobody waits: its client may ask for it later."""
+    is_keyed: bool = False
+    """Its id follows from a key of its client's, who may ask for it again."""
+    is_foreign: bool = False
+    """Another gateway has sent it, or is to."""
+    attempts: int = 0
+    """How many claims to send it there were."""
     is_dropped: bool = False
     """Nobody wants it any more: it is withdrawn."""
     is_lost: bool = False
@@ -53,7 +59,7 @@ class Ticket:
 
     def is_sent(self, facts: JobFacts, message: LeasedMessage | None) -> None:
         """The job is in the queue, by this *message* if it is known."""
-        self.facts, self.message = facts, message
+        self.facts, self.message = facts, message or self.message
         self.sent_at = time.monotonic()
         if not self.sent.done():
             self.sent.set_result(None)

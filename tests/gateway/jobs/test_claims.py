@@ -1,0 +1,108 @@
+"""Requests with a key of their client's: drawn once, however often they are sent, and wherever."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gateway.clients import LOCAL
+from gateway.jobs import claims, desk
+from imagefleet.job.message import Job
+from imagefleet.records import reader
+from polling import until
+
+Serve = Callable[..., Any]
+TXT2IMG = "/sdapi/v1/txt2img"
+KEY = {"Idempotency-Key": "order 17"}
+HOUSE = {"prompt": "a red house"}
+
+
+async def names_of(served: Any) -> list[str]:
+    return [name async for name in served.storage.blobs.names("gateway/")]
+
+
+async def claims_of(served: Any) -> list[str]:
+    return [name async for name in served.storage.blobs.names(claims.FOLDER)]
+
+
+@pytest.mark.parametrize("gateways", [1, 2])
+async def test_a_request_that_is_sent_again_is_drawn_once(serve: Serve, gateways: int):
+    first = await serve()
+    all_of_them = [first, *[await serve(works=False) for _ in range(gateways - 1)]]
+    asked = [served.post(TXT2IMG, HOUSE, headers=KEY) for served in 3 * all_of_them]
+
+    found = await asyncio.gather(*asked)
+
+    assert {status for status, _ in found} == {200}
+    assert len({json.dumps(answer["images"]) for _, answer in found}) == 1
+    assert len(await names_of(first)) == 1
+    status, again = await all_of_them[-1].post(TXT2IMG, HOUSE, headers=KEY)
+    assert (status, again["images"]) == (200, found[0][1]["images"])
+    assert len(await names_of(first)) == 1
+    counts = await until(
+        lambda: reader.counts(first.storage, "gateway"), lambda it: it.pending == 0
+    )
+    assert (counts.sent, counts.completed) == (1, 1)
+    await until(lambda: claims_of(first), lambda names: not names)
+
+
+async def test_a_key_is_of_one_request(serve: Serve):
+    served = await serve()
+    waiting = asyncio.create_task(served.post(TXT2IMG, HOUSE, headers=KEY))
+    await until(lambda: served.gateway.desk.tickets)
+
+    during = await served.post(TXT2IMG, {"prompt": "a fish"}, headers=KEY)
+    assert (await waiting)[0] == 200
+    later = await served.post(TXT2IMG, {"prompt": "a fish"}, headers=KEY)
+    other = await served.post(
+        TXT2IMG, {"prompt": "a fish"}, headers={"Idempotency-Key": "order 18"}
+    )
+
+    assert [status for status, _ in (during, later, other)] == [422, 422, 200]
+
+
+async def test_who_hangs_up_with_a_key_gets_the_picture_later(serve: Serve):
+    served = await serve(works=False)
+    waiting = asyncio.create_task(served.post(TXT2IMG, HOUSE, headers=KEY))
+    (ticket,) = await until(lambda: served.gateway.desk.tickets)
+    await until(ticket.sent.done)
+    waiting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await waiting
+    await until(lambda: not ticket.waiters)
+
+    other = await serve()
+
+    status, _ = await other.post(TXT2IMG, HOUSE, headers=KEY)
+    assert status == 200
+    assert len(await names_of(served)) == 1
+
+
+async def test_a_gateway_that_died_before_it_sent_a_job_leaves_it_to_another(
+    serve: Serve, monkeypatch
+):
+    monkeypatch.setattr(desk, "_LOOK_SECONDS", 0.05)
+    served = await serve()
+    job_id = claims.job_id(LOCAL, "order 17")
+    job = Job(prompt="a red house", awaited=True).identified(job_id, "gateway")
+    name = f"{claims.FOLDER}gateway/{job_id}/0"
+    await served.storage.blobs.create(name, job.digest.encode(), "text/plain", {})
+
+    status, _ = await served.post(TXT2IMG, HOUSE, headers=KEY)
+
+    assert status == 200
+    assert len(await names_of(served)) == 1
+
+
+async def test_the_task_id_of_a1111_is_of_one_request_each(serve: Serve):
+    served = await serve()
+    task = {"force_task_id": "task(1)"}
+    bodies = [HOUSE | task, HOUSE | task, {"prompt": "a fish"} | task]
+
+    found = await asyncio.gather(*(served.post(TXT2IMG, body) for body in bodies))
+
+    assert {status for status, _ in found} == {200}
+    assert len(await names_of(served)) == 2
