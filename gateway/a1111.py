@@ -1,30 +1,28 @@
 """AUTOMATIC1111's API: https://github.com/AUTOMATIC1111/stable-diffusion-webui/wiki/API."""
 
 import asyncio
-import json
-import math
 import time
-from collections.abc import AsyncIterator
-from pathlib import PurePosixPath
 from typing import Any
 
 from aiohttp import web
 
-from gateway import work
+from gateway import info, payloads, work
+from gateway.lists import STYLES
 from gateway.models import UnknownModelError
 from gateway.work import CLIENT, DESK
 from imagefleet import errors, validation
-from imagefleet.files import kinds
+from imagefleet.files import picture
 from imagefleet.http.refused import Refused
-from imagefleet.job import override_settings, samplers, settings_table
+from imagefleet.job import override_settings, settings_table
 from imagefleet.job.message import Job
-from imagefleet.job.passes import hires
-from imagefleet.records.outcomes import JobFacts
 
 ROUTES = web.RouteTableDef()
 
-#: What clients have set, by their names; forgotten when the gateway stops.
+#: What clients have set, by their keys; forgotten when the gateway stops.
 OPTIONS = web.AppKey("options", dict[str, dict[str, Any]])
+
+#: The values of fields that a payload leaves out.
+DEFAULTS = web.AppKey("defaults", dict[str, object])
 
 #: What `options` has before anybody sets something, of what clients look at.
 _DEFAULTS = {
@@ -33,62 +31,118 @@ _DEFAULTS = {
     "samples_format": "png",
 }
 
+#: Seconds of a job before the first has ended.
+_GUESSED_SECONDS = 10.0
+
 
 @ROUTES.post("/sdapi/v1/txt2img")
 @ROUTES.post("/sdapi/v1/img2img")
 async def _draw(request: web.Request) -> web.Response:
     """Draws images, and answers with them in base64."""
+    is_img2img = request.path.endswith("img2img")
+    styles = request.app[STYLES]
+    ignored = payloads.IGNORED[is_img2img]
+    async with work.received(request, ignored) as given:
+        payload = given.fields
+        if is_img2img and not payload.get("init_images"):
+            raise Refused(404, "Init image not found")
+        options = _options_of(request)
+        fields = payloads.fields_of(payload, options, styles)
+        for name, value in request.app[DEFAULTS].items():
+            if name not in fields["override_settings"]:
+                fields.setdefault(name, value)
+        ticket = await work.begin(request, given, fields)
+    drawn = await work.finish(request, ticket, with_interrupted=True)
+    body = await asyncio.to_thread(info.answer, payload, *drawn)
+    return web.Response(body=body, content_type="application/json")
+
+
+@ROUTES.post("/sdapi/v1/extra-single-image")
+async def _enlarge(request: web.Request) -> web.Response:
+    """Enlarges an image."""
     async with work.received(request) as given:
         payload = given.fields
-        if request.path.endswith("img2img") and not payload.get("init_images"):
-            raise Refused(422, "init_images: is required")
-        options = {**_options_of(request), **(payload.get("override_settings") or {})}
-        if payload.get("sampler_name"):
-            payload.pop("sampler_index", None)
-        fields = {**payload, "override_settings": options}
-        ticket = await work.begin(request, given, fields)
-    drawn = await work.finish(request, ticket)
-    body = await asyncio.to_thread(_answer, payload, *drawn)
-    return web.Response(body=body, content_type="application/json")
+        ticket = await work.begin(request, given, _enlarging(payload, payload["image"]))
+    _, _, images = await work.finish(request, ticket)
+    return web.json_response({"image": work.in_base64(images)[0], "html_info": ""})
+
+
+@ROUTES.post("/sdapi/v1/extra-batch-images")
+async def _enlarge_all(request: web.Request) -> web.Response:
+    """Enlarges several images."""
+    async with work.received(request) as given:
+        payload = given.fields
+        files = [each["data"] for each in payload.pop("imageList", ())]
+        tickets = [
+            await work.begin(request, given, _enlarging(payload, file))
+            for file in files
+        ]
+    found = [await work.finish(request, ticket) for ticket in tickets]
+    images = [image for _, _, drawn in found for image in drawn]
+    return web.json_response({"images": work.in_base64(images), "html_info": ""})
+
+
+def _enlarging(payload: dict[str, Any], image: object) -> dict[str, Any]:
+    """The fields of a job that enlarges; without an upscaler A1111 resamples nothing."""
+    return {
+        **payload,
+        "upscaler_1": payload.get("upscaler_1") or "None",
+        "image": image,
+    }
 
 
 @ROUTES.post("/sdapi/v1/png-info")
 async def _read_text(request: web.Request) -> web.Response:
     """Reads the parameters in an image."""
     payload = await work.read_object(request)
-    data = work.from_base64(str(payload.get("image") or ""))
+    data = work.from_base64(str(payload.get("image") or "").strip())
     text = await asyncio.to_thread(work.text_of, data)
-    return web.json_response(
-        {"info": text, "items": {"parameters": text}, "parameters": {}}
-    )
+    found = {"info": text, "items": {"parameters": text} if text else {}}
+    return web.json_response(found | {"parameters": picture.parsed_parameters(text)})
 
 
 @ROUTES.get("/sdapi/v1/progress")
 async def _progress(request: web.Request) -> web.Response:
-    """Tells how far the client's own jobs are: how many, and for how long they have waited."""
-    tickets = request.app[DESK].of(request[CLIENT])
-    job, steps, progress = "", 0, 0.0
+    """Tells how far the client's own jobs are, by the seconds that others took for a step."""
+    desk = request.app[DESK]
+    tickets = desk.of(request[CLIENT])
+    job, step, steps, progress, left = "", 0, 0, 0.0, 0.0
     if tickets:
-        job = tickets[0].id
-        steps = tickets[0].job.steps
-        # Workers tell of images, not of steps: it nears 1 as time goes by.
-        progress = 1 - math.exp((tickets[0].created_at - time.monotonic()) / 10)
+        first = tickets[0]
+        job, steps = first.id, first.job.steps
+        expected = desk.seconds_per_step * steps * first.job.images or _GUESSED_SECONDS
+        passed = time.monotonic() - first.created_at
+        # Nobody tells of steps: it nears 1, and reaches it with the image.
+        progress = min(0.01 + passed / expected, passed / (passed + 0.05 * expected))
+        step = int(progress * steps)
+        left = max(0.0, expected - passed)
     state = {
         "skipped": False,
         "interrupted": False,
+        "stopping_generation": False,
         "job": job,
         "job_count": len(tickets),
+        "job_timestamp": "0",
+        "job_no": 0,
+        "sampling_step": step,
+        "sampling_steps": steps,
     }
-    state |= {"job_no": 0, "sampling_step": 0, "sampling_steps": steps}
-    found = {"progress": progress, "eta_relative": 0.0, "state": state}
+    found = {"progress": progress, "eta_relative": left, "state": state}
     return web.json_response(found | {"current_image": None, "textinfo": None})
 
 
 @ROUTES.post("/sdapi/v1/interrupt")
 async def _interrupt(request: web.Request) -> web.Response:
-    """Cancels the client's own jobs that have not begun."""
+    """Ends the client's own requests, with what is drawn of them."""
     request.app[DESK].interrupt(request[CLIENT])
     return web.json_response({})
+
+
+@ROUTES.post("/sdapi/v1/skip")
+async def _skip(request: web.Request) -> web.Response:
+    """Ends the first of the client's own requests, with what is drawn of it."""
+    request.app[DESK].interrupt(request[CLIENT], most=1)
+    return web.json_response(None)
 
 
 @ROUTES.get("/sdapi/v1/options")
@@ -114,109 +168,9 @@ async def _set_options(request: web.Request) -> web.Response:
         except UnknownModelError as error:
             error.status = 500  # A1111's own
             raise
-    request.app[OPTIONS][request[CLIENT].name] = known
+    request.app[OPTIONS][request[CLIENT].sha256] = known
     return web.json_response(None)
 
 
 def _options_of(request: web.Request) -> dict[str, Any]:
-    return request.app[OPTIONS].get(request[CLIENT].name, {})
-
-
-@ROUTES.get("/sdapi/v1/samplers")
-async def _list_samplers(_: web.Request) -> web.Response:
-    """Lists the samplers."""
-    by_title: dict[str, list[str]] = {}
-    for sampler in samplers.SAMPLERS.values():
-        by_title.setdefault(sampler.title, []).extend(sampler.aliases)
-    found = [
-        {"name": name, "aliases": also, "options": {}}
-        for name, also in by_title.items()
-    ]
-    return web.json_response(found)
-
-
-@ROUTES.get("/sdapi/v1/schedulers")
-async def _list_schedulers(_: web.Request) -> web.Response:
-    """Lists the schedules."""
-    named = {"automatic": "Automatic"} | dict(samplers.SCHEDULES)
-    extra = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
-    return web.json_response(
-        [{"name": key, "label": named[key], **extra} for key in named]
-    )
-
-
-@ROUTES.get("/sdapi/v1/sd-models")
-async def _list_models(request: web.Request) -> web.Response:
-    """Lists the checkpoints in the storage."""
-    extra = {"hash": None, "sha256": None, "config": None}
-    found = [
-        {"title": stem, "model_name": stem, "filename": file, **extra}
-        async for stem, file in _stored(request, kinds.MODEL)
-    ]
-    return web.json_response(found)
-
-
-@ROUTES.get("/sdapi/v1/loras")
-async def _list_loras(request: web.Request) -> web.Response:
-    """Lists the LoRAs in the storage."""
-    found = [
-        {"name": stem, "alias": stem, "path": file, "metadata": {}}
-        async for stem, file in _stored(request, kinds.LORA)
-    ]
-    return web.json_response(found)
-
-
-@ROUTES.get("/sdapi/v1/upscalers")
-async def _list_upscalers(request: web.Request) -> web.Response:
-    """Lists the upscalers in the storage, and those without a file."""
-    names = [
-        *hires.RESAMPLING,
-        *[stem async for stem, _ in _stored(request, kinds.UPSCALER)],
-    ]
-    extra = {"model_name": None, "model_path": None, "model_url": None, "scale": 4}
-    return web.json_response([{"name": name, **extra} for name in names])
-
-
-@ROUTES.get("/sdapi/v1/scripts")
-async def _list_scripts(_: web.Request) -> web.Response:
-    """Lists the scripts that jobs may name."""
-    return web.json_response({"txt2img": ["controlnet"], "img2img": ["controlnet"]})
-
-
-async def _stored(
-    request: web.Request, kind: kinds.FileKind
-) -> AsyncIterator[tuple[str, str]]:
-    """The files of a kind, as jobs name them and by their file's name."""
-    async for name in request.app[DESK].storage.files.names(f"{kind.folder}/"):
-        file = PurePosixPath(name).name
-        if (stem := kind.stem(file)) != file:
-            yield stem, file
-
-
-def _answer(
-    payload: dict[str, Any], job: Job, facts: JobFacts, images: list[bytes]
-) -> bytes:
-    """The JSON of txt2img and img2img; large, so that it is made in a thread."""
-    record, seed, count = facts.records[0], facts.seed or 0, len(images)
-    same = ("prompt", "negative_prompt", "sampler_name", "cfg_scale", "steps")
-    info = {name: getattr(job, name) for name in same} | {
-        "all_prompts": [job.prompt] * count,
-        "all_negative_prompts": [job.negative_prompt] * count,
-        "seed": seed,
-        "all_seeds": [(seed + index) % 2**32 for index in range(count)],
-        "width": record.width,
-        "height": record.height,
-        "batch_size": count,
-        "sd_model_name": record.model,
-        "infotexts": list(map(work.text_of, images)),
-        "index_of_first_image": 0,
-        "job": facts.key,
-    }
-    left_out = {"init_images", "mask", "alwayson_scripts"}
-    shown = {name: value for name, value in payload.items() if name not in left_out}
-    found = {
-        "images": work.in_base64(images),
-        "parameters": shown,
-        "info": json.dumps(info),
-    }
-    return json.dumps(found).encode()
+    return request.app[OPTIONS].get(request[CLIENT].sha256, {})

@@ -8,6 +8,7 @@ from aiohttp import BasicAuth, web
 from pydantic import BaseModel, Field, TypeAdapter
 
 from imagefleet import errors, validation, yaml_file
+from imagefleet.http.pages import Pages
 from imagefleet.http.refused import Refused
 from imagefleet.job.message import SafeId
 from imagefleet.storage.settings import Priority
@@ -45,7 +46,7 @@ class Door:
 
         *origins*: web pages that may use it, beside its own.
         """
-        self._origins = frozenset(origins)
+        self.pages = Pages(origins)
         self._by_hash = None if path is None else _read(path)
         if self._by_hash is None and not probes.is_loopback(probes.authority(host, 0)):
             raise errors.SetupError(
@@ -55,7 +56,7 @@ class Door:
 
     def client(self, request: web.Request) -> Client:
         """The client that sent a request; raises Refused without a valid key."""
-        self._check_page(request)
+        self.pages.check(request)
         if self._by_hash is None:
             # A page of another site may be open in a browser here, under a name that leads here.
             if not probes.is_loopback(request.host):
@@ -73,38 +74,6 @@ class Door:
                 {"WWW-Authenticate": 'Basic realm="imagefleet", Bearer'},
             )
         return found
-
-    def cors(self, request: web.Request) -> dict[str, str]:
-        """The headers by which a browser lets the page of a request read its answer."""
-        origin = request.headers.get("Origin")
-        if origin is None or self._origins.isdisjoint({origin, "*"}):
-            return {}
-        asked = request.headers.get("Access-Control-Request-Headers", "*")
-        found = {
-            "Access-Control-Allow-Methods": "GET, POST",
-            "Access-Control-Allow-Headers": asked,
-            "Vary": "Origin",
-        }
-        if origin not in self._origins:
-            return found | {"Access-Control-Allow-Origin": "*"}
-        return found | {
-            "Access-Control-Allow-Origin": origin,
-            "Access-Control-Allow-Credentials": "true",
-        }
-
-    def _check_page(self, request: web.Request) -> None:
-        """Refuses pages of other sites in a browser, which may send a saved key of its user's."""
-        origin = request.headers.get("Origin")
-        if origin is None:
-            site = request.headers.get("Sec-Fetch-Site", "none")
-            is_own = site in {"none", "same-origin"}
-        else:
-            is_own = origin.partition("://")[2] == request.host
-        if not is_own and not self.cors(request):
-            raise Refused(
-                403,
-                "pages of other sites may not use it: name theirs with --cors-allow-origins",
-            )
 
 
 def _read(path: Path) -> Mapping[str, Client]:

@@ -10,9 +10,9 @@ from aiohttp import web
 
 from gateway import work
 from gateway.jobs.ticket import Ticket
+from gateway.models import UnknownModelError
 from imagefleet.http import bodies
 from imagefleet.http.refused import Refused
-from imagefleet.storage.enqueue import stored_models
 
 ROUTES = web.RouteTableDef()
 
@@ -20,18 +20,26 @@ ROUTES = web.RouteTableDef()
 _DEFAULT_MODEL = "default"
 
 #: Fields that change nothing here.
-_WITHOUT_EFFECT = frozenset(
-    (
-        "quality",
-        "style",
-        "user",
-        "background",
-        "moderation",
-        "input_fidelity",
-        "partial_images",
-        "output_compression",
-    )
-)
+_WITHOUT_EFFECT = frozenset(("style", "user", "moderation", "input_fidelity"))
+
+#: Fields of what is not there, and their values that ask for nothing.
+_OFF = {
+    "stream": (None, False, "false"),
+    "partial_images": (None, 0, "0"),
+    "background": (None, "", "auto", "opaque"),
+}
+
+#: Steps by `quality`; none: as many as jobs have.
+_STEPS = dict.fromkeys((None, "", "auto", "standard", "medium")) | {
+    "low": 12,
+    "high": 40,
+    "hd": 40,
+}
+
+_MOST_IMAGES = 10
+
+#: The latents' cells: an image of another size would be drawn smaller.
+_CELL = 8
 
 _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
 
@@ -72,15 +80,29 @@ async def _edit(request: web.Request) -> web.Response:
 
 @ROUTES.get("/v1/models")
 async def _list_models(request: web.Request) -> web.Response:
-    """Lists the checkpoints in the storage; `default` is the workers' own."""
-    names = [
-        _DEFAULT_MODEL,
-        *sorted(await stored_models(request.app[work.DESK].storage.files)),
-    ]
-    kind = {"object": "model", "created": 0, "owned_by": "imagefleet"}
-    return web.json_response(
-        {"object": "list", "data": [{"id": each, **kind} for each in names]}
-    )
+    """Lists the checkpoints that workers serve or the storage holds, and `default`: theirs."""
+    data = [_model(name) for name in await _models(request)]
+    return web.json_response({"object": "list", "data": data})
+
+
+@ROUTES.get("/v1/models/{model}")
+async def _get_model(request: web.Request) -> web.Response:
+    """One of the models."""
+    name = request.match_info["model"]
+    known = await _models(request)
+    if name not in known:
+        raise UnknownModelError(name, known)
+    return web.json_response(_model(name))
+
+
+async def _models(request: web.Request) -> list[str]:
+    models = request.app[work.DESK].models
+    await models.refresh()
+    return [_DEFAULT_MODEL, *models.known]
+
+
+def _model(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "imagefleet"}
 
 
 async def _begin(request: web.Request, given: work.Given) -> tuple[str, Ticket]:
@@ -107,17 +129,38 @@ def _as_a1111(payload: Mapping[str, Any]) -> dict[str, Any]:
     fields = {
         name: each for name, each in payload.items() if name not in _WITHOUT_EFFECT
     }
-    if fields.pop("stream", None) not in (None, False, "false"):
-        raise Refused(400, "stream: is not supported")
-    model, size = fields.pop("model", None), fields.pop("size", None)
+    for name, values in _OFF.items():
+        if fields.pop(name, None) not in values:
+            raise Refused(400, f"{name}: is not supported")
+    quality = fields.pop("quality", None)
+    if quality not in _STEPS:
+        raise Refused(400, "quality: should be auto, low, medium or high")
+    if steps := _STEPS[quality]:
+        fields.setdefault("steps", steps)
+    model = fields.pop("model", None)
     if model not in (None, "", _DEFAULT_MODEL):
         fields["model"] = model
-    if size not in (None, "", "auto"):
-        if not (found := _SIZE.fullmatch(str(size))):
-            raise Refused(400, "size: should be WIDTHxHEIGHT, such as 512x512, or auto")
-        fields["width"] = int(found[1])
-        fields["height"] = int(found[2])
-    fields["n_iter"] = fields.pop("n", None) or 1
-    if form := fields.pop("output_format", None):
-        fields["output"] = {"format": form}
+    fields |= _sides(fields.pop("size", None))
+    count = str(fields.pop("n", None) or 1)
+    if not (count.isdecimal() and 1 <= int(count) <= _MOST_IMAGES):
+        raise Refused(400, f"n: should be 1 to {_MOST_IMAGES}")
+    fields["n_iter"] = int(count)
+    output = {
+        "format": fields.pop("output_format", None),
+        "quality": fields.pop("output_compression", None),
+    }
+    if given := {name: value for name, value in output.items() if value is not None}:
+        fields["output"] = given
     return fields
+
+
+def _sides(size: object) -> dict[str, int]:
+    """Width and height of a size as OpenAI writes it; raises Refused."""
+    if size in (None, "", "auto"):
+        return {}
+    if not (found := _SIZE.fullmatch(str(size))):
+        raise Refused(400, "size: should be WIDTHxHEIGHT, such as 512x512, or auto")
+    sides = {"width": int(found[1]), "height": int(found[2])}
+    if any(side % _CELL for side in sides.values()):
+        raise Refused(400, f"size: should be multiples of {_CELL}")
+    return sides

@@ -13,16 +13,17 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
-from gateway import a1111, openai, work
+from gateway import a1111, lists, openai, work
 from gateway.clients import Client, Door
 from gateway.jobs.desk import Desk
 from gateway.models import Models, UnknownModelError
 from gateway.settings import GatewaySettings
 from gateway.work import CLIENT, DESK, reason_of
 from imagefleet import aio, errors, redaction
-from imagefleet.files import kinds
+from imagefleet.files import kinds, styles
 from imagefleet.http.bodies import Bodies
 from imagefleet.http.refused import Refused
+from imagefleet.job import settings_table
 from imagefleet.job.message import Job
 from imagefleet.telemetry import logs, metrics, probes
 
@@ -87,7 +88,13 @@ class Gateway:
         self.app[work.BODIES] = Bodies()
         self.app[DESK], self.app[_REGISTRY] = self.desk, registry
         self.app[a1111.OPTIONS] = {}
-        for routes in (a1111.ROUTES, openai.ROUTES, ROUTES):
+        defaults = dict(settings_table.DEFAULTS[settings_table.A1111])
+        if settings.native_size:
+            del defaults["width"], defaults["height"]
+        self.app[a1111.DEFAULTS] = defaults
+        path = settings.styles_file
+        self.app[lists.STYLES] = {} if path is None else dict(styles.read(path))
+        for routes in (a1111.ROUTES, lists.ROUTES, openai.ROUTES, ROUTES):
             self.app.add_routes(routes)
 
     @web.middleware
@@ -98,7 +105,7 @@ class Gateway:
         resource = request.match_info.route.resource
         path = resource.canonical if resource else "(none)"
         started = time.monotonic()
-        cors = self._door.cors(request)
+        cors = self._door.pages.cors(request)
         try:
             if request.method == "OPTIONS" and cors:
                 response: web.StreamResponse = web.Response()

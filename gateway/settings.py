@@ -55,6 +55,15 @@ class GatewaySettings(TelemetrySettings, SignerSettings):
         description="Seconds that a request waits while no worker is there for it; longer where a"
         " scaler starts the first.",
     )
+    styles_file: Path | None = Field(
+        default=None,
+        description="Styles that payloads of A1111's API name: its styles.csv.",
+    )
+    native_size: bool = Field(
+        default=False,
+        description="Images without a size are as large as their checkpoint's, and not 512x512"
+        " as A1111's.",
+    )
     cors_allow_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_each)] = (
         Field(
             default=(),

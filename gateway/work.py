@@ -6,12 +6,12 @@ import binascii
 import contextlib
 import hashlib
 import io
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
-from PIL import Image, ImageOps
+from PIL import Image
 
 from gateway.clients import Client
 from gateway.jobs.desk import Desk
@@ -21,7 +21,7 @@ from imagefleet.files import picture
 from imagefleet.http import bodies
 from imagefleet.http.bodies import Bodies
 from imagefleet.http.refused import Refused
-from imagefleet.job.message import MAX_IMAGE_BYTES, SUFFIXES, Job
+from imagefleet.job.message import MAX_IMAGE_BYTES, Job
 from imagefleet.job.passes.img2img import INPUTS
 from imagefleet.records.outcomes import JobFacts
 
@@ -29,7 +29,7 @@ from imagefleet.records.outcomes import JobFacts
 _NOT_THEIRS = ("campaign", "id", "verify", "then", "metadata")
 
 #: The fields of A1111's payloads with images, wherever they are.
-IMAGE_FIELDS = frozenset({"init_images", "mask", "image", "input_image"})
+IMAGE_FIELDS = frozenset({"init_images", "mask", "image", "input_image", "data"})
 
 #: Images of one request: each is decoded here, and stored.
 _MOST = 8
@@ -37,9 +37,6 @@ _MOST = 8
 #: The longest image in base64, and how much of it is decoded in one step.
 _MAX_BASE64 = MAX_IMAGE_BYTES * 4 // 3 + 4
 _STEP = 2**20
-
-#: What people's programs send beside what workers read: phones' JPEG, and what A1111 opens.
-_CONVERTED = ("MPO", "GIF", "BMP")
 
 CLIENT = web.RequestKey("client", Client)
 DESK = web.AppKey("desk", Desk)
@@ -58,7 +55,10 @@ class Given:
         """Takes an image in, decoded once, so that none can surprise a worker; its name."""
         if len(self.images) >= _MOST:
             raise Refused(422, f"more than {_MOST} images in one request")
-        data, suffix = _checked(data)
+        try:
+            data, suffix = picture.accepted(data)
+        except picture.DamagedImageError as error:
+            raise Refused(422, f"an image {error}") from None
         # By its content, so that what is sent again is stored once.
         name = f"{self.campaign}/{hashlib.sha256(data).hexdigest()}.{suffix}"
         self.images[name] = data
@@ -87,13 +87,21 @@ class Given:
 
 
 @contextlib.asynccontextmanager
-async def received(request: web.Request) -> AsyncIterator[Given]:
-    """The JSON payload of a request, whose images are in memory in the block alone."""
+async def received(
+    request: web.Request, ignored: Collection[str] = ()
+) -> AsyncIterator[Given]:
+    """The JSON payload of a request, without *ignored* fields.
+
+    Its images are in memory in the block alone.
+    """
     campaign = request[CLIENT].campaign
 
     def parse(body: bytearray, _: str) -> Given:
         given = Given(campaign)
-        given.take(bodies.json_object(body))
+        payload = bodies.json_object(body)
+        for name in ignored:
+            payload.pop(name, None)
+        given.take(payload)
         return given
 
     async with request.app[BODIES].read(request, request[CLIENT], parse) as given:
@@ -107,7 +115,11 @@ async def read_object(request: web.Request) -> dict[str, Any]:
         return found
 
 
-async def begin(request: web.Request, given: Given, fields: dict[str, Any]) -> Ticket:
+async def begin(
+    request: web.Request,
+    given: Given,
+    fields: dict[str, Any],
+) -> Ticket:
     """Sends the job of *fields*, in A1111's names; raises Refused or a FleetError."""
     client, desk = request[CLIENT], request.app[DESK]
     for name in _NOT_THEIRS:
@@ -137,12 +149,15 @@ def _key(request: web.Request, fields: Mapping[str, Any], job: Job) -> str | Non
 
 
 async def finish(
-    request: web.Request, ticket: Ticket
+    request: web.Request, ticket: Ticket, *, with_interrupted: bool = False
 ) -> tuple[Job, JobFacts, list[bytes]]:
-    """Waits for a job; returns it with its images, or raises Refused or a FleetError."""
+    """Waits for a job; returns it with its images, or raises Refused or a FleetError.
+
+    *with_interrupted*: what is drawn of an interrupted job is its result, and may be nothing.
+    """
     desk = request.app[DESK]
     facts = await desk.wait(ticket)
-    if not facts.blobs:
+    if not facts.blobs and not (with_interrupted and ticket.is_interrupted):
         # What can never succeed is told from what a machine has failed.
         kind = (
             getattr(errors, str(facts.records[-1].error), None)
@@ -173,21 +188,6 @@ def content_type(name: str) -> str:
     return f"image/{name.rpartition('.')[2].replace('jpg', 'jpeg')}"
 
 
-def _checked(data: bytes) -> tuple[bytes, str]:
-    """An image as workers read it, and the suffix of its name; raises Refused."""
-    with opened(data) as image:
-        image.load()
-        kind = str(image.format).lower()
-        if kind in SUFFIXES:
-            return data, SUFFIXES[kind]
-        made = io.BytesIO()
-        shown = ImageOps.exif_transpose(image)
-        shown.convert("RGBA" if shown.has_transparency_data else "RGB").save(
-            made, "PNG"
-        )
-        return made.getvalue(), "png"
-
-
 def from_base64(text: str) -> bytes:
     """The bytes of an image in base64, which may come after the prefix of a data URL."""
     data = text.rpartition(",")[2]
@@ -207,7 +207,7 @@ def from_base64(text: str) -> bytes:
 def opened(data: bytes) -> Iterator[Image.Image]:
     """An image that somebody sent; raises Refused for what is none, in the block as well."""
     try:
-        with picture.opened(data, also=_CONVERTED) as image:
+        with picture.opened(data, also=picture.CONVERTED) as image:
             yield image
     except picture.DamagedImageError as error:
         raise Refused(422, f"an image {error}") from None

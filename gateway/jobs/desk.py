@@ -49,6 +49,12 @@ _LONGEST_RETRY_SECONDS = 600
 
 _CLAIMED_AT_ONCE = 32
 
+#: Seconds within which a worker ends a job that is interrupted; one that is gone does not.
+_INTERRUPTED_SECONDS = 15.0
+
+#: The share of the last job in the average of all.
+_LEARNED = 0.2
+
 #: Seconds after which the end of a withdrawn job is looked for no longer.
 _FORGET_SECONDS = 600.0
 
@@ -73,6 +79,8 @@ class Desk:
         self.storage = fleet.storage
         self.models = models
         self.wait_seconds = wait_seconds
+        self.seconds_per_step = 0.0
+        """Seconds of a job for each of its steps, waiting included; 0 before the first."""
         self._worker_seconds = worker_seconds
         self._fleet = fleet
         is_local = fleet.storage.settings.is_local
@@ -218,11 +226,14 @@ class Desk:
         if not ticket.ended.done():
             self._withdraw(ticket, reason)
 
-    def interrupt(self, client: Client) -> None:
-        """Withdraws all that the client waits for, and answers at once."""
-        for ticket in self.of(client):
-            self._withdraw(ticket, "its client interrupted it")
-            ticket.refuse(Refused(409, INTERRUPTED))
+    def interrupt(self, client: Client, most: int | None = None) -> None:
+        """Withdraws all that the client waits for, or the first, and ends it by what is drawn."""
+        for ticket in self.of(client)[:most]:
+            ticket.is_interrupted = True
+            self._withdraw(ticket, INTERRUPTED)
+            # A worker that has it may be dead.
+            loop = asyncio.get_running_loop()
+            loop.call_later(_INTERRUPTED_SECONDS, ticket.end_without_images)
 
     async def facts(self, campaign: str, job_id: str) -> JobFacts:
         """Looks a job up, in the storage if need be; raises JobError for an invalid id."""
@@ -416,9 +427,17 @@ class Desk:
                 if (ticket := self._tickets.pop(facts.key, None)) is not None:
                     ticket.end(facts)
                     self._claims.ended(ticket)
+                    self._learn(ticket, facts)
                 self._withdrawals.ended(facts.key)
             if not watch.waiting and self._watches.get(campaign) is watch:
                 del self._watches[campaign]
+
+    def _learn(self, ticket: Ticket, facts: JobFacts) -> None:
+        if facts.status == "completed" and ticket.job.steps:
+            took = time.monotonic() - ticket.created_at
+            seconds = took / (ticket.job.steps * ticket.job.images)
+            known = self.seconds_per_step or seconds
+            self.seconds_per_step = known + _LEARNED * (seconds - known)
 
     async def _end_cancelled(self, tickets: Collection[Ticket]) -> None:
         await self._cancelled.refresh(_LOOK_SECONDS / 2)
@@ -508,6 +527,8 @@ class Desk:
         if (ticket := self._tickets.pop(key, None)) is None:
             return
         self._claims.ended(ticket)
+        if ticket.is_dropped:
+            ticket.end_without_images()
         watch = self._watches.get(ticket.client.campaign)
         if watch is not None:
             watch.waiting.pop(key, None)

@@ -1,6 +1,7 @@
 """One job of a client, from its request to its end."""
 
 import asyncio
+import dataclasses
 import time
 from dataclasses import dataclass, field
 
@@ -42,6 +43,8 @@ class Ticket:
     """No queue holds it any more, and no record tells of its end."""
     reason: str = "its client hung up"
     """Why it was withdrawn."""
+    is_interrupted: bool = False
+    """Its client waits for what is drawn of it."""
 
     @property
     def id(self) -> str:
@@ -55,7 +58,7 @@ class Ticket:
 
     @property
     def is_waited_for(self) -> bool:
-        return self.waiters > 0 and not self.is_dropped
+        return self.waiters > 0 and not self.ended.done()
 
     def is_sent(self, facts: JobFacts, message: LeasedMessage | None) -> None:
         """The job is in the queue, by this *message* if it is known."""
@@ -76,6 +79,14 @@ class Ticket:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # seen, even if nobody waits
+
+    def end_without_images(self) -> None:
+        """Answers that it was cancelled, unless it has ended otherwise."""
+        if self.facts is not None:
+            facts = dataclasses.replace(
+                self.facts, status="cancelled", reason=self.reason, blobs=()
+            )
+            self.end(facts)
 
     def end(self, facts: JobFacts) -> None:
         if not self.ended.done():

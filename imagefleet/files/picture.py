@@ -6,13 +6,14 @@ PNG has its job in a text chunk, JPEG and WebP in the Exif data.
 import contextlib
 import io
 import json
+import re
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from imagefleet import errors, likeness
 from imagefleet.job import sizes
@@ -20,6 +21,7 @@ from imagefleet.job.message import (
     DIGEST_FIELD,
     MAX_IMAGE_BYTES,
     MAX_IMAGE_PIXELS,
+    SUFFIXES,
     Job,
     read_job,
 )
@@ -29,6 +31,9 @@ from imagefleet.signing import TrustedJobs
 
 #: Formats that workers store; Pillow reads dozens of formats, some through other programs.
 _FORMATS = ("PNG", "JPEG", "WEBP")
+
+#: What people's programs send beside these. Phones' JPEG with several images is found as a JPEG.
+CONVERTED = ("GIF", "BMP")
 
 #: The keyword of the PNG text chunk that holds an image's parameters.
 PNG_KEYWORD = "imagefleet"
@@ -53,6 +58,10 @@ MAX_MESSAGE_BYTES = 3 * sizes.MAX_MESSAGE_BYTES
 
 #: The code that precedes AUTOMATIC1111's text in Exif data.
 _UNICODE = b"UNICODE\0"
+
+
+#: A name and its value in the last line of an image's text, as A1111 reads it.
+_PARAMETER = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])*"|[^,]*)(?:,|$)')
 
 
 class DamagedImageError(ValueError):
@@ -104,6 +113,23 @@ def opened(file: bytes | Path, also: Collection[str] = ()) -> Iterator[Image.Ima
         raise DamagedImageError(
             f"is a damaged image ({reason or type(error).__name__})"
         ) from None
+
+
+def accepted(data: bytes) -> tuple[bytes, str]:
+    """A stranger's image as workers read it, and its suffix; raises DamagedImageError.
+
+    It is decoded once, so that none can surprise a worker; what is `CONVERTED` becomes a PNG.
+    """
+    with opened(data, also=CONVERTED) as image:
+        image.load()
+        kind = str(image.format).lower()
+        if kind in SUFFIXES:
+            return data, SUFFIXES[kind]
+        made = io.BytesIO()
+        upright = ImageOps.exif_transpose(image)
+        mode = "RGBA" if upright.has_transparency_data else "RGB"
+        upright.convert(mode).save(made, "PNG")
+        return made.getvalue(), "png"
 
 
 def decode(data: bytes) -> Image.Image | None:
@@ -179,3 +205,16 @@ def parameters(image: Image.Image, max_characters: int) -> str:
         text = comment[len(_UNICODE) : len(_UNICODE) + 2 * max_characters]
         return text.decode("utf-16-be", errors="replace")
     return ""
+
+
+def parsed_parameters(text: str) -> dict[str, str]:
+    """The parameters in an image's text, by A1111's names; its prompts as well."""
+    *lines, last = text.strip().split("\n")
+    found = {name: value.strip('"') for name, value in _PARAMETER.findall(last)}
+    if "Steps" not in found:
+        lines, found = [*lines, last], {}
+    prompt, _, negative_prompt = "\n".join(lines).partition("Negative prompt:")
+    return {
+        "Prompt": prompt.strip(),
+        "Negative prompt": negative_prompt.strip(),
+    } | found

@@ -212,6 +212,7 @@ _SETTINGS: _Effects = {
     ("sdxl_refiner_high_aesthetic_score",): Effect(_DRAWINGS, neutral=(6,)),
     ("sdxl_refiner_low_aesthetic_score",): Effect(_DRAWINGS, neutral=(2.5,)),
     ("sd_hypernetwork", "sd_lora"): Effect(_DRAWINGS, neutral=("", "None")),
+    ("forge_additional_modules",): Effect(_DRAWINGS, neutral=([], "")),
     ("sd_unet",): Effect(_DRAWINGS, neutral=("", "Automatic", "None")),
     ("beta_dist_alpha", "beta_dist_beta"): Effect(_DRAWINGS, neutral=(0.6,)),
     ("comma_padding_backtrack",): Effect(_DRAWINGS, neutral=(20,)),

@@ -1,5 +1,7 @@
 """Sends jobs to the queues of their models; refuses those whose model no worker can have."""
 
+import asyncio
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import PurePosixPath
@@ -13,6 +15,10 @@ from imagefleet.storage.settings import Priority
 
 #: The folder of models in the container of files.
 MODELS = f"{MODEL.folder}/"
+
+
+#: Seconds for which the lists of models are believed: each is a listing, which Azure bills.
+_READ_SECONDS = 5.0
 
 
 class JobSender:
@@ -55,6 +61,41 @@ class JobSender:
                     " elsewhere: --model NAME"
                 )
             self._known.add(model)
+
+
+class KnownModels:
+    """The models that workers serve, and those that the storage holds, as of some seconds ago."""
+
+    def __init__(self, storage: Storage, own: str | None = None) -> None:
+        """*own*: a model whose worker may not have said yet that it serves it."""
+        self.served: set[str] = set()
+        """Models that a worker has served in the last 5 to 10 minutes."""
+        self.stored: set[str] = set()
+        self._storage = storage
+        self._own = {own} if own else set()
+        self._read_at = -_READ_SECONDS
+        self._reading = asyncio.Lock()
+
+    @property
+    def known(self) -> list[str]:
+        return sorted(self.served | self.stored | self._own)
+
+    async def refresh(self) -> None:
+        """Reads the lists, unless they are new; raises TransientError."""
+        async with self._reading:
+            if time.monotonic() - self._read_at < _READ_SECONDS:
+                return
+            self.served = await self._storage.models.served_now()
+            self.stored = await stored_models(self._storage.files)
+            self._read_at = time.monotonic()
+
+    async def are_unserved(self, model: str | None) -> bool:
+        """True if no worker has served the model, or None any model, for five minutes."""
+        try:
+            await self.refresh()
+        except errors.FleetError:
+            return False  # nobody knows
+        return not self.served if model is None else model not in self.served
 
 
 async def stored_models(files: protocol.BlobStore) -> set[str]:

@@ -65,6 +65,14 @@ async def test_generate_takes_the_settings_of_diffusion_beside_its_own(
     assert "Seed: 7" in opened((found.data or [])[0].b64_json).info["parameters"]
 
 
+async def test_quality_and_compression_are_drawn_as_asked(client: Any):
+    found = await client.images.generate(
+        prompt="a", quality="low", output_format="jpeg", output_compression=50
+    )
+
+    assert opened((found.data or [])[0].b64_json).format == "JPEG"
+
+
 async def test_an_address_in_place_of_the_picture_leads_to_it(
     client: Any,
 ):
@@ -93,7 +101,8 @@ async def test_edit_draws_the_picture_anew_or_where_it_is_transparent(
 async def test_models_are_those_of_the_storage_and_the_workers_own(
     client: Any,
 ):
-    assert [model.id async for model in client.models.list()] == ["default"]
+    assert "default" in [model.id async for model in client.models.list()]
+    assert (await client.models.retrieve("default")).owned_by == "imagefleet"
 
 
 async def test_what_cannot_be_drawn_is_an_error_of_openais_form(
@@ -102,5 +111,19 @@ async def test_what_cannot_be_drawn_is_an_error_of_openais_form(
 ):
     with pytest.raises(openai.BadRequestError, match="size: should be WIDTHxHEIGHT"):
         await client.images.generate(prompt="a", size="large")  # type: ignore[call-overload]
+    with pytest.raises(openai.NotFoundError, match="'gpt-image-1' does not exist"):
+        await client.models.retrieve("gpt-image-1")
+    for field, value, reason in (
+        ("size", "100x100", "size: should be multiples of 8"),
+        ("n", 11, "n: should be 1 to 10"),
+        ("background", "transparent", "background: is not supported"),
+        ("quality", "best", "quality: should be"),
+        ("partial_images", 2, "partial_images: is not supported"),
+        ("output_compression", 0, "output.quality"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=reason):
+            await client.images.generate(prompt="a", extra_body={field: value})
+    with pytest.raises(openai.BadRequestError, match="image: several"):
+        await client.images.edit(image=[png(), png()], prompt="a")
     with pytest.raises(openai.BadRequestError, match="the prompt is broken"):
         await client.images.generate(prompt="broken")

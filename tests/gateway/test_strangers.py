@@ -37,6 +37,12 @@ ALICE, BOB = ({"Authorization": f"Bearer {name}-key"} for name in ("alice", "bob
 TXT2IMG = "/sdapi/v1/txt2img"
 
 
+def whole_picture() -> str:
+    made = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(made, "PNG")
+    return base64.b64encode(made.getvalue()).decode()
+
+
 async def is_empty(served: Any) -> bool:
     """Whether nothing was sent, and nothing stored."""
     names = [name async for name in served.storage.files.names()]
@@ -119,14 +125,15 @@ async def test_images_by_name_or_address_are_not_read(
     unit = {"model": "canny", "image": source}
     payload: dict[str, Any] = {
         "init_images": {"prompt": "a", "init_images": [source]},
-        "mask": {"prompt": "a", "init_images": [], "mask": source},
+        "mask": {"prompt": "a", "init_images": [whole_picture()], "mask": source},
         "controlnet": {
             "prompt": "a",
             "alwayson_scripts": {"controlnet": {"args": [unit]}},
         },
     }[place]
+    path = TXT2IMG if place == "controlnet" else "/sdapi/v1/img2img"
 
-    status, _ = await served.post(TXT2IMG, payload)
+    status, _ = await served.post(path, payload)
 
     assert status == 422
     assert await is_empty(served)
@@ -203,7 +210,7 @@ DEEP = "[" * 500 + "]" * 500
         '{"prompt": "' + "a" * 20_000_000 + '"}',
         '{"' + "a" * 20_000_000 + '": 1}',
         "{" + ",".join(f'"a{number}": 1' for number in range(60_000)) + "}",
-        '{"init_images": [' + '"AAAA",' * 90_000 + '"AAAA"]}',
+        '{"prompt": [' + '"AAAA",' * 90_000 + '"AAAA"]}',
     ],
     ids=lambda body: f"{body[:12]}-{len(body)}",
 )

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.clients import LOCAL
 from gateway.jobs import claims, desk
-from imagefleet.job.message import Job
 from imagefleet.records import reader
 from polling import until
 
@@ -85,11 +83,16 @@ async def test_a_gateway_that_died_before_it_sent_a_job_leaves_it_to_another(
     serve: Serve, monkeypatch
 ):
     monkeypatch.setattr(desk, "_LOOK_SECONDS", 0.05)
+    served = await serve(works=False)
+    waiting = asyncio.create_task(served.post(TXT2IMG, HOUSE, headers=KEY))
+    (name,) = await until(lambda: claims_of(served))
+    (ticket,) = served.gateway.desk.tickets
+    await until(ticket.sent.done)
+    served.gateway.desk.stop()
+    assert (await waiting)[0] == 503
+    await served.storage.queue.clear()  # as if it had not been sent
+    assert await claims_of(served) == [name]
     served = await serve()
-    job_id = claims.job_id(LOCAL, "order 17")
-    job = Job(prompt="a red house", awaited=True).identified(job_id, "gateway")
-    name = f"{claims.FOLDER}gateway/{job_id}/0"
-    await served.storage.blobs.create(name, job.digest.encode(), "text/plain", {})
 
     status, _ = await served.post(TXT2IMG, HOUSE, headers=KEY)
 

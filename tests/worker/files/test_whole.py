@@ -1,5 +1,6 @@
 """Files in folders that others write: each is read whole, or waited for without an attempt."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -114,6 +115,24 @@ def test_what_was_read_of_a_file_that_changes_meanwhile_does_not_count(
         errors.UnsettledFileError, match="x was written or removed while it was"
     ):
         read()
+
+
+@pytest.mark.usefixtures("rests")
+async def test_a_file_whose_name_is_the_hash_of_its_bytes_is_read_at_once(
+    local_settings: StorageSettings,
+):
+    async with open_storage(local_settings) as storage:
+        await storage.create()
+        name = f"inputs/a/{hashlib.sha256(EMPTY).hexdigest()}.png"
+        path = library.local_path(storage.files, name)
+        assert path is not None
+        path.parent.mkdir(parents=True)
+        path.write_bytes(EMPTY[:5])
+        with pytest.raises(errors.UnsettledFileError):
+            await library.read_whole(storage.files, name)
+        path.write_bytes(EMPTY)
+
+        assert await library.read_whole(storage.files, name) == EMPTY
 
 
 @pytest.mark.usefixtures("rests")

@@ -1,0 +1,245 @@
+"""AUTOMATIC1111's API as its programs know it: what it ignores, defaults, answers and lists."""
+
+import asyncio
+import base64
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from imagefleet.storage.settings import StorageSettings
+from polling import until
+
+Serve = Callable[..., Any]
+TXT2IMG, IMG2IMG = "/sdapi/v1/txt2img", "/sdapi/v1/img2img"
+
+
+@pytest.fixture
+def storage_settings(local_settings: StorageSettings) -> StorageSettings:
+    """One kind of storage: what is told here does not depend on it."""
+    return local_settings
+
+
+def encoded(image: Image.Image, form: str = "PNG", **terms: Any) -> str:
+    made = io.BytesIO()
+    image.save(made, form, **terms)
+    return base64.b64encode(made.getvalue()).decode()
+
+
+PICTURE = Image.radial_gradient("L").resize((128, 128)).convert("RGB")
+
+
+def text_of(answer: Any) -> str:
+    return str(json.loads(answer["info"])["infotexts"][0])
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"url": "http://127.0.0.1:7860", "auth": "a:b", "stepz": 3},
+        {"resize_mode": 0, "mask": "AA==", "init_images": [], "inpaint_full_res": True},
+        {"hr_additional_modules": [], "upscaler_1": "None"},
+        {"override_settings": {"forge_additional_modules": []}},
+        {
+            "alwayson_scripts": {
+                "ADetailer": {"args": [False, False, {"ad_model": "None"}]},
+                "Dynamic Thresholding": {"args": [{"enabled": False}]},
+                "Tiled Diffusion": {"args": []},
+            }
+        },
+    ],
+    ids=["of programs", "of img2img", "of Forge", "settings of Forge", "switched off"],
+)
+async def test_what_a1111_ignores_is_ignored(serve: Serve, extra: Any):
+    served = await serve()
+
+    status, found = await served.post(TXT2IMG, {"prompt": "a", **extra})
+
+    assert (status, found.get("detail")) == (200, None)
+
+
+async def test_fields_of_txt2img_are_ignored_by_img2img(serve: Serve):
+    served = await serve()
+    body = {"prompt": "a", "init_images": [encoded(PICTURE)], "enable_hr": True}
+
+    status, _ = await served.post(IMG2IMG, body | {"hr_scale": 2, "hr_upscaler": "x"})
+
+    assert status == 200
+    assert (await served.post(IMG2IMG, {"prompt": "a"}))[0] == 404
+
+
+async def test_an_extension_that_is_on_is_refused_by_name(serve: Serve):
+    served = await serve(works=False)
+    scripts = {"ADetailer": {"args": [True, False, {"ad_model": "face"}]}}
+
+    status, found = await served.post(TXT2IMG, {"alwayson_scripts": scripts})
+
+    assert (status, "ADetailer" in found["detail"]) == (422, True)
+
+
+@pytest.mark.parametrize("native", [False, True])
+async def test_defaults_are_those_of_a1111(serve: Serve, native: bool):
+    served = await serve(native_size=native)
+
+    _, found = await served.post(TXT2IMG, {"prompt": "a"})
+
+    text, size = text_of(found), "" if native else "Size: 512x512"
+    assert "Steps: 50, Sampler: Euler," in text
+    assert size in text
+
+
+async def test_settings_of_a_client_are_stronger_than_defaults(serve: Serve):
+    served = await serve()
+    settings = {"override_settings": {"randn_source": "CPU"}}
+
+    _, found = await served.post(TXT2IMG, {"sampler_index": "DDIM", **settings})
+
+    assert "Sampler: DDIM" in text_of(found)
+
+
+async def test_info_has_what_a1111_tells_and_seeds_of_variations(serve: Serve):
+    served = await serve()
+    body = {"prompt": "a", "n_iter": 3, "seed": 500, "steps": 4}
+    variation = {"subseed": 7, "subseed_strength": 0.3}
+
+    _, plain = await served.post(TXT2IMG, body)
+    _, varied = await served.post(TXT2IMG, body | variation)
+
+    info = json.loads(plain["info"])
+    assert info["all_seeds"] == [500, 501, 502]
+    assert info["subseed_strength"] == 0
+    info = json.loads(varied["info"])
+    assert info["all_seeds"] == [500, 500, 500]
+    assert info["all_subseeds"] == [7, 8, 9]
+    assert {"sd_model_hash", "job_timestamp", "version", "styles"} <= info.keys()
+
+
+async def test_images_are_left_out_where_nobody_wants_them(serve: Serve):
+    served = await serve()
+
+    _, found = await served.post(TXT2IMG, {"prompt": "a", "send_images": False})
+
+    assert found["images"] == []
+    assert text_of(found)
+
+
+async def test_an_interrupted_request_ends_with_what_is_drawn(serve: Serve):
+    served = await serve(works=False)
+    asked = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a"}))
+    (ticket,) = await until(lambda: served.gateway.desk.tickets)
+    await until(ticket.sent.done)
+
+    assert await served.post("/sdapi/v1/interrupt") == (200, {})
+
+    status, found = await asked
+    assert (status, found["images"]) == (200, [])
+    await until(served.storage.queue.depth, lambda depth: depth.messages == 0)
+
+
+async def test_skip_ends_the_first_request(serve: Serve):
+    served = await serve(works=False)
+    asked = [
+        asyncio.create_task(served.post(TXT2IMG, {"prompt": str(number)}))
+        for number in range(2)
+    ]
+    tickets = await until(
+        lambda: served.gateway.desk.tickets, lambda found: len(found) == 2
+    )
+    await until(lambda: all(ticket.sent.done() for ticket in tickets))
+
+    assert (await served.post("/sdapi/v1/skip"))[0] == 200
+
+    await until(lambda: any(task.done() for task in asked))
+    assert len(served.gateway.desk.tickets) == 1
+    await served.post("/sdapi/v1/interrupt")
+    await asyncio.gather(*asked)
+
+
+async def test_progress_nears_one_by_what_others_took(serve: Serve):
+    served = await serve()
+    await served.post(TXT2IMG, {"prompt": "a", "steps": 4})
+    assert served.gateway.desk.seconds_per_step > 0
+    waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "b", "steps": 30}))
+    await until(lambda: served.gateway.desk.tickets)
+
+    _, body = await served.get("/sdapi/v1/progress")
+
+    found = json.loads(body)
+    assert 0 <= found["progress"] < 1
+    assert found["state"].keys() >= {"job_timestamp", "stopping_generation", "job_no"}
+    await waiting
+
+
+async def test_styles_are_applied_by_name(serve: Serve, tmp_path):
+    (path := tmp_path / "styles.csv").write_text(
+        "name,prompt,negative_prompt\noil,oil painting of {prompt},photo\nend,detailed,\n"
+    )
+    served = await serve(styles_file=path)
+
+    _, found = await served.post(
+        TXT2IMG, {"prompt": "a fish", "styles": ["oil", "end"]}
+    )
+
+    assert text_of(found).startswith(
+        "oil painting of a fish, detailed\nNegative prompt: photo\n"
+    )
+    _, listed = await served.get("/sdapi/v1/prompt-styles")
+    assert [style["name"] for style in json.loads(listed)] == ["oil", "end"]
+    status, refused = await served.post(TXT2IMG, {"styles": ["ink"]})
+    assert (status, "'ink'" in refused["detail"]) == (422, True)
+
+
+async def test_parameters_of_a_picture_are_parsed(serve: Serve):
+    served = await serve()
+    body = {"prompt": "a, b\nc", "negative_prompt": "d", "steps": 4, "seed": 7}
+    body |= {"width": 64, "height": 64}
+    _, drawn = await served.post(TXT2IMG, body)
+
+    _, found = await served.post("/sdapi/v1/png-info", {"image": drawn["images"][0]})
+
+    told = found["parameters"]
+    assert (told["Prompt"], told["Negative prompt"]) == ("a, b\nc", "d")
+    assert (told["Steps"], told["Seed"]) == ("4", "7")
+
+
+async def test_images_are_enlarged(serve: Serve):
+    served = await serve()
+    terms = {"upscaler_1": "Lanczos", "upscaling_resize": 2}
+
+    status, found = await served.post(
+        "/sdapi/v1/extra-single-image", {"image": encoded(PICTURE), **terms}
+    )
+    assert (status, bool(found["image"])) == (200, True)
+    files = [{"data": encoded(PICTURE), "name": f"{number}.png"} for number in range(2)]
+    status, found = await served.post(
+        "/sdapi/v1/extra-batch-images", {"imageList": files, **terms}
+    )
+    assert (status, len(found["images"])) == (200, 2)
+
+
+@pytest.mark.parametrize("form", ["GIF", "BMP", "MPO"])
+async def test_pictures_that_people_have_are_read(serve: Serve, form: str):
+    served = await serve()
+    terms = {"save_all": True, "append_images": [PICTURE]} if form == "MPO" else {}
+
+    status, found = await served.post(
+        IMG2IMG, {"prompt": "a", "init_images": [encoded(PICTURE, form, **terms)]}
+    )
+
+    assert (status, found.get("detail")) == (200, None)
+
+
+async def test_everything_that_programs_ask_for_at_their_start_is_there(serve: Serve):
+    served = await serve(works=False)
+
+    for path in served.paths():
+        status, body = await served.get(path)
+        assert status == 200
+        assert body
+    for name in ("refresh-checkpoints", "refresh-vae", "refresh-loras"):
+        assert await served.post(f"/sdapi/v1/{name}") == (200, None)
+    status, body = await served.get("/sdapi/v1/nowhere")
+    assert (status, json.loads(body)["detail"]) == (404, "Not Found")
