@@ -26,6 +26,7 @@ from typer.core import TyperGroup
 
 from cli import options
 from fleet.settings import ExporterSettings, WebhookSettings
+from gateway.settings import GatewaySettings
 from in_process import as_it_was, built, in_process
 from loadgen.settings import LoadSettings
 from worker.settings import MachineSettings
@@ -52,6 +53,7 @@ MODELS: Mapping[str, type[BaseSettings]] = {
     "load": LoadSettings,
     "exporter": ExporterSettings,
     "webhooks": WebhookSettings,
+    "serve": GatewaySettings,
 }
 
 BASE = "localhost/python-base"
@@ -403,7 +405,10 @@ def parse_command(built: TyperGroup, monkeypatch) -> Callable[..., BaseSettings]
         name, *rest = arguments
         parsed = built.commands[name].make_context(name, rest)
         model = MODELS[name]
-        given = {field: parsed.params.get(field) for field in model.model_fields}
+        # As typer gives what is not there.
+        given = {
+            field: parsed.params.get(field) or None for field in model.model_fields
+        }
         return options.read(model, given)
 
     return parse

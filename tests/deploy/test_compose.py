@@ -131,3 +131,17 @@ def test_the_datasource_is_that_of_the_dashboards_with_another_url(
     )
     original["datasources"][0]["url"] = "http://prometheus:9090"
     assert own == original
+
+
+def test_two_gateways_stand_behind_a_proxy(
+    read: Callable[..., Services], monkeypatch, tmp_path
+):
+    monkeypatch.setenv("CLIENTS", str(tmp_path / "clients.yaml"))
+
+    services = read("compose.yaml", "gateway.yaml")
+
+    gateway, proxy = services["gateway"], services["proxy"]
+    assert gateway["deploy"]["replicas"] == 2
+    assert gateway["command"][0] == "serve"
+    assert "ports" not in gateway  # only the proxy is reached
+    assert proxy["command"][-1] == "gateway:7860"
