@@ -10,7 +10,7 @@ import contextlib
 import email.parser
 import json
 import weakref
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
@@ -123,9 +123,9 @@ async def _received(request: web.Request) -> bytearray:
 
 def json_object(body: bytearray, _: str = "") -> dict[str, Any]:
     """The JSON object of a body, which it empties; raises Refused."""
-    if sum(map(body.count, (b",", b":", b"[", b"{"))) > _MAX_MARKS:
+    if _has_more(body, (b",", b":", b"[", b"{"), _MAX_MARKS):
         raise Refused(413, "the body has more values than any job")
-    if body.count(b"\\") > _MAX_ESCAPES:
+    if _has_more(body, (b"\\",), _MAX_ESCAPES):
         raise Refused(413, "the body has more escapes than any job")
     try:
         text = body.decode()
@@ -136,6 +136,16 @@ def json_object(body: bytearray, _: str = "") -> dict[str, Any]:
     if not isinstance(found, dict):
         raise Refused(422, "the body should be a JSON object")
     return found
+
+
+def _has_more(body: bytearray, marks: Iterable[bytes], most: int) -> bool:
+    """True if there are more than *most* of these characters; looks no further then."""
+    count = 0
+    for at in range(0, len(body), _LARGE_BYTES):
+        count += sum(body.count(mark, at, at + _LARGE_BYTES) for mark in marks)
+        if count > most:
+            return True
+    return False
 
 
 def check_values(payload: Mapping[str, Any], images: frozenset[str]) -> None:
