@@ -1,4 +1,4 @@
-"""Draws without a queue: a list of prompts, a table, and a source that never ends.
+"""Draws without a queue: a list of prompts, rows of a table, and a source that never ends.
 
     python examples/engine.py demo_model demo_model/loras
 
@@ -9,8 +9,6 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
-
-import pandas as pd
 
 import imagefleet
 from imagefleet import Job
@@ -24,18 +22,16 @@ def draw_prompts(engine: imagefleet.Engine, prompts: Iterable[str]) -> None:
             result.images[0].save(f"{result.job.id}.png")
 
 
-def draw_table(engine: imagefleet.Engine, table: pd.DataFrame) -> pd.DataFrame:
-    """The table, whose columns are a job's fields, with its pictures and what went wrong."""
-    jobs = (Job.model_validate(row) for row in table.to_dict("records"))
-    found = [
+def draw_rows(engine: imagefleet.Engine, rows: Iterable[dict[str, Any]]) -> list[Any]:
+    """Rows of a job's fields, each with its picture, or with what went wrong."""
+    return [
         {
-            "id": result.job.id,
+            **result.job.given_fields,
             "image": next(iter(result.images), None),
             "error": result.error,
         }
-        for result in engine.draw(jobs)
+        for result in engine.draw(rows)
     ]
-    return table.merge(pd.DataFrame(found), on="id")
 
 
 def draw_on(engine: imagefleet.Engine, seeds: Iterator[int]) -> Iterator[Any]:
@@ -52,7 +48,7 @@ def main(model: str, loras: str) -> None:
             {"id": "a", "prompt": "a cat"},
             {"id": "b", "prompt": "a cat <lora:none:1>"},
         ]
-        print(draw_table(engine, pd.DataFrame(rows)))
+        print(*draw_rows(engine, rows), sep="\n")
         for result in itertools.islice(draw_on(engine, itertools.count()), 3):
             print(result.job.seed, result.images[0].size)
 

@@ -7,11 +7,18 @@ share the slots, and one that fails is a result of its own. `imagefleet.Engine` 
 import asyncio
 import contextlib
 import itertools
+import os
 import tempfile
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +43,10 @@ from worker.stages.requests import PREPARERS, RequestReader
 
 #: Finished images that may wait for their reader before the engine does.
 _BACKLOG = 64
+
+
+JobOrFields = Job | Mapping[str, Any]
+"""A job, or the fields of one by their names."""
 
 
 class EngineOptions(TypedDict, total=False):
@@ -69,6 +80,7 @@ class AsyncEngine:
     ) -> None:
         """*model* is a .safetensors file or a folder, *loras* a folder; SetupError: it is none."""
         self._exit = contextlib.AsyncExitStack()
+        self._process = os.getpid()
         given: dict[str, Any] = {**options, "model": model, "lora_directory": loras}
         with validation.as_error(errors.SetupError, known=WorkerSettings.model_fields):
             self._settings = WorkerSettings(**given)
@@ -99,12 +111,14 @@ class AsyncEngine:
         await self._exit.aclose()
 
     async def draw(
-        self, jobs: Iterable[Job] | AsyncIterable[Job]
+        self, jobs: Iterable[JobOrFields] | AsyncIterable[JobOrFields]
     ) -> AsyncGenerator[Drawn]:
         """Each job's result as it is done; takes more jobs as the engine has room for them.
 
-        Raises NodeError where the GPU is broken.
+        Jobs may be given by their fields. Raises JobError for fields that are no job's, NodeError
+        where the GPU is broken, and SetupError in a fork of the process that began.
         """
+        self.refuse_forks()
         source = (
             jobs.__aiter__()
             if isinstance(jobs, AsyncIterable)
@@ -113,7 +127,8 @@ class AsyncEngine:
         token, numbers = uuid.uuid4().hex[:12], itertools.count(1)
 
         async def following() -> Job | None:
-            return await anext(source, None)
+            given = await anext(source, None)
+            return None if given is None else _job(given)
 
         fetching: asyncio.Task[Job | None] | None = asyncio.create_task(following())
         drawing: set[asyncio.Task[Drawn]] = set()
@@ -139,6 +154,14 @@ class AsyncEngine:
             for each in left:
                 each.cancel()
             await asyncio.gather(*left, return_exceptions=True)
+
+    def refuse_forks(self) -> None:
+        """Raises SetupError in another process than the one that loaded the model."""
+        if os.getpid() != self._process:
+            raise errors.SetupError(
+                f"this engine is one of process {self._process}, and a fork has neither its GPU nor"
+                " its threads: make an engine in the process that draws"
+            )
 
     async def _draw(self, job: Job) -> Drawn:
         try:
@@ -178,7 +201,19 @@ class AsyncEngine:
         return outcome
 
 
-async def _in_threads(jobs: Iterator[Job]) -> AsyncGenerator[Job]:
+def _job(given: JobOrFields) -> Job:
+    """The job of its fields; raises JobError."""
+    if isinstance(given, Job):
+        return given
+    if not isinstance(given, Mapping):
+        raise errors.JobError(
+            f"draw takes jobs or their fields, and not {type(given).__name__!r}"
+        )
+    with validation.as_error(errors.JobError, known=Job.model_fields):
+        return Job.model_validate(dict(given))
+
+
+async def _in_threads(jobs: Iterator[JobOrFields]) -> AsyncGenerator[JobOrFields]:
     """Jobs of an iterator that may wait, for a file say."""
     while (job := await asyncio.to_thread(next, jobs, None)) is not None:
         yield job
@@ -216,8 +251,9 @@ class Engine:
         """Ends the engine's thread, and frees the GPU; at the program's end, too."""
         self._loop.close(self._inner.__aexit__())
 
-    def draw(self, jobs: Iterable[Job]) -> Iterator[Drawn]:
+    def draw(self, jobs: Iterable[JobOrFields]) -> Iterator[Drawn]:
         """Each job's result as it is done, as `AsyncEngine.draw`."""
+        self._inner.refuse_forks()
         results = self._inner.draw(jobs)
 
         async def following() -> Drawn | None:

@@ -124,6 +124,28 @@ async def test_a_slow_source_keeps_no_result_back(make: Callable[..., Engine]):
         assert [each.job.prompt async for each in results] == ["b"]
 
 
+def test_fields_are_drawn_as_jobs_and_what_is_neither_is_refused(
+    make: Callable[..., Engine],
+):
+    engine = make()
+
+    (drawn,) = engine.draw([{"prompt": "a", "steps": 4}])
+
+    assert (drawn.job.steps, len(drawn.images)) == (4, 1)
+    with pytest.raises(errors.JobError, match="did you mean 'steps'"):
+        list(engine.draw([{"prompt": "a", "stepz": 4}]))
+    with pytest.raises(errors.JobError, match="and not 'str'"):
+        list(engine.draw(["a red house"]))  # type: ignore[list-item]
+
+
+def test_a_fork_is_refused_with_a_sentence(make: Callable[..., Engine], monkeypatch):
+    engine = make()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(errors.SetupError, match="make an engine in the process"):
+            list(engine.draw([imagefleet.Job(prompt="a")]))
+
+
 def test_a_broken_gpu_ends_the_drawing(make: Callable[..., Engine]):
     engine = make()
 
