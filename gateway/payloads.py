@@ -25,13 +25,15 @@ _OF_TXT2IMG = hires.FIELDS | {
     "firstphase_width",
     "firstpass_image",
     "hr_checkpoint_name",
-    "hr_additional_modules",
 }
+
+#: Fields of Forge's that A1111 does not know, and that change nothing of its models.
+_OF_FORGE = {"distilled_cfg_scale", "hr_additional_modules", "hr_distilled_cfg"}
 
 #: What the endpoints ignore, by whether it is img2img.
 IGNORED = {
-    False: frozenset(extras.FIELDS | _OF_IMG2IMG),
-    True: frozenset(extras.FIELDS | _OF_TXT2IMG),
+    False: frozenset(extras.FIELDS | _OF_FORGE | _OF_IMG2IMG),
+    True: frozenset(extras.FIELDS | _OF_FORGE | _OF_TXT2IMG),
 }
 
 

@@ -84,7 +84,13 @@ class Gateway:
             registry=registry,
             buckets=(0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600),
         )
-        self.app = web.Application(middlewares=[self._answer])
+        # As A1111 does for its programs, some of which write a slash at the end.
+        slashes = web.normalize_path_middleware(
+            append_slash=False,
+            remove_slash=True,
+            redirect_class=web.HTTPTemporaryRedirect,
+        )
+        self.app = web.Application(middlewares=[slashes, self._answer])
         self.app[work.BODIES] = Bodies()
         self.app[DESK], self.app[_REGISTRY] = self.desk, registry
         self.app[a1111.OPTIONS] = {}

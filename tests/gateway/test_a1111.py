@@ -41,7 +41,14 @@ def text_of(answer: Any) -> str:
     [
         {"url": "http://127.0.0.1:7860", "auth": "a:b", "stepz": 3},
         {"resize_mode": 0, "mask": "AA==", "init_images": [], "inpaint_full_res": True},
-        {"hr_additional_modules": [], "upscaler_1": "None"},
+        {"hr_additional_modules": [], "upscaler_1": "None", "distilled_cfg_scale": 3},
+        {
+            "enable_hr": True,
+            "hr_upscaler": "Latent",
+            "hr_additional_modules": ["Use same choices"],
+            "width": 64,
+            "height": 64,
+        },
         {"override_settings": {"forge_additional_modules": []}},
         {
             "alwayson_scripts": {
@@ -51,7 +58,14 @@ def text_of(answer: Any) -> str:
             }
         },
     ],
-    ids=["of programs", "of img2img", "of Forge", "settings of Forge", "switched off"],
+    ids=[
+        "of programs",
+        "of img2img",
+        "of Forge",
+        "in hires",
+        "settings of Forge",
+        "switched off",
+    ],
 )
 async def test_what_a1111_ignores_is_ignored(serve: Serve, extra: Any):
     served = await serve()
@@ -59,6 +73,14 @@ async def test_what_a1111_ignores_is_ignored(serve: Serve, extra: Any):
     status, found = await served.post(TXT2IMG, {"prompt": "a", **extra})
 
     assert (status, found.get("detail")) == (200, None)
+
+
+async def test_a_slash_at_the_end_of_a_path_leads_to_the_same(serve: Serve):
+    served = await serve()
+
+    assert (await served.post(f"{TXT2IMG}/", {"prompt": "a"}))[0] == 200
+    assert (await served.get("/sdapi/v1/sd-models/"))[0] == 200
+    assert (await served.get("/sdapi/v1/options/"))[0] == 200
 
 
 async def test_fields_of_txt2img_are_ignored_by_img2img(serve: Serve):
