@@ -34,6 +34,8 @@ def apply(
     """The prompts of *fields* with the named styles; raises JobError for one that is not there."""
     prompts = [str(fields.get(field, "")) for field in _FIELDS]
     for name in names:
+        if name == "":
+            continue
         if not isinstance(name, str) or name not in styles:
             raise errors.JobError(f"styles: there is no style {str(name)[:80]!r}")
         texts = zip(prompts, styles[name], strict=True)

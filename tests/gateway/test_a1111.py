@@ -75,6 +75,116 @@ async def test_what_a1111_ignores_is_ignored(serve: Serve, extra: Any):
     assert (status, found.get("detail")) == (200, None)
 
 
+#: Every field that A1111's own page of its API shows, with what it shows there.
+OF_ITS_PAGE = {
+    "prompt": "a",
+    "negative_prompt": "",
+    "styles": [""],
+    "seed": -1,
+    "subseed": -1,
+    "subseed_strength": 0,
+    "seed_resize_from_h": -1,
+    "seed_resize_from_w": -1,
+    "sampler_name": "DPM++ 2M",
+    "scheduler": "Automatic",
+    "batch_size": 1,
+    "n_iter": 1,
+    "steps": 4,
+    "cfg_scale": 7,
+    "width": 64,
+    "height": 64,
+    "restore_faces": False,
+    "tiling": False,
+    "do_not_save_samples": False,
+    "do_not_save_grid": False,
+    "eta": 0,
+    "denoising_strength": 0,
+    "s_min_uncond": 0,
+    "s_churn": 0,
+    "s_tmax": 0,
+    "s_tmin": 0,
+    "s_noise": 0,
+    "override_settings": {},
+    "override_settings_restore_afterwards": True,
+    "refiner_checkpoint": "",
+    "refiner_switch_at": 0,
+    "disable_extra_networks": False,
+    "firstpass_image": "",
+    "comments": {},
+    "enable_hr": False,
+    "firstphase_width": 0,
+    "firstphase_height": 0,
+    "hr_scale": 2,
+    "hr_upscaler": "",
+    "hr_second_pass_steps": 0,
+    "hr_resize_x": 0,
+    "hr_resize_y": 0,
+    "hr_checkpoint_name": "",
+    "hr_sampler_name": "",
+    "hr_scheduler": "",
+    "hr_prompt": "",
+    "hr_negative_prompt": "",
+    "force_task_id": "",
+    "sampler_index": "Euler",
+    "script_name": "",
+    "script_args": [],
+    "send_images": True,
+    "save_images": False,
+    "alwayson_scripts": {},
+    "infotext": "",
+}
+
+#: What SillyTavern sends: a whole form of its own, with the address and the key beside it.
+OF_SILLY_TAVERN = {
+    "url": "http://127.0.0.1:7860",
+    "auth": "user:password",
+    "prompt": "a",
+    "negative_prompt": "",
+    "sampler_name": "Euler a",
+    "scheduler": "Karras",
+    "steps": 4,
+    "cfg_scale": 7,
+    "width": 64,
+    "height": 64,
+    "restore_faces": False,
+    "enable_hr": False,
+    "hr_upscaler": "Latent",
+    "hr_scale": 1,
+    "hr_additional_modules": [],
+    "denoising_strength": 0.7,
+    "hr_second_pass_steps": 0,
+    "seed": -1,
+    "override_settings": {
+        "CLIP_stop_at_last_layers": 1,
+        "sd_vae": "Automatic",
+        "forge_additional_modules": [],
+    },
+    "override_settings_restore_afterwards": True,
+    "clip_skip": 1,
+    "save_images": True,
+    "send_images": True,
+    "do_not_save_grid": False,
+    "do_not_save_samples": False,
+}
+
+#: What Open WebUI sends to the same, and a page of openOutpaint's kind.
+OF_OPEN_WEBUI = {"prompt": "a", "batch_size": 1, "width": 64, "height": 64, "steps": 4}
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [OF_ITS_PAGE, OF_SILLY_TAVERN, OF_OPEN_WEBUI],
+    ids=["its page", "SillyTavern", "Open WebUI"],
+)
+async def test_payloads_of_other_peoples_programs_are_drawn(serve: Serve, payload: Any):
+    served = await serve()
+
+    status, found = await served.post(TXT2IMG, payload)
+
+    assert (status, found.get("detail")) == (200, None)
+    assert len(found["images"]) == 1
+
+
 async def test_a_slash_at_the_end_of_a_path_leads_to_the_same(serve: Serve):
     served = await serve()
 
