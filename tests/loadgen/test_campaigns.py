@@ -12,6 +12,7 @@ from browsing import visible
 from imagefleet import cancelled, errors, submit
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import LeasedMessage
 from imagefleet.storage.settings import StorageSettings
 from loadgen import sources
 from loadgen.load import Load, Summary
@@ -120,10 +121,10 @@ async def test_a_load_that_the_storage_ends_has_its_count(
     queue = storage.queues["normal"]
     send = queue.send
 
-    async def send_some(bodies: Iterable[str]) -> None:
+    async def send_some(bodies: Iterable[str]) -> list[LeasedMessage]:
         if (await storage.queue.depth()).messages >= 5 * submit.BATCH:
             raise errors.FleetError("no answer")
-        await send(bodies)
+        return await send(bodies)
 
     monkeypatch.setattr(queue, "send", send_some)
     with pytest.raises(errors.FleetError, match="no answer"):

@@ -157,8 +157,8 @@ async def test_a_replay_ends_even_if_the_jobs_fail_again_meanwhile(
     await add(storage, *(f"a{number}" for number in range(10)))
     send = storage.queues["normal"].send
 
-    async def send_and_fail_again(bodies: Iterable[str]) -> None:
-        await send(bodies)
+    async def send_and_fail_again(bodies: Iterable[str]) -> list[LeasedMessage]:
+        sent = await send(bodies)
         while messages := await storage.queue.receive(32, 60):
             for message in messages:
                 job = read_job(message.body, message.id)
@@ -166,6 +166,7 @@ async def test_a_replay_ends_even_if_the_jobs_fail_again_meanwhile(
                     storage, message, job, MISSING, "w"
                 )
                 await RecordLog(storage.blobs, "w").add([failed])
+        return sent
 
     storage.queues["normal"].send = send_and_fail_again  # type: ignore[method-assign]
     swept = await dead_letter_queue.replay(storage, Selection())

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +19,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, open_storage
-from imagefleet.storage.protocol import JobQueue
+from imagefleet.storage.protocol import JobQueue, LeasedMessage, Message
 from imagefleet.storage.settings import StorageSettings
 
 MISSING = errors.MissingFileError("there is no LoRA 'forest'")
@@ -199,9 +200,10 @@ async def test_a_job_that_fails_again_during_its_replay_is_on_the_list(
     queue = storage.queues["normal"]
     send = queue.send
 
-    async def send_and_fail(bodies: Iterable[str]) -> None:
+    async def send_and_fail(bodies: Iterable[str]) -> list[LeasedMessage]:
         monkeypatch.setattr(queue, "send", send)
         await fail(storage, "a")  # before the replay is noted
+        return [Message("1", body, 0, datetime.now(UTC)).leased("") for body in bodies]
 
     monkeypatch.setattr(queue, "send", send_and_fail)
     await dead_letter_queue.replay(storage, Selection())
