@@ -1,8 +1,9 @@
 """Connections of an HTTP server: how many it has at once, and for how long one may be idle."""
 
 import asyncio
+import contextlib
 import time
-from typing import NoReturn
+from collections.abc import Iterator
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -59,15 +60,25 @@ class Connections:
             self._busy.discard(connection)
             self._idle_since[connection] = time.monotonic()
 
-    async def sweep(self) -> NoReturn:
-        """Side task: closes connections that have been idle for too long."""
-        while True:
-            await asyncio.sleep(_SWEEP_SECONDS)
-            known = set(self.server.connections if self.server else ())
-            latest = time.monotonic() - IDLE_SECONDS
-            for connection, since in list(self._idle_since.items()):
-                if connection not in known or since < latest:
-                    self._close(connection)
+    @contextlib.contextmanager
+    def sweeping(self) -> Iterator[None]:
+        """Closes connections that have been idle for too long, while the block runs."""
+        self._timer = self._next_sweep()
+        try:
+            yield
+        finally:
+            self._timer.cancel()
+
+    def _next_sweep(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(_SWEEP_SECONDS, self._sweep)
+
+    def _sweep(self) -> None:
+        self._timer = self._next_sweep()
+        known = set(self.server.connections if self.server else ())
+        latest = time.monotonic() - IDLE_SECONDS
+        for connection, since in list(self._idle_since.items()):
+            if connection not in known or since < latest:
+                self._close(connection)
 
     def _close(self, connection: asyncio.BaseProtocol) -> None:
         self._idle_since.pop(connection, None)

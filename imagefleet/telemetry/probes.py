@@ -10,7 +10,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from yarl import URL
 
-from imagefleet import concurrency, errors
+from imagefleet import errors
 from imagefleet.http import connections
 from imagefleet.telemetry import metrics
 
@@ -68,9 +68,8 @@ async def listening(
                 f"cannot listen on {authority(host, port)} for {what}: {error.strerror or error};"
                 " choose another with --port"
             ) from None
-        with contextlib.closing(server):
-            async with concurrency.beside(open_connections.sweep()):
-                yield server.sockets[0].getsockname()[1]
+        with contextlib.closing(server), open_connections.sweeping():
+            yield server.sockets[0].getsockname()[1]
     finally:
         await runner.cleanup()
 
