@@ -278,5 +278,7 @@ def _close_all() -> None:
 
 
 # A thread that is inside torch while the interpreter ends aborts the program. `atexit` is too late:
-# by then executors take no work, which the engine needs for its last tick.
+# by then executors take no work, which the engine needs for its last tick. A fork has none of its
+# threads.
+os.register_at_fork(after_in_child=_open.clear)
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]  # noqa: SLF001

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -189,6 +190,16 @@ def test_the_demo_is_drawn_with_loras_of_its_own_in_one_call():
     pictures = {result.images[0].tobytes() for result in found}
     assert [result.error for result in found] == [None] * 4
     assert len(pictures) == 4
+
+
+def test_a_fork_of_a_program_with_an_engine_ends(make: Callable[..., Engine]):
+    make()
+
+    child = multiprocessing.get_context("fork").Process(target=lambda: None)
+    child.start()
+
+    child.join()
+    assert child.exitcode == 0
 
 
 @pytest.mark.slow
