@@ -205,11 +205,11 @@ async def test_fields_of_txt2img_are_ignored_by_img2img(serve: Serve):
 
 async def test_an_extension_that_is_on_is_refused_by_name(serve: Serve):
     served = await serve(works=False)
-    scripts = {"ADetailer": {"args": [True, False, {"ad_model": "face"}]}}
+    scripts = {"ReActor": {"args": [True, "a face"]}}
 
     status, found = await served.post(TXT2IMG, {"alwayson_scripts": scripts})
 
-    assert (status, "ADetailer" in found["detail"]) == (422, True)
+    assert (status, "ReActor" in found["detail"]) == (422, True)
 
 
 @pytest.mark.parametrize("native", [False, True])
