@@ -27,10 +27,7 @@ def answer(
     texts = [work.text_of(data) for data in images]
     known = picture.parsed_parameters(texts[0]) if texts else {}
     prompt, negative_prompt = job.shown_prompts
-    count, seed = len(images), facts.seed or 0
-    # The images of a variation differ by their subseed.
-    step = 0 if job.subseed_strength else 1
-    subseed = job.identified(facts.id).subseed
+    count, drawn = len(images), job.identified(facts.id)
     width, height = (
         (facts.records[0].width, facts.records[0].height) if images else (0, 0)
     )
@@ -39,10 +36,10 @@ def answer(
         "all_prompts": [prompt] * count,
         "negative_prompt": negative_prompt,
         "all_negative_prompts": [negative_prompt] * count,
-        "seed": seed,
-        "all_seeds": [(seed + step * index) % 2**32 for index in range(count)],
-        "subseed": subseed,
-        "all_subseeds": [(subseed + index) % 2**32 for index in range(count)],
+        "seed": drawn.seed,
+        "all_seeds": list(map(drawn.image_seed, range(count))),
+        "subseed": drawn.subseed,
+        "all_subseeds": list(map(drawn.image_subseed, range(count))),
         "width": width,
         "height": height,
         "sampler_name": job.sampler_name,
