@@ -220,6 +220,7 @@ class Job(
             before = known.model_dump(
                 mode="json", include=set(chain.INHERITED), exclude_defaults=True
             )
+            before |= known.defaults_denied
             fields = chain.inherited(before, given) | given
             fields |= {"id": self.id, "campaign": self.campaign}
             fields[chain.INPUT_FIELD] = [f"{img2img.IMAGES}{known.blob_name(0)}"]
@@ -327,6 +328,17 @@ class Job(
             mode="json", include=self.model_fields_set, exclude_defaults=True
         )
 
+    @property
+    def defaults_denied(self) -> dict[str, Any]:
+        """The fields for which it has its own defaults in spite of `defaults`, as JSON has them.
+
+        A message tells them: left out, they would have the others' values.
+        """
+        if self.defaults is None or self.only_upscales:
+            return {}
+        others = settings_table.DEFAULTS[self.defaults].keys() & self.model_fields_set
+        return self.model_dump(mode="json", include=others)
+
     def blob_name(self, index: int) -> str:
         """The name of image *index*: it follows from the job alone, so a retry finds it taken.
 
@@ -339,7 +351,7 @@ class Job(
     def to_message(self, signer: JobSigner | None = None) -> str:
         """The whole job in a line of JSON, with the stage's number; signed by *signer*."""
         job = self.whole
-        fields = dict(job.given_fields)
+        fields = job.given_fields | job.defaults_denied
         if job.id is not None:
             fields[DIGEST_FIELD] = job.digest
         if signer is not None:

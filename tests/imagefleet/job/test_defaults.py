@@ -59,6 +59,24 @@ def test_a_samplers_name_alone_has_the_schedule_of_1_10(name: str, sampler: str)
     assert read(defaults=A1111, sampler_name=name).sampler == sampler
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"steps": 20},
+        {"sampler_name": "Euler a"},
+        {"steps": 20, "then": [{"cfg_scale": 5.0}]},
+    ],
+)
+def test_a_value_that_is_our_own_default_is_told_beside_others_defaults(given: Any):
+    """Most payloads of A1111's page have 20 steps of Euler a."""
+    job = read(defaults=A1111, id="a", **given)
+    again = read_job(job.to_message(), "message")
+    assert again.digest == job.digest
+    assert (again.sampler, again.steps) == (job.sampler, job.steps)
+    assert again.at_stage(again.stages).steps == job.steps
+    assert read(**json.loads(job.to_message())).digest == job.digest
+
+
 def test_every_stage_of_a_chain_has_them():
     stages = [{"sampler_name": "DPM++ 2M"}, {"upscaler_1": "Lanczos"}]
     job = read(defaults=A1111, then=stages)
