@@ -200,6 +200,8 @@ class FileLibrary:
                     if deeper is None:
                         continue
                     path = deeper
+            except FileNotFoundError:
+                raise unreadable(self._kind, folder, "it does not exist") from None
             except OSError as error:
                 raise unreadable(self._kind, folder, error.strerror) from error
             await self._verify(listed, name, partial(self._check, name, path, rested))

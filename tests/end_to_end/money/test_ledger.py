@@ -9,7 +9,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -260,7 +260,14 @@ async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
     panels = json.loads(PAGE.read_text())["panels"]
     title = "Images per dollar in the time range, all in"
     (query,) = [each["targets"][0]["expr"] for each in panels if each["title"] == title]
-    query = query.replace("$fleet", ".*").replace("$__range", "1h")
+    begin = datetime.now(UTC) - timedelta(hours=1)
+    of_now = {
+        "$fleet": ".*",
+        "$__range": "1h",
+        "${__from:date:seconds}": f"{begin.timestamp():.0f}",
+    }
+    for name, value in of_now.items():
+        query = query.replace(name, value)
     async with prometheus.connected(victoria_metrics.url) as server:
         (panel,) = await server.at(query, datetime.now(UTC))
 

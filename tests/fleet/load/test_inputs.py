@@ -48,8 +48,6 @@ def test_every_job_is_sent_once_for_each_picture_which_is_stored_first(
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     load = ("load", "jobs.json", "--inputs", "photos", *flags(storage_settings))
 
-    checked = in_process(*load, "--check")
-    assert checked.returncode == console.EXIT_DONE, checked.stdout
     dry = in_process(*load, "--dry-run")
     assert dry.stdout.count("photos/a~") == 2
     told = json.loads(in_process(*load, "--json").stdout)
@@ -63,6 +61,8 @@ def test_every_job_is_sent_once_for_each_picture_which_is_stored_first(
         "photos/c",
     }
     assert len({job["id"] for job in sent}) == 6
+    checked = in_process(*load, "--check")
+    assert checked.returncode == console.EXIT_DONE, checked.stdout
     again = json.loads(in_process(*load, "--json").stdout)
     assert (again["sent"], again["as_before"]) == (0, 6)
 

@@ -109,6 +109,7 @@ def test_a_slots_own_change_of_a_layer_computes_what_merging_it_does(
     context = torch.randn((6, 2, unet.context_width), generator=generator)
     arguments = (x, torch.tensor([1.0, 500.0, 900.0]))
     with torch.no_grad():
+        unet.use_block(0, len(x))  # whatever lane has drawn before
         unet.changes.grow(packed.ranks.items())
         for slot, changes in enumerate(
             [NO_CHANGES, packed.of(packed.assemble()), NO_CHANGES]
