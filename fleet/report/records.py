@@ -270,6 +270,7 @@ async def _count_unused(storage: Storage, records: Records) -> None:
     noted: dict[int, WorkerKey] = {}
     async for part in catalog.records_of(shards, "replaced", Damaged()):
         noted.update((_drawing(note), worker_key(note)) for note in part)
+    replaced = Counter(noted.values())
     # Who finds an image stored writes its record again; it has not drawn it.
     copies: set[int] = set()
     drawn, doubled = Counter[WorkerKey](), Counter[WorkerKey]()
@@ -293,8 +294,9 @@ async def _count_unused(storage: Storage, records: Records) -> None:
     )
     for key, worker in records.workers.items():
         unused = max(0, drawn[key] + doubled[key] - worker.images)
-        worker.doubled = min(unused, doubled[key])
-        worker.replaced = unused - worker.doubled
+        # What others found of a worker that was killed is no copy, but what it stored.
+        worker.replaced = min(unused, max(replaced[key], unused - doubled[key]))
+        worker.doubled = unused - worker.replaced
 
 
 def _drawing(record: Record) -> int:

@@ -224,6 +224,15 @@ async def test_what_a_killed_worker_had_stored_is_its_own_however_often_it_is_fo
     assert figures["image_bytes"] == 9
     assert figures["money"]["split"]["images_doubled"] == 0
 
+    # `redo` has replaced one that others alone have a record of.
+    (again,) = found
+    note = again.model_copy(update={"outcome": "replaced", "source": "journal"})
+    await RecordLog(storage.files, "redo").add([note])
+    await storage.blobs.delete(jobs[2].blob_name(0))
+    figures, _, _ = await report(in_process, storage_settings)
+    (worker,) = figures["workers"]
+    assert (worker["images"], worker["replaced"], worker["doubled"]) == (2, 1, 0)
+
 
 async def test_the_reports_of_several_campaigns_add_up_to_what_their_workers_cost(
     storage: Storage,
