@@ -127,19 +127,20 @@ async def upload(
 
     Raises SetupError for one that has changed since it was read.
     """
-    room = asyncio.Semaphore(_AT_ONCE)
+    new = 0
 
-    async def store(picture: Picture) -> bool:
-        async with room:
-            data = await asyncio.to_thread(picture.path.read_bytes)
-            if hashlib.sha256(data).hexdigest() != picture.sha256:
-                raise errors.SetupError(
-                    f"--inputs {picture.path}: it was changed in between"
-                )
-            kind, _ = mimetypes.guess_type(picture.name)
-            blob = f"{img2img.INPUTS}{picture.name}"
-            is_new = await files.create(blob, data, kind or "image/png", {})
-            on_stored()
-            return is_new
+    async def store(picture: Picture) -> None:
+        nonlocal new
+        data = await asyncio.to_thread(picture.path.read_bytes)
+        if hashlib.sha256(data).hexdigest() != picture.sha256:
+            raise errors.SetupError(
+                f"--inputs {picture.path}: it was changed in between"
+            )
+        kind, _ = mimetypes.guess_type(picture.name)
+        blob = f"{img2img.INPUTS}{picture.name}"
+        is_new = await files.create(blob, data, kind or "image/png", {})
+        new += is_new  # at once: others add to it while this one waits
+        on_stored()
 
-    return sum(await concurrency.gather(*map(store, pictures)))
+    await concurrency.for_each(pictures, store, _AT_ONCE)
+    return new

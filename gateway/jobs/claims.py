@@ -31,6 +31,11 @@ def job_id(client: Client, key: str) -> str:
     return f"once-{hashlib.sha256(named).hexdigest()[:32]}"
 
 
+def used_for_another() -> Refused:
+    """The answer to a key that another job has."""
+    return Refused(422, "Idempotency-Key: it was sent before with another request")
+
+
 class Claims:
     """Claims of one gateway's tickets, each of a job with a key."""
 
@@ -57,9 +62,7 @@ class Claims:
         else:
             known = (await blobs.read(name) or digest.encode()).decode()
         if known != digest:
-            raise Refused(
-                422, "Idempotency-Key: it was sent before with another request"
-            )
+            raise used_for_another()
         return False
 
     async def is_noted(self, ticket: Ticket) -> bool:

@@ -173,9 +173,7 @@ class Desk:
         if ticket is None or ticket.ended.done():
             return None
         if ticket.job.digest != job.identified(str(job_id)).digest:
-            raise Refused(
-                422, "Idempotency-Key: it was sent before with another request"
-            )
+            raise claims.used_for_another()
         return ticket
 
     def take(self, client: Client, job: Job, key: str | None) -> Ticket:

@@ -84,13 +84,14 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
 
     device = devices.find_device(settings.device)
     is_compiled = settings.compile != "off" and device.type == "cuda"
-    packages = Packages(settings.kernels, device, settings.exchange)
-    if is_compiled:
-        packages.prepare()
-        threading.Thread(target=package.prepare).start()
-    how = replace(settings, packages=packages if is_compiled else None)
+    how = settings
     with phases.timed("load"), contextlib.ExitStack() as failed:
-        failed.callback(packages.close)
+        if is_compiled:
+            packages = Packages(settings.kernels, device, settings.exchange)
+            failed.callback(packages.close)
+            packages.prepare()
+            threading.Thread(target=package.prepare).start()
+            how = replace(settings, packages=packages)
         engine = slot_engine.SlotEngine(_parts(how, device))
         failed.pop_all()
     log.info(f"loaded: {phases.described()}", action="loaded")

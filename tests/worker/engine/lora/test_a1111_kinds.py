@@ -44,31 +44,23 @@ def ia3_of_inputs(weight: Array) -> tuple[Tensors, Array]:
     return {"weight": scales, "on_input": np.array(True)}, weight * scales
 
 
+def glora_parts(*weights: Array) -> Tensors:
+    names = ("a1", "a2", "b1", "b2")
+    parts = {f"{name}.weight": each for name, each in zip(names, weights, strict=True)}
+    return {**parts, "alpha": 2.0}
+
+
 def glora(weight: Array) -> tuple[Tensors, Array]:
     outer, inner = weight.shape
     a1, a2, b1, b2 = drawn(3, inner), drawn(inner, 3), drawn(3, inner), drawn(outer, 3)
-    parts = {
-        "a1.weight": a1,
-        "a2.weight": a2,
-        "b1.weight": b1,
-        "b2.weight": b2,
-        "alpha": 2.0,
-    }
-    return parts, b2 @ b1 + (weight @ a2) @ a1
+    return glora_parts(a1, a2, b1, b2), b2 @ b1 + (weight @ a2) @ a1
 
 
 def todays_glora(weight: Array) -> tuple[Tensors, Array]:
     """LyCORIS 3's `GLoRAModule`, which A1111 fails to read; its rank divides alpha."""
     outer, inner = weight.shape
     a1, a2, b1, b2 = drawn(inner, 3), drawn(3, inner), drawn(outer, 3), drawn(3, inner)
-    parts = {
-        "a1.weight": a1,
-        "a2.weight": a2,
-        "b1.weight": b1,
-        "b2.weight": b2,
-        "alpha": 2.0,
-    }
-    return parts, 2 / 3 * (b1 @ b2 + weight @ a1 @ a2)
+    return glora_parts(a1, a2, b1, b2), 2 / 3 * (b1 @ b2 + weight @ a1 @ a2)
 
 
 def turned(weight: Array, turns: Array) -> Array:
