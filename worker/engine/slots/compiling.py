@@ -241,13 +241,8 @@ class Compilation:
         self._runner.costs = replace(self._runner.costs, graph_seconds=seconds)
         if self._lacks_vae(step) or self._runner.missing_modes(step):
             return
-        times = []
-        for mode in step.compiled:
-            milliseconds = 1000 * self._runner.costs.seconds(mode)
-            times.append(f"{milliseconds:.1f} ms ({mode})")
         log.info(
-            f"{lane.slots} slots of {lane.batch_key.width}x{lane.batch_key.height} are compiled; a"
-            f" step of all takes {', '.join(times)}",
+            f"{lane.slots} slots of {lane.batch_key.width}x{lane.batch_key.height} are compiled",
             action="warm",
         )
 

@@ -373,6 +373,9 @@ class SlotEngine:
         count = state.slot_rows
         rows = slice(count * slot, count * (slot + 1))
         at = job.prepared.texts_at(job.call)[:count]
+        own = [text for text in at if text < len(staged.vectors)]
+        # An image of one row beside those of two: both are its prompt's.
+        at = [*own, *own[:1] * (count - len(own))]
 
         def of_rows(each: Tensor) -> Tensor:
             # An index would be a tensor, whose copy to the device the host waits for.
@@ -423,7 +426,10 @@ class SlotEngine:
         self._runner.run(step, lane.weight_mode, max(lane.active) + 1)
         self._weights.note_step()
         key = lane.batch_key
-        drawn_rows = len(lane.active) * key.slot_rows
+        drawn_rows = sum(
+            min(job.prepared.rows(job.call), key.slot_rows)
+            for job in lane.active.values()
+        )
         self.unet_rows += drawn_rows
         self.unet_row_pixels += drawn_rows * key.width * key.height
         for slot, job in list(lane.active.items()):
@@ -445,7 +451,8 @@ class SlotEngine:
         history = step.state.history[:, slot].clone()
         job.staged = replace(job.data, latents=latents, history=history)
         job.has_weights = False
-        job.batch_key = job.batch_key.at(job.prepared, job.call)
+        key = job.batch_key.at(job.prepared, job.call)
+        job.batch_key = self._runner.lane_key(key)
         self._lanes.add(job.batch_key, [job], first=True)
 
     def _end_pass(self, job: SlotJob, latents: Tensor, history: Tensor) -> None:

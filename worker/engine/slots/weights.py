@@ -198,17 +198,19 @@ class Weights:
         return self._unet.reloaded
 
     def may_move(self, lane: Lane, job: SlotJob) -> bool:
-        """True if a job should move to the lane whose slots have the rows of its next call.
+        """True if a job should move to the lane that draws images with the rows of its next call.
 
         Not from two rows to one with LoRAs merged into a slot's own weights: there and back, these
         take longer to load than the row.
         """
-        rows = job.prepared.rows(job.call)
         held = lane.batch_key.slot_rows
+        if (rows := job.prepared.rows(job.call)) >= held:
+            return rows > held
         is_merged = self._unet.weights == "merged" and lane.weight_mode != "shared"
-        return rows > held or (
-            rows < held and not (is_merged and job.prepared.lora_key)
-        )
+        if is_merged and job.prepared.lora_key:
+            return False
+        key = lane.batch_key.at(job.prepared, job.call)
+        return self._runner.lane_key(key).slot_rows < held
 
     def finish_loading(self) -> None:
         """Makes the next step wait for weights that are being loaded."""

@@ -383,12 +383,58 @@ def test_modes_that_were_not_timed_are_taken_to_differ_as_guessed(
     engine: Any, monkeypatch
 ):
     """Else a guess of one GPU would be compared with what was measured on another."""
-    runner, seconds = engine._runner, {"per_slot": 0.525, "shared": 0.45}
-    monkeypatch.setattr(runner, "_device", torch.device("cuda"))
-    monkeypatch.setattr(runner, "_uncompiled_seconds", 1.0)
-    monkeypatch.setattr(step, "fastest_seconds", lambda mode, _: seconds[mode])
-    runner._time({"per_slot": "per_slot"})
+    runner = engine._runner
+    held, _ = engine._open_lane(runner.native)
+    step = held.step
+    runner._note_seconds(step, "per_slot", 1.05)
+    assert runner.costs.saved_share == pytest.approx(0.35), "it ran uncompiled"
+    step.compiled["per_slot"] = step.compiled["shared"] = lambda: None
+    runner._note_seconds(step, "per_slot", 0.525)
     found = runner.costs
     assert found.shared_seconds == pytest.approx(0.5)
     assert found.per_slot_convolutions_seconds == pytest.approx(0.55)
     assert found.saved_share == pytest.approx(0.5)
+    runner._note_seconds(step, "shared", 0.45)
+    assert runner.costs.per_slot_seconds == pytest.approx(0.525), "it was timed"
+    step.compiled.clear()
+
+
+def test_few_images_of_one_row_are_drawn_beside_those_of_two(
+    monkeypatch, engine: Any, slot_engine: Any
+):
+    """A lane of their own would be almost empty, and another graph."""
+    requests = [make_request(seed=seed, steps=12) for seed in range(6)]
+    requests[3] = make_request(seed=3, steps=1, cfg_scale=1.0)
+    calls = watch_calls(monkeypatch, engine)
+    images = draw(engine, *requests)
+    assert {call.slot_rows for call in calls} == {2}
+    assert engine.unet_rows == 5 * 12 * 2 + 1, "its second row is no work"
+    for image, request in zip(images, requests, strict=True):
+        assert_alike(image, draw(slot_engine, request)[0], ROUNDING)
+
+
+def test_images_of_one_row_have_lanes_of_their_own_once_they_are_many(
+    monkeypatch, engine: Any
+):
+    few = [make_request(seed=seed, steps=2, cfg_scale=1.0) for seed in range(6)]
+    calls = watch_calls(monkeypatch, engine)
+    draw(engine, make_request(steps=3), *few)
+    rows = [call.slot_rows for call in calls]
+    assert set(rows) == {1, 2}
+    assert rows[0] == 2
+
+
+def test_a_recorded_tick_serves_in_place_of_one_that_would_be_recorded_anew(
+    engine: Any,
+):
+    step = engine._open_lane(engine._runner.native)[1]
+    version = step.unet.changes.version
+    assert step.mode_for("shared") == "shared"
+    step.recorded["per_slot_convolutions", version - 1] = None
+    assert step.mode_for("per_slot") == "per_slot", "its tensors were replaced"
+    step.recorded["per_slot_convolutions", version] = None
+    assert step.mode_for("per_slot") == "per_slot_convolutions"
+    step.compiled["per_slot"] = None
+    assert step.mode_for("shared") == "per_slot", "a compiled one is faster"
+    step.compiled.clear()
+    step.recorded.clear()
