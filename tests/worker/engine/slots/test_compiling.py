@@ -438,3 +438,24 @@ def test_a_recorded_tick_serves_in_place_of_one_that_would_be_recorded_anew(
     assert step.mode_for("shared") == "per_slot", "a compiled one is faster"
     step.compiled.clear()
     step.recorded.clear()
+
+
+def test_another_size_that_pays_is_foreseen_while_the_first_is_compiled(
+    make_slot_engine: Any, compiler: PlainPackages
+):
+    engine = make_slot_engine(
+        slots=2, packages=compiler, queue_seconds=lambda: math.inf
+    )
+    engine.compile_in_background()
+    compiler.may_foresee = True
+    sizes = [{}, {"width": 96}] * 40
+    requests = [make_request(seed=at, steps=6, **each) for at, each in enumerate(sizes)]
+    waiting = iter(enumerate(requests))
+    while not compiler.foreseen:
+        while engine.free:
+            ticket, request = next(waiting)
+            engine.admit(ticket, engine.prepare(request))
+        engine.tick()
+    assert [name.split()[1] for name in compiler.began] == ["UNet"]
+    assert "96x64" in compiler.foreseen[0]
+    assert "64x64" in compiler.began[0]
