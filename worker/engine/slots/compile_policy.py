@@ -37,6 +37,9 @@ _OFTEN = 0.5
 #: and cost a thirtieth of the time, another graph and more memory.
 _FEW = 0.05
 
+#: Of more images that change convolutions, a quarter of the slots holds too few.
+_FEW_CHANGES = 1 / 6
+
 #: Ticks of a lane by which it is judged which modes it needs.
 _JUDGED_TICKS = 256
 
@@ -128,9 +131,19 @@ class Outlook:
         Of all sizes: the first few images of one would tell each node something else, and each
         graph is compiled once for all nodes.
         """
-        changed = sum(self._images[kind] for kind in self._images if kind.convolutions)
-        without = self._images.total() - changed
-        return changed > 0 and 1 - (without / (without + changed)) ** slots >= _OFTEN
+        images, changed = self._images.total(), self._changed
+        return changed > 0 and 1 - (1 - changed / images) ** slots >= _OFTEN
+
+    @property
+    def changes_few(self) -> bool:
+        """True unless images that change convolutions are known to be a sixth; or none has come."""
+        changed = self._changed
+        least = changed - _DEVIATIONS * math.sqrt(changed)
+        return bool(self._images) and least < _FEW_CHANGES * self._images.total()
+
+    @property
+    def _changed(self) -> int:
+        return sum(self._images[kind] for kind in self._images if kind.convolutions)
 
     def seconds(self, kind: GraphKey) -> float:
         """Seconds for which images like the last ones are expected."""

@@ -325,23 +325,31 @@ class SlotEngine:
         LoRAs are staged while the slots draw.
         """
         free = [slot for slot in range(lane.slots) if slot not in lane.active]
-        started: list[SlotJob] = []
+        changing = self._weights.changing_slots(lane)
+        started: dict[int, SlotJob] = {}
         ready = len(lane.active)
-        while len(started) < len(free) and self._lanes.takes_jobs(lane):
-            job = lane.take(self._weights.preferred)
+        while free and self._lanes.takes_jobs(lane):
+            may_change = free[0] < changing
+            job = lane.take(self._weights.preferred, may_change=may_change)
             if job is None:
                 break
-            has_room = len(self._stager.first_with_room([*started, job])) > len(started)
+            starting = [*started.values(), job]
+            has_room = len(self._stager.first_with_room(starting)) > len(started)
             may_wait = not waits or (
                 self._draws_while_staging and 2 * ready >= lane.slots
             )
             if not has_room or (may_wait and job.is_being_staged):
                 lane.waiting.insert(0, job)
                 break
-            started.append(job)
+            slot = free[0]
+            if not job.changes_convolutions:
+                # The first slots are for those that do, while there are others.
+                slot = next((each for each in free if each >= changing), slot)
+            free.remove(slot)
+            started[slot] = job
             ready += not job.is_being_staged
-        lane.active |= dict(zip(free, started, strict=False))
-        return free[: len(started)]
+        lane.active |= started
+        return list(started)
 
     @torch.no_grad()
     def _start(self, lane: Lane, step: Step, slot: int) -> None:

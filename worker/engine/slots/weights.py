@@ -153,6 +153,19 @@ class Weights:
             self._merge_and_time(loras)
             self.merged = to_merge
 
+    def changing_slots(self, lane: Lane) -> int:
+        """The slots of a lane, its first ones, for jobs that change convolutions."""
+        unet = self._unet
+        if lane.step is None or lane.step.unet is not unet:
+            return lane.slots
+        unet.changes.expect(few=self._runner.outlook.changes_few)
+        are_there = unet.changes.exist or any(
+            job.changes_convolutions for job in lane.waiting
+        )
+        if lane.batch_key.merged_loras is not None or not are_there:
+            return lane.slots
+        return min(lane.slots, unet.changes.slots_of(lane.block))
+
     def make_room(self, lane: Lane, held: Iterable[SlotJob]) -> None:
         """Makes room for a lane's changes of convolutions; if it grows, all are loaded again.
 

@@ -132,3 +132,13 @@ def test_images_are_few_until_they_are_known_to_be_more(
 ):
     of = outlook(math.inf, [*[RARE] * few, *[USUAL] * min(many, 400)])
     assert of.are_few([RARE.batch_key], USUAL.batch_key) == are_few
+
+
+def test_that_few_images_change_convolutions_is_believed_until_many_are_known_to():
+    changed = USUAL._replace(convolutions=True)
+    assert not outlook(math.inf).changes_few, "nothing is counted"
+    assert outlook(math.inf, [USUAL]).changes_few
+    assert outlook(math.inf, [changed] * 2).changes_few
+    assert not outlook(math.inf, [changed] * 8).changes_few
+    assert outlook(math.inf, [USUAL, USUAL, changed] * 5).changes_few
+    assert not outlook(math.inf, [USUAL, USUAL, changed] * 60).changes_few

@@ -459,3 +459,45 @@ def test_another_size_that_pays_is_foreseen_while_the_first_is_compiled(
     assert [name.split()[1] for name in compiler.began] == ["UNet"]
     assert "96x64" in compiler.foreseen[0]
     assert "64x64" in compiler.began[0]
+
+
+def test_few_images_that_change_convolutions_are_drawn_in_the_first_slots_alone(
+    make_slot_engine: Any, slot_engine: Any, compiler: PlainPackages, tmp_path: Path
+):
+    """Changes of all slots take a tenth of each tick, whether images have any or not."""
+    engine = make_slot_engine(slots=8, packages=compiler)
+    locon = write_locon(tmp_path / "locon.safetensors", engine)
+    requests = [
+        make_request(seed=seed, steps=2 + seed % 3, loras=(locon,) * (seed % 7 == 3))
+        for seed in range(28)
+    ]
+    images = draw(engine, *requests)
+    changes = engine._unet.changes
+    assert changes.slots_of(0) == 2
+    assert {len(each.down) for each in changing_layers(engine)} == {2}
+    for image, request in list(zip(images, requests, strict=True))[::3]:
+        assert_alike(image, draw(slot_engine, request)[0], ROUNDING)
+    assert not engine._lanes.jobs
+
+
+def test_all_slots_hold_changes_once_many_images_have_some(
+    make_slot_engine: Any, slot_engine: Any, compiler: PlainPackages, tmp_path: Path
+):
+    engine = make_slot_engine(slots=8, packages=compiler)
+    locons = [(write_locon(tmp_path / f"{name}.safetensors", engine),) for name in "ab"]
+    few = [make_request(seed=seed, loras=locons[0] * (seed == 0)) for seed in range(9)]
+    many = [
+        make_request(seed=seed, steps=2, loras=locons[seed % 2]) for seed in range(40)
+    ]
+    draw(engine, *few)
+    version = engine._unet.changes.version
+    images = draw(engine, *many)
+    assert engine._unet.changes.slots_of(0) == 8
+    assert engine._unet.changes.version == version + 1, "others take their memory once"
+    for image, request in list(zip(images, many, strict=True))[::9]:
+        assert_alike(image, draw(slot_engine, request)[0], ROUNDING)
+
+
+def changing_layers(engine: Any) -> list[Any]:
+    found = [each for each in engine._unet.modules() if hasattr(each, "down")]
+    return [each for each in found if isinstance(each.down, torch.Tensor)]
