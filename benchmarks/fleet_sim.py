@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -103,7 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu", help="classes with a speed in gpus.toml, separated by commas"
     )
-    parser.add_argument("--priority", default="batch", choices=prices.PRIORITIES)
+    parser.add_argument(
+        "--priority", default="batch", choices=get_args(prices.Priority)
+    )
     parser.add_argument(
         "--interruptions", type=float, default=1.0, help="times the usual rate"
     )

@@ -75,6 +75,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "--out",
         "figures.json",
     ),
+    "fleet_sim.py": ("--warm-up",),
     "library/measure.py": (*TINY, "--pairs", "1", "--slots", "2"),
     "pixel/measure.py": (*TINY, "--folder", "models"),
     "scoring/speed.py": ("--images", "20", "--processes", "1"),
@@ -95,7 +96,6 @@ ELSEWHERE = {
     "first_minute/measure.py": "benchmarks/test_first_minute.py",
     "first_minute/row.py": "benchmarks/test_first_minute.py",  # `measure.py` starts it
     "rows/engine.py": "benchmarks/test_documented_commands.py",  # `engine.py` starts it
-    "fleet_sim.py": "benchmarks/test_fleet_sim.py",
     "million/run.py": "worker/test_long_run.py",
     "overlap.py": "benchmarks/test_documented_commands.py",
     "scoring/gate.py": "evaluation/gate/test_power.py",

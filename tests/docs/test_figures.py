@@ -50,6 +50,15 @@ def capped(row: str) -> Callable[[Any], float]:
     return share
 
 
+def at_full_speed(weather: str) -> list[Figure]:
+    """Percent of the paid time, by how nodes warm up."""
+
+    def percent(case: str) -> Figure:
+        return lambda found: 100 * found["warm_up"][weather][case]["full_speed"]
+
+    return [percent(each) for each in ("unlike_jobs", "like_jobs", "fetched_kernels")]
+
+
 #: A page, what it says, and of which file that is; the braces are the figures, in their order.
 STATED: list[tuple[str, str, str, list[Figure]]] = [
     (
@@ -215,6 +224,21 @@ STATED: list[tuple[str, str, str, list[Figure]]] = [
         "+0.4 % | {:,.0f} |",
         "fleet-sim",
         [lambda found: found["reference"]["ours"]["images"] * 86_400 / 240],
+    ),
+    (
+        "docs/scaling.md",
+        (
+            "{:.2f} % of the paid time is at full speed where nodes compile for unlike"
+            " jobs, {:.2f} % for jobs of one size, {:.2f} % where"
+        ),
+        "fleet-sim",
+        at_full_speed("usual"),
+    ),
+    (
+        "docs/scaling.md",
+        "20 times the interruptions {:.2f}, {:.2f} and {:.2f} %",
+        "fleet-sim",
+        at_full_speed("20_times_the_interruptions"),
     ),
 ]
 
