@@ -60,7 +60,7 @@ ROWS = {
     "worker_cold": Row(120, ("uniform",)),
     "worker_one_size_cold": Row(210, ("models",)),
     "worker_one_size": Row(100, ("worker_one_size_cold",)),
-    "bag_sizes_without_kernels": Row(360, ("uniform",)),
+    "bag_sizes_without_kernels": Row(420, ("uniform",)),
     "bag_one_size": Row(140, _BAG),
     "bag_sizes": Row(140, _BAG),
     "bag_few_steps": Row(140, _BAG),
@@ -71,7 +71,7 @@ ROWS = {
     "library": Row(260),
     "company": Row(80),
     "sdxl_models": Row(120),
-    "sdxl_cold": Row(500, ("sdxl_models",)),
+    "sdxl_cold": Row(620, ("sdxl_models",)),
     "sdxl_uniform": Row(260, ("sdxl_models",)),
     "sdxl_bag_sizes": Row(200, ("sdxl_cold", "sdxl_uniform")),
 }
