@@ -39,6 +39,8 @@ COLUMNS = (
     "at",
     "size_bytes",
     "blob",
+    "pack",
+    "offset",
     "address",
     "error",
     "reason",
@@ -56,6 +58,7 @@ INTEGERS = (
     "height",
     "attempts",
     "size_bytes",
+    "offset",
 )
 REALS = ("cfg_scale", "seconds")
 
@@ -68,6 +71,25 @@ def row(record: Record, address: Address) -> dict[str, Any]:
     result["loras"] = [lora._asdict() for lora in record.loras]
     result["embeddings"] = [embedding._asdict() for embedding in record.embeddings]
     result["address"] = address(record.blob) if record.blob is not None else None
+    return result
+
+
+def flat(record: Record) -> dict[str, str | int | float]:
+    """A record's columns as texts and numbers alone, whose types are the same of every record."""
+    found = row(record, str)
+    result: dict[str, str | int | float] = {}
+    for name in COLUMNS:
+        value = found[name]
+        if name in INTEGERS:
+            result[name] = int(value or 0)
+        elif name in REALS:
+            result[name] = float(value or 0)
+        elif name == "at":
+            result[name] = value.isoformat()
+        elif isinstance(value, list | dict):
+            result[name] = json_text(value)
+        else:
+            result[name] = value or ""
     return result
 
 

@@ -85,6 +85,9 @@ _OF_BLOB = (
 #: What its worker proves of an image's record.
 _PROVEN = {
     "blob",
+    "pack",
+    "offset",
+    "size_bytes",
     "digest",
     "sha256",
     "at",
@@ -140,6 +143,10 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     size_bytes: _Size | None = None
     sha256: _Sha256 | None = None
     """SHA-256 (hex) of the image's file."""
+    pack: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
+    """The blob of the pack that the image is in, which then has none of its own."""
+    offset: _Size | None = None
+    """Where the image's file begins in its pack; it has `size_bytes`."""
     index: int = Field(default=0, ge=0, lt=MAX_IMAGES_PER_JOB)
     """The image's position among the job's images, from 0."""
     images: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
