@@ -1,0 +1,89 @@
+"""Bundles of jobs for tests, and what is in the packs that workers made of them."""
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from imagefleet.files import pack
+from imagefleet.job.message import Job
+from imagefleet.records.log import GZIP, RECORDS
+from imagefleet.records.record import Record
+from imagefleet.storage import bundle
+from imagefleet.storage.open import Storage
+
+NAME = "0123456789abcdef" * 2
+
+
+def job(number: int, **fields: object) -> str:
+    """The message of job `jN`, whose seed is its number."""
+    known = {"prompt": "a house", "id": f"j{number}", "seed": number}
+    return Job.model_validate({**known, **fields}).to_message()
+
+
+def bundle_of(jobs: Iterable[str], name: str = NAME) -> str:
+    text = bundle.write(name, list(jobs))
+    assert text is not None
+    return text
+
+
+def bundle_of_jobs(count: int, name: str = NAME, **fields: object) -> str:
+    return bundle_of((job(number, **fields) for number in range(count)), name)
+
+
+@dataclass(slots=True)
+class Packed:
+    """The ends of jobs in the parts of a campaign's bundles, by their ids."""
+
+    images: dict[str, list[str]] = field(default_factory=dict)
+    """The parts that have an image of the job."""
+    ends: dict[str, list[str]] = field(default_factory=dict)
+    """The outcomes of the job without an image."""
+    parts: list[str] = field(default_factory=list)
+
+
+async def packed(storage: Storage, campaign: str = "default") -> Packed:
+    found = Packed()
+    for name in sorted([name async for name in storage.packs.names(f"{campaign}/")]):
+        data = await storage.packs.read(name)
+        assert data is not None
+        contents = pack.read(name, data)
+        found.parts.append(name)
+        for record in contents.records:
+            found.images.setdefault(record.id, []).append(name)
+        for record in contents.ends:
+            found.ends.setdefault(record.id, []).append(record.outcome)
+    return found
+
+
+async def logged(storage: Storage, campaign: str = "default") -> list[Record]:
+    """All records of a campaign as they are stored, `again` and twice as well."""
+    found = []
+    async for name in storage.blobs.names(f"{RECORDS}{campaign}/"):
+        data = await storage.blobs.read(name) or b""
+        while data:
+            member = zlib.decompressobj(GZIP)
+            lines, data = member.decompress(data), member.unused_data
+            found += [Record.read(line) for line in lines.splitlines()]
+    return found
+
+
+async def faults(
+    storage: Storage, jobs: Iterable[str], campaign: str = "default"
+) -> set[str]:
+    """What is wrong with the ends of *jobs* once the queue is empty; none if each ended once."""
+    found = await packed(storage, campaign)
+    records = await logged(storage, campaign)
+    recorded = {(each.id, each.outcome) for each in records}
+    wrong = set()
+    for name in jobs:
+        images, ends = found.images.get(name, []), set(found.ends.get(name, []))
+        ends |= {outcome for each, outcome in recorded if each == name} - {"completed"}
+        if not images and not ends:
+            wrong.add(f"{name} lost")
+        if len(images) > 1:
+            wrong.add(f"{name} doubled")
+        if images and ends:
+            wrong.add(f"{name} has two ends")
+        if images and (name, "completed") not in recorded:
+            wrong.add(f"{name} has no record")
+    return wrong
