@@ -103,6 +103,14 @@ def read(body: str) -> Bundle:
     return Bundle(str(name), campaign, messages, ids, problem)
 
 
+def jobs_of(body: str) -> int:
+    """Number of jobs that a message holds, valid or not."""
+    if not is_bundle(body):
+        return 1
+    jobs = fields_if_any(body).get(JOBS_FIELD)
+    return max(1, len(jobs)) if isinstance(jobs, list) else 1
+
+
 def messages_of(body: str) -> list[str]:
     """The messages of a bundle's jobs; the message itself if it is no bundle."""
     if not is_bundle(body):
