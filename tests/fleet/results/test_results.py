@@ -96,6 +96,8 @@ async def test_json_has_every_result_with_all_that_is_known(
         "size_bytes": images[1]["size_bytes"],
         "blob": "spring/0002.png",
         "address": stored.blobs.address("spring/0002.png"),
+        "pack": None,
+        "offset": None,
         "error": None,
         "reason": None,
         "metadata": {"order": 7},
