@@ -103,7 +103,7 @@ class Result(JobFacts):
         records = [
             each.model_copy(update=unsaid) for each in self.records if each.blob == name
         ]
-        found = await self.fleet.run(pictures.find(storage.blobs, records))
+        found = await self.fleet.run(pictures.find(storage, records))
         if found == "missing":
             raise errors.JobError(f"there is no image {name} in {storage.url}")
         if found == "misfit":

@@ -46,7 +46,7 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any
     # Before the images: a job that completes in between must not be taken for an unknown one.
     messages = (await storage.queue.depth()).messages
     digest = await ledger.digest_of(storage, campaign, job_id)
-    stored = await decisions.stored_images(storage.blobs, campaign, job_id, digest)
+    stored = await decisions.job_images(storage, campaign, job_id, digest)
     found: dict[str, Any] = {
         "id": job_id,
         "campaign": campaign,

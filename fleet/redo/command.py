@@ -247,7 +247,7 @@ async def _of_job(storage: Storage, campaign: str, job_id: str) -> Selection:
     name = job_key(campaign, job_id)
     if (metadata := await storage.blobs.metadata(name)) is not None:
         return Selection({name: metadata})
-    images = await decisions.stored_images(storage.blobs, campaign, job_id)
+    images = await decisions.job_images(storage, campaign, job_id)
     stored = [each.blob for each in images if each.blob]
     known = {blob: await storage.blobs.metadata(blob) for blob in stored}
     found = {blob: metadata for blob, metadata in known.items() if metadata is not None}

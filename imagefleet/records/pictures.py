@@ -6,17 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from imagefleet import errors
-from imagefleet.files import picture
+from imagefleet.files import pack, picture
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.job.names import duplicate_name
+from imagefleet.records import decisions
 from imagefleet.records.record import Record, of_job
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.storage.open import Storage
 
 Fault = Literal["missing", "misfit"]
 """Fault of an image that is not delivered: no file, or a file that none of its records fits."""
 
 #: Why a record is left out.
 MISFIT = "a record of another picture than the one that is stored"
+
+NO_PACKS: Mapping[str, bytes | None] = {}
 
 #: Drawings kept aside that are looked for: records that nobody can check name their workers.
 _MOST_ASIDE = 4
@@ -34,20 +37,50 @@ class Picture(NamedTuple):
     is_kept_aside: bool
 
 
-async def find(blobs: BlobStore, records: Sequence[Record]) -> Picture | Fault:
+async def read(
+    storage: Storage, image: Record | str, packs: Mapping[str, bytes | None] = NO_PACKS
+) -> bytes | None:
+    """The file of an image, by its record or by the name of its blob; None if there is none.
+
+    *packs*: those that were read whole. Raises UnusableFileError if it is larger than any image,
+    JobError if its name is of none.
+    """
+    if isinstance(image, str):
+        return await storage.blobs.read(image, MAX_IMAGE_BYTES)
+    if image.pack is None:
+        return await read(storage, image.blob or "")
+    if image.pack in packs:
+        whole = packs[image.pack]
+        return None if whole is None else pack.cut(whole, image)
+    part = await storage.packs.read_part(
+        image.pack, image.offset or 0, image.size_bytes or 0
+    )
+    return None if part is None else part.data
+
+
+async def find(
+    storage: Storage,
+    records: Sequence[Record],
+    packs: Mapping[str, bytes | None] = NO_PACKS,
+) -> Picture | Fault:
     """The picture that one of an image's *records* fits: the stored one, if there is any.
 
-    Else somebody has taken its name: then it is what its worker has kept aside.
+    Else somebody has taken its name: then it is what its worker has kept aside. *packs*: as `read`.
     """
     image = records[0].blob or ""
-    asides = (duplicate_name(image, record.worker) for record in records[:_MOST_ASIDE])
+    if len({record.place for record in records}) > 1:
+        first = await decisions.metadata_of(storage, records)
+        records = [each for each in records if each.fits(first[image])] or records
+    stored = {record.place: record if record.pack else image for record in records}
+    asides = [duplicate_name(image, record.worker) for record in records[:_MOST_ASIDE]]
     fault: Fault = "missing"
-    for name in dict.fromkeys([image, *asides]):
+    for place in (*stored.values(), *asides):
+        told: Mapping[str, str] = {}
         try:
-            data = await blobs.read(name, MAX_IMAGE_BYTES)
+            data = await read(storage, place, packs)
             # A worker that found the image of one that died does not know its bytes.
-            are_certain = all(record.sha256 for record in records)
-            told = {} if are_certain else await blobs.metadata(name) or {}
+            if isinstance(place, str) and not all(each.sha256 for each in records):
+                told = await storage.blobs.metadata(place) or {}
         except errors.JobError:  # larger than any image, or a name of none
             fault = "misfit"
             continue
@@ -56,7 +89,7 @@ async def find(blobs: BlobStore, records: Sequence[Record]) -> Picture | Fault:
         if (
             record := await asyncio.to_thread(_fitting, records, data, told)
         ) is not None:
-            return Picture(data, record, name != image)
+            return Picture(data, record, place not in stored.values())
         fault = "misfit"
     return fault
 

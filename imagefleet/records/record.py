@@ -220,6 +220,11 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         return self.model_dump_json(include=_PROVEN).encode()
 
     @property
+    def place(self) -> str | None:
+        """The image's pack, and where it begins there; None of an image with a blob of its own."""
+        return self.pack and f"{self.pack} {self.offset} {self.size_bytes}"
+
+    @property
     def has_own_name(self) -> bool:
         return self.stem == image_stem(self.key, self.index, self.stage)
 
@@ -234,8 +239,12 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
 
         *of_any_drawing*: another drawing of its job may have the name, of other bytes.
         """
-        names = ("digest",) if of_any_drawing else ("digest", "sha256")
-        return all(metadata.get(name) in {None, getattr(self, name)} for name in names)
+        if metadata.get("digest") not in {None, self.digest}:
+            return False
+        is_there = metadata.get("place") == self.place
+        return of_any_drawing or (
+            is_there and metadata.get("sha256") in {None, self.sha256}
+        )
 
     def name_taken(self, metadata: Mapping[str, str]) -> Record:
         """The end of its job instead, where the image with this *metadata* is another job's."""

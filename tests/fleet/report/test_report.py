@@ -306,7 +306,7 @@ async def test_the_page_shows_many_workers(
 async def page_of(storage: Storage, samples: int = 24) -> str:
     """The page of the campaign `spring`."""
     records = await report_records.read_records(storage, "spring", samples)
-    sampled = await page.read_samples(storage.blobs, records)
+    sampled = await page.read_samples(storage, records)
     return page.render(figures_of(records), sampled, NOON)
 
 

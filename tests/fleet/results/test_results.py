@@ -176,7 +176,7 @@ async def test_operations_do_not_grow_with_the_images(
     assert reads == 2 + looked_up + of_ends + 3 + 1, (
         "all three shards to count, and the ledger"
     )
-    assert storage.operations.blob_writes - before.blob_writes == 4, "listings"
+    assert storage.operations.blob_writes - before.blob_writes == 6, "listings"
 
 
 def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose():
