@@ -147,12 +147,14 @@ class PlanDatabase:
 
     def packs(self) -> Iterator[list[Record]]:
         """The records of the images of each pack that is copied, by the packs' names."""
-        found = self._db.execute(
-            "SELECT images.pack, line FROM images JOIN listed USING (blob)"
-            " WHERE images.pack IS NOT NULL ORDER BY place"
-        )
-        for _, rows in itertools.groupby(found, key=lambda row: row[0]):
-            yield [Record.read(line) for _, line in rows]
+        names = self._db.execute("SELECT DISTINCT pack FROM images ORDER BY pack")
+        for (name,) in names.fetchall():
+            rows = self._db.execute(
+                "SELECT line FROM images JOIN listed USING (blob) WHERE images.pack = ?",
+                [name],
+            ).fetchall()
+            if rows:  # none of images that are in no pack
+                yield [Record.read(line) for (line,) in rows]
 
     def done(self, number: int) -> Shard | None:
         found = self._db.execute(

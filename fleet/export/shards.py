@@ -16,7 +16,7 @@ from fleet.export.plan import WORK_FOLDER, ExportPlan, PlanDatabase, Shard
 from fleet.results import download
 from imagefleet import concurrency
 from imagefleet.files import picture
-from imagefleet.records import pictures
+from imagefleet.records import columns, pictures
 from imagefleet.records.pictures import Fault, Picture
 from imagefleet.records.record import Record
 from imagefleet.storage.local.new_blobs import sync
@@ -157,7 +157,7 @@ class Exporter:
         return ShardWriter(
             draft,
             beside_packs=self.plan.packs > 0,
-            address=self.storage.blobs.address,
+            address=columns.addresses(self.storage),
         )
 
     def _move(self, draft: Path, target: Path) -> None:

@@ -17,7 +17,7 @@ from fleet.report.records import Records
 from imagefleet import errors, sweep
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.job import prompt
-from imagefleet.records import pictures
+from imagefleet.records import columns, pictures
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 from imagefleet.storage.open import Storage
@@ -32,16 +32,16 @@ _SHOWN_CHARACTERS = 110
 
 async def read_samples(storage: Storage, records: Records) -> list[Mapping[str, Any]]:
     """The samples of *records* that are still there; counts the damaged ones in them."""
-    samples = []
+    samples, address = [], columns.addresses(storage)
     for record in records.samples:
         blob, shown = record.blob or "", None
         try:
-            if (data := await pictures.read(storage, record)) is None:
+            if (data := await pictures.read(storage, record.spot)) is None:
                 continue
             shown = base64.b64encode(shrink(data)).decode()
         except (DamagedImageError, errors.JobError) as error:
             records.damaged.add(blob, str(error))
-        samples.append(sample(record, storage.blobs.address(blob), shown))
+        samples.append(sample(record, address(record), shown))
     return samples
 
 

@@ -118,7 +118,7 @@ async def _limited(
 
 
 async def _write(results: _Results) -> None:
-    address = results.storage.blobs.address
+    address = columns.addresses(results.storage)
     found = results.found(results.to.outcomes)
     async for records in _limited(found, results.to.limit):
         for record in records:

@@ -174,7 +174,11 @@ async def copy_pack(
         return 0, {str(blob): "missing" for blob in wanted}
     there, kept = await asyncio.to_thread(read, data)
     if kept and len(kept) < len(there) and not others:
-        members = [Member(record, pack.cut(data, record)) for record in kept]
+        spots = [record.spot for record in kept]
+        cut_files = [
+            data[spot.offset : spot.offset + spot.size_bytes] for spot in spots
+        ]
+        members = list(map(Member, kept, cut_files))
         data = pack.write(name, members).data
     if kept:
         await asyncio.to_thread(_write, path, data)

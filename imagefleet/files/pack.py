@@ -102,12 +102,6 @@ def read(name: str, data: bytes) -> Contents:
     return found if made == (data, found.records) else Contents()
 
 
-def cut(data: bytes, record: Record) -> bytes:
-    """The picture of *record* in its pack, which was read whole."""
-    offset = record.offset or 0
-    return data[offset : offset + (record.size_bytes or 0)]
-
-
 async def head(packs: BlobStore, name: str) -> Contents | None:
     """The records in a stored pack, by its start; their pictures are not looked at.
 

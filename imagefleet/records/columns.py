@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from imagefleet import errors
 from imagefleet.records.record import Record
+from imagefleet.storage.open import Storage
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,15 +63,24 @@ INTEGERS = (
 )
 REALS = ("cfg_scale", "seconds")
 
-Address = Callable[[str], str]
-"""The address of a blob, by its name."""
+Address = Callable[[Record], str]
+"""The address of an image's blob, or of its pack."""
+
+
+def addresses(storage: Storage) -> Address:
+    def address(record: Record) -> str:
+        if record.pack is not None:
+            return storage.packs.address(record.pack)
+        return storage.blobs.address(record.blob or "")
+
+    return address
 
 
 def row(record: Record, address: Address) -> dict[str, Any]:
     result: dict[str, Any] = {name: getattr(record, name, None) for name in COLUMNS}
     result["loras"] = [lora._asdict() for lora in record.loras]
     result["embeddings"] = [embedding._asdict() for embedding in record.embeddings]
-    result["address"] = address(record.blob) if record.blob is not None else None
+    result["address"] = address(record) if record.blob is not None else None
     return result
 
 

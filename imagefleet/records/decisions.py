@@ -33,7 +33,7 @@ from imagefleet.storage.protocol import BlobStore
 _LOOKED_UP_AT_ONCE = 64
 
 #: What is told of an image in a pack, as the metadata of a blob tell of theirs.
-_OF_PACKED = ("digest", "sha256", "place")
+_OF_PACKED = ("digest", "sha256", "spot")
 
 _SUFFIXES = tuple(SUFFIXES.values())
 

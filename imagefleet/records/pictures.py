@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from imagefleet import errors
-from imagefleet.files import pack, picture
+from imagefleet.files import picture
+from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.job.names import duplicate_name
-from imagefleet.records import decisions
-from imagefleet.records.record import Record, of_job
+from imagefleet.records import catalog, decisions
+from imagefleet.records.record import Record, Spot, of_job
 from imagefleet.storage.open import Storage
 
 Fault = Literal["missing", "misfit"]
@@ -38,24 +39,28 @@ class Picture(NamedTuple):
 
 
 async def read(
-    storage: Storage, image: Record | str, packs: Mapping[str, bytes | None] = NO_PACKS
+    storage: Storage, spot: Spot, packs: Mapping[str, bytes | None] = NO_PACKS
 ) -> bytes | None:
-    """The file of an image, by its record or by the name of its blob; None if there is none.
+    """The file of an image; None if there is none. *packs*: those that were read whole.
 
-    *packs*: those that were read whole. Raises UnusableFileError if it is larger than any image,
-    JobError if its name is of none.
+    Raises UnusableFileError if it is larger than any image, JobError if its name is of none.
     """
-    if isinstance(image, str):
-        return await storage.blobs.read(image, MAX_IMAGE_BYTES)
-    if image.pack is None:
-        return await read(storage, image.blob or "")
-    if image.pack in packs:
-        whole = packs[image.pack]
-        return None if whole is None else pack.cut(whole, image)
-    part = await storage.packs.read_part(
-        image.pack, image.offset or 0, image.size_bytes or 0
-    )
+    if spot.pack is None:
+        return await storage.blobs.read(spot.blob, MAX_IMAGE_BYTES)
+    if (whole := packs.get(spot.pack)) is not None:
+        return whole[spot.offset : spot.offset + spot.size_bytes]
+    part = await storage.packs.read_part(spot.pack, spot.offset, spot.size_bytes)
     return None if part is None else part.data
+
+
+async def read_packed(storage: Storage, name: str) -> bytes | None:
+    """The verified file of the image in a pack that has this name; None if there is none."""
+    shards = await catalog.shards_of(storage, name.partition("/")[0])
+    key = name.rpartition(".")[0].partition(SEPARATOR)[0]
+    of_job = await decisions.packed_images(storage, shards, {key})
+    records = [record for record in of_job if record.blob == name]
+    found = await find(storage, records) if records else "missing"
+    return None if isinstance(found, str) else found.data
 
 
 async def find(
@@ -68,19 +73,21 @@ async def find(
     Else somebody has taken its name: then it is what its worker has kept aside. *packs*: as `read`.
     """
     image = records[0].blob or ""
-    if len({record.place for record in records}) > 1:
+    if len({record.spot for record in records}) > 1:
         first = await decisions.metadata_of(storage, records)
         records = [each for each in records if each.fits(first[image])] or records
-    stored = {record.place: record if record.pack else image for record in records}
-    asides = [duplicate_name(image, record.worker) for record in records[:_MOST_ASIDE]]
+    stored = dict.fromkeys(record.spot for record in records)
+    asides = [
+        Spot(duplicate_name(image, record.worker)) for record in records[:_MOST_ASIDE]
+    ]
     fault: Fault = "missing"
-    for place in (*stored.values(), *asides):
+    for spot in (*stored, *asides):
         told: Mapping[str, str] = {}
         try:
-            data = await read(storage, place, packs)
+            data = await read(storage, spot, packs)
             # A worker that found the image of one that died does not know its bytes.
-            if isinstance(place, str) and not all(each.sha256 for each in records):
-                told = await storage.blobs.metadata(place) or {}
+            if not all(record.sha256 for record in records):
+                told = await storage.blobs.metadata(spot.blob) or {}
         except errors.JobError:  # larger than any image, or a name of none
             fault = "misfit"
             continue
@@ -89,7 +96,7 @@ async def find(
         if (
             record := await asyncio.to_thread(_fitting, records, data, told)
         ) is not None:
-            return Picture(data, record, place not in stored.values())
+            return Picture(data, record, spot not in stored)
         fault = "misfit"
     return fault
 

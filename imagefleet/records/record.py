@@ -118,6 +118,15 @@ class Embedding(NamedTuple):
     sha256: _Name
 
 
+class Spot(NamedTuple):
+    """Where the file of an image is: a blob, or `size_bytes` of its pack from *offset* on."""
+
+    blob: str
+    pack: str | None = None
+    offset: int = 0
+    size_bytes: int = 0
+
+
 class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=True):
     """One line of a shard: an image, or a job that ended otherwise."""
 
@@ -220,9 +229,11 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         return self.model_dump_json(include=_PROVEN).encode()
 
     @property
-    def place(self) -> str | None:
-        """The image's pack, and where it begins there; None of an image with a blob of its own."""
-        return self.pack and f"{self.pack} {self.offset} {self.size_bytes}"
+    def spot(self) -> Spot:
+        blob = self.blob or ""
+        if self.pack is None:
+            return Spot(blob)
+        return Spot(blob, self.pack, self.offset or 0, self.size_bytes or 0)
 
     @property
     def has_own_name(self) -> bool:
@@ -241,7 +252,9 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         """
         if metadata.get("digest") not in {None, self.digest}:
             return False
-        is_there = metadata.get("place") == self.place
+        # The place in a pack is told of images in packs alone.
+        spot = None if self.pack is None else str(self.spot)
+        is_there = metadata.get("spot") == spot
         return of_any_drawing or (
             is_there and metadata.get("sha256") in {None, self.sha256}
         )
