@@ -139,7 +139,7 @@ async def test_a_workers_time_is_its_start_up_plus_first_pull_to_last_image(
     assert figures["share_before_first_image"] == pytest.approx(34 / 130)
     assert figures["began_at"] == NOON - timedelta(seconds=24)
     assert figures["money"]["gpu_dollars"] == pytest.approx(0.013)
-    storage_dollars = prices.storage_dollars(2, 2)
+    storage_dollars = prices.BUILT_IN.storage.dollars(prices.operations(2, 2))
     assert figures["money"]["dollars"] == pytest.approx(0.013 + storage_dollars)
     assert figures["money"]["images_per_dollar"] == pytest.approx(
         2 / (0.013 + storage_dollars)
