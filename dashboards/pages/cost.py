@@ -124,7 +124,7 @@ COST = Dashboard(
         ),
         Panel(
             "Storage operations per million images",
-            "What do storage operations cost? A PUT an image are a million writes; in bundles 62,500.",
+            "What do storage operations cost? A million: a write an image; in bundles 62,500.",
             {"{{kind}}": f"1e6 * {share(rate(OPERATIONS, 'kind'), rate(IMAGES))}"},
             unit="short",
         ),

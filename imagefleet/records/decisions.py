@@ -174,7 +174,7 @@ class ImageRecords:
         self._damaged.saw_images = True
         taken = {str(record.blob) for record in contested}
         claims = (record for record in self._claims if record.blob in taken)
-        found = await metadata_of(self._storage, [*taken, *claims])
+        found = await metadata_of(self._storage, [*taken, *contested, *claims])
         # Where the image of a name is gone, it may be there in another format.
         gone = {record.stem for record in contested if not found[record.blob]}
         for record in contested:

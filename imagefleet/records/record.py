@@ -250,11 +250,10 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
 
         *of_any_drawing*: another drawing of its job may have the name, of other bytes.
         """
+        spot = None if self.pack is None else str(self.spot)
+        is_there = not metadata or metadata.get("spot") == spot
         if metadata.get("digest") not in {None, self.digest}:
             return False
-        # The place in a pack is told of images in packs alone.
-        spot = None if self.pack is None else str(self.spot)
-        is_there = metadata.get("spot") == spot
         return of_any_drawing or (
             is_there and metadata.get("sha256") in {None, self.sha256}
         )

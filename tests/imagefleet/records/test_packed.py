@@ -9,6 +9,7 @@ import sent_jobs
 from imagefleet import aio, errors
 from imagefleet.records import catalog, outcomes, pictures, reader
 from imagefleet.records.catalog import Damaged
+from imagefleet.records.dedupe import Rivals
 from imagefleet.records.follower import Follower
 from imagefleet.records.log import RecordLog
 from imagefleet.records.outcomes import JobFacts
@@ -254,3 +255,15 @@ async def test_campaigns_without_packs_ask_for_none(storage: Storage):
     assert not shard.has_packs
     with pytest.raises(errors.JobError, match="no image"):
         await aio.Result("b", "spring", fleet=aio.Fleet(storage)).data()
+
+
+async def test_an_image_that_only_seems_to_have_a_rival_stays(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+):
+    """Names are compared by a filter that takes some for others."""
+    records = await store_pack(storage, [member("a"), member("b")])
+    monkeypatch.setattr(Rivals, "deny", lambda *_: True)
+    damaged = Damaged()
+
+    assert await images(storage, damaged) == records
+    assert damaged.count == 0
