@@ -103,7 +103,7 @@ class Result(JobFacts):
         records = [
             each.model_copy(update=unsaid) for each in self.records if each.blob == name
         ]
-        found = await self.fleet.run(pictures.find(storage.blobs, records))
+        found = await self.fleet.run(pictures.find(storage, records))
         if found == "missing":
             raise errors.JobError(f"there is no image {name} in {storage.url}")
         if found == "misfit":
@@ -317,7 +317,7 @@ class Results:
     async def frame(self) -> pd.DataFrame:
         """A row for each image, and for each job without; the columns of `imagefleet results`."""
         records = (record async for result in self for record in result.records)
-        return await columns.frame(records, self._fleet.storage.blobs.address)
+        return await columns.frame(records, columns.addresses(self._fleet.storage))
 
 
 class Batch:

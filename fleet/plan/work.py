@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imagefleet import errors
-from imagefleet.job.message import Job
+from imagefleet.job.message import COMPARABLE_STEPS, Job
 from imagefleet.pricing import families
 from loadgen.sources import Source
 from worker.accelerator import Accelerator
@@ -22,6 +23,10 @@ class ModelJobs:
     images: int = 0
     tflop: float = 0.0
     """TFLOP of all images together."""
+    pixels: int = 0
+    """Pixels of all images together."""
+    bundled: int = 0
+    """Jobs that are sent in bundles: those of one image and stage."""
 
     @property
     def tflop_per_image(self) -> float:
@@ -33,7 +38,8 @@ def of_count(jobs: int, models: Models) -> list[ModelJobs]:
     family = models.family_of(None)
     usual = models.accelerator.usual if models.accelerator else ()
     tflop = jobs * family.image_tflop(None, None, *usual)
-    return [ModelJobs(None, family, jobs, jobs, tflop)]
+    pixels = jobs * family.width * family.height
+    return [ModelJobs(None, family, jobs, jobs, tflop, pixels, jobs)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,13 @@ def add_stages(
         work.jobs += jobs
         work.images += images
         work.tflop += images * work.family.passes_tflop(passes)
+        if stage.steps < COMPARABLE_STEPS and (
+            stage.parsed_prompt.loras or stage.loras
+        ):
+            work.tflop += images * work.family.few_steps_lora_tflop
         before = passes[-1].width, passes[-1].height
+        work.pixels += images * math.prod(before)
+        work.bundled += jobs if job.stages == stage.images == 1 else 0
 
 
 def of_source(source: Source, models: Models) -> list[ModelJobs]:

@@ -1,43 +1,35 @@
 """Packs: the pictures of one bundle of jobs in one uncompressed tar, as WebDataset reads it.
 
-A picture is a member `ID.png`, followed by its record, `ID.json`. A dot in an id is written `%2E`,
-since readers take the first dot for that of the suffix. Jobs of the bundle that ended without a
-picture are in the first member, `__ends__`, which readers of data sets skip.
+A picture is a member `ID.png`, followed by its columns, `ID.json`. A dot in an id is written `%2E`,
+since readers take the first dot for that of the suffix. The first member, `__records__`, which
+readers of data sets skip, has the records of all pictures, and of the jobs that ended without one.
 """
 
 import hashlib
 import io
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pydantic_core import from_json
-
 from imagefleet import errors
+from imagefleet.job.message import SUFFIXES
 from imagefleet.records import columns
 from imagefleet.records.record import Record
+from imagefleet.storage.protocol import BlobStore
 
 #: Azure bills an upload as several beyond 64 MiB.
 MAX_PACK_BYTES = 32 * 2**20
 
 #: Readers of data sets skip a member whose name begins and ends so.
-_ENDS = "__ends__"
+_HEAD = "__records__"
 
-#: The field of a picture's JSON with its whole record as a line; the other fields are columns.
-_RECORD = "record"
+#: Read at once of a pack's start: more than the records of 64 pictures take.
+_HEAD_BYTES = 256 * 2**10
 
-#: What readers raise for what is none.
-_UNREADABLE = (
-    errors.JobError,
-    tarfile.TarError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-)
+#: The longest offset, and a proof, which are not known before a pack is laid out.
+_NO_PLACE = {"offset": MAX_PACK_BYTES, "proof": "-" * 22}
 
-_KEY = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_~-]|%2E)*")
 _NAME = re.compile(r"([^/]+)/[0-9a-f]{32}~[1-9][0-9]{0,5}\.tar")
 
 
@@ -58,16 +50,8 @@ class Pack(NamedTuple):
 class Contents(NamedTuple):
     """The records in a pack: of its pictures, and of the jobs that ended without one."""
 
-    records: list[Record]
-    ends: list[Record]
-
-
-class _File(NamedTuple):
-    """A member of the tar; *at*: its time in Unix seconds."""
-
-    name: str
-    data: bytes
-    at: int
+    records: Sequence[Record] = ()
+    ends: Sequence[Record] = ()
 
 
 def name_of(campaign: str, bundle: str, part: int) -> str:
@@ -96,125 +80,119 @@ def write(
     Raises ValueError for pictures of several formats, which readers of data sets refuse, and for a
     pack larger than `MAX_PACK_BYTES`.
     """
-    archive = _Archive()
-    if ends:
-        text = b"".join(record.line() for record in ends)
-        archive.add(_File(_ENDS, text, _second(ends[0])))
-    records = []
-    for record, data in members:
-        at, (picture, beside) = _second(record), _names(record)
-        offset = archive.add(_File(picture, data, at))
-        place = {"pack": name, "offset": offset, "size_bytes": len(data)}
-        sha256 = hashlib.sha256(data).hexdigest()
-        placed = prove(record.model_copy(update={**place, "sha256": sha256}))
-        archive.add(_File(beside, _sample(placed), at))
-        records.append(placed)
-    packed = archive.close()
-    _check(name, len(packed), records, ends)
-    return Pack(packed, records)
+    samples = (columns.sample(member.record) for member in members)
+    texts = [columns.json_text(sample).encode() for sample in samples]
+    return _laid_out(name, members, texts, ends, prove)
 
 
 def read(name: str, data: bytes) -> Contents:
-    """The records in a pack; none at all in one that is cut, malformed, or not as they say.
+    """The records in a whole pack; none of one that is cut, malformed, or not as its records say.
 
     Whoever may store pictures may store a pack: its records are as untrusted as any.
     """
     try:
-        return _read(name, data)
-    except _UNREADABLE:
-        return Contents([], [])
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+            places = [(tar_file.offset_data, tar_file.size) for tar_file in tar]
+        parts = [data[offset : offset + size] for offset, size in places]
+        found = _records_in(name, parts[0])
+        members = list(map(Member, found.records, parts[1::2]))
+        made = _laid_out(name, members, parts[2::2], found.ends, lambda record: record)
+    except (ValueError, LookupError, tarfile.TarError):
+        return Contents()
+    return found if made == (data, found.records) else Contents()
 
 
-def _read(name: str, data: bytes) -> Contents:
-    archive, files = _Archive(), list(_files(data))
-    offsets = [archive.add(file) for file in files]
-    if archive.close() != data:  # cut, or with what readers do not see
-        raise ValueError(f"{name} is not written as a pack is")
-    ends: list[Record] = []
-    if files[0].name == _ENDS:
-        ends = [Record.read(line) for line in files.pop(0).data.splitlines()]
-        offsets.pop(0)
-    records = []
-    pairs = zip(files[::2], files[1::2], offsets[::2], strict=True)
-    for picture, beside, offset in pairs:
-        record = Record.read(from_json(beside.data)[_RECORD].encode())
-        is_named = _names(record) == (picture.name, beside.name)
-        is_there = (record.pack, record.offset) == (name, offset)
-        is_picture = record.sha256 == hashlib.sha256(picture.data).hexdigest()
-        if not (is_named and is_there and is_picture):
-            raise ValueError(f"{picture.name} is not what its record says")
-        records.append(record)
-    _check(name, len(data), records, ends)
+async def head(packs: BlobStore, name: str) -> Contents | None:
+    """The records in a stored pack, by its start; their pictures are not looked at.
+
+    None if there is no such blob.
+    """
+    part = await packs.read_part(name, 0, _HEAD_BYTES)
+    if part is None:
+        return None
+    try:
+        block = part.data[: tarfile.BLOCKSIZE]
+        size = tarfile.TarInfo.frombuf(block, "ascii", "strict").size
+        end = min(tarfile.BLOCKSIZE + size, MAX_PACK_BYTES)
+        if end > len(part.data):
+            part = await packs.read_part(name, 0, end) or part
+        return _records_in(name, part.data[tarfile.BLOCKSIZE : end])
+    except (ValueError, tarfile.TarError):
+        return Contents()
+
+
+def _laid_out(
+    name: str,
+    members: Sequence[Member],
+    samples: Sequence[bytes],
+    ends: Sequence[Record],
+    prove: Callable[[Record], Record],
+) -> Pack:
+    records = [
+        record.model_copy(
+            update={
+                "pack": name,
+                "size_bytes": len(data),
+                "sha256": hashlib.sha256(data).hexdigest(),
+            }
+        )
+        for record, data in members
+    ]
+    _check(name, records, ends)
+    drafts = [record.model_copy(update=_NO_PLACE) for record in records]
+    room = sum(len(record.line()) for record in (*drafts, *ends))
+    packed, offsets = io.BytesIO(), []
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
+
+        def add(file: str, data: bytes, record: Record) -> None:
+            member = tarfile.TarInfo(file)
+            member.size = len(data)
+            member.mtime = int(record.at.timestamp())
+            tar.addfile(member, io.BytesIO(data))
+
+        add(_HEAD, bytes(room), (*records, *ends)[0])
+        for (record, data), sample in zip(members, samples, strict=True):
+            stem, _, suffix = str(record.blob).rpartition("/")[2].rpartition(".")
+            key = stem.replace(".", "%2E")
+            add(f"{key}.{suffix}", data, record)
+            offsets.append(tar.offset - len(data) - (-len(data) % tarfile.BLOCKSIZE))
+            add(f"{key}.json", sample, record)
+    placed = [
+        prove(record.model_copy(update={"offset": offset}))
+        for record, offset in zip(records, offsets, strict=True)
+    ]
+    lines = b"".join(record.line() for record in (*placed, *ends))
+    packed.seek(tarfile.BLOCKSIZE)
+    packed.write(lines.ljust(room, b"\n"))
+    if len(packed.getbuffer()) > MAX_PACK_BYTES:
+        raise ValueError(f"{name} would have more than {MAX_PACK_BYTES:,} bytes")
+    return Pack(packed.getvalue(), placed)
+
+
+def _records_in(name: str, lines: bytes) -> Contents:
+    """The records in the first member of a pack; raises ValueError for what is none."""
+    try:
+        found = list(map(Record.read, lines.strip().split(b"\n")))
+    except errors.JobError as error:
+        raise ValueError(error.message) from None
+    records = [record for record in found if record.pack == name]
+    ends = [record for record in found if record.pack is None]
+    _check(name, records, ends)
     return Contents(records, ends)
 
 
-def _check(
-    name: str, size: int, records: Sequence[Record], ends: Sequence[Record]
-) -> None:
+def _check(name: str, records: Sequence[Record], ends: Sequence[Record]) -> None:
     """Raises ValueError for what no pack has."""
-    if size > MAX_PACK_BYTES:
-        raise ValueError(f"{name} has {size:,} bytes: {MAX_PACK_BYTES:,} are allowed")
-    if {record.campaign for record in (*records, *ends)} != {campaign_of(name)}:
-        raise ValueError(f"{name} has a job of another campaign")
-    for names in ([record.blob for record in records], [end.id for end in ends]):
-        if len(set(names)) < len(names):
-            raise ValueError(f"{name} has a picture or an end twice")
-    if len({str(record.blob).rpartition(".")[2] for record in records}) > 1:
-        raise ValueError(f"{name} has pictures of several formats")
-    if not all(record.has_own_name for record in records):
-        raise ValueError(f"{name} has a picture by another job's name")
-    if not all(end.is_end for end in ends):
-        raise ValueError(f"{name} has an end of a job that has a picture")
-
-
-class _Archive:
-    """Writes a tar whose bytes follow from its members alone."""
-
-    def __init__(self) -> None:
-        self._data = io.BytesIO()
-        self._tar = tarfile.open(  # noqa: SIM115 - see close
-            fileobj=self._data, mode="w", format=tarfile.PAX_FORMAT
+    suffixes = {str(record.blob).rpartition(".")[2] for record in records}
+    names = [*(record.blob for record in records), *(end.id for end in ends)]
+    if not (
+        {record.campaign for record in (*records, *ends)} == {campaign_of(name)}
+        and len(suffixes) <= 1
+        and suffixes <= {*SUFFIXES.values()}
+        and len({*names}) == len(names)
+        and all(record.has_own_name for record in records)
+        and all(end.is_end for end in ends)
+    ):
+        raise ValueError(
+            f"{name} is to have jobs of one campaign, each once, and pictures of one format"
         )
-
-    def add(self, file: _File) -> int:
-        """Adds a member; returns the offset of its data."""
-        member = tarfile.TarInfo(file.name)
-        member.size = len(file.data)
-        member.mtime = file.at
-        self._tar.addfile(member, io.BytesIO(file.data))
-        padded = -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-        return self._tar.offset - padded
-
-    def close(self) -> bytes:
-        self._tar.close()
-        return self._data.getvalue()
-
-
-def _files(data: bytes) -> Iterator[_File]:
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
-        for member in tar:
-            content = tar.extractfile(member)
-            is_plain = member.type == tarfile.REGTYPE and not member.issparse()
-            if content is None or not is_plain:
-                raise ValueError(f"{member.name} is no plain file")
-            yield _File(member.name, content.read(), int(member.mtime))
-
-
-def _names(record: Record) -> tuple[str, str]:
-    """The members of a picture, and of its record."""
-    folder, _, image = (record.blob or "").rpartition("/")
-    stem, _, suffix = image.rpartition(".")
-    key = stem.replace(".", "%2E")
-    if folder != record.campaign or not _KEY.fullmatch(key) or not suffix.isalpha():
-        raise ValueError(f"{record.blob} is no image of {record.campaign}")
-    return f"{key}.{suffix}", f"{key}.json"
-
-
-def _second(record: Record) -> int:
-    return max(0, int(record.at.timestamp()))
-
-
-def _sample(record: Record) -> bytes:
-    """A picture's JSON: the same types in all packs, and the record as a line of text."""
-    line = record.line().decode().strip()
-    return columns.json_text({**columns.flat(record), _RECORD: line}).encode()

@@ -139,7 +139,7 @@ async def test_a_workers_time_is_its_start_up_plus_first_pull_to_last_image(
     assert figures["share_before_first_image"] == pytest.approx(34 / 130)
     assert figures["began_at"] == NOON - timedelta(seconds=24)
     assert figures["money"]["gpu_dollars"] == pytest.approx(0.013)
-    storage_dollars = prices.storage_dollars(2, 2)
+    storage_dollars = prices.BUILT_IN.storage.dollars(prices.operations(2, 2))
     assert figures["money"]["dollars"] == pytest.approx(0.013 + storage_dollars)
     assert figures["money"]["images_per_dollar"] == pytest.approx(
         2 / (0.013 + storage_dollars)
@@ -306,7 +306,7 @@ async def test_the_page_shows_many_workers(
 async def page_of(storage: Storage, samples: int = 24) -> str:
     """The page of the campaign `spring`."""
     records = await report_records.read_records(storage, "spring", samples)
-    sampled = await page.read_samples(storage.blobs, records)
+    sampled = await page.read_samples(storage, records)
     return page.render(figures_of(records), sampled, NOON)
 
 

@@ -18,9 +18,11 @@ import made_records
 from imagefleet.files import pack
 from imagefleet.files.pack import Contents, Member
 from imagefleet.records.record import Record
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
 
 NAME = pack.name_of("spring", "0123456789abcdef" * 2, 1)
-NOTHING = Contents([], [])
+NOTHING = Contents()
 
 
 def png(shade: int) -> bytes:
@@ -81,7 +83,7 @@ def test_a_pack_is_read_as_it_was_written():
 def test_a_pack_of_failures_alone_is_one():
     ends = [made_records.ended("bad")]
 
-    assert pack.read(NAME, pack.write(NAME, [], ends).data) == Contents([], ends)
+    assert pack.read(NAME, pack.write(NAME, [], ends).data) == ([], ends)
 
 
 def test_the_same_pictures_make_the_same_bytes():
@@ -92,7 +94,8 @@ def test_a_proof_covers_the_place_in_the_pack():
     def prove(record: Record) -> Record:
         told = json.loads(record.claims)
         assert told["pack"] == NAME
-        assert (told["offset"], told["size_bytes"]) == (512, len(png(0)))
+        assert told["offset"] > 512
+        assert told["size_bytes"] == len(png(0))
         return record.model_copy(update={"proof": "x" * 22})
 
     made = pack.write(NAME, members("a"), prove=prove)
@@ -106,7 +109,7 @@ def test_ids_with_dots_and_long_ones_come_back(name: str):
     made = pack.write(NAME, members(name))
 
     assert pack.read(NAME, made.data).records[0].id == name
-    assert all(each.count(".") == 1 for each in files_of(made.data))
+    assert all(each.count(".") == 1 for each in list(files_of(made.data))[1:])
 
 
 def test_several_images_of_a_job_are_several_members():
@@ -115,7 +118,7 @@ def test_several_images_of_a_job_are_several_members():
     made = pack.write(NAME, [Member(first, png(0)), Member(second, png(1))])
 
     assert pack.read(NAME, made.data).records == made.records
-    assert list(files_of(made.data)) == ["a.png", "a.json", "a~1.png", "a~1.json"]
+    assert list(files_of(made.data))[1:] == ["a.png", "a.json", "a~1.png", "a~1.json"]
 
 
 @pytest.mark.parametrize(
@@ -160,10 +163,19 @@ def renamed(old: str, new: str) -> bytes:
     return tar_of([(names.get(name, name), data) for name, data in FILES.items()])
 
 
-def _line(**fields: Any) -> bytes:
-    sample = json.loads(FILES["a.json"])
-    record = json.loads(sample["record"]) | fields
-    return json.dumps({**sample, "record": json.dumps(record)}).encode()
+def claimed(**fields: Any) -> bytes:
+    """The pack whose first record says something else, in as many bytes."""
+    first, *others = FILES["__records__"].split(b"\n")
+    line = json.dumps(json.loads(first) | fields, separators=(",", ":")).encode()
+    text = b"\n".join([line, *others]).strip()
+    return changed("__records__", text.ljust(len(FILES["__records__"]), b"\n"))
+
+
+def ending(*lines: bytes) -> bytes:
+    """The pack with other ends."""
+    pictures = FILES["__records__"].strip().split(b"\n")[:2]
+    text = b"\n".join([*pictures, *lines])
+    return changed("__records__", text.ljust(len(FILES["__records__"]), b"\n"))
 
 
 def test_the_forgeries_differ_from_a_pack_in_one_thing_alone():
@@ -176,11 +188,12 @@ def test_the_forgeries_differ_from_a_pack_in_one_thing_alone():
         "empty": b"",
         "no tar": b"x" * 10_240,
         "no member": tar_of([]),
-        "cut in a picture": WHOLE[:1_600],
+        "cut in a picture": WHOLE[:3_000],
         "cut between members": WHOLE[:-10_240],
         "longer": WHOLE + bytes(512),
+        "no records": tar_of(list(FILES.items())[1:]),
         "twice": tar_of([*FILES.items(), *FILES.items()]),
-        "a member twice": tar_of([*list(FILES.items())[:3], ("a.png", png(3))]),
+        "a member twice": tar_of([*list(FILES.items())[:4], ("a.png", png(3))]),
         "a picture without a record": tar_of([*FILES.items(), ("c.png", png(3))]),
         "another file": tar_of([*FILES.items(), ("c.txt", b""), ("c.json", b"{}")]),
         "absolute": renamed("a.png", "/a.png"),
@@ -188,16 +201,19 @@ def test_the_forgeries_differ_from_a_pack_in_one_thing_alone():
         "another name": renamed("a.png", "c.png"),
         "links": tar_of(list(FILES.items()), tarfile.SYMTYPE),
         "another picture": changed("a.png", png(7)),
-        "no JSON": changed("a.json", b"{"),
-        "a list": changed("a.json", b"[]"),
-        "no record": changed("a.json", b'{"record": 7}'),
-        "deep": changed("a.json", b"[" * 100_000),
-        "another campaign": changed("a.json", _line(campaign="autumn")),
-        "another place": changed("a.json", _line(offset=0)),
-        "another pack": changed("a.json", _line(pack=NAME.replace("~1", "~2"))),
-        "an end that is none": changed("__ends__", made_records.image("x").line()),
-        "ends of another": changed("__ends__", b'{"outcome": "failed"}\n'),
-        "an end twice": changed("__ends__", made_records.ended("bad").line() * 2),
+        "no lines": changed("__records__", b"{"),
+        "a list": changed("__records__", b"[]"),
+        "deep": changed("__records__", b"[" * 100_000),
+        "another's name": claimed(blob="spring/c.png"),
+        "another campaign": claimed(campaign="autumn"),
+        "another place": claimed(offset=0),
+        "another size": claimed(size_bytes=1),
+        "another hash": claimed(sha256="0" * 64),
+        "another pack": claimed(pack=NAME.replace("~1", "~2")),
+        "no place": claimed(pack=None),
+        "an end that is none": ending(made_records.image("x").line().strip()),
+        "an end twice": ending(*[made_records.ended("bad").line().strip()] * 2),
+        "another line": ending(b"{}"),
     }.items(),
     ids=lambda forged: forged[0],
 )
@@ -207,6 +223,23 @@ def test_what_is_no_whole_pack_counts_as_empty(forged: tuple[str, bytes]):
 
 def test_a_pack_under_another_name_counts_as_empty():
     assert pack.read(NAME.replace("~1", "~2"), WHOLE) == NOTHING
+
+
+@pytest.mark.parametrize("bodies", [10, 60_000], ids=["short", "long"])
+async def test_the_start_of_a_pack_tells_its_records(
+    local_settings: StorageSettings, bodies: int
+):
+    ends = [made_records.ended(f"bad-{n}", body="x" * bodies) for n in range(8)]
+    written = pack.write(NAME, members("a", "b"), ends)
+    async with open_storage(local_settings) as storage:
+        await storage.create()
+        await storage.files.create(NAME, written.data, "application/x-tar", {})
+        found = await pack.head(storage.files, NAME)
+        await storage.files.create("spring/x.tar", WHOLE, "application/x-tar", {})
+
+        assert found == Contents(written.records, ends)
+        assert await pack.head(storage.files, NAME.replace("~1", "~2")) is None
+        assert await pack.head(storage.files, "spring/x.tar") == NOTHING
 
 
 def test_a_file_of_nothing_but_a_size_takes_no_memory():
