@@ -1,8 +1,9 @@
 """Bundles of jobs for tests, and what is in the packs that workers made of them."""
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from imagefleet.files import pack
 from imagefleet.job.message import Job
@@ -39,6 +40,27 @@ class Packed:
     ends: dict[str, list[str]] = field(default_factory=dict)
     """The outcomes of the job without an image."""
     parts: list[str] = field(default_factory=list)
+
+
+class StoredImage(NamedTuple):
+    """An image by itself or in a pack, as if it were by itself."""
+
+    name: str
+    data: bytes
+    attempts: int
+    pack: str | None = None
+
+
+async def stored_images(storage: Storage, campaign: str) -> AsyncIterator[StoredImage]:
+    async for record in storage.blobs.records(f"{campaign}/"):
+        data = await storage.blobs.read(record.name) or b""
+        yield StoredImage(record.name, data, int(record.metadata.get("attempt", 1)))
+    async for name in storage.packs.names(f"{campaign}/"):
+        whole = await storage.packs.read(name) or b""
+        for each in pack.read(name, whole).records:
+            start = each.offset or 0
+            data = whole[start : start + (each.size_bytes or 0)]
+            yield StoredImage(str(each.blob), data, each.attempts, name)
 
 
 async def packed(storage: Storage, campaign: str = "default") -> Packed:
