@@ -33,6 +33,7 @@ from imagefleet.records.counts import Counts
 from imagefleet.records.ledger import Ledgers
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
+from imagefleet.storage.bundle import jobs_per_bundle
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.dead_letter_queue import OnProgress, Swept
 from imagefleet.storage.open import Storage, open_storage
@@ -203,7 +204,8 @@ class Fleet:
             await submission.check()
             before_send(submission.jobs)
             await RETRIES.call(submission.before_send)
-            sender = BulkSender(to.send, bodies)
+            most = jobs_per_bundle(len(bodies))
+            sender = BulkSender(to.send, bodies, bundle_jobs=most)
 
             async def note() -> None:
                 await submission.note_sent(sender.progress.sent)
