@@ -1,16 +1,28 @@
 """Bundles of jobs for tests, and what is in the packs that workers made of them."""
 
+import asyncio
+import os
+import signal
+import sys
 import zlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from imagefleet import errors
 from imagefleet.files import pack
 from imagefleet.job.message import Job
 from imagefleet.records.log import GZIP, RECORDS
 from imagefleet.records.record import Record
 from imagefleet.storage import bundle
-from imagefleet.storage.open import Storage
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.routing.queue import RoutedQueue
+from messages import Drawing
+from storm_worker import BAD_STEPS
+from worker.engine import contract
+from worker.pipeline import Pipeline
+from worker.settings import WorkerSettings
 
 NAME = "0123456789abcdef" * 2
 
@@ -109,3 +121,55 @@ async def faults(
         if images and (name, "completed") not in recorded:
             wrong.add(f"{name} has no record")
     return wrong
+
+
+#: Calls of a worker to the storage at which it can be killed, before or after their effect.
+DEADLY_CALLS = (
+    ("packs", "create"),
+    ("blobs", "append"),
+    ("poison", "send"),
+    ("queue", "delete"),
+)
+
+
+def worker_that_is_killed() -> None:
+    """A worker that kills itself (SIGKILL) at a call: its arguments are `PART.CALL before|after`.
+
+    Run in a fork (`forks`), on the storage of the environment's settings, until the queue is empty.
+    """
+    call, when = sys.argv[1:]
+    part, name = call.split(".")
+
+    def deadly(inner: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def call_and_die(*given: Any, **named: Any) -> Any:
+            if when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            await inner(*given, **named)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        return call_and_die
+
+    def fails(request: contract.ImageRequest) -> errors.FleetError | None:
+        is_bad = request.steps == BAD_STEPS
+        return errors.JobError("cannot be drawn") if is_bad else None
+
+    async def run() -> None:
+        usual = WorkerSettings(model=Path("stand-in"), until_empty=True)
+        settings = usual.model_copy(update={"lease_seconds": 1})
+        async with open_storage(settings) as storage:
+            served = storage.models.served
+
+            def routed(models: Iterable[str]) -> RoutedQueue:
+                queue = served(models)
+                if part == "queue":
+                    setattr(queue, name, deadly(getattr(queue, name)))
+                return queue
+
+            storage.models.served = routed  # type: ignore[method-assign]
+            if part != "queue":
+                owner = getattr(storage, part)
+                setattr(owner, name, deadly(getattr(owner, name)))
+            pipeline = Pipeline(storage, lambda: Drawing(fails), settings)
+            await pipeline.run(asyncio.Event(), asyncio.Event())
+
+    asyncio.run(run())

@@ -419,10 +419,11 @@ async def disturbances(
 
 
 @contextlib.contextmanager
-def commands(folder: Path) -> Iterator[forks.Forks]:
+def commands(folder: Path, prelude: str = "pass") -> Iterator[forks.Forks]:
     """What starts the commands and workers of storms; it prints into *folder*."""
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
-    prelude = f"import storm_worker; {forks.AZURE}"
+    path = [ROOT, HERE, HERE.with_name("support")]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    prelude = f"import storm_worker; {forks.AZURE}; {prelude}"
     with forks.running(Path(sys.executable), folder, variables, prelude) as server:
         yield server
 

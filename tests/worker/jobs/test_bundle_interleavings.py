@@ -1,8 +1,7 @@
 """Two workers of one bundle, each stopped at any step: does each job end once, on both storages?
 
 A goes to a step, where its lease is lost; B gets the bundle and goes to a step; then each goes on
-or dies there; then others work until the queue is empty. `BUNDLE_CASES=all` tries every case in the
-slow set, instead of a sample.
+or dies there; then others work until the queue is empty.
 """
 
 import asyncio
@@ -61,6 +60,9 @@ def cases() -> list[Case]:
 
 
 CASES = cases()
+
+#: Cases of the slow set, on each storage; `BUNDLE_CASES=1488` tries them all.
+SAMPLE = int(os.environ.get("BUNDLE_CASES", "8"))
 FEW = [
     Case("drawn", "drawn", "ab", False, False, True),
     Case("drawn", "put", "ab", True, False, True),
@@ -238,12 +240,11 @@ async def test_each_job_of_a_bundle_ends_once_wherever_two_workers_stop(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 async def test_each_job_of_a_bundle_ends_once_in_a_sample_of_all_cases(
     storage: Storage, worker_settings: Callable[..., WorkerSettings]
 ):
-    tried = (
-        CASES if os.environ.get("BUNDLE_CASES") == "all" else random.sample(CASES, 40)
-    )
+    tried = random.sample(CASES, min(len(CASES), SAMPLE))
     wrong = {}
     for case in tried:
         if found := await interleave(storage, worker_settings, case):
