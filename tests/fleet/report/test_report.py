@@ -392,7 +392,7 @@ def test_an_empty_campaign_is_a_one_line_error_with_exit_code_2(
     assert len(result.stderr.splitlines()) == 1
 
 
-async def test_a_pack_costs_two_writes_and_a_message_however_many_images_it_has(
+async def test_a_pack_costs_a_message_and_a_write_however_many_images_it_has(
     storage: Storage,
 ):
     await store_pack(storage, [member(name) for name in "abcd"])
@@ -403,5 +403,7 @@ async def test_a_pack_costs_two_writes_and_a_message_however_many_images_it_has(
 
     assert figures["images"] == 5
     operations = figures["money"]["storage_operations"]
-    assert (operations["queue"], operations["blob_writes"]) == (3 + 3, 2 + 1)
+    assert (operations["queue"], operations["blob_writes"]) == (3 + 3, 2 + 1), (
+        "a write, and part of one"
+    )
     assert figures["money"]["storage_month_dollars"] > 0
