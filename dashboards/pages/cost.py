@@ -124,7 +124,7 @@ COST = Dashboard(
         ),
         Panel(
             "Storage operations per million images",
-            "What do storage operations cost? A million: a write an image; in bundles 62,500.",
+            "What do storage operations cost? A write an image is a million; bundles take 20,000.",
             {"{{kind}}": f"1e6 * {share(rate(OPERATIONS, 'kind'), rate(IMAGES))}"},
             unit="short",
         ),

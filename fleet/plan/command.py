@@ -13,6 +13,10 @@ from imagefleet import errors
 from imagefleet.pricing import families, prices
 from loadgen import sources
 
+#: Jobs in a message at most; by default one for each so many jobs of the batch.
+_MOST_BUNDLED = 64
+_JOBS_FOR_ONE = 500
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -35,8 +39,11 @@ class Batch:
     model: list[str] | None = option(
         "Family of a model that jobs name; repeatable.", metavar="NAME=FAMILY"
     )
-    bundle: int = option(
-        "Jobs in a message, as for `imagefleet load`.", 32, min=1, max=64
+    bundle: int | None = option(
+        "Jobs in a message at most, as for `imagefleet load`. [default: 1 for each 500"
+        " jobs, up to 64]",
+        min=1,
+        max=_MOST_BUNDLED,
     )
 
 
@@ -102,7 +109,7 @@ def planned(
     machines: Machines,
     priority: prices.Priority = "batch",
     deadline: float | None = None,
-    bundle: int = 1,
+    bundle: int | None = 1,
 ) -> tuple[estimate.BatchPlan, prices.PriceTable]:
     """The plan, and its prices; raises SetupError for what is not known."""
     table = prices.read_table(machines.prices_path)
@@ -110,6 +117,8 @@ def planned(
     images = sum(work.images for work in works)
     if deadline is not None:
         mix = estimate.mix_for(images, mix, deadline)
+    if bundle is None:
+        bundle = min(_MOST_BUNDLED, images // _JOBS_FOR_ONE)
     return estimate.make_plan(works, mix, table, bundle), table
 
 

@@ -120,12 +120,15 @@ def make_plan(
 ) -> BatchPlan:
     """The plan of a batch on *mix*, whose parts share the work by their speed.
 
-    *bundle*: jobs in a message, of those that are bundled.
+    *bundle*: jobs in a message at most, of those that are bundled.
     """
     jobs = sum(work.jobs for work in works)
     images = sum(work.images for work in works)
-    bundled = sum(work.bundled for work in works) if bundle > 1 else 0
-    packs = sum(-(-work.bundled // bundle) for work in works) if bundled else 0
+    bundled = packs = 0
+    for work in works:
+        if (size := min(bundle, work.most_in_bundle)) > 1:
+            bundled += work.bundled
+            packs += -(-work.bundled // size)
     missed = sum(part.images_in(part.start_up_seconds.value) for part in mix)
     hours = (images + missed) / sum(part.images_in(3600) for part in mix)
     gpu_dollars = hours * sum(

@@ -12,6 +12,9 @@ from imagefleet.pricing import families
 from loadgen.sources import Source
 from worker.accelerator import Accelerator
 
+#: The most work of a bundle: 30 seconds of a card that draws one usual image of SD1.5 a second.
+_BUNDLE_TFLOP = 30 * families.SD1.image_tflop()
+
 
 @dataclass(slots=True)
 class ModelJobs:
@@ -27,6 +30,11 @@ class ModelJobs:
     """Pixels of all images together."""
     bundled: int = 0
     """Jobs that are sent in bundles: those of one image and stage."""
+
+    @property
+    def most_in_bundle(self) -> int:
+        """Jobs in a bundle, by their work."""
+        return max(1, round(_BUNDLE_TFLOP / self.tflop_per_image))
 
     @property
     def tflop_per_image(self) -> float:

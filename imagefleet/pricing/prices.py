@@ -1,6 +1,7 @@
 """Prices and speeds of GPU classes (`gpus.toml`), prices of storage, and a fleet's own prices."""
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ BYTES_SOURCE = (
 #: Send, receive and delete; renewals are rare, since jobs are shorter than their leases.
 QUEUE_OPERATIONS_PER_MESSAGE = 3
 
-#: The pack itself, and an append of its records.
-WRITES_PER_PACK = 2
+#: The pack itself, and its part of an append of the records of some.
+WRITES_PER_PACK = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ def operations(jobs: int, images: int, packs: int = 0) -> Operations:
     """The operations of single jobs and their *images*, and of the *packs* of bundles."""
     return Operations(
         queue=(jobs + packs) * QUEUE_OPERATIONS_PER_MESSAGE,
-        blob_writes=images + packs * WRITES_PER_PACK,
+        blob_writes=images + math.ceil(packs * WRITES_PER_PACK),
     )
 
 

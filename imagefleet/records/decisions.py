@@ -54,9 +54,17 @@ class ImageRecords:
     """A campaign's records of images, without those of drawings that were replaced."""
 
     def __init__(
-        self, storage: Storage, shards: Sequence[StoredShard], damaged: Damaged
+        self,
+        storage: Storage,
+        shards: Sequence[StoredShard],
+        damaged: Damaged,
+        campaign: str | None = None,
     ) -> None:
+        """*campaign*, if it is one, may have packs and no shards."""
         self.again = Again()
+        self._campaigns = {shard.campaign for shard in shards if shard.has_packs}
+        if campaign is not None and not shards:
+            self._campaigns.add(campaign)
         self._storage = storage
         self._shards = shards
         self._damaged = damaged
@@ -89,7 +97,7 @@ class ImageRecords:
             contents = await pack.head(self._storage.packs, name)
             found.extend(contents.records if contents else ())
 
-        for campaign in {each.campaign for each in self._shards if each.has_packs}:
+        for campaign in self._campaigns:
             left = set[str]()
             with contextlib.suppress(errors.SetupError):  # no permission to list them
                 names = self._storage.packs.names(f"{campaign}/")

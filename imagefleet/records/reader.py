@@ -34,6 +34,7 @@ async def campaigns(storage: Storage) -> AsyncIterator[str]:
     found = {name async for name in storage.blobs.folders(RECORDS)}
     found |= {name async for name in storage.files.folders(RECORDS)}
     found.update(await ledger.listed(storage))
+    found.update(await catalog.packed_campaigns(storage) or ())
     for name in sorted(found):
         if ShardName.read(f"{RECORDS}{name}/-.jobs.jsonl.gz"):
             yield name
@@ -58,7 +59,7 @@ async def drawings(
 ) -> AsyncGenerator[list[Record]]:
     """All that workers recorded of images; last of those whose names were taken."""
     shards = await catalog.shards_of(storage, campaign, damaged)
-    images = await ImageRecords(storage, shards, damaged).read()
+    images = await ImageRecords(storage, shards, damaged, campaign).read()
     async for records in images.drawings("images", damaged):
         yield records
     yield await images.unrecorded()
@@ -184,7 +185,7 @@ async def image_parts(
     ends.damaged = damaged
     ended = set() if ended is None else ended
     ended.update(ends.outcomes)
-    images = await ImageRecords(storage, shards, damaged).read()
+    images = await ImageRecords(storage, shards, damaged, campaign).read()
     async for records in images.each_once():
         found = [record for record in records if record.outcome == "completed"]
         ended.update(record.job for record in records if record.is_end)

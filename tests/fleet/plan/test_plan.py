@@ -288,40 +288,48 @@ def test_contradictory_options_are_a_one_line_error(
     assert result.stderr.count("\n") == 1
 
 
-def test_a_bundle_is_a_message_a_pack_and_an_append_of_its_records():
-    # 1,000 jobs in bundles of 32: 32 packs, 64 writes and 96 queue operations; 10 jobs of 4 images
+def test_a_bundle_is_a_message_and_a_pack_and_part_of_an_append_of_records():
+    # 1,000 jobs in bundles of 32: 32 packs, 40 writes and 96 queue operations; 10 jobs of 4 images
     # by themselves: 40 writes and 30 queue operations.
     works = [*batch(1_000, 1_000, bundled=1_000), *batch(10, 40)]
 
     found = estimate.make_plan(works, [part(1, 1)], bundle=32)
 
-    assert found.storage_operations == Operations(queue=126, blob_writes=104)
+    assert found.storage_operations == Operations(queue=126, blob_writes=80)
     alone = estimate.make_plan(works, [part(1, 1)], bundle=1)
     assert alone.storage_operations == Operations(queue=3 * 1_010, blob_writes=1_040)
 
 
-def test_few_step_images_in_bundles_reach_350_000_a_dollar(
-    tmp_path: Path, in_process: Imagefleet
-):
-    fields = {"prompt": "a cat", "steps": 4, "cfg_scale": 1}
-    jobs = tmp_path / "jobs.jsonl"
-    jobs.write_text(
-        "".join(json.dumps({**fields, "id": f"{n}"}) + "\n" for n in range(3_200))
-    )
+def test_a_bundle_has_no_more_than_half_a_minutes_work():
+    def packs(tflop_per_image: float) -> int:
+        work = batch(640, 640, bundled=640)
+        work[0].tflop = 640 * tflop_per_image
+        plan = estimate.make_plan(work, [part(1, 1)], bundle=64)
+        return plan.storage_operations.queue // 3
 
+    usual = families.SD1.image_tflop()
+    assert packs(usual / 10) == 10
+    assert packs(usual) == 22
+    assert packs(100 * usual) == 640
+
+
+def test_few_step_images_in_bundles_reach_400_000_a_dollar(in_process: Imagefleet):
     def plan(*more: str) -> dict[str, Any]:
-        gpu = ("--gpu", "RTX 3060 Ti", "--json")
-        result: dict[str, Any] = json.loads(
-            in_process("plan", str(jobs), *gpu, *more).stdout
-        )
+        few_steps = ("--jobs", "1000000", "--accelerator", "hyper-4step")
+        ended = in_process("plan", *few_steps, "--gpu", "3060 Ti", "--json", *more)
+        result: dict[str, Any] = json.loads(ended.stdout)
         return result
 
-    bundled, alone = plan(), plan("--bundle", "1")
+    usual, smaller, alone = (
+        plan(*more) for more in ((), ("--bundle", "32"), ("--bundle", "1"))
+    )
 
-    assert 350_000 < bundled["images_per_dollar"] < 430_000
+    assert usual["images_per_dollar"] == pytest.approx(440_000, rel=0.01)
+    assert smaller["images_per_dollar"] == pytest.approx(420_000, rel=0.01)
     assert alone["images_per_dollar"] == pytest.approx(128_000, rel=0.01)
-    assert 1e6 * bundled["storage_dollars"] / 3_200 < 0.5
-    month = bundled["storage_month_dollars"]
+    assert usual["storage_dollars"] == pytest.approx(0.11, abs=0.005)
+    assert smaller["storage_dollars"] == pytest.approx(0.22, abs=0.005)
+    month = usual["storage_month_dollars"]
     assert month["png"] > month["webp, lossless"] > month["jpeg"] > 0
 
 

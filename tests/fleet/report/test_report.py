@@ -24,6 +24,7 @@ from imagefleet.records.record import Record
 from imagefleet.storage.open import LocalStorage, Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
+from stored_images import member, store_alone, store_pack
 from worker.stages import encode
 
 NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
@@ -389,3 +390,20 @@ def test_an_empty_campaign_is_a_one_line_error_with_exit_code_2(
         "error: campaign 'sprnig' has no records, images or messages in local:"
     )
     assert len(result.stderr.splitlines()) == 1
+
+
+async def test_a_pack_costs_a_message_and_a_write_however_many_images_it_has(
+    storage: Storage,
+):
+    await store_pack(storage, [member(name) for name in "abcd"])
+    await store_alone(storage, member("e"))
+    records = await report_records.read_records(storage, "spring", 1)
+
+    figures = report_figures.compute(records, storage.url, prices.BUILT_IN)
+
+    assert figures["images"] == 5
+    operations = figures["money"]["storage_operations"]
+    assert (operations["queue"], operations["blob_writes"]) == (3 + 3, 2 + 1), (
+        "a write, and part of one"
+    )
+    assert figures["money"]["storage_month_dollars"] > 0

@@ -267,3 +267,10 @@ async def test_an_image_that_only_seems_to_have_a_rival_stays(
 
     assert await images(storage, damaged) == records
     assert damaged.count == 0
+
+
+async def test_a_campaign_of_packs_alone_is_one(storage: Storage):
+    records = await store_pack(storage, [member("a")], recorded=False)
+
+    assert [name async for name in reader.campaigns(storage)] == ["spring"]
+    assert await images(storage) == records
