@@ -150,8 +150,7 @@ class Load:
         await self._storage.create()
         await self._cancelled.refresh()
         if self._sender.bundle_jobs > 1:
-            secret = await _secret(self._storage)
-            self._sender.bundle_name = functools.partial(bundle.name_by, secret)
+            await self._name_bundles()
 
         def confirm(progress: Progress) -> None:
             self._campaigns.confirm(progress.confirmed)
@@ -161,6 +160,16 @@ class Load:
         watching = self._cancelled.watch()
         async with concurrency.beside(watching, keep_noting(self._campaigns.note)):
             return await self._sender.run(confirm)
+
+    async def _name_bundles(self) -> None:
+        """Names bundles by the storage's secret; without access to it, sends jobs one by one."""
+        try:
+            secret = await _secret(self._storage)
+        except errors.SetupError as error:
+            self._sender.bundle_jobs = 1
+            self._on_notice(f"jobs are sent without bundles: {error.message}")
+        else:
+            self._sender.bundle_name = functools.partial(bundle.name_by, secret)
 
     async def _was_sent(self) -> bool:
         """True if the ledger has any of the jobs; False if it cannot be read."""
