@@ -10,7 +10,7 @@ deleted. What is left of a bundle goes back with the whole message, which never 
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
@@ -40,8 +40,8 @@ WAITING = 2
 #: A part is stored before it has more bytes: some are left for its records.
 PART_BYTES = pack.MAX_PACK_BYTES - 4 * 2**20
 
-#: Bytes of a picture's headers in a part, and how often it holds its record.
-_HEADERS = 4096
+#: Bytes of an image's headers and figures in a part, and how often it holds its job's text.
+_HEADERS = 8192
 _RECORDS = 3
 
 #: Seconds until a bundle that could not be moved to its model's queue is delivered again.
@@ -99,7 +99,7 @@ class BundleStage:
             self._end_without_image(bundle, entry, record)
         bundle.progress.set()
         is_last = len(bundle.ends) == len(bundle.members)
-        if is_last or entry.is_suspect or _size(bundle) > PART_BYTES:
+        if is_last or entry.is_suspect or _size(bundle.images) > PART_BYTES:
             await self._queue.put(bundle)
 
     def _end_without_image(
@@ -161,10 +161,8 @@ class BundleStage:
 
     async def _store_part(self, bundle: Bundle) -> None:
         members: dict[InFlightJob, pack.Member] = {}
-        size = 0
         for entry, member in bundle.images.items():
-            size += _size_of(member)
-            if members and size > PART_BYTES:
+            if members and _size({**members, entry: member}) > PART_BYTES:
                 break
             members[entry] = member
         without = dict(bundle.without)
@@ -344,10 +342,9 @@ class BundleStage:
         await self.retry_policy.call(release)
 
 
-def _size_of(member: pack.Member) -> int:
-    return len(member.data) + _RECORDS * len(member.record.line()) + _HEADERS
-
-
-def _size(bundle: Bundle) -> int:
-    """About the bytes of a part with all that is in none yet."""
-    return sum(map(_size_of, bundle.images.values()))
+def _size(images: Mapping[InFlightJob, pack.Member]) -> int:
+    """About the bytes of a part with these images."""
+    return sum(
+        len(member.data) + _RECORDS * len(entry.body) + _HEADERS
+        for entry, member in images.items()
+    )

@@ -164,7 +164,7 @@ async def test_a_picture_of_another_job_with_the_same_id_does_not_count(
 async def test_what_is_larger_than_a_pack_is_several(
     storage: Storage, run_pipeline: RunPipeline, monkeypatch
 ):
-    monkeypatch.setattr("worker.jobs.bundles.PART_BYTES", 20_000)
+    monkeypatch.setattr("worker.jobs.bundles.PART_BYTES", 40_000)
     await run_pipeline(sent=[bundle_of_jobs(8)])
     assert len((await packed(storage)).parts) > 2
     assert not await faults(storage, NAMES)
