@@ -73,6 +73,9 @@ PAUSES = (0.0, 4.0, 8.0, 12.0)
 #: Of a process' whole life, and of what it has left behind.
 LIFE_SECONDS, LEFT_SECONDS = 150.0, 15.0
 
+#: Characters of what a process that ended wrongly had told.
+_WORDS = 300
+
 Emit = Callable[..., None]
 
 
@@ -84,6 +87,8 @@ class Ending(NamedTuple):
     """None: it had to be killed."""
     is_compiling: bool
     orphans: int
+    last_words: str
+    """The end of what it told on standard error."""
 
     @property
     def is_good(self) -> bool:
@@ -132,16 +137,16 @@ async def _end(arguments: Namespace, number: int, way: str, seconds: float) -> E
         PROGRAM,
         *map(str, told),
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **packages.forget_compiled(cache)},
         start_new_session=True,
     )
     try:
         async with asyncio.timeout(LIFE_SECONDS):
-            stdout, _ = await process.communicate()
+            stdout, stderr = await process.communicate()
     except TimeoutError:
         process.kill()
-        stdout, code = b"", None
+        stdout, stderr, code = b"", b"", None
     else:
         code = process.returncode
     compilers = list(_processes(map(int, stdout.split())))
@@ -150,7 +155,8 @@ async def _end(arguments: Namespace, number: int, way: str, seconds: float) -> E
     for orphan in left:
         orphan.kill()
     shutil.rmtree(cache, ignore_errors=True)
-    return Ending(way, code, is_compiling, len(left))
+    last_words = stderr.decode(errors="replace")[-_WORDS:]
+    return Ending(way, code, is_compiling, len(left), last_words)
 
 
 def _processes(numbers: Iterator[int]) -> Iterator[psutil.Process]:

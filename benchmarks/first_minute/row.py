@@ -3,6 +3,7 @@
 import argparse
 import functools
 import json
+import logging
 import shutil
 import signal
 import sys
@@ -89,6 +90,8 @@ def main() -> None:
     parser.add_argument("--began-at", type=float, default=time.monotonic())
     processes.add_options(parser)
     arguments = parser.parse_args()
+    # On standard error: which graphs were found, and which were compiled.
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     # Whatever a row has started ends with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     ROWS[arguments.row](arguments)

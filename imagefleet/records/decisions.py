@@ -126,9 +126,8 @@ class ImageRecords:
             await asyncio.to_thread(rivals.note, lines)
             self._packs |= await asyncio.to_thread(dedupe.packs_in, lines)
         unrecorded = await self.unrecorded()
-        lines = [record.line() for record in unrecorded]
-        rivals.note(lines)
-        if self._packs:
+        rivals.note([record.line() for record in unrecorded])
+        if self._packs and rivals:
             self._claims = await self.packed(rivals.packed)
             self._claims += filter(rivals.include, unrecorded)
         async for shard, lines in second:

@@ -177,6 +177,9 @@ class Rivals:
         self._jobs: set[int] = set()
         self._taken: set[str] = set()
 
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
     def note(self, lines: Iterable[bytes]) -> None:
         for line in lines:
             stem = _name(line).rpartition(".")[0]
@@ -200,8 +203,6 @@ class Rivals:
 
     def packed(self, lines: Iterable[bytes]) -> list[bytes]:
         """The lines of images in packs whose names other records have, too."""
-        if not self._names:
-            return []
         return [
             line
             for line in lines

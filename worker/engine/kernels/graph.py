@@ -4,8 +4,9 @@ Both are optional speed-ups: if either fails, that is logged and the function ru
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +19,12 @@ from worker.engine.kernels.package import Package
 
 log = logs.EventLog(__name__)
 
-#: Runs before recording: libraries select kernels and allocate memory in the first ones.
-_WARM_UP_RUNS = 3
-
-#: Two runs have room if the driver has taken both in this share of the time that they take: 1 %
-#: with a tick of SD1.5 or SD2 on an H200, 29 to 65 % with one of SDXL.
+#: The driver has room for a run while the GPU is at another one if it takes it in this share of its
+#: time: 1 % with a tick of SD1.5 or SD2 on an H200, 60 to 130 % with one of SDXL.
 _LAUNCHING_SHARE = 0.2
+
+#: Runs by which a graph's time is known; from then on, their moving average is.
+_TIMED_RUNS = 3
 
 
 class GraphPool:
@@ -37,10 +38,20 @@ class GraphPool:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+class _Run(NamedTuple):
+    """A run that the GPU may still be at."""
+
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    launching_seconds: float
+    is_behind_another: bool
+    """True if the GPU had other work when it was launched."""
+
+
 class Graph:
     """Calls *function* with the same tensors each time, which it updates in place.
 
-    The first call prepares what the others take: it chooses kernels and records them.
+    Its runs are timed as they come: none is made for that.
     """
 
     def __init__(
@@ -62,7 +73,9 @@ class Graph:
         self.label = label
         self.is_compiled = False
         self.seconds: float | None = None
-        """Of one run on a GPU; None until it was timed."""
+        """Of one recorded run; None until some have ended."""
+        self._runs: deque[_Run] = deque()
+        self._timed_runs = 0
         self._description: Description | None = None
         self._function = function
         self._arguments = arguments
@@ -87,45 +100,35 @@ class Graph:
     def release(self) -> None:
         """Frees the graph's memory at once; no call may follow."""
         self._recorded = self._output = None
+        self._runs.clear()
         self._function = _released
         self._arguments = ()
 
     @torch.no_grad()
     def __call__(self) -> Any:
-        if not self._is_prepared:
-            self._prepare()
-        if self._recorded is not None:
-            self._recorded.replay()
-            return self._output
-        return self._function(*self._arguments)
-
-    def time(self) -> None:
-        """Times it on a GPU, and whether the driver takes two runs while the GPU is at the first.
-
-        It runs four times, which changes its tensors.
-        """
+        self.prepare()
+        if self._recorded is None:
+            return self._function(*self._arguments)
+        self._read_times()
         stream = torch.cuda.current_stream()
-        self()
-        stream.synchronize()
+        is_behind_another = not stream.query()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began.record(stream)
         began_at = time.perf_counter()
-        self()
-        stream.synchronize()
-        self.seconds = time.perf_counter() - began_at
-        began_at = time.perf_counter()
-        self()
-        self()
+        self._recorded.replay()
         launching_seconds = time.perf_counter() - began_at
-        stream.synchronize()
-        share = launching_seconds / (time.perf_counter() - began_at)
-        self.has_room_for_next = share < _LAUNCHING_SHARE
-        log.info(
-            f"{self.name} takes {1000 * self.seconds:.1f} ms; the driver takes two runs in"
-            f" {100 * share:.0f} % of the time that they take on the GPU",
-            action="graph_timed",
-        )
+        ended.record(stream)
+        self._runs.append(_Run(began, ended, launching_seconds, is_behind_another))
+        return self._output
 
-    def _prepare(self) -> None:
-        """Chooses kernels and records; restores the tensors that its runs changed."""
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Chooses kernels and records, once; restores the tensors that its only run changes.
+
+        The first call would. Libraries select kernels and allocate memory in that run.
+        """
+        if self._is_prepared:
+            return
         self._is_prepared = True
         if self._pool is None:
             return
@@ -134,20 +137,42 @@ class Graph:
         ]
         tensors = [each for some in values for each in some if isinstance(each, Tensor)]
         kept = [(tensor, tensor.clone()) for tensor in tensors]
+        stream = self._pool.stream
         with phases.timed("autotune"):
-            self._run_often(self._pool)
+            stream.wait_stream(torch.cuda.current_stream())
+            # Of the recording's own: kernels' work space belongs to a stream.
+            with torch.cuda.stream(stream):
+                self._function(*self._arguments)
+            torch.cuda.current_stream().wait_stream(stream)
         with phases.timed("capture"):
             self._try_to_record(self._pool)
         for tensor, copy in kept:
             tensor.copy_(copy)
 
-    def _run_often(self, pool: GraphPool) -> None:
-        pool.stream.wait_stream(torch.cuda.current_stream())
-        # Of the recording's own: kernels' work space belongs to a stream.
-        with torch.cuda.stream(pool.stream):
-            for _ in range(_WARM_UP_RUNS):
-                self._function(*self._arguments)
-        torch.cuda.current_stream().wait_stream(pool.stream)
+    def _read_times(self) -> None:
+        """Notes what the runs took that have ended by now."""
+        while self._runs and self._runs[0].ended.query():  # type: ignore[no-untyped-call]
+            run = self._runs.popleft()
+            seconds = run.began.elapsed_time(run.ended) / 1000
+            self.note_run(
+                seconds, run.launching_seconds if run.is_behind_another else 0
+            )
+
+    def note_run(self, seconds: float, launching_seconds: float) -> None:
+        """Notes what a run took, and its launch, if the GPU had other work meanwhile."""
+        self._timed_runs += 1
+        if launching_seconds > _LAUNCHING_SHARE * seconds:
+            self.has_room_for_next = False
+        if self.seconds is not None:
+            self.seconds += (seconds - self.seconds) / _TIMED_RUNS
+        elif self._timed_runs == _TIMED_RUNS:
+            self.seconds = seconds
+            room = "room" if self.has_room_for_next else "no room"
+            log.info(
+                f"{self.name} takes {1000 * seconds:.1f} ms, and the driver has {room} for the next"
+                " one meanwhile",
+                action="graph_timed",
+            )
 
     def _try_to_record(self, pool: GraphPool) -> None:
         """Logs that it cannot be recorded; raises if the GPU is broken, or its memory full."""

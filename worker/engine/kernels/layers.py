@@ -15,7 +15,6 @@ import copy
 import functools
 import itertools
 import math
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -48,19 +47,6 @@ def time_convolutions(*, lasting: bool) -> None:
     It takes seconds for all of a network's; others get the kernel that it expects to be fastest.
     """
     torch.backends.cudnn.benchmark = lasting
-
-
-def fastest_seconds(call: Callable[[], object], runs: int) -> float:
-    """Seconds of the fastest run on a GPU; not the mean: other processes may use it as well."""
-    stream = torch.cuda.current_stream()
-    seconds = []
-    for _ in range(runs):
-        stream.synchronize()
-        began_at = time.perf_counter()
-        call()
-        stream.synchronize()
-        seconds.append(time.perf_counter() - began_at)
-    return min(seconds)
 
 
 class ChannelsLastGroupNorm(nn.GroupNorm):

@@ -1,5 +1,7 @@
 """Packages of graphs: kept in a folder, fetched, or compiled by a process beside this one."""
 
+import functools
+import os
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ import torch
 
 from imagefleet.files.kernels import ORIGINS
 from imagefleet.files.kinds import KERNELS
-from imagefleet.telemetry import logs
+from imagefleet.telemetry import host, logs
 from worker.engine import phases
 from worker.engine.kernels import package
 from worker.engine.kernels.compiler import CompileError, Compiler
@@ -21,6 +23,15 @@ log = logs.EventLog(__name__)
 
 #: For a process' first package, which takes less to fetch: a first tick without it takes two.
 _FIRST_FETCH_SECONDS = 2.0
+
+
+#: Processors and free memory of the host for each compiler, if there are several, and of the GPU
+#: for one more. It takes one processor for most of the time, 3 GB (for SDXL 13), and 4 GB of the
+#: GPU's at its end.
+_COMPILER_PROCESSORS, _COMPILER_BYTES, _GPU_BYTES = 6, 14 * 2**30, 8 * 2**30
+
+#: More than three would wait for the same processors.
+_MOST_COMPILERS = 3
 
 
 class Exchange(Protocol):
@@ -40,7 +51,8 @@ class _Wanted:
     path: Path
     found: Future[bool] | None = None
     """The exchange's answer; None once it is known."""
-    is_compiling: bool = False
+    compiler: Compiler | None = None
+    """What compiles it."""
     origin: str = "disk"
 
 
@@ -48,7 +60,8 @@ class Packages:
     """Gives one graph at a time its compiled kernels; for the engine's thread.
 
     No thread of this process is involved: what looks for a package elsewhere is the exchange's, and
-    what compiles one is a child. Loading one takes a second or two, in which nothing is drawn.
+    what compiles one is a child; the next ones are compiled by others, where the machine has room.
+    Loading one takes a second or two, in which nothing is drawn.
     """
 
     def __init__(
@@ -59,30 +72,55 @@ class Packages:
         self._folder = folder
         self._device = device
         self._exchange = exchange
-        self._compiler = Compiler()
+        self._compilers = [Compiler()]
+        self._orders: dict[Path, Compiler] = {}
+        """What is compiled, the graph that is wanted included."""
+        self._foreseen: set[Path] = set()
         self._wanted: _Wanted | None = None
 
     def prepare(self) -> None:
         """Starts a fresh machine's compiler, while the weights are read; returns at once."""
         if not any(self._folder.glob(f"*{KERNELS.suffixes[0]}")):
-            self._compiler.start()
+            self._compilers[0].start()
 
     def begin(self, graph: Graph) -> None:
         """Begins to get a graph its kernels, in place of the one before."""
         self.cancel()
-        description = graph.describe()
-        path = self._folder / package.name_of(graph.label, description, self._device)
-        wanted = _Wanted(graph, description.content, path)
+        wanted = self._describe(graph)
         self._wanted = wanted
-        if path.exists():
+        self._collect()
+        if wanted.path in self._orders:
+            self._compile(wanted)
+            return
+        if wanted.path.exists():
+            if wanted.path in self._foreseen:
+                wanted.origin = "compiled"
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._exchange is None:
             self._compile(wanted)
         else:
-            wanted.found = self._exchange.find(path.name, path)
+            wanted.found = self._exchange.find(wanted.path.name, wanted.path)
             if not any(self.graphs.values()):
                 futures.wait([wanted.found], timeout=_FIRST_FETCH_SECONDS)
+
+    @property
+    def may_foresee(self) -> bool:
+        """True while the graph that is wanted is compiled, and another could be at once."""
+        if self._wanted is None or self._wanted.compiler is None:
+            return False
+        self._collect()
+        return len(self._orders) < self._most_compilers and self._gpu_has_room
+
+    def foresee(self, graph: Graph) -> bool:
+        """Has a graph compiled that is wanted next; False if it was foreseen before."""
+        following = self._describe(graph)
+        if following.path in self._foreseen or following.path in self._orders:
+            return False
+        self._foreseen.add(following.path)
+        if not following.path.exists():
+            self._order(following)
+        return True
 
     def is_done(self, seconds: float = 0.0) -> bool:
         """True if `end` does not wait for others; waits for so many *seconds*."""
@@ -98,19 +136,19 @@ class Packages:
             if not is_here:
                 self._compile(wanted)
                 return False
-        return not wanted.is_compiling or self._compiler.is_done(seconds)
+        return wanted.compiler is None or wanted.compiler.is_done(seconds)
 
     def end(self) -> None:
         """Loads the kernels and gives them to the graph; raises CompileError."""
         wanted, self._wanted = self._wanted, None
         if wanted is None:
             return
-        if wanted.is_compiling:
-            self._compiler.end()
-            if self._exchange is not None:
-                self._exchange.share(wanted.path)
-        else:
-            self._compiler.close()  # others are likely to have the next ones, too
+        if wanted.compiler is not None:
+            self._orders.pop(wanted.path, None)
+            wanted.compiler.end()
+            self._share(wanted.path)
+        elif not self._orders:
+            self._close_compilers()  # others are likely to have the next ones, too
         try:
             with phases.timed("kernels"):
                 loaded = Package.load(wanted.path)
@@ -122,16 +160,70 @@ class Packages:
 
     def cancel(self) -> None:
         """Wants nothing any more; a graph that is being compiled is left."""
-        if self._wanted is not None and self._wanted.is_compiling:
-            self._compiler.close()
+        if self._wanted is not None and self._wanted.compiler is not None:
+            self._wanted.compiler.close()
+            self._orders.pop(self._wanted.path, None)
         self._wanted = None
 
     def close(self) -> None:
         self._wanted = None
-        self._compiler.close()
+        self._close_compilers()
+
+    def _describe(self, graph: Graph) -> _Wanted:
+        description = graph.describe()
+        name = package.name_of(graph.label, description, self._device)
+        return _Wanted(graph, description.content, self._folder / name)
 
     def _compile(self, wanted: _Wanted) -> None:
         log.info(f"compiling {wanted.graph.name}", action="compiling")
-        self._compiler.begin(wanted.content, wanted.path)
-        wanted.is_compiling = True
+        if wanted.path not in self._orders:
+            self._order(wanted)
+        wanted.compiler = self._orders[wanted.path]
         wanted.origin = "compiled"
+
+    def _order(self, wanted: _Wanted) -> None:
+        at_work = self._orders.values()
+        free = [each for each in self._compilers if each not in at_work]
+        if not free:
+            free = [Compiler()]
+            self._compilers += free
+        free[0].begin(wanted.content, wanted.path)
+        self._orders[wanted.path] = free[0]
+
+    def _collect(self) -> None:
+        """Takes note of the foreseen graphs that have been compiled, or cannot be."""
+        current = self._wanted and self._wanted.compiler
+        for path, compiler in list(self._orders.items()):
+            if compiler is current or not compiler.is_done():
+                continue
+            del self._orders[path]
+            try:
+                compiler.end()
+            except CompileError as error:
+                log.warning(f"{path.name}: {error}", action="compile_failed")
+            else:
+                self._share(path)
+
+    def _share(self, path: Path) -> None:
+        if self._exchange is not None:
+            self._exchange.share(path)
+
+    def _close_compilers(self) -> None:
+        self._orders.clear()
+        for compiler in self._compilers:
+            compiler.close()
+
+    @property
+    def _gpu_has_room(self) -> bool:
+        if self._device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free > _GPU_BYTES
+
+    @functools.cached_property
+    def _most_compilers(self) -> int:
+        """Compilers for which the machine has processors and memory: one at least."""
+        processors = len(os.sched_getaffinity(0))
+        memory = host.free_memory_bytes()
+        fitting = min(processors // _COMPILER_PROCESSORS, memory // _COMPILER_BYTES)
+        return max(1, min(_MOST_COMPILERS, fitting))

@@ -4,6 +4,8 @@ A copy of all convolutions would take 1.1 GB per slot, and a grouped convolution
 slot, is slow. So it is conv(x, W) + up(down(x)); `down` multiplies each pixel by the weights of all
 nine taps at once, since a convolution of its own would read its input nine times. Other layers that
 slots hold no copy of are treated alike: 1x1 convolutions of resnets, linear layers for the time.
+Where few images have such changes, only the first slots can hold them: those of all slots take a
+tenth of a tick.
 """
 
 import contextlib
@@ -28,12 +30,15 @@ _MIN_CAPACITY = 16
 
 _KERNEL = 3
 
+#: Of a block's slots, those that can hold changes while few images have any.
+_CHANGING = 0.25
+
 
 class LowRankChange(nn.Module):
     """Each slot's own change of layers of one shape with the same input."""
 
     down: Tensor | None
-    """[slots, layers * taps * rank, in]; None until a job changes such a layer."""
+    """[slots, layers * taps * rank, in], of the first slots; None until a job has such a change."""
     up: Tensor | None
     """[slots, layers, rank, out]"""
 
@@ -51,12 +56,15 @@ class LowRankChange(nn.Module):
         """The layers' change [rows, layers * out] of inputs [rows, in], equally many per slot."""
         if self.down is None or self.up is None:
             return x.new_zeros(len(x), len(self.paths) * self.shape.outputs)
-        tokens = x.view(slots, -1, x.shape[1])
-        products = torch.bmm(tokens, self.down[:slots].transpose(1, 2))
+        changing = min(slots, len(self.down))
+        rows = len(x) // slots * changing
+        tokens = x[:rows].view(changing, -1, x.shape[1])
+        products = torch.bmm(tokens, self.down[:changing].transpose(1, 2))
         by_layer = products.view(*tokens.shape[:2], len(self.paths), -1).transpose(1, 2)
         # [slots, layers, tokens, rank] by [slots, layers, rank, out]
-        changed = torch.matmul(by_layer, self.up[:slots])
-        return changed.transpose(1, 2).flatten(2).flatten(0, 1)
+        changed = torch.matmul(by_layer, self.up[:changing])
+        changed = changed.transpose(1, 2).flatten(2).flatten(0, 1)
+        return F.pad(changed, (0, 0, 0, len(x) - rows))
 
 
 class SlotConv(nn.Module):
@@ -97,20 +105,22 @@ class SlotConv(nn.Module):
         up = self.change.up
         if down is None or up is None:
             return output
+        changing = min(slots, len(down))
+        x = x[: len(x) // slots * changing]
         rows, channels, height, width = x.shape
-        pixels = x.permute(0, 2, 3, 1).reshape(slots, -1, channels)
-        products = torch.bmm(pixels, down[:slots].transpose(1, 2))
+        pixels = x.permute(0, 2, 3, 1).reshape(changing, -1, channels)
+        products = torch.bmm(pixels, down[:changing].transpose(1, 2))
         if self.change.shape.taps > 1:
             products = products.view(rows, height, width, -1)
             if size is not None:
                 products = F.interpolate(products.permute(0, 3, 1, 2), scale_factor=2.0)
                 products = products.permute(0, 2, 3, 1)
             products = _add_taps(products, output.shape[2:], self._stride, tiles=tiles)
-        products = products.reshape(slots, -1, up.shape[2])
-        changed = torch.bmm(products, up[:slots, 0])
+        products = products.reshape(changing, -1, up.shape[2])
+        changed = torch.bmm(products, up[:changing, 0])
         changed = changed.view(rows, *output.shape[2:], -1).permute(0, 3, 1, 2)
-        summed: Tensor = output + changed
-        return summed
+        output[:rows] += changed
+        return output
 
 
 def _add_taps(
@@ -157,6 +167,8 @@ class SlotChanges:
             self._members.setdefault(change.shape, []).append(change)
         self._like = like
         self._slots: tuple[int, ...] = (0,)
+        self._changing = 1.0
+        self._is_outgrown = False
         self._capacities: dict[Shape, int] = {}
         self._parts: dict[Shape, Factors] = {}
         self._block: tuple[int, int | None] = (0, None)
@@ -186,9 +198,22 @@ class SlotChanges:
         """True once some job changed such a layer."""
         return bool(self._capacities)
 
+    def slots_of(self, block: int) -> int:
+        """The slots of a block that can hold changes, its first ones."""
+        return math.ceil(self._changing * self._slots[min(block, len(self._slots) - 1)])
+
+    def expect(self, *, few: bool) -> None:
+        """Sets whether a *few* slots can hold changes or all; these stay all until `resize`."""
+        if few and not self.exist:
+            self._changing = _CHANGING
+        elif not few and self._changing < 1:
+            self._changing = 1.0
+            self._is_outgrown = self.exist
+
     def has_room(self, ranks: Iterable[tuple[Shape, int]]) -> bool:
         """True if slots can hold changes of these ranks."""
-        return all(rank <= self._capacities.get(shape, 0) for shape, rank in ranks)
+        fits = all(rank <= self._capacities.get(shape, 0) for shape, rank in ranks)
+        return fits and not self._is_outgrown
 
     def grow(self, ranks: Iterable[tuple[Shape, int]]) -> None:
         """Makes room for changes of these ranks; those that slots hold now are lost."""
@@ -213,6 +238,7 @@ class SlotChanges:
 
     def _allocate(self) -> None:
         self.version += 1
+        self._is_outgrown = False
         self._blocks.clear()
         self._parts.clear()
         self._changed.clear()
@@ -224,7 +250,7 @@ class SlotChanges:
     def use_block(self, block: int, slots: int | None = None) -> None:
         """Uses the first *slots* of another block's changes, allocated at its first use."""
         self._block = (block, slots)
-        held = self._slots[min(block, len(self._slots) - 1)]
+        held = self.slots_of(block)
         if not self._capacities or not held:
             return
         if block not in self._blocks:

@@ -6,7 +6,7 @@ In sight is what the queue holds, of which each kind takes the share that it has
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
@@ -32,6 +32,13 @@ _LEAST_SAVED_SECONDS = 8.0
 #: Where so many of a lane's ticks have an image that changes convolutions, all run in the graph for
 #: these, which takes 3 to 6 % longer: with 16 slots, where one image in 24 does.
 _OFTEN = 0.5
+
+#: Images of so little of the work of others have no lane of their own: it would be almost empty,
+#: and cost a thirtieth of the time, another graph and more memory.
+_FEW = 0.05
+
+#: Of more images that change convolutions, a quarter of the slots holds too few.
+_FEW_CHANGES = 1 / 6
 
 #: Ticks of a lane by which it is judged which modes it needs.
 _JUDGED_TICKS = 256
@@ -111,12 +118,32 @@ class Outlook:
         cautious = max(0.0, 1 - _DEVIATIONS / math.sqrt(images))
         return cautious * self._work[kind] / sum(self._work.values())
 
-    def often_changes_convolutions(self, batch_key: BatchKey, slots: int) -> bool:
-        """True if at least _OFTEN of the calls have an image that changes convolutions."""
-        without, changed = (
-            self._images[GraphKey(batch_key, each)] for each in (False, True)
-        )
-        return changed > 0 and 1 - (without / (without + changed)) ** slots >= _OFTEN
+    def are_few(self, keys: Iterable[BatchKey], other: BatchKey) -> bool:
+        """True unless images of some keys are known to be at least _FEW of another's work."""
+        both = (False, True)
+        share = sum(self.share(GraphKey(key, each)) for key in keys for each in both)
+        work = sum(self._work.get(GraphKey(other, each), 0.0) for each in both)
+        return work > 0 and share < _FEW * work / sum(self._work.values())
+
+    def often_changes_convolutions(self, slots: int) -> bool:
+        """True if at least _OFTEN of calls of *slots* have an image that changes convolutions.
+
+        Of all sizes: the first few images of one would tell each node something else, and each
+        graph is compiled once for all nodes.
+        """
+        images, changed = self._images.total(), self._changed
+        return changed > 0 and 1 - (1 - changed / images) ** slots >= _OFTEN
+
+    @property
+    def changes_few(self) -> bool:
+        """True unless images that change convolutions are known to be a sixth; or none has come."""
+        changed = self._changed
+        least = changed - _DEVIATIONS * math.sqrt(changed)
+        return bool(self._images) and least < _FEW_CHANGES * self._images.total()
+
+    @property
+    def _changed(self) -> int:
+        return sum(self._images[kind] for kind in self._images if kind.convolutions)
 
     def seconds(self, kind: GraphKey) -> float:
         """Seconds for which images like the last ones are expected."""

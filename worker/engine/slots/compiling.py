@@ -96,6 +96,7 @@ class Compilation:
         if self._step is not None and not self._is_current:
             self._abandon()
         if not self.is_due:
+            self._foresee()
             return
         self._begin_now()
         batch_key = self._step.batch_key if self._step else self._next()
@@ -159,8 +160,13 @@ class Compilation:
 
     def _next(self) -> BatchKey | None:
         """Key that is compiled next, once the compiler is free."""
+        urgent, others = self._wanted()
+        return next(iter([*urgent, *others]), None)
+
+    def _wanted(self) -> tuple[list[BatchKey], list[BatchKey]]:
+        """Keys that nothing is compiled of, and those that lack something else, in order."""
         if not self._runner.may_compile:
-            return None
+            return [], []
         asked = [self._asked] if self._asked else []
         held = [
             lane.batch_key._replace(is_apart=False) for lane in self._lanes if lane.held
@@ -173,7 +179,21 @@ class Compilation:
         # A tick is most of an image's time, and the VAE a tenth.
         urgent = [key for key in wanted if not self._runner.compiled_step(key)]
         vaes = [key for key in keys if self._lacks_vae(self._runner.compiled_step(key))]
-        return next(iter([*urgent, *vaes, *wanted]), None)
+        return urgent, [*vaes, *wanted]
+
+    def _foresee(self) -> None:
+        """Has the tick of the key after this one compiled meanwhile."""
+        packages = self._packages
+        if packages is None or not packages.may_foresee:
+            return
+        opened = {lane.batch_key: lane for lane in self._lanes if lane.step}
+        for key in self._wanted()[0]:
+            lane = opened.get(key)
+            if lane is None or lane.step is None or lane.step is self._step:
+                continue
+            mode = self._runner.missing_modes(lane.step)[0]
+            if packages.foresee(self._describe_tick(lane, lane.step, mode)):
+                return
 
     def _lacks_vae(self, step: Step | None) -> bool:
         return step is not None and bool(self._decoder.uncompiled(_latents(step)))
@@ -241,26 +261,27 @@ class Compilation:
         self._runner.costs = replace(self._runner.costs, graph_seconds=seconds)
         if self._lacks_vae(step) or self._runner.missing_modes(step):
             return
-        times = []
-        for mode in step.compiled:
-            milliseconds = 1000 * self._runner.costs.seconds(mode)
-            times.append(f"{milliseconds:.1f} ms ({mode})")
         log.info(
-            f"{lane.slots} slots of {lane.batch_key.width}x{lane.batch_key.height} are compiled; a"
-            f" step of all takes {', '.join(times)}",
+            f"{lane.slots} slots of {lane.batch_key.width}x{lane.batch_key.height} are compiled",
             action="warm",
         )
 
-    def _compile_tick(
-        self, lane: Lane, step: Step, mode: WeightMode
-    ) -> Iterator[Graph]:
+    def _describe_tick(self, lane: Lane, step: Step, mode: WeightMode) -> Graph:
         graph = self._runner.make_graph(step, mode)
         changes = self._unet.changes
-        version = changes.version
         self._unet.use_block(lane.block, lane.slots)
         has_changes = mode == "per_slot_convolutions"
         with contextlib.nullcontext() if has_changes else changes.left_out():
             graph.describe()
+        return graph
+
+    def _compile_tick(
+        self, lane: Lane, step: Step, mode: WeightMode
+    ) -> Iterator[Graph]:
+        changes = self._unet.changes
+        version = changes.version
+        has_changes = mode == "per_slot_convolutions"
+        graph = self._describe_tick(lane, step, mode)
         yield graph
         if has_changes and version != changes.version:
             return  # its tensors were replaced

@@ -325,23 +325,31 @@ class SlotEngine:
         LoRAs are staged while the slots draw.
         """
         free = [slot for slot in range(lane.slots) if slot not in lane.active]
-        started: list[SlotJob] = []
+        changing = self._weights.changing_slots(lane)
+        started: dict[int, SlotJob] = {}
         ready = len(lane.active)
-        while len(started) < len(free) and self._lanes.takes_jobs(lane):
-            job = lane.take(self._weights.preferred)
+        while free and self._lanes.takes_jobs(lane):
+            may_change = free[0] < changing
+            job = lane.take(self._weights.preferred, may_change=may_change)
             if job is None:
                 break
-            has_room = len(self._stager.first_with_room([*started, job])) > len(started)
+            starting = [*started.values(), job]
+            has_room = len(self._stager.first_with_room(starting)) > len(started)
             may_wait = not waits or (
                 self._draws_while_staging and 2 * ready >= lane.slots
             )
             if not has_room or (may_wait and job.is_being_staged):
                 lane.waiting.insert(0, job)
                 break
-            started.append(job)
+            slot = free[0]
+            if not job.changes_convolutions:
+                # The first slots are for those that do, while there are others.
+                slot = next((each for each in free if each >= changing), slot)
+            free.remove(slot)
+            started[slot] = job
             ready += not job.is_being_staged
-        lane.active |= dict(zip(free, started, strict=False))
-        return free[: len(started)]
+        lane.active |= started
+        return list(started)
 
     @torch.no_grad()
     def _start(self, lane: Lane, step: Step, slot: int) -> None:
@@ -373,6 +381,9 @@ class SlotEngine:
         count = state.slot_rows
         rows = slice(count * slot, count * (slot + 1))
         at = job.prepared.texts_at(job.call)[:count]
+        own = [text for text in at if text < len(staged.vectors)]
+        # An image of one row beside those of two: both are its prompt's.
+        at = [*own, *own[:1] * (count - len(own))]
 
         def of_rows(each: Tensor) -> Tensor:
             # An index would be a tensor, whose copy to the device the host waits for.
@@ -423,7 +434,10 @@ class SlotEngine:
         self._runner.run(step, lane.weight_mode, max(lane.active) + 1)
         self._weights.note_step()
         key = lane.batch_key
-        drawn_rows = len(lane.active) * key.slot_rows
+        drawn_rows = sum(
+            min(job.prepared.rows(job.call), key.slot_rows)
+            for job in lane.active.values()
+        )
         self.unet_rows += drawn_rows
         self.unet_row_pixels += drawn_rows * key.width * key.height
         for slot, job in list(lane.active.items()):
@@ -445,7 +459,8 @@ class SlotEngine:
         history = step.state.history[:, slot].clone()
         job.staged = replace(job.data, latents=latents, history=history)
         job.has_weights = False
-        job.batch_key = job.batch_key.at(job.prepared, job.call)
+        key = job.batch_key.at(job.prepared, job.call)
+        job.batch_key = self._runner.lane_key(key)
         self._lanes.add(job.batch_key, [job], first=True)
 
     def _end_pass(self, job: SlotJob, latents: Tensor, history: Tensor) -> None:

@@ -72,10 +72,23 @@ class Lane:
         """True while it stays open: what is compiled is bound to its tensors."""
         return self.step is not None and self.step.is_kept
 
-    def take(self, preferred: LoraKey | None = None) -> SlotJob | None:
-        """Removes the next job, one with the LoRAs *preferred* if it may overtake the others."""
-        at = 0
-        for place, job in enumerate(self.waiting if preferred is not None else ()):
+    def take(
+        self, preferred: LoraKey | None = None, *, may_change: bool = True
+    ) -> SlotJob | None:
+        """Removes the next job, one with the LoRAs *preferred* if it may overtake the others.
+
+        None that changes convolutions, unless one *may_change* them.
+        """
+        fitting = [
+            place
+            for place, job in enumerate(self.waiting)
+            if may_change or not job.changes_convolutions
+        ]
+        if not fitting:
+            return None
+        at = fitting[0]
+        for place in fitting if preferred is not None else ():
+            job = self.waiting[place]
             if job.prepared.lora_key == preferred:
                 at = place
                 break
@@ -83,7 +96,7 @@ class Lane:
                 break
         for older in self.waiting[:at]:
             older.overtakes += 1
-        return self.waiting.pop(at) if self.waiting else None
+        return self.waiting.pop(at)
 
     def place(self, job: SlotJob, *, first: bool) -> None:
         """Adds a waiting job, the *first* of its kind or last: urgent ones, and the others.

@@ -3,11 +3,10 @@
 Each lane has tensors of its own, compiled where that pays.
 """
 
-import contextlib
 import functools
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +17,7 @@ from worker.engine import errors as engine_errors
 from worker.engine import sampler
 from worker.engine.control.network import ControlState, SlotControlNet, residuals
 from worker.engine.kernels.graph import Graph
-from worker.engine.kernels.layers import fastest_seconds, time_convolutions
+from worker.engine.kernels.layers import time_convolutions
 from worker.engine.networks.transformer import Call, SlotNetwork, SlotState
 from worker.engine.slots.compile_policy import GraphKey, ModeUsage, Outlook
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
@@ -38,8 +37,6 @@ _MAX_TICKS_AHEAD = 1
 
 #: Each compiled key holds its memory for good: three sizes, with short and with long prompts.
 _MAX_COMPILED_KEYS = 6
-
-_TIMED_TICKS = 3
 
 #: Ticks of a lane in a mode before the next is recorded, which takes as long as ten: some end with
 #: the few images that there are of their size.
@@ -184,10 +181,16 @@ class Step:
         return self.networks[0]
 
     def mode_for(self, wanted: WeightMode) -> WeightMode:
-        """The compiled mode that serves instead of another; that one itself if none does."""
-        for mode in WEIGHT_MODES[WEIGHT_MODES.index(wanted) :]:
-            if mode in self.compiled:
-                return mode
+        """The mode that serves instead of another; that one itself if none does.
+
+        It is compiled, or at least recorded: another recording would take seconds.
+        """
+        version = self.unet.changes.version
+        recorded = {mode for mode, of in self.recorded if of == version}
+        for graphs in (self.compiled, recorded):
+            for mode in WEIGHT_MODES[WEIGHT_MODES.index(wanted) :]:
+                if mode in graphs:
+                    return mode
         return wanted
 
     @property
@@ -226,7 +229,8 @@ class StepRunner:
         self._copied: deque[torch.cuda.Event] = deque()
         self._compiled: dict[BatchKey, Step] = {}
         self._to_compile: set[tuple[BatchKey, WeightMode | None]] = set()
-        self._uncompiled_seconds = 0.0
+        self._uncompiled_seconds: dict[WeightMode, float] = {}
+        self._timed: set[WeightMode] = set()
         self._refused: set[tuple[BatchKey, WeightMode]] = set()
 
     def make_step(
@@ -263,9 +267,19 @@ class StepRunner:
             for key, count in calls.items():
                 work = count * key.slot_rows * key.width * key.height
                 self.outlook.add(GraphKey(key, changes), work)
-        compiled = step.compiled if (step := self._compiled.get(plain)) else {}
+        key = self.lane_key(plain)
+        compiled = step.compiled if (step := self._compiled.get(key)) else {}
         missing = bool(compiled) and "per_slot_convolutions" not in compiled
-        return plain._replace(is_apart=changes and missing)
+        return key._replace(is_apart=changes and missing)
+
+    def lane_key(self, batch_key: BatchKey) -> BatchKey:
+        """The key of the lane that draws images of a key: of few with one row, that of two."""
+        guided = batch_key._replace(slot_rows=2, is_plain=False)
+        may_join = self.may_compile and batch_key.slot_rows == 1 and self.slots > 1
+        if not may_join or batch_key in self._compiled:
+            return batch_key
+        alike = [batch_key._replace(is_plain=is_plain) for is_plain in (False, True)]
+        return guided if self.outlook.are_few(alike, guided) else batch_key
 
     @property
     def may_compile(self) -> bool:
@@ -335,7 +349,7 @@ class StepRunner:
         """The mode that serves all of a step's ticks until another pays."""
         slots = len(step.state.latents)
         with_changes = WEIGHT_MODES[-1]
-        is_often = self.outlook.often_changes_convolutions(step.batch_key, slots)
+        is_often = self.outlook.often_changes_convolutions(slots)
         if is_often and with_changes in modes:
             return with_changes
         return modes[0]
@@ -346,6 +360,8 @@ class StepRunner:
         graph = step.compiled.get(weight_mode) or self._recorded(step, weight_mode)
         if graph is not None:
             graph()
+            if graph.seconds is not None:
+                self._note_seconds(step, weight_mode, graph.seconds)
             if not graph.has_room_for_next:
                 step.feeder.wait_for_tick()
         else:
@@ -367,8 +383,7 @@ class StepRunner:
             graph = self.make_graph(step, weight_mode)
             time_convolutions(lasting=True)
             try:
-                with _keeping(step):
-                    graph.time()
+                graph.prepare()
             except Exception as error:
                 if not engine_errors.is_out_of_memory(error):
                     raise
@@ -384,7 +399,6 @@ class StepRunner:
                     if other[1] == key[1]
                 }
                 step.recorded[key] = graph
-                self._uncompiled_seconds = graph.seconds or 0.0
         return step.recorded.get(key)
 
     def make_graph(self, step: Step, weight_mode: WeightMode) -> Graph:
@@ -407,12 +421,7 @@ class StepRunner:
         The unet must use the block of the step's lane.
         """
         time_convolutions(lasting=True)
-        with _keeping(step):
-            if self._device.type == "cuda":
-                graph.time()
-            else:
-                graph()
-            self._time({weight_mode: graph, **step.compiled})
+        graph.prepare()
         step.compiled[weight_mode] = graph
         step.recorded = {
             key: each
@@ -508,29 +517,26 @@ class StepRunner:
             tiles=batch_key.tiles,
         )
 
-    def _time(self, compiled: Mapping[WeightMode, Graph]) -> None:
-        """Times modes, all at the same heat; others are taken to differ as they did before."""
-        if self._device.type == "cuda":
-            timed = {
-                mode: fastest_seconds(each, _TIMED_TICKS)
-                for mode, each in compiled.items()
-            }
-            mode, seconds = next(iter(timed.items()))
-            factor = seconds / self.costs.seconds(mode)
-            for other in WEIGHT_MODES:
-                seconds = timed.get(other, factor * self.costs.seconds(other))
-                self.costs = replace(self.costs, **{f"{other}_seconds": seconds})
-            if self._uncompiled_seconds:
-                saved = 1 - self.costs.shared_seconds / self._uncompiled_seconds
-                self.costs = replace(self.costs, saved_share=max(0.0, saved))
+    def _note_seconds(
+        self, step: Step, weight_mode: WeightMode, seconds: float
+    ) -> None:
+        """Notes what ticks take, of the native size where that has been timed.
 
-
-@contextlib.contextmanager
-def _keeping(step: Step) -> Iterator[None]:
-    """Restores the images that ticks inside it change."""
-    kept = [(each, each.clone()) for each in (step.state.latents, step.state.history)]
-    try:
-        yield
-    finally:
-        for tensor, copy in kept:
-            tensor.copy_(copy)
+        Modes that were not are taken to differ as they did before.
+        """
+        if weight_mode not in step.compiled:
+            self._uncompiled_seconds[weight_mode] = seconds
+            return
+        if weight_mode in self._timed and step.batch_key != self.native:
+            return
+        factor = seconds / self.costs.seconds(weight_mode)
+        self._timed.add(weight_mode)
+        changed = {
+            f"{mode}_seconds": factor * self.costs.seconds(mode)
+            for mode in WEIGHT_MODES
+            if mode not in self._timed
+        }
+        changed[f"{weight_mode}_seconds"] = seconds
+        if uncompiled := self._uncompiled_seconds.get(weight_mode):
+            changed["saved_share"] = max(0.0, 1 - seconds / uncompiled)
+        self.costs = replace(self.costs, **changed)

@@ -153,6 +153,19 @@ class Weights:
             self._merge_and_time(loras)
             self.merged = to_merge
 
+    def changing_slots(self, lane: Lane) -> int:
+        """The slots of a lane, its first ones, for jobs that change convolutions."""
+        unet = self._unet
+        if lane.step is None or lane.step.unet is not unet:
+            return lane.slots
+        unet.changes.expect(few=self._runner.outlook.changes_few)
+        are_there = unet.changes.exist or any(
+            job.changes_convolutions for job in lane.waiting
+        )
+        if lane.batch_key.merged_loras is not None or not are_there:
+            return lane.slots
+        return min(lane.slots, unet.changes.slots_of(lane.block))
+
     def make_room(self, lane: Lane, held: Iterable[SlotJob]) -> None:
         """Makes room for a lane's changes of convolutions; if it grows, all are loaded again.
 
@@ -198,17 +211,19 @@ class Weights:
         return self._unet.reloaded
 
     def may_move(self, lane: Lane, job: SlotJob) -> bool:
-        """True if a job should move to the lane whose slots have the rows of its next call.
+        """True if a job should move to the lane that draws images with the rows of its next call.
 
         Not from two rows to one with LoRAs merged into a slot's own weights: there and back, these
         take longer to load than the row.
         """
-        rows = job.prepared.rows(job.call)
         held = lane.batch_key.slot_rows
+        if (rows := job.prepared.rows(job.call)) >= held:
+            return rows > held
         is_merged = self._unet.weights == "merged" and lane.weight_mode != "shared"
-        return rows > held or (
-            rows < held and not (is_merged and job.prepared.lora_key)
-        )
+        if is_merged and job.prepared.lora_key:
+            return False
+        key = lane.batch_key.at(job.prepared, job.call)
+        return self._runner.lane_key(key).slot_rows < held
 
     def finish_loading(self) -> None:
         """Makes the next step wait for weights that are being loaded."""

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from packages import TracedPackages
@@ -54,3 +55,17 @@ def test_any_number_of_graphs_are_compiled_of_one_function():
         compile_it(graph)
         graph()
         assert state.eq(2).all()
+
+
+def test_a_run_that_the_driver_takes_only_once_the_gpu_is_free_has_no_room_beside_it():
+    graph = make(torch.ones(2, 2), torch.eye(2))
+    for _ in range(2):
+        graph.note_run(0.05, launching_seconds=0.0005)
+    assert graph.seconds is None, "the first ones also load kernels"
+    graph.note_run(0.05, launching_seconds=0.0005)
+    assert (graph.seconds, graph.has_room_for_next) == (0.05, True)
+    graph.note_run(0.05, launching_seconds=0.03)
+    assert not graph.has_room_for_next
+    graph.note_run(0.08, launching_seconds=0.0)
+    assert graph.seconds == pytest.approx(0.06), "a moving average"
+    assert not graph.has_room_for_next, "since it waits for the GPU"

@@ -33,7 +33,7 @@ class Compiler:
         assert content
         self.began.append(target)
 
-    def is_done(self, _seconds: float) -> bool:
+    def is_done(self, _seconds: float = 0.0) -> bool:
         return self.may_end
 
     def end(self) -> None:
@@ -199,3 +199,87 @@ def test_a_graph_that_is_wanted_no_more_ends_its_compiler(
     assert compiler.closed == 1
     made.end()
     assert not graph.is_compiled
+
+
+@pytest.fixture
+def compilers(compiler: Compiler, monkeypatch) -> list[Compiler]:
+    """Those of a machine that has room for two."""
+    made: list[Compiler] = []
+
+    def make_one() -> Compiler:
+        made.append(Compiler())
+        return made[-1]
+
+    monkeypatch.setattr(packages, "Compiler", make_one)
+    monkeypatch.setattr(Packages, "_most_compilers", 2)
+    return made
+
+
+def other_graph(size: int) -> Graph:
+    tensors = torch.zeros(size, size), torch.ones(size, size), torch.ones(size, size)
+    return Graph("another product", "product", multiply, tensors, None)
+
+
+def test_the_next_graph_is_compiled_meanwhile(
+    compilers: list[Compiler], make: Any, graph: Graph
+):
+    exchange = Exchange(known=False)
+    made = make(exchange)
+    assert not made.may_foresee, "nothing is compiled: others may have both"
+    made.begin(graph)
+    made.is_done()
+    following = other_graph(3)
+    assert made.may_foresee
+    assert made.foresee(following)
+    assert not made.may_foresee, "both are at work"
+    compilers[1].may_end = True
+    assert not made.foresee(following), "it is there, or will be"
+    compilers[0].may_end = True
+    made.end()
+    made.begin(following)
+    assert made.is_done()
+    made.end()
+    assert [len(each.began) for each in compilers] == [1, 1]
+    assert made.graphs["compiled"] == 2
+    assert exchange.shared == [each.began[0] for each in compilers]
+
+
+def test_a_graph_that_is_being_foreseen_is_waited_for(
+    compilers: list[Compiler], make: Any, graph: Graph
+):
+    made = make(None)
+    made.begin(graph)
+    following = other_graph(3)
+    made.foresee(following)
+    compilers[0].may_end = True
+    made.end()
+    made.begin(following)
+    assert not made.is_done()
+    compilers[1].may_end = True
+    assert made.is_done()
+    made.end()
+    assert following.is_compiled
+    assert len(compilers[0].began) == 1
+
+
+def test_a_graph_that_could_not_be_foreseen_is_compiled_when_it_is_wanted(
+    compilers: list[Compiler], make: Any, graph: Graph, monkeypatch
+):
+    made = make(None)
+    made.begin(graph)
+    following = other_graph(3)
+    made.foresee(following)
+
+    def fail() -> None:
+        raise CompileError("no kernel for this")
+
+    monkeypatch.setattr(compilers[1], "end", fail)
+    compilers[1].may_end = True
+    assert made.may_foresee
+    assert not made.foresee(following), "it is not tried for ever"
+    made.cancel()
+    made.begin(following)
+    assert not made.is_done()
+    compilers[0].may_end = True
+    made.end()
+    assert following.is_compiled

@@ -112,3 +112,33 @@ def test_what_could_not_be_kept_is_tried_again_after_a_while_and_others_are_not_
     assert (pays(of, USUAL), pays(of, OTHER)) == (True, False)
     clock.seconds += 3600
     assert pays(of, OTHER)
+
+
+def test_what_the_first_graph_changes_depends_on_all_sizes_not_on_the_first_few_images():
+    of = outlook(math.inf, [USUAL] * 45)
+    assert not of.often_changes_convolutions(16), "none does"
+    for _ in range(2):
+        of.add(USUAL._replace(convolutions=True), 1.0)
+    assert of.often_changes_convolutions(16)
+    assert not of.often_changes_convolutions(8)
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "are_few"),
+    [(0, 0, False), (1, 0, False), (1, 1, True), (5, 1000, True), (30, 200, False)],
+)
+def test_images_are_few_until_they_are_known_to_be_more(
+    few: int, many: int, are_few: bool
+):
+    of = outlook(math.inf, [*[RARE] * few, *[USUAL] * min(many, 400)])
+    assert of.are_few([RARE.batch_key], USUAL.batch_key) == are_few
+
+
+def test_that_few_images_change_convolutions_is_believed_until_many_are_known_to():
+    changed = USUAL._replace(convolutions=True)
+    assert not outlook(math.inf).changes_few, "nothing is counted"
+    assert outlook(math.inf, [USUAL]).changes_few
+    assert outlook(math.inf, [changed] * 2).changes_few
+    assert not outlook(math.inf, [changed] * 8).changes_few
+    assert outlook(math.inf, [USUAL, USUAL, changed] * 5).changes_few
+    assert not outlook(math.inf, [USUAL, USUAL, changed] * 60).changes_few

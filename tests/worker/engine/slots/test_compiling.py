@@ -383,12 +383,121 @@ def test_modes_that_were_not_timed_are_taken_to_differ_as_guessed(
     engine: Any, monkeypatch
 ):
     """Else a guess of one GPU would be compared with what was measured on another."""
-    runner, seconds = engine._runner, {"per_slot": 0.525, "shared": 0.45}
-    monkeypatch.setattr(runner, "_device", torch.device("cuda"))
-    monkeypatch.setattr(runner, "_uncompiled_seconds", 1.0)
-    monkeypatch.setattr(step, "fastest_seconds", lambda mode, _: seconds[mode])
-    runner._time({"per_slot": "per_slot"})
+    runner = engine._runner
+    held, _ = engine._open_lane(runner.native)
+    step = held.step
+    runner._note_seconds(step, "per_slot", 1.05)
+    assert runner.costs.saved_share == pytest.approx(0.35), "it ran uncompiled"
+    step.compiled["per_slot"] = step.compiled["shared"] = lambda: None
+    runner._note_seconds(step, "per_slot", 0.525)
     found = runner.costs
     assert found.shared_seconds == pytest.approx(0.5)
     assert found.per_slot_convolutions_seconds == pytest.approx(0.55)
     assert found.saved_share == pytest.approx(0.5)
+    runner._note_seconds(step, "shared", 0.45)
+    assert runner.costs.per_slot_seconds == pytest.approx(0.525), "it was timed"
+    step.compiled.clear()
+
+
+def test_few_images_of_one_row_are_drawn_beside_those_of_two(
+    monkeypatch, engine: Any, slot_engine: Any
+):
+    """A lane of their own would be almost empty, and another graph."""
+    requests = [make_request(seed=seed, steps=12) for seed in range(6)]
+    requests[3] = make_request(seed=3, steps=1, cfg_scale=1.0)
+    calls = watch_calls(monkeypatch, engine)
+    images = draw(engine, *requests)
+    assert {call.slot_rows for call in calls} == {2}
+    assert engine.unet_rows == 5 * 12 * 2 + 1, "its second row is no work"
+    for image, request in zip(images, requests, strict=True):
+        assert_alike(image, draw(slot_engine, request)[0], ROUNDING)
+
+
+def test_images_of_one_row_have_lanes_of_their_own_once_they_are_many(
+    monkeypatch, engine: Any
+):
+    few = [make_request(seed=seed, steps=2, cfg_scale=1.0) for seed in range(6)]
+    calls = watch_calls(monkeypatch, engine)
+    draw(engine, make_request(steps=3), *few)
+    rows = [call.slot_rows for call in calls]
+    assert set(rows) == {1, 2}
+    assert rows[0] == 2
+
+
+def test_a_recorded_tick_serves_in_place_of_one_that_would_be_recorded_anew(
+    engine: Any,
+):
+    step = engine._open_lane(engine._runner.native)[1]
+    version = step.unet.changes.version
+    assert step.mode_for("shared") == "shared"
+    step.recorded["per_slot_convolutions", version - 1] = None
+    assert step.mode_for("per_slot") == "per_slot", "its tensors were replaced"
+    step.recorded["per_slot_convolutions", version] = None
+    assert step.mode_for("per_slot") == "per_slot_convolutions"
+    step.compiled["per_slot"] = None
+    assert step.mode_for("shared") == "per_slot", "a compiled one is faster"
+    step.compiled.clear()
+    step.recorded.clear()
+
+
+def test_another_size_that_pays_is_foreseen_while_the_first_is_compiled(
+    make_slot_engine: Any, compiler: PlainPackages
+):
+    engine = make_slot_engine(
+        slots=2, packages=compiler, queue_seconds=lambda: math.inf
+    )
+    engine.compile_in_background()
+    compiler.may_foresee = True
+    sizes = [{}, {"width": 96}] * 40
+    requests = [make_request(seed=at, steps=6, **each) for at, each in enumerate(sizes)]
+    waiting = iter(enumerate(requests))
+    while not compiler.foreseen:
+        while engine.free:
+            ticket, request = next(waiting)
+            engine.admit(ticket, engine.prepare(request))
+        engine.tick()
+    assert [name.split()[1] for name in compiler.began] == ["UNet"]
+    assert "96x64" in compiler.foreseen[0]
+    assert "64x64" in compiler.began[0]
+
+
+def test_few_images_that_change_convolutions_are_drawn_in_the_first_slots_alone(
+    make_slot_engine: Any, slot_engine: Any, compiler: PlainPackages, tmp_path: Path
+):
+    """Changes of all slots take a tenth of each tick, whether images have any or not."""
+    engine = make_slot_engine(slots=8, packages=compiler)
+    locon = write_locon(tmp_path / "locon.safetensors", engine)
+    requests = [
+        make_request(seed=seed, steps=2 + seed % 3, loras=(locon,) * (seed % 7 == 3))
+        for seed in range(28)
+    ]
+    images = draw(engine, *requests)
+    changes = engine._unet.changes
+    assert changes.slots_of(0) == 2
+    assert {len(each.down) for each in changing_layers(engine)} == {2}
+    for image, request in list(zip(images, requests, strict=True))[::3]:
+        assert_alike(image, draw(slot_engine, request)[0], ROUNDING)
+    assert not engine._lanes.jobs
+
+
+def test_all_slots_hold_changes_once_many_images_have_some(
+    make_slot_engine: Any, slot_engine: Any, compiler: PlainPackages, tmp_path: Path
+):
+    engine = make_slot_engine(slots=8, packages=compiler)
+    locons = [(write_locon(tmp_path / f"{name}.safetensors", engine),) for name in "ab"]
+    few = [make_request(seed=seed, loras=locons[0] * (seed == 0)) for seed in range(9)]
+    many = [
+        make_request(seed=seed, steps=2, loras=locons[seed % 2]) for seed in range(40)
+    ]
+    draw(engine, *few)
+    version = engine._unet.changes.version
+    images = draw(engine, *many)
+    assert engine._unet.changes.slots_of(0) == 8
+    assert engine._unet.changes.version == version + 1, "others take their memory once"
+    for image, request in list(zip(images, many, strict=True))[::9]:
+        assert_alike(image, draw(slot_engine, request)[0], ROUNDING)
+
+
+def changing_layers(engine: Any) -> list[Any]:
+    found = [each for each in engine._unet.modules() if hasattr(each, "down")]
+    return [each for each in found if isinstance(each.down, torch.Tensor)]

@@ -21,11 +21,17 @@ class PlainPackages:
         self.began: list[str] = []
         self.graphs = dict.fromkeys(ORIGINS, 0)
         self.breaks = False
+        self.may_foresee = False
+        self.foreseen: list[str] = []
         self._graph: Graph | None = None
 
     def begin(self, graph: Graph) -> None:
         self.began.append(graph.name)
         self._graph = graph
+
+    def foresee(self, graph: Graph) -> bool:
+        self.foreseen.append(graph.name)
+        return True
 
     def is_done(self, _seconds: float = 0.0) -> bool:
         return self.may_end > 0
