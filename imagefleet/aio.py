@@ -33,6 +33,7 @@ from imagefleet.records.counts import Counts
 from imagefleet.records.ledger import Ledgers
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
+from imagefleet.storage.bundle import jobs_per_bundle
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.dead_letter_queue import OnProgress, Swept
 from imagefleet.storage.open import Storage, open_storage
@@ -103,7 +104,7 @@ class Result(JobFacts):
         records = [
             each.model_copy(update=unsaid) for each in self.records if each.blob == name
         ]
-        found = await self.fleet.run(pictures.find(storage.blobs, records))
+        found = await self.fleet.run(pictures.find(storage, records))
         if found == "missing":
             raise errors.JobError(f"there is no image {name} in {storage.url}")
         if found == "misfit":
@@ -203,7 +204,8 @@ class Fleet:
             await submission.check()
             before_send(submission.jobs)
             await RETRIES.call(submission.before_send)
-            sender = BulkSender(to.send, bodies)
+            most = jobs_per_bundle(len(bodies))
+            sender = BulkSender(to.send, bodies, bundle_jobs=most)
 
             async def note() -> None:
                 await submission.note_sent(sender.progress.sent)
@@ -317,7 +319,7 @@ class Results:
     async def frame(self) -> pd.DataFrame:
         """A row for each image, and for each job without; the columns of `imagefleet results`."""
         records = (record async for result in self for record in result.records)
-        return await columns.frame(records, self._fleet.storage.blobs.address)
+        return await columns.frame(records, columns.addresses(self._fleet.storage))
 
 
 class Batch:

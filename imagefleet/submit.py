@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from imagefleet import concurrency, errors
 from imagefleet.concurrency import RetryPolicy
+from imagefleet.storage import bundle
+from imagefleet.storage.bundle import Sent
 
 #: Positions in flight: a disk sync for so many gives 34,000 jobs/s.
 BATCH = 32
@@ -62,6 +64,11 @@ class BulkSender:
     bodies: Iterable[str | None]
     concurrency: int = 4
     batch: int = BATCH
+    """Messages of a send."""
+    bundle_jobs: int = 1
+    """The most jobs of a message."""
+    bundle_name: Callable[[Sequence[str]], str] = bundle.any_name
+    """Names the bundle of some messages."""
     rate: float | None = None
     choose: Callable[[str | None], Awaitable[str | None]] | None = None
     second_drawing: Callable[[str], str | None] = lambda _: None
@@ -108,10 +115,14 @@ class BulkSender:
                 if self._source_error is not None:
                     raise self._source_error
                 return True
-            messages = [body for body in batch if body is not None]
+            messages = [job.message for job in batch if job and job.is_sent]
             # After the batch, so that the worker that pulls a job has mostly not its second one.
             second = [also for body in messages if (also := self.second_drawing(body))]
-            task = asyncio.create_task(self._send([*messages, *second]))
+            bundled = messages
+            if self.bundle_jobs > 1:
+                jobs = [job for job in batch if job]
+                bundled = bundle.bundled(jobs, self.bundle_jobs, self.bundle_name)
+            task = asyncio.create_task(self._send([*bundled, *second]))
             sent = Progress(
                 sent.confirmed + len(batch),
                 sent.sent + len(messages),
@@ -123,15 +134,18 @@ class BulkSender:
                 count = len(messages) + len(second)
                 next_send = max(next_send, time.monotonic()) + count / self.rate
 
-    async def _take(self) -> list[str | None]:
-        size = self.batch
+    async def _take(self) -> list[Sent | None]:
+        """The next positions: whole bundles, so that the same ones are in it another time."""
+        size = self.batch * self.bundle_jobs
         if self.rate is not None:
-            size = max(1, min(size, int(self.rate / _PACED_SENDS_PER_SECOND)))
-        batch: list[str | None] = []
+            size = min(size, int(self.rate / _PACED_SENDS_PER_SECOND))
+        size = max(1, size // self.bundle_jobs) * self.bundle_jobs
+        batch: list[Sent | None] = []
         try:
             for body in itertools.islice(self._bodies, size):
                 # What came before an error is kept.
-                batch.append(await self.choose(body) if self.choose else body)  # noqa: PERF401
+                chosen = await self.choose(body) if self.choose else body
+                batch.append(None if body is None else Sent(body, chosen is not None))
         except errors.FleetError as error:
             self._bodies = iter(())
             self._source_error = error  # raised once everything before it is sent

@@ -1,5 +1,6 @@
 """One load: a source, and the queue that it fills with the jobs that the ledger does not know."""
 
+import functools
 import secrets
 import time
 from collections.abc import (
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.records.ledger import Ledgers, listed
-from imagefleet.storage import enqueue
+from imagefleet.storage import bundle, enqueue
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
@@ -20,6 +21,10 @@ from loadgen.campaigns import LoadedCampaigns, Sample, changes_of, shown
 from loadgen.caption_sweep import SweepSource
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
+
+#: The folder, among the packs, of the blob whose name is the secret of bundles' names: workers read
+#: packs by their names, and only who may list them finds it. A load that begins again has the same.
+_SECRETS = "-load/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class Summary:
     queue: str
     """The queue of jobs without a model."""
     queues: Mapping[str, int]
-    """Messages that were sent, by their queue: that of their job's model."""
+    """Jobs that were sent, second drawings too, by their queue: that of their model."""
     sent: int
     new: int
     changed: int
@@ -89,6 +94,7 @@ class Load:
             source.bodies(),
             concurrency=batches,
             batch=jobs,
+            bundle_jobs=settings.bundle_jobs(source.count),
             rate=settings.rate,
             choose=self._campaigns.choose,
             second_drawing=sample.second_drawing,
@@ -143,6 +149,8 @@ class Load:
                 ) from None
         await self._storage.create()
         await self._cancelled.refresh()
+        if self._sender.bundle_jobs > 1:
+            await self._name_bundles()
 
         def confirm(progress: Progress) -> None:
             self._campaigns.confirm(progress.confirmed)
@@ -153,6 +161,16 @@ class Load:
         async with concurrency.beside(watching, keep_noting(self._campaigns.note)):
             return await self._sender.run(confirm)
 
+    async def _name_bundles(self) -> None:
+        """Names bundles by the storage's secret; without access to it, sends jobs one by one."""
+        try:
+            secret = await _secret(self._storage)
+        except errors.SetupError as error:
+            self._sender.bundle_jobs = 1
+            self._on_notice(f"jobs are sent without bundles: {error.message}")
+        else:
+            self._sender.bundle_name = functools.partial(bundle.name_by, secret)
+
     async def _was_sent(self) -> bool:
         """True if the ledger has any of the jobs; False if it cannot be read."""
         try:
@@ -162,3 +180,15 @@ class Load:
         except errors.SetupError:
             return False  # which is said where they are noted
         return found["changed"] + found["as_before"] > 0
+
+
+async def _secret(storage: Storage) -> str:
+    """The secret that the names of bundles follow from; makes one if there is none."""
+    found = [record async for record in storage.packs.records(_SECRETS)]
+    if not found:
+        name = f"{_SECRETS}{secrets.token_hex(16)}"
+        await storage.packs.create(name, b"", "text/plain", {})
+        # Of two loads that made one at the same time, both take the first.
+        found = [record async for record in storage.packs.records(_SECRETS)]
+    first = min(found, key=lambda record: (record.created_at, record.name))
+    return first.name.removeprefix(_SECRETS)

@@ -2,6 +2,8 @@
 
 from pydantic import Field
 
+from imagefleet.storage import bundle
+from imagefleet.storage.bundle import MAX_JOBS
 from imagefleet.storage.settings import SignerSettings
 from imagefleet.submit import BATCH
 
@@ -22,6 +24,13 @@ class LoadSettings(SignerSettings):
         ge=1,
         le=512,
         description="Jobs in flight at once.",
+    )
+    bundle: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_JOBS,
+        description="Jobs of a message at most, whose images are one pack, and 30 s of a slow"
+        " card's work; 1: each by itself; default: 1 for each 500 jobs, up to 64.",
     )
     rate: float | None = Field(
         default=None,
@@ -44,6 +53,10 @@ class LoadSettings(SignerSettings):
         if self.verify_share is not None:
             return self.verify_share
         return 0.0 if self.is_local else DEFAULT_VERIFY_SHARE
+
+    def bundle_jobs(self, count: int) -> int:
+        """Jobs of a message at most, of *count* that are sent."""
+        return bundle.jobs_per_bundle(count) if self.bundle is None else self.bundle
 
     @property
     def batches(self) -> tuple[int, int]:

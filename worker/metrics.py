@@ -318,12 +318,7 @@ class CostMeter(Collector):
     @property
     def storage_dollars(self) -> float:
         """Dollars for the storage's operations so far; keeping images is billed by the month."""
-        prices = self._replica.storage_prices
-        return (
-            self._operations.queue * prices.queue_operation
-            + self._operations.blob_writes * prices.blob_write
-            + self._operations.blob_reads * prices.blob_read
-        )
+        return self._replica.storage_prices.dollars(self._operations)
 
     def ready(self) -> None:
         """The start-up is over: the engine is loaded."""

@@ -22,6 +22,7 @@ from worker.engine import contract
 from worker.files import model
 from worker.gpu_thread import EngineThread
 from worker.inputs.reader import JobFiles
+from worker.jobs.bundles import PACKS
 from worker.jobs.in_flight import InFlightJob
 from worker.metrics import (
     CostMeter,
@@ -278,7 +279,7 @@ class Pipeline:
         if self.models:
             self._queue.receive_only(self.models.served_now())
         settler, watchdog = self.settler, self._checks.watchdog
-        settler.model_name = engine.model_name
+        settler.model_name = settler.bundles.model_name = engine.model_name
         upload = UploadStage(settler, watchdog)
         encode = EncodeStage(settler, watchdog, self._hash_model(), upload)
         generate = GenerateStage(
@@ -300,6 +301,7 @@ class Pipeline:
             ("details", generate.draw_details, DETAILED),
             ("encode", encode.run, ENCODING),
             ("upload", upload.run, UPLOADS),
+            ("pack", settler.bundles.run, PACKS),
             ("acknowledge", settler.pending.finish, UPLOADS),
         ):
             for _ in range(count):
@@ -312,7 +314,9 @@ class Pipeline:
             generate.stop_accepting()
             await self._stop_pulling()
             self._pull = None
-            await self._hand_back(map(settler.hand_back, list(settler.in_flight)))
+            handing_back = map(settler.hand_back, list(settler.in_flight))
+            # Of bundles, what is drawn is stored before the rest is handed back.
+            await self._hand_back([*handing_back, settler.nothing_in_flight.wait()])
             await self._side_tasks.cancel()
             prepare.close()
             encode.close()
@@ -383,7 +387,7 @@ class Pipeline:
         await asyncio.wait({self._pull}, timeout=HAND_BACK_SECONDS)
         await tasks.cancel([self._pull])
 
-    async def _hand_back(self, calls: Iterable[Awaitable[None]]) -> None:
+    async def _hand_back(self, calls: Iterable[Awaitable[object]]) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_BACK_SECONDS):
                 for result in await asyncio.gather(*calls, return_exceptions=True):

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from imagefleet import concurrency, errors
-from imagefleet.job.message import images_of
-from imagefleet.storage import protocol
+from imagefleet.job.message import images_of, is_bundle
+from imagefleet.storage import bundle, protocol
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import logs
 from worker import tasks
 from worker.gpu_thread import EngineThread
+from worker.jobs import bundles
 from worker.jobs.in_flight import InFlightJob
 from worker.leases import Lease
 from worker.settle import Settler
@@ -55,7 +56,7 @@ class Puller:
     _queue_answers: bool = True
     _ahead: Counter[int] = field(default_factory=Counter)
     """Images of jobs pulled that the engine has not finished, by their level."""
-    _images_per_job: float = 1.0  # of those received last
+    _images_per_message: float = bundle.MAX_JOBS  # of those received last
     _less_ahead: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _stopped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _warning: logs.Occasion = field(default_factory=logs.Occasion, init=False)
@@ -157,25 +158,20 @@ class Puller:
         above: int | None = None,
     ) -> None:
         """Hands back what is too much, since the jobs before it have more images than expected."""
-        entries, images = [], 0
-        for lease in leases:
-            entry = InFlightJob(
-                lease,
-                ahead=images_of(lease.message.body),
-                level=self.queue.level_of(lease.message),
-            )
-            entries.append(entry)
-            images += entry.ahead
+        messages = list(map(self._entries, leases))
+        images = sum(entry.ahead for entries in messages for entry in entries)
         if above is None:
-            self._images_per_job = images / len(entries)
+            self._images_per_message = images / len(messages)
         target = self._target
         surplus = []
-        for entry in entries:
-            self.settler.add(entry)
-            if self._images_ahead(above) >= target and images > len(entries):
-                entry.ahead = 0
-                surplus.append(entry)
-            else:
+        for entries in messages:
+            is_surplus = self._images_ahead(above) >= target and images > len(messages)
+            for entry in entries:
+                self.settler.add(entry)
+                if is_surplus:
+                    entry.ahead = 0
+                    surplus.append(entry)
+                    continue
                 entry.is_urgent = any(
                     images
                     for level, images in self._ahead.items()
@@ -185,6 +181,17 @@ class Puller:
                 add(entry)
         if surplus:
             await concurrency.gather(*map(self.settler.hand_back, surplus))
+
+    def _entries(self, lease: Lease) -> list[InFlightJob]:
+        """The jobs of a message: one, or those of a bundle."""
+        if is_bundle(lease.message.body):
+            entries = bundles.entries_of(lease)
+        else:
+            entries = [InFlightJob(lease)]
+        for entry in entries:
+            entry.ahead = images_of(entry.message.body)
+            entry.level = self.queue.level_of(lease.message)
+        return entries
 
     async def _is_done(self) -> bool:
         """True if nothing is visible or in flight, nor hidden by a dead worker's lease."""
@@ -219,8 +226,8 @@ class Puller:
             protocol.MAX_RECEIVE, max(1, (target - self.engine_thread.capacity) // 2)
         ):
             return 0
-        images_per_job = self._images_per_job if above is None else 1.0
-        return min(math.ceil(room / images_per_job), protocol.MAX_RECEIVE)
+        per_message = self._images_per_message if above is None else 1.0
+        return min(math.ceil(room / per_message), protocol.MAX_RECEIVE)
 
     @property
     def _target(self) -> int:

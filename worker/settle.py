@@ -19,6 +19,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import priority_of
 from worker.jobs import chains, stored
+from worker.jobs.bundles import BundleStage
 from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.leases import LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
@@ -51,6 +52,7 @@ class Settler:
     on_settled: Callable[[InFlightJob, Outcome], None]
     cancelled_campaigns: CancelledCampaigns
     pending: RecordStage = field(init=False)
+    bundles: BundleStage = field(init=False)
     model_name: str = field(default="", init=False)
     """The model whose jobs are in flight."""
     in_flight: dict[InFlightJob, None] = field(
@@ -68,6 +70,16 @@ class Settler:
             ),
             self.in_flight,
             self.storage,
+        )
+        self.bundles = BundleStage(
+            self.storage,
+            self.keeper,
+            self.metrics,
+            self.cost,
+            self.settings.name,
+            self.retry_policy,
+            self.pending,
+            self._ended,
         )
 
     def add(self, entry: InFlightJob) -> None:
@@ -149,6 +161,9 @@ class Settler:
         job = entry.job
         if job is None or not (entry.is_redelivered or job.stage > 1):
             return  # a stage may have been sent twice
+        if entry.bundle is not None:
+            await self.bundles.look_up(entry)
+            return
         unknown = sorted({*range(job.images_to_draw)} - entry.stored)
         look = partial(
             stored.find_stored, self.storage.blobs, job, entry.source, unknown
@@ -161,6 +176,10 @@ class Settler:
 
     async def _completed(self, entry: InFlightJob) -> None:
         """Every image is stored: acknowledges the message once the records are."""
+        if entry.bundle is not None:
+            if entry.settle():
+                await self.bundles.ended(entry, "completed")
+            return
 
         async def finish(error: errors.TransientError | None) -> None:
             if not entry.settle():
@@ -212,8 +231,12 @@ class Settler:
         if entry.is_second_drawing:
             await self.unverified(entry, "its campaign was cancelled")
         elif entry.settle():
+            record = self.record(entry, "cancelled")
+            if entry.bundle is not None:
+                await self.bundles.ended(entry, "cancelled", record)
+                return
             finish = partial(self._end, entry, "cancelled")
-            await self.pending.put(entry, finish, self.record(entry, "cancelled"))
+            await self.pending.put(entry, finish, record)
 
     async def failed(
         self, entry: InFlightJob, error: Exception, image: InFlightImage | None = None
@@ -228,7 +251,7 @@ class Settler:
             return
         if isinstance(error, errors.LeaseLost):
             entry.settle()
-            self._lost(entry, error)
+            await self._lose(entry, error)
             return
         error = entry.fault_of(error)
         if (
@@ -286,6 +309,9 @@ class Settler:
         if self.storage.models.of(model)[priority].name == message.queue:
             await self._release(entry)
             return
+        if entry.bundle is not None:
+            await self.bundles.ended(entry, "moved")
+            return
         # Sent again it is younger; but who cancels its campaign waits as long as this worker may
         # not know of it.
         body = named(without_deliveries(message.body), entry.id)
@@ -321,14 +347,14 @@ class Settler:
         try:
             entry.lease.check()
         except errors.LeaseLost as lost:
-            self._lost(entry, lost)
+            await self._lose(entry, lost)
             return
         reason, kind = entry.reason(error), type(error).__name__
         entry.log(
             logging.WARNING, f"failed permanently: {reason}", "job_failed", error=kind
         )
         failed = dead_letter.failed_job(
-            entry.lease.message,
+            entry.message,
             entry.job,
             error,
             self.settings.name,
@@ -336,6 +362,11 @@ class Settler:
             reason=reason,
             stored=entry.stored,
         )
+
+        record = self.record(entry, **failed.model_dump(exclude_unset=True))
+        if entry.bundle is not None:
+            await self.bundles.ended(entry, "failed", record)
+            return
 
         async def add() -> None:
             async with entry.lease.lock:
@@ -353,7 +384,6 @@ class Settler:
             if await self._end(entry, "failed", fault) == "failed":
                 self.metrics.failed_jobs.labels(kind).inc()
 
-        record = self.record(entry, **failed.model_dump(exclude_unset=True))
         await self.pending.put(entry, finish, record)
 
     async def _retry(
@@ -375,6 +405,10 @@ class Settler:
         self, entry: InFlightJob, delay_seconds: float = 0, *, failed: bool = False
     ) -> None:
         """Hands a job's message back."""
+        if entry.bundle is not None:
+            outcome: Outcome = "retried" if failed else "handed_back"
+            await self.bundles.ended(entry, outcome, delay_seconds=delay_seconds)
+            return
 
         async def call() -> None:
             deliveries = entry.deliveries.ended(failed=failed)
@@ -404,6 +438,12 @@ class Settler:
             return self._lost(entry, error)
         self._ended(entry, outcome)
         return outcome
+
+    async def _lose(self, entry: InFlightJob, error: errors.LeaseLost) -> None:
+        if entry.bundle is not None:
+            await self.bundles.ended(entry, "lost")
+        else:
+            self._lost(entry, error)
 
     def _lost(self, entry: InFlightJob, error: Fault) -> Outcome:
         """The job is delivered again, or was; what is stored stays stored."""

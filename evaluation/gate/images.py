@@ -14,7 +14,9 @@ from imagefleet import errors
 from imagefleet.files import picture
 from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.records import catalog, pictures, reader
+from imagefleet.records.record import Spot
+from imagefleet.storage.open import Storage
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -83,17 +85,27 @@ class FolderImages:
 class CampaignImages:
     """Images of a campaign in a storage."""
 
-    def __init__(self, blobs: BlobStore, campaign: str, storage_url: str) -> None:
-        self._blobs = blobs
+    def __init__(self, storage: Storage, campaign: str) -> None:
+        self._storage = storage
+        self._campaign = campaign
+        self._packed: dict[str, Spot] = {}
         self._folder = f"{campaign}/"
         self._is_folder_too = Path(campaign).is_dir()
-        self.label = f"campaign {campaign} in {storage_url}"
+        self.label = f"campaign {campaign} in {storage.url}"
 
     async def names(self) -> list[str]:
         found = [
             name.removeprefix(self._folder)
-            async for name in self._blobs.names(self._folder)
+            async for name in self._storage.blobs.names(self._folder)
         ]
+        if catalog.may_have_packs(
+            self._campaign, await catalog.packed_campaigns(self._storage)
+        ):
+            async for record in reader.images(self._storage, self._campaign):
+                if record.pack is not None:
+                    name = record.spot.blob.removeprefix(self._folder)
+                    self._packed[name] = record.spot
+        found = [*dict.fromkeys([*found, *self._packed])]
         found = [name for name in found if Path(name).suffix.lower() in plan.SUFFIXES]
         if not found and self._is_folder_too:
             raise NotComparableError(
@@ -103,7 +115,8 @@ class CampaignImages:
 
     async def read(self, name: str) -> bytes | None:
         try:
-            return await self._blobs.read(self._folder + name, MAX_IMAGE_BYTES)
+            spot = self._packed.get(name, Spot(self._folder + name))
+            return await pictures.read(self._storage, spot)
         except errors.UnusableFileError:  # too large for an image
             return None
 

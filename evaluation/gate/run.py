@@ -184,7 +184,7 @@ async def _opened(
     if isinstance(side, Campaign):
         # Only images are read: neither queues nor a right to them are needed.
         async with open_storage(plan.storages[at]) as storage:
-            yield CampaignImages(storage.blobs, side.name, storage.url)
+            yield CampaignImages(storage, side.name)
     elif isinstance(side, Folder):
         yield FolderImages(side.path)
     else:

@@ -16,7 +16,7 @@ from evaluation.score import extractors
 from imagefleet import errors, sweep
 from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
-from imagefleet.records.record import Record
+from imagefleet.records.record import Record, Spot
 from imagefleet.storage.open import Storage
 from imagefleet.sweep import Group, Sweep
 
@@ -41,6 +41,12 @@ class ImageRow(NamedTuple):
     size_bytes: int | None
     sha256: str | None
     """None of an image that a worker found of one that died: its size says what it is."""
+    pack: str | None = None
+    offset: int = 0
+
+    @property
+    def spot(self) -> Spot:
+        return Spot(self.name, self.pack, self.offset, self.size_bytes or 0)
 
     def is_of(self, data: bytes) -> bool:
         """True if *data* is that image's file."""
@@ -152,7 +158,12 @@ class _Planner:
             number = _chunk(blob, self._chunks)
             rows[self._target / group / f"{number:06}.jsonl"].append(
                 ImageRow(
-                    blob, sweep.caption_of(record), record.size_bytes, record.sha256
+                    blob,
+                    sweep.caption_of(record),
+                    record.size_bytes,
+                    record.sha256,
+                    record.pack,
+                    record.offset or 0,
                 )
             )
             self.images[group] += 1

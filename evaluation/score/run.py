@@ -23,9 +23,8 @@ from evaluation.score.plan import Chunk, ImageRow
 from evaluation.score.statistics import Features
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
-from imagefleet.job.message import MAX_IMAGE_BYTES
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.records import pictures
+from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import RETRIES
 
@@ -182,7 +181,7 @@ async def _extract(work: FeatureTask, on_images: OnImages) -> None:
         with ThreadPoolExecutor(max_workers=1) as thread:
             for chunk in work.chunks:
                 rows = chunk.rows()
-                note, arrays = await _compute(work, chunk, rows, storage.blobs, thread)
+                note, arrays = await _compute(work, chunk, rows, storage, thread)
                 await asyncio.to_thread(chunks.write, chunk, note, arrays)
                 on_images(len(rows))
 
@@ -191,7 +190,7 @@ async def _compute(
     work: FeatureTask,
     chunk: Chunk,
     rows: Sequence[ImageRow],
-    blobs: BlobStore,
+    storage: Storage,
     thread: ThreadPoolExecutor,
 ) -> tuple[chunks.Note, dict[str, Features]]:
     """Batch by batch; the next one is read while the networks compute."""
@@ -201,13 +200,13 @@ async def _compute(
     scores: list[float] = []
     left_out: list[str] = []
     loop = asyncio.get_running_loop()
-    reading = asyncio.ensure_future(_read(chunk, batches[0], blobs))
+    reading = asyncio.ensure_future(_read(chunk, batches[0], storage))
     try:
         for number, batch in enumerate(batches):
             read = await reading
             if number + 1 < len(batches):
                 reading = asyncio.ensure_future(
-                    _read(chunk, batches[number + 1], blobs)
+                    _read(chunk, batches[number + 1], storage)
                 )
             scored = await loop.run_in_executor(thread, _score, work, batch, read)
             for kind, features in scored.arrays.items():
@@ -267,12 +266,12 @@ def _filled(items: list[Item]) -> list[Item]:
 
 
 async def _read(
-    chunk: Chunk, rows: Sequence[ImageRow], blobs: BlobStore
+    chunk: Chunk, rows: Sequence[ImageRow], storage: Storage
 ) -> list[bytes | None]:
     if chunk.folder is not None:
         paths = [chunk.folder / row.name for row in rows]
         return await asyncio.to_thread(lambda: [_read_file(path) for path in paths])
-    return list(await concurrency.gather(*(_read_blob(row, blobs) for row in rows)))
+    return list(await concurrency.gather(*(_read_blob(row, storage) for row in rows)))
 
 
 def _read_file(path: Path) -> bytes | None:
@@ -283,9 +282,9 @@ def _read_file(path: Path) -> bytes | None:
         return None
 
 
-async def _read_blob(row: ImageRow, blobs: BlobStore) -> bytes | None:
+async def _read_blob(row: ImageRow, storage: Storage) -> bytes | None:
     """None for what is missing."""
     try:
-        return await RETRIES.call(lambda: blobs.read(row.name, MAX_IMAGE_BYTES))
+        return await RETRIES.call(lambda: pictures.read(storage, row.spot))
     except errors.UnusableFileError:  # larger than any image
         return None

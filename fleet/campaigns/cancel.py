@@ -63,7 +63,7 @@ async def command(
     async with console.connected(settings) as fleet:
         queue = fleet.storage.queue
         count = (await queue.depth()).messages
-        messages = console.counted(count, "message")
+        messages = console.counted(count, "job")
         if named is not None:
             await _cancel(
                 fleet.storage, named, count, dry_run=dry_run, yes=yes, as_json=as_json

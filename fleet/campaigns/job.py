@@ -6,7 +6,7 @@ from typing import Any
 from cli import console, target
 from imagefleet import errors
 from imagefleet.job.message import job_key, read_job
-from imagefleet.records import decisions, ledger, outcomes
+from imagefleet.records import columns, decisions, ledger, outcomes
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 
@@ -46,7 +46,8 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any
     # Before the images: a job that completes in between must not be taken for an unknown one.
     messages = (await storage.queue.depth()).messages
     digest = await ledger.digest_of(storage, campaign, job_id)
-    stored = await decisions.stored_images(storage.blobs, campaign, job_id, digest)
+    stored = await decisions.job_images(storage, campaign, job_id, digest)
+    address = columns.addresses(storage)
     found: dict[str, Any] = {
         "id": job_id,
         "campaign": campaign,
@@ -54,12 +55,11 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any
         **dict.fromkeys(("since", "stage", "attempts", "worker", "error", "reason")),
         "images": [
             {
-                "blob": name,
-                "address": storage.blobs.address(name),
-                "size_bytes": size or 0,
+                "blob": image.blob,
+                "address": address(image),
+                "size_bytes": image.size_bytes or 0,
             }
-            for name, size in ((each.blob, each.size_bytes) for each in stored)
-            if name is not None
+            for image in stored
         ],
     }
     if decisions.are_all(stored):

@@ -45,7 +45,7 @@ async def command(
 ) -> None:
     """Writes a campaign's images as a verified data set, in shards.
 
-    They are tar files, as the libraries webdataset and datasets read them.
+    They are tar files, as the libraries webdataset and datasets read them; packs are copied.
     What was interrupted goes on with the same command. A manifest.json names the shards, which
     follow from the campaign alone. Each image has the SHA-256 of its record and can be decoded.
     Exit code 4: images are missing or not so; they are left out, and named.
@@ -64,7 +64,7 @@ async def command(
         more = {
             "shards": plan.shard_count,
             "bytes_needed": _needed(plan),
-            "reads": plan.images,
+            "reads": plan.images - plan.packed + plan.packs,
         }
         facts = {
             "images": f"{plan.images:,}, {filesize.decimal(plan.bytes)}",
@@ -131,9 +131,7 @@ async def _make(
         plan = database.plan() or await _plan(storage, database, wanted, folder)
         _check_same(plan, wanted, folder)
         with console.counting("exported", plan.images, quiet=quiet) as on_images:
-            shards = await Exporter(folder, database, plan, storage.blobs).run(
-                on_images
-            )
+            shards = await Exporter(folder, database, plan, storage).run(on_images)
     made = Manifest.of(plan, shards)
     console.write_file(folder / MANIFEST, made.model_dump_json(indent=2) + "\n")
     return made
@@ -148,7 +146,8 @@ async def _plan(
     """Makes the plan; raises SetupError if *folder* has no space for it."""
     damaged = Damaged()
     records = reader.drawings(storage, wanted.campaign, damaged)
-    stored = storage.blobs.records(f"{wanted.campaign}/")
+    stores = (storage.blobs, storage.packs)
+    stored = [store.records(f"{wanted.campaign}/") for store in stores]
     with console.counting("planned", None) as on_records:
         made = await database.make(records, stored, wanted, damaged, on_records)
     if damaged.count:

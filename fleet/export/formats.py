@@ -63,19 +63,28 @@ class Sample:
 
 
 class ShardWriter:
-    """A tar with KEY.png, KEY.txt and KEY.json for each image, as webdataset reads it."""
+    """A tar with KEY.png, KEY.txt and KEY.json for each image, as webdataset reads it.
 
-    def __init__(self, path: Path, address: columns.Address) -> None:
+    Beside packs it has what these have of an image: readers want the same of all.
+    """
+
+    def __init__(
+        self, path: Path, *, beside_packs: bool, address: columns.Address
+    ) -> None:
+        self._beside_packs = beside_packs
         self._address = address
         self._tar = tarfile.open(path, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115 - see close
 
     def write(self, samples: Sequence[Sample]) -> None:
         """Appends samples, in the order of the plan."""
         for sample in samples:
-            row = sample.row(self._address)
-            text = json.dumps(row, indent=4, default=datetime.isoformat)
             self._add(sample, sample.name.rpartition(".")[2].lower(), sample.data)
-            self._add(sample, "txt", row["caption"].encode())
+            if self._beside_packs:
+                text = columns.json_text(columns.sample(sample.record))
+            else:
+                row = sample.row(self._address)
+                text = json.dumps(row, indent=4, default=datetime.isoformat)
+                self._add(sample, "txt", row["caption"].encode())
             self._add(sample, "json", text.encode())
 
     def _add(self, sample: Sample, suffix: str, data: bytes) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -30,15 +30,23 @@ _MOST_RECORDS = 8
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS plan(json TEXT);
-CREATE TABLE IF NOT EXISTS listed(blob TEXT, at REAL, sha256 TEXT, line BLOB);
+CREATE TABLE IF NOT EXISTS listed(blob TEXT, at REAL, sha256 TEXT, line BLOB, pack TEXT);
 CREATE TABLE IF NOT EXISTS stored(blob TEXT PRIMARY KEY, size INTEGER, sha256 TEXT);
-CREATE TABLE IF NOT EXISTS images(place INTEGER PRIMARY KEY, blob TEXT UNIQUE);
+CREATE TABLE IF NOT EXISTS images(place INTEGER PRIMARY KEY, blob TEXT UNIQUE, pack TEXT);
 CREATE TABLE IF NOT EXISTS done(shard INTEGER PRIMARY KEY, json TEXT);
+"""
+
+#: An image that is in several places is looked for; the others in packs come last, pack by pack.
+_IMAGES = """
+INSERT INTO images(blob, pack) SELECT
+    blob, iif(count(DISTINCT coalesce(pack, '')) = 1, max(pack), NULL) AS only
+FROM listed GROUP BY blob ORDER BY only IS NOT NULL, only, blob
 """
 
 _SORT = (
     "CREATE INDEX by_image ON listed(blob)",
-    "INSERT INTO images(blob) SELECT DISTINCT blob FROM listed ORDER BY blob",
+    _IMAGES,
+    "CREATE INDEX by_pack ON images(pack)",
 )
 
 #: What fits comes first, then the latest: nobody pushes it out with records of his own.
@@ -48,7 +56,7 @@ SELECT place, line FROM (
         PARTITION BY place ORDER BY listed.sha256 IS stored.sha256 DESC, at DESC
     ) AS rank
     FROM images JOIN listed USING (blob) LEFT JOIN stored USING (blob)
-    WHERE place > ? AND place <= ?
+    WHERE place > ? AND place <= ? AND images.pack IS NULL
 ) WHERE rank <= ? ORDER BY place, rank
 """
 
@@ -65,10 +73,13 @@ class ExportPlan(BaseModel, extra="forbid", frozen=True):
     bytes: int = 0
     misfits: int = 0
     """Records that are of no picture of the campaign, as far as they were looked at."""
+    packed: int = 0
+    """Images that are copied with their packs."""
+    packs: int = 0
 
     @property
     def shard_count(self) -> int:
-        return -(-self.images // self.shard_size)
+        return -(-(self.images - self.packed) // self.shard_size) + self.packs
 
 
 class PlanDatabase:
@@ -89,7 +100,7 @@ class PlanDatabase:
     async def make(
         self,
         records: AsyncIterator[list[Record]],
-        stored: AsyncIterator[BlobRecord],
+        stored: Iterable[AsyncIterator[BlobRecord]],
         plan: ExportPlan,
         damaged: Damaged,
         on_records: Callable[[int], None],
@@ -104,16 +115,24 @@ class PlanDatabase:
                 await asyncio.to_thread(self._list, batch)
                 on_records(len(batch))
             # Records are untrusted: what an image takes is what the storage says.
-            async for blob in stored:
-                row = [blob.name, blob.size_bytes, blob.metadata.get("sha256")]
-                self._db.execute("INSERT OR REPLACE INTO stored VALUES(?, ?, ?)", row)
+            for listing in stored:
+                async for blob in listing:
+                    row = [blob.name, blob.size_bytes, blob.metadata.get("sha256")]
+                    self._db.execute(
+                        "INSERT OR REPLACE INTO stored VALUES(?, ?, ?)", row
+                    )
             for statement in _SORT:
                 await asyncio.to_thread(self._db.execute, statement)
             images, found, size = self._db.execute(
-                "SELECT count(*), count(size), coalesce(sum(size), 0)"
-                " FROM images LEFT JOIN stored USING (blob)"
+                "SELECT (SELECT count(*) FROM images), count(size), coalesce(sum(size), 0)"
+                " FROM (SELECT DISTINCT coalesce(pack, blob) AS blob FROM images)"
+                " JOIN stored USING (blob)"
+            ).fetchone()
+            packed, packs = self._db.execute(
+                "SELECT count(pack), count(DISTINCT pack) FROM images"
             ).fetchone()
             numbers = {"images": images, "stored": found, "bytes": size}
+            numbers |= {"packed": packed, "packs": packs}
             numbers["misfits"] = damaged.count
             plan = plan.model_copy(update=numbers)
             self._db.execute("INSERT INTO plan VALUES(?)", [plan.model_dump_json()])
@@ -125,6 +144,17 @@ class PlanDatabase:
         found = self._db.execute(_RECORDS, [*places, _MOST_RECORDS])
         for _, rows in itertools.groupby(found, key=lambda row: row[0]):
             yield [Record.read(line) for _, line in rows]
+
+    def packs(self) -> Iterator[list[Record]]:
+        """The records of the images of each pack that is copied, by the packs' names."""
+        names = self._db.execute("SELECT DISTINCT pack FROM images ORDER BY pack")
+        for (name,) in names.fetchall():
+            rows = self._db.execute(
+                "SELECT line FROM images JOIN listed USING (blob) WHERE images.pack = ?",
+                [name],
+            ).fetchall()
+            if rows:  # none of images that are in no pack
+                yield [Record.read(line) for (line,) in rows]
 
     def done(self, number: int) -> Shard | None:
         found = self._db.execute(
@@ -138,10 +168,10 @@ class PlanDatabase:
 
     def _list(self, records: Sequence[Record]) -> None:
         rows = (
-            (each.blob, each.at.timestamp(), each.sha256, each.line())
+            (each.blob, each.at.timestamp(), each.sha256, each.line(), each.pack)
             for each in records
         )
-        self._db.executemany("INSERT INTO listed VALUES(?, ?, ?, ?)", rows)
+        self._db.executemany("INSERT INTO listed VALUES(?, ?, ?, ?, ?)", rows)
 
 
 MANIFEST = "manifest.json"

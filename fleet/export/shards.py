@@ -16,11 +16,11 @@ from fleet.export.plan import WORK_FOLDER, ExportPlan, PlanDatabase, Shard
 from fleet.results import download
 from imagefleet import concurrency
 from imagefleet.files import picture
-from imagefleet.records import pictures
+from imagefleet.records import columns, pictures
 from imagefleet.records.pictures import Fault, Picture
 from imagefleet.records.record import Record
 from imagefleet.storage.local.new_blobs import sync
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.storage.open import Storage
 from imagefleet.submit import RETRIES
 
 #: Images read while as many others are written, some 40 MB.
@@ -44,18 +44,50 @@ class Exporter:
     folder: Path
     database: PlanDatabase
     plan: ExportPlan
-    blobs: BlobStore
+    storage: Storage
 
     async def run(self, on_images: Callable[[int], None]) -> list[Shard]:
-        """Makes the shards that are not there yet; returns all."""
-        done = []
-        for number in range(self.plan.shard_count):
-            if (shard := self._finished(number)) is None:
+        """Makes the shards that are not there yet, and copies the packs; returns all."""
+        done: dict[int, Shard] = {}
+
+        async def make(work: tuple[int, list[Record] | None]) -> None:
+            number, of_pack = work
+            if (shard := self._finished(number)) is not None:
+                on_images(shard.images + len(shard.missing) + len(shard.changed))
+            elif of_pack is None:
                 shard = await self._make(number, on_images)
             else:
+                shard = await self._copy(of_pack)
                 on_images(shard.images + len(shard.missing) + len(shard.changed))
-            done.append(shard)
-        return done
+            self.database.note(number, shard)
+            done[number] = shard
+
+        count = self.plan.shard_count - self.plan.packs
+        for number in range(count):
+            await make((number, None))
+        packs = enumerate(self.database.packs(), count)
+        await concurrency.for_each(packs, make, download.CONCURRENT_PACKS)
+        return [done[number] for number in sorted(done)]
+
+    async def _copy(self, records: list[Record]) -> Shard:
+        """Copies a pack, without pictures that none of its *records* is of."""
+        name = str(records[0].pack).rpartition("/")[2]
+        draft = self.folder / WORK_FOLDER / "draft" / name
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        contents = _Contents()
+        _, faults = await RETRIES.call(
+            lambda: download.copy_pack(self.storage, records, draft)
+        )
+        for blob, fault in faults.items():
+            contents.faulty[fault].append(blob)
+        sizes = {str(each.blob): each.size_bytes or 0 for each in records}
+        contents.images = len(sizes) - len(faults)
+        contents.bytes = sum(sizes[blob] for blob in sizes.keys() - faults.keys())
+        if not contents.images:
+            self._writer(draft).close()  # an empty one
+        shard = await asyncio.to_thread(_complete, name, draft, contents)
+        await asyncio.to_thread(self._move, draft, self.folder / name)
+        return shard
 
     def _finished(self, number: int) -> Shard | None:
         """The shard if it was noted as done, and is there; else None."""
@@ -71,7 +103,7 @@ class Exporter:
         keys = (f"{number:05}{place:0{digits}}" for place in itertools.count())
         images = self.database.records(number, self.plan.shard_size)
         keyed = zip(keys, images, strict=False)
-        contents, written = _Contents(), ShardWriter(draft, self.blobs.address)
+        contents, written = _Contents(), self._writer(draft)
         try:
             fetched: Sequence[Sample] = []
             while batch := list(itertools.islice(keyed, _BATCH)):
@@ -86,7 +118,6 @@ class Exporter:
             await asyncio.to_thread(written.close)
         shard = await asyncio.to_thread(_complete, name, draft, contents)
         await asyncio.to_thread(self._move, draft, self.folder / name)
-        self.database.note(number, shard)
         return shard
 
     async def _fetch(
@@ -95,7 +126,7 @@ class Exporter:
         turn = asyncio.Semaphore(download.CONCURRENCY)
 
         async def find(records: Sequence[Record]) -> Picture | Fault:
-            return await RETRIES.call(lambda: pictures.find(self.blobs, records))
+            return await RETRIES.call(lambda: pictures.find(self.storage, records))
 
         async def read(records: list[Record]) -> tuple[Picture | Fault, int]:
             """The image, and how many of its records are of no picture that is stored."""
@@ -121,6 +152,13 @@ class Exporter:
             contents.images += 1
             contents.bytes += len(found.data)
         return samples
+
+    def _writer(self, draft: Path) -> ShardWriter:
+        return ShardWriter(
+            draft,
+            beside_packs=self.plan.packs > 0,
+            address=columns.addresses(self.storage),
+        )
 
     def _move(self, draft: Path, target: Path) -> None:
         draft.replace(target)

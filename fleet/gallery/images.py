@@ -11,7 +11,7 @@ from imagefleet.files import picture
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.records import pictures
 from imagefleet.records.record import Record
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.storage.open import Storage
 
 #: Read and decoded at the same time: a file has 32 MiB at most, its pixels 16 MiB.
 _READS = 8
@@ -28,8 +28,8 @@ _KEPT_BYTES = 10**8
 
 
 class Images:
-    def __init__(self, blobs: BlobStore) -> None:
-        self._blobs = blobs
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
         self._reads = asyncio.Semaphore(_READS)
         self._kept: LRUCache[str, bytes] = LRUCache(_KEPT_BYTES, getsizeof=len)
         self._misfits: set[str] = set()
@@ -66,7 +66,7 @@ class Images:
 
     async def _find(self, records: Sequence[Record]) -> pictures.Picture:
         image = records[0].blob or ""
-        found = await pictures.find(self._blobs, records)
+        found = await pictures.find(self._storage, records)
         if found == "misfit":
             self._misfits.add(image)
             raise DamagedImageError(

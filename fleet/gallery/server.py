@@ -47,7 +47,7 @@ class Gallery:
         self._storage = fleet.storage
         self._preferred = preferred
         self._open: dict[str, Campaign] = {}
-        self._images = Images(fleet.storage.blobs)
+        self._images = Images(fleet.storage)
         self._guard = guard.Guard(host)
 
     def application(self) -> web.Application:

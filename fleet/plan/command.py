@@ -13,6 +13,10 @@ from imagefleet import errors
 from imagefleet.pricing import families, prices
 from loadgen import sources
 
+#: Jobs in a message at most; by default one for each so many jobs of the batch.
+_MOST_BUNDLED = 64
+_JOBS_FOR_ONE = 500
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -34,6 +38,12 @@ class Batch:
     )
     model: list[str] | None = option(
         "Family of a model that jobs name; repeatable.", metavar="NAME=FAMILY"
+    )
+    bundle: int | None = option(
+        "Jobs in a message at most, as for `imagefleet load`. [default: 1 for each 500"
+        " jobs, up to 64]",
+        min=1,
+        max=_MOST_BUNDLED,
     )
 
 
@@ -87,7 +97,7 @@ def command(
     imagefleet plan --jobs 1000000 --gpu "RTX 4090" --deadline 24 --bench bench.json
     """
     works = _works(batch, machines.accelerator)
-    plan, table = planned(works, machines, priority, deadline)
+    plan, table = planned(works, machines, priority, deadline, batch.bundle)
     if as_json:
         console.print_json({**asdict(plan), "storage_prices": asdict(table.storage)})
     else:
@@ -99,6 +109,7 @@ def planned(
     machines: Machines,
     priority: prices.Priority = "batch",
     deadline: float | None = None,
+    bundle: int | None = 1,
 ) -> tuple[estimate.BatchPlan, prices.PriceTable]:
     """The plan, and its prices; raises SetupError for what is not known."""
     table = prices.read_table(machines.prices_path)
@@ -106,9 +117,9 @@ def planned(
     images = sum(work.images for work in works)
     if deadline is not None:
         mix = estimate.mix_for(images, mix, deadline)
-    return estimate.make_plan(
-        sum(work.jobs for work in works), images, mix, table
-    ), table
+    if bundle is None:
+        bundle = min(_MOST_BUNDLED, images // _JOBS_FOR_ONE)
+    return estimate.make_plan(works, mix, table, bundle), table
 
 
 def _mix_of(
@@ -180,15 +191,27 @@ def _named(
 
 
 def show(plan: estimate.BatchPlan, table: prices.PriceTable) -> None:
+    done = plan.storage_operations
+
+    def per_million(count: int) -> str:
+        return f"{1e6 * count / plan.images:,.0f}"
+
+    month = ", ".join(
+        f"{form} ${dollars:,.2f}"
+        for form, dollars in plan.storage_month_dollars.items()
+    )
     rows = {
         "images": f"{plan.images:,}",
         "replicas": f"{plan.replicas:,}",
         "hours": f"{plan.hours:,.2f}",
         "GPU": f"${plan.gpu_dollars:,.2f}",
         "storage operations": f"${plan.storage_dollars:,.2f}",
+        "writes / queue operations per million images": f"{per_million(done.blob_writes)}"
+        f" / {per_million(done.queue)}, ${1e6 * plan.storage_dollars / plan.images:,.2f}",
         "all in": f"${plan.dollars:,.2f}",
         "images per dollar, GPU only": f"{plan.images_per_dollar_gpu_only:,.0f}",
         "images per dollar, all in": f"{plan.images_per_dollar:,.0f}",
+        "storing the images, a month": month,
     }
     for case, shares in plan.cold.items():
         name = f"paid before first image / full speed / lost, {case.replace('_', ' ')}"
@@ -232,11 +255,12 @@ def show(plan: estimate.BatchPlan, table: prices.PriceTable) -> None:
         "",
         *(sentence for part in plan.mix for sentence in estimate.sources(part)),
         f"Storage operations: listed: {table.storage.source}.",
+        f"Storing: measured: {prices.BYTES_SOURCE}; not in the sum.",
         *(
             f"Until full speed, {case.replace('_', ' ')}: assumed: {warm_up.source}."
             for case, warm_up in prices.WARM_UPS.items()
         ),
         f"Another node begins: assumed: {prices.INTERRUPTIONS_SOURCE}.",
         "Interruptions, idle time, workers' changes between models, second drawings (`imagefleet"
-        " load --verify-share`, by default 0.5 % more) and storing the images are not included.",
+        " load --verify-share`, by default 0.5 % more) are not included.",
     )

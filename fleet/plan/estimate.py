@@ -11,6 +11,7 @@ from pydantic import AliasPath, BaseModel, Field
 from fleet.plan.work import ModelJobs
 from imagefleet import errors, redaction, validation
 from imagefleet.pricing import families, prices
+from imagefleet.storage.protocol import Operations
 
 DEFAULT_GPU = "RTX 3060 Ti"
 
@@ -98,6 +99,9 @@ class BatchPlan:
     hours: float
     gpu_dollars: float
     storage_dollars: float
+    storage_operations: Operations
+    storage_month_dollars: Mapping[str, float]
+    """Dollars for a month of the images by their format."""
     dollars: float
     images_per_dollar_gpu_only: float
     images_per_dollar: float
@@ -109,18 +113,30 @@ class BatchPlan:
 
 
 def make_plan(
-    jobs: int,
-    images: int,
+    works: Sequence[ModelJobs],
     mix: Sequence[Part],
     table: prices.PriceTable = prices.BUILT_IN,
+    bundle: int = 1,
 ) -> BatchPlan:
-    """The plan of a batch on *mix*, whose parts share the work by their speed."""
+    """The plan of a batch on *mix*, whose parts share the work by their speed.
+
+    *bundle*: jobs in a message at most, of those that are bundled.
+    """
+    jobs = sum(work.jobs for work in works)
+    images = sum(work.images for work in works)
+    bundled = packs = 0
+    for work in works:
+        if (size := min(bundle, work.most_in_bundle)) > 1:
+            bundled += work.bundled
+            packs += -(-work.bundled // size)
     missed = sum(part.images_in(part.start_up_seconds.value) for part in mix)
     hours = (images + missed) / sum(part.images_in(3600) for part in mix)
     gpu_dollars = hours * sum(
         part.replicas * part.dollars_per_hour.value for part in mix
     )
-    storage_dollars = prices.storage_dollars(jobs, images, table)
+    operations = prices.operations(jobs - bundled, images - bundled, packs)
+    storage_dollars = table.storage.dollars(operations)
+    gigabytes = sum(work.pixels for work in works) / 1e9
     return BatchPlan(
         jobs=jobs,
         images=images,
@@ -128,6 +144,11 @@ def make_plan(
         hours=hours,
         gpu_dollars=gpu_dollars,
         storage_dollars=storage_dollars,
+        storage_operations=operations,
+        storage_month_dollars={
+            form: gigabytes * each * table.storage.gigabyte_month
+            for form, each in prices.BYTES_PER_PIXEL.items()
+        },
         dollars=gpu_dollars + storage_dollars,
         images_per_dollar_gpu_only=images / gpu_dollars,
         images_per_dollar=images / (gpu_dollars + storage_dollars),

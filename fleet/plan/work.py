@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imagefleet import errors
-from imagefleet.job.message import Job
+from imagefleet.job.message import COMPARABLE_STEPS, Job
 from imagefleet.pricing import families
 from loadgen.sources import Source
 from worker.accelerator import Accelerator
+
+#: The most work of a bundle: 30 seconds of a card that draws one usual image of SD1.5 a second.
+_BUNDLE_TFLOP = 30 * families.SD1.image_tflop()
 
 
 @dataclass(slots=True)
@@ -22,6 +26,15 @@ class ModelJobs:
     images: int = 0
     tflop: float = 0.0
     """TFLOP of all images together."""
+    pixels: int = 0
+    """Pixels of all images together."""
+    bundled: int = 0
+    """Jobs that are sent in bundles: those of one image and stage."""
+
+    @property
+    def most_in_bundle(self) -> int:
+        """Jobs in a bundle, by their work."""
+        return max(1, round(_BUNDLE_TFLOP / self.tflop_per_image))
 
     @property
     def tflop_per_image(self) -> float:
@@ -33,7 +46,8 @@ def of_count(jobs: int, models: Models) -> list[ModelJobs]:
     family = models.family_of(None)
     usual = models.accelerator.usual if models.accelerator else ()
     tflop = jobs * family.image_tflop(None, None, *usual)
-    return [ModelJobs(None, family, jobs, jobs, tflop)]
+    pixels = jobs * family.width * family.height
+    return [ModelJobs(None, family, jobs, jobs, tflop, pixels, jobs)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +108,13 @@ def add_stages(
         work.jobs += jobs
         work.images += images
         work.tflop += images * work.family.passes_tflop(passes)
+        if stage.steps < COMPARABLE_STEPS and (
+            stage.parsed_prompt.loras or stage.loras
+        ):
+            work.tflop += images * work.family.few_steps_lora_tflop
         before = passes[-1].width, passes[-1].height
+        work.pixels += images * math.prod(before)
+        work.bundled += jobs if job.stages == stage.images == 1 else 0
 
 
 def of_source(source: Source, models: Models) -> list[ModelJobs]:

@@ -18,7 +18,8 @@ from fleet.redo import replace
 from imagefleet import errors
 from imagefleet.job.message import CHECKS, job_key
 from imagefleet.job.names import ASIDE, DUPLICATES, SUSPECT, worker_file_name
-from imagefleet.records import decisions
+from imagefleet.records import catalog, decisions, reader
+from imagefleet.records.record import Record, Spot
 from imagefleet.storage.open import Storage, signer_of
 from imagefleet.storage.proofs import machine_of
 from imagefleet.storage.protocol import BlobRecord, BlobStore
@@ -31,6 +32,9 @@ _MAX_RECORD_BYTES = 2**16
 
 Metadata = Mapping[str, str]
 
+#: Fields of the record of an image in a pack that the metadata of other images have.
+_TOLD = {"worker", "started_at", "digest", "sha256"}
+
 
 class Suspects(BaseModel):
     """A worker's images of a time, as a record says. Untrusted: a worker stores it."""
@@ -39,12 +43,12 @@ class Suspects(BaseModel):
     since: AwareDatetime | None = None
     until: AwareDatetime | None = None
 
-    def include(self, image: BlobRecord) -> bool:
-        worker = image.metadata.get("worker", "")
+    def include(self, worker: str, at: datetime) -> bool:
+        """True for an image that *worker* stored then."""
         return (
             self.worker in {worker, machine_of(worker)}
-            and (self.since is None or self.since <= image.created_at)
-            and (self.until is None or image.created_at <= self.until)
+            and (self.since is None or self.since <= at)
+            and (self.until is None or at <= self.until)
         )
 
 
@@ -53,7 +57,15 @@ class Selection:
     """Images by name, each with its metadata."""
 
     images: dict[str, Metadata] = field(default_factory=dict)
+    packed: dict[str, Spot] = field(default_factory=dict)
+    """Where images in packs are; the metadata of each are its record's."""
     damaged_records: int = 0
+
+    def add(self, record: Record) -> None:
+        """Adds an image that is in a pack."""
+        told = record.model_dump(mode="json", include=_TOLD, exclude_none=True)
+        self.images[record.spot.blob] = {"job": record.id, **told}
+        self.packed[record.spot.blob] = record.spot
 
     @property
     def by_worker(self) -> Counter[str]:
@@ -164,7 +176,9 @@ async def _run(
         finder = replace.JobFinder(storage.blobs, given, fleet.check())
         await finder.list_duplicates(which.named.prefix)
         with console.counting("replaced", len(found.images), quiet=quiet) as on_image:
-            replaced = await replace.replace(storage, found.images, finder, on_image)
+            replaced = await replace.replace(
+                storage, found.images, found.packed, finder, on_image
+            )
     refused = [{"image": name, "reason": why} for name, why in replaced.refused.items()]
     return result | {
         "replaced": replaced.images,
@@ -232,8 +246,16 @@ async def select(
         return found
     async for record in _records(storage.blobs, named.campaign):
         on_listed()
-        if any(each.include(record) for each in wanted):
+        worker = record.metadata.get("worker", "")
+        if any(each.include(worker, record.created_at) for each in wanted):
             found.images[record.name] = record.metadata
+    packed = await catalog.packed_campaigns(storage) or set()
+    for campaign in packed & {named.campaign} if named.campaign else packed:
+        async for image in reader.images(storage, campaign):
+            if image.pack is not None and any(
+                each.include(image.worker, image.at) for each in wanted
+            ):
+                found.add(image)
     return found
 
 
@@ -247,13 +269,16 @@ async def _of_job(storage: Storage, campaign: str, job_id: str) -> Selection:
     name = job_key(campaign, job_id)
     if (metadata := await storage.blobs.metadata(name)) is not None:
         return Selection({name: metadata})
-    images = await decisions.stored_images(storage.blobs, campaign, job_id)
-    stored = [each.blob for each in images if each.blob]
-    known = {blob: await storage.blobs.metadata(blob) for blob in stored}
-    found = {blob: metadata for blob, metadata in known.items() if metadata is not None}
-    if not found:
+    images = await decisions.job_images(storage, campaign, job_id)
+    found = Selection()
+    for image in images:
+        if image.pack is not None:
+            found.add(image)
+        elif (told := await storage.blobs.metadata(image.spot.blob)) is not None:
+            found.images[image.spot.blob] = told
+    if not found.images:
         raise await unknown_job(storage, Target(campaign, job_id))
-    return Selection(found)
+    return found
 
 
 async def _records(blobs: BlobStore, campaign: str | None) -> AsyncIterator[BlobRecord]:

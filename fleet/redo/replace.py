@@ -19,8 +19,9 @@ from imagefleet.files import picture
 from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job, job_key, read_job
 from imagefleet.job.names import DUPLICATES, REPLACED
-from imagefleet.records import dedupe
+from imagefleet.records import dedupe, pictures
 from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Spot
 from imagefleet.storage.dead_letter import Check
 from imagefleet.storage.dead_letter_queue import NO_CHECK
 from imagefleet.storage.open import Storage
@@ -153,10 +154,14 @@ def original(name: str) -> str:
 async def replace(
     storage: Storage,
     images: Mapping[str, Mapping[str, str]],
+    packed: Mapping[str, Spot],
     finder: JobFinder,
     on_image: Callable[[], None],
 ) -> Replaced:
-    """Replaces *images*, by name; those of an interrupted run by the names of their copies."""
+    """Replaces *images*, by name; those of an interrupted run by the names of their copies.
+
+    Those that are *packed* stay in their packs: a note says that they are replaced.
+    """
     replaced = Replaced()
     log = RecordLog(storage.files, _WRITER)
     now = storage.blobs.clock.now()
@@ -168,7 +173,10 @@ async def replace(
         await log.open(first.campaign, "replaced")
     for batch in _batches(images):
         prepared = await concurrency.gather(
-            *(_prepare(storage, name, images[name], finder) for name in batch)
+            *(
+                _prepare(storage, packed.get(name, Spot(name)), images[name], finder)
+                for name in batch
+            )
         )
         for name, entry in zip(batch, prepared, strict=True):
             if isinstance(entry, str):
@@ -221,13 +229,14 @@ async def _replace(
 
 
 async def _prepare(
-    storage: Storage, name: str, metadata: Mapping[str, str], finder: JobFinder
+    storage: Storage, spot: Spot, metadata: Mapping[str, str], finder: JobFinder
 ) -> Entry | str:
     """Keeps a marked copy of the image once its job is known; or says why the image stays."""
+    name = spot.blob
     image = original(name)
     is_duplicate = image.startswith(DUPLICATES)
     try:
-        data = await storage.blobs.read(name, MAX_IMAGE_BYTES)
+        data = await pictures.read(storage, spot)
         if data is None:
             return "it is gone"
         message = None if is_duplicate else await finder.message(image, data)

@@ -54,7 +54,7 @@ async def command(
             raise errors.SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )
-        sampled = await report_page.read_samples(storage.blobs, records)
+        sampled = await report_page.read_samples(storage, records)
         made_at = storage.blobs.clock.now()
     figures = report_figures.compute(records, storage.url, table)
     if records.damaged.count:

@@ -36,7 +36,10 @@ def compute(records: Records, storage_url: str, table: prices.PriceTable) -> Fig
     # The messages of failed jobs are sent, received and deleted, too.
     drawn = max(records.images, sum(worker.drawn for worker in workers))
     jobs = records.jobs + records.failed + drawn - records.images
-    storage_dollars = prices.storage_dollars(jobs, drawn, table)
+    operations = prices.operations(
+        jobs - records.packed, drawn - records.packed, len(records.packs)
+    )
+    storage_dollars = table.storage.dollars(operations)
     priced = [
         worker.gpu_dollars for worker in workers if worker.gpu_dollars is not None
     ]
@@ -74,6 +77,10 @@ def compute(records: Records, storage_url: str, table: prices.PriceTable) -> Fig
         "money": {
             "gpu_dollars": gpu_dollars,
             "storage_dollars": storage_dollars,
+            "storage_operations": asdict(operations),
+            "storage_month_dollars": records.image_bytes
+            / 1e9
+            * table.storage.gigabyte_month,
             "dollars": dollars,
             "images_per_dollar_gpu_only": _quotient(records.images, gpu_dollars),
             "images_per_dollar": _quotient(records.images, dollars),

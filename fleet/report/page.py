@@ -17,10 +17,10 @@ from fleet.report.records import Records
 from imagefleet import errors, sweep
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.job import prompt
-from imagefleet.job.message import MAX_IMAGE_BYTES
+from imagefleet.records import columns, pictures
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.storage.open import Storage
 from worker.progress import duration
 
 #: Rows of the table of workers, the slowest first.
@@ -30,18 +30,18 @@ _MAX_WORKERS = 15
 _SHOWN_CHARACTERS = 110
 
 
-async def read_samples(blobs: BlobStore, records: Records) -> list[Mapping[str, Any]]:
+async def read_samples(storage: Storage, records: Records) -> list[Mapping[str, Any]]:
     """The samples of *records* that are still there; counts the damaged ones in them."""
-    samples = []
+    samples, address = [], columns.addresses(storage)
     for record in records.samples:
         blob, shown = record.blob or "", None
         try:
-            if (data := await blobs.read(blob, MAX_IMAGE_BYTES)) is None:
+            if (data := await pictures.read(storage, record.spot)) is None:
                 continue
             shown = base64.b64encode(shrink(data)).decode()
         except (DamagedImageError, errors.JobError) as error:
             records.damaged.add(blob, str(error))
-        samples.append(sample(record, blobs.address(blob), shown))
+        samples.append(sample(record, address(record), shown))
     return samples
 
 

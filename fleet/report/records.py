@@ -91,6 +91,9 @@ class Records:
     jobs: int = 0
     images: int = 0
     image_bytes: int = 0
+    packed: int = 0
+    """Images in packs."""
+    packs: set[str] = field(default_factory=set)
     images_redelivered: int = 0
     workers: dict[WorkerKey, Worker] = field(default_factory=dict)
     models: dict[str, Model] = field(default_factory=dict)
@@ -244,6 +247,9 @@ def _has_room(found: Counter[Any] | dict[Any, Any], key: object, most: int) -> b
 def _count_image(records: Records, record: Record) -> None:
     records.images += 1
     records.image_bytes += record.size_bytes or 0
+    if record.pack is not None:
+        records.packed += 1
+        records.packs.add(record.pack)
     if (model := records.model(record)) is not None:
         model.images += 1
     second = int(record.at.timestamp())

@@ -31,6 +31,9 @@ class Output:
     download: Path | None = option(
         "Download the images; what is there is kept.", metavar="FOLDER"
     )
+    packed: bool = option(
+        "With --download: packs as they are, not their images.", default=False
+    )
     outcome: list[Outcome] | None = option("Only these; repeatable.")
     limit: int | None = option(
         "At most so many [default: all; table: 20].", min=1, metavar="COUNT"
@@ -47,6 +50,8 @@ class Output:
         """Raises SetupError for options that cannot go together."""
         if self.download is not None and self.outcomes != {"completed"}:
             raise errors.SetupError("--download is for images: leave out --outcome")
+        if self.packed and self.download is None:
+            raise errors.SetupError("--packed goes with --download")
 
 
 @options.flat
@@ -113,7 +118,7 @@ async def _limited(
 
 
 async def _write(results: _Results) -> None:
-    address = results.storage.blobs.address
+    address = columns.addresses(results.storage)
     found = results.found(results.to.outcomes)
     async for records in _limited(found, results.to.limit):
         for record in records:
@@ -126,7 +131,7 @@ async def _download(results: _Results, folder: Path) -> bool:
     total = min(await results.total(), to.limit or sys.maxsize)
     # With the records of second drawings: one of them may be that of the stored image.
     drawings = reader.drawings(results.storage, results.campaign, damaged)
-    with download.opened(folder, results.storage.blobs, damaged) as running:
+    with download.opened(folder, results.storage, damaged, packed=to.packed) as running:
         try:
             with console.counting("downloaded", total) as on_image:
                 async for records in _limited(drawings, to.limit):

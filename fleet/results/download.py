@@ -10,14 +10,19 @@ from pathlib import Path
 
 from cli import console, files
 from imagefleet import concurrency
+from imagefleet.files import pack
+from imagefleet.files.pack import Member
 from imagefleet.records import pictures
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import Record, hashed
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.storage.open import Storage
 from imagefleet.submit import RETRIES
 
 #: Reads at the same time: an image has some 400 KB.
 CONCURRENCY = 32
+
+#: Packs have 32 MiB at most.
+CONCURRENT_PACKS = 6
 
 #: The most names of images without a picture which are shown.
 SHOWN = 10
@@ -34,22 +39,32 @@ def report_undelivered(names_by_fault: Mapping[str, tuple[int, Sequence[str]]]) 
 
 
 @contextmanager
-def opened(folder: Path, blobs: BlobStore, unfit: Damaged) -> Iterator[Download]:
-    """A download into *folder*, which no other process writes to; counts what is *unfit*."""
+def opened(
+    folder: Path, storage: Storage, unfit: Damaged, *, packed: bool = False
+) -> Iterator[Download]:
+    """A download into *folder*, which no other process writes to; counts what is *unfit*.
+
+    *packed*: packs are stored as they are.
+    """
     with (
         files.writing(folder),
         console.only_one(folder, f"{folder} is being downloaded to"),
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        yield Download(folder, blobs, unfit, files.ignores_case(folder))
+        yield Download(folder, storage, unfit, files.ignores_case(folder), packed)
+
+
+#: Packs that were read whole, by name; None for one that is missing.
+_Packs = dict[str, bytes | None]
 
 
 @dataclass(slots=True)
 class Download:
     folder: Path
-    blobs: BlobStore
+    storage: Storage
     unfit: Damaged
     ignores_case: bool
+    packed: bool
     images: int = 0
     bytes: int = 0
     already_there: int = 0
@@ -66,17 +81,43 @@ class Download:
     ) -> None:
         """Downloads the images of *records*, each of which may have several."""
         images: dict[str, list[Record]] = {}
+        packs: dict[str, list[Record]] = {}
         for record in records:
-            images.setdefault(record.blob or "", []).append(record)
+            to = images if record.pack is None else packs
+            to.setdefault(record.pack or record.blob or "", []).append(record)
 
         async def fetch(of_one: list[Record]) -> None:
+            read: _Packs = {}
             for record in of_one:
-                await self._fetch(record)
+                await self._fetch(record, read)
+                on_image()
+
+        async def copy(of_pack: list[Record]) -> None:
+            await self._copy(of_pack)
+            for _ in of_pack:
                 on_image()
 
         await concurrency.for_each(images.values(), fetch, CONCURRENCY)
+        work = copy if self.packed else fetch
+        await concurrency.for_each(packs.values(), work, CONCURRENT_PACKS)
 
-    async def _fetch(self, record: Record) -> None:
+    async def _copy(self, records: list[Record]) -> None:
+        """Stores the pack of *records* as it is."""
+        name = str(records[0].pack)
+        path = self.folder / name.rpartition("/")[2]
+        size, faults = await RETRIES.call(
+            lambda: copy_pack(self.storage, records, path, others=True)
+        )
+        self.undelivered |= faults
+        delivered = len({record.blob for record in records}) - len(faults)
+        if size or hashed(name) in self._delivered:  # with the records before these
+            self._delivered.add(hashed(name))
+            self.images += delivered
+        else:
+            self.already_there += delivered
+        self.bytes += size
+
+    async def _fetch(self, record: Record, packs: _Packs) -> None:
         image = record.blob or ""
         name = image.rpartition("/")[2]
         path = self.folder / (files.without_case(name) if self.ignores_case else name)
@@ -84,7 +125,14 @@ class Download:
         if is_new and await asyncio.to_thread(_is_of, path, record):
             self.already_there += 1
         else:
-            found = await RETRIES.call(lambda: pictures.find(self.blobs, [record]))
+            if record.pack is not None and record.pack not in packs:
+                name = record.pack
+                packs[name] = await RETRIES.call(
+                    lambda: self.storage.packs.read(name, pack.MAX_PACK_BYTES)
+                )
+            found = await RETRIES.call(
+                lambda: pictures.find(self.storage, [record], packs)
+            )
             if isinstance(found, str):
                 if found == "misfit":
                     self.unfit.add(image, pictures.MISFIT)
@@ -98,6 +146,44 @@ class Download:
             self.bytes += len(found.data)
         self._delivered.add(hashed(image))
         self.undelivered.pop(image, None)
+
+
+async def copy_pack(
+    storage: Storage, records: Sequence[Record], path: Path, *, others: bool = False
+) -> tuple[int, Mapping[str, pictures.Fault]]:
+    """Stores the pack of *records* as a file; with *others*, also pictures that none of them is of.
+
+    Returns the bytes that were stored, 0 if the file is there already; and, by name, the images
+    that are not in the pack as their records say.
+    """
+    name = str(records[0].pack)
+    wanted = {record.blob for record in records}
+    fitting = {(record.blob, record.sha256) for record in records}
+
+    def read(data: bytes) -> tuple[Sequence[Record], list[Record]]:
+        """The records in a pack, and those that are wanted."""
+        found = pack.read(name, data).records
+        return found, [each for each in found if (each.blob, each.sha256) in fitting]
+
+    if await asyncio.to_thread(path.exists):
+        there, kept = await asyncio.to_thread(lambda: read(path.read_bytes()))
+        if len(kept) == len(wanted) and (others or len(there) == len(kept)):
+            return 0, {}
+    data = await storage.packs.read(name, pack.MAX_PACK_BYTES)
+    if data is None:
+        return 0, {str(blob): "missing" for blob in wanted}
+    there, kept = await asyncio.to_thread(read, data)
+    if kept and len(kept) < len(there) and not others:
+        spots = [record.spot for record in kept]
+        cut_files = [
+            data[spot.offset : spot.offset + spot.size_bytes] for spot in spots
+        ]
+        members = list(map(Member, kept, cut_files))
+        data = pack.write(name, members).data
+    if kept:
+        await asyncio.to_thread(_write, path, data)
+    left_out = wanted - {record.blob for record in kept}
+    return len(data) if kept else 0, {str(blob): "misfit" for blob in left_out}
 
 
 def _is_of(path: Path, record: Record) -> bool:

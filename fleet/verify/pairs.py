@@ -1,6 +1,7 @@
 """Pairs of drawings by two workers, and which workers draw wrong by them."""
 
 import asyncio
+import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -11,8 +12,12 @@ from typing import Literal
 from cli.target import Target
 from imagefleet import concurrency, errors, likeness
 from imagefleet.files import picture
-from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, MAX_IMAGE_BYTES
+from imagefleet.job.chain import SEPARATOR
+from imagefleet.job.message import CHECKS, COMPARABLE_STEPS
 from imagefleet.job.names import DUPLICATES
+from imagefleet.records import catalog, decisions, pictures
+from imagefleet.records import record as records
+from imagefleet.records.record import Spot
 from imagefleet.storage.open import Storage
 from imagefleet.storage.proofs import Proofs, machine_of
 
@@ -86,16 +91,39 @@ async def compare(
     storage: Storage, pairs: Iterable[Pair], on_pair: Callable[[], None]
 ) -> None:
     proofs = await storage.proofs()
+    pairs = list(pairs)
+    packed = await _packed(storage, pairs)
 
     async def work(pair: Pair) -> None:
-        await _compare(storage, proofs, pair)
+        await _compare(storage, proofs, pair, packed.get(pair.image))
         on_pair()
 
     await concurrency.for_each(pairs, work, CONCURRENCY)
 
 
-async def _compare(storage: Storage, proofs: Proofs | None, pair: Pair) -> None:
+async def _packed(
+    storage: Storage, pairs: Iterable[Pair]
+) -> dict[str | None, records.Record]:
+    """The records of images in packs by name, in campaigns of which second drawings are."""
+    found: dict[str | None, records.Record] = {}
+    keys = {pair.image.rpartition(".")[0].partition(SEPARATOR)[0] for pair in pairs}
+    for campaign in {key.partition("/")[0] for key in keys}:
+        shards = await catalog.shards_of(storage, campaign)
+        images = await decisions.packed_images(storage, shards, keys)
+        for record, stored in await decisions.stored_of(storage, images):
+            if stored:
+                found[record.blob] = record
+    return found
+
+
+async def _compare(
+    storage: Storage, proofs: Proofs | None, pair: Pair, packed: records.Record | None
+) -> None:
     facts = await storage.blobs.metadata(pair.image)
+    if facts is None and packed is not None:
+        facts = {"worker": packed.worker, "digest": str(packed.digest)}
+    else:
+        packed = None
     if facts is None:
         return
     pair.workers = facts.get("worker", NO_RECORD), pair.workers[1]
@@ -105,12 +133,16 @@ async def _compare(storage: Storage, proofs: Proofs | None, pair: Pair) -> None:
     if proofs is None and len(set(pair.workers)) == 1:
         pair.result = "same_worker"
         return
-    first, second = [await _read(storage, name) for name in (pair.image, pair.second)]
+    spots = packed.spot if packed else Spot(pair.image), Spot(pair.second)
+    first, second = [await _read(storage, spot) for spot in spots]
     if first is None or second is None:  # deleted meanwhile, for a redo
         return
     if proofs is not None:
         told = await storage.blobs.metadata(pair.second) or {}
         author = proofs.author(pair.image, facts, first)
+        if packed and proofs.accept(packed.worker, packed.claims, packed.proof):
+            is_file = hashlib.sha256(first).hexdigest() == packed.sha256
+            author = packed.worker if is_file else None
         pair.workers = (
             author or NO_RECORD,
             proofs.author(pair.second, told, second) or NO_RECORD,
@@ -124,9 +156,9 @@ async def _compare(storage: Storage, proofs: Proofs | None, pair: Pair) -> None:
         pair.result, pair.distance, pair.note = judged
 
 
-async def _read(storage: Storage, name: str) -> bytes | None:
+async def _read(storage: Storage, spot: Spot) -> bytes | None:
     try:
-        return await storage.blobs.read(name, MAX_IMAGE_BYTES)
+        return await pictures.read(storage, spot)
     except errors.UnusableFileError:  # too large for an image
         return b"too large"
 

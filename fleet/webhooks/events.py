@@ -91,6 +91,9 @@ def job_ended(fleet: str, record: Record) -> Event | None:
         data["seed"] = (
             None if record.seed is None else max(0, record.seed - record.index)
         )
+        if record.pack is not None:
+            place = {"offset": record.offset, "size_bytes": record.size_bytes}
+            data["pack"] = {"blob": record.pack, **place}
         if len(blobs) > MAX_IMAGES:
             data["image_count"] = len(blobs)
     elif record.outcome in {"failed", "cancelled"}:

@@ -54,6 +54,8 @@ class Family:
     """Operations/s of a card, against those that it does in SD1.5's images."""
     is_measured: bool
     rate_source: str
+    few_steps_lora_tflop: float = 0.0
+    """What merging an image's own LoRAs takes where it has few steps, which do not hide it."""
     enlarges: bool = False
     """True if the family enlarges the image that a job begins with, in all of the job's steps."""
     scale: int | None = None

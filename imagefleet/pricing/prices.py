@@ -1,6 +1,7 @@
 """Prices and speeds of GPU classes (`gpus.toml`), prices of storage, and a fleet's own prices."""
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -10,16 +11,26 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from imagefleet import errors, validation, yaml_file
+from imagefleet.storage.protocol import Operations
 
 Priority = Literal["high", "medium", "low", "batch"]
 
 STORAGE_PRICES_SOURCE = (
-    "Azure's published examples: hot blob write $0.055 and read $0.0044 per 10,000 (2024-07),"
-    " queue operation $0.01 per 200,000 (2019)"
+    "Azure's published examples: hot blob write $0.055 and read $0.0044 per 10,000, a month of a GB"
+    " $0.0208 (2024-07), queue operation $0.01 per 200,000 (2019)"
+)
+
+#: Bytes of a pixel in the formats of images, and the source.
+BYTES_PER_PIXEL = {"png": 1.61, "webp, lossless": 1.29, "jpeg": 0.24}
+BYTES_SOURCE = (
+    "the mean of four photographs of 512x512, PNG at level 1 and JPEG at quality 90"
 )
 
 #: Send, receive and delete; renewals are rare, since jobs are shorter than their leases.
-QUEUE_OPERATIONS_PER_JOB = 3
+QUEUE_OPERATIONS_PER_MESSAGE = 3
+
+#: The pack itself, and its part of an append of the records of some.
+WRITES_PER_PACK = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +43,21 @@ class GpuPrices:
 
 @dataclass(frozen=True, slots=True)
 class StoragePrices:
-    """Dollars per operation, and the source."""
+    """Dollars per operation and for a GB's month, and the source."""
 
     blob_write: float
     blob_read: float
     queue_operation: float
+    gigabyte_month: float
     source: str
+
+    def dollars(self, operations: Operations) -> float:
+        """The price of operations; capacity is billed by the month."""
+        return (
+            operations.queue * self.queue_operation
+            + operations.blob_writes * self.blob_write
+            + operations.blob_reads * self.blob_read
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +120,14 @@ BUILT_IN = PriceTable(
         for name, gpu in _GPUS.items()
     },
     storage=StoragePrices(
-        0.055 / 10_000, 0.0044 / 10_000, 0.01 / 200_000, STORAGE_PRICES_SOURCE
+        0.055 / 10_000, 0.0044 / 10_000, 0.01 / 200_000, 0.0208, STORAGE_PRICES_SOURCE
     ),
 )
 
 #: A local folder.
-FREE_STORAGE = StoragePrices(0.0, 0.0, 0.0, "a local folder: no operation is billed")
+FREE_STORAGE = StoragePrices(
+    0.0, 0.0, 0.0, 0.0, "a local folder: no operation is billed"
+)
 
 
 def matching_gpus(name: str, gpus: Collection[str]) -> list[str]:
@@ -148,10 +170,12 @@ def gpu_dollars_per_hour(
         ) from None
 
 
-def storage_dollars(jobs: int, images: int, table: PriceTable = BUILT_IN) -> float:
-    """The price of the operations on queue and blobs; capacity is billed by the month."""
-    queue_dollars = jobs * QUEUE_OPERATIONS_PER_JOB * table.storage.queue_operation
-    return queue_dollars + images * table.storage.blob_write
+def operations(jobs: int, images: int, packs: int = 0) -> Operations:
+    """The operations of single jobs and their *images*, and of the *packs* of bundles."""
+    return Operations(
+        queue=(jobs + packs) * QUEUE_OPERATIONS_PER_MESSAGE,
+        blob_writes=images + math.ceil(packs * WRITES_PER_PACK),
+    )
 
 
 def _key(name: str) -> str:
@@ -161,11 +185,12 @@ def _key(name: str) -> str:
 _Dollars = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 
 
-#: The fields of `StoragePrices`, by the keys of a price file, per 10,000 operations.
+#: The fields of `StoragePrices`, by the keys of a price file, most per 10,000 operations.
 _STORAGE_KEYS = {
     "blob_writes_per_10000": "blob_write",
     "blob_reads_per_10000": "blob_read",
     "queue_operations_per_10000": "queue_operation",
+    "gigabyte_month": "gigabyte_month",
 }
 
 
@@ -178,7 +203,8 @@ class _File(BaseModel, extra="forbid", strict=True):
 def read_table(path: Path | None) -> PriceTable:
     """The built-in table, overridden by the file's entries; raises SetupError if it is not valid.
 
-    YAML or JSON: `source`, `gpus` ($/h by class and priority) and `storage` ($/10,000 operations).
+    YAML or JSON: `source`, `gpus` ($/h by class and priority) and `storage` ($/10,000 operations,
+    and for a GB's month).
     """
     if path is None:
         return BUILT_IN
@@ -193,7 +219,7 @@ def read_table(path: Path | None) -> PriceTable:
     if file.storage:
         own = {
             validation.choose(f"price of storage in {path}", key, _STORAGE_KEYS): price
-            / 10_000
+            / (10_000 if key.endswith("_per_10000") else 1)
             for key, price in file.storage.items()
         }
         storage = dataclasses.replace(storage, **own, source=file.source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import zlib
 from collections import deque
@@ -13,6 +14,7 @@ from datetime import UTC, datetime
 from cachetools import LRUCache
 
 from imagefleet import concurrency, errors
+from imagefleet.files import pack
 from imagefleet.job.message import RECORDS
 from imagefleet.records.log import (
     GZIP,
@@ -139,12 +141,33 @@ class StoredShard:
     store: BlobStore
     is_cancelled: bool = False
     """The operator has cancelled its campaign."""
+    has_packs: bool = False
+    """Some of its campaign's images are in packs, or nobody may tell."""
+
+
+async def packed_campaigns(storage: Storage) -> set[str] | None:
+    """The campaigns with images in packs; None for credentials that may not list them."""
+    with contextlib.suppress(errors.SetupError):
+        return {name async for name in storage.packs.folders("")}
+    return None
+
+
+def may_have_packs(campaign: str, packed: set[str] | None) -> bool:
+    return packed is None or campaign in packed
 
 
 async def shards_of(
-    storage: Storage, campaign: str | None, damaged: Damaged | None = None
+    storage: Storage,
+    campaign: str | None,
+    damaged: Damaged | None = None,
+    *,
+    packs: bool = True,
 ) -> list[StoredShard]:
-    """A campaign's shards, or all; two listings. The operator's count among the files alone."""
+    """A campaign's shards, or all; two listings. The operator's count among the files alone.
+
+    *packs*: `has_packs` is told, by one listing more.
+    """
+    packed = await packed_campaigns(storage) if packs else set[str]()
     prefix = RECORDS if campaign is None else shard_folder(campaign)
     found: list[StoredShard] = []
     # The images' first: a campaign is cancelled before a worker writes that a job was.
@@ -158,11 +181,14 @@ async def shards_of(
                     blob.name, "a shard that only the operator writes, among the files"
                 )
     cancelled = {shard.campaign for shard in found if shard.kind == "cancelled"}
-    found.sort(key=lambda shard: shard.blob.name)
-    for place, shard in enumerate(found):
-        if shard.campaign in cancelled:
-            found[place] = replace(shard, is_cancelled=True)
-    return found
+    return [
+        replace(
+            shard,
+            is_cancelled=shard.campaign in cancelled,
+            has_packs=may_have_packs(shard.campaign, packed),
+        )
+        for shard in sorted(found, key=lambda shard: shard.blob.name)
+    ]
 
 
 def image_name(blob: str, campaign: str) -> str | None:
@@ -321,10 +347,10 @@ def _misfit(record: Record, shard: StoredShard) -> str | None:
         return "a record that does not belong there"
     if record.index >= record.images:
         return "a record of an image that its job does not have"
-    if (
-        record.outcome == "completed"
-        and image_name(record.blob or "", shard.campaign) is None
-    ):
+    is_inside = image_name(record.blob or "", shard.campaign) is not None
+    if record.pack is not None:
+        is_inside &= pack.campaign_of(record.pack) == shard.campaign
+    if record.outcome == "completed" and not is_inside:
         return "a record of what is no image of this campaign"
     if record.outcome == "completed" and not record.has_own_name:
         return "a record of an image by another job's name"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from imagefleet import errors
 from imagefleet.records.record import Record
+from imagefleet.storage.open import Storage
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,6 +40,8 @@ COLUMNS = (
     "at",
     "size_bytes",
     "blob",
+    "pack",
+    "offset",
     "address",
     "error",
     "reason",
@@ -56,18 +59,51 @@ INTEGERS = (
     "height",
     "attempts",
     "size_bytes",
+    "offset",
 )
 REALS = ("cfg_scale", "seconds")
 
-Address = Callable[[str], str]
-"""The address of a blob, by its name."""
+Address = Callable[[Record], str]
+"""The address of an image's blob, or of its pack."""
+
+
+def addresses(storage: Storage) -> Address:
+    def address(record: Record) -> str:
+        if record.pack is not None:
+            return storage.packs.address(record.pack)
+        return storage.blobs.address(record.blob or "")
+
+    return address
 
 
 def row(record: Record, address: Address) -> dict[str, Any]:
     result: dict[str, Any] = {name: getattr(record, name, None) for name in COLUMNS}
     result["loras"] = [lora._asdict() for lora in record.loras]
     result["embeddings"] = [embedding._asdict() for embedding in record.embeddings]
-    result["address"] = address(record.blob) if record.blob is not None else None
+    result["address"] = address(record) if record.blob is not None else None
+    return result
+
+
+#: What a picture's file tells beside it: the place of a picture changes, and it has no reason.
+_OF_SAMPLE = {*COLUMNS} - {"pack", "offset", "address", "error", "reason"}
+
+
+def sample(record: Record) -> dict[str, str | int | float]:
+    """The columns of one image as texts and numbers, of the same types whatever its record lacks.
+
+    Readers of data sets take the types of a column from its first values.
+    """
+    known = record.model_dump(mode="json", include=_OF_SAMPLE)
+    result: dict[str, str | int | float] = {}
+    for name, value in known.items():
+        if value is None:
+            result[name] = 0 if name in (*INTEGERS, *REALS) else ""
+        elif isinstance(value, str | int | float):
+            result[name] = value
+        else:
+            result[name] = json_text(value)
+        if name in REALS:
+            result[name] = float(result[name])
     return result
 
 

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from datetime import datetime
+from operator import itemgetter
 from typing import Self
 
-from imagefleet import concurrency
+from imagefleet import concurrency, errors
+from imagefleet.files import pack
 from imagefleet.job.message import SUFFIXES, image_stem, job_key
-from imagefleet.records import catalog
+from imagefleet.records import catalog, dedupe
 from imagefleet.records.catalog import Damaged, StoredShard
 from imagefleet.records.dedupe import Again, Replaced, Rivals
 from imagefleet.records.ledger import HASH_BYTES, Digests, id_hash
 from imagefleet.records.log import ShardKind
 from imagefleet.records.record import Outcome, Record, hashed
+from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
 
 #: Names of one job's images.
 _LOOKED_UP_AT_ONCE = 64
+
+#: What is told of an image in a pack, as the metadata of a blob tell of theirs.
+_OF_PACKED = ("digest", "sha256", "spot")
 
 _SUFFIXES = tuple(SUFFIXES.values())
 
@@ -38,13 +54,24 @@ class ImageRecords:
     """A campaign's records of images, without those of drawings that were replaced."""
 
     def __init__(
-        self, blobs: BlobStore, shards: Sequence[StoredShard], damaged: Damaged
+        self,
+        storage: Storage,
+        shards: Sequence[StoredShard],
+        damaged: Damaged,
+        campaign: str | None = None,
     ) -> None:
+        """*campaign*, if it is one, may have packs and no shards."""
         self.again = Again()
-        self._blobs = blobs
+        self._campaigns = {shard.campaign for shard in shards if shard.has_packs}
+        if campaign is not None and not shards:
+            self._campaigns.add(campaign)
+        self._storage = storage
         self._shards = shards
         self._damaged = damaged
         self._replaced = Replaced()
+        self._packs: set[str] = set()
+        self._claims: list[Record] = []
+        """Records of images in packs, of names that others have, too."""
 
     async def read(self) -> Self:
         """Reads the notes of replaced drawings, and the records of names that were taken."""
@@ -56,7 +83,39 @@ class ImageRecords:
 
     async def drawings(self, kind: ShardKind, damaged: Damaged) -> _Parts:
         async for records in catalog.records_of(self._shards, kind, damaged):
+            self._packs.update(record.pack for record in records if record.pack)
             yield self._replaced.without(records, once=kind == "images")
+
+    async def unrecorded(self) -> list[Record]:
+        """Images in packs that none of the records read so far is of.
+
+        Their worker has died before it wrote them, or writes them in this moment.
+        """
+        found: list[Record] = []
+
+        async def read(name: str) -> None:
+            contents = await pack.head(self._storage.packs, name)
+            found.extend(contents.records if contents else ())
+
+        for campaign in self._campaigns:
+            left = set[str]()
+            with contextlib.suppress(errors.SetupError):  # no permission to list them
+                names = self._storage.packs.names(f"{campaign}/")
+                left = {name async for name in names if name not in self._packs}
+            await concurrency.for_each(sorted(left), read, catalog.CONCURRENT_READS)
+        return self._replaced.without(found, once=True)
+
+    async def packed(
+        self, choose: Callable[[list[bytes]], list[bytes]]
+    ) -> list[Record]:
+        """Records of the lines that *choose* returns of some; nothing stored is looked at."""
+        found = []
+        shards = catalog.of_kind(self._shards, "images", "again")
+        async for shard, lines in catalog.lines_of_all(shards, Damaged()):
+            some = await asyncio.to_thread(choose, lines)
+            records = catalog.parsed(some, shard, Damaged())
+            found += self._replaced.without(records, once=False)
+        return found
 
     async def each_once(self) -> _Parts:
         """The record of each image once, and last the jobs that failed for a taken name."""
@@ -65,12 +124,17 @@ class ImageRecords:
         rivals = Rivals(count)
         async for _, lines in first:
             await asyncio.to_thread(rivals.note, lines)
+            self._packs |= await asyncio.to_thread(dedupe.packs_in, lines)
+        unrecorded = await self.unrecorded()
+        rivals.note([record.line() for record in unrecorded])
+        if self._packs and rivals:
+            self._claims = await self.packed(rivals.packed)
+            self._claims += filter(rivals.include, unrecorded)
         async for shard, lines in second:
             async for part in catalog.records_in(shard, lines, self._damaged):
                 records = self._replaced.without(part, once=True)
-                records = await self._without_rivals(records, rivals)
-                self.again.found(records)
-                yield records
+                yield await self._without_rivals(records, rivals)
+        yield await self._without_rivals(unrecorded, rivals)
         async for records in self.left():
             yield records
 
@@ -92,8 +156,8 @@ class ImageRecords:
             return
         async for records in self.drawings("again", Damaged()):
             # A worker that died in between has stored these images, and written no record.
-            names = (record.blob for record in filter(self.again.is_left, records))
-            found = await metadata_of(self._blobs, names)
+            unsure = filter(self.again.is_left, records)
+            found = await metadata_of(self._storage, unsure)
             left = []
             for record in records:
                 if not (metadata := found.get(record.blob, {})):
@@ -112,16 +176,19 @@ class ImageRecords:
         """Keeps, of records with the same name, the first that fits the stored image."""
         contested = list(filter(rivals.include, records))
         if not contested:
+            self.again.found(records)
             return records
         self._damaged.saw_images = True
-        found = await metadata_of(self._blobs, (record.blob for record in contested))
+        taken = {str(record.blob) for record in contested}
+        claims = (record for record in self._claims if record.blob in taken)
+        found = await metadata_of(self._storage, [*taken, *contested, *claims])
         # Where the image of a name is gone, it may be there in another format.
         gone = {record.stem for record in contested if not found[record.blob]}
         for record in contested:
             if record.stem in gone and rivals.deny(record):
                 gone.add(record.key)
         others = {f"{stem}.{suffix}" for stem in gone for suffix in _SUFFIXES}
-        found |= await metadata_of(self._blobs, others - found.keys())
+        found |= await metadata_of(self._storage, others - found.keys())
         kept = []
         for record in records:
             if (metadata := found.get(record.blob)) is None:
@@ -134,6 +201,7 @@ class ImageRecords:
                 self._damaged.add(record.blob or "", ANOTHER)
             elif rivals.take(str(record.blob) if metadata else record.stem):
                 kept.append(record)
+        self.again.found(kept)
         return kept
 
 
@@ -155,33 +223,100 @@ async def _kept(lines: Iterable[tuple[StoredShard, list[bytes]]]) -> _Lines:
 
 
 async def metadata_of(
-    blobs: BlobStore, names: Iterable[str | None]
+    storage: Storage, images: Iterable[Record | str]
 ) -> dict[str | None, Mapping[str, str]]:
-    """The metadata of images, and their names; empty for an image that is gone."""
-    found: dict[str | None, Mapping[str, str]] = {}
+    """The metadata of images, and their names; empty for an image that is gone.
+
+    *images*: records, which tell their packs, or names. Of several that one name has, the first
+    that was stored counts, and of these the first by its pack's name.
+    """
+    wanted = {
+        (image, None) if isinstance(image, str) else (image.blob, image.pack)
+        for image in images
+    }
+    found: dict[str | None, list[tuple[datetime, str, Mapping[str, str]]]]
+    found = {name: [] for name, _ in wanted}
 
     async def look(blob: str) -> None:
-        told = await blobs.metadata(blob)
-        found[blob] = {} if told is None else {**told, "name": blob}
+        if (image := await storage.blobs.record(blob)) is not None:
+            found[blob].append((image.created_at, "", image.metadata))
 
-    wanted = {name for name in names if name}
-    await concurrency.for_each(wanted, look, catalog.CONCURRENT_READS)
-    return found
+    async def look_into(name: str) -> None:
+        contents, blob = await concurrency.gather(
+            pack.head(storage.packs, name), storage.packs.record(name)
+        )
+        if contents is None or blob is None:
+            return
+        for record in contents.records:
+            if (record.blob, name) in wanted:
+                told = {each: str(getattr(record, each)) for each in _OF_PACKED}
+                found[record.blob].append((blob.created_at, name, told))
+
+    blobs = [str(name) for name, in_pack in wanted if in_pack is None]
+    packs = {in_pack for _, in_pack in wanted if in_pack is not None}
+    await concurrency.for_each(blobs, look, catalog.CONCURRENT_READS)
+    await concurrency.for_each(packs, look_into, catalog.CONCURRENT_READS)
+    return {
+        name: {**min(stored, key=itemgetter(0, 1))[2], "name": str(name)}
+        if stored
+        else {}
+        for name, stored in found.items()
+    }
 
 
 async def stored_of(
-    blobs: BlobStore, records: Iterable[Record]
+    storage: Storage, records: Iterable[Record]
 ) -> list[tuple[Record, list[Record]]]:
-    """Pairs each record with the stored images of its job, if they have its digest."""
+    """Pairs each record with the stored images of its job, if they have its digest.
+
+    That of an image in a pack with itself, if it is there.
+    """
     found: list[tuple[Record, list[Record]]] = []
+    by_pack: dict[bool, list[Record]] = {True: [], False: []}
+    for record in records:
+        by_pack[record.pack is not None].append(record)
 
     async def look(record: Record) -> None:
         digest = record.digest or ""  # of a message that could not be read
-        images = await stored_images(blobs, record.campaign, record.id, digest)
+        images = await stored_images(storage.blobs, record.campaign, record.id, digest)
         found.append((record, images))
 
-    await concurrency.for_each(records, look, catalog.CONCURRENT_READS)
+    await concurrency.for_each(by_pack[False], look, catalog.CONCURRENT_READS)
+    told = await metadata_of(storage, by_pack[True])
+    for record in by_pack[True]:
+        is_there = bool(told[record.blob]) and record.fits(told[record.blob])
+        found.append((record, [record] if is_there else []))
     return found
+
+
+async def job_images(
+    storage: Storage, campaign: str, job_id: str, digest: str = ""
+) -> list[Record]:
+    """A job's images as `stored_images`, or else its image in a pack."""
+    images = await stored_images(storage.blobs, campaign, job_id, digest)
+    if not images and catalog.may_have_packs(
+        campaign, await catalog.packed_campaigns(storage)
+    ):
+        shards = await catalog.shards_of(storage, campaign)
+        inside = await packed_images(storage, shards, {job_key(campaign, job_id)})
+        for record, stored in await stored_of(storage, inside):
+            if (record.digest or "").startswith(digest):
+                images = images or stored
+    return images
+
+
+async def packed_images(
+    storage: Storage, shards: Iterable[StoredShard], keys: Container[str]
+) -> list[Record]:
+    """Records of images in packs, of the jobs with these *keys*; reads all of campaigns with packs.
+
+    Nobody has looked whether they fit what is stored.
+    """
+    with_packs = [shard for shard in shards if shard.has_packs]
+    if not with_packs:
+        return []
+    images = await ImageRecords(storage, with_packs, Damaged()).read()
+    return await images.packed(lambda lines: dedupe.packed(lines, keys))
 
 
 async def stored_images(
@@ -268,7 +403,7 @@ class Ends:
 
     def __init__(
         self,
-        blobs: BlobStore,
+        storage: Storage,
         shards: Sequence[StoredShard],
         known: Digests | None,
         damaged: Damaged,
@@ -281,7 +416,7 @@ class Ends:
         """Jobs that were not sent."""
         self.damaged = damaged
         self.shards = shards
-        self.blobs = blobs
+        self.storage = storage
         self._campaigns: set[str] = set()
         self._discarded: set[int] = set()
         self._settled: set[int] = set()
@@ -308,7 +443,7 @@ class Ends:
         """The ends of jobs, each once, without those of jobs of which all images are stored."""
         shards = catalog.of_kind(self.shards, "jobs")
         first, second, _ = await _twice(shards, self.damaged)
-        perhaps = await self._with_images(first)
+        perhaps, packed = await self._with_images(first)
         async for shard, lines in second:
             async for records in catalog.records_in(shard, lines, self.damaged):
                 new = self.add(records)
@@ -318,31 +453,40 @@ class Ends:
                     if perhaps is None or self.job(record) in perhaps
                 ]
                 self.damaged.saw_images |= bool(looked_up)
-                for record, images in await stored_of(self.blobs, looked_up):
+                keys = {record.key for record in looked_up}
+                looked_up += [record for record in packed if record.key in keys]
+                for record, images in await stored_of(self.storage, looked_up):
                     if are_all(images):
                         self.complete(self.job(record))
                 yield [record for record in new if self.job(record) in self.outcomes]
 
-    async def _with_images(self, ended: _Lines) -> set[int] | None:
-        """The jobs with ends and with records of images; None if a look at each costs less."""
+    async def _with_images(self, ended: _Lines) -> tuple[set[int] | None, list[Record]]:
+        """The jobs with ends and with records of images, and those of images in packs.
+
+        None instead of the jobs if a look at each costs less.
+        """
+        keys = set[str]()
         async for shard, lines in ended:
             async for records in catalog.records_in(shard, lines, Damaged()):
-                self.add(records)
+                keys.update(record.key for record in self.add(records))
         jobs, found = {*self.outcomes}, set[int]()
         self.outcomes.clear()
+        own = [shard for shard in self.shards if shard.campaign in self._campaigns]
+        packed = await packed_images(self.storage, own, keys)
         images = catalog.of_kind(self.shards, "images", "again")
         most = _FEW_ENDS + catalog.size_bytes(images) // _BYTES_OF_LOOK_UP
         if len(jobs) <= most:
-            return None
-        images = [shard for shard in images if shard.campaign in self._campaigns]
-        async for records in catalog.records(images, Damaged()):
+            return None, packed
+        async for records in catalog.records(
+            catalog.of_kind(own, "images", "again"), Damaged()
+        ):
             found |= jobs & {record.job for record in records}
-        return found
+        return found, packed
 
     async def without_unstored(self, records: list[Record]) -> list[Record]:
         """Leaves out images, of jobs that ended otherwise, which only a record tells of."""
-        contested = {each.blob for each in records if self.job(each) in self.outcomes}
-        found = await metadata_of(self.blobs, contested)
+        contested = [each for each in records if self.job(each) in self.outcomes]
+        found = await metadata_of(self.storage, contested)
         kept = []
         for record in records:
             metadata = found.get(record.blob)

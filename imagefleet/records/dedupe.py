@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from datetime import datetime
 
 from pydantic import ValidationError
@@ -14,6 +14,9 @@ from imagefleet.records.record import Record, hashed
 
 #: How the line of an image's record begins.
 _BEFORE_NAME = b'{"outcome":"completed","blob":"'
+
+#: The pack that an image is in.
+_IN_PACK = re.compile(rb'"pack":"([^"]+)"')
 
 #: How many images and stages its job has, if that is not one.
 _COUNTS = re.compile(rb'"(?:images|stages)":\d+')
@@ -79,6 +82,22 @@ def drawing(record: Record) -> str:
         "" if record.started_at is None else f"{record.started_at.timestamp():.3f}"
     )
     return f"{record.blob} {worker} {started}"
+
+
+def packs_in(lines: Iterable[bytes]) -> set[str]:
+    """The packs that records of images name."""
+    found = map(_IN_PACK.search, lines)
+    return {match[1].decode(errors="replace") for match in found if match}
+
+
+def packed(lines: Iterable[bytes], keys: Container[str]) -> list[bytes]:
+    """The lines of records of images in packs, of the jobs with these keys."""
+    return [
+        line
+        for line in lines
+        if _IN_PACK.search(line)
+        and _name(line).rpartition(".")[0].partition(SEPARATOR)[0] in keys
+    ]
 
 
 class Again:
@@ -158,6 +177,9 @@ class Rivals:
         self._jobs: set[int] = set()
         self._taken: set[str] = set()
 
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
     def note(self, lines: Iterable[bytes]) -> None:
         for line in lines:
             stem = _name(line).rpartition(".")[0]
@@ -178,6 +200,15 @@ class Rivals:
             is_seen = is_seen and bool(self._seen[place] & 1 << bit)
             self._seen[place] |= 1 << bit
         return is_seen
+
+    def packed(self, lines: Iterable[bytes]) -> list[bytes]:
+        """The lines of images in packs whose names other records have, too."""
+        return [
+            line
+            for line in lines
+            if _IN_PACK.search(line)
+            and hashed(_name(line).rpartition(".")[0]) in self._names
+        ]
 
     def include(self, record: Record) -> bool:
         """True if another record has its name, too, or denies how many images its job has."""

@@ -21,7 +21,6 @@ from imagefleet.records.ledger import Ledgers
 from imagefleet.records.log import ShardKind
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobStore
 
 #: A follower's records at once, about.
 _POLLED = 20_000
@@ -52,7 +51,7 @@ class NewRecord(NamedTuple):
 class RecordFilter:
     """Keeps new records of jobs that were sent, if that is noted, and that match what is stored."""
 
-    blobs: BlobStore
+    storage: Storage
     ledgers: Ledgers
     damaged: Damaged
     own: Container[str] | None = None
@@ -71,7 +70,7 @@ class RecordFilter:
         """
         sent, waiting = list[NewRecord](), list[NewRecord]()
         trusted = list[Record]()
-        now = self.blobs.clock.now()
+        now = self.storage.blobs.clock.now()
         read = set[str]()
         for each in (*self.waiting, *new):
             record, kind = each.record, each.shard.kind
@@ -111,10 +110,10 @@ class RecordFilter:
         self, new: list[NewRecord], shards: Collection[StoredShard]
     ) -> list[Record]:
         records = [each.record for each in new]
-        images = (each.blob for each in records if each.outcome == "completed")
-        told = await decisions.metadata_of(self.blobs, images)
+        images = (each for each in records if each.outcome == "completed")
+        told = await decisions.metadata_of(self.storage, images)
         ends = [each for each in records if each.is_end or each.completes]
-        of_ends = await decisions.stored_of(self.blobs, ends)
+        of_ends = await decisions.stored_of(self.storage, ends)
         of_jobs = {record.job: found for record, found in of_ends}
         found = list[Record]()
         misfits = list[tuple[Record, str]]()
@@ -179,9 +178,7 @@ class Follower:
         self._part_bytes = part_bytes
         self._given_up: set[str] = set()
         ledgers = Ledgers(storage)
-        self.checks = RecordFilter(
-            storage.blobs, ledgers, self._damaged, own, trusts_images
-        )
+        self.checks = RecordFilter(storage, ledgers, self._damaged, own, trusts_images)
 
     @property
     def start(self) -> dict[str, int]:
@@ -195,7 +192,7 @@ class Follower:
         """The next new records that fit: two listings, and a read for each shard that has grown."""
         before = dict(self.position), self.checks.waiting
         try:
-            shards = await catalog.shards_of(self._storage, self._campaign)
+            shards = await catalog.shards_of(self._storage, self._campaign, packs=False)
             found = await self.checks.fitting((), shards)
             for shard in shards:
                 name, size = shard.blob.name, shard.blob.size_bytes

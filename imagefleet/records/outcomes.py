@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from imagefleet.job.message import job_key
 from imagefleet.records import reader
-from imagefleet.records.decisions import are_all, stored_images
+from imagefleet.records.decisions import are_all, job_images
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 
@@ -98,7 +98,7 @@ async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
     """A job by its id and campaign: its images by their names, or its end in the records."""
     # Before the images: a job that completes in between must not be taken for an unknown one.
     waiting = (await storage.queue.depth()).messages
-    images = await stored_images(storage.blobs, job.campaign, job.id, job.digest or "")
+    images = await job_images(storage, job.campaign, job.id, job.digest or "")
     if are_all(images):
         last = images[-1]
         return dataclasses.replace(

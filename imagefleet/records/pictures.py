@@ -7,16 +7,20 @@ from typing import Literal, NamedTuple
 
 from imagefleet import errors
 from imagefleet.files import picture
+from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.job.names import duplicate_name
-from imagefleet.records.record import Record, of_job
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.records import catalog, decisions
+from imagefleet.records.record import Record, Spot, of_job
+from imagefleet.storage.open import Storage
 
 Fault = Literal["missing", "misfit"]
 """Fault of an image that is not delivered: no file, or a file that none of its records fits."""
 
 #: Why a record is left out.
 MISFIT = "a record of another picture than the one that is stored"
+
+NO_PACKS: Mapping[str, bytes | None] = {}
 
 #: Drawings kept aside that are looked for: records that nobody can check name their workers.
 _MOST_ASIDE = 4
@@ -34,20 +38,56 @@ class Picture(NamedTuple):
     is_kept_aside: bool
 
 
-async def find(blobs: BlobStore, records: Sequence[Record]) -> Picture | Fault:
+async def read(
+    storage: Storage, spot: Spot, packs: Mapping[str, bytes | None] = NO_PACKS
+) -> bytes | None:
+    """The file of an image; None if there is none. *packs*: those that were read whole.
+
+    Raises UnusableFileError if it is larger than any image, JobError if its name is of none.
+    """
+    if spot.pack is None:
+        return await storage.blobs.read(spot.blob, MAX_IMAGE_BYTES)
+    if (whole := packs.get(spot.pack)) is not None:
+        return whole[spot.offset : spot.offset + spot.size_bytes]
+    part = await storage.packs.read_part(spot.pack, spot.offset, spot.size_bytes)
+    return None if part is None else part.data
+
+
+async def read_packed(storage: Storage, name: str) -> bytes | None:
+    """The verified file of the image in a pack that has this name; None if there is none."""
+    shards = await catalog.shards_of(storage, name.partition("/")[0])
+    key = name.rpartition(".")[0].partition(SEPARATOR)[0]
+    of_job = await decisions.packed_images(storage, shards, {key})
+    records = [record for record in of_job if record.blob == name]
+    found = await find(storage, records) if records else "missing"
+    return None if isinstance(found, str) else found.data
+
+
+async def find(
+    storage: Storage,
+    records: Sequence[Record],
+    packs: Mapping[str, bytes | None] = NO_PACKS,
+) -> Picture | Fault:
     """The picture that one of an image's *records* fits: the stored one, if there is any.
 
-    Else somebody has taken its name: then it is what its worker has kept aside.
+    Else somebody has taken its name: then it is what its worker has kept aside. *packs*: as `read`.
     """
     image = records[0].blob or ""
-    asides = (duplicate_name(image, record.worker) for record in records[:_MOST_ASIDE])
+    if len({record.spot for record in records}) > 1:
+        first = await decisions.metadata_of(storage, records)
+        records = [each for each in records if each.fits(first[image])] or records
+    stored = dict.fromkeys(record.spot for record in records)
+    asides = [
+        Spot(duplicate_name(image, record.worker)) for record in records[:_MOST_ASIDE]
+    ]
     fault: Fault = "missing"
-    for name in dict.fromkeys([image, *asides]):
+    for spot in (*stored, *asides):
+        told: Mapping[str, str] = {}
         try:
-            data = await blobs.read(name, MAX_IMAGE_BYTES)
+            data = await read(storage, spot, packs)
             # A worker that found the image of one that died does not know its bytes.
-            are_certain = all(record.sha256 for record in records)
-            told = {} if are_certain else await blobs.metadata(name) or {}
+            if not all(record.sha256 for record in records):
+                told = await storage.blobs.metadata(spot.blob) or {}
         except errors.JobError:  # larger than any image, or a name of none
             fault = "misfit"
             continue
@@ -56,7 +96,7 @@ async def find(blobs: BlobStore, records: Sequence[Record]) -> Picture | Fault:
         if (
             record := await asyncio.to_thread(_fitting, records, data, told)
         ) is not None:
-            return Picture(data, record, name != image)
+            return Picture(data, record, spot not in stored)
         fault = "misfit"
     return fault
 

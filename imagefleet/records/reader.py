@@ -18,7 +18,6 @@ from imagefleet.records.decisions import ImageRecords
 from imagefleet.records.log import ShardName, Totals
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobStore
 
 _Terms = ParamSpec("_Terms")
 
@@ -35,6 +34,7 @@ async def campaigns(storage: Storage) -> AsyncIterator[str]:
     found = {name async for name in storage.blobs.folders(RECORDS)}
     found |= {name async for name in storage.files.folders(RECORDS)}
     found.update(await ledger.listed(storage))
+    found.update(await catalog.packed_campaigns(storage) or ())
     for name in sorted(found):
         if ShardName.read(f"{RECORDS}{name}/-.jobs.jsonl.gz"):
             yield name
@@ -59,9 +59,10 @@ async def drawings(
 ) -> AsyncGenerator[list[Record]]:
     """All that workers recorded of images; last of those whose names were taken."""
     shards = await catalog.shards_of(storage, campaign, damaged)
-    images = await ImageRecords(storage.blobs, shards, damaged).read()
+    images = await ImageRecords(storage, shards, damaged, campaign).read()
     async for records in images.drawings("images", damaged):
         yield records
+    yield await images.unrecorded()
     async for records in images.drawings("again", Damaged()):  # counted by `read`
         yield records
 
@@ -70,7 +71,7 @@ async def end(storage: Storage, campaign: str) -> dict[str, int]:
     """The position of a follower that has read all there is now; a listing."""
     return {
         each.blob.name: each.blob.size_bytes
-        for each in await catalog.shards_of(storage, campaign)
+        for each in await catalog.shards_of(storage, campaign, packs=False)
     }
 
 
@@ -85,15 +86,13 @@ async def counts(
     """
     damaged = damaged or Damaged()
     shards = await catalog.shards_of(storage, campaign, damaged)
-    return await _counts(
-        storage.blobs, ledger.Ledger(storage, campaign), shards, damaged
-    )
+    return await _counts(storage, ledger.Ledger(storage, campaign), shards, damaged)
 
 
 async def all_counts(
     storage: Storage, damaged: Damaged, before: dict[str, CachedCounts]
 ) -> dict[str, Counts]:
-    """The numbers of all campaigns: of `counts`, with three listings for them all.
+    """The numbers of all campaigns: of `counts`, with four listings for them all.
 
     Campaigns that have not changed since they were counted *before* are not read again; it takes in
     the others. To a ledger and a shard is only ever appended: names, sizes and times tell a change.
@@ -111,7 +110,7 @@ async def all_counts(
         of_campaign = before.get(campaign)
         if of_campaign is None or of_campaign.listed != listed:
             of = ledger.Ledger(storage, campaign) if blobs else None
-            counts = await _counts(storage.blobs, of, shards, unfit)
+            counts = await _counts(storage, of, shards, unfit)
             of_campaign = CachedCounts(listed, counts, unfit.count)
             damaged.include(unfit)
         else:
@@ -127,7 +126,7 @@ async def all_counts(
 
 
 async def _counts(
-    blobs: BlobStore,
+    storage: Storage,
     noted: ledger.Ledger | None,
     shards: list[StoredShard],
     damaged: Damaged,
@@ -143,8 +142,8 @@ async def _counts(
             sent = len(
                 known
             )  # writers that have not read each other count some jobs twice
-        ends = decisions.Ends(blobs, shards, known, unfit := Damaged())
-        images = ImageRecords(blobs, shards, unfit)
+        ends = decisions.Ends(storage, shards, known, unfit := Damaged())
+        images = ImageRecords(storage, shards, unfit)
         add = _recounted if is_exact else _counted
         total = await add(ends, images)
         ended = total.jobs + len(ends.outcomes) + ends.discarded
@@ -182,11 +181,11 @@ async def image_parts(
     """
     damaged = damaged or Damaged()
     shards = await catalog.shards_of(storage, campaign, damaged)
-    ends = await decisions.Ends(storage.blobs, shards, known, Damaged()).read()
+    ends = await decisions.Ends(storage, shards, known, Damaged()).read()
     ends.damaged = damaged
     ended = set() if ended is None else ended
     ended.update(ends.outcomes)
-    images = await ImageRecords(storage.blobs, shards, damaged).read()
+    images = await ImageRecords(storage, shards, damaged, campaign).read()
     async for records in images.each_once():
         found = [record for record in records if record.outcome == "completed"]
         ended.update(record.job for record in records if record.is_end)
@@ -207,13 +206,13 @@ async def ended_parts(
     """
     damaged = damaged or Damaged()
     shards = await catalog.shards_of(storage, campaign, damaged)
-    ends = decisions.Ends(storage.blobs, shards, known, damaged, job_id)
+    ends = decisions.Ends(storage, shards, known, damaged, job_id)
     await ends.read_settled()
     async for records in ends.records():
         yield records
     for named in sorted({shard.campaign for shard in catalog.of_kind(shards, "again")}):
         of_campaign = [shard for shard in shards if shard.campaign == named]
-        images = await ImageRecords(storage.blobs, of_campaign, damaged).read()
+        images = await ImageRecords(storage, of_campaign, damaged).read()
         await images.find()
         async for records in images.left():
             yield ends.add(records)
@@ -281,7 +280,7 @@ async def _recounted(ends: decisions.Ends, images: ImageRecords) -> Totals:
                 completed.add(job)
     has_taken_names = bool(catalog.of_kind(ends.shards, "again"))
     ends.damaged.saw_images |= has_taken_names or bool(contested)
-    for record, found in await decisions.stored_of(ends.blobs, contested.values()):
+    for record, found in await decisions.stored_of(ends.storage, contested.values()):
         count += len(found)
         if decisions.are_all(found):
             completed.add(ends.job(record))

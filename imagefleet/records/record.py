@@ -17,6 +17,7 @@ from pydantic import (
     JsonValue,
     StringConstraints,
     ValidationError,
+    model_validator,
 )
 
 from imagefleet import errors, validation
@@ -85,6 +86,9 @@ _OF_BLOB = (
 #: What its worker proves of an image's record.
 _PROVEN = {
     "blob",
+    "pack",
+    "offset",
+    "size_bytes",
     "digest",
     "sha256",
     "at",
@@ -114,6 +118,15 @@ class Embedding(NamedTuple):
     sha256: _Name
 
 
+class Spot(NamedTuple):
+    """Where the file of an image is: a blob, or `size_bytes` of its pack from *offset* on."""
+
+    blob: str
+    pack: str | None = None
+    offset: int = 0
+    size_bytes: int = 0
+
+
 class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=True):
     """One line of a shard: an image, or a job that ended otherwise."""
 
@@ -140,6 +153,10 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     size_bytes: _Size | None = None
     sha256: _Sha256 | None = None
     """SHA-256 (hex) of the image's file."""
+    pack: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
+    """The blob of the pack that the image is in, which then has none of its own."""
+    offset: _Size | None = None
+    """Where the image's file begins in its pack; it has `size_bytes`."""
     index: int = Field(default=0, ge=0, lt=MAX_IMAGES_PER_JOB)
     """The image's position among the job's images, from 0."""
     images: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
@@ -174,6 +191,13 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     proof: Annotated[str, StringConstraints(pattern=r"^[\w-]{22}$")] | None = None
     """Signature of `claims` by the machine of its worker."""
 
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        place = (self.blob, self.offset, self.size_bytes, self.sha256)
+        if self.pack is not None and None in place:
+            raise ValueError("an image in a pack has a place and a SHA-256")
+        return self
+
     @property
     def key(self) -> str:
         """`campaign/id`, which identifies the job within its storage."""
@@ -205,6 +229,13 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         return self.model_dump_json(include=_PROVEN).encode()
 
     @property
+    def spot(self) -> Spot:
+        blob = self.blob or ""
+        if self.pack is None:
+            return Spot(blob)
+        return Spot(blob, self.pack, self.offset or 0, self.size_bytes or 0)
+
+    @property
     def has_own_name(self) -> bool:
         return self.stem == image_stem(self.key, self.index, self.stage)
 
@@ -219,8 +250,13 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
 
         *of_any_drawing*: another drawing of its job may have the name, of other bytes.
         """
-        names = ("digest",) if of_any_drawing else ("digest", "sha256")
-        return all(metadata.get(name) in {None, getattr(self, name)} for name in names)
+        spot = None if self.pack is None else str(self.spot)
+        is_there = not metadata or metadata.get("spot") == spot
+        if metadata.get("digest") not in {None, self.digest}:
+            return False
+        return of_any_drawing or (
+            is_there and metadata.get("sha256") in {None, self.sha256}
+        )
 
     def name_taken(self, metadata: Mapping[str, str]) -> Record:
         """The end of its job instead, where the image with this *metadata* is another job's."""

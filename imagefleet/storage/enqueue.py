@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from imagefleet import errors, validation
 from imagefleet.files.kinds import MODEL
 from imagefleet.storage import protocol
+from imagefleet.storage.bundle import jobs_of
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import model_of, models_of
 from imagefleet.storage.settings import Priority
@@ -35,7 +36,7 @@ class JobSender:
         self._storage = storage
         self._priority = priority
         self._known = {MODEL.stem(PurePosixPath(name).name) for name in elsewhere}
-        #: Messages that were sent, by the name of their queue.
+        #: Jobs that were sent, by the name of their queue.
         self.sent_to: Counter[str] = Counter()
 
     async def send(self, bodies: Iterable[str]) -> None:
@@ -44,8 +45,9 @@ class JobSender:
         await self.check(model for body in messages for model in models_of(body))
         await self._storage.models.make_for_chains(messages)
         await self._storage.models.send(messages, priority=self._priority)
-        for model, count in Counter(map(model_of, messages)).items():
-            self.sent_to[self._storage.models.of(model)[self._priority].name] += count
+        for body in messages:
+            queue = self._storage.models.of(model_of(body))[self._priority]
+            self.sent_to[queue.name] += jobs_of(body)
 
     async def check(self, models: Iterable[str]) -> None:
         """Raises JobError for a model that is neither in the storage nor served by a worker."""

@@ -53,6 +53,10 @@ class Storage(Protocol):
         """The images, and what else workers store."""
 
     @property
+    def packs(self) -> BlobStore:
+        """The images of bundles of jobs: a file holds many, and none is overwritten or deleted."""
+
+    @property
     def files(self) -> BlobStore:
         """LoRAs and models, which workers only read."""
 
@@ -91,6 +95,7 @@ class LocalStorage:
 
         self.poison = LocalQueue(self._file, names.poison_queue, self.operations)
         self.blobs = LocalBlobs(folder / names.container, self.operations)
+        self.packs = LocalBlobs(folder / names.packs_container, self.operations)
         self.files = LocalBlobs(folder / names.files_container, self.operations)
         self.models = ModelQueues(queue, self.blobs)
         self.queues = self.models.default
@@ -108,6 +113,7 @@ class LocalStorage:
         await self.models.create()
         await self.poison.create()
         await self.blobs.create_folder()
+        await self.packs.create_folder()
         await self.files.create_folder()
 
     async def check(self) -> None:

@@ -74,6 +74,8 @@ class LeasedMessage(Message):
 class QueueDepth:
     """The size of a queue. `leased` is None on Azure, which reports only the sum.
 
+    `messages` and `leased` count jobs: a bundle as all of its own. Azure counts messages alone, so
+    they are estimated there by the first 32.
     `by_queue` has the sizes of the queues that are drained as one.
     `model` is that of the queue's jobs.
     """

@@ -49,8 +49,10 @@ def _public_keys(text: str) -> str:
 PublicKeys = Annotated[str, AfterValidator(_public_keys)]
 
 #: What a SAS token is for: the job queues, that of normal priority first, the poison queue, the
-#: container of images or that of LoRAs and models.
-Resource = Literal["queue", "queue_high", "queue_low", "poison", "blob", "files"]
+#: containers of images, of packs of images, and of LoRAs and models.
+Resource = Literal[
+    "queue", "queue_high", "queue_low", "poison", "blob", "packs", "files"
+]
 
 Priority = Literal["high", "normal", "low"]
 
@@ -168,16 +170,21 @@ class StorageSettings(BaseSettings):
         return {each: job_queue(self.queue, model, each) for each in PRIORITIES}
 
     @property
+    def packs_container(self) -> str:
+        """The container of packs, which hold the images of bundles of jobs."""
+        return f"{self.container}-packs"
+
+    @property
     def poison_queue(self) -> str:
         """The queue of failed jobs, whatever their model."""
         return f"{self.queue}-poison"
 
     @model_validator(mode="after")
     def _check_containers(self) -> Self:
-        if self.container == self.files_container:
+        if self.files_container in {self.container, self.packs_container}:
             raise ValueError(
-                "container and files_container must differ: whoever stores images could replace"
-                " LoRAs and models"
+                "files_container must differ from container and its packs: whoever stores images"
+                " could replace LoRAs and models"
             )
         return self
 

@@ -10,6 +10,8 @@ from azure.core import exceptions
 
 from fleet.plan import estimate
 from fleet.plan.estimate import Input, Part
+from fleet.plan.work import ModelJobs
+from imagefleet.pricing import families
 from imagefleet.records.log import Totals, shard_part
 from imagefleet.storage.protocol import Clock
 from imagefleet.storage.routing.route import Route
@@ -91,8 +93,9 @@ def test_what_is_missing_is_told_apart_and_adds_up():
 def test_paid_time_at_full_speed_falls_with_interruptions_and_is_what_a_plan_says():
     day = 24 * 3600.0
     found = nodes.warm_up(Weather(), 3000, day, seed=0)
+    work = ModelJobs(None, families.SD1, 1, round(day), 1.0)
     planned = estimate.make_plan(
-        1, round(day), [Part("a card", 1, *[Input(1, "given", "")] * 3)]
+        [work], [Part("a card", 1, *[Input(1, "given", "")] * 3)]
     )
     for case, (starting, cold, lost) in planned.cold.items():
         assert found[case]["starting"] == pytest.approx(starting, rel=0.05)

@@ -3,6 +3,7 @@
     python tests/chaos/storm.py --storage both --jobs 2000 --kills 100 --faults 1000
     python tests/chaos/storm.py --chains --jobs 300 --kills 60
     python tests/chaos/storm.py --clashes
+    python tests/chaos/storm.py --bundles
 
 It fills a queue with `imagefleet load`, killed and resumed; runs workers with a stand-in engine;
 kills (SIGKILL), freezes beyond the lease (SIGSTOP, SIGCONT) and stops (SIGTERM) them at random
@@ -91,8 +92,8 @@ FILL_SECONDS = 2.0
 STUCK_SECONDS = 600.0
 
 
-StormKind = Literal["jobs", "chains", "clashes"]
-"""Single images and batches, jobs of several stages, or jobs of which some have one id."""
+StormKind = Literal["jobs", "chains", "clashes", "bundles"]
+"""Single images and batches, jobs of several stages, jobs of which some have one id, or bundles."""
 
 
 @dataclass
@@ -185,6 +186,7 @@ class Storm:
             "jobs": all_jobs,
             "chains": chains,
             "clashes": storm_clashes.named_jobs,
+            "bundles": all_jobs,
         }
         return [*makers[self.kind](self.tally.jobs)]
 
@@ -319,6 +321,8 @@ class Storm:
         jobs.write_text("".join(f"{json.dumps(job)}\n" for job in both))
         rate = self.tally.jobs / FILL_SECONDS
         command = ["load", jobs, "--rate", str(rate), "--json"]
+        if self.kind == "bundles":
+            command += ["--bundle", "8"]
 
         async def noted() -> int:
             """Bytes of the ledgers."""
@@ -415,10 +419,11 @@ async def disturbances(
 
 
 @contextlib.contextmanager
-def commands(folder: Path) -> Iterator[forks.Forks]:
+def commands(folder: Path, prelude: str = "pass") -> Iterator[forks.Forks]:
     """What starts the commands and workers of storms; it prints into *folder*."""
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
-    prelude = f"import storm_worker; {forks.AZURE}"
+    path = [ROOT, HERE, HERE.with_name("support")]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    prelude = f"import storm_worker; {forks.AZURE}; {prelude}"
     with forks.running(Path(sys.executable), folder, variables, prelude) as server:
         yield server
 
@@ -517,6 +522,13 @@ def main() -> None:
         action="store_const",
         const="clashes",
         help="a tenth of the jobs share ids",
+    )
+    parser.add_argument(
+        "--bundles",
+        dest="kind",
+        action="store_const",
+        const="bundles",
+        help="jobs in bundles of 8",
     )
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from browsing import visible
+from bundled import stored_images
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
@@ -69,9 +70,9 @@ async def count_up(
 ) -> None:
     """Counts what the workers did, by their *events*, and what became of the cancelled campaign."""
     images = 0
-    async for record in storage.blobs.records("default/"):
+    async for image in stored_images(storage, "default"):
         images += 1
-        tally.redeliveries += int(record.metadata.get("attempt", 1)) - 1
+        tally.redeliveries += image.attempts - 1
     for campaign in ("default", STOPPED):
         await compare_records(tally, storage, campaign)
     drawn = [each async for each in reader.images(storage, STOPPED)]
@@ -95,11 +96,14 @@ async def compare_outcomes(
     bad = {str(job["id"]) for job in jobs if is_bad(job)}
     drawn_as = drawings(jobs)
     stored = Counter[str]()
-    async for record in storage.blobs.records("default/"):
-        stored[record.name] += 1
-        data = await storage.blobs.read(record.name) or b""
-        for drawing in drawn_as[record.name].values():
-            tally.wrong_images += not is_image_of(*drawing, data)
+    in_packs = Counter[str]()
+    async for image in stored_images(storage, "default"):
+        # A failed job that was replayed is by itself, though another message may have drawn it.
+        (stored if image.pack is None else in_packs)[image.name] += 1
+        for drawing in drawn_as[image.name].values():
+            tally.wrong_images += not is_image_of(*drawing, image.data)
+    doubled = stored.total() - len(stored) + in_packs.total() - len(in_packs)
+    stored |= in_packs
     failed: dict[str, str] = {}
     async for message in visible(storage.poison):
         record = dead_letter.FailedJob.parse(message.body)
@@ -109,7 +113,7 @@ async def compare_outcomes(
     for job in failed.keys() - bad:
         sys.stderr.write(f"the good job {job} failed: {failed[job]}\n")
     tally.lost = len(good - stored.keys())
-    tally.visible_duplicates = stored.total() - len(stored) + len(stored.keys() - good)
+    tally.visible_duplicates = doubled + len(stored.keys() - good)
     tally.good_jobs_failed = len(failed.keys() - bad)
     tally.bad_jobs_missing = len(bad - failed.keys())
     ended = {each.id async for each in reader.ended(storage, "default")}
@@ -120,7 +124,7 @@ async def compare_outcomes(
 
 async def compare_records(tally: Tally, storage: Storage, campaign: str) -> None:
     """Each image has one record and each record an image."""
-    stored = {name async for name in storage.blobs.names(f"{campaign}/")}
+    stored = {image.name async for image in stored_images(storage, campaign)}
     recorded = Counter(
         [str(each.blob) async for each in reader.images(storage, campaign)]
     )

@@ -111,7 +111,7 @@ def main() -> None:
 
     def opened(settings: Any, *arguments: Any, **named: Any) -> Storage:
         storage: Any = storage_open.open_storage(settings, *arguments, **named)
-        for name in ("queue", "poison", "blobs"):
+        for name in ("queue", "poison", "blobs", "packs"):
             setattr(storage, name, Faulty(getattr(storage, name), float(share), events))
         served = storage.models.served
         storage.models.served = lambda models: Faulty(

@@ -41,6 +41,25 @@ async def test_killed_workers_and_faults_lose_no_job_and_show_none_twice(
 
 
 @pytest.mark.slow
+async def test_killed_workers_and_faults_lose_no_job_of_a_bundle_and_show_none_twice(
+    storage_settings: StorageSettings, server: forks.Forks
+):
+    tally = await storm.weather(
+        storage_settings,
+        server,
+        jobs=160,
+        kills=8,
+        faults=25,
+        seconds=5,
+        seed=4,
+        kind="bundles",
+    )
+
+    assert tally.is_clean, str(tally)
+    assert tally.kills + tally.freezes + tally.terms >= 8
+
+
+@pytest.mark.slow
 async def test_each_stage_of_a_chain_is_drawn_once_and_none_is_lost(
     storage_settings: StorageSettings, server: forks.Forks
 ):

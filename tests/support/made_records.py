@@ -1,5 +1,7 @@
 """Records of jobs of the campaign `spring`, and the images that they are of."""
 
+import asyncio
+import itertools
 from datetime import UTC, datetime
 from typing import Any
 
@@ -57,3 +59,16 @@ async def dead_letter(
     record = failed_job(message, job, error, worker, at, **more)
     await storage.poison.send([record.encode()])
     return record
+
+
+async def later(storage: Storage) -> None:
+    """Waits until the storage's clock, whose times of blobs are seconds on Azure, is further."""
+    for number in itertools.count():
+        name = f"-clock/{number}"
+        await storage.blobs.create(name, b"", "text/plain", {})
+        made = await storage.blobs.record(name)
+        if number == 0:
+            first = made
+        elif made and first and made.created_at > first.created_at:
+            return
+        await asyncio.sleep(0.05)

@@ -96,7 +96,7 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
     least_dollars = 2 * JOBS / 4 * TICK_SECONDS / 3600 * price
     is_local = settings.storage.startswith("local:")
     table = prices.read_table(path)
-    bill = 0 if is_local else prices.storage_dollars(JOBS, 2 * JOBS, table)
+    bill = 0 if is_local else table.storage.dollars(prices.operations(JOBS, 2 * JOBS))
     assert is_local or bill > least_dollars / 5, "storage weighs in"
 
     async def total(metric: str) -> float:

@@ -3,7 +3,10 @@
 import asyncio
 import threading
 
+import pytest
+
 import polling
+from bundled import bundle_of_jobs
 from imagefleet import errors
 from imagefleet.storage.open import Storage
 from messages import Drawing, RunPipeline, message
@@ -44,10 +47,18 @@ async def test_a_job_that_is_retried_stays_in_the_queue_of_its_priority(
     assert counts == [1, 0, 1]
 
 
-async def test_an_urgent_job_overtakes_a_job_of_many_images_image_by_image(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+@pytest.mark.parametrize(
+    ("long", "jobs"),
+    [
+        (message(id="long", n_iter=60, steps=9), 1),
+        (bundle_of_jobs(60, steps=9), 60),
+    ],
+    ids=["a job of 60 images", "a bundle of 60 jobs"],
+)
+async def test_an_urgent_job_overtakes_what_has_many_images_image_by_image(
+    storage: Storage, run_pipeline: RunPipeline, monkeypatch, long: str, jobs: int
 ):
-    """A job of low priority that is longer than what a worker pulls ahead."""
+    """What is of low priority, and longer than what a worker pulls ahead."""
     begun, is_urgent_there = threading.Event(), threading.Event()
     submit = EngineThread.submit
 
@@ -63,12 +74,12 @@ async def test_an_urgent_job_overtakes_a_job_of_many_images_image_by_image(
 
     monkeypatch.setattr(EngineThread, "submit", noting)
     engine = Drawing(hold, capacity=2)
-    await storage.queues["low"].send([message(id="long", n_iter=60, steps=9)])
+    await storage.queues["low"].send([long])
     running = asyncio.create_task(run_pipeline(engine))
     await polling.until(begun.is_set)
     await storage.queues["high"].send([message(id="urgent", steps=1)])
     pipeline = await running
-    assert pipeline.metrics.outcomes == {"completed": 2}
+    assert pipeline.metrics.outcomes == {"completed": 1 + jobs}
     assert len(engine.drawn) == 61
     # What the engine holds is drawn before, and no more.
     assert engine.steps.index(1) <= 6 + 2 * engine.capacity

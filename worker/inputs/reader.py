@@ -6,6 +6,7 @@ One object reads them all for a worker's life.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +20,8 @@ from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, MAX_IMAGE_BYTES, Job
 from imagefleet.job.passes import extras, hires
 from imagefleet.job.passes import img2img as given
+from imagefleet.records.pictures import read_packed
 from imagefleet.signing import TrustedJobs, trusted_keys
-from imagefleet.storage import protocol
 from imagefleet.storage.open import Storage
 from worker.accelerator import Accelerator
 from worker.engine import contract
@@ -65,7 +66,7 @@ class InputReader:
     def __init__(
         self,
         source: Source,
-        images: protocol.BlobStore,
+        storage: Storage,
         models: OtherModels,
         campaigns: str,
     ) -> None:
@@ -74,7 +75,8 @@ class InputReader:
         # A campaign may be called "own".
         opened = "" if campaigns == "own" else campaigns
         self._campaigns = {name.strip() for name in opened.split(",")}
-        self._containers = {"files": source.blobs, "images": images}
+        self._storage = storage
+        self._containers = {"files": source.blobs, "images": storage.blobs}
         self._upscalers = FileLibrary(source, kinds.UPSCALER)
         self._controlnets = FileLibrary(source, kinds.CONTROLNET)
         self.vaes = FileLibrary(source, kinds.VAE)
@@ -262,6 +264,10 @@ class InputReader:
             data = await concurrency.UNTIL_ACCESS.call(
                 partial(read, place.blob, MAX_IMAGE_BYTES)
             )
+            if data is None and place.container == "images":
+                # Tokens that may not list records find none in a pack.
+                with contextlib.suppress(errors.SetupError):
+                    data = await read_packed(self._storage, place.blob)
             if data is None:
                 await blobs.check()  # without its container, the job is not at fault
         except errors.UnusableFileError as error:
@@ -294,9 +300,7 @@ class JobFiles:
         self.loras = FileLibrary(source, kinds.LORA, settings.lora_directory)
         self.embeddings = EmbeddingLibrary(source, settings.embedding_directory)
         models = OtherModels(settings, storage.files)
-        self.inputs = InputReader(
-            source, storage.blobs, models, settings.input_campaigns
-        )
+        self.inputs = InputReader(source, storage, models, settings.input_campaigns)
         self.detectors = FileLibrary(source, kinds.DETECTOR)
         self.hashes = FileHashes()
         self.trusted = TrustedJobs(trusted, storage.scope) if trusted else None

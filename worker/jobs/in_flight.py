@@ -13,6 +13,7 @@ from typing import Any
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.files.marks import Mark
+from imagefleet.files.pack import Member
 from imagefleet.job.message import DEFAULT_CAMPAIGN, DELIVERIES_FIELD, Job
 from imagefleet.records.record import Record
 from imagefleet.storage.deliveries import (
@@ -20,12 +21,13 @@ from imagefleet.storage.deliveries import (
     Deliveries,
     shown_images,
 )
+from imagefleet.storage.protocol import LeasedMessage
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.metrics import MAX_MODELS, OTHER_MODELS
 from worker.engine import contract
 from worker.inputs.img2img import Overlay
 from worker.leases import Lease
-from worker.metrics import WorkerMetrics
+from worker.metrics import Outcome, WorkerMetrics
 
 log = logs.EventLog(__name__)
 
@@ -37,7 +39,10 @@ STORED_PER_FAILED = 10
 
 @dataclass(slots=True, eq=False)
 class InFlightJob:
-    """One leased message. It is settled once: acknowledged, dead-lettered, retried or released.
+    """One leased message, or one job of a bundle.
+
+    It is settled once: acknowledged, dead-lettered, retried or released; what becomes of a bundle's
+    message follows from all of its jobs.
 
     Its images are drawn and stored one by one, between those of other jobs. Two stages may want to
     settle it at the same time; the first to call `settle` does it. Its images share what was
@@ -45,6 +50,10 @@ class InFlightJob:
     """
 
     lease: Lease
+    bundle: "Bundle | None" = None
+    """The bundle that it came in; None for a message of its own."""
+    body: str = ""
+    """The job's own message in a bundle."""
     pulled_at: float = field(default_factory=time.monotonic)
     job: Job | None = None
     drawn: Job | None = None
@@ -139,6 +148,12 @@ class InFlightJob:
             await self._upload_ended.wait()
 
     @property
+    def message(self) -> LeasedMessage:
+        """The job's message; in a bundle as it would have been sent by itself."""
+        message = self.lease.message
+        return replace(message, body=self.body) if self.bundle else message
+
+    @property
     def deliveries(self) -> Deliveries:
         """The record of how earlier deliveries of its message ended."""
         return Deliveries.of(self.lease.message)
@@ -180,6 +195,8 @@ class InFlightJob:
     @property
     def id(self) -> str:
         """The job's id; its message's where it has none, or could not be read."""
+        if self.bundle:
+            return self.bundle.members[self]
         return (self.job.id if self.job else None) or self.lease.message.id
 
     @property
@@ -234,6 +251,52 @@ class InFlightJob:
             for place, record in enumerate(kept):
                 if record.index == record.images - 1:
                     kept[place] = record.model_copy(update={"completes": True})
+
+
+Key = tuple[str, str | None]
+"""A job's id and digest; None as the digest of one that could not be read."""
+
+
+@dataclass(slots=True, eq=False)
+class Bundle:
+    """The jobs of a leased bundle, and what this worker and others have stored of it."""
+
+    lease: Lease
+    name: str
+    campaign: str
+    problem: str | None
+    """The reason why none of its jobs may be drawn; None for a good bundle."""
+    members: dict[InFlightJob, str] = field(default_factory=dict)
+    """Its jobs with their ids, in order."""
+    ends: dict[InFlightJob, Outcome] = field(default_factory=dict)
+    """How jobs have ended in this delivery."""
+    images: dict[InFlightJob, Member] = field(default_factory=dict)
+    """Images that are in no part yet."""
+    without: dict[InFlightJob, Record] = field(default_factory=dict)
+    """Records of jobs that have ended without an image and are in no part yet."""
+    parts: int = 0
+    """Number of parts that are known to be stored."""
+    found: dict[Key, Record] = field(default_factory=dict)
+    """The records in these parts."""
+    own: set[Key] = field(default_factory=set)
+    """Jobs whose records are in parts of this worker's."""
+    refused: dict[InFlightJob, Record] = field(default_factory=dict)
+    """Records of failed jobs that no part may hold, since they are not valid or not trusted."""
+    delay_seconds: float = 0.0
+    """Pause before what is left is delivered again."""
+    is_read: bool = False
+    """True once the parts of earlier deliveries were read."""
+    is_closed: bool = False
+    """True once no more of its jobs can end in this delivery."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while its parts are read or written."""
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a part was stored, or a job has ended."""
+
+    def stored(self, entry: InFlightJob) -> Record | None:
+        """The record of a job's end that is in a part, whoever has written it."""
+        digest = entry.job.stage_digest if entry.job else None
+        return self.found.get((entry.id, digest))
 
 
 @dataclass(slots=True, eq=False)

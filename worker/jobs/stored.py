@@ -81,7 +81,11 @@ def sha256_in(metadata: Mapping[str, str]) -> str | None:
 
 def proven(record: Record, prover: Prover) -> Record:
     """A record with the proof of who has drawn its image; of another machine's, it names nobody."""
-    if record.blob is None or (machine := machine_of(record.worker)) is None:
+    if (
+        record.blob is None
+        or record.proof
+        or not (machine := machine_of(record.worker))
+    ):
         return record
     if machine != prover.machine:
         return record.model_copy(update={"worker": UNKNOWN_WORKER})

@@ -97,7 +97,7 @@ class EncodeStage:
 
     async def _encode(self, image: InFlightImage, pixels: Pixels) -> None:
         text = await self._parameters(image)
-        job = text_for_image(image.owner.lease.message.body, image.job)
+        job = text_for_image(image.owner.message.body, image.job)
         try:
             with self.settler.metrics.stage_seconds["encode"].time():
                 loop = asyncio.get_running_loop()

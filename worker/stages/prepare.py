@@ -12,6 +12,7 @@ from cachetools import FIFOCache
 
 from imagefleet import cancelled, concurrency, errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key, read_job
+from imagefleet.storage.deliveries import Deliveries
 from worker.engine import contract
 from worker.inputs.reader import JobFiles
 from worker.jobs import stored
@@ -133,13 +134,9 @@ class PrepareStage:
             return
         if await self._is_paused(entry, job):
             return
-        if entry.deliveries.is_condemned and not entry.is_all_stored:
-            raise errors.JobError(
-                f"the workers that had the job died or lost their leases"
-                f" {entry.deliveries.lost} times, {entry.deliveries.lost_alone} of them while they"
-                " generated nothing else"
-            )
         async with self._isolation.alone():
+            if entry.deliveries.is_condemned and not entry.is_all_stored:
+                await self._condemn(entry)
             await self._generate.nothing_at_engine.wait()
             entry.log(
                 logging.WARNING,
@@ -147,17 +144,29 @@ class PrepareStage:
                 " their leases",
                 "job_alone",
             )
-            if body := entry.deliveries.marked_alone().write_to(
-                entry.lease.message.body
-            ):
-                keeper = self._settler.keeper
-                await self._settler.retry_policy.call(
-                    partial(keeper.rewrite, entry.lease, body)
-                )
+            await self._rewrite(entry, entry.deliveries.marked_alone())
             await self._prepare(entry)
             while entry.requests:
                 await self._submit(entry)
             await self._generate.nothing_at_engine.wait()
+            # The next job of a bundle may be what its workers die of, and is found by this one.
+            await self._settler.bundles.stored(entry)
+
+    async def _condemn(self, entry: InFlightJob) -> NoReturn:
+        """Raises JobError: of a bundle it is the first job that nobody has ended."""
+        known = entry.deliveries
+        if entry.bundle is not None:  # its other jobs are drawn
+            await self._rewrite(entry, known.model_copy(update={"lost_alone": 0}))
+        raise errors.JobError(
+            f"the workers that had the job died or lost their leases {known.lost} times,"
+            f" {known.lost_alone} of them while they generated nothing else"
+        )
+
+    async def _rewrite(self, entry: InFlightJob, deliveries: Deliveries) -> None:
+        """Notes how a message's deliveries went, while it is leased."""
+        if body := deliveries.write_to(entry.lease.message.body):
+            rewrite = partial(self._settler.keeper.rewrite, entry.lease, body)
+            await self._settler.retry_policy.call(rewrite)
 
     async def _prepare(self, entry: InFlightJob) -> None:
         """Prepares a job's requests; adds none if none of its images is drawn here."""
@@ -252,10 +261,12 @@ class PrepareStage:
         return True
 
     async def _read(self, entry: InFlightJob) -> Job:
-        message = entry.lease.message
+        message = entry.message
         # After hours without work the list of cancelled campaigns is as old.
         cancelled_campaigns = self._settler.cancelled_campaigns
         await cancelled_campaigns.refresh(MAX_LIST_AGE_SECONDS)
+        if entry.bundle is not None and entry.bundle.problem is not None:
+            raise errors.InvalidMessageError(entry.bundle.problem)
         job = read_job(message.body, message.id, self._files.trusted)
         # From here on, a failure is recorded with the job's id and campaign.
         entry.job = job

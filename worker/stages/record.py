@@ -57,6 +57,8 @@ class PendingRecords:
     records: list[Record]
     again: list[Record]
     finish: Finish
+    jobs: int = 1
+    """Jobs that end so; several of a bundle."""
     error: errors.TransientError | None = None
     """Error of the last attempt to store the records; None before one failed."""
 
@@ -92,11 +94,16 @@ class RecordStage:
 
     async def put(self, job: InFlightJob, finish: Finish, *more: Record) -> None:
         """Stores a job's records soon, with *more* of its end, then calls *finish*."""
+        is_awaited = job.job is not None and job.job.whole.awaited
+        pending = PendingRecords([*job.records, *more], job.again, finish)
+        await self.add(pending, is_awaited=is_awaited)
+
+    async def add(self, pending: PendingRecords, *, is_awaited: bool = False) -> None:
+        """Stores records soon, sooner for a client that awaits them, then finishes their jobs."""
         while self.jobs >= MAX_WAITING:
             self._room.clear()
             await self._room.wait()
-        self.jobs += 1
-        pending = PendingRecords([*job.records, *more], job.again, finish)
+        self.jobs += pending.jobs
         count = len(pending.records) + len(pending.again)
         if not count:
             self._end(pending)
@@ -104,7 +111,7 @@ class RecordStage:
         self._waiting.append(pending)
         self._records += count
         seconds = self.flush_seconds
-        if job.job is not None and job.job.whole.awaited:  # by a client
+        if is_awaited:
             seconds = min(seconds, AWAITED_FLUSH_SECONDS)
         due_at = time.monotonic() + seconds
         if due_at < self._due_at or self._is_all:
@@ -137,7 +144,7 @@ class RecordStage:
                 with self.metrics.stage_seconds["acknowledge"].time():
                     await pending.finish(pending.error)
             finally:
-                self.jobs -= 1
+                self.jobs -= pending.jobs
                 self._room.set()
 
     @property

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import NoReturn
 
 from imagefleet import concurrency, errors
+from imagefleet.files.pack import Member
 from imagefleet.job.names import duplicate_name
 from imagefleet.job.sizes import metadata_header
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
@@ -53,6 +54,7 @@ class UploadStage:
         self.queue: asyncio.Queue[tuple[InFlightImage, EncodedImage]] = asyncio.Queue(
             most
         )
+        self.settler.bundles.on_upload_failed = self.watchdog.upload_failed
 
     async def run(self) -> NoReturn:
         while True:
@@ -76,8 +78,13 @@ class UploadStage:
             self.settler.cost.lost("failed")
             await self.settler.less_to_store(entry, 1)
             return
-        with entry.uploading():
-            await self._store(image, file)
+        if entry.bundle is not None:
+            name = image.job.blob_name(image.index)
+            record = self._record(image, file, name, file.sha256)
+            entry.bundle.images[entry] = Member(record, file.data)
+        else:
+            with entry.uploading():
+                await self._store(image, file)
         entry.stored.add(image.index)
         await self.settler.less_to_store(entry, 1)
         if not image.index:

@@ -19,6 +19,7 @@ from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.roles import ANY_PERMISSION
+from imagefleet.storage.bundle import jobs_of
 
 #: Sends in flight at most: from far away, 128 at 50 ms are a queue's limit.
 MOST_SENDS = 128
@@ -137,9 +138,11 @@ class AzureQueue:
     async def depth(self) -> protocol.QueueDepth:
         properties = await self._call("r", self._client.get_queue_properties)
         count = properties.approximate_message_count or 0  # never too low
-        front = await self._peek(1) if count else []
+        front = await self._peek(protocol.MAX_RECEIVE) if count else []
         age_seconds = None
         if front:
+            jobs = sum(jobs_of(message.body) for message in front)
+            count = round(count * jobs / len(front))
             age_seconds = max(
                 0.0, (self._clock.now() - front[0].enqueued_at).total_seconds()
             )

@@ -58,6 +58,7 @@ class Role:
     queue: str = ""
     poison: str = ""
     blob: str = ""
+    packs: str = ""
     files: str = ""
 
     def letters(self, resource: Resource, model: str | None = None) -> str:
@@ -83,6 +84,8 @@ ROLES: Mapping[str, Role] = {
             queue="rup",
             poison="a",
             blob="ac",
+            # A pack's name cannot be guessed, so it reads those of its own bundles.
+            packs="rc",
             files="r",
         ),
         Role(
@@ -91,6 +94,7 @@ ROLES: Mapping[str, Role] = {
             queue="rup",
             poison="a",
             blob="ac",
+            packs="rc",
             files="rc",
         ),
         # It notes which jobs it has sent, and reads that and which campaigns are cancelled.
@@ -99,6 +103,8 @@ ROLES: Mapping[str, Role] = {
             "`imagefleet load` on existing queues",
             queue="a",
             blob="ac",
+            # The name of a blob there is the secret that bundles' names follow from.
+            packs="cl",
             files="rac",
         ),
         Role(
@@ -108,6 +114,7 @@ ROLES: Mapping[str, Role] = {
             queue="r",
             poison="r",
             blob="rl",
+            packs="rl",
             # What was sent, and what the operator has replayed, discarded and replaced.
             files="rl",
         ),
@@ -117,6 +124,7 @@ ROLES: Mapping[str, Role] = {
             queue="ra",
             poison="rup",
             blob="racdl",
+            packs="rcl",
             files="racwdl",
         ),
         Role(
@@ -139,13 +147,14 @@ def name_of(
         **queues,
         "poison": settings.poison_queue,
         "blob": settings.container,
+        "packs": settings.packs_container,
         "files": settings.files_container,
     }
     return names[resource]
 
 
 def is_container(resource: Resource) -> bool:
-    return resource in {"blob", "files"}
+    return resource in {"blob", "packs", "files"}
 
 
 def with_permission(resource: Resource, letter: str) -> list[Role]:

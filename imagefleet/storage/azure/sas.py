@@ -86,6 +86,7 @@ class Tokens(QueueTokens):
 
     poison: _SasToken | None = None
     blob: _SasToken | None = None
+    packs: _SasToken | None = None
     files: _SasToken | None = None
     models: dict[str, QueueTokens] = {}
     expires_at: AwareDatetime | None = None

@@ -138,6 +138,7 @@ class AzureStorage:
 
         self.poison = queue("poison")
         self.blobs = container("blob")
+        self.packs = container("packs")
         self.files = container("files")
         self.models = ModelQueues(
             lambda priority, model: queue(JOB_QUEUES[priority], model), self.blobs
@@ -176,6 +177,7 @@ class AzureStorage:
             return
         await self.poison.create()
         await self.blobs.create_container()
+        await self.packs.create_container()
         await self.files.create_container()
 
     async def check(self) -> None:

@@ -17,7 +17,7 @@ BUSY_TIMEOUT_SECONDS = 30
 CHECKPOINT_PAGES = 4_000
 
 #: Tells the file from those of other programs; another schema takes another number.
-_APPLICATION = 0x1F1EE701
+_APPLICATION = 0x1F1EE702
 
 _SCHEMA = f"""
 PRAGMA journal_mode = WAL;
@@ -31,12 +31,15 @@ CREATE TABLE messages (
     delivery_count INTEGER NOT NULL DEFAULT 0,
     enqueued_at REAL NOT NULL,
     id TEXT NOT NULL,
-    body TEXT NOT NULL
+    body TEXT NOT NULL,
+    jobs INTEGER NOT NULL
 );
-CREATE INDEX messages_in_order ON messages (queue, visible_at, sequence);
+CREATE INDEX messages_in_order ON messages (queue, visible_at, sequence, jobs);
 """
 
-SEND = "INSERT INTO messages (queue, enqueued_at, id, body) VALUES (?, ?, ?, ?)"
+SEND = (
+    "INSERT INTO messages (queue, enqueued_at, id, body, jobs) VALUES (?, ?, ?, ?, ?)"
+)
 ANY_VISIBLE = "SELECT 1 FROM messages WHERE queue = ? AND visible_at <= ? LIMIT 1"
 ANY_EXPIRED = """
 SELECT 1 FROM messages WHERE queue = ? AND visible_at > 0 AND visible_at <= ? LIMIT 1
@@ -67,7 +70,10 @@ OLDEST = """
 SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT 1
 """
 # Scans the index: 50 ms for a million messages, which blocks no writer.
-COUNT = "SELECT count(*), count(nullif(visible_at, 0)) FROM messages WHERE queue = ?"
+COUNT = """
+SELECT coalesce(sum(jobs), 0), coalesce(sum(jobs * (visible_at > 0)), 0) FROM messages
+WHERE queue = ?
+"""
 EXISTS = "SELECT 1 FROM queues WHERE name = ?"
 
 #: An I/O error with less room than this is one of a full disk.

@@ -23,6 +23,7 @@ from imagefleet import errors
 from imagefleet.concurrency import Batches
 from imagefleet.job import sizes
 from imagefleet.storage import protocol
+from imagefleet.storage.bundle import jobs_of
 from imagefleet.storage.local import file as sqlite_file
 
 _Result = TypeVar("_Result")
@@ -175,7 +176,7 @@ class LocalQueue:
                 with transaction(connection, durable=True):
                     for body in messages:
                         message = self._message(uuid.uuid4().hex, body, 0, now)
-                        row = self.name, now, message.id, body
+                        row = self.name, now, message.id, body, jobs_of(body)
                         added = connection.execute(sqlite_file.SEND, row)
                         sent.append(message.leased(f"{added.lastrowid}.0"))
             except sqlite3.IntegrityError:

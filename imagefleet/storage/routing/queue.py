@@ -17,9 +17,10 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
+from dataclasses import replace
 
 from imagefleet import concurrency, errors
-from imagefleet.storage import protocol
+from imagefleet.storage import bundle, protocol
 from imagefleet.storage.routing import route as rule
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority
@@ -163,8 +164,10 @@ class RoutedQueue:
     async def find(self, text: str) -> AsyncIterator[tuple[protocol.Message, bool]]:
         for route in await self._all():
             with self._main_must_exist(route):
-                async for found in route.queue.find(text):
-                    yield found
+                async for message, is_leased in route.queue.find(text):
+                    for body in bundle.messages_of(message.body):
+                        if text in body or text not in message.body:
+                            yield replace(message, body=body), is_leased
 
     async def clear(self) -> None:
         for route in await self._all():

@@ -193,6 +193,7 @@ def test_the_documented_azure_roles_are_the_least_that_each_role_needs(
             {
                 **dict.fromkeys(JOB_QUEUES.values(), "raup"),
                 "blob": "racdl",
+                "packs": "rcl",
                 "files": "racwl",
             },
         ),

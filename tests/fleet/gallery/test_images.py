@@ -42,7 +42,7 @@ async def test_the_least_recently_used_thumbnails_go_first(tmp_path, monkeypatch
         StorageSettings(storage=f"local:{tmp_path / 'data'}")
     ) as storage:
         await storage.create()
-        images = Images(storage.blobs)
+        images = Images(storage)
 
         async def reads_of(number: int) -> int:
             before = storage.operations.blob_reads
@@ -67,7 +67,7 @@ async def test_a_thumbnail_is_made_once_and_an_image_of_gigabytes_is_not_read(
         huge = tmp_path / "data" / "images" / "spring" / "2.png"
         with huge.open("wb") as file:
             file.truncate(2**34)
-        images = Images(storage.blobs)
+        images = Images(storage)
         before = storage.operations.blob_reads
         for _ in range(3):
             assert await images.thumbnail(record("spring/1.png"), lambda: True)
@@ -82,7 +82,7 @@ async def test_an_image_that_was_scrolled_away_is_not_read(tmp_path):
     async with open_storage(settings) as storage:
         await storage.create()
         await storage.blobs.create("spring/1.png", file_of(), "image/png", {})
-        images = Images(storage.blobs)
+        images = Images(storage)
         with pytest.raises(DamagedImageError):
             await images.thumbnail(record("spring/1.png"), lambda: False)
         assert storage.operations.blob_reads == 0

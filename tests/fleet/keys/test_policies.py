@@ -77,7 +77,7 @@ def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
             assert timedelta(minutes=119) < ends <= timedelta(hours=2)
     policies = asyncio.run(_policies(azurite_settings))
     assert sorted(each.permission for each in policies) == sorted(
-        [*3 * ["rup"], "a", "ac", "r"]
+        [*3 * ["rup"], "a", "ac", "rc", "r"]
     )
     assert not any(each.expiry for each in policies)
     for record in records:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from bundled import bundle_of
+from bundled import job as job_message
 from evaluation.stand_in import StandInEngine, draw_noise
 from fleet.keys import mint
 from imagefleet import errors
@@ -46,6 +48,8 @@ NEEDED: dict[tuple[Resource, str], str] = {
     ("poison", "a"): "add messages",
     ("blob", "c"): "create blobs",
     ("blob", "a"): "append to records",
+    ("packs", "c"): "create blobs",
+    ("packs", "r"): "read blobs",
     ("files", "r"): "read blobs",
 }
 
@@ -67,7 +71,10 @@ JOBS = [
 
 PRIORITY_OF: dict[str, Priority] = {"plain": "high", "drawn": "low"}
 
-ENDS = {"completed": 4, "duplicate": 1, "retried": 1, "failed": 3}
+#: The second of them fails at first, so what is stored of the bundle is read.
+BUNDLE = ("a house", "a house at the second attempt, too")
+
+ENDS = {"completed": 6, "duplicate": 2, "retried": 2, "failed": 3}
 
 
 class Engine(StandInEngine):
@@ -75,14 +82,15 @@ class Engine(StandInEngine):
 
     def __init__(self, renewed: threading.Event) -> None:
         super().__init__(capacity=1, draw=self._draw_or_fail)
-        self._has_failed = False
+        self._failed: set[str] = set()
         self._renewed = renewed
 
     def _draw_or_fail(self, request: contract.ImageRequest) -> contract.Pixels:
         if "slow" in str(request.prompt):
             self._renewed.wait()
-        if "second attempt" in str(request.prompt) and not self._has_failed:
-            self._has_failed = True
+        prompt = str(request.prompt)
+        if "second attempt" in prompt and prompt not in self._failed:
+            self._failed.add(prompt)
             raise errors.TransientError("a failure")
         return draw_noise(request)
 
@@ -102,6 +110,8 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
             await storage.queues[PRIORITY_OF.get(job["id"], "normal")].send(
                 [json.dumps(job)]
             )
+        pair = (job_message(n, prompt=prompt) for n, prompt in enumerate(BUNDLE))
+        await storage.queue.send([bundle_of(pair)])
         for message in await storage.queues["low"].receive(1, 60):
             await storage.queues["low"].release(
                 message
@@ -161,7 +171,9 @@ async def work(
 async def test_a_workers_tokens_suffice_for_all_that_it_does(
     azurite_settings: StorageSettings, owner: Storage, load: Load, tmp_path
 ):
-    assert await work(azurite_settings, WORKER, tmp_path, load) == ENDS
+    outcomes = await work(azurite_settings, WORKER, tmp_path, load)
+    del outcomes["handed_back"]  # of what was pulled beyond a bundle
+    assert outcomes == ENDS
     names = [name async for name in owner.blobs.names() if not name.startswith(NOTES)]
     folders = Counter(name.partition("/")[0] for name in names)
     assert folders == {"default": 6}
@@ -170,6 +182,7 @@ async def test_a_workers_tokens_suffice_for_all_that_it_does(
     images = {name for name in names if name.startswith("default/")} - {
         "default/taken.png"
     }
+    images |= {"default/j0.png", "default/j1.png"}  # in packs
     assert {record.blob async for record in reader.images(owner, "default")} == images
 
 
@@ -200,7 +213,8 @@ def test_each_permission_of_the_role_has_its_work():
     assert set(NEEDED) == {
         (resource, letter)
         for resource in RESOURCES
-        if resource not in OPTIONAL  # they have the letters of the other job queue
+        # They have the letters of the other job queue.
+        if resource not in OPTIONAL
         for letter in WORKER.letters(resource)
     }
 

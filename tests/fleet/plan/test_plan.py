@@ -6,10 +6,14 @@ from typing import Any
 import pytest
 
 from fleet.plan import estimate
+from fleet.plan.command import Machines, planned
 from fleet.plan.estimate import Input
+from fleet.plan.work import ModelJobs, of_source, read_models
 from imagefleet import errors
-from imagefleet.pricing import prices
+from imagefleet.pricing import families, prices
+from imagefleet.storage.protocol import Operations
 from in_process import Imagefleet, assert_refused
+from loadgen import sources
 
 
 def part(
@@ -22,6 +26,10 @@ def part(
     return estimate.Part(
         "a card", replicas, *(Input(number, "given", "a test") for number in numbers)
     )
+
+
+def batch(jobs: int, images: int, *, bundled: int = 0) -> list[ModelJobs]:
+    return [ModelJobs(None, families.SD1, jobs, images, 1.0, bundled=bundled)]
 
 
 @pytest.fixture
@@ -52,7 +60,7 @@ def bench_report(tmp_path) -> Callable[..., Path]:
 def test_a_plan_matches_a_calculation_by_hand():
     # 36,000 images at 2 images/s: 18,000 s, so 5 replica hours; 1 h on 5 replicas, $0.50 at $0.10.
     # 36,000 writes at $0.0000055 are $0.198; 3 x 9,000 operations at $0.00000005 are $0.00135.
-    found = estimate.make_plan(9_000, 36_000, [part(2, 0.1, replicas=5)])
+    found = estimate.make_plan(batch(9_000, 36_000), [part(2, 0.1, replicas=5)])
 
     assert found.hours == pytest.approx(1)
     assert found.gpu_dollars == pytest.approx(0.5)
@@ -65,7 +73,7 @@ def test_a_plan_matches_a_calculation_by_hand():
 def test_a_mix_matches_a_calculation_by_hand():
     # 2 x 3 and 4 x 1 images/s are 10: 36,000 take an hour, at 2 x $0.20/h and 4 x $0.05/h.
     found = estimate.make_plan(
-        36_000, 36_000, [part(3, 0.2, replicas=2), part(1, 0.05, replicas=4)]
+        batch(36_000, 36_000), [part(3, 0.2, replicas=2), part(1, 0.05, replicas=4)]
     )
 
     assert found.replicas == 6
@@ -75,7 +83,7 @@ def test_a_mix_matches_a_calculation_by_hand():
 
 def test_start_up_is_billed_and_makes_no_images():
     # 1 image/s: 3,600 images take an hour, plus 600 s of start-up, all billed at $1/h.
-    found = estimate.make_plan(1, 3600, [part(1, 1, start_up_seconds=600)])
+    found = estimate.make_plan(batch(1, 3600), [part(1, 1, start_up_seconds=600)])
 
     assert found.hours == pytest.approx(7 / 6)
     assert found.gpu_dollars == pytest.approx(7 / 6)
@@ -84,16 +92,22 @@ def test_start_up_is_billed_and_makes_no_images():
 def test_the_share_of_cold_time_counts_each_start_and_is_all_of_a_short_batch():
     # An hour, of which the first image takes 35 s; 0.011 of a node's hours end in another start.
     # Until full speed after 900 s, 0.41 of the time is lost.
-    hour = estimate.make_plan(1, 3600, [part(1, 1)]).cold["unlike_jobs"]
+    hour = estimate.make_plan(batch(1, 3600), [part(1, 1)]).cold["unlike_jobs"]
     seconds = [35, 900, 35 + 0.41 * 865]
     assert hour == pytest.approx([1.011 * each / 3600 for each in seconds])
-    assert estimate.make_plan(1, 30, [part(1, 1)]).cold["unlike_jobs"] == [1, 1, 1]
+    assert estimate.make_plan(batch(1, 30), [part(1, 1)]).cold["unlike_jobs"] == [
+        1,
+        1,
+        1,
+    ]
 
 
 def test_the_reference_run_is_reproduced():
     # 750 replicas made 9,274,913 images in 24 hours for $1,872: 4,954 images per dollar.
     speed = 9_274_913 / (750 * 24 * 3600)
-    found = estimate.make_plan(9_274_913, 9_274_913, [part(speed, 0.104, replicas=750)])
+    found = estimate.make_plan(
+        batch(9_274_913, 9_274_913), [part(speed, 0.104, replicas=750)]
+    )
 
     assert found.hours == pytest.approx(24)
     assert found.gpu_dollars == pytest.approx(1872)
@@ -118,7 +132,7 @@ def test_a_deadline_keeps_the_proportions_of_the_mix():
     )
 
     assert [each.replicas for each in mix] == [40, 120]
-    assert estimate.make_plan(1, 1_000_000, mix).hours <= 1
+    assert estimate.make_plan(batch(1, 1_000_000), mix).hours <= 1
 
 
 def test_a_deadline_includes_start_up_and_must_be_longer():
@@ -244,7 +258,7 @@ def test_prices_can_come_from_a_file(tmp_path, in_process: Imagefleet):
         "source: the portal, today\ngpus: {RTX 4090: {batch: 0.12}}\n"
         "storage: {blob_writes_per_10000: 0.1, queue_operations_per_10000: 0}\n"
     )
-    arguments = ("--gpu", "4090", "--price-file", str(path), "--json")
+    arguments = ("--gpu", "4090", "--price-file", str(path), "--json", "--bundle", "1")
     found = json.loads(in_process("plan", "--jobs", "10000", *arguments).stdout)
 
     assert found["mix"][0]["dollars_per_hour"]["value"] == 0.12
@@ -272,3 +286,64 @@ def test_contradictory_options_are_a_one_line_error(
 
     assert_refused(result, message)
     assert result.stderr.count("\n") == 1
+
+
+def test_a_bundle_is_a_message_and_a_pack_and_part_of_an_append_of_records():
+    # 1,000 jobs in bundles of 32: 32 packs, 40 writes and 96 queue operations; 10 jobs of 4 images
+    # by themselves: 40 writes and 30 queue operations.
+    works = [*batch(1_000, 1_000, bundled=1_000), *batch(10, 40)]
+
+    found = estimate.make_plan(works, [part(1, 1)], bundle=32)
+
+    assert found.storage_operations == Operations(queue=126, blob_writes=80)
+    alone = estimate.make_plan(works, [part(1, 1)], bundle=1)
+    assert alone.storage_operations == Operations(queue=3 * 1_010, blob_writes=1_040)
+
+
+def test_a_bundle_has_no_more_than_half_a_minutes_work():
+    def packs(tflop_per_image: float) -> int:
+        work = batch(640, 640, bundled=640)
+        work[0].tflop = 640 * tflop_per_image
+        plan = estimate.make_plan(work, [part(1, 1)], bundle=64)
+        return plan.storage_operations.queue // 3
+
+    usual = families.SD1.image_tflop()
+    assert packs(usual / 10) == 10
+    assert packs(usual) == 22
+    assert packs(100 * usual) == 640
+
+
+def test_few_step_images_in_bundles_reach_400_000_a_dollar(in_process: Imagefleet):
+    def plan(*more: str) -> dict[str, Any]:
+        few_steps = ("--jobs", "1000000", "--accelerator", "hyper-4step")
+        ended = in_process("plan", *few_steps, "--gpu", "3060 Ti", "--json", *more)
+        result: dict[str, Any] = json.loads(ended.stdout)
+        return result
+
+    usual, smaller, alone = (
+        plan(*more) for more in ((), ("--bundle", "32"), ("--bundle", "1"))
+    )
+
+    assert usual["images_per_dollar"] == pytest.approx(440_000, rel=0.01)
+    assert smaller["images_per_dollar"] == pytest.approx(420_000, rel=0.01)
+    assert alone["images_per_dollar"] == pytest.approx(128_000, rel=0.01)
+    assert usual["storage_dollars"] == pytest.approx(0.11, abs=0.005)
+    assert smaller["storage_dollars"] == pytest.approx(0.22, abs=0.005)
+    month = usual["storage_month_dollars"]
+    assert month["png"] > month["webp, lossless"] > month["jpeg"] > 0
+
+
+def test_a_lora_in_each_job_takes_a_third_of_what_few_steps_save(tmp_path: Path):
+    def images_per_second(steps: int, guidance: float, prompt: str) -> float:
+        fields = {"prompt": prompt, "steps": steps, "cfg_scale": guidance, "id": "a"}
+        file = tmp_path / "jobs.jsonl"
+        file.write_text(json.dumps(fields) + "\n")
+        works = of_source(sources.open_source(str(file)), read_models([], None))
+        plan, _ = planned(works, Machines(gpu=["RTX 3060 Ti"]))
+        return plan.mix[0].images_per_second.value
+
+    usual = images_per_second(15, 7, "a cat")
+    assert images_per_second(15, 7, "a cat <lora:x:1>") == usual
+    assert images_per_second(4, 1, "a cat") / usual == pytest.approx(4.64, abs=0.01)
+    lora = images_per_second(4, 1, "a cat <lora:x:1>")
+    assert lora / usual == pytest.approx(3.0, abs=0.05)

@@ -10,6 +10,7 @@ from typing import Any, Self
 import pytest
 
 import polling
+import sent_jobs
 import signers
 from cli import console, target
 from fleet.redo import command, replace
@@ -21,6 +22,7 @@ from imagefleet.storage import open as opening
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from in_process import assert_refused
+from stored_images import member, pack_name, store_pack
 from worker.engine import contract
 
 RunWorker = Callable[..., Any]  # the fixtures of conftest.py
@@ -527,3 +529,29 @@ async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage):
     assert await selected(machine) == sorted(names[:3])
     assert await selected("a") == ["a"]
     assert await selected("a-7") == ["a-7"]
+
+
+@pytest.mark.parametrize("wanted", [{"job": "spring/a"}, {"worker": "bad"}])
+async def test_an_image_in_a_pack_is_replaced_by_a_single_one_and_its_pack_stays(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_worker: RunWorker,
+    wanted: dict[str, str],
+):
+    held = [member("a", worker="bad"), member("b")]
+    await store_pack(storage, held)
+    await sent_jobs.note(storage, "spring", 0)
+    before = await storage.packs.read(pack_name())
+
+    result = await redo(storage_settings, **wanted)
+    again = await redo(storage_settings, worker="bad")
+    await run_worker("third")
+
+    assert (result["replaced"], result["jobs"], again["images"]) == (1, 1, 0)
+    assert await recorded(storage, "spring") == {
+        "spring/a.png": "third",
+        "spring/b.png": "w1",
+    }
+    assert await storage.packs.read(pack_name()) == before
+    (copy,) = [name async for name in storage.blobs.names("-replaced/")]
+    assert await storage.blobs.read(copy) == held[0].data

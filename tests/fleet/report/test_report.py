@@ -24,6 +24,7 @@ from imagefleet.records.record import Record
 from imagefleet.storage.open import LocalStorage, Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
+from stored_images import member, store_alone, store_pack
 from worker.stages import encode
 
 NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
@@ -139,7 +140,7 @@ async def test_a_workers_time_is_its_start_up_plus_first_pull_to_last_image(
     assert figures["share_before_first_image"] == pytest.approx(34 / 130)
     assert figures["began_at"] == NOON - timedelta(seconds=24)
     assert figures["money"]["gpu_dollars"] == pytest.approx(0.013)
-    storage_dollars = prices.storage_dollars(2, 2)
+    storage_dollars = prices.BUILT_IN.storage.dollars(prices.operations(2, 2))
     assert figures["money"]["dollars"] == pytest.approx(0.013 + storage_dollars)
     assert figures["money"]["images_per_dollar"] == pytest.approx(
         2 / (0.013 + storage_dollars)
@@ -306,7 +307,7 @@ async def test_the_page_shows_many_workers(
 async def page_of(storage: Storage, samples: int = 24) -> str:
     """The page of the campaign `spring`."""
     records = await report_records.read_records(storage, "spring", samples)
-    sampled = await page.read_samples(storage.blobs, records)
+    sampled = await page.read_samples(storage, records)
     return page.render(figures_of(records), sampled, NOON)
 
 
@@ -389,3 +390,20 @@ def test_an_empty_campaign_is_a_one_line_error_with_exit_code_2(
         "error: campaign 'sprnig' has no records, images or messages in local:"
     )
     assert len(result.stderr.splitlines()) == 1
+
+
+async def test_a_pack_costs_a_message_and_a_write_however_many_images_it_has(
+    storage: Storage,
+):
+    await store_pack(storage, [member(name) for name in "abcd"])
+    await store_alone(storage, member("e"))
+    records = await report_records.read_records(storage, "spring", 1)
+
+    figures = report_figures.compute(records, storage.url, prices.BUILT_IN)
+
+    assert figures["images"] == 5
+    operations = figures["money"]["storage_operations"]
+    assert (operations["queue"], operations["blob_writes"]) == (3 + 3, 2 + 1), (
+        "a write, and part of one"
+    )
+    assert figures["money"]["storage_month_dollars"] > 0

@@ -177,7 +177,7 @@ async def test_names_that_differ_in_capitals_are_two_files_on_every_disk(
     async with open_storage(local_settings) as storage:
         first, second = await store_images(storage, "cat", "Cat")
         monkeypatch.setattr(files, "ignores_case", lambda _: True)
-        with download.opened(tmp_path / "images", storage.blobs, Damaged()) as running:
+        with download.opened(tmp_path / "images", storage, Damaged()) as running:
             await running.run([first, second], lambda: None)
 
     (other,) = matching(tmp_path / "images", "Cat~*.png")
@@ -193,7 +193,7 @@ async def test_only_one_process_downloads_to_a_folder(
 ):
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
-        with download.opened(tmp_path / "images", storage.blobs, Damaged()):
+        with download.opened(tmp_path / "images", storage, Damaged()):
             command = ["results", "spring", *flags(local_settings)]
             result = await asyncio.to_thread(
                 in_process, *command, "--download", "images"

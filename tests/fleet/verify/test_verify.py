@@ -17,6 +17,7 @@ from imagefleet.job.message import read_job
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from storage_flags import flags
+from stored_images import member, store_pack
 from worker.engine import contract
 from worker.node import quarantine
 
@@ -250,3 +251,21 @@ def test_nothing_to_compare_is_said_and_is_no_error(in_process: Imagefleet, tmp_
     ended = in_process("verify")
     assert (ended.returncode, "no second drawings" in ended.stdout) == (0, True)
     assert in_process("verify", "--since", "yesterday").returncode == 2
+
+
+async def test_an_image_in_a_pack_is_compared_with_its_second_drawing(storage: Storage):
+    ours, others = member("a"), member("b", shade=1)
+    await store_pack(storage, [ours, others])
+    for second in (member("a", worker="w2"), member("b", worker="w2")):
+        told = {"job": second.record.id, "worker": "w2"}
+        told["digest"] = str(second.record.digest)
+        name = f"-checks/{second.record.blob}"
+        await storage.blobs.create(name, second.data, "image/png", told)
+
+    found = {pair.image: pair for pair in await compared(storage)}
+
+    assert found["spring/a.png"].result == "alike"
+    assert found["spring/b.png"].result == "few_steps" or (
+        found["spring/b.png"].result == "different"
+    )
+    assert found["spring/a.png"].workers == ("w1", "w2")

@@ -36,9 +36,12 @@ def test_each_priority_has_its_price():
 
 
 def test_storage_costs_three_queue_operations_a_job_and_a_write_an_image():
+    def dollars(jobs: int, images: int) -> float:
+        return prices.BUILT_IN.storage.dollars(prices.operations(jobs, images))
+
     # 10,000 writes at $0.055 and 3 x 10,000 operations at $0.01 for 200,000.
-    assert prices.storage_dollars(10_000, 10_000) == pytest.approx(0.055 + 0.0015)
-    assert prices.storage_dollars(10_000, 40_000) == pytest.approx(0.220 + 0.0015)
+    assert dollars(10_000, 10_000) == pytest.approx(0.055 + 0.0015)
+    assert dollars(10_000, 40_000) == pytest.approx(0.220 + 0.0015)
 
 
 def test_the_figures_of_a_warm_up_are_those_that_were_measured():

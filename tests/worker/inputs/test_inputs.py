@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 from collections.abc import Callable
 
 import numpy as np
@@ -23,6 +24,7 @@ from messages import (
     records,
 )
 from messages import file_of as image_file
+from stored_images import member, store_pack
 from worker.engine import contract
 from worker.inputs import pictures
 
@@ -410,3 +412,25 @@ async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job_and_one_tha
     assert pipeline.metrics.outcomes == outcomes
     for failed in await failed_jobs(storage):
         assert "cannot be read with this worker's credentials" in failed.reason
+
+
+async def test_an_image_in_a_pack_is_an_input_as_any_other(
+    storage: Storage, run_pipeline: RunPipeline
+):
+    held = [member("a"), member("b")]
+    await store_pack(storage, held)
+    sources = {"b": "images/spring/b.png", "none": "images/spring/c.png"}
+    await storage.queue.send(
+        message(
+            id=name, campaign="spring", init_images=[source], denoising_strength=0.4
+        )
+        for name, source in sources.items()
+    )
+    engine = Drawing(size=(32, 32))
+    await run_pipeline(engine)
+
+    (request,) = engine.drawn
+    expected = Image.open(io.BytesIO(held[1].data))
+    assert np.array_equal(request.init.pixels, np.asarray(expected))
+    (failed,) = (await failures(storage)).values()
+    assert "there is no 'spring/c.png'" in failed.reason

@@ -174,7 +174,7 @@ async def test_the_token_of_an_account_is_for_all_resources(
         ("{", "Invalid JSON"),
         (
             "{}",
-            "a token of queue, queue_high, queue_low, poison, blob, files is missing",
+            "a token of queue, queue_high, queue_low, poison, blob, packs, files is missing",
         ),
         ('{"blob": "sig"}', "blob: is not a SAS token"),
     ],

@@ -206,7 +206,7 @@ async def test_tokens_for_one_priority_serve_the_queue_that_they_are_for(
     old = {
         key: each for key, each in minted.by_place.items() if "_" not in key.resource
     }
-    assert len(old) == 4
+    assert len(old) == 5
     sas = SecretStr(mint.Minted("", "", old, minted.expires_at).sas)
     tokens = azurite_settings.model_copy(update={"storage": minted.storage, "sas": sas})
     async with open_storage(azurite_settings) as owner, open_storage(tokens) as worker:

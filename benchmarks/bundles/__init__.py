@@ -1,0 +1,1 @@
+"""A machine's workers under measurement, for `benchmarks/gpus.py`."""

@@ -1,0 +1,257 @@
+"""What bundles save: operations, processor time and messages, against single jobs in the same run.
+
+Each kind fills a queue of an Azurite of its own with `Load`, and a worker with a stand-in engine
+draws it empty; both are processes whose processor time and billed operations are counted. Then the
+same jobs go through the queue alone. With --gpu, a real worker draws jobs of few steps far away.
+
+    python -m benchmarks.bundles.measure [--jobs 10000] [--bundle 32]
+    python -m benchmarks.bundles.measure --gpu --model MODEL [--lora LORA] [--round-trip 0.3]
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "chaos"))
+
+from rich.console import Console
+from rich.table import Table
+
+import azurite
+from benchmarks.bundles import gpu
+from evaluation.stand_in import StandInEngine
+from imagefleet.pricing import prices
+from imagefleet.storage import bundle
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import MAX_RECEIVE, LeasedMessage, Operations
+from imagefleet.storage.settings import StorageSettings
+from loadgen.load import Load
+from loadgen.settings import LoadSettings
+from loadgen.sources import open_source
+from worker import process
+from worker.settings import WorkerSettings
+
+#: Jobs like those of a large campaign: a prompt of its own, and fields that all share.
+TEMPLATE = """\
+prompt: "a photo of a {thing} in the {place}, number {number}, highly detailed, sharp focus"
+negative_prompt: blurry, deformed, watermark, text
+lists:
+  thing: [house, tree, fox, boat, bridge, lamp, clock, chair]
+  place: [snow, rain, city, desert, forest, harbour, mountains, garden]
+  number: [%s]
+job: {campaign: bundles, steps: 4, cfg_scale: 1, sampler_name: LCM}
+"""
+
+#: Jobs that are planned: so many that the start of a replica no longer matters.
+PLANNED = "50000"
+
+LEASE_SECONDS = 120
+CALLS_AT_ONCE = 32
+
+
+class Spent(NamedTuple):
+    """What a process took."""
+
+    cpu_seconds: float
+    operations: Operations
+
+
+def template(folder: Path) -> Path:
+    path = folder / "template.yaml"
+    path.write_text(TEMPLATE % ", ".join(map(str, range(10_000))))
+    return path
+
+
+def filled(storage: str, file: Path, jobs: int, bundle: int) -> Spent:
+    """Fills the queue; a process of its own."""
+
+    async def fill() -> Operations:
+        settings = LoadSettings(storage=storage, bundle=bundle, verify_share=0)
+        source = open_source(str(file), count=jobs)
+        async with open_storage(settings) as opened:
+            await Load(opened, source, settings).run(lambda _: None)
+            return opened.operations
+
+    began_at = time.process_time()
+    operations = asyncio.run(fill())
+    return Spent(time.process_time() - began_at, operations)
+
+
+def drawn(storage: str) -> Spent:
+    """Draws the queue empty; a process of its own."""
+    opened: list[Storage] = []
+    open_one = process.open_storage
+
+    def noting(*given: Any, **named: Any) -> Storage:
+        opened.append(open_one(*given, **named))
+        return opened[-1]
+
+    process.open_storage = noting  # type: ignore[assignment]
+    settings = WorkerSettings(storage=storage, model=Path("stand-in"), until_empty=True)
+    load = lambda: StandInEngine(capacity=32, size=(64, 64))  # noqa: E731 - a short factory
+    began_at = time.process_time()
+    report = asyncio.run(process.run_worker(settings, load=load))
+    spent = time.process_time() - began_at
+    if report.jobs.keys() - {"completed", "handed_back"}:
+        sys.exit(f"not all jobs were drawn: {report.jobs}")
+    (storage_used,) = opened
+    return Spent(spent, storage_used.operations)
+
+
+async def through(storage: Storage, bodies: list[str]) -> float:
+    """Seconds that messages take to be sent, leased and deleted."""
+    leased: asyncio.Queue[LeasedMessage] = asyncio.Queue(MAX_RECEIVE)
+
+    async def end() -> None:
+        while True:
+            await storage.queue.delete(await leased.get())
+            leased.task_done()
+
+    ends = [asyncio.create_task(end()) for _ in range(CALLS_AT_ONCE)]
+    began_at = time.monotonic()
+    await storage.queue.send(bodies)
+    while messages := await storage.queue.receive(MAX_RECEIVE, LEASE_SECONDS):
+        for message in messages:
+            await leased.put(message)
+    await leased.join()
+    seconds = time.monotonic() - began_at
+    for task in ends:
+        task.cancel()
+    return seconds
+
+
+def queue_rate(storage: str, file: Path, jobs: int, per_message: int) -> float:
+    """Jobs/s through one queue."""
+    messages = [
+        bundle.Sent(body)
+        for body in open_source(str(file), count=jobs).bodies()
+        if body
+    ]
+    bodies = bundle.bundled(messages, per_message, bundle.any_name)
+
+    async def run() -> float:
+        async with open_storage(StorageSettings(storage=storage)) as opened:
+            await opened.create()
+            return jobs / await through(opened, bodies)
+
+    return asyncio.run(run())
+
+
+def dollars(operations: Operations) -> float:
+    return prices.BUILT_IN.storage.dollars(operations)
+
+
+def measure(jobs: int, per_message: int) -> dict[str, float]:
+    """Figures of one kind, per job or per million; 1 job a message: single jobs."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, azurite.running() as storage:
+        file = template(Path(folder))
+        with spawn.Pool(1) as pool:
+            load = pool.apply(filled, (storage, file, jobs, per_message))
+        with spawn.Pool(1) as pool:
+            work = pool.apply(drawn, (storage,))
+        with spawn.Pool(1) as pool:
+            rate = pool.apply(queue_rate, (storage, file, jobs, per_message))
+    million = 1_000_000 / jobs
+    return {
+        "jobs_per_message": per_message,
+        "queue_operations_per_million": (load.operations.queue + work.operations.queue)
+        * million,
+        "blob_writes_per_million": (
+            load.operations.blob_writes + work.operations.blob_writes
+        )
+        * million,
+        "blob_reads_per_million": (
+            load.operations.blob_reads + work.operations.blob_reads
+        )
+        * million,
+        "dollars_per_million": (dollars(load.operations) + dollars(work.operations))
+        * million,
+        "load_cpu_seconds_per_million": load.cpu_seconds * million,
+        "worker_cpu_seconds_per_million": work.cpu_seconds * million,
+        "jobs_per_second_through_queue": rate,
+    }
+
+
+def planned(per_message: int) -> float:
+    """Images per dollar by `imagefleet plan`: RTX 3060 Ti, SD1.5, 4 steps, batch price."""
+    with tempfile.TemporaryDirectory() as folder:
+        few_steps = template(Path(folder))
+        given = [
+            "plan",
+            str(few_steps),
+            "--jobs",
+            PLANNED,
+            "--bundle",
+            str(per_message),
+        ]
+        command = [sys.executable, "-m", "fleet.entry", *given, "--json"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(json.loads(done.stdout)["images_per_dollar"])
+
+
+def show(rows: list[dict[str, float]], console: Console) -> None:
+    table = Table("", *(f"{row['jobs_per_message']:.0f} a message" for row in rows))
+    for name in rows[0]:
+        table.add_row(name.replace("_", " "), *(f"{row[name]:,.2f}" for row in rows))
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--bundle", type=int, default=32)
+    parser.add_argument(
+        "--gpu", action="store_true", help="rows that take a GPU, alone"
+    )
+    parser.add_argument("--model", default="demo_model")
+    parser.add_argument(
+        "--lora", type=Path, help="a folder of LoRAs, one a job in turn"
+    )
+    parser.add_argument("--round-trip", type=float, default=0.3, metavar="SECONDS")
+    parser.add_argument("--size", type=int, default=512)
+    arguments = parser.parse_args()
+    console = Console(stderr=True)
+    if arguments.gpu:
+        given = gpu.Given(
+            arguments.model,
+            arguments.lora,
+            arguments.jobs,
+            arguments.bundle,
+            arguments.round_trip,
+            arguments.size,
+        )
+        print(json.dumps(asyncio.run(gpu.measure(given))))
+        return
+    single, bundled = (measure(arguments.jobs, each) for each in (1, arguments.bundle))
+    show([single, bundled], console)
+    cpu = [
+        row["load_cpu_seconds_per_million"] + row["worker_cpu_seconds_per_million"]
+        for row in (single, bundled)
+    ]
+    rates = [row["jobs_per_second_through_queue"] for row in (single, bundled)]
+    found = {
+        "jobs": arguments.jobs,
+        "bundle": arguments.bundle,
+        "dollars_per_million_operations": round(bundled["dollars_per_million"], 3),
+        "dollars_per_million_operations_single": round(
+            single["dollars_per_million"], 3
+        ),
+        "images_per_dollar_3060ti_4_steps": round(planned(arguments.bundle)),
+        "processor_time_over_single": round(cpu[1] / cpu[0], 3),
+        "jobs_per_second_over_single": round(rates[1] / rates[0], 1),
+        "single": single,
+        "bundled": bundled,
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
