@@ -190,7 +190,7 @@ def _check(name: str, records: Sequence[Record], ends: Sequence[Record]) -> None
         and len(suffixes) <= 1
         and suffixes <= {*SUFFIXES.values()}
         and len({*names}) == len(names)
-        and all(record.has_own_name for record in records)
+        and all(record.has_own_name and record.sha256 for record in records)
         and all(end.is_end for end in ends)
     ):
         raise ValueError(

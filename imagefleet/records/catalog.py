@@ -350,6 +350,7 @@ def _misfit(record: Record, shard: StoredShard) -> str | None:
     is_inside = image_name(record.blob or "", shard.campaign) is not None
     if record.pack is not None:
         is_inside &= pack.campaign_of(record.pack) == shard.campaign
+        is_inside &= None not in (record.offset, record.size_bytes, record.sha256)
     if record.outcome == "completed" and not is_inside:
         return "a record of what is no image of this campaign"
     if record.outcome == "completed" and not record.has_own_name:

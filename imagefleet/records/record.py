@@ -17,7 +17,6 @@ from pydantic import (
     JsonValue,
     StringConstraints,
     ValidationError,
-    model_validator,
 )
 
 from imagefleet import errors, validation
@@ -190,13 +189,6 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     """The message that replays a failed job."""
     proof: Annotated[str, StringConstraints(pattern=r"^[\w-]{22}$")] | None = None
     """Signature of `claims` by the machine of its worker."""
-
-    @model_validator(mode="after")
-    def _check_place(self) -> Self:
-        place = (self.blob, self.offset, self.size_bytes, self.sha256)
-        if self.pack is not None and None in place:
-            raise ValueError("an image in a pack has a place and a SHA-256")
-        return self
 
     @property
     def key(self) -> str:

@@ -274,3 +274,16 @@ async def test_a_campaign_of_packs_alone_is_one(storage: Storage):
 
     assert [name async for name in reader.campaigns(storage)] == ["spring"]
     assert await images(storage) == records
+
+
+@pytest.mark.parametrize("lacking", ["offset", "size_bytes", "sha256"])
+async def test_a_record_of_an_image_in_a_pack_says_where_and_what_it_is(
+    storage: Storage, lacking: str
+):
+    (record,) = await store_pack(storage, [member("a")])
+    vague = {"id": "b", "blob": "spring/b.png", lacking: None}
+    await RecordLog(storage.blobs, "thief").add([record.model_copy(update=vague)])
+    damaged = Damaged()
+
+    assert await images(storage, damaged) == [record]
+    assert damaged.count == 1
