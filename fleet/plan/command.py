@@ -11,11 +11,8 @@ from fleet.plan import estimate
 from fleet.plan.work import ModelJobs, of_count, of_source, read_models
 from imagefleet import errors
 from imagefleet.pricing import families, prices
+from imagefleet.storage import bundle as bundles
 from loadgen import sources
-
-#: Jobs in a message at most; by default one for each so many jobs of the batch.
-_MOST_BUNDLED = 64
-_JOBS_FOR_ONE = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class Batch:
         "Jobs in a message at most, as for `imagefleet load`. [default: 1 for each 500"
         " jobs, up to 64]",
         min=1,
-        max=_MOST_BUNDLED,
+        max=bundles.MAX_JOBS,
     )
 
 
@@ -118,7 +115,7 @@ def planned(
     if deadline is not None:
         mix = estimate.mix_for(images, mix, deadline)
     if bundle is None:
-        bundle = min(_MOST_BUNDLED, images // _JOBS_FOR_ONE)
+        bundle = bundles.jobs_per_bundle(images)
     return estimate.make_plan(works, mix, table, bundle), table
 
 
