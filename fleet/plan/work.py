@@ -93,7 +93,8 @@ def add_stages(
         images = jobs * stage.images
         work.jobs += jobs
         work.images += images
-        work.tflop += images * work.family.passes_tflop(passes)
+        parts = stage.detail_passes(*size)
+        work.tflop += images * work.family.passes_tflop([*passes, *parts])
         before = passes[-1].width, passes[-1].height
 
 

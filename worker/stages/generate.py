@@ -149,10 +149,18 @@ class GenerateStage:
             await self.settler.attempt(image.owner, work, image)
 
     async def _detail(self, image: InFlightImage, pixels: contract.Pixels) -> None:
-        assert image.request is not None  # noqa: S101 - it was drawn here
+        request = image.request
+        assert request is not None  # noqa: S101 - it was drawn here
+        passes = image.job.detail_passes(request.width, request.height)
+
+        async def draw(part: contract.ImageRequest, at: int) -> contract.Pixels:
+            drawn = await self._draw(part)
+            self.watchdog.image_generated(self.engine.family, [passes[at]])
+            return drawn
+
         try:
             pixels = await details.draw(
-                self.detectors, image.job, image.request, pixels, self._draw
+                self.detectors, image.job, request, pixels, draw
             )
         except _DrainingError:
             await self.settler.hand_back(image.owner)
