@@ -93,8 +93,8 @@ def add_stages(
         images = jobs * stage.images
         work.jobs += jobs
         work.images += images
-        parts = stage.detail_passes(*size)
-        work.tflop += images * work.family.passes_tflop([*passes, *parts])
+        drawn = [*passes, *stage.detail_passes(*size)]
+        work.tflop += images * work.family.passes_tflop(drawn)
         before = passes[-1].width, passes[-1].height
 
 

@@ -32,6 +32,9 @@ _APART = 7680
 #: Of a network whose input may have any size.
 _USUAL_SIDE = 640
 
+#: Rows of a network that does not: place, size and the confidence of each class.
+_LEAST = 5
+
 #: Columns of a network that cleans its boxes itself: corners, confidence, class.
 _CLEANED = 6
 
@@ -80,8 +83,8 @@ def find(path: Path, name: str, pixels: Pixels, confidence: float) -> Boxes:
     boxes = _boxes(output, name)
     boxes = boxes[boxes[:, 4] > confidence]
     boxes = _without_overlaps(boxes[np.argsort(-boxes[:, 4], kind="stable")])
-    boxes[:, [0, 2]] = ((boxes[:, [0, 2]] - left) / scale).clip(0, pixels.shape[1])
-    boxes[:, [1, 3]] = ((boxes[:, [1, 3]] - upper) / scale).clip(0, pixels.shape[0])
+    places = (boxes[:, :4] - [left, upper] * 2) / scale
+    boxes[:, :4] = places.clip(0, pixels.shape[1::-1] * 2)
     return boxes
 
 
@@ -102,13 +105,11 @@ def _fitted(
 
 def _boxes(output: npt.NDArray[np.float64], name: str) -> Boxes:
     """The boxes of an output, [1, 4 + classes, boxes] or, cleaned already, [1, boxes, 6]."""
-    if output.ndim != len("bcn") or output.shape[0] != 1:
+    if output.ndim != len("bcn") or output.shape[0] != 1 or output.shape[1] < _LEAST:
         raise errors.JobError(f"the detector {name!r} is no YOLO of ultralytics'")
     if output.shape[2] == _CLEANED and output.shape[1] > _CLEANED:
         # A class for each, so that all stay.
         return np.column_stack([output[0, :, :5], np.arange(output.shape[1])])
-    if output.shape[1] < len("xywh") + 1:
-        raise errors.JobError(f"the detector {name!r} is no YOLO of ultralytics'")
     (middle_x, middle_y, width, height), scores = np.split(output[0], [4])
     left, upper = middle_x - width / 2, middle_y - height / 2
     found = [left, upper, left + width, upper + height]

@@ -7,11 +7,9 @@ far, with the picture's prompt, sampler and size of its first pass, and a seed t
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
 
 from PIL import Image
 
-from imagefleet import concurrency
 from imagefleet.job.message import Job
 from imagefleet.job.passes.adetailer import Detail
 from imagefleet.job.prompt import Prompt
@@ -33,8 +31,7 @@ async def draw(
     Raises as `FileLibrary.resolve`, and as *draw*.
     """
     for at, detail in enumerate(job.details):
-        resolve = partial(library.resolve, detail.ad_model)
-        path = await concurrency.UNTIL_ACCESS.call(resolve)
+        path = await library.resolve(detail.ad_model)
         boxes = await asyncio.to_thread(
             detectors.find, path, detail.ad_model, pixels, detail.ad_confidence
         )

@@ -3,7 +3,6 @@
 Its names and defaults are those of the extension's release 25.3 (`adetailer/args.py`).
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
@@ -17,18 +16,19 @@ MAX_UNITS = 4
 
 MAX_DILATION = 128
 
-#: The values that switch off what is refused.
-_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "ad_model_classes": ("",),
-    "ad_mask_merge_invert": ("None",),
-    "ad_use_checkpoint": (False,),
-    "ad_use_vae": (False,),
-    "ad_use_sampler": (False,),
-    "ad_use_noise_multiplier": (False,),
-    "ad_use_clip_skip": (False,),
-    "ad_restore_face": (False,),
-    "ad_controlnet_model": ("None",),
-}
+#: What is refused unless it has a value that switches it off.
+_UNSUPPORTED = (
+    "ad_model_classes",
+    "ad_mask_merge_invert",
+    "ad_use_checkpoint",
+    "ad_use_vae",
+    "ad_use_sampler",
+    "ad_use_noise_multiplier",
+    "ad_use_clip_skip",
+    "ad_restore_face",
+    "ad_controlnet_model",
+)
+_OFF = (None, "", "None", False)
 
 #: Details of what is switched off.
 _WITHOUT_EFFECT = {
@@ -159,9 +159,8 @@ class Detail(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         for name, guard in _GUARDED.items():
             if not unit.get(guard):
                 fields.pop(name, None)
-        fields.setdefault("ad_mask_k", fields.pop("ad_mask_k_largest", 0))
-        for name, neutral in _UNSUPPORTED.items():
-            if fields.pop(name, None) not in (None, *neutral):
+        for name in _UNSUPPORTED:
+            if fields.pop(name, None) not in _OFF:
                 raise ValueError(f"{name} is not supported: switch it off")
         return fields
 
@@ -188,8 +187,4 @@ class Details(BaseModel, extra="forbid", frozen=True):
 def _is_used(unit: Any) -> bool:
     if not isinstance(unit, dict):
         return True  # which is refused
-    return bool(unit.get("ad_tab_enable", True)) and unit.get("ad_model") not in (
-        None,
-        "",
-        "None",
-    )
+    return unit.get("ad_tab_enable", True) and unit.get("ad_model") not in _OFF
