@@ -33,6 +33,7 @@ from imagefleet.job import differences
 from imagefleet.job.message import Job, read_job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from rows.groups import add_figures
 from worker.engine import load
 from worker.engine.sampler import NOISE_SCALE, TIMESTEP
 from worker.engine.slots.prepare import PreparedRequest
@@ -223,7 +224,7 @@ def main() -> None:
     }
     text = json.dumps(figures)
     if given.out is not None:
-        given.out.write_text(f"{json.dumps(figures, indent=2)}\n", encoding="utf-8")
+        add_figures(given.out, figures)
     print(text)
 
 
