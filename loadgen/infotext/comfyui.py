@@ -155,9 +155,10 @@ def read(text: str) -> Reading:
 
 
 def _read(graph: Mapping[str, _Node]) -> Reading:
-    nodes = graph.values()
     # Of its page, or of an extension.
-    showing = [node for node in nodes if isinstance(node.inputs.get("images"), list)]
+    showing = [
+        node for node in graph.values() if isinstance(node.inputs.get("images"), list)
+    ]
     saving = [node for node in showing if node.kind.startswith("SaveImage")] or showing
     if len(pictures := {str(node.inputs["images"]) for node in saving}) != 1:
         raise errors.JobError(f"its graph saves {len(pictures)} pictures, not one")

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from PIL import Image, ImageChops, ImageDraw
 
 from imagefleet import errors
+from imagefleet.files.safetensors import Identity
 from imagefleet.job.passes.adetailer import Detail
 from worker.engine.contract import Pixels
 from worker.inputs.img2img import Mask
@@ -40,8 +41,11 @@ _CLEANED = 6
 
 
 @functools.lru_cache(8)
-def session(path: Path, name: str) -> Any:
-    """The network of a file; raises JobError if it is none, or without onnxruntime."""
+def session(path: Path, name: str, _: Identity | None) -> Any:
+    """The network of a file; raises JobError if it is none, or without onnxruntime.
+
+    One of another identity is another one: a file may be replaced.
+    """
     try:
         import onnxruntime
     except ImportError:
@@ -61,9 +65,15 @@ def session(path: Path, name: str) -> Any:
         ) from None
 
 
-def find(path: Path, name: str, pixels: Pixels, confidence: float) -> Boxes:
+def find(
+    path: Path,
+    name: str,
+    pixels: Pixels,
+    confidence: float,
+    identity: Identity | None = None,
+) -> Boxes:
     """The boxes of what a detector is at least so sure of; raises JobError if it is no YOLO."""
-    network = session(path, name)
+    network = session(path, name, identity)
     (given,) = network.get_inputs()[:1]
     sides = [side if isinstance(side, int) else _USUAL_SIDE for side in given.shape[2:]]
     if len(sides) != len("hw"):

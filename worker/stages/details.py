@@ -33,7 +33,12 @@ async def draw(
     for at, detail in enumerate(job.details):
         path = await library.resolve(detail.ad_model)
         boxes = await asyncio.to_thread(
-            detectors.find, path, detail.ad_model, pixels, detail.ad_confidence
+            detectors.find,
+            path,
+            detail.ad_model,
+            pixels,
+            detail.ad_confidence,
+            library.identity(path),
         )
         size = pixels.shape[1], pixels.shape[0]
         masks = await asyncio.to_thread(detectors.masks, detail, boxes, size)

@@ -154,10 +154,10 @@ class GenerateStage:
         request = image.request
         assert request is not None  # noqa: S101 - it was drawn here
         passes = image.job.detail_passes(request.width, request.height)
-
+        draw = partial(self._draw, passes)
         try:
             pixels = await details.draw(
-                self.detectors, image.job, request, pixels, partial(self._draw, passes)
+                self.detectors, image.job, request, pixels, draw
             )
         except _DrainingError:
             await self.settler.hand_back(image.owner)

@@ -114,6 +114,24 @@ def test_detectors_are_found_in_a_folder(make: Callable[..., Engine], tmp_path):
     assert not changed[:16].any()
 
 
+def test_a_detector_that_is_replaced_is_read_anew(
+    make: Callable[..., Engine], tmp_path
+):
+    engine = make(detectors=tmp_path)
+    scripts = {"ADetailer": {"args": [{"ad_model": "face.pt"}]}}
+    job = {"prompt": "a", "seed": 3, "width": 128, "height": 128}
+    drawn = []
+    for found in (
+        [(16, 32, 12, 12, 0.1)],
+        [(16, 32, 12, 12, 0.9), (48, 32, 12, 12, 0.8)],
+    ):
+        write_detector(tmp_path / "face.onnx", found)
+        (each,) = engine.draw([{**job, "alwayson_scripts": scripts}])
+        drawn.append(np.asarray(each.images[0]))
+
+    assert (drawn[0] != drawn[1]).any()
+
+
 def test_a_source_that_never_ends_is_read_as_there_is_room(
     make: Callable[..., Engine],
 ):
