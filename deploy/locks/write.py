@@ -68,7 +68,9 @@ def main() -> None:
     with_torch = torch_13.keys() | torch_cpu.keys()
     worker = {
         name: line
-        for name, line in resolve([*light, *extras["worker"]], newest).items()
+        for name, line in resolve(
+            [*light, *extras["worker"], *extras["detectors"]], newest
+        ).items()
         if name not in with_torch
     }
     for name, lines in (

@@ -107,7 +107,8 @@ def add_stages(
         images = jobs * stage.images
         work.jobs += jobs
         work.images += images
-        work.tflop += images * work.family.passes_tflop(passes)
+        drawn = [*passes, *stage.detail_passes(*size)]
+        work.tflop += images * work.family.passes_tflop(drawn)
         if stage.steps < COMPARABLE_STEPS and (
             stage.parsed_prompt.loras or stage.loras
         ):

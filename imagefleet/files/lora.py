@@ -55,8 +55,8 @@ NUMBERS = frozenset({"alpha", "scale", "on_input"})
 _OPTIONAL = {"full": {"bias"}, "oft": {"rescale"}, "turn": {"diff"}}
 
 #: Each kind's tensors and their dimensions, in the order of preference. The outputs are `o` and the
-#: inputs `i`, times `p`, `q` and the taps `k`; other letters are ranks. The last letter of a tensor
-#: is the product of all its further dimensions.
+#: inputs `i`, times `p`, `q` and the taps `k`, or without taps `j`; other letters are ranks. The
+#: last letter of a tensor is the product of all its further dimensions.
 _KINDS: Sequence[tuple[str, Mapping[str, str]]] = (
     ("lora", {"mid": "rsk", "up": "or", "down": "si"}),
     ("lora", {"up": "or", "down": "ri"}),
@@ -81,8 +81,8 @@ _KINDS: Sequence[tuple[str, Mapping[str, str]]] = (
     ),
     ("turn", {"turn": "ii", "turn_scale": "o"}),
     ("full", {"diff": "oi"}),
-    ("glora", {"a1": "ri", "a2": "ir", "b1": "si", "b2": "os"}),
-    ("glora", {"down_a": "ri", "up_a": "ir", "down_b": "si", "up_b": "os"}),
+    ("glora", {"a1": "rj", "a2": "jr", "b1": "si", "b2": "os"}),
+    ("glora", {"down_a": "rj", "up_a": "jr", "down_b": "si", "up_b": "os"}),
     ("oft", {"oft_blocks": "poo"}),
     ("oft", {"oft_diag": "poo"}),
 )
@@ -246,6 +246,7 @@ def _size_of(
             for name in ("bias", "magnitude", "rescale")
         )
         or (norms != outputs and inputs % norms)
+        or inputs % sizes.get("j", 1)
         or (kind == "ia3" and "on_input" not in shapes)
         or (
             kind == "oft" and len(shapes[next(iter(dimensions))]) > len("poo")

@@ -198,12 +198,16 @@ def parameters(image: Image.Image, max_characters: int) -> str:
     """AUTOMATIC1111's text in an open image; at most so many characters, empty if there is none."""
     if (text := image.info.get("parameters")) is not None:
         return str(text)[:max_characters]
-    comment = (
-        image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")
-    )
-    if isinstance(comment, bytes) and comment.startswith(_UNICODE):
+    exif = image.getexif()
+    tags = {**exif, **exif.get_ifd(ExifTags.IFD.Exif)}
+    comment: str | bytes = tags.get(ExifTags.Base.UserComment, b"")
+    if isinstance(comment, str):
+        return comment[:max_characters]
+    if comment.startswith(_UNICODE):
         text = comment[len(_UNICODE) : len(_UNICODE) + 2 * max_characters]
-        return text.decode("utf-16-be", errors="replace")
+        # SwarmUI's is little-endian.
+        order = "le" if text[1:2] == b"\0" else "be"
+        return text.decode(f"utf-16-{order}", errors="replace")
     return ""
 
 

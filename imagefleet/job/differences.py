@@ -15,6 +15,8 @@ from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
 
+OPTIONS_OF_PARTS = "options_of_parts"
+
 KNOWN: Mapping[str, str] = {
     "control_size": "a ControlNet's image of another size than the drawing's is resized with"
     " Pillow, where sd-webui-controlnet uses OpenCV and thins lines again: give it in that size",
@@ -27,6 +29,8 @@ KNOWN: Mapping[str, str] = {
     " its smallest sigma, so that the image is grey",
     "dynamic_prompt": "alternatives ({a|b}) and wildcards (__name__) in a prompt are words; there"
     " the extension sd-dynamic-prompts, where it is installed, chooses one of them",
+    OPTIONS_OF_PARTS: "ADetailer's parts are drawn with the payload's eta, s_churn, s_tmin,"
+    " s_tmax, s_noise and s_min_uncond; there with those of the settings alone",
     "lcm_of_velocities": "LCM reads the output of a checkpoint of v-prediction as the velocity that"
     " it is; there as noise",
 }
@@ -83,6 +87,9 @@ def of_job(job: PassFields, size: _Size) -> Iterator[str]:
     for name, applies in OF_JOBS.items():
         if applies(job, size):
             yield name
+    own = job.eta, job.s_churn, job.s_tmin, job.s_tmax, job.s_noise, job.s_min_uncond
+    if job.details and own != (None, 0, 0, 0, 1, 0):
+        yield OPTIONS_OF_PARTS
 
 
 @functools.cache

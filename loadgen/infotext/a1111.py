@@ -29,6 +29,7 @@ _OLD_DIGITS = 8
 _FIELDS = {
     "Steps": "steps",
     "CFG scale": "cfg_scale",
+    "CFG Scale": "cfg_scale",
     "Seed": "seed",
     "Tiling": "tiling",
     "Variation seed": "subseed",
@@ -36,6 +37,7 @@ _FIELDS = {
     "Refiner": "refiner_checkpoint",
     "Refiner switch at": "refiner_switch_at",
     "Hires upscale": "hr_scale",
+    "Hires scale": "hr_scale",
     "Hires upscaler": "hr_upscaler",
     "Hires steps": "hr_second_pass_steps",
     "Hires checkpoint": "hr_checkpoint_name",
@@ -123,6 +125,8 @@ _OTHERS = {
     "Operations",
     "Created Date",
     "Civitai metadata",
+    "ADetailer version",
+    "ADetailer Version",
     OWN_WORD,
     *_MASK,
 }
@@ -262,7 +266,7 @@ def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
             ordinal, field = _OF_ADETAILER[word]
             is_text = field in ("ad_model", "ad_prompt", "ad_negative_prompt")
             details.setdefault(ordinal, {})[field] = value if is_text else _value(value)
-        elif word not in {*known, "ADetailer version"} and value != "Use same choices":
+        elif word not in known and value != "Use same choices":
             reading.cannot.append(f"{word} ({value[:80]}) is not drawn")
     scripts: dict[str, Any] = {"controlnet": {"args": units}} if units else {}
     if details:

@@ -155,9 +155,13 @@ def read(text: str) -> Reading:
 
 
 def _read(graph: Mapping[str, _Node]) -> Reading:
-    saving = [node for node in graph.values() if node.kind.startswith("SaveImage")]
-    if len(saving) != 1:
-        raise errors.JobError(f"its graph saves {len(saving)} pictures, not one")
+    # Of its page, or of an extension.
+    showing = [
+        node for node in graph.values() if isinstance(node.inputs.get("images"), list)
+    ]
+    saving = [node for node in showing if node.kind.startswith("SaveImage")] or showing
+    if len(pictures := {str(node.inputs["images"]) for node in saving}) != 1:
+        raise errors.JobError(f"its graph saves {len(pictures)} pictures, not one")
     decode = saving[0].behind("images", "VAEDecode")
     last = first = decode.behind("samples", *_SAMPLERS)
     latent = enlarged = last.behind("latent_image", "EmptyLatentImage", *_ENLARGING)

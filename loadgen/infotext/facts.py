@@ -68,6 +68,9 @@ def parts_of(text: str) -> Parts:
         _from_2022(first_pass, facts, said)
     if "App" in facts or "Pipeline" in facts:
         said.append("drawn by SD.Next, with schedulers of its own: alike and not equal")
+    if facts.get("Version") == "ComfyUI" or "Civitai resources" in facts:
+        facts.setdefault("RNG", "CPU")
+        said.append("drawn by ComfyUI, which its text does not tell all of: alike")
     said += _resources(facts.pop("Civitai resources", "[]"))
     if sum(line.strip().startswith(_NEGATIVE) for line in lines) > 1:
         said.append(SEVERAL_NEGATIVE)

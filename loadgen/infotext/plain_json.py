@@ -92,7 +92,18 @@ _EASY_DIFFUSION = _Program(
 )
 
 #: Values of a setting that is off.
-_OFF = (None, "", "None", "none", "Automatic", "[]", "{}", "False", "false")
+_OFF = (
+    None,
+    "",
+    "Default (model)",
+    "None",
+    "none",
+    "Automatic",
+    "[]",
+    "{}",
+    "False",
+    "false",
+)
 _OFF_VALUES: tuple[object, ...] = (*_OFF, [], {}, False, 0)
 
 _DAMAGED = (
@@ -103,6 +114,7 @@ _DAMAGED = (
     SyntaxError,
     RecursionError,
     MemoryError,
+    OverflowError,
 )
 
 _NUMBERS = {"seed": int, "steps": int, "width": int, "height": int, "cfg_scale": float}
@@ -123,6 +135,10 @@ def read(text: str) -> Reading:
     found = _object(text)
     if not isinstance(found, dict):
         raise errors.JobError("its JSON is damaged")
+    graph = inside if isinstance(inside := found.get("prompt"), dict) else found
+    nodes = {name: node for name, node in graph.items() if "class_type" in str(node)}
+    if nodes:
+        return comfyui.read(json.dumps(nodes))
     if isinstance(inside := found.get("sui_image_params"), dict):
         return read_settings(inside, _SWARM)
     return read_settings(found, _FOOOCUS)

@@ -26,6 +26,9 @@ _READERS = {
     "parameters": read_parameters,
 }
 
+#: Before ComfyUI's graph in a text of a WebP or JPEG file.
+_IN_EXIF = "prompt:"
+
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".txt")
 
 #: A graph of some thousand nodes.
@@ -64,6 +67,11 @@ def read_file(path: Path) -> Reading:
                     return plain_json.read_easy_diffusion(texts)
                 found = {key: str(texts.get(key, "")) for key in _READERS}
                 found["parameters"] = picture.parameters(image, _MAX_CHARACTERS + 1)
+                # A PNG without one in its head would be decoded.
+                exif = image.getexif() if "exif" in texts else {}
+                for text in map(str, exif.values()):
+                    if text[: len(_IN_EXIF)].lower() == _IN_EXIF:
+                        found["prompt"] = text[len(_IN_EXIF) :]
                 size = image.size
     except picture.DamagedImageError as error:
         raise errors.JobError(f"the file {error}") from None

@@ -53,6 +53,10 @@ _LABELS |= {label: label for label in _LABELS.values()}
 _EITHER = {"s_churn", "s_tmin", "s_tmax", "s_noise", "s_min_uncond"}
 
 _AYS = [14.615, 6.475, 3.861, 2.697, 1.886, 1.396, 0.963, 0.652, 0.399, 0.152, 0.029]
+_AYS_XL = [14.615, 6.315, 3.771, 2.181, 1.342, 0.862, 0.555, 0.380, 0.234, 0.113, 0.029]
+
+#: The place of the masks' white in `payloads`: left, upper, right, lower; and their side.
+_WHITE, _MASK_SIDE = (8, 8, 40, 40), 64
 
 Call = tuple[float, float | None]
 """The model's timestep, and the standard deviation of noise after the call; None: none is drawn."""
@@ -70,6 +74,10 @@ class Pass:
     scales: list[float] = field(default_factory=list)
     unguided: list[bool] = field(default_factory=list)
     is_adaptive: bool = False
+    switch: int | None = None
+    """The call from which on the refiner draws."""
+    controls: list[float] = field(default_factory=list)
+    """Of each call, the ControlNet's weight."""
 
 
 @dataclass
@@ -80,6 +88,8 @@ class Told:
     clip_skip: int
     noise: tuple[str, int, tuple[int, int] | None]
     """The generator, the seed's delta for noise of steps, the size that the seed is from."""
+    box: tuple[int, ...] | None
+    """The part of the image that alone is drawn: left, upper, right, lower."""
 
 
 def told(case: Case, alphas: torch.Tensor) -> Told:
@@ -92,11 +102,12 @@ def told(case: Case, alphas: torch.Tensor) -> Told:
     }
     case = replace(case, payload=payload)
     sampler, scheduler = _sampler_and_scheduler(payload)
-    model = _Model(alphas)
+    model = _Model(alphas, is_xl=case.family == "sdxl")
     size = (payload["width"], payload["height"])
     has_image = bool(payload.get("init_images"))
     passes = [_first_pass(case, model, sampler, scheduler, has_image=has_image)]
     if payload.get("enable_hr"):
+        passes[0].switch = None  # `hires_fix_refiner_pass` as installed
         passes.append(_second_pass(case, model, sampler, scheduler, size))
     images = payload.get("batch_size", 1) * payload.get("n_iter", 1)
     strength = payload.get("subseed_strength", 0)
@@ -118,7 +129,33 @@ def told(case: Case, alphas: torch.Tensor) -> Told:
             settings.get("eta_noise_seed_delta", 0),
             resized if min(resized) > 0 else None,
         ),
+        _crop_box(payload),
     )
+
+
+def _crop_box(payload: dict[str, Any]) -> tuple[int, ...] | None:
+    """`masking.get_crop_region_v2` and `expand_crop_region`."""
+    if not payload.get("inpaint_full_res"):
+        return None
+    padding = payload.get("inpaint_full_res_padding", 0)
+    ends = [
+        [max(low - padding, 0), min(high + padding, _MASK_SIDE)]
+        for low, high in zip(_WHITE[:2], _WHITE[2:], strict=True)
+    ]
+    (left, right), (upper, lower) = ends
+    ratio = payload["width"] / payload["height"]
+    is_wide = (right - left) / (lower - upper) > ratio
+    wanted = (right - left) / ratio if is_wide else (lower - upper) * ratio
+    low, high = ends[is_wide]
+    more = int(wanted - (high - low))
+    low, high = low - more // 2, high + more - more // 2
+    if high >= _MASK_SIDE:
+        low, high = low - (high - _MASK_SIDE), _MASK_SIDE
+    if low < 0:
+        low, high = 0, high - low
+    ends[is_wide] = [low, min(high, _MASK_SIDE)]
+    (left, right), (upper, lower) = ends
+    return left, upper, right, lower
 
 
 def _sampler_and_scheduler(payload: dict[str, Any]) -> tuple[str, str]:
@@ -137,7 +174,8 @@ def _sampler_and_scheduler(payload: dict[str, Any]) -> tuple[str, str]:
 class _Model:
     """`CompVisDenoiser` of k-diffusion's external.py, and LCM's in `sd_samplers_lcm.py`."""
 
-    def __init__(self, alphas: torch.Tensor) -> None:
+    def __init__(self, alphas: torch.Tensor, *, is_xl: bool) -> None:
+        self.is_xl = is_xl
         self.alphas = alphas.float()
         self.sigmas = ((1 - self.alphas) / self.alphas) ** 0.5
         kept = self.alphas[19::20]
@@ -173,7 +211,9 @@ def _sigmas(model: _Model, sampler: str, label: str, steps: int) -> list[float]:
         label = _OWN_SCHEDULE.get(sampler, "Uniform")
     count = steps + (sampler in _DISCARDS)
     levels = model.levels(sampler)
-    if label in ("Uniform", "Normal", "SGM Uniform"):
+    if label == "Align Your Steps":
+        made = _align_your_steps(_AYS_XL if model.is_xl else _AYS, count)
+    elif label in ("Uniform", "Normal", "SGM Uniform"):
         made = _of_timesteps(model, sampler, count, cuts_last=label == "SGM Uniform")
     else:
         made = _SCHEDULES[label](levels, float(levels[0]), float(levels[-1]), count)
@@ -203,12 +243,10 @@ def _kl_optimal(_: torch.Tensor, low: float, high: float, count: int) -> list[fl
     return list(np.tan(angles).tolist())
 
 
-def _align_your_steps(
-    _: torch.Tensor, __: float, ___: float, count: int
-) -> list[float]:
-    places = np.linspace(0, 1, count), np.linspace(0, 1, len(_AYS))
-    made = np.exp(np.interp(*places, np.log(_AYS))).tolist()
-    return [_AYS[-1]] if count == 1 else list(made)
+def _align_your_steps(known: list[float], count: int) -> list[float]:
+    places = np.linspace(0, 1, count), np.linspace(0, 1, len(known))
+    made = np.exp(np.interp(*places, np.log(known))).tolist()
+    return [known[-1]] if count == 1 else list(made)
 
 
 def _exponential(_: torch.Tensor, low: float, high: float, count: int) -> list[float]:
@@ -235,7 +273,6 @@ _SCHEDULES: dict[str, _Sigmas] = {
     "Exponential": _exponential,
     "Polyexponential": _exponential,
     "KL Optimal": _kl_optimal,
-    "Align Your Steps": _align_your_steps,
     "Simple": _simple,
     "DDIM": _ddim,
     "Beta": _beta,
@@ -340,7 +377,47 @@ def _drawn(
         levels = made.scales
     # `CFGDenoiser.forward`.
     made.unguided = [bool(at % 2 and level < below) for at, level in enumerate(levels)]
+    sampled = steps if t_enc is None else t_enc + 1
+    made.switch = _switch(payload, model, sampler, levels, sampled)
+    made.controls = _controls(payload, len(levels), sampled)
     return made
+
+
+def _switch(
+    payload: dict[str, Any],
+    model: _Model,
+    sampler: str,
+    levels: list[float],
+    steps: int,
+) -> int | None:
+    """`sd_samplers_common.apply_refiner`; *levels* are the sigmas or timesteps of the calls."""
+    if "refiner_checkpoint" not in payload:
+        return None
+    by_steps = payload["override_settings"].get("refiner_switch_by_sample_steps")
+    total = steps * (1 + (sampler in _SECOND_ORDER))
+    for call, level in enumerate(levels):
+        if by_steps:
+            done = torch.tensor(call / total, dtype=torch.float64)
+        elif sampler in OF_TIMESTEPS:
+            done = (999 - torch.tensor(int(level))) / 1000
+        else:
+            nearest = (model.levels(sampler) - level).abs().argmin()
+            done = (999 - nearest) / 1000
+        if not done < (payload.get("refiner_switch_at") or 0):
+            return call
+    return None
+
+
+def _controls(payload: dict[str, Any], calls: int, steps: int) -> list[float]:
+    """sd-webui-controlnet's `guidance_schedule_handler`, by `callback_state`'s number of steps."""
+    scripts = payload.get("alwayson_scripts")
+    if scripts is None:
+        return []
+    (unit,) = scripts["controlnet"]["args"]
+    start, end = unit.get("guidance_start", 0), unit.get("guidance_end", 1)
+    shares = [max(call - 1, 0) / steps for call in range(calls)]
+    weight = unit.get("weight", 1)
+    return [weight if start <= share <= end else 0.0 for share in shares]
 
 
 def _by_timesteps(

@@ -3,8 +3,9 @@
     python tests/a1111/oracle.py --payloads 5000 --out benchmarks/results/a1111.json
 
 Told are sizes, seeds, the scales of the first latents, and of each call of the model its timestep,
-noise, words and guidance. `formulas` has what AUTOMATIC1111 makes of a payload, `payloads` draws
-them. A payload that is refused, or of which is said how it differs, is not silent.
+noise, words, guidance, ControlNet and checkpoint, of models that predict noise or velocities, and
+of SDXL's. `formulas` has what AUTOMATIC1111 makes of a payload, `payloads` draws them. A payload
+that is refused, or of which is said how it differs, is not silent.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,19 @@ import formulas
 import payloads
 import torch
 
-import tiny_model
+from families import tiny_controlnets, tiny_families
 from imagefleet import errors
 from imagefleet.job import differences
 from imagefleet.job.message import Job, read_job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from rows.groups import add_figures
 from worker.engine import load
 from worker.engine.sampler import NOISE_SCALE, TIMESTEP
 from worker.engine.slots.prepare import PreparedRequest
 from worker.inputs.reader import JobFiles
 from worker.settings import WorkerSettings
-from worker.stages.requests import RequestReader
+from worker.stages.requests import JobRequests, RequestReader
 
 #: Of timesteps, and of standard deviations of noise, which have the rounding of float32.
 _TIMESTEPS, _NOISE = 2e-2, 1e-4
@@ -56,19 +58,21 @@ class Comparison:
 def compare(count: int, begin: int = 0) -> Comparison:
     """Compares the payloads of *count* numbers from *begin* on."""
     found = Comparison()
-    with _reader() as (reader, engine, alphas):
+    with _readers() as readers:
         for number in range(begin, begin + count):
             case = payloads.case(number)
+            reader = readers[case.family]
+            engine: Any = reader.engine
             try:
                 job = read_job(json.dumps(case.payload), "one")
-                requests = asyncio.run(reader.read(job)).requests
-                prepared = engine.prepare(requests[0])
+                read = asyncio.run(reader.read_rested(job))
+                prepared = engine.prepare(read.requests[0])
             except errors.JobError as error:
                 found.counts["refused"] += 1
                 found.refused[error.message.partition(":")[0][:60]] += 1
                 continue
             said = list(differences.of_job(job, (job.width, job.height)))
-            wrong = list(_differences(case, job, requests, prepared, alphas))
+            wrong = list(_differences(case, job, read, prepared, engine))
             if not wrong:
                 found.counts["same"] += 1
             elif said:
@@ -81,33 +85,55 @@ def compare(count: int, begin: int = 0) -> Comparison:
 
 
 @contextmanager
-def _reader() -> Iterator[tuple[RequestReader, Any, torch.Tensor]]:
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(1) as threads:
-        folder = Path(name)
-        model = tiny_model.build_half_checkpoint(folder / "tiny")
-        engine = load.load_engine(load.EngineSettings(model, "cpu", slots=1))
-        settings = WorkerSettings(model=str(model), cache=folder / "cache")
-        storage = open_storage(StorageSettings(storage=f"local:{folder / 'storage'}"))
-        asyncio.run(storage.create())
-        files = JobFiles(storage, settings)
-        try:
-            yield (
-                RequestReader(engine, files, threads),
-                engine,
-                engine.checkpoint.alphas_cumprod,
-            )
-        finally:
-            engine.close()
+def _readers() -> Iterator[dict[str, RequestReader]]:
+    """A reader with an engine of each family."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        yield {
+            family: _reader(Path(name, family), family, stack, threads)
+            for family in set(payloads.FAMILIES)
+        }
+
+
+def _reader(
+    folder: Path, family: Any, stack: ExitStack, threads: ThreadPoolExecutor
+) -> RequestReader:
+    """With one refiner, of the same family, whatever its name, and SD1's with one ControlNet."""
+    prediction = "v_prediction" if family == "sd2" else "epsilon"
+    own, other = (
+        tiny_families.build(folder / each, family, prediction_type=prediction)
+        for each in ("own", "other")
+    )
+    engine = load.load_engine(load.EngineSettings(own, "cpu", slots=1))
+    stack.callback(engine.close)
+    settings = WorkerSettings(model=str(own), cache=folder / "cache")
+    storage = open_storage(StorageSettings(storage=f"local:{folder / 'storage'}"))
+    asyncio.run(storage.create())
+    if family == "sd1":
+        data = tiny_controlnets.build(folder / "lines.safetensors", own).read_bytes()
+        name, kind = "controlnets/lines.safetensors", "application/octet-stream"
+        asyncio.run(storage.files.create(name, data, kind, {}))
+    files = JobFiles(storage, settings)
+
+    async def find(name: str | None, *_: Any) -> Path | None:
+        return None if name is None else other
+
+    files.inputs._models.find = find  # type: ignore[method-assign]
+    return RequestReader(engine, files, threads)
 
 
 def _differences(
     case: payloads.Case,
     job: Job,
-    requests: list[Any],
+    read: JobRequests,
     prepared: PreparedRequest,
-    alphas: torch.Tensor,
+    engine: Any,
 ) -> Iterator[str]:
-    there = formulas.told(case, alphas)
+    there = formulas.told(case, engine.checkpoint.alphas_cumprod)
+    requests, overlay = read.requests, read.inputs.overlay
+    box = None if overlay is None else overlay.box
+    if box != there.box:
+        yield f"box {box}, there {there.box}"
     seeds = [(each.seed, each.noise.subseed) for each in requests]
     if seeds != there.seeds:
         yield f"seeds: {seeds}, there {there.seeds}"
@@ -123,6 +149,9 @@ def _differences(
             yield f"pass {number}: none"
             return
         yield from (f"pass {number}: {each}" for each in _of_pass(own, expected))
+        yield from _checkpoint_and_controls(own, expected)
+        if own.ends is not None and (own := own.next_pass) is None:
+            return
         own = own.next_pass
     if own is not None:
         yield "a pass too many"
@@ -164,6 +193,22 @@ def _of_pass(own: PreparedRequest, there: formulas.Pass) -> Iterator[str]:
     theirs = [[" ".join(text.split()) for text in call] for call in there.texts]
     if texts != theirs:
         yield f"texts {texts}, there {theirs}"
+
+
+def _checkpoint_and_controls(
+    own: PreparedRequest, there: formulas.Pass
+) -> Iterator[str]:
+    """Compares the call from which on another checkpoint draws, and weights of ControlNets."""
+    if not there.calls:
+        return
+    weights = [list(each.weights) for each in own.controls]
+    if weights != ([there.controls] if any(there.controls) else []):
+        yield f"controls {weights}, there {there.controls}"
+    found = own.ends
+    if found is None and own.checkpoint is not None:
+        found = own.begins
+    if found != there.switch:
+        yield f"refiner from call {found}, there {there.switch}"
 
 
 def _noise(own: PreparedRequest, there: formulas.Pass) -> Iterator[str]:
@@ -223,7 +268,7 @@ def main() -> None:
     }
     text = json.dumps(figures)
     if given.out is not None:
-        given.out.write_text(f"{json.dumps(figures, indent=2)}\n", encoding="utf-8")
+        add_figures(given.out, figures)
     print(text)
 
 

@@ -7,7 +7,7 @@ import base64
 import io
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
@@ -54,6 +54,12 @@ SCHEDULERS = (
 
 OF_TIMESTEPS = ("DDIM", "DDIM CFG++", "PLMS", "UniPC")
 
+#: One call of the model a step, whose number its scripts count.
+ONE_CALL = ("Euler", "Euler a", "DPM++ 2M", "DPM++ 2M SDE", "LMS", "LCM", "DDIM")
+
+#: Kinds of models, in turn: the second one predicts velocities.
+FAMILIES = ("sd1", "sd2", "sd1", "sdxl")
+
 _WORDS = ("a house", "red", "tall tree", "by night", "fog", "snow", "a cat")
 
 
@@ -90,7 +96,7 @@ class Case:
     negative: Prompt
     hires_prompt: Prompt | None = None
     hires_negative: Prompt | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
+    family: str = "sd1"
 
 
 def case(seed: int) -> Case:
@@ -107,7 +113,8 @@ def case(seed: int) -> Case:
         "width": chance.choice([64, 72, 128, 200, 512]),
         "height": chance.choice([64, 100, 192, 256]),
     }
-    made = Case(payload, prompt, negative)
+    family = FAMILIES[seed % len(FAMILIES)]
+    made = Case(payload, prompt, negative, family=family)
     _maybe(
         chance,
         payload,
@@ -148,7 +155,34 @@ def case(seed: int) -> Case:
         _add_image(chance, payload)
     if kind < 0.65 and chance.random() < 0.3:
         payload["override_settings"]["img2img_extra_noise"] = 0.25
+    if chance.random() < 0.25:
+        _add_refiner(chance, payload)
+    elif family == "sd1" and kind >= 0.35 and not payload.get("inpaint_full_res"):
+        _add_control(chance, payload)
     return made
+
+
+def _add_refiner(chance: random.Random, payload: dict[str, Any]) -> None:
+    payload["refiner_checkpoint"] = "other"
+    _maybe(chance, payload, refiner_switch_at=chance.choice([0, 0.2, 0.5, 0.8, 1]))
+    settings = payload["override_settings"]
+    _maybe(chance, settings, refiner_switch_by_sample_steps=True)
+
+
+def _add_control(chance: random.Random, payload: dict[str, Any]) -> None:
+    """A unit of sd-webui-controlnet, with a sampler of one call a step."""
+    payload |= {"sampler_name": chance.choice(ONE_CALL), "s_min_uncond": 0}
+    payload.pop("sampler_index", None)
+    payload["override_settings"].pop("s_min_uncond", None)
+    unit = {"model": "lines", "image": _image("RGB", chance)}
+    _maybe(
+        chance,
+        unit,
+        weight=chance.choice([0.5, 1.5]),
+        guidance_start=chance.choice([0, 0.2, 0.5]),
+        guidance_end=chance.choice([0.6, 1]),
+    )
+    payload["alwayson_scripts"] = {"controlnet": {"args": [unit]}}
 
 
 def _add_second_pass(chance: random.Random, made: Case) -> None:
@@ -190,8 +224,12 @@ def _add_image(chance: random.Random, payload: dict[str, Any]) -> None:
     )
     if chance.random() < 0.4:
         payload["mask"] = _image("L", chance)
-        payload["inpaint_full_res"] = False
+        payload["inpaint_full_res"] = chance.choice([False, True])
         _maybe(chance, payload, inpainting_fill=chance.randrange(4), mask_blur=0)
+        if payload["inpaint_full_res"]:
+            payload["mask_blur"] = 0
+            padding = chance.choice([0, 5, 60])
+            _maybe(chance, payload, inpaint_full_res_padding=padding)
 
 
 def _image(mode: str, chance: random.Random) -> str:

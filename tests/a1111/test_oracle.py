@@ -27,7 +27,11 @@ def test_five_thousand_payloads_are_told_the_same():
 
 
 def check_prompts(count: int) -> None:
-    """Schedules of prompts that were made as trees, so that nothing had to read them."""
+    """Schedules of prompts that were made as trees, so that nothing had to read them.
+
+    AUTOMATIC1111 reads them by a grammar for lark 1.1.2, which is its own code and not copied; and
+    a grammar of ours would take what is ambiguous in its own way, and so show nothing.
+    """
     different = []
     for number in range(count):
         chance = random.Random(number)

@@ -52,6 +52,16 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "--out",
         "a.json",
     ),
+    "details.py": (
+        "--jobs",
+        "2",
+        "--pairs",
+        "1",
+        "--slots",
+        "2",
+        "--out",
+        "figures.json",
+    ),
     "gpus.py": (
         "--tiny",
         "--counts",
@@ -152,6 +162,7 @@ async def serve_here(*command: str, env: dict[str, str], **_: Any) -> SimpleName
 
 #: What of the programs makes their work little beside their arguments.
 LITTLE: dict[str, dict[str, Any]] = {
+    "details.py": {"STEPS": 4},
     "gpus.py": {
         "multiprocessing": SimpleNamespace(
             get_context=lambda _: SimpleNamespace(Pool=Pool)

@@ -134,7 +134,10 @@ def test_the_locks_have_the_versions_of_the_constraints(
     ("extras", "files"),
     [
         (("azure-identity", "broker"), ("light",)),
-        (("azure-identity", "broker", "worker"), ("worker", "torch-none")),
+        (
+            ("azure-identity", "broker", "detectors", "worker"),
+            ("worker", "torch-none"),
+        ),
     ],
 )
 def test_an_image_has_all_that_the_project_asks_for_and_nothing_else(

@@ -240,6 +240,12 @@ STATED: list[tuple[str, str, str, list[Figure]]] = [
         "fleet-sim",
         at_full_speed("20_times_the_interruptions"),
     ),
+    (
+        "docs/a1111.md",
+        "draws {:.2f} of the UNet's rows a second",
+        "a1111",
+        ["details_over_plain"],
+    ),
 ]
 
 

@@ -333,7 +333,7 @@ def graph(**nodes: Any) -> str:
             graph(e=node("EmptyLatentImage", width=64, height=64, batch_size=4)),
             "one of a batch",
         ),
-        (graph(s=node("SaveImage")), "damaged"),
+        (graph(s=node("SaveImage")), "saves 0 pictures"),
         (graph(k=node("KSampler", steps=[])), "damaged"),
         (graph(s=7), "damaged"),
         ("[" * 100_000, "damaged"),

@@ -193,7 +193,7 @@ class FileLibrary:
 
     async def _in_folders(self, name: str) -> Path | None:
         for folder, listed in self._folders.items():
-            path = folder / f"{name}{SUFFIX}"
+            path = folder / f"{name}{self._kind.suffixes[0]}"
             try:
                 if not path.is_file():
                     deeper = await self._in_subfolder(name, folder)
@@ -218,7 +218,7 @@ class FileLibrary:
         if found is None:
             found = {}
             for path in await asyncio.to_thread(lambda: list(walked(folder))):
-                if path.suffix == SUFFIX and path.parent != folder:
+                if path.suffix in self._kind.suffixes and path.parent != folder:
                     found.setdefault(path.stem, []).append(str(path))
             self._deeper[folder] = found
         paths = found.get(name, [])

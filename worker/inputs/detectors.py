@@ -13,34 +13,44 @@ import numpy.typing as npt
 from PIL import Image, ImageChops, ImageDraw
 
 from imagefleet import errors
+from imagefleet.files.safetensors import Identity
 from imagefleet.job.passes.adetailer import Detail
 from worker.engine.contract import Pixels
 from worker.inputs.img2img import Mask
 
 Boxes = npt.NDArray[np.float64]
-"""[boxes, 5]: left, upper, right, lower in pixels, and the confidence; the surest first."""
+"""[boxes, 6]: left, upper, right, lower in pixels, confidence and class; the surest first."""
 
 #: The grey of what a picture lacks to the network's size.
 _GREY = 114
 
-#: Boxes that share more than this of their area are of one thing.
+#: Boxes of a class that share more than this of their area are of one thing.
 _OVERLAP = 0.7
+
+#: Pixels by which boxes of two classes are moved apart.
+_APART = 7680
 
 #: Of a network whose input may have any size.
 _USUAL_SIDE = 640
+
+#: Rows of a network that does not: place, size and the confidence of each class.
+_LEAST = 5
 
 #: Columns of a network that cleans its boxes itself: corners, confidence, class.
 _CLEANED = 6
 
 
 @functools.lru_cache(8)
-def session(path: Path, name: str) -> Any:
-    """The network of a file; raises JobError if it is none, SetupError without onnxruntime."""
+def session(path: Path, name: str, _: Identity | None) -> Any:
+    """The network of a file; raises JobError if it is none, or without onnxruntime.
+
+    One of another identity is another one: a file may be replaced.
+    """
     try:
         import onnxruntime
     except ImportError:
-        raise errors.SetupError(
-            "ADetailer needs onnxruntime, which is not installed: pip install '.[detectors]'"
+        raise errors.JobError(
+            "ADetailer needs onnxruntime, which this worker has not: pip install '.[detectors]'"
         ) from None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
@@ -55,13 +65,23 @@ def session(path: Path, name: str) -> Any:
         ) from None
 
 
-def find(path: Path, name: str, pixels: Pixels, confidence: float) -> Boxes:
+def find(
+    path: Path,
+    name: str,
+    pixels: Pixels,
+    confidence: float,
+    identity: Identity | None = None,
+) -> Boxes:
     """The boxes of what a detector is at least so sure of; raises JobError if it is no YOLO."""
-    network = session(path, name)
+    network = session(path, name, identity)
     (given,) = network.get_inputs()[:1]
     sides = [side if isinstance(side, int) else _USUAL_SIDE for side in given.shape[2:]]
     if len(sides) != len("hw"):
         raise errors.JobError(f"the detector {name!r} takes no pictures")
+    if len(network.get_outputs()) > 1:
+        raise errors.JobError(
+            f"the detector {name!r} finds outlines: only those of boxes are supported"
+        )
     height, width = sides
     image, scale, left, upper = _fitted(pixels, width, height)
     try:
@@ -71,10 +91,10 @@ def find(path: Path, name: str, pixels: Pixels, confidence: float) -> Boxes:
             f"the detector {name!r} does not take the picture: {str(error)[:200]}"
         ) from None
     boxes = _boxes(output, name)
-    boxes = boxes[boxes[:, 4] >= confidence]
+    boxes = boxes[boxes[:, 4] > confidence]
     boxes = _without_overlaps(boxes[np.argsort(-boxes[:, 4], kind="stable")])
-    boxes[:, [0, 2]] = ((boxes[:, [0, 2]] - left) / scale).clip(0, pixels.shape[1])
-    boxes[:, [1, 3]] = ((boxes[:, [1, 3]] - upper) / scale).clip(0, pixels.shape[0])
+    places = (boxes[:, :4] - [left, upper] * 2) / scale
+    boxes[:, :4] = places.clip(0, pixels.shape[1::-1] * 2)
     return boxes
 
 
@@ -95,21 +115,21 @@ def _fitted(
 
 def _boxes(output: npt.NDArray[np.float64], name: str) -> Boxes:
     """The boxes of an output, [1, 4 + classes, boxes] or, cleaned already, [1, boxes, 6]."""
-    if output.ndim != len("bcn") or output.shape[0] != 1:
+    if output.ndim != len("bcn") or output.shape[0] != 1 or output.shape[1] < _LEAST:
         raise errors.JobError(f"the detector {name!r} is no YOLO of ultralytics'")
     if output.shape[2] == _CLEANED and output.shape[1] > _CLEANED:
-        return np.array(output[0, :, :5])
-    if output.shape[1] < len("xywh") + 1:
-        raise errors.JobError(f"the detector {name!r} is no YOLO of ultralytics'")
-    middle_x, middle_y, width, height, *scores = output[0]
+        # A class for each, so that all stay.
+        return np.column_stack([output[0, :, :5], np.arange(output.shape[1])])
+    (middle_x, middle_y, width, height), scores = np.split(output[0], [4])
     left, upper = middle_x - width / 2, middle_y - height / 2
-    sure = np.max(scores, axis=0)
-    return np.stack([left, upper, left + width, upper + height, sure], axis=1)
+    found = [left, upper, left + width, upper + height]
+    return np.stack([*found, scores.max(axis=0), scores.argmax(axis=0)], axis=1)
 
 
 def _without_overlaps(boxes: Boxes) -> Boxes:
-    """The boxes without those that mostly cover a surer one."""
+    """The boxes without those that mostly cover a surer one of their class."""
     kept: list[int] = []
+    found, boxes = boxes, boxes[:, :4] + _APART * boxes[:, 5:]
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     for at, box in enumerate(boxes):
         others = boxes[kept]
@@ -118,7 +138,7 @@ def _without_overlaps(boxes: Boxes) -> Boxes:
         shared = width.clip(0) * height.clip(0)
         if not (shared > _OVERLAP * (areas[at] + areas[kept] - shared)).any():
             kept.append(at)
-    return boxes[kept]
+    return found[kept]
 
 
 def masks(detail: Detail, boxes: Boxes, size: tuple[int, int]) -> list[Mask]:
@@ -130,7 +150,9 @@ def masks(detail: Detail, boxes: Boxes, size: tuple[int, int]) -> list[Mask]:
     )
     places = np.flatnonzero(is_kept)
     if detail.ad_mask_k:
-        places = places[np.argsort(-areas[places], kind="stable")][: detail.ad_mask_k]
+        values = areas if detail.ad_mask_filter_method == "Area" else boxes[:, 4]
+        # Of two alike, as numpy's order reversed has them.
+        places = places[np.argsort(values[places])[::-1]][: detail.ad_mask_k]
     found = (_mask(detail, boxes[at], size) for at in places)
     return [mask for mask in found if mask.any()]
 

@@ -291,8 +291,13 @@ class InputReader:
 class JobFiles:
     """Libraries of LoRAs and embeddings, the reader of input images, and the files' hashes."""
 
-    def __init__(self, storage: Storage, settings: WorkerSettings) -> None:
-        """The files of a storage and of the settings' own folders."""
+    def __init__(
+        self,
+        storage: Storage,
+        settings: WorkerSettings,
+        detectors: Path | None = None,
+    ) -> None:
+        """The files of a storage and of the settings' own folders, and of one of *detectors*."""
         trusted = trusted_keys(settings.trusted_key)
         source = Source(
             storage.files, settings.cache, settings.cache_megabytes * 2**20, trusted
@@ -301,7 +306,7 @@ class JobFiles:
         self.embeddings = EmbeddingLibrary(source, settings.embedding_directory)
         models = OtherModels(settings, storage.files)
         self.inputs = InputReader(source, storage, models, settings.input_campaigns)
-        self.detectors = FileLibrary(source, kinds.DETECTOR)
+        self.detectors = FileLibrary(source, kinds.DETECTOR, detectors)
         self.hashes = FileHashes()
         self.trusted = TrustedJobs(trusted, storage.scope) if trusted else None
         """The jobs that are taken; None: they need no signature."""

@@ -7,11 +7,9 @@ far, with the picture's prompt, sampler and size of its first pass, and a seed t
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
 
 from PIL import Image
 
-from imagefleet import concurrency
 from imagefleet.job.message import Job
 from imagefleet.job.passes.adetailer import Detail
 from imagefleet.job.prompt import Prompt
@@ -19,7 +17,8 @@ from worker.engine.contract import ImageRequest, Pixels
 from worker.files.library import FileLibrary
 from worker.inputs import detectors, img2img
 
-Draw = Callable[[ImageRequest], Awaitable[Pixels]]
+Draw = Callable[[ImageRequest, int], Awaitable[Pixels]]
+"""Draws a part that the detector of this number found."""
 
 _Prompts = tuple[Prompt | None, Prompt | None]
 
@@ -31,15 +30,20 @@ async def draw(
 
     Raises as `FileLibrary.resolve`, and as *draw*.
     """
-    for detail, prompts in zip(job.details, job.detail_prompts, strict=True):
-        resolve = partial(library.resolve, detail.ad_model)
-        path = await concurrency.UNTIL_ACCESS.call(resolve)
+    for at, detail in enumerate(job.details):
+        path = await library.resolve(detail.ad_model)
         boxes = await asyncio.to_thread(
-            detectors.find, path, detail.ad_model, pixels, detail.ad_confidence
+            detectors.find,
+            path,
+            detail.ad_model,
+            pixels,
+            detail.ad_confidence,
+            library.identity(path),
         )
         size = pixels.shape[1], pixels.shape[0]
         masks = await asyncio.to_thread(detectors.masks, detail, boxes, size)
-        own_job, own = _own_job(job, detail), _own(request, detail, prompts)
+        own_job = _own_job(job, detail)
+        own = _own(request, detail, job.detail_prompts[at])
         for number, mask in enumerate(masks):
             init, overlay = await asyncio.to_thread(
                 img2img.begin,
@@ -50,7 +54,7 @@ async def draw(
             )
             noise = replace(own.noise, subseed=own.noise.subseed + number)
             of_part = replace(own, init=init, seed=own.seed + number, noise=noise)
-            pixels = await draw(of_part)
+            pixels = await draw(of_part, at)
             if overlay is not None:
                 pixels = await asyncio.to_thread(overlay.put_over, pixels)
     return pixels
@@ -79,12 +83,10 @@ def _own(request: ImageRequest, detail: Detail, prompts: _Prompts) -> ImageReque
         # A prompt of its own has no tags, and so no LoRAs.
         loras=request.loras if positive is None else (),
         negative_prompt=request.negative_prompt if negative is None else negative,
-        steps=detail.ad_steps or request.steps,
-        cfg_scale=request.cfg_scale
-        if detail.ad_cfg_scale is None
-        else detail.ad_cfg_scale,
-        width=detail.ad_inpaint_width or request.width,
-        height=detail.ad_inpaint_height or request.height,
+        steps=detail.own("ad_steps", request.steps),
+        cfg_scale=detail.own("ad_cfg_scale", request.cfg_scale),
+        width=detail.own("ad_inpaint_width", request.width),
+        height=detail.own("ad_inpaint_height", request.height),
         hires=None,
         controls=(),
         refiner=None,

@@ -2,11 +2,13 @@
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
 from imagefleet import errors
+from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families
 from worker.engine import contract
 from worker.files.library import FileLibrary
@@ -149,22 +151,28 @@ class GenerateStage:
             await self.settler.attempt(image.owner, work, image)
 
     async def _detail(self, image: InFlightImage, pixels: contract.Pixels) -> None:
-        assert image.request is not None  # noqa: S101 - it was drawn here
+        request = image.request
+        assert request is not None  # noqa: S101 - it was drawn here
+        passes = image.job.detail_passes(request.width, request.height)
+        draw = partial(self._draw, passes)
         try:
             pixels = await details.draw(
-                self.detectors, image.job, image.request, pixels, self._draw
+                self.detectors, image.job, request, pixels, draw
             )
         except _DrainingError:
             await self.settler.hand_back(image.owner)
         else:
             await self.encode.queue.put((image, pixels))
 
-    async def _draw(self, request: contract.ImageRequest) -> contract.Pixels:
+    async def _draw(
+        self, passes: Sequence[Pass], request: contract.ImageRequest, at: int
+    ) -> contract.Pixels:
         """Draws a part of an image, beside all else."""
         prepared = await asyncio.to_thread(self.engine.prepare, request)
         delivery = await self.engine_thread.draw(prepared)
         if delivery is None:
             raise _DrainingError
+        self.watchdog.image_generated(self.engine.family, [passes[at]])
         outcome = delivery.finished.outcome
         if isinstance(outcome, errors.FleetError):
             raise outcome

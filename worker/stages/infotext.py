@@ -227,8 +227,10 @@ def _details(job: Job) -> dict[str, str]:
         usual = Detail(ad_model=detail.ad_model)
         for field, word in adetailer.WORDS.items():
             value = getattr(detail, field)
-            if field in adetailer.ALWAYS_TOLD or value != getattr(usual, field):
-                facts[f"ADetailer {word}{ordinal}"] = str(value)
+            if field not in adetailer.ALWAYS_TOLD and value == getattr(usual, field):
+                continue
+            suffix = ".pt" if field == "ad_model" else ""
+            facts[f"ADetailer {word}{ordinal}"] = f"{value}{suffix}"
     return facts
 
 

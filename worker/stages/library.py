@@ -57,6 +57,8 @@ class EngineOptions(TypedDict, total=False):
     precision: Literal["auto", "float32", "float16", "bfloat16"]
     compile: Literal["auto", "off"]
     embedding_directory: str | Path
+    detectors: Path | None
+    """A folder of ADetailer's detectors, NAME.onnx; no setting of a worker's."""
     cache: str | Path
 
 
@@ -81,6 +83,7 @@ class AsyncEngine:
         """*model* is a .safetensors file or a folder, *loras* a folder; SetupError: it is none."""
         self._exit = contextlib.AsyncExitStack()
         self._process = os.getpid()
+        self._folder = options.pop("detectors", None)
         given: dict[str, Any] = {**options, "model": model, "lora_directory": loras}
         with validation.as_error(errors.SetupError, known=WorkerSettings.model_fields):
             self._settings = WorkerSettings(**given)
@@ -98,7 +101,7 @@ class AsyncEngine:
         nowhere = StorageSettings(storage=f"local:{folder}")
         storage = await self._exit.enter_async_context(open_storage(nowhere))
         await storage.create()
-        files = JobFiles(storage, self._settings)
+        files = JobFiles(storage, self._settings, self._folder)
         self._reader = RequestReader(self._engine, files, threads)
         self._detectors = files.detectors
         self._threads = threads
@@ -186,7 +189,9 @@ class AsyncEngine:
                 "stages (then) and other models need a queue and its workers"
             )
 
-    async def _pixels(self, request: contract.ImageRequest) -> contract.Pixels:
+    async def _pixels(
+        self, request: contract.ImageRequest, _: int = 0
+    ) -> contract.Pixels:
         loop = asyncio.get_running_loop()
         prepare = self._engine.prepare
         prepared = await loop.run_in_executor(self._threads, prepare, request)

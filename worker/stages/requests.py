@@ -49,6 +49,9 @@ class RequestReader:
             inputs = await self.files.inputs.read_upscale(job)
             requests = requests_of(job, size, (), (), images, inputs)
             return JobRequests(requests, (), inputs)
+        for detail in job.details:  # or it would be missed once the image is drawn
+            resolve = partial(self.files.detectors.resolve, detail.ad_model)
+            await concurrency.UNTIL_ACCESS.call(resolve)
         loras: dict[LoraTag, contract.Lora] = {}
         if tags := job.loras:
             found = await concurrency.gather(*map(self._find_lora, tags))

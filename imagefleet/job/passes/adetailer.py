@@ -1,10 +1,9 @@
 """ADetailer by its payload: what a detector finds in a picture is drawn again, part by part.
 
-Its names and defaults are those of the extension's release 24 (`adetailer/args.py`).
+Its names and defaults are those of the extension's release 25.3 (`adetailer/args.py`).
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
@@ -17,23 +16,23 @@ MAX_UNITS = 4
 
 MAX_DILATION = 128
 
-#: The values that switch off what is refused.
-_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "ad_model_classes": ("",),
-    "ad_mask_merge_invert": ("None",),
-    "ad_use_checkpoint": (False,),
-    "ad_use_vae": (False,),
-    "ad_use_sampler": (False,),
-    "ad_use_noise_multiplier": (False,),
-    "ad_use_clip_skip": (False,),
-    "ad_restore_face": (False,),
-    "ad_controlnet_model": ("None",),
-}
+#: What is refused unless it has a value that switches it off.
+_UNSUPPORTED = (
+    "ad_model_classes",
+    "ad_mask_merge_invert",
+    "ad_use_checkpoint",
+    "ad_use_vae",
+    "ad_use_sampler",
+    "ad_use_noise_multiplier",
+    "ad_use_clip_skip",
+    "ad_restore_face",
+    "ad_controlnet_model",
+)
+_OFF = (None, "", "None", False)
 
 #: Details of what is switched off.
 _WITHOUT_EFFECT = {
     "ad_tab_enable",
-    "ad_mask_filter_method",
     "ad_checkpoint",
     "ad_vae",
     "ad_sampler",
@@ -61,6 +60,7 @@ WORDS = {
     "ad_prompt": "prompt",
     "ad_negative_prompt": "negative prompt",
     "ad_confidence": "confidence",
+    "ad_mask_filter_method": "method to decide top k masks",
     "ad_mask_k": "mask only top k",
     "ad_mask_min_ratio": "mask min ratio",
     "ad_mask_max_ratio": "mask max ratio",
@@ -71,9 +71,12 @@ WORDS = {
     "ad_denoising_strength": "denoising strength",
     "ad_inpaint_only_masked": "inpaint only masked",
     "ad_inpaint_only_masked_padding": "inpaint padding",
+    "ad_use_inpaint_width_height": "use inpaint width height",
     "ad_inpaint_width": "inpaint width",
     "ad_inpaint_height": "inpaint height",
+    "ad_use_steps": "use separate steps",
     "ad_steps": "steps",
+    "ad_use_cfg_scale": "use separate CFG scale",
     "ad_cfg_scale": "CFG scale",
 }
 ALWAYS_TOLD = {
@@ -120,8 +123,9 @@ class Detail(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Empty: the picture's."""
     ad_negative_prompt: _Words = ""
     ad_confidence: _Share = 0.3
+    ad_mask_filter_method: Literal["Area", "Confidence"] = "Area"
     ad_mask_k: int = Field(default=0, ge=0, le=100)
-    """So many of the largest parts; 0: all."""
+    """So many of the largest or surest parts; 0: all."""
     ad_mask_min_ratio: _Share = 0.0
     ad_mask_max_ratio: _Share = 1.0
     """The least and the largest share of the picture's area that a part has."""
@@ -132,10 +136,17 @@ class Detail(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     ad_denoising_strength: _Share = 0.4
     ad_inpaint_only_masked: bool = True
     ad_inpaint_only_masked_padding: int = Field(default=32, ge=0, le=MAX_PADDING)
-    ad_steps: int | None = Field(default=None, ge=1, le=150)
-    ad_cfg_scale: Guidance | None = None
-    ad_inpaint_width: Side | None = None
-    ad_inpaint_height: Side | None = None
+    ad_use_steps: bool = False
+    ad_steps: int = Field(default=28, ge=1, le=150)
+    ad_use_cfg_scale: bool = False
+    ad_cfg_scale: Guidance = 7.0
+    ad_use_inpaint_width_height: bool = False
+    ad_inpaint_width: Side = 512
+    ad_inpaint_height: Side = 512
+
+    def own(self, field: str, usual: Any) -> Any:
+        """The value of one of the last fields where it counts, else the picture's."""
+        return getattr(self, field) if getattr(self, _GUARDED[field]) else usual
 
     @model_validator(mode="before")
     @classmethod
@@ -146,13 +157,10 @@ class Detail(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
             name: value for name, value in unit.items() if name not in _WITHOUT_EFFECT
         }
         for name, guard in _GUARDED.items():
-            if not unit.get(guard, guard not in unit):
+            if not unit.get(guard):
                 fields.pop(name, None)
-        for guard in _GUARDED.values():
-            fields.pop(guard, None)
-        fields.setdefault("ad_mask_k", fields.pop("ad_mask_k_largest", 0))
-        for name, neutral in _UNSUPPORTED.items():
-            if fields.pop(name, None) not in (None, *neutral):
+        for name in _UNSUPPORTED:
+            if fields.pop(name, None) not in _OFF:
                 raise ValueError(f"{name} is not supported: switch it off")
         return fields
 
@@ -179,8 +187,4 @@ class Details(BaseModel, extra="forbid", frozen=True):
 def _is_used(unit: Any) -> bool:
     if not isinstance(unit, dict):
         return True  # which is refused
-    return bool(unit.get("ad_tab_enable", True)) and unit.get("ad_model") not in (
-        None,
-        "",
-        "None",
-    )
+    return unit.get("ad_tab_enable", True) and unit.get("ad_model") not in _OFF

@@ -125,7 +125,9 @@ class PassFields(Hires, Extras):
         """The prompt and the negative prompt of each of the details; None: the image's."""
         found = []
         for detail in self.details:
-            steps = samplers.editing_steps(self.sampler, detail.ad_steps or self.steps)
+            steps = detail.own("ad_steps", self.steps)
+            samplers.check_steps(self.sampler, steps)
+            steps = samplers.editing_steps(self.sampler, steps)
             positive = negative = None
             if detail.ad_prompt:
                 positive = self.read(prompts.read_prompt, detail.ad_prompt, steps)
@@ -253,6 +255,24 @@ class PassFields(Hires, Extras):
             ),
         ]
 
+    def detail_passes(self, width: int, height: int) -> list[Pass]:
+        """One part for each detector, of an image whose first pass has this size."""
+        found = []
+        for detail, (own, _) in zip(self.details, self.detail_prompts, strict=True):
+            steps = detail.own("ad_steps", self.steps)
+            steps = int(min(detail.ad_denoising_strength, 0.999) * steps) + 1
+            guidance = detail.own("ad_cfg_scale", self.cfg_scale)
+            found.append(
+                Pass(
+                    detail.own("ad_inpaint_width", width),
+                    detail.own("ad_inpaint_height", height),
+                    samplers.unet_calls(self.sampler, steps),
+                    encodes=True,
+                    rows=_rows(own or self.parsed_prompt, guidance, self.sampler),
+                )
+            )
+        return found
+
 
 #: Fields that have a default, which is not null, and so is what null stands for.
 _NEVER_NULL = frozenset(
@@ -284,6 +304,8 @@ def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
     if legacy_name and not fields.get("sampler_name"):
         fields["sampler_name"] = legacy_name
     if (settings := fields.pop("override_settings", None)) not in (None, "", [], {}):
+        if "adetailer" in fields.get("alwayson_scripts", {}):
+            passes |= {settings_table.IMG2IMG}
         fields |= override_settings.fields(settings, fields, passes)
     if fields.get("refiner_checkpoint") in override_settings.NO_FILE:
         fields = {

@@ -1,8 +1,10 @@
 """What a YOLO in an ONNX file finds, and the masks that ADetailer makes of it."""
 
+import sys
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from imagefleet import errors
@@ -28,10 +30,48 @@ def test_boxes_are_the_pictures_surest_first_and_none_is_there_twice(tmp_path):
     path = write_detector(tmp_path / "face.onnx", found)
     boxes = detectors.find(path, "face", PICTURE, 0.3)
     assert boxes.round(4).tolist() == [
-        [160, 32, 224, 96, 0.9],
-        [48, 16, 80, 48, 0.5],
+        [160, 32, 224, 96, 0.9, 0],
+        [48, 16, 80, 48, 0.5, 0],
     ]
     assert len(detectors.find(path, "face", PICTURE, 0.1)) == 3
+
+
+def test_boxes_of_two_classes_are_of_two_things(tmp_path):
+    """As ultralytics' suppression of overlaps, which moves the boxes of classes apart."""
+    found = [(48, 32, 16, 16, 0.9, 0.1), (48.5, 32, 16, 16, 0.2, 0.8)]
+    path = write_detector(tmp_path / "both.onnx", found)
+    boxes = detectors.find(path, "both", PICTURE, 0.3)
+    assert boxes[:, 4:].round(4).tolist() == [[0.9, 0], [0.8, 1]]
+
+
+def test_boxes_that_the_network_has_cleaned_all_stay(tmp_path):
+    """Of YOLO 10 and later: what it gives twice is found twice, as in ultralytics."""
+    found = [(40, 24, 56, 40, 0.9, 0), (40, 24, 56, 40, 0.8, 0), *[[0] * 6] * 5]
+    path = write_detector(tmp_path / "clean.onnx", found, is_clean=True)
+    boxes = detectors.find(path, "clean", PICTURE, 0.3)
+    assert boxes[:, :5].round(4).tolist() == [
+        [160, 32, 224, 96, 0.9],
+        [160, 32, 224, 96, 0.8],
+    ]
+
+
+def test_a_network_of_outlines_is_refused_and_not_read_as_one_of_classes(tmp_path):
+    """ADetailer's `person_yolov8n-seg`: behind a box's classes are numbers of its outline."""
+    path = write_detector(tmp_path / "person.onnx", [(16, 24, 8, 8, 0.5)])
+    model = onnx.load(path)
+    model.graph.output.append(model.graph.output[0])
+    model.graph.output[1].name = "protos"
+    node = onnx.helper.make_node("Identity", ["output0"], ["protos"])
+    model.graph.node.append(node)
+    onnx.save(model, path)
+    with pytest.raises(errors.JobError, match="finds outlines"):
+        detectors.find(path, "person", PICTURE, 0.3)
+
+
+def test_without_onnxruntime_the_job_fails_and_not_the_worker(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(errors.JobError, match="this worker has not"):
+        detectors.find(tmp_path / "a.onnx", "a", PICTURE, 0.3)
 
 
 def test_a_file_that_is_no_yolo_is_the_jobs_error(tmp_path):
@@ -57,11 +97,17 @@ def test_a_mask_is_a_box_with_both_its_borders():
     ("fields", "areas"),
     [
         ({"ad_mask_k": 2}, [61 * 61, 21 * 21]),
+        (
+            {"ad_mask_k": 2, "ad_mask_filter_method": "Confidence"},
+            [21 * 21, 5 * 5],
+        ),
         ({"ad_mask_min_ratio": 0.01}, [21 * 21, 61 * 61]),
         ({"ad_mask_max_ratio": 0.01}, [5 * 5]),
     ],
 )
-def test_parts_are_chosen_by_their_area(fields: dict[str, Any], areas: list[int]):
+def test_parts_are_chosen_by_their_area_or_confidence(
+    fields: dict[str, Any], areas: list[int]
+):
     masks = detectors.masks(detail(**fields), BOXES, (128, 64))
     assert [int((mask > 0).sum()) for mask in masks] == areas
 

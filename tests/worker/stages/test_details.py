@@ -9,10 +9,12 @@ import pytest
 
 import tiny_model
 from evaluation.stand_in import draw_noise
+from imagefleet.job.passes.fields import Pass
 from imagefleet.storage.open import Storage
 from messages import Drawing, RunPipeline, blobs, failed_jobs, image, message
 from tiny_detectors import write_detector
 from worker.engine import load
+from worker.node.watchdog import NodeWatchdog
 
 SIZE = (128, 128)
 
@@ -35,9 +37,13 @@ async def pixels(storage: Storage, blob: str) -> np.ndarray[Any, Any]:
 
 
 async def test_each_part_is_an_inpainting_of_the_picture_so_far(
-    storage: Storage, run_pipeline: RunPipeline, tmp_path
+    storage: Storage, run_pipeline: RunPipeline, tmp_path, monkeypatch
 ):
     await store(storage, tmp_path)
+    counted = []
+    monkeypatch.setattr(
+        NodeWatchdog, "image_generated", lambda _, __, passes: counted.extend(passes)
+    )
     unit = {"ad_model": "face_yolov8n.pt", "ad_prompt": "a face:1.0"}
     detailed = message(id="d", seed=5, steps=9, **adetailer(unit))
     others = [message(id=f"o{seed}", seed=seed) for seed in range(100, 110)]
@@ -64,7 +70,7 @@ async def test_each_part_is_an_inpainting_of_the_picture_so_far(
     assert not changed[:, :8].any()
     text = (await image(storage, "default/d.png")).info["parameters"]
     assert (
-        'ADetailer model: face_yolov8n, ADetailer prompt: "a face:1.0", ADetailer'
+        'ADetailer model: face_yolov8n.pt, ADetailer prompt: "a face:1.0", ADetailer'
         " confidence: 0.3, ADetailer dilate erode: 4, ADetailer mask blur: 4, ADetailer"
         " denoising strength: 0.4, ADetailer inpaint only masked: True, ADetailer inpaint"
         " padding: 32, "
@@ -74,6 +80,9 @@ async def test_each_part_is_an_inpainting_of_the_picture_so_far(
         other = await pixels(storage, f"default/o{seed}.png")
         assert np.array_equal(other, draw_noise(own))
     assert rows.size > 0
+    # Or a worker that draws parts would count as slow.
+    assert counted.count(Pass(*SIZE, 4, encodes=True)) == 2
+    assert len(counted) == 1 + 2 + 10
 
 
 async def test_a_picture_in_which_nothing_is_found_stays_as_it_is(
@@ -95,7 +104,9 @@ async def test_a_job_whose_detector_is_missing_fails_and_says_so(
 ):
     await storage.create()
     unit = {"ad_model": "hand_yolov8n.pt"}
-    await run_pipeline(Drawing(), sent=[message(id="d", **adetailer(unit))])
+    engine = Drawing()
+    await run_pipeline(engine, sent=[message(id="d", **adetailer(unit))])
+    assert engine.drawn == [], "nothing is drawn in vain"
     (failed,) = await failed_jobs(storage)
     assert "no detector hand_yolov8n.onnx in detectors/" in str(failed.reason)
 

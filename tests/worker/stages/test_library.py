@@ -13,12 +13,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import imagefleet
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.files import demo
+from tiny_detectors import write_detector
 from worker.engine import contract
 from worker.stages import library
 from worker.stages.library import AsyncEngine, Engine
@@ -90,6 +92,44 @@ def test_a_job_that_fails_is_a_result_and_stops_no_other(
     }
     assert failed.keys() == {"broken", "b, <lora:nowhere:1>"}
     assert failed["broken"] == "the prompt is broken"
+
+
+def test_detectors_are_found_in_a_folder(make: Callable[..., Engine], tmp_path):
+    # The second is drawn with another seed than the picture.
+    found = [(16, 32, 12, 12, 0.9), (48, 32, 12, 12, 0.8)]
+    write_detector(tmp_path / "face.onnx", found)
+    fields = {"prompt": "a", "seed": 3, "width": 128, "height": 128}
+    jobs = []
+    for name in ("", "face.pt", "hand.pt"):
+        args = [{"ad_model": name}] if name else []
+        scripts = {"ADetailer": {"args": args}}
+        jobs.append({**fields, "id": f"a{name}", "alwayson_scripts": scripts})
+
+    drawn = {each.job.id: each for each in make(detectors=tmp_path).draw(jobs)}
+
+    assert "no detector hand.onnx" in str(drawn["ahand.pt"].error)
+    plain, detailed = (np.asarray(drawn[name].images[0]) for name in ("a", "aface.pt"))
+    changed = plain != detailed
+    assert changed[60:68, 92:100].any()
+    assert not changed[:16].any()
+
+
+def test_a_detector_that_is_replaced_is_read_anew(
+    make: Callable[..., Engine], tmp_path
+):
+    engine = make(detectors=tmp_path)
+    scripts = {"ADetailer": {"args": [{"ad_model": "face.pt"}]}}
+    job = {"prompt": "a", "seed": 3, "width": 128, "height": 128}
+    drawn = []
+    for found in (
+        [(16, 32, 12, 12, 0.1)],
+        [(16, 32, 12, 12, 0.9), (48, 32, 12, 12, 0.8)],
+    ):
+        write_detector(tmp_path / "face.onnx", found)
+        (each,) = engine.draw([{**job, "alwayson_scripts": scripts}])
+        drawn.append(np.asarray(each.images[0]))
+
+    assert (drawn[0] != drawn[1]).any()
 
 
 def test_a_source_that_never_ends_is_read_as_there_is_room(

@@ -289,6 +289,9 @@ def _fits(
         norms = outputs if scale.shape[0] == outputs else weight[1]
         if math.prod(scale.shape) != norms:
             return False
+    inner = parts.get("up_a", parts.get("a2"))
+    if inner is not None and inner.shape[0] != weight[1]:
+        return False
     return size[0] == outputs and size[1] in {0, inputs}
 
 

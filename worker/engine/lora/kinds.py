@@ -170,8 +170,8 @@ def _glora(tensors: Tensors, weights: Tensor) -> Tensor:
     if "up_a" in tensors:
         names = ("up_a", "down_a", "up_b", "down_b")
     up_a, down_a, up_b, down_b = (tensors[name].flatten(2) for name in names)
-    narrowed = weights.flatten(2).float() @ up_a.float()
-    changed = multiply(narrowed, down_a.float())
+    factors = weights.float(), up_a.float(), down_a.float()
+    changed = torch.einsum("noi...,nir,nrj->noj...", *factors).flatten(2)
     return changed.add_(multiply(up_b, down_b))
 
 

@@ -63,6 +63,17 @@ def todays_glora(weight: Array) -> tuple[Tensors, Array]:
     return glora_parts(a1, a2, b1, b2), 2 / 3 * (b1 @ b2 + weight @ a1 @ a2)
 
 
+def todays_glora_of_a_convolution(weight: Array) -> tuple[Tensors, Array]:
+    """The part of the layer's own weight has its kernel, that of B a kernel of its own."""
+    outer, inner, *kernel = weight.shape
+    a1, a2 = drawn(inner, 3, 1, 1), drawn(3, inner, 1, 1)
+    b1, b2 = drawn(outer, 3, 1, 1), drawn(3, inner, *kernel)
+    added = np.einsum("or,ri...->oi...", b1[..., 0, 0], b2)
+    inputs = a1[..., 0, 0] @ a2[..., 0, 0]
+    changed = np.einsum("oi...,ij->oj...", weight, inputs)
+    return glora_parts(a1, a2, b1, b2), 2 / 3 * (added + changed)
+
+
 def turned(weight: Array, turns: Array) -> Array:
     """Each block of outputs by the transpose of its matrix."""
     size, result = turns.shape[1], np.empty_like(weight)
@@ -123,6 +134,7 @@ KINDS = [
     (LINEAR, ia3_of_inputs),
     (LINEAR, glora),
     (LINEAR, todays_glora),
+    (CONV, todays_glora_of_a_convolution),
     (LINEAR, scaled),
     (LINEAR, with_whole_alpha),
     (LINEAR, oft),

@@ -267,6 +267,7 @@ FEW_STEPS: dict[str, tuple[str, Any]] = {
     "Turbo": ("euler_ancestral_turbo", EulerAncestralDiscreteScheduler(**TRAILING)),
     "Hyper": ("euler_turbo", DDIMScheduler(**TRAILING, clip_sample=False)),
     "PCM": ("euler_turbo", DDIMScheduler(**TRAILING, clip_sample=False)),
+    "DMD2": ("lcm_turbo", LCMScheduler(**BETAS, clip_sample=False)),
 }
 
 
@@ -279,7 +280,12 @@ def test_few_steps_are_those_of_the_models_makers(model: str, steps: int, monkey
     module = sys.modules[type(scheduler).__module__]
     if hasattr(module, "randn_tensor"):
         monkeypatch.setattr(module, "randn_tensor", taking(noise[1:]))
-    scheduler.set_timesteps(steps)
+    if model == "DMD2":  # whose makers give LCMScheduler the timesteps
+        trailing = EulerDiscreteScheduler(**TRAILING)
+        trailing.set_timesteps(steps)
+        scheduler.set_timesteps(timesteps=[*map(int, trailing.timesteps)])
+    else:
+        scheduler.set_timesteps(steps)
     options = Options(eta=0.3) if model == "TCD" else Options()
     made = make_schedule(key, steps, alphas_cumprod(), "epsilon", options)
     assert made.table[:, sampler.TIMESTEP].tolist() == scheduler.timesteps.tolist()

@@ -11,9 +11,15 @@ from onnx import TensorProto, helper, numpy_helper
 SIDE = 64
 
 
-def write_detector(path: Path, found: Sequence[Sequence[float]]) -> Path:
-    """Writes a network with these boxes: middle, width and height in its pixels, confidence."""
-    output = np.array(found, np.float32).T[None]
+def write_detector(
+    path: Path, found: Sequence[Sequence[float]], *, is_clean: bool = False
+) -> Path:
+    """Writes a network with these boxes: middle, width and height in its pixels, confidence.
+
+    Each may have a confidence of every class. *is_clean*: they are corners, confidence and class.
+    """
+    output = np.array(found, np.float32)[None]
+    output = output if is_clean else output.swapaxes(1, 2)
     value = numpy_helper.from_array(output, "boxes")
     node = helper.make_node("Constant", [], ["output0"], value=value)
     pictures = helper.make_tensor_value_info(
