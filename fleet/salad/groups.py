@@ -49,6 +49,9 @@ class Group(_Answer):
         "container", "resources", "gpu_classes", default=[]
     )
 
+    scaling_actions: list[dict[str, Any]] = _at("scaling-actions", default=[])
+    """What SaladCloud scales the group to, each with its schedule."""
+
     @property
     def is_stopped(self) -> bool:
         return self.status == "stopped"
