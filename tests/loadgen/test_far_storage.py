@@ -82,6 +82,7 @@ async def load(kind: str, far: StorageSettings, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600 * TIMES)
 async def test_sent_is_what_there_is_to_send_however_far_the_storage_is(
     azurite_settings: StorageSettings,
     delete_queues: Callable[[str], None],
