@@ -30,9 +30,10 @@ import past_fleet
 import polling
 from fleet.campaigns.table import Campaigns
 from fleet.monitor import prometheus
+from fleet.plan import estimate, work
 from fleet.report import figures
 from fleet.report import records as report_records
-from imagefleet.pricing import prices
+from imagefleet.pricing import families, prices
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from past_fleet import BEGAN, PUSH_SECONDS, Process
@@ -312,7 +313,24 @@ async def test_panels_records_and_raw_counters_agree_on_every_fleet(
         each.start_up_seconds * each.dollars_per_hour / 3600 for each in processes
     )
     assert sum(each["split"]["start_up"] for each in money) == about(start_up)
+    plans = [plan_of(each) for each in processes]
+    assert sum(each.gpu_dollars for each in plans) == about(dollars)
+    assert sum(each.start_up_dollars for each in plans) == about(start_up)
     await in_parts_of_its_time(server, processes, chance)
+
+
+def plan_of(process: Process) -> estimate.BatchPlan:
+    """The plan of what a process drew, as if it had been known before."""
+    facts = (
+        process.images_per_second,
+        process.dollars_per_hour,
+        process.start_up_seconds,
+    )
+    inputs = (estimate.Input(each, "given", "") for each in facts)
+    seconds = process.end - process.start - process.start_up_seconds
+    drawn = int(seconds * process.images_per_second)
+    works = [work.ModelJobs(None, families.SD1, drawn, drawn, tflop=drawn)]
+    return estimate.make_plan(works, [estimate.Part("a card", 1, *inputs)], FREE)
 
 
 def total(rows: Iterable[Mapping[str, Any]], name: str) -> float:
