@@ -36,8 +36,8 @@ PAGE = ROOT / "dashboards" / "grafana" / "cost.json"
 #: cancelled.
 DRAWN, BROKEN, CANCELLED = 20, 6, 8
 
-#: Requests to the gateway, at the same time.
-REQUESTS = 12
+#: Requests to the gateway, at the same time; and captions of a sweep of two values.
+REQUESTS, CAPTIONS = 12, 6
 
 #: Images that a killed worker has stored since its last push, at most.
 UNPUSHED = 8
@@ -225,10 +225,10 @@ def process_of(log: Path, gpu: str) -> int:
     return int(started[0]["process_id"])
 
 
-async def counted(storage: Storage, **wanted: int) -> None:
-    """Waits until the campaign `spring` has these numbers."""
+async def counted(storage: Storage, campaign: str = "spring", **wanted: int) -> None:
+    """Waits until the campaign has these numbers."""
     await polling.until(
-        lambda: reader.counts(storage, "spring"),
+        lambda: reader.counts(storage, campaign),
         lambda found: all(
             getattr(found, name) == value for name, value in wanted.items()
         ),
@@ -272,6 +272,10 @@ async def redone(
     (marker := tmp_path / "broken").touch()
     await load("cancelled", "autumn", CANCELLED, "a cat")
     await run("cancel", "autumn", "--yes")
+    (tmp_path / "captions.txt").write_text("a boat\n" * CAPTIONS)
+    fields = ("cfg_scale=5,7", "steps=4", "width=64", "height=64")
+    of_sweep = [f"--set={each}" for each in fields]
+    await run("sweep", "captions.txt", "--campaign", "summer", *of_sweep)
     await load("broken", "spring", BROKEN, "broken")
     await load("first", "spring", DRAWN, "a house")
     pair = await start("pair", "1.2", "--gpus", "0,1")
@@ -289,6 +293,7 @@ async def redone(
     await polling.until(lambda: noting.of("demo", READY))
     await load_until(lambda: noting.of("demo", IMAGES))
     await counted(storage, completed=sent - BROKEN, failed=BROKEN)
+    await counted(storage, "summer", completed=2 * CAPTIONS)
     marker.unlink()
     await run("replay", "spring", "--yes")
     await counted(storage, completed=sent, failed=0)
@@ -307,7 +312,7 @@ async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
     await victoria_metrics.arrived()
 
     report = await run("report", "spring", "--json")
-    of_gateway = await run("report", "gateway", "--json")
+    others = [await run("report", each, "--json") for each in ("gateway", "summer")]
     status = await run("status", "--json", "--prometheus", victoria_metrics.url)
     panels = json.loads(PAGE.read_text())["panels"]
     title = "Images per dollar in the time range, all in"
@@ -327,13 +332,14 @@ async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
     exactly = partial(pytest.approx, rel=1e-3)
     assert redone["replaced"] > 0
     # Of two processes that were killed, what was stored since the last push is in no counter.
-    every = redone["sent"] + redone["replaced"] + REQUESTS
+    every = redone["sent"] + redone["replaced"] + REQUESTS + 2 * CAPTIONS
     assert every - 2 * UNPUSHED <= drawn <= every
     assert panel.last == exactly(drawn / dollars)
     assert (report["images"], report["failed"]) == (redone["sent"], 0)
     assert report["images_replaced"] == redone["replaced"]
-    assert (of_gateway["images"], of_gateway["failed"]) == (REQUESTS, 0)
-    money = [each["money"] for each in (report, of_gateway)]
+    assert [each["images"] for each in others] == [REQUESTS, 2 * CAPTIONS]
+    assert [each["failed"] for each in others] == [0, 0]
+    money = [each["money"] for each in (report, *others)]
     for each in money:
         assert sum(each["split"].values()) == exactly(each["dollars"])
     assert 0 < sum(each["dollars"] for each in money) <= dollars * 1.001
@@ -342,6 +348,7 @@ async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
     rows = {each["campaign"]: each for each in status["campaigns"]}
     assert rows["autumn"]["cancelled"] == CANCELLED
     assert rows["gateway"]["completed"] == REQUESTS
+    assert rows["summer"]["completed"] == rows["summer"]["sent"] == 2 * CAPTIONS
     for row in rows.values():
         ends = ("completed", "failed", "cancelled", "discarded", "pending")
         assert sum(row[name] for name in ends) == row["sent"]
