@@ -43,7 +43,9 @@ TIMES = int(os.environ.get("FAR_TIMES", "1"))
 def source(kind: str, folder: Path) -> Any:
     if kind == "sweep":
         captions = folder / "captions.txt"
-        captions.write_text("".join(f"caption {number}\n" for number in range(120)))
+        captions.write_text(
+            "".join(f"caption {number}\n" for number in range(JOBS // 2))
+        )
         combined = groups(["5", "7"], ["Euler a"], ["20"], [None], None, [None])
         return SweepSource(CaptionFile(captions), combined, "spring")
     if kind == "template":
