@@ -108,10 +108,11 @@ class Deployment:
 
     async def end_by(self, groups: Iterable[Group], schedule: str | None) -> None:
         """Has SaladCloud scale *groups* to none by the *schedule*, a cron's; None: no more."""
-        actions = [{"schedule": schedule, "replicas": 0}] if schedule else []
+        schedules = [schedule] if schedule else []
+        actions = [{"schedule": each, "replicas": 0} for each in schedules]
         body = {"scheduled-scaling-enabled": True, "scaling-actions": actions}
         for group in groups:
-            if group.scaling_actions != actions:
+            if group.schedules != schedules:
                 await self.client.patch(group.name, body)
 
     async def drain(self, wait_seconds: float) -> None:

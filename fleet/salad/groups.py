@@ -49,8 +49,11 @@ class Group(_Answer):
         "container", "resources", "gpu_classes", default=[]
     )
 
-    scaling_actions: list[dict[str, Any]] = _at("scaling-actions", default=[])
-    """What SaladCloud scales the group to, each with its schedule."""
+    schedules: Annotated[
+        list[str],
+        BeforeValidator(lambda given: [each["schedule"] for each in given or []]),
+    ] = _at("scaling-actions", default=[])
+    """When SaladCloud scales the group by itself."""
 
     @property
     def is_stopped(self) -> bool:
