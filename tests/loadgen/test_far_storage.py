@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import imagefleet
-from imagefleet import aio
+from imagefleet import aio, errors
 from imagefleet.records import reader
 from imagefleet.records.ledger import Ledger
 from imagefleet.storage.open import open_storage
@@ -73,7 +73,8 @@ async def load(kind: str, far: StorageSettings, folder: Path) -> None:
     if kind == "client":
         names = ("storage", "queue", "container", "files_container")
         options = {name: getattr(far, name) for name in names}
-        jobs = [imagefleet.Job(prompt=str(number)) for number in range(JOBS)]
+        ids = map(str, range(JOBS))
+        jobs = [imagefleet.Job(id=job, prompt=f"house {job}") for job in ids]
         async with aio.connect(**options) as fleet:
             await fleet.submit(jobs, campaign="spring")
         return
@@ -104,10 +105,19 @@ async def test_sent_is_what_there_is_to_send_however_far_the_storage_is(
         behind = FaultProxy(fault, delay_seconds=delay_seconds)
         async with behind.running(settings.storage):
             far = settings.model_copy(update={"storage": behind.address})
-            await load(kind, far, folder)
+            gave_up = 0
+            while True:  # a call of half a minute, on a busy machine, is given up
+                try:
+                    await load(kind, far, folder)
+                    break
+                except errors.TransientError:
+                    gave_up += 1
             found = await sent(settings)
-        if found != (JOBS, JOBS):
-            wrong.append(f"{kind}, {delay_seconds} s away, seed {number}: {found}")
+        # The ledger's last frame counts exactly what one writer noted that ended well.
+        is_right = found[1] == JOBS if gave_up else found == (JOBS, JOBS)
+        if not is_right:
+            run_of = f"{kind}, {delay_seconds} s away, seed {number}"
+            wrong.append(f"{run_of}, given up {gave_up} times: {found}")
         # Azurite slows down with every message in any queue.
         await asyncio.to_thread(delete_queues, name)
 
