@@ -63,6 +63,12 @@ class Machines:
     bench: list[Path] | None = option(
         "JSON of `imagefleet bench`; repeatable.", metavar="FILE"
     )
+    start_up_seconds: float | None = option(
+        "Seconds that a replica loses until full speed, which are paid. [default: as"
+        " --bench measured, or as assumed for a fleet without stored kernels]",
+        min=0,
+        metavar="SECONDS",
+    )
     accelerator: str | None = option(
         "The workers' --accelerator, whose steps and guidance count.",
         metavar="FILE|NAME",
@@ -150,14 +156,17 @@ def _mix_of(
         speeds = []
         for work in works:
             families.refuse_small(gpu, work.family)
-            bench = estimate.bench_of(gpu, benches, work.family)
+            bench = estimate.bench_of(gpu, benches, work)
             speed = estimate.find_speed(gpu, rate, bench, work)
             speeds.append(
                 estimate.ModelSpeed(work.model, work.family.slug, work.images, speed)
             )
         price = estimate.find_price(gpu, priority, dollars, table)
-        made_on = estimate.bench_of(gpu, benches, works[0].family)
-        start_up = made_on.start_up if made_on else estimate.NO_START_UP
+        made_on = estimate.bench_of(gpu, benches, works[0])
+        start_up = made_on.start_up if made_on else estimate.ASSUMED_START_UP
+        given = machines.start_up_seconds
+        if given is not None:
+            start_up = estimate.Input(given, "given", "--start-up-seconds")
         mean = estimate.mean_speed(speeds)
         mix.append(estimate.Part(gpu, count, mean, price, start_up, speeds))
     return mix
@@ -179,7 +188,8 @@ def _named(
 ) -> list[tuple[str, int]]:
     """GPU classes as given, and the replicas of each."""
     named = []
-    for text in names or [bench.gpu for bench in benches] or [estimate.DEFAULT_GPU]:
+    measured = dict.fromkeys(bench.gpu for bench in benches)
+    for text in names or measured or [estimate.DEFAULT_GPU]:
         name, _, count = text.partition("=")
         if count and not (count.isdecimal() and int(count)):
             raise errors.SetupError(f"--gpu {text}: should be NAME or NAME=COUNT")
@@ -202,6 +212,7 @@ def show(plan: estimate.BatchPlan, table: prices.PriceTable) -> None:
         "replicas": f"{plan.replicas:,}",
         "hours": f"{plan.hours:,.2f}",
         "GPU": f"${plan.gpu_dollars:,.2f}",
+        "of that, start-up": f"${plan.start_up_dollars:,.2f}",
         "storage operations": f"${plan.storage_dollars:,.2f}",
         "writes / queue operations per million images": f"{per_million(done.blob_writes)}"
         f" / {per_million(done.queue)}, ${1e6 * plan.storage_dollars / plan.images:,.2f}",

@@ -15,6 +15,9 @@ from imagefleet.storage.protocol import Operations
 
 DEFAULT_GPU = "RTX 3060 Ti"
 
+#: Images whose operations differ by no more than that are drawn at the same speed.
+_ALIKE = 0.03
+
 Basis = Literal["measured", "given", "listed", "assumed", "estimated"]
 
 
@@ -27,7 +30,14 @@ class Input:
     source: str
 
 
-NO_START_UP = Input(0.0, "assumed", "not included without --bench")
+_COLD = prices.WARM_UPS["like_jobs"]
+
+#: Seconds that a node loses until full speed if no kernels are stored for it.
+ASSUMED_START_UP = Input(
+    _COLD.lost(_COLD.first_image_seconds, _COLD.full_speed_seconds),
+    "assumed",
+    _COLD.source,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +46,9 @@ class Bench:
 
     gpu: str
     images_per_second: Input
-    start_up: Input = NO_START_UP
+    start_up: Input = ASSUMED_START_UP
     family: families.Family = families.SD1
-    tflop_per_image: float = families.SD1.image_tflop()
+    tflop_per_image: float = families.SD1.taken_tflop(families.SD1.image_tflop())
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +108,8 @@ class BatchPlan:
     replicas: int
     hours: float
     gpu_dollars: float
+    start_up_dollars: float
+    """What of the GPUs' dollars each replica's one start-up takes."""
     storage_dollars: float
     storage_operations: Operations
     storage_month_dollars: Mapping[str, float]
@@ -131,9 +143,11 @@ def make_plan(
             packs += -(-work.bundled // size)
     missed = sum(part.images_in(part.start_up_seconds.value) for part in mix)
     hours = (images + missed) / sum(part.images_in(3600) for part in mix)
-    gpu_dollars = hours * sum(
-        part.replicas * part.dollars_per_hour.value for part in mix
-    )
+    gpu_dollars = start_up_dollars = 0.0
+    for part in mix:
+        per_hour = part.replicas * part.dollars_per_hour.value
+        gpu_dollars += hours * per_hour
+        start_up_dollars += part.start_up_seconds.value / 3600 * per_hour
     operations = prices.operations(jobs - bundled, images - bundled, packs)
     storage_dollars = table.storage.dollars(operations)
     gigabytes = sum(work.pixels for work in works) / 1e9
@@ -143,6 +157,7 @@ def make_plan(
         replicas=sum(part.replicas for part in mix),
         hours=hours,
         gpu_dollars=gpu_dollars,
+        start_up_dollars=start_up_dollars,
         storage_dollars=storage_dollars,
         storage_operations=operations,
         storage_month_dollars={
@@ -196,7 +211,7 @@ def sources(part: Part) -> list[str]:
     ]
     inputs.append((f"${part.dollars_per_hour.value:g}/h", part.dollars_per_hour))
     start_up = part.start_up_seconds
-    inputs.append((f"{start_up.value:g} s of start-up", start_up))
+    inputs.append((f"{start_up.value:.3g} s of start-up", start_up))
     return [
         f"{part.gpu}: {text}: {found.kind}: {found.source}." for text, found in inputs
     ]
@@ -250,26 +265,31 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
     size = f"{report.width}x{report.height}, {report.steps} steps"
     source = f"{path}: {report.device}, {size}, {report.model}"
     family = families.find(report.family)
+    tflop = family.image_tflop(report.width, report.height, report.steps)
     return Bench(
         prices.gpu_of_driver(report.device, report.memory_bytes, table),
         Input(report.worker_images_per_second, "measured", source),
         Input(report.ready_seconds, "measured", source),
         family,
-        family.image_tflop(report.width, report.height, report.steps),
+        family.taken_tflop(tflop, (report.width, report.height), has_other_loras=True),
     )
 
 
-def bench_of(
-    gpu: str, benches: Sequence[Bench], family: families.Family
-) -> Bench | None:
-    """The last report that was measured on a *gpu*, one of *family* if there is any; or assumed."""
+def bench_of(gpu: str, benches: Sequence[Bench], work: ModelJobs) -> Bench | None:
+    """The report of a *gpu* whose images are most like those of *work*; or the assumed speed.
+
+    Reports of its family come first, then those that are nearest in operations.
+    """
     there = [bench for bench in reversed(benches) if bench.gpu == gpu]
     if not there and gpu in prices.ASSUMED_IMAGES_PER_SECOND:
         speed = prices.ASSUMED_IMAGES_PER_SECOND[gpu]
         return Bench(gpu, Input(speed, "assumed", prices.SPEEDS_SOURCE))
-    return next(
-        (bench for bench in there if bench.family is family), next(iter(there), None)
-    )
+
+    def distance(bench: Bench) -> tuple[bool, float]:
+        more = bench.tflop_per_image - work.tflop_per_image
+        return bench.family is not work.family, abs(more)
+
+    return min(there, key=distance, default=None)
 
 
 def mean_speed(speeds: Sequence[ModelSpeed]) -> Input:
@@ -300,7 +320,9 @@ def find_speed(
             f"no speed is known for the {gpu}: give --images-per-second or a --bench report"
         )
     speed, family, tflop = bench.images_per_second, bench.family, bench.tflop_per_image
-    if work.family is family and math.isclose(work.tflop_per_image, tflop):
+    # A report's rate is with another LoRA for each job.
+    is_alike = math.isclose(work.tflop_per_image, tflop, rel_tol=_ALIKE)
+    if work.family is family and is_alike:
         return speed
     rate = work.family.rate / family.rate
     value = speed.value * rate * tflop / work.tflop_per_image

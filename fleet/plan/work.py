@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imagefleet import errors
-from imagefleet.job.message import COMPARABLE_STEPS, Job
+from imagefleet.job.message import Job
+from imagefleet.job.prompt import LoraTag
 from imagefleet.pricing import families
 from loadgen.sources import Source
 from worker.accelerator import Accelerator
@@ -25,11 +26,13 @@ class ModelJobs:
     jobs: int = 0
     images: int = 0
     tflop: float = 0.0
-    """TFLOP of all images together."""
+    """TFLOP of all images together, with those that take as long as the rest does."""
     pixels: int = 0
     """Pixels of all images together."""
     bundled: int = 0
     """Jobs that are sent in bundles: those of one image and stage."""
+    loras: Sequence[LoraTag] = ()
+    """LoRAs of the last job: another one with the same needs no others."""
 
     @property
     def most_in_bundle(self) -> int:
@@ -45,7 +48,7 @@ def of_count(jobs: int, models: Models) -> list[ModelJobs]:
     """The work of so many jobs of the family's own size, and steps without an accelerator's."""
     family = models.family_of(None)
     usual = models.accelerator.usual if models.accelerator else ()
-    tflop = jobs * family.image_tflop(None, None, *usual)
+    tflop = jobs * family.taken_tflop(family.image_tflop(None, None, *usual))
     pixels = jobs * family.width * family.height
     return [ModelJobs(None, family, jobs, jobs, tflop, pixels, jobs)]
 
@@ -108,11 +111,12 @@ def add_stages(
         work.jobs += jobs
         work.images += images
         drawn = [*passes, *stage.detail_passes(*size)]
-        work.tflop += images * work.family.passes_tflop(drawn)
-        if stage.steps < COMPARABLE_STEPS and (
-            stage.parsed_prompt.loras or stage.loras
-        ):
-            work.tflop += images * work.family.few_steps_lora_tflop
+        tflop = work.family.passes_tflop(drawn)
+        if not stage.only_upscales:
+            others = bool(stage.loras) and stage.loras != work.loras
+            tflop = work.family.taken_tflop(tflop, size, has_other_loras=others)
+            work.loras = stage.loras
+        work.tflop += images * tflop
         before = passes[-1].width, passes[-1].height
         work.pixels += images * math.prod(before)
         work.bundled += jobs if job.stages == stage.images == 1 else 0

@@ -89,9 +89,9 @@ class SaladClient:
             if await self._group(body["name"]) is None:
                 raise
 
-    async def scale(self, name: str, replicas: int) -> None:
-        """Changes only the replicas, which restarts no worker."""
-        await self.call("PATCH", f"{self._containers}/{name}", {"replicas": replicas})
+    async def patch(self, name: str, body: Mapping[str, Any]) -> None:
+        """Changes a group; its replicas and its scheduled scaling restart no worker."""
+        await self.call("PATCH", f"{self._containers}/{name}", body)
 
     async def turn(self, name: str, state: Literal["start", "stop"]) -> None:
         """Starts or stops a group; SaladCloud refuses to do it twice, which is fine."""

@@ -76,6 +76,8 @@ async def apply(
             console.print_note(f"cost: {price}, {price.per_day} while all replicas run")
         else:
             console.print_note(f"{fleet_file.name} is up to date")
+            if not dry_run:
+                await fleet.end_by(existing, None)
         if plan and not dry_run:
             if plan.new_replicas or plan.delete:
                 console.confirm("Apply?", yes=yes)

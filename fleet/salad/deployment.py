@@ -71,6 +71,7 @@ class Deployment:
         follows once `ENOUGH` of the new replicas run. Raises TransientError if what is awaited does
         not come within *wait_seconds*.
         """
+        await self.end_by(await self.groups(), None)
         for step in plan.steps:
             groups = await self.groups()
             kept = {
@@ -99,11 +100,20 @@ class Deployment:
         for group in groups:
             name, count = group.name, replicas[group.name]
             if count != group.replicas:
-                await self.client.scale(name, count)
+                await self.client.patch(name, {"replicas": count})
                 console.print_note(f"{name}: {console.counted(count, 'replica')}")
             if count and group.is_stopped:
                 await self.client.turn(name, "start")
                 console.print_note(f"started {name}")
+
+    async def end_by(self, groups: Iterable[Group], schedule: str | None) -> None:
+        """Has SaladCloud scale *groups* to none by the *schedule*, a cron's; None: no more."""
+        schedules = [schedule] if schedule else []
+        actions = [{"schedule": each, "replicas": 0} for each in schedules]
+        body = {"scheduled-scaling-enabled": True, "scaling-actions": actions}
+        for group in groups:
+            if group.schedules != schedules:
+                await self.client.patch(group.name, body)
 
     async def drain(self, wait_seconds: float) -> None:
         """Scales to zero, then stops the groups; raises TransientError if instances are left."""

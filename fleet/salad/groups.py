@@ -49,6 +49,12 @@ class Group(_Answer):
         "container", "resources", "gpu_classes", default=[]
     )
 
+    schedules: Annotated[
+        list[str],
+        BeforeValidator(lambda given: [each["schedule"] for each in given or []]),
+    ] = _at("scaling-actions", default=[])
+    """When SaladCloud scales the group by itself."""
+
     @property
     def is_stopped(self) -> bool:
         return self.status == "stopped"

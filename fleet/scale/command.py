@@ -71,9 +71,9 @@ async def command(
     Samples the queue and the fleet every minute and changes the replicas every 15 minutes, until
     SIGTERM or Ctrl-C: as many as the deadline needs or $/h allows, none for an empty queue, and
     for no more than --max-dollars in total, counted from the workers that SaladCloud reports as
-    running. The cost of an hour without it, or without SaladCloud's API, is kept in reserve; keep
-    it running: after that hour nothing limits what workers cost. It asks once before it spends; a
-    service needs --yes.
+    running. The cost of an hour without it, or without SaladCloud's API, is kept in reserve; after
+    that hour SaladCloud itself ends the workers, by scheduled scaling, which is renewed while this
+    runs. It asks once before it spends; a service needs --yes.
 
     imagefleet scale --deadline 2026-12-01T08:00 --max-dollars 200
 
@@ -145,8 +145,8 @@ async def _scale(scaling: scaler.Scaler, running: Running, *, as_json: bool) -> 
     await console.until_stopped(scaling.run(print_record, running.until_empty))
     if scaling.running:
         log.warning(
-            f"{scaling.running} workers keep running, within the budget for an hour and then"
-            " without a limit: run scale again, or `imagefleet deploy drain`",
+            f"{scaling.running} workers keep running for an hour at most, then SaladCloud ends"
+            " them: run scale again, or `imagefleet deploy apply` to keep them without a limit",
             action="scale_end",
             running=scaling.running,
         )

@@ -8,9 +8,14 @@ from datetime import UTC, datetime
 #: Azure's counts are approximate, and an empty queue may fill again.
 SETTLE_SECONDS = 120.0
 
-#: Seconds for which the fleet may run unsampled (the API or the scaler's machine is away) and then
-#: stop, two minutes later, within the budget. A longer time reserves more of it until the end.
-MARGIN_SECONDS = 3600.0 + 120.0
+#: Seconds for which the fleet may run unsampled (the API or the scaler's machine is away) within
+#: the budget; then SaladCloud ends it. A longer time reserves more of the budget until the end.
+UNWATCHED_SECONDS = 3600.0
+
+#: Until the last worker has stopped.
+STOPPING_SECONDS = 120.0
+
+MARGIN_SECONDS = UNWATCHED_SECONDS + STOPPING_SECONDS
 
 #: Nodes are interrupted: SaladCloud recommends 5 to 10 % more replicas than needed.
 SPARE = 1.1

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from cli import console
+from fleet.scale.decision import STOPPING_SECONDS
 from imagefleet import errors, validation
 
 #: Clocks are set by seconds all the time.
@@ -16,7 +17,10 @@ _NOTABLE_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The cost up to *at* (Unix seconds), and the replicas running and their price then."""
+    """The cost up to *at* (Unix seconds), and the replicas running and their price then.
+
+    At *end* SaladCloud ends those that nobody has looked at since.
+    """
 
     fleet: str
     began: float
@@ -24,18 +28,21 @@ class Ledger:
     running: int
     dollars: float = 0.0
     price: float | None = None
+    end: float = 0.0
 
     def counted(self, now: float, running: int, price: float | None) -> Ledger:
         """The ledger at *now*, at the larger of the replicas running then and now.
 
+        What ran then has stopped soon after the end, whenever somebody looks again.
         Without a price the last known one applies; before the first, the time is counted later.
         """
         price = self.price if price is None else price
         if price is None:
             return replace(self, running=max(self.running, running))
-        hours = max(0.0, now - self.at) / 3600
-        dollars = self.dollars + max(self.running, running) * price * hours
         at = max(now, self.at)
+        end = max(self.at, min(at, self.end + STOPPING_SECONDS))
+        seconds = max(self.running, running) * (end - self.at) + running * (at - end)
+        dollars = self.dollars + seconds * price / 3600
         return replace(self, at=at, running=running, dollars=dollars, price=price)
 
 

@@ -15,7 +15,14 @@ from fleet.salad.file import Model
 from fleet.salad.gpus import GpuClass
 from fleet.salad.groups import Group
 from fleet.scale import ledger
-from fleet.scale.decision import SETTLE_SECONDS, Decision, Goal, Known, decide
+from fleet.scale.decision import (
+    SETTLE_SECONDS,
+    UNWATCHED_SECONDS,
+    Decision,
+    Goal,
+    Known,
+    decide,
+)
 from imagefleet import concurrency, errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage
@@ -160,7 +167,10 @@ class Scaler:
         silent = "the queue does not answer"
         obstacle = await self._failure(self._read_queue(now), silent) or obstacle
         running = sum(group.running for group in groups)
-        self._ledger = self._ledger.counted(now, running, self._price(groups))
+        counted = self._ledger.counted(now, running, self._price(groups))
+        if counted.end < now + UNWATCHED_SECONDS / 2:
+            counted = replace(counted, end=(now + UNWATCHED_SECONDS) // 60 * 60)
+        self._ledger = counted
         unwritten = "the ledger cannot be written"
         obstacle = await self._failure(self._write_ledger(), unwritten) or obstacle
         speed = await self._speeds.find()
@@ -233,7 +243,15 @@ class Scaler:
             text = f"keeping {now} replicas"
         text = f"{text}: {decision.reason}; {spent}"
         log.log(level, text, action="scale", replicas=then, before=now)
-        if then != now and not self.is_dry_run:
+        if self.is_dry_run:
+            return
+        # Before there are more: what grows has an end of its own.
+        schedule = time.strftime("%-M %-H %-d %-m *", time.gmtime(self._ledger.end))
+        try:
+            await self._fleet.end_by(groups, schedule)
+        except errors.SetupError as error:
+            log.warning(f"SaladCloud sets no end: {error}", action="scale_endless")
+        if then != now:
             live = {group.name: group.live_replicas for group in groups}
             await self._fleet.resize(groups, salad_groups.resplit(live, then))
 

@@ -54,8 +54,6 @@ class Family:
     """Operations/s of a card, against those that it does in SD1.5's images."""
     is_measured: bool
     rate_source: str
-    few_steps_lora_tflop: float = 0.0
-    """What merging an image's own LoRAs takes where it has few steps, which do not hide it."""
     enlarges: bool = False
     """True if the family enlarges the image that a job begins with, in all of the job's steps."""
     scale: int | None = None
@@ -104,6 +102,23 @@ class Family:
                 total += job_pass.rows * self.text_tflop
         return total
 
+    def taken_tflop(
+        self, tflop: float, size: Size | None = None, *, has_other_loras: bool = False
+    ) -> float:
+        """*tflop* of an image, and what it takes beside them, in TFLOP that take as long.
+
+        *size*: of its first pass, by default the family's own. *has_other_loras*: the LoRAs of its
+        job are not those of the job before.
+        """
+        width, height = size or (self.width, self.height)
+        _, decoding = self._per_call(width * height / _SIDE**2)
+        taken: float = tflop + _TABLES["decoding_beside"] * decoding
+        if has_other_loras:
+            most, decrease = _TABLES["lora_beside"]
+            usual = self.image_tflop(width, height)
+            taken += most * usual - decrease * min(tflop, usual)
+        return taken
+
     def _per_call(self, pixels: float) -> tuple[float, float]:
         """TFLOP of one row of the UNet, and of decoding; *pixels* in units of 512x512."""
         call, decoding = (
@@ -116,8 +131,8 @@ class Family:
         self, of_sd1: float, steps: int | None = None, rows: int = 2
     ) -> float:
         """The speed of a card that draws so many of SD1.5's images per second."""
-        tflop = self.image_tflop(steps=steps, rows=rows)
-        return of_sd1 * self.rate * SD1.image_tflop() / tflop
+        tflop = self.taken_tflop(self.image_tflop(steps=steps, rows=rows))
+        return of_sd1 * self.rate * SD1.taken_tflop(SD1.image_tflop()) / tflop
 
 
 _TABLES = tomllib.loads(

@@ -43,8 +43,8 @@ _READ_TOGETHER = 64
 _BYTES_TOGETHER = 8 * PART_BYTES
 CONCURRENT_READS = 16
 
-#: A shard of fewer bytes has no whole member: whoever stores images may store many such.
-_LEAST_SHARD_BYTES = len(shard_part((), Totals()))
+#: Fewer bytes are no whole member: whoever stores images may store many such.
+LEAST_SHARD_BYTES = len(shard_part((), Totals()))
 
 #: Shards that were found to hold nothing, which are not read again while they are as they were.
 _EMPTY: LRUCache[tuple[str, int, datetime | None], None] = LRUCache(100_000)
@@ -200,7 +200,7 @@ def image_name(blob: str, campaign: str) -> str | None:
 def _is_readable(shard: StoredShard, damaged: Damaged) -> bool:
     """False for a shard that holds no record, which *damaged* counts unless it has just begun."""
     size = shard.blob.size_bytes
-    if size >= _LEAST_SHARD_BYTES and _state(shard) not in _EMPTY:
+    if size >= LEAST_SHARD_BYTES and _state(shard) not in _EMPTY:
         return True
     if size:
         damaged.add(shard.blob.name, _DAMAGED)

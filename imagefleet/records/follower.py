@@ -176,7 +176,8 @@ class Follower:
         self._damaged = damaged or Damaged()
         self._most = most or _POLLED
         self._part_bytes = part_bytes
-        self._given_up: set[str] = set()
+        self._given_up: dict[str, int] = {}
+        """Sizes of shards with nothing to be read until they grow."""
         ledgers = Ledgers(storage)
         self.checks = RecordFilter(storage, ledgers, self._damaged, own, trusts_images)
 
@@ -196,9 +197,10 @@ class Follower:
             found = await self.checks.fitting((), shards)
             for shard in shards:
                 name, size = shard.blob.name, shard.blob.size_bytes
-                if shard.kind not in _FOLLOWED or name in self._given_up:
+                if shard.kind not in _FOLLOWED or self._given_up.get(name) == size:
                     continue
-                if size <= (offset := self.position.get(name, 0)):
+                offset = self.position.get(name, 0)
+                if size - offset < catalog.LEAST_SHARD_BYTES:
                     continue
                 if len(found) >= self._most:
                     break
@@ -227,8 +229,8 @@ class Follower:
             return await self._read(
                 each, 0, shards
             )  # `end` may see a local file during an append
-        if decoder.is_damaged:
-            self._given_up.add(name)
+        if decoder.is_damaged or decoder.position == offset:
+            self._given_up[name] = each.blob.size_bytes
         self.position[name] = decoder.position
         return found
 

@@ -44,6 +44,7 @@ class FaultProxy:
     address: str = ""
     """The connection string for clients, once it runs."""
     requests: int = 0
+    delay_seconds: float = DELAY_SECONDS
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """Ends the requests that hang."""
 
@@ -96,7 +97,7 @@ class FaultProxy:
             case "hang":
                 await self.over.wait()
             case "delay":
-                await asyncio.sleep(DELAY_SECONDS)
+                await asyncio.sleep(self.delay_seconds)
         if fault not in {"drop", "hang"}:
             reply = await self._forward(request, body, upstream, session)
             if fault in {"pass", "delay"}:
@@ -145,7 +146,7 @@ class FaultProxy:
             streamed.content_length = len(body) + (not whole and not body)
         await streamed.prepare(request)
         await streamed.write(body[: len(body) // 2])
-        await asyncio.sleep(DELAY_SECONDS)
+        await asyncio.sleep(self.delay_seconds)
         if whole:
             with contextlib.suppress(ConnectionError):  # the client has gone
                 await streamed.write(body[len(body) // 2 :])

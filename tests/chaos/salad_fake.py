@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
@@ -92,11 +93,20 @@ class Prototype(Strict):
     networking: dict[str, Any] | None = None
 
 
+class ScalingAction(Strict):
+    replicas: int = Field(ge=0, le=500)
+    schedule: str = Field(pattern=r"^([0-9A-Za-z*/,-]+)([\t ]+[0-9A-Za-z*/,-]+){4}$")
+
+
 class Patch(Strict):
     """The fields that can be patched without a restart; the specification has more."""
 
     replicas: int | None = Field(default=None, ge=0, le=500)
     display_name: str | None = None
+    is_scheduled: bool = Field(default=False, alias="scheduled-scaling-enabled")
+    actions: list[ScalingAction] = Field(
+        default=[], max_length=100, alias="scaling-actions"
+    )
 
 
 @dataclass
@@ -149,8 +159,10 @@ class Group:
             "version": 1,
             "create_time": MOMENT,
             "update_time": MOMENT,
-            "scheduled-scaling-enabled": False,
-            "scaling-actions": [],
+            "scheduled-scaling-enabled": self.body.get(
+                "scheduled-scaling-enabled", False
+            ),
+            "scaling-actions": self.body.get("scaling-actions", []),
             "current_state": {
                 "status": "stopped" if self.is_stopped else "running",
                 "start_time": MOMENT,
@@ -206,6 +218,17 @@ class SaladFake:
         ] = []  # replicas left and their $/h, after each request
         self.slow_seconds = 0.0  # before each answer that is no fault
         self.random = random.Random()
+
+    def pass_a_minute(self, now: float) -> None:
+        """What happens by itself: scheduled scaling, by dates in UTC, and nodes that stop."""
+        moment = datetime.fromtimestamp(now, UTC)
+        today = f"{moment.minute} {moment.hour} {moment.day} {moment.month} *"
+        for group in self.groups.values():
+            if group.body.get("scheduled-scaling-enabled"):
+                for action in group.body["scaling-actions"]:
+                    if action["schedule"] == today:
+                        group.body["replicas"] = action["replicas"]
+            group.step(self.nodes, self.most_stops)
 
     def count(self, method: str) -> int:
         return sum(each == method for each, _ in self.requests)
@@ -318,7 +341,7 @@ class SaladFake:
         if request.content_type != "application/merge-patch+json":
             raise ValueError(f"a patch of content type {request.content_type}")
         patch = Patch.model_validate(await request.json()).model_dump(
-            exclude_unset=True
+            exclude_unset=True, by_alias=True
         )
         more = patch.get("replicas", group.replicas) - group.replicas
         if self._is_over_quota(more):

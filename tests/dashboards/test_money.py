@@ -29,16 +29,18 @@ import azurite
 import past_fleet
 import polling
 from fleet.campaigns.table import Campaigns
-from fleet.monitor import prometheus
+from fleet.monitor import prometheus, rates
+from fleet.plan import estimate, work
 from fleet.report import figures
 from fleet.report import records as report_records
-from imagefleet.pricing import prices
+from imagefleet.pricing import families, prices
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from past_fleet import BEGAN, PUSH_SECONDS, Process
 
 Tool = Callable[[str], str]  # the fixture of conftest.py
 
+FIGURES = rates._FIGURES.items()
 FREE = replace(prices.BUILT_IN, storage=prices.FREE_STORAGE)
 PAGES = Path(__file__).parents[2] / "dashboards" / "grafana"
 
@@ -53,6 +55,13 @@ class Past:
         """What the panel shows *at* that second for a time range of *seconds*."""
         (value,) = (await self.by_campaign(title, at, seconds)).values()
         return value
+
+    async def status(self, at: float) -> dict[str, float]:
+        """The figures of `imagefleet status` at that second."""
+        moment = BEGAN + timedelta(seconds=at)
+        async with prometheus.connected(self.url) as server:
+            asked = {name: await server.at(query, moment) for name, query in FIGURES}
+        return {name: found[0].last for name, found in asked.items() if found}
 
     async def by_campaign(
         self, title: str, at: float, seconds: float, number: int = 0
@@ -200,6 +209,26 @@ async def test_a_silence_at_the_start_of_a_time_range_adds_nothing_to_it(
     assert per_dollar == pytest.approx(images / gained, rel=0.005)
 
 
+@pytest.mark.parametrize("heard_for", [20, 45, 130, 600])
+async def test_status_counts_nothing_of_a_silence_as_gained_since(
+    past: Callable[..., Awaitable[Past]], heard_for: float
+):
+    began, silence = 12 * 3600.0, 360.0
+    process = Process(
+        "a", 0, began + 3600, images_per_second=0.2, dollars_per_hour=0.36
+    )
+    process.silences = [(began - silence, began)]
+    fleet = await past(process)
+
+    figures = await fleet.status(began + heard_for)
+    whole = figures["images_per_dollar_gpu_only"]
+    assert figures["dollars_per_hour"] <= 0.36 * 1.01
+    assert figures["images_per_second"] <= 0.2 * 1.01
+    assert whole == pytest.approx(0.2 * 3600 / 0.36, rel=0.01)
+    if heard_for > 120:
+        assert figures["dollars_per_hour"] == pytest.approx(0.36, rel=0.01)
+
+
 async def test_after_a_silence_of_hours_a_time_range_has_what_was_heard_in_it(
     past: Callable[..., Awaitable[Past]],
 ):
@@ -312,7 +341,24 @@ async def test_panels_records_and_raw_counters_agree_on_every_fleet(
         each.start_up_seconds * each.dollars_per_hour / 3600 for each in processes
     )
     assert sum(each["split"]["start_up"] for each in money) == about(start_up)
+    plans = [plan_of(each) for each in processes]
+    assert sum(each.gpu_dollars for each in plans) == about(dollars)
+    assert sum(each.start_up_dollars for each in plans) == about(start_up)
     await in_parts_of_its_time(server, processes, chance)
+
+
+def plan_of(process: Process) -> estimate.BatchPlan:
+    """The plan of what a process drew, as if it had been known before."""
+    facts = (
+        process.images_per_second,
+        process.dollars_per_hour,
+        process.start_up_seconds,
+    )
+    inputs = (estimate.Input(each, "given", "") for each in facts)
+    seconds = process.end - process.start - process.start_up_seconds
+    drawn = int(seconds * process.images_per_second)
+    works = [work.ModelJobs(None, families.SD1, drawn, drawn, tflop=drawn)]
+    return estimate.make_plan(works, [estimate.Part("a card", 1, *inputs)], FREE)
 
 
 def total(rows: Iterable[Mapping[str, Any]], name: str) -> float:

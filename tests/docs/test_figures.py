@@ -146,6 +146,17 @@ STATED: list[tuple[str, str, str, list[Figure]]] = [
         ["sd15_4_steps_images_per_second"],
     ),
     (
+        "docs/metrics.md",
+        "with another LoRA for each job give {:.2f} of the images",
+        "few-steps-h100",
+        [
+            lambda found: (
+                found["sd15_4_steps_lora_images_per_second"]
+                / found["sd15_4_steps_images_per_second"]
+            )
+        ],
+    ),
+    (
         "docs/engine.md",
         "{:.0f} with another LoRA in each job, {:.0f} times diffusers + peft",
         "few-steps-h100",

@@ -1,13 +1,15 @@
 """The ledger of money of a real fleet: `report`, `status`, a panel and the processes' own counters.
 
-Real workers push, are killed and restarted; jobs fail and are replayed, wait and are cancelled; a
-worker's images are redone. What the processes counted is noted on its way to the server.
+Real workers push, are killed and restarted; jobs fail and are replayed, wait and are cancelled, or
+come through the gateway; a worker's images are redone. What the processes counted is noted on its
+way to the server.
 """
 
 import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -19,6 +21,7 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
+import azurite
 import forks
 import polling
 from cli import console
@@ -33,10 +36,14 @@ PAGE = ROOT / "dashboards" / "grafana" / "cost.json"
 #: cancelled.
 DRAWN, BROKEN, CANCELLED = 20, 6, 8
 
+#: Requests to the gateway, at the same time; and captions of a sweep of two values.
+REQUESTS, CAPTIONS = 12, 6
+
 #: Images that a killed worker has stored since its last push, at most.
 UNPUSHED = 8
 
 IMAGES, READY = "imagefleet_images_total", "imagefleet_start_up_seconds"
+OF_CAMPAIGN = "imagefleet_campaign_images_total"
 
 #: Pushes several times a second, so that a killed worker has pushed nearly all that it counted.
 OFTEN = "from imagefleet.telemetry import push; push.PUSH_SECONDS = 1.0"
@@ -170,6 +177,43 @@ async def start(
             await process.wait()
 
 
+@pytest.fixture
+async def ask(
+    environment: dict[str, str], tmp_path
+) -> AsyncIterator[Callable[[int], Awaitable[int]]]:
+    """Sends one request to a gateway's process, and returns the answer's number of images."""
+    (port,) = azurite.free_ports(1)
+    command = (sys.executable, "-m", "fleet.entry", "serve", "--port", str(port))
+    url = f"http://127.0.0.1:{port}/sdapi/v1/txt2img"
+    with (tmp_path / "gateway.log").open("wb") as log:
+        gateway = await asyncio.create_subprocess_exec(
+            *command, env=environment, stderr=log, cwd=ROOT
+        )
+
+    async def is_live() -> bool:
+        try:
+            async with (
+                aiohttp.ClientSession() as client,
+                client.get(f"http://127.0.0.1:{port}/live") as answer,
+            ):
+                return answer.ok
+        except aiohttp.ClientConnectionError:
+            return False
+
+    async def send(seed: int) -> int:
+        payload = {"prompt": "a door", "steps": 4, "width": 64, "height": 64}
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(url, json={**payload, "seed": seed}) as answer,
+        ):
+            return len((await answer.json())["images"])
+
+    await polling.until(is_live)
+    yield send
+    gateway.terminate()
+    assert await gateway.wait() == console.EXIT_DONE
+
+
 def process_of(log: Path, gpu: str) -> int:
     """The first worker of a GPU, by its parent's log."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -181,10 +225,10 @@ def process_of(log: Path, gpu: str) -> int:
     return int(started[0]["process_id"])
 
 
-async def counted(storage: Storage, **wanted: int) -> None:
-    """Waits until the campaign `spring` has these numbers."""
+async def counted(storage: Storage, campaign: str = "spring", **wanted: int) -> None:
+    """Waits until the campaign has these numbers."""
     await polling.until(
-        lambda: reader.counts(storage, "spring"),
+        lambda: reader.counts(storage, campaign),
         lambda found: all(
             getattr(found, name) == value for name, value in wanted.items()
         ),
@@ -193,7 +237,12 @@ async def counted(storage: Storage, **wanted: int) -> None:
 
 @pytest.fixture
 async def redone(
-    storage: Storage, noting: Noting, start: Start, run: Run, tmp_path
+    storage: Storage,
+    noting: Noting,
+    start: Start,
+    run: Run,
+    ask: Callable[[int], Awaitable[int]],
+    tmp_path,
 ) -> dict[str, Any]:
     """What `redo` says at the end of a fleet that has drawn the *sent* jobs."""
     sent = 0
@@ -223,10 +272,16 @@ async def redone(
     (marker := tmp_path / "broken").touch()
     await load("cancelled", "autumn", CANCELLED, "a cat")
     await run("cancel", "autumn", "--yes")
+    (tmp_path / "captions.txt").write_text("a boat\n" * CAPTIONS)
+    fields = ("cfg_scale=5,7", "steps=4", "width=64", "height=64")
+    of_sweep = [f"--set={each}" for each in fields]
+    await run("sweep", "captions.txt", "--campaign", "summer", *of_sweep)
     await load("broken", "spring", BROKEN, "broken")
     await load("first", "spring", DRAWN, "a house")
     pair = await start("pair", "1.2", "--gpus", "0,1")
+    answers = [asyncio.create_task(ask(seed)) for seed in range(REQUESTS)]
     await load_until(lambda: noting.drawing(device="1"))
+    assert await asyncio.gather(*answers) == [1] * REQUESTS
     os.kill(process_of(tmp_path / "pair.log", "1"), signal.SIGKILL)
     # Dollars of a process that draws nothing are no campaign's.
     await load_until(lambda: noting.drawing(device="1") > 1)
@@ -238,6 +293,7 @@ async def redone(
     await polling.until(lambda: noting.of("demo", READY))
     await load_until(lambda: noting.of("demo", IMAGES))
     await counted(storage, completed=sent - BROKEN, failed=BROKEN)
+    await counted(storage, "summer", completed=2 * CAPTIONS)
     marker.unlink()
     await run("replay", "spring", "--yes")
     await counted(storage, completed=sent, failed=0)
@@ -256,6 +312,7 @@ async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
     await victoria_metrics.arrived()
 
     report = await run("report", "spring", "--json")
+    others = [await run("report", each, "--json") for each in ("gateway", "summer")]
     status = await run("status", "--json", "--prometheus", victoria_metrics.url)
     panels = json.loads(PAGE.read_text())["panels"]
     title = "Images per dollar in the time range, all in"
@@ -275,14 +332,39 @@ async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
     exactly = partial(pytest.approx, rel=1e-3)
     assert redone["replaced"] > 0
     # Of two processes that were killed, what was stored since the last push is in no counter.
-    every = redone["sent"] + redone["replaced"]
+    every = redone["sent"] + redone["replaced"] + REQUESTS + 2 * CAPTIONS
     assert every - 2 * UNPUSHED <= drawn <= every
     assert panel.last == exactly(drawn / dollars)
     assert (report["images"], report["failed"]) == (redone["sent"], 0)
     assert report["images_replaced"] == redone["replaced"]
-    assert sum(report["money"]["split"].values()) == exactly(report["money"]["dollars"])
+    assert [each["images"] for each in others] == [REQUESTS, 2 * CAPTIONS]
+    assert [each["failed"] for each in others] == [0, 0]
+    money = [each["money"] for each in (report, *others)]
+    for each in money:
+        assert sum(each["split"].values()) == exactly(each["dollars"])
+    assert 0 < sum(each["dollars"] for each in money) <= dollars * 1.001
+    counted = noting.total(OF_CAMPAIGN, campaign="gateway")
+    assert REQUESTS - UNPUSHED <= counted <= REQUESTS
     rows = {each["campaign"]: each for each in status["campaigns"]}
     assert rows["autumn"]["cancelled"] == CANCELLED
+    assert rows["gateway"]["completed"] == REQUESTS
+    assert rows["summer"]["completed"] == rows["summer"]["sent"] == 2 * CAPTIONS
     for row in rows.values():
         ends = ("completed", "failed", "cancelled", "discarded", "pending")
         assert sum(row[name] for name in ends) == row["sent"]
+    (demo,) = [each for each in report["workers"] if each["name"].startswith("demo")]
+    assert demo["gpu_dollars"] == pytest.approx(await planned(run, demo), rel=0.01)
+
+
+async def planned(run: Run, worker: dict[str, Any]) -> float:
+    """The dollars of a worker's drawings by a plan that is told its start-up and its speed."""
+    drawn = worker["images"] + worker["replaced"] + worker["doubled"]
+    flags = {
+        "--jobs": drawn,
+        "--gpu": "mine",
+        "--price-per-hour": worker["dollars_per_hour"],
+        "--start-up-seconds": worker["start_up_seconds"],
+        "--images-per-second": worker["images_per_second"],
+    }
+    given = [f"{name}={value}" for name, value in flags.items()]
+    return float((await run("plan", *given, "--json"))["gpu_dollars"])

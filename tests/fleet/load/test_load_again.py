@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -148,3 +149,17 @@ def test_a_failed_job_that_was_exported_and_mended_is_sent(
     done = load("fix.jsonl", json.dumps(mended))
     assert done.returncode == console.EXIT_DONE, done.stderr
     assert "a cat" in prompts_in(storage_settings)
+
+
+@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+def test_a_storage_that_was_deleted_is_loaded_anew(
+    load: Load, storage_settings: StorageSettings
+):
+    load("monday.csv", MONDAY)
+    shutil.rmtree(storage_settings.storage.removeprefix("local:"))
+
+    again = load("monday.csv", MONDAY, "--json")
+
+    assert again.returncode == console.EXIT_DONE
+    assert json.loads(again.stdout)["sent"] == 2
+    assert prompts_in(storage_settings) == ["a blue fish", "a red house"]

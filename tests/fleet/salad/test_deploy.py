@@ -90,15 +90,15 @@ def test_what_another_machine_starts_meanwhile_is_not_waited_for(
 ):
     in_process("deploy", "apply", "--yes")
     edit(tmp_path, "environment:", "priority: high\nenvironment:")
-    scale = client.SaladClient.scale
+    patch = client.SaladClient.patch
 
     async def and_another_scales(
-        self: client.SaladClient, name: str, replicas: int
+        self: client.SaladClient, name: str, body: dict[str, Any]
     ) -> None:
-        await scale(self, name, replicas)
+        await patch(self, name, body)
         salad.groups[name].body["replicas"] = 400
 
-    monkeypatch.setattr(client.SaladClient, "scale", and_another_scales)
+    monkeypatch.setattr(client.SaladClient, "patch", and_another_scales)
     assert_refused(
         in_process("deploy", command, "--yes"),
         "somebody else changes the fleet: sd15-batch-",

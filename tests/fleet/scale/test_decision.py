@@ -149,7 +149,7 @@ def test_the_budget_holds_through_an_hour_in_which_nobody_watches(
 ):
     """Also if the scaler dies and the operator stops the fleet an hour later."""
     now, due_at, gone_by, messages = 0.0, 0.0, 0.0, float(jobs)
-    ledger = scale_ledger.Ledger("fleet", began=0, at=0, running=0)
+    ledger = scale_ledger.Ledger("fleet", began=0, at=0, running=0, end=1e9)
     billed = 0.0
     replicas = running = 0
     for seconds, come, is_quick, quota in samples:
@@ -193,13 +193,16 @@ def test_the_budget_holds_through_an_hour_in_which_nobody_watches(
 def test_the_ledger_counts_the_time_that_the_scaler_was_away(tmp_path):
     path = tmp_path / "ledger.json"
     ledger = scale_ledger.read(path, "fleet", now=0.0).counted(0.0, 100, 0.03)
-    ledger = ledger.counted(1800.0, 100, 0.03)
+    ledger = replace(ledger, end=7080.0).counted(1800.0, 100, 0.03)
     scale_ledger.write(path, ledger)
 
     later = scale_ledger.read(path, "fleet", now=9999.0).counted(3600.0, 20, 0.03)
 
     assert later.dollars == pytest.approx(3.0)
     assert later.counted(7200.0, 0, None).dollars == pytest.approx(3.6)
+    # After its end nothing runs, but what somebody has started again.
+    assert later.counted(72_000.0, 0, None).dollars == pytest.approx(3.6)
+    assert later.counted(72_000.0, 10, None).dollars == pytest.approx(9.0)
 
 
 def test_a_ledger_of_the_future_is_an_error_for_its_cost_is_unknown(tmp_path):
@@ -230,7 +233,7 @@ def test_a_write_that_fails_leaves_the_ledger_as_it_was(tmp_path, monkeypatch):
 
 
 def test_time_without_a_price_is_counted_once_there_is_one():
-    ledger = scale_ledger.Ledger("fleet", began=0, at=0, running=10)
+    ledger = scale_ledger.Ledger("fleet", began=0, at=0, running=10, end=1e9)
 
     assert ledger.counted(3600.0, 0, None).dollars == 0
     assert ledger.counted(3600.0, 0, None).counted(

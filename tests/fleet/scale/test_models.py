@@ -92,7 +92,7 @@ async def test_a_job_of_sdxl_counts_by_its_seconds_of_work(
             wall_clock=lambda: 0.0,
         )
         wanted[model] = (await scaling.step())["wanted"]
-    assert wanted == {"small": 10, "large": 104}
+    assert wanted == {"small": 10, "large": 102}
 
 
 async def test_speeds_that_workers_report_count_their_models():

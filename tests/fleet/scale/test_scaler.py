@@ -4,7 +4,7 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -231,6 +231,72 @@ async def test_the_budget_holds_across_restarts(salad: Any, scaling: Any):
     assert record["wanted"] == 0
 
 
+@pytest.mark.parametrize("is_away", ["the scaler", "the API"])
+@pytest.mark.parametrize("minutes", [2, 15, 18, 75])
+async def test_the_budget_holds_however_long_nobody_watches(
+    salad: Any,
+    salad_module: Any,
+    scaling: Any,
+    monkeypatch,
+    is_away: str,
+    minutes: int,
+):
+    """Five hundred replicas, of which SaladCloud ends those that nobody looks at."""
+    make, clock, _ = scaling
+    clock.now = 1_000_000 // 60 * 60.0
+    monkeypatch.setattr(client, "RETRIES", concurrency.NEVER)
+    goal = replace(GOAL, max_dollars=20, max_replicas=500)
+    scaler_ = make(goal)
+    scaler_._speeds = scaler.Speeds(given=scaler.Speed(0.0001, "given"))
+    paid, most = 0.0, 0
+
+    async def pass_minutes(count: int, *, watched: bool) -> None:
+        nonlocal paid, most
+        for _ in range(count):
+            if watched or is_away == "the API":
+                await scaler_.try_once(lambda _: None)
+            clock.now += 60
+            salad.pass_a_minute(clock.now)
+            left = sum(group.left for group in salad.groups.values())
+            paid, most = paid + left * 0.03 / 60, max(most, left)
+
+    await pass_minutes(minutes, watched=True)
+    if is_away == "the API":
+        salad.faults = [salad_module.Fault(503) for _ in range(10_000)]
+    await pass_minutes(600, watched=False)
+    away = paid
+    salad.faults = []
+    scaler_ = make(goal)
+    record = await scaler_.step()
+
+    assert most == 500
+    assert 7 < away <= 20
+    assert sum(group.left for group in salad.groups.values()) == 0
+    # What may have run between two looks, and until the last worker has stopped, is counted.
+    unsure = 4 * 500 * 0.03 / 60
+    assert away <= record["spent_dollars"] <= min(20, away + unsure)
+
+
+async def test_an_end_that_saladcloud_refuses_is_said_and_the_budget_watched(
+    salad: Any, salad_module: Any, scaling: Any, caplog
+):
+    make, clock, _ = scaling
+    scaler_ = make(replace(GOAL, max_dollars=0.5))
+    refused = "scheduled-scaling-enabled is unknown"
+    for _ in range(100):
+        salad.faults = [
+            salad_module.Fault(400, f'{{"title": "{refused}"}}', method="PATCH")
+            for group in salad.groups.values()
+            if not group.body.get("scaling-actions")
+        ][:1]
+        record = await scaler_.step()
+        clock.now += 60
+
+    assert refused in caplog.text
+    assert "SaladCloud sets no end" in caplog.text
+    assert 0.3 < record["spent_dollars"] <= 0.5
+
+
 async def test_a_clock_that_is_set_moves_the_deadline_and_no_dollar(
     salad: Any, scaling: Any
 ):
@@ -287,12 +353,17 @@ async def test_a_rolling_change_is_left_alone(
     make, _, _ = scaling
     first = next(iter(salad.groups.values()))
     name = "sd15-batch-ffffffff-1"
-    salad.groups[name] = salad_module.Group({**first.body, "name": name})
+    body = {**first.body, "name": name, "replicas": 7}
+    salad.groups[name] = salad_module.Group(body)
+    scaler_ = make(GOAL)
 
-    record = await make(GOAL).step()
+    record = await scaler_.step()
 
     assert record["reason"] == "a rolling change is under way"
-    assert salad.count("PATCH") == 0
+    assert [group.replicas for group in salad.groups.values()] == [0, 0, 7]
+    assert salad.count("PATCH") == 3, "their ends"
+    await scaler_.step()
+    assert salad.count("PATCH") == 3
 
 
 async def test_the_budget_holds_during_a_rolling_change(
@@ -438,5 +509,20 @@ def test_a_stopped_scaler_reports_the_workers_that_keep_running(
 
     assert process.returncode == 0, log
     assert record["running"] == 20
-    assert "20 workers keep running, within the budget for an hour and then" in log
-    assert json.loads((tmp_path / "sd15-batch-scale.json").read_text())["running"] == 20
+    assert "20 workers keep running for an hour at most, then SaladCloud ends" in log
+    ledger = json.loads((tmp_path / "sd15-batch-scale.json").read_text())
+    assert ledger["running"] == 20
+    end = datetime.fromtimestamp(ledger["end"], UTC)
+    schedule = f"{end.minute} {end.hour} {end.day} {end.month} *"
+    for group in salad.groups.values():
+        action = {"schedule": schedule, "replicas": 0}
+        assert group.body["scaling-actions"] == [action]
+
+    for _ in range(2):  # the second finds the fleet up to date
+        for group in salad.groups.values():
+            group.body["scaling-actions"] = [action]
+        in_process("deploy", "apply", "--dry-run", "--replicas", "20")
+        assert all(each.body["scaling-actions"] for each in salad.groups.values())
+        applied = in_process("deploy", "apply", "--yes", "--replicas", "20")
+        assert applied.returncode == 0, applied.stderr
+        assert not any(each.body["scaling-actions"] for each in salad.groups.values())

@@ -8,7 +8,7 @@ import pytest
 import made_records
 import sent_jobs
 from imagefleet import Job, aio, errors
-from imagefleet.records import dedupe
+from imagefleet.records import dedupe, log
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.follower import Follower
 from imagefleet.records.log import RecordLog
@@ -158,3 +158,34 @@ async def test_the_client_has_the_picture_of_a_job_that_somebody_says_has_failed
             await anext(results)
         with pytest.raises(errors.MisfitError):
             await found.data()  # these pixels have another SHA-256
+
+
+async def test_shards_that_hold_nothing_are_read_once_until_they_grow(
+    storage: Storage, worker: ImageLog, monkeypatch
+):
+    """Whoever may store images may store thousands of them: each poll would read them all."""
+    await worker.add([record("a")])
+    late = record("b")
+    whole = log.shard_part([late.line()], log.Totals(1, 1))
+    name = "-records/spring/20261122T120000Z-thief-{:08x}.images.jsonl.gz"
+    contents = (b"x", b"\x1f" * 99, whole[:99])
+    for place, content in enumerate(contents):
+        await storage.blobs.append(name.format(place), content, 0)
+    told = {"job": "b", "images": "1", "digest": ONE, "sha256": ONE}
+    await storage.blobs.create(str(late.blob), b"pixels", "image/png", told)
+    read_part, reads = storage.blobs.read_part, list[str]()
+
+    async def noting(blob: str, *terms: Any) -> Any:
+        reads.append(blob)
+        return await read_part(blob, *terms)
+
+    monkeypatch.setattr(storage.blobs, "read_part", noting)
+    follower = Follower(storage, "spring")
+    assert [each.id for each in await follower.poll()] == ["a"]
+    assert len(reads) == 3, "the first is too short for a record"
+    for _ in range(3):
+        assert await follower.poll() == []
+    assert len(reads) == 3
+
+    await storage.blobs.append(name.format(2), whole[99:], 99)
+    assert [each.id for each in await follower.poll()] == ["b"]
