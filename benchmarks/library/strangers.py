@@ -152,6 +152,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> Figures:
         beside = [asyncio.create_task(each) for each in (looking, *drawing)]
         for kind in [*kinds, None]:
             await asyncio.sleep(each * PAUSE_SHARE)
+            while len(waits.answers) < len(FRIENDS):  # noqa: ASYNC110 - they tell nobody
+                await asyncio.sleep(LOOK_SECONDS)
             pauses.append(waits.taken())
             if kind is None:
                 break

@@ -92,7 +92,6 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "8",
         "--kinds",
         "polls",
-        "jobs of 400 images",
         "--out",
         "figures.json",
     ),
