@@ -51,6 +51,9 @@ PAUSE_SHARE = 0.25
 #: Images of the stranger that may wait.
 MAX_WAITING = 400
 
+#: Figures of which the largest is told.
+_WORST = ("answer_over_before", "longest_live_seconds", "memory_mebibytes")
+
 #: Seconds between two looks at the gateway.
 LOOK_SECONDS = 0.05
 
@@ -216,13 +219,15 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         kinds = asyncio.run(measure(arguments, Path(folder)))
-    worst = {
-        name: max(found[name] for found in kinds.values())
-        for name in ("answer_over_before", "longest_live_seconds", "memory_mebibytes")
-    }
+    alone = {kind: found for kind, found in kinds.items() if kind in attacks.KINDS}
+    worst, worst_of_one_kind = [
+        {name: max(found[name] for found in rows.values()) for name in _WORST}
+        for rows in (kinds, alone or kinds)
+    ]
     result = {
         "kinds": kinds,
         "worst": worst,
+        "worst_of_one_kind": worst_of_one_kind,
         "measured": {
             "command": "python benchmarks/library/strangers.py",
             "seconds": arguments.seconds,
