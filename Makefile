@@ -8,6 +8,7 @@ INSTALLED := $(VENV)/.installed
 AZURITE := tests/azurite/node_modules/.installed
 PROMETHEUS := tests/dashboards/debian/.unpacked
 CONTAINER := tests/deploy/debian/.unpacked
+CLIENTS := tests/gateway/clients/node_modules/.installed
 
 # Of the tests, at the same time: on two cores the third works while others wait.
 PROCESSES := 3
@@ -31,7 +32,7 @@ test: check $(AZURITE) $(PROMETHEUS)
 
 # What takes minutes: compiling, families of models, evaluation, real processes and their signals,
 # browsers, containers, Prometheus, the notebook, the wheel and the simulator.
-test-slow: $(INSTALLED) $(AZURITE) $(PROMETHEUS) $(CONTAINER)
+test-slow: $(INSTALLED) $(AZURITE) $(PROMETHEUS) $(CONTAINER) $(CLIENTS)
 	$(PYTEST) -m slow
 
 # What failed in the last run, once more and one test after the other.
@@ -118,6 +119,14 @@ $(CONTAINER):
 	  "$$(. /etc/os-release && echo "$$VERSION_CODENAME")" base \
 	  "$$(apt-get indextargets --format '$$(REPO_URI)' 'Created-By: Packages' | head -1)" && \
 	touch .unpacked || echo "no buildah from apt-get: no image is built in the tests" >&2
+
+# Clients of the gateway that others wrote, 1.4 GB: without npm, their tests are skipped.
+$(CLIENTS): tests/gateway/clients/requirements.txt tests/gateway/clients/package-lock.json $(INSTALLED)
+	@if command -v npm >/dev/null; then cd $(dir $<) && $(abspath $(BIN))/python -m venv .venv && \
+	  .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --requirement requirements.txt && npm ci --loglevel=error && \
+	  touch node_modules/.installed; \
+	else echo "no npm: other people's clients may not be tested" >&2; fi
 
 # Azurite runs on Node: the machine's, or one that comes as a Python wheel.
 $(AZURITE): tests/azurite/package-lock.json $(INSTALLED)

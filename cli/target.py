@@ -112,7 +112,7 @@ async def check_campaign(storage: Storage, name: str | None) -> str | None:
         return None
     hint = validation.suggestion(name, names)
     missing = f"campaign {name!r} has no records, images or messages in {storage.url}"
-    if messages and not storage.queue.finds_all:
+    if messages and not storage.queue.is_local:
         return (
             f"{missing} that can be seen{hint}; the queue {storage.queue.name} holds"
             f" {messages:,} messages, and Azure shows only the first of them"

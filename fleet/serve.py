@@ -1,16 +1,21 @@
 """`imagefleet serve`: AUTOMATIC1111's and OpenAI's APIs in front of the storage."""
 
 import asyncio
+import sys
 
 from cli import console, options
 from gateway import server
 from gateway.settings import GatewaySettings
 from imagefleet import aio, concurrency
+from imagefleet.http import bodies
 from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import logs, probes
 from worker.settings import WorkerSettings, require_libraries
 
 log = logs.EventLog(__name__)
+
+#: Seconds for which a thread that parses keeps Python's lock, while the event loop waits for it.
+_SWITCH_SECONDS = 0.001
 
 #: The settings of the gateway that are its worker's as well.
 _SHARED = GatewaySettings.model_fields.keys() & WorkerSettings.model_fields.keys()
@@ -30,6 +35,8 @@ async def command(settings: GatewaySettings) -> None:
     """
     logs.configure(settings.log_format)
     works = [] if settings.model is None else [_work(settings)]
+    if not works:
+        _serve_alone()
     async with aio.Fleet(open_storage(settings), settings.keys()) as fleet:
         await fleet.storage.create()
         async with server.serving(fleet, settings) as (gateway, port):
@@ -39,6 +46,12 @@ async def command(settings: GatewaySettings) -> None:
                 action="start",
             )
             await console.until_stopped(concurrency.gather(gateway.desk.run(), *works))
+
+
+def _serve_alone() -> None:
+    """Sets up a process whose threads only serve: of a worker's, both would cost images/s."""
+    bodies.give_memory_back()
+    sys.setswitchinterval(_SWITCH_SECONDS)
 
 
 async def _work(settings: GatewaySettings) -> None:

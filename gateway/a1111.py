@@ -7,11 +7,12 @@ from typing import Any
 from aiohttp import web
 
 from gateway import info, payloads, work
-from gateway.lists import STYLES
+from gateway.lists import DEFAULT_OPTIONS, STYLES
 from gateway.models import UnknownModelError
 from gateway.work import CLIENT, DESK
 from imagefleet import errors, validation
 from imagefleet.files import picture
+from imagefleet.http import bodies, sent_images
 from imagefleet.http.refused import Refused
 from imagefleet.job import override_settings, settings_table
 from imagefleet.job.message import Job
@@ -24,12 +25,8 @@ OPTIONS = web.AppKey("options", dict[str, dict[str, Any]])
 #: The values of fields that a payload leaves out.
 DEFAULTS = web.AppKey("defaults", dict[str, object])
 
-#: What `options` has before anybody sets something, of what clients look at.
-_DEFAULTS = {
-    "sd_model_checkpoint": "",
-    "CLIP_stop_at_last_layers": 1,
-    "samples_format": "png",
-}
+#: Names of no upscaler.
+_NO_UPSCALER = (None, "", "None")
 
 #: Seconds of a job before the first has ended.
 _GUESSED_SECONDS = 10.0
@@ -58,46 +55,56 @@ async def _draw(request: web.Request) -> web.Response:
 
 
 @ROUTES.post("/sdapi/v1/extra-single-image")
-async def _enlarge(request: web.Request) -> web.Response:
-    """Enlarges an image."""
-    async with work.received(request) as given:
-        payload = given.fields
-        ticket = await work.begin(request, given, _enlarging(payload, payload["image"]))
-    _, _, images = await work.finish(request, ticket)
-    return web.json_response({"image": work.in_base64(images)[0], "html_info": ""})
-
-
 @ROUTES.post("/sdapi/v1/extra-batch-images")
-async def _enlarge_all(request: web.Request) -> web.Response:
-    """Enlarges several images."""
+async def _enlarge(request: web.Request) -> web.Response:
+    """Enlarges an image, or several."""
     async with work.received(request) as given:
         payload = given.fields
-        files = [each["data"] for each in payload.pop("imageList", ())]
-        tickets = [
-            await work.begin(request, given, _enlarging(payload, file))
-            for file in files
-        ]
-    found = [await work.finish(request, ticket) for ticket in tickets]
-    images = [image for _, _, drawn in found for image in drawn]
-    return web.json_response({"images": work.in_base64(images), "html_info": ""})
+        rows = payload.pop("imageList", None)
+        is_single = rows is None
+        try:
+            files = [row["data"] for row in rows or ({"data": payload.pop("image")},)]
+            images = [given.images[file] for file in files]
+        except (KeyError, TypeError):
+            raise Refused(422, "there is no image") from None
+        tickets = []
+        if payload.get("upscaler_1") not in _NO_UPSCALER:
+            images.clear()  # else they are left as they are, as A1111 does
+            for file in files:
+                enlarged = {**payload, "image": file}
+                tickets.append(await work.begin(request, given, enlarged))
+    for ticket in tickets:
+        _, _, drawn = await work.finish(request, ticket)
+        images += drawn
+    found = sent_images.in_base64(images)
+    key, shown = ("image", found[0]) if is_single else ("images", found)
+    return web.json_response({key: shown, "html_info": ""})
 
 
-def _enlarging(payload: dict[str, Any], image: object) -> dict[str, Any]:
-    """The fields of a job that enlarges; without an upscaler A1111 resamples nothing."""
-    return {
-        **payload,
-        "upscaler_1": payload.get("upscaler_1") or "None",
-        "image": image,
-    }
+@ROUTES.post("/controlnet/detect")
+async def _detect(request: web.Request) -> web.Response:
+    """Prepares images for a ControlNet: by no module, which leaves them as they are."""
+    async with work.received(request) as given:
+        if given.fields.get("controlnet_module", "none") != "none":
+            raise Refused(422, "Module not available")
+        if not given.images:
+            raise Refused(422, "No image selected")
+        images = sent_images.in_base64(given.images.values())
+    return web.json_response({"images": images, "info": "Success"})
 
 
 @ROUTES.post("/sdapi/v1/png-info")
 async def _read_text(request: web.Request) -> web.Response:
     """Reads the parameters in an image."""
-    payload = await work.read_object(request)
-    data = work.from_base64(str(payload.get("image") or "").strip())
-    text = await asyncio.to_thread(work.text_of, data)
-    found = {"info": text, "items": {"parameters": text} if text else {}}
+
+    def parse(body: bytearray, _: str) -> str:
+        image = bodies.json_object(body).get("image")
+        data = sent_images.from_base64(str(image or "").strip())
+        return sent_images.text_of(data)
+
+    client = request[CLIENT]
+    async with request.app[work.BODIES].read(request, client, parse) as text:
+        found = {"info": text, "items": {"parameters": text} if text else {}}
     return web.json_response(found | {"parameters": picture.parsed_parameters(text)})
 
 
@@ -132,30 +139,32 @@ async def _progress(request: web.Request) -> web.Response:
 
 
 @ROUTES.post("/sdapi/v1/interrupt")
-async def _interrupt(request: web.Request) -> web.Response:
-    """Ends the client's own requests, with what is drawn of them."""
-    request.app[DESK].interrupt(request[CLIENT])
-    return web.json_response({})
-
-
 @ROUTES.post("/sdapi/v1/skip")
-async def _skip(request: web.Request) -> web.Response:
-    """Ends the first of the client's own requests, with what is drawn of it."""
-    request.app[DESK].interrupt(request[CLIENT], most=1)
-    return web.json_response(None)
+async def _interrupt(request: web.Request) -> web.Response:
+    """Ends the client's own requests, or the first of them, with what is drawn of them."""
+    is_skip = request.path.endswith("skip")
+    request.app[DESK].interrupt(request[CLIENT], most=1 if is_skip else None)
+    return web.json_response(None if is_skip else {})
 
 
 @ROUTES.get("/sdapi/v1/options")
 async def _get_options(request: web.Request) -> web.Response:
-    """Shows the client's own options."""
-    return web.json_response(_DEFAULTS | _options_of(request))
+    """Shows the client's own options, and the checkpoint that draws where none is set."""
+    models = request.app[DESK].models
+    await models.refresh()
+    drawing = {"sd_model_checkpoint": min(models.served, default="")}
+    return web.json_response(DEFAULT_OPTIONS | drawing | _options_of(request))
 
 
 @ROUTES.post("/sdapi/v1/options")
 async def _set_options(request: web.Request) -> web.Response:
     """Sets options for the client's next jobs, as `override_settings` of each would."""
     known = _options_of(request) | await work.read_object(request)
-    known = {key: value for key, value in known.items() if value != _DEFAULTS.get(key)}
+    known = {
+        key: value
+        for key, value in known.items()
+        if key not in DEFAULT_OPTIONS or value != DEFAULT_OPTIONS[key]
+    }
     try:
         override_settings.fields(known, {}, settings_table.PASSES)
     except ValueError as error:

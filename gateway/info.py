@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gateway import work
 from imagefleet.files import picture
+from imagefleet.http import sent_images
 from imagefleet.job.message import Job
 from imagefleet.records.outcomes import JobFacts
 
@@ -24,7 +24,7 @@ def answer(
     payload: Mapping[str, Any], job: Job, facts: JobFacts, images: list[bytes]
 ) -> bytes:
     """The JSON of txt2img and img2img; large, so that it is made in a thread."""
-    texts = [work.text_of(data) for data in images]
+    texts = [sent_images.text_of(data) for data in images]
     known = picture.parsed_parameters(texts[0]) if texts else {}
     prompt, negative_prompt = job.shown_prompts
     count, drawn = len(images), job.identified(facts.id)
@@ -46,8 +46,8 @@ def answer(
         "batch_size": job.batch_size,
         "restore_faces": False,
         "face_restoration_model": None,
-        "sd_model_name": known.get("Model"),
-        "sd_model_hash": known.get("Model hash"),
+        "sd_model_name": known.get("Model", ""),
+        "sd_model_hash": known.get("Model hash", ""),
         "sd_vae_name": known.get("VAE"),
         "sd_vae_hash": known.get("VAE hash"),
         "extra_generation_params": {},
@@ -63,7 +63,7 @@ def answer(
     shown = {name: value for name, value in payload.items() if name not in left_out}
     is_sent = payload.get("send_images", True)
     found = {
-        "images": work.in_base64(images) if is_sent else [],
+        "images": sent_images.in_base64(images) if is_sent else [],
         "parameters": shown,
         "info": json.dumps(info),
     }

@@ -1,35 +1,33 @@
 """A1111's lists: what the workers and the storage have, and empty ones of what is not there."""
 
-from collections.abc import Awaitable, Callable
-from pathlib import PurePosixPath
+import json
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
+from gateway.models import Models
 from gateway.work import DESK
 from imagefleet.files import kinds
 from imagefleet.job import samplers
 from imagefleet.job.passes import hires
+from imagefleet.storage.held_files import HeldFiles
 
 ROUTES = web.RouteTableDef()
 
 STYLES = web.AppKey("styles", dict[str, tuple[str, str]])
 
-#: Answers that are always the same.
-_FIXED: dict[str, Any] = {
-    "/sdapi/v1/hypernetworks": [],
-    "/sdapi/v1/face-restorers": [],
-    "/sdapi/v1/realesrgan-models": [],
-    "/sdapi/v1/script-info": [],
-    "/sdapi/v1/extensions": [],
-    "/sdapi/v1/scripts": {"txt2img": ["controlnet"], "img2img": ["controlnet"]},
-    "/sdapi/v1/latent-upscale-modes": [{"name": name} for name in hires.LATENT],
-    "/sdapi/v1/cmd-flags": {"api": True, "nowebui": True},
-    "/sdapi/v1/memory": {"ram": {}, "cuda": {}},
-    "/controlnet/version": {"version": 2},
-    "/controlnet/module_list": {"module_list": ["none"], "module_detail": {}},
-    "/controlnet/settings": {"control_net_unit_count": 3},
-}
+#: Characters of a checkpoint's hash in its title.
+_SHORT_HASH = 10
+
+#: Answers of A1111 1.10 as it is installed, without files of its own, by their paths.
+_INSTALLED: dict[str, Any] = json.loads(
+    Path(__file__).with_name("answers.json").read_text(encoding="utf-8")
+)
+
+#: What `options` has before anybody sets something.
+DEFAULT_OPTIONS: dict[str, Any] = _INSTALLED.pop("/sdapi/v1/options")
 
 #: What there is nothing to do for: lists are read anew, and workers load what jobs name.
 _DONE = (
@@ -42,62 +40,72 @@ _DONE = (
 )
 
 
-def _fixed(body: object) -> Callable[[web.Request], Awaitable[web.Response]]:
+def fixed(body: str, content_type: str = "application/json") -> Handler:
+    """The handler of an answer that is always the same."""
+
     async def answer(_: web.Request) -> web.Response:
-        """Is there for A1111's programs, and always answers the same."""
-        return web.json_response(body)
+        """Always answers the same."""
+        return web.Response(text=body, content_type=content_type)
 
     return answer
 
 
-for _path, _body in _FIXED.items():
-    ROUTES.get(_path)(_fixed(_body))
-for _name in _DONE:
-    ROUTES.post(f"/sdapi/v1/{_name}")(_fixed(None))
-
-
-@ROUTES.get("/sdapi/v1/samplers")
-async def _list_samplers(_: web.Request) -> web.Response:
-    """Lists the samplers."""
+def _samplers() -> list[dict[str, Any]]:
     by_title: dict[str, list[str]] = {}
     for sampler in samplers.SAMPLERS.values():
         by_title.setdefault(sampler.title, []).extend(sampler.aliases)
-    return web.json_response(
-        [
-            {"name": name, "aliases": aliases, "options": {}}
-            for name, aliases in by_title.items()
-        ]
-    )
+    return [
+        {"name": name, "aliases": aliases, "options": {}}
+        for name, aliases in by_title.items()
+    ]
 
 
-@ROUTES.get("/sdapi/v1/schedulers")
-async def _list_schedulers(_: web.Request) -> web.Response:
-    """Lists the schedules."""
-    named = {"automatic": "Automatic"} | dict(samplers.SCHEDULES)
-    extra = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
-    return web.json_response(
-        [{"name": name, "label": label, **extra} for name, label in named.items()]
-    )
+_SCHEDULE = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
+
+_FIXED = {
+    **_INSTALLED,
+    "/sdapi/v1/samplers": _samplers(),
+    "/sdapi/v1/schedulers": [
+        {"name": name, "label": label, **_SCHEDULE}
+        for name, label in {"automatic": "Automatic", **samplers.SCHEDULES}.items()
+    ],
+    "/sdapi/v1/latent-upscale-modes": [{"name": name} for name in hires.LATENT],
+}
+
+for _path, _body in _FIXED.items():
+    ROUTES.get(_path)(fixed(json.dumps(_body)))
+for _name in _DONE:
+    ROUTES.post(f"/sdapi/v1/{_name}")(fixed("null"))
 
 
 @ROUTES.get("/sdapi/v1/sd-models")
 async def _list_models(request: web.Request) -> web.Response:
     """Lists the checkpoints that workers serve or the storage holds."""
-    models = request.app[DESK].models
-    await models.refresh()
-    extra = {"hash": None, "sha256": None, "config": None}
-    return web.json_response(
-        [
-            {"title": name, "model_name": name, "filename": name, **extra}
-            for name in models.known
-        ]
-    )
+    models, held = await _models(request)
+    rows = []
+    for name in models.known:
+        known = held.hashes.get(name, "")
+        short = known[:_SHORT_HASH]
+        rows.append(
+            {
+                "title": f"{name} [{short}]" if short else name,
+                "model_name": name,
+                "filename": name,
+                "hash": short or None,
+                "sha256": known if len(known) > _SHORT_HASH else None,
+                "config": None,
+            }
+        )
+    return web.json_response(rows)
 
 
 @ROUTES.get("/sdapi/v1/loras")
 async def _list_loras(request: web.Request) -> web.Response:
-    """Lists the LoRAs in the storage."""
+    """Lists the LoRAs in the storage, and in folders of workers."""
+    _, held = await _models(request)
     found = await _stored(request, kinds.LORA)
+    for name in sorted(held.loras):
+        found.setdefault(name, name + kinds.LORA.suffixes[0])
     return web.json_response(
         [
             {"name": name, "alias": name, "path": file, "metadata": {}}
@@ -150,6 +158,27 @@ async def _list_controlnets(request: web.Request) -> web.Response:
     """Lists the ControlNets in the storage."""
     found = await _stored(request, kinds.CONTROLNET)
     return web.json_response({"model_list": list(found)})
+
+
+@ROUTES.get("/controlnet/control_types")
+async def _list_control_types(request: web.Request) -> web.Response:
+    """Lists the one type of ControlNets: all of them, of pictures as they are to be used."""
+    found = await _stored(request, kinds.CONTROLNET)
+    every = {
+        "module_list": ["none"],
+        "model_list": ["None", *found],
+        "default_option": "none",
+        "default_model": "None",
+    }
+    return web.json_response({"control_types": {"All": every}})
+
+
+async def _models(request: web.Request) -> tuple[Models, HeldFiles]:
+    """The models that there are now, and what is known of them."""
+    models = request.app[DESK].models
+    await models.refresh()
+    await models.held.refresh(models.served)
+    return models, models.held
 
 
 async def _stored(request: web.Request, kind: kinds.FileKind) -> dict[str, str]:

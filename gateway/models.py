@@ -6,6 +6,7 @@ from gateway.clients import Client
 from imagefleet.http.refused import Refused
 from imagefleet.job.message import Job
 from imagefleet.storage.enqueue import KnownModels
+from imagefleet.storage.held_files import HeldFiles
 from imagefleet.storage.open import Storage
 
 #: Models that an error names.
@@ -34,6 +35,7 @@ class Models(KnownModels):
     ) -> None:
         """*own*: the model of a worker in this process, which may still be loading it."""
         super().__init__(storage, own)
+        self.held = HeldFiles(storage)
         self._aliases = aliases
 
     async def resolve(self, client: Client, job: Job) -> Job:

@@ -11,7 +11,7 @@ from aiohttp import web
 from gateway import work
 from gateway.jobs.ticket import Ticket
 from gateway.models import UnknownModelError
-from imagefleet.http import bodies
+from imagefleet.http import bodies, sent_images
 from imagefleet.http.refused import Refused
 
 ROUTES = web.RouteTableDef()
@@ -67,13 +67,12 @@ async def _edit(request: web.Request) -> web.Response:
         (image,) = form.files["image"]
         given.fields = {**form.fields, "init_images": [given.add(image)]}
         (mask,) = form.files.get("mask", [image])[:1]
-        if mask := work.mask_of(mask):
+        if mask := sent_images.mask_of(mask):
             in_place = {"inpaint_full_res": False, "inpainting_fill": 1}
             given.fields = {**in_place, "mask": given.add(mask), **given.fields}
         return given
 
-    client = request[work.CLIENT]
-    async with request.app[work.BODIES].read(request, client, parse) as given:
+    async with work.read(request, parse) as given:
         answer, ticket = await _begin(request, given)
     return await _answer(request, answer, ticket)
 
@@ -106,21 +105,20 @@ def _model(name: str) -> dict[str, object]:
 
 
 async def _begin(request: web.Request, given: work.Given) -> tuple[str, Ticket]:
-    """The form of the answer, and the job that is sent."""
-    answer = given.fields.pop("response_format", None) or "b64_json"
+    """The form of the answer, "" if none is asked for, and the job that is sent."""
+    answer = given.fields.pop("response_format", None) or ""
     return answer, await work.begin(request, given, _as_a1111(given.fields))
 
 
 async def _answer(request: web.Request, answer: str, ticket: Ticket) -> web.Response:
     _, facts, images = await work.finish(request, ticket)
-    if answer == "url":
-        start = f"{request.url.origin()}/jobs/{facts.id}"
-        data = [{"url": f"{start}/{index}"} for index in range(len(images))]
-    else:
-        data = [
-            {"b64_json": text}
-            for text in await asyncio.to_thread(work.in_base64, images)
-        ]
+    start = f"{request.url.origin()}/jobs/{facts.id}"
+    data = [{"url": f"{start}/{index}"} for index in range(len(images))]
+    if answer != "url":
+        # Who asks for neither may look for either: older models have addresses, newer ones not.
+        texts = await asyncio.to_thread(sent_images.in_base64, images)
+        for each, text in zip(data, texts, strict=True):
+            each["b64_json"] = text
     return web.json_response({"created": int(time.time()), "data": data})
 
 

@@ -1,13 +1,12 @@
 """The HTTP server: who is let in, what is where, how errors are told, and what is counted."""
 
+import asyncio
 import contextlib
-import html
-import inspect
-import re
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator
-from typing import Any
+from contextlib import AbstractAsyncContextManager
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -21,6 +20,7 @@ from gateway.settings import GatewaySettings
 from gateway.work import CLIENT, DESK, reason_of
 from imagefleet import aio, errors, redaction
 from imagefleet.files import kinds, styles
+from imagefleet.http import description, sent_images
 from imagefleet.http.bodies import Bodies
 from imagefleet.http.refused import Refused
 from imagefleet.job import settings_table
@@ -49,6 +49,9 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 #: Requests of one client at once, beside those that wait for an image each.
 _MORE_REQUESTS = 64
 
+#: Requests of one client that are answered at once, of those that wait for no image.
+_POLLS = 4
+
 _SERVER_ERROR = 500
 _ACCEPTED = 202
 
@@ -60,6 +63,8 @@ class Gateway:
         origins = settings.cors_allow_origins
         self._door = Door(settings.clients, settings.host, origins)
         self._requests: Counter[Client] = Counter()
+        self._polls: weakref.WeakValueDictionary[Client, asyncio.Semaphore]
+        self._polls = weakref.WeakValueDictionary()
         own = None if settings.model is None else settings.model.rpartition("/")[2]
         models = Models(
             fleet.storage, settings.model_alias, own and kinds.MODEL.stem(own)
@@ -102,6 +107,10 @@ class Gateway:
         self.app[lists.STYLES] = {} if path is None else dict(styles.read(path))
         for routes in (a1111.ROUTES, lists.ROUTES, openai.ROUTES, ROUTES):
             self.app.add_routes(routes)
+        # Made once: who asks for them needs no key, and each takes some 20 ms.
+        page, document = description.page(self.app), description.openapi(self.app, Job)
+        self.app.router.add_get("/docs", lists.fixed(page, "text/html"))
+        self.app.router.add_get("/openapi.json", lists.fixed(document))
 
     @web.middleware
     async def _answer(
@@ -135,8 +144,12 @@ class Gateway:
         if self._requests[client] >= client.max_waiting + _MORE_REQUESTS:
             raise Refused(429, "too many requests at once", {"Retry-After": "1"})
         self._requests[client] += 1
+        place: AbstractAsyncContextManager[object] = contextlib.nullcontext()
+        if request.method == "GET":  # who polls waits for itself
+            place = self._polls.setdefault(client, asyncio.Semaphore(_POLLS))
         try:
-            return await handler(request)
+            async with place:
+                return await handler(request)
         finally:
             self._requests[client] -= 1
 
@@ -167,7 +180,9 @@ async def _image(request: web.Request) -> web.Response:
     if index >= len(facts.blobs):
         raise Refused(404, f"job {facts.id} has no image {index}")
     data = await desk.image(facts, index)
-    return web.Response(body=data, content_type=work.content_type(facts.blobs[index]))
+    return web.Response(
+        body=data, content_type=sent_images.content_type(facts.blobs[index])
+    )
 
 
 @ROUTES.get("/metrics")
@@ -181,60 +196,6 @@ async def _metrics(request: web.Request) -> web.Response:
 async def _live(_: web.Request) -> web.Response:
     """Says that the gateway runs."""
     return web.Response(text="live\n")
-
-
-@ROUTES.get("/docs")
-async def _docs(request: web.Request) -> web.Response:
-    """This API as a page."""
-    rows = "".join(
-        f"<tr><td><code>{method} {html.escape(path)}</code><td>{html.escape(summary)}"
-        for method, path, summary in _operations(request.app)
-    )
-    return web.Response(
-        text="<!doctype html><title>imagefleet</title><h1>imagefleet</h1>"
-        f"<table>{rows}</table>",
-        content_type="text/html",
-    )
-
-
-@ROUTES.get("/openapi.json")
-async def _openapi(request: web.Request) -> web.Response:
-    """This API as an OpenAPI document."""
-    answers = {"200": {"description": "done"}, "default": {"description": "refused"}}
-    paths: dict[str, dict[str, Any]] = {}
-    for method, path, summary in _operations(request.app):
-        operation: dict[str, Any] = {"summary": summary, "responses": answers}
-        if method == "POST":
-            kind = (
-                "multipart/form-data" if path.endswith("/edits") else "application/json"
-            )
-            schema = {"$ref": "#/components/schemas/Job"} if "img" in path else {}
-            operation["requestBody"] = {"content": {kind: {"schema": schema}}}
-        operation["parameters"] = [
-            {"name": each, "in": "path", "required": True, "schema": {"type": "string"}}
-            for each in re.findall(r"\{(\w+)\}", path)
-        ]
-        paths.setdefault(path, {})[method.lower()] = operation
-    job = Job.model_json_schema(ref_template="#/components/schemas/{model}")
-    schemas = {**job.pop("$defs", {}), "Job": job}
-    keys = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
-    document = {
-        "openapi": "3.1.0",
-        "info": {"title": "imagefleet", "version": "1"},
-        "security": [{name: []} for name in keys],
-        "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": keys},
-    }
-    return web.json_response(document)
-
-
-def _operations(app: web.Application) -> list[tuple[str, str, str]]:
-    """Each method and path, and what it does in a sentence."""
-    return [
-        (route.method, route.resource.canonical, str(inspect.getdoc(route.handler)))
-        for route in app.router.routes()
-        if route.resource is not None and route.method != "HEAD"
-    ]
 
 
 def _error(request: web.Request, error: Exception) -> web.Response:

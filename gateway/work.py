@@ -1,27 +1,24 @@
 """One request's job: its payload, the images that it begins with, and what it comes to."""
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import hashlib
-import io
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
-from PIL import Image
 
 from gateway.clients import Client
 from gateway.jobs.desk import Desk
 from gateway.jobs.ticket import Ticket
 from imagefleet import errors, validation
 from imagefleet.files import picture
-from imagefleet.http import bodies
+from imagefleet.http import bodies, sent_images
 from imagefleet.http.bodies import Bodies
 from imagefleet.http.refused import Refused
-from imagefleet.job.message import MAX_IMAGE_BYTES, Job
+from imagefleet.job.message import Job
 from imagefleet.job.passes.img2img import INPUTS
 from imagefleet.records.outcomes import JobFacts
 
@@ -29,14 +26,19 @@ from imagefleet.records.outcomes import JobFacts
 _NOT_THEIRS = ("campaign", "id", "verify", "then", "metadata")
 
 #: The fields of A1111's payloads with images, wherever they are.
-IMAGE_FIELDS = frozenset({"init_images", "mask", "image", "input_image", "data"})
+IMAGE_FIELDS = frozenset(
+    {
+        "init_images",
+        "mask",
+        "image",
+        "input_image",
+        "data",
+        "controlnet_input_images",
+    }
+)
 
 #: Images of one request: each is decoded here, and stored.
 _MOST = 8
-
-#: The longest image in base64, and how much of it is decoded in one step.
-_MAX_BASE64 = MAX_IMAGE_BYTES * 4 // 3 + 4
-_STEP = 2**20
 
 CLIENT = web.RequestKey("client", Client)
 DESK = web.AppKey("desk", Desk)
@@ -80,20 +82,28 @@ class Given:
             if not (is_image and isinstance(value, str) and value):
                 return value
             if value not in names:
-                names[value] = self.add(from_base64(value))
+                names[value] = self.add(sent_images.from_base64(value))
             return names[value]
 
         self.fields = replaced(dict(payload))
 
 
 @contextlib.asynccontextmanager
-async def received(
-    request: web.Request, ignored: Collection[str] = ()
+async def read(
+    request: web.Request, parse: Callable[[bytearray, str], Given]
 ) -> AsyncIterator[Given]:
-    """The JSON payload of a request, without *ignored* fields.
+    """A payload; its images are in memory in the block alone, and not while they are drawn."""
+    async with request.app[BODIES].read(request, request[CLIENT], parse) as given:
+        try:
+            yield given
+        finally:
+            given.images.clear()
 
-    Its images are in memory in the block alone.
-    """
+
+def received(
+    request: web.Request, ignored: Collection[str] = ()
+) -> AbstractAsyncContextManager[Given]:
+    """The JSON payload of a request, without *ignored* fields."""
     campaign = request[CLIENT].campaign
 
     def parse(body: bytearray, _: str) -> Given:
@@ -104,8 +114,7 @@ async def received(
         given.take(payload)
         return given
 
-    async with request.app[BODIES].read(request, request[CLIENT], parse) as given:
-        yield given
+    return read(request, parse)
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
@@ -135,7 +144,9 @@ async def begin(
     await desk.check(client, job)
     for name in job.sources:
         data = given.images[name]
-        await desk.storage.files.create(INPUTS + name, data, content_type(name), {})
+        await desk.storage.files.create(
+            INPUTS + name, data, sent_images.content_type(name), {}
+        )
     return desk.take(client, job, key)
 
 
@@ -181,54 +192,3 @@ def reason_of(facts: JobFacts) -> str | None:
     if facts.status == "failed" and facts.reason:
         return f"a worker reports: {facts.reason}"
     return facts.reason
-
-
-def content_type(name: str) -> str:
-    """MIME type of an image by its name, which ends in one of `SUFFIXES`."""
-    return f"image/{name.rpartition('.')[2].replace('jpg', 'jpeg')}"
-
-
-def from_base64(text: str) -> bytes:
-    """The bytes of an image in base64, which may come after the prefix of a data URL."""
-    data = text.rpartition(",")[2]
-    if len(data) > _MAX_BASE64:
-        raise Refused(422, f"an image has more than {MAX_IMAGE_BYTES:,} bytes")
-    # In steps, between which the event loop has its turn.
-    steps = (data[at : at + _STEP] for at in range(0, len(data), _STEP))
-    try:
-        return b"".join(binascii.a2b_base64(step, strict_mode=True) for step in steps)
-    except (binascii.Error, ValueError):
-        raise Refused(
-            422, "an image is not base64: names and addresses are not read"
-        ) from None
-
-
-@contextlib.contextmanager
-def opened(data: bytes) -> Iterator[Image.Image]:
-    """An image that somebody sent; raises Refused for what is none, in the block as well."""
-    try:
-        with picture.opened(data, also=picture.CONVERTED) as image:
-            yield image
-    except picture.DamagedImageError as error:
-        raise Refused(422, f"an image {error}") from None
-
-
-def text_of(data: bytes) -> str:
-    """A1111's text in an image."""
-    with opened(data) as image:
-        return picture.parameters(image, picture.MAX_MESSAGE_BYTES)
-
-
-def mask_of(data: bytes) -> bytes:
-    """A1111's mask, white where to draw, of OpenAI's, transparent there; empty without any."""
-    with opened(data) as image:
-        alpha = image.convert("RGBA").getchannel("A")
-    if alpha.getextrema()[0] == 255:  # noqa: PLR2004 - opaque everywhere
-        return b""
-    made = io.BytesIO()
-    Image.eval(alpha, lambda value: 255 - value).save(made, "PNG")
-    return made.getvalue()
-
-
-def in_base64(images: Iterable[bytes]) -> list[str]:
-    return [base64.b64encode(data).decode() for data in images]

@@ -19,7 +19,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.telemetry import logs
 from worker import leases, tasks
 from worker.engine import contract
-from worker.files import model
+from worker.files import library, model
 from worker.gpu_thread import EngineThread
 from worker.inputs.reader import JobFiles
 from worker.jobs.bundles import PACKS
@@ -373,11 +373,21 @@ class Pipeline:
             "watch cancelled campaigns", self._cancelled.watch(self.settler.in_flight)
         )
         side_tasks.start("measure queues", self._depths.run())
-        side_tasks.start("note models", note_served(self._storage.models, self._served))
+        noting = note_served(self._storage.models, self._served, self._held)
+        side_tasks.start("note models", noting)
         return side_tasks
 
     def _served(self) -> list[str]:
         return self.models.names if self.models else [self.settler.model_name]
+
+    async def _held(self) -> tuple[str, dict[str, object]]:
+        """The model that draws now; its hash, if it has one, and LoRAs of the worker's own."""
+        name, hashing = self.settler.model_name, self._hash_model()
+        folder = self._settings.lora_directory
+        loras = await asyncio.to_thread(library.names, folder) if folder else []
+        # Images wait for the hash as well: it goes on if this task ends.
+        found = await asyncio.shield(asyncio.wrap_future(hashing))
+        return name, {"hash": found, "loras": loras}
 
     async def _stop_pulling(self) -> None:
         """Lets a receive in flight end: cancelled, it would leave its messages leased."""

@@ -25,10 +25,12 @@ Turn = Callable[[], Awaitable[float]]
 class Worker:
     """A worker of this process, and when it has stored what."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, *, may_fail: bool = False) -> None:
+        """*may_fail*: not every job has to be completed."""
         self.storage = storage
         self.slots = 0
         """Images that it draws at once."""
+        self._may_fail = may_fail
         self._stored_at: list[float] = []
         self._settled = 0
         self._has_settled = asyncio.Event()
@@ -44,7 +46,7 @@ class Worker:
         storage.blobs.create = create_and_note  # type: ignore[method-assign]
 
     def settled(self, outcome: str) -> None:
-        if outcome != "completed":
+        if outcome != "completed" and not self._may_fail:
             raise errors.NodeError(f"a job was not completed: {outcome}")
         self._settled += 1
         self._has_settled.set()
@@ -68,14 +70,17 @@ def rate_of(done_at: list[float], slots: int) -> float:
 
 @contextlib.asynccontextmanager
 async def working(
-    settings: WorkerSettings, load: Callable[[], contract.Engine]
+    settings: WorkerSettings,
+    load: Callable[[], contract.Engine],
+    *,
+    may_fail: bool = False,
 ) -> AsyncIterator[Worker]:
     """Runs a worker during the block, which begins once its engine is loaded."""
     stop, loaded = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     async with open_storage(settings) as storage:
         await storage.create()
-        worker = Worker(storage)
+        worker = Worker(storage, may_fail=may_fail)
 
         def load_and_tell() -> contract.Engine:
             engine = load()

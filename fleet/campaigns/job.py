@@ -77,7 +77,7 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any
         found["attempts"] = message.delivery_count
     elif end := await outcomes.last_end(storage, job):
         found |= _recorded(end)
-    elif messages > 0 and not storage.queue.finds_all:
+    elif messages > 0 and not storage.queue.is_local:
         # Azure shows no more than the first of the messages that wait, and none in flight.
         found["state"] = "queued or in flight"
     return found

@@ -24,6 +24,7 @@ from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.ledger import Ledgers
 from imagefleet.records.outcomes import JobFacts
 from imagefleet.storage import presence
+from imagefleet.storage.protocol import StoredQueue
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import RETRIES
 from imagefleet.telemetry import logs
@@ -46,6 +47,16 @@ _MAX_WAITING = 20_000
 #: Seconds for which the age of a queue is believed, and the longest that it sends a client away.
 _AGE_SECONDS = 10.0
 _LONGEST_RETRY_SECONDS = 600
+
+#: Images of one client that wait with its own priority while others draw as well: beyond them its
+#: jobs are of low priority, so that those of the others need not wait for them.
+_BURST = 4
+
+#: Seconds after its last job for which a client is one of the others.
+_ACTIVE_SECONDS = 60.0
+
+#: A message of low priority that has waited for so long is of a batch, if none here waits.
+_OTHERS_SECONDS = 30.0
 
 _CLAIMED_AT_ONCE = 32
 
@@ -101,13 +112,17 @@ class Desk:
         self._looking = asyncio.Lock()
         self._look_at = self._looked_at = 0.0  # the next thorough look, and the last
         self._ages: dict[str, tuple[float, float]] = {}  # time and age, by queue
+        self._active: dict[Client, float] = {}  # time of the last job
 
     @property
     def tickets(self) -> list[Ticket]:
         """All that is on its way or waited for."""
+        return [ticket for ticket in self._known_tickets() if not ticket.is_dropped]
+
+    def _known_tickets(self) -> list[Ticket]:
+        """The same with those that are being withdrawn."""
         sent = self._tickets.values()
-        known = dict.fromkeys([*self._unsent, *self._sending, *sent])
-        return [ticket for ticket in known if not ticket.is_dropped]
+        return list(dict.fromkeys([*self._unsent, *self._sending, *sent]))
 
     def of(self, client: Client) -> list[Ticket]:
         return [ticket for ticket in self.tickets if ticket.client == client]
@@ -151,6 +166,8 @@ class Desk:
             waiting = self._images_of(client)
         everybody = sum(ticket.job.images for ticket in self.tickets)
         age = await self._age(job.model, client.priority)
+        if waiting + job.images > _BURST:
+            await self._age(job.model, "low")
         why = ""
         if waiting + job.images > client.max_waiting:
             why = f"{waiting:,} images of {client.max_waiting:,} at most are waited for already"
@@ -181,13 +198,14 @@ class Desk:
 
         One with a *key* is drawn even if nobody waits: who asks for it again gets it.
         """
+        priority = self._priority(client, job)
         if key is None:
-            ticket = Ticket(client, job)
+            ticket = Ticket(client, job, priority)
         elif (known := self.known(client, job, key)) is not None:
             return known
         else:
             named = job.identified(claims.job_id(client, key), client.campaign)
-            ticket = Ticket(client, named, is_keyed=True, is_kept=True)
+            ticket = Ticket(client, named, priority, is_keyed=True, is_kept=True)
             self._keyed[job_key(client.campaign, named.id)] = ticket
         self._put(ticket)
         return ticket
@@ -248,11 +266,32 @@ class Desk:
     def _images_of(self, client: Client) -> int:
         return sum(ticket.job.images for ticket in self.of(client))
 
+    def _priority(self, client: Client, job: Job) -> Priority:
+        """The client's own; low beyond a burst, unless a batch of others' waits there."""
+        now = time.monotonic()
+        self._active[client] = now
+        is_alone = all(
+            other == client or now - at > _ACTIVE_SECONDS
+            for other, at in self._active.items()
+        )
+        known = self._known_tickets()
+        # Those that are withdrawn as well: a worker may have them.
+        images = sum(ticket.job.images for ticket in known if ticket.client == client)
+        if is_alone or images + job.images <= _BURST:
+            return client.priority
+        _, age = self._ages.get(self._queue_of(job.model, "low").name, (0.0, 0.0))
+        is_own = any(ticket.priority == "low" for ticket in known)
+        is_others = age > _OTHERS_SECONDS and not is_own
+        return client.priority if is_others else "low"
+
+    def _queue_of(self, model: str | None, priority: Priority) -> StoredQueue:
+        return self.storage.models.of(model)[priority]
+
     async def _age(self, model: str | None, priority: Priority) -> float:
         """Seconds that jobs of a model and a priority wait to be begun, as of some seconds ago."""
         if model not in await self.storage.models.names():
             model = None
-        queue = self.storage.models.of(model)[priority]
+        queue = self._queue_of(model, priority)
         at, age = self._ages.get(queue.name, (-_AGE_SECONDS, 0.0))
         if time.monotonic() - at > _AGE_SECONDS:
             # Meanwhile others go by the age as it was.
@@ -279,7 +318,7 @@ class Desk:
                 if ticket.is_dropped:
                     ticket.refuse(Refused(409, INTERRUPTED))
                 elif not ticket.ended.done() and not ticket.is_foreign:
-                    to = ticket.client.campaign, ticket.client.priority
+                    to = ticket.client.campaign, ticket.priority
                     order.setdefault(to, []).append(ticket)
             for tickets in order.values():
                 await self._send(tickets)
@@ -327,7 +366,7 @@ class Desk:
                 ticket.refuse(error)
 
     async def _submit(self, tickets: list[Ticket]) -> None:
-        campaign, priority = tickets[0].client.campaign, tickets[0].client.priority
+        campaign, priority = tickets[0].client.campaign, tickets[0].priority
         submission = Submission(self.storage, self._ledgers)
         jobs = [ticket.job for ticket in tickets]
         bodies = list(submission.messages(jobs, campaign, self._fleet.signer))

@@ -10,6 +10,7 @@ from imagefleet.http.refused import Refused
 from imagefleet.job.message import Job, job_key
 from imagefleet.records.outcomes import JobFacts
 from imagefleet.storage.protocol import LeasedMessage
+from imagefleet.storage.settings import Priority
 from imagefleet.withdrawal import SentJob
 
 
@@ -19,6 +20,7 @@ class Ticket:
 
     client: Client
     job: Job
+    priority: Priority
     facts: JobFacts | None = None
     """Its name and what is known of it; None until it is in the queue."""
     sent: asyncio.Future[None] = field(default_factory=asyncio.Future)
@@ -70,8 +72,7 @@ class Ticket:
     def withdrawn(self) -> SentJob:
         """The job, which is in the queue, as one that nobody wants any more."""
         job = self.job.identified(self.id, self.client.campaign)
-        priority = self.client.priority
-        return SentJob(job, priority, self.message, self.reason, self.is_lost)
+        return SentJob(job, self.priority, self.message, self.reason, self.is_lost)
 
     def refuse(self, error: Exception) -> None:
         """Answers everybody who waits with an error."""

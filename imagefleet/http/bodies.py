@@ -2,15 +2,18 @@
 
 A strict reader: what JSON takes long to parse, or forms may be encoded in, is refused before it is
 parsed. A large body is read alone of its client's, and parsed alone of all, so that none takes more
-than some 250 MB of memory.
+than some 250 MB of memory. It is parsed in a thread that parses all of them: each thread keeps what
+it has freed.
 """
 
 import asyncio
 import contextlib
+import ctypes
 import email.parser
 import json
 import weakref
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
@@ -24,7 +27,10 @@ MAX_BODY_BYTES = 64 * 2**20
 _LARGE_BYTES = 2**20
 
 #: Small bodies of one client that are read at once.
-_SMALL_AT_ONCE = 16
+_SMALL_AT_ONCE = 4
+
+#: Threads that parse small bodies: more would keep the event loop from Python's lock.
+_SMALL_THREADS = 2
 
 #: Seconds within which a body has to arrive.
 _SECONDS = 60.0
@@ -50,6 +56,19 @@ _CHARSETS = {None, "", "utf-8", "utf8", "us-ascii"}
 _Parsed = TypeVar("_Parsed")
 
 
+#: glibc's option (malloc.h): blocks of so many bytes are given back as they are freed.
+_M_MMAP_THRESHOLD = -3
+
+
+def give_memory_back() -> None:
+    """Has the system take large blocks back at once, where its C library can be told to.
+
+    glibc otherwise keeps as much for every thread that has once read a large body.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
 class Form(NamedTuple):
     """The fields of a form, and its files by their fields."""
 
@@ -61,11 +80,12 @@ class Bodies:
     """Reads the bodies of all requests."""
 
     def __init__(self) -> None:
-        self._parsing = asyncio.Semaphore(1)
         self._large: weakref.WeakValueDictionary[Hashable, asyncio.Semaphore]
         self._small: weakref.WeakValueDictionary[Hashable, asyncio.Semaphore]
         self._large = weakref.WeakValueDictionary()
         self._small = weakref.WeakValueDictionary()
+        self._large_thread = ThreadPoolExecutor(1, "large-body")
+        self._small_threads = ThreadPoolExecutor(_SMALL_THREADS, "small-body")
 
     @contextlib.asynccontextmanager
     async def read(
@@ -80,15 +100,15 @@ class Bodies:
         """
         _check_header(request)
         length = request.content_length
-        is_large = length is None or length > _LARGE_BYTES
-        places, most = (self._large, 1) if is_large else (self._small, _SMALL_AT_ONCE)
+        places, most, threads = self._small, _SMALL_AT_ONCE, self._small_threads
+        if length is None or length > _LARGE_BYTES:
+            places, most, threads = self._large, 1, self._large_thread
         place = places.setdefault(client, asyncio.Semaphore(most))
         async with place:
             body = await _received(request)
             content_type = request.headers.get("Content-Type", "")
-            async with self._parsing if is_large else contextlib.nullcontext():
-                parsed = await asyncio.to_thread(parse, body, content_type)
-            yield parsed
+            loop = asyncio.get_running_loop()
+            yield await loop.run_in_executor(threads, parse, body, content_type)
 
 
 def _check_header(request: web.Request) -> None:
@@ -174,9 +194,14 @@ def form(body: bytearray, content_type: str) -> Form:
     if header.get_content_type() != "multipart/form-data" or not boundary:
         raise Refused(415, "the body should be a form, multipart/form-data")
     separator = b"\r\n--" + boundary.encode()
-    _, *parts = (b"\r\n" + body).split(separator, _MAX_PARTS + 1)
+    body[:0] = b"\r\n"
+    # Counted before it is taken apart, which takes as much memory again.
+    if _has_more(body, (separator,), _MAX_PARTS):
+        parts = []
+    else:
+        _, *parts = body.split(separator)
     body.clear()
-    if len(parts) < 1 or len(parts) > _MAX_PARTS or not parts[-1].startswith(b"--"):
+    if not 1 <= len(parts) <= _MAX_PARTS or not parts[-1].startswith(b"--"):
         raise Refused(400, f"the body is not a form of {_MAX_PARTS} parts at most")
     found = Form({}, {})
     for part in parts[:-1]:
@@ -195,7 +220,7 @@ def form(body: bytearray, content_type: str) -> Form:
     return found
 
 
-def _parsed_header(head: bytes) -> Any:
+def _parsed_header(head: bytes | bytearray) -> Any:
     if len(head) > _LARGE_BYTES // 64:
         raise Refused(400, "the header of a part is too long")
-    return email.parser.BytesHeaderParser().parsebytes(head)
+    return email.parser.BytesHeaderParser().parsebytes(bytes(head))

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import socket
 import time
 from collections.abc import Iterator
 
@@ -15,8 +17,10 @@ IDLE_SECONDS = 60.0
 #: idle for longest is closed: each costs some 40 KB.
 MOST = 4_000
 
-#: Connections that the system keeps until they are accepted.
+#: Connections that the system keeps until they are accepted, and that are accepted in one turn of
+#: the event loop: a thousand that come at once must not keep the others waiting.
 BACKLOG = 2_048
+AT_ONCE = 16
 
 #: Files beside the connections: those of the storage.
 _OTHER_FILES = 200
@@ -85,6 +89,15 @@ class Connections:
         transport = getattr(connection, "transport", None)
         if transport is not None:
             transport.abort()  # whatever waits to be sent
+
+
+def keep_waiting(listener: socket.socket) -> None:
+    """Has the system keep as many connections as there may be, however few are accepted at once.
+
+    asyncio accepts in one turn as many as it has the system keep.
+    """
+    with socket.socket(fileno=os.dup(listener.fileno())) as same:
+        same.listen(BACKLOG)
 
 
 def _most_files() -> int:

@@ -22,7 +22,7 @@ async def present_jobs(storage: Storage) -> Collection[str] | None:
     queue = storage.queue
     if not (await queue.depth()).messages:
         return frozenset()
-    if not queue.finds_all:
+    if not queue.is_local:
         return None
     found = set()
     count = 0

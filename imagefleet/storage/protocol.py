@@ -172,8 +172,11 @@ class JobQueue(Protocol):
         """Acknowledges a message, which deletes it."""
 
     @property
-    def finds_all(self) -> bool:
-        """True if `find` sees every message. On Azure it sees the first 32 that are visible."""
+    def is_local(self) -> bool:
+        """True if a request costs nothing, and `find` sees every message.
+
+        On Azure it sees the first 32 that are visible.
+        """
 
     def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
         """The messages that may contain *text*, and whether each is leased; changes nothing."""

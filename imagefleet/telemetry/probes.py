@@ -61,13 +61,15 @@ async def listening(
         loop = asyncio.get_running_loop()
         try:
             server = await loop.create_server(
-                open_connections.accept, host, port, backlog=connections.BACKLOG
+                open_connections.accept, host, port, backlog=connections.AT_ONCE
             )
         except OSError as error:
             raise errors.SetupError(
                 f"cannot listen on {authority(host, port)} for {what}: {error.strerror or error};"
                 " choose another with --port"
             ) from None
+        for listener in server.sockets:
+            connections.keep_waiting(listener)
         with contextlib.closing(server), open_connections.sweeping():
             yield server.sockets[0].getsockname()[1]
     finally:

@@ -87,6 +87,14 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     ),
     "fleet_sim.py": ("--warm-up",),
     "library/measure.py": (*TINY, "--pairs", "1", "--slots", "2"),
+    "library/strangers.py": (
+        "--seconds",
+        "8",
+        "--kinds",
+        "polls",
+        "--out",
+        "figures.json",
+    ),
     "pixel/measure.py": (*TINY, "--folder", "models"),
     "scoring/speed.py": ("--images", "20", "--processes", "1"),
     "stages/img2img.py": (
@@ -106,6 +114,7 @@ ELSEWHERE = {
     "first_minute/measure.py": "benchmarks/test_first_minute.py",
     "first_minute/row.py": "benchmarks/test_first_minute.py",  # `measure.py` starts it
     "rows/engine.py": "benchmarks/test_documented_commands.py",  # `engine.py` starts it
+    "library/attacks.py": "benchmarks/test_programs.py",  # `strangers.py` starts it
     "million/run.py": "worker/test_long_run.py",
     "overlap.py": "benchmarks/test_documented_commands.py",
     "scoring/gate.py": "evaluation/gate/test_power.py",

@@ -10,7 +10,7 @@ LEASE_SECONDS = 300
 async def visible(queue: JobQueue) -> AsyncIterator[Message]:
     """Yields all messages that are not leased; 32 and more on Azure are delivered for it."""
     found = [message async for message, is_leased in queue.find("") if not is_leased]
-    if queue.finds_all or len(found) < MAX_RECEIVE:
+    if queue.is_local or len(found) < MAX_RECEIVE:
         for message in found:
             yield message
         return

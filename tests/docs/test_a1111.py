@@ -20,10 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 #: `/sdapi/v1/options` of 1.10 with its own extensions: all settings, as installed.
 OPTIONS: dict[str, Any] = json.loads(
-    (ROOT / "tests" / "imagefleet" / "job" / "a1111_options.json").read_text(
-        encoding="utf-8"
-    )
-)
+    (ROOT / "gateway" / "answers.json").read_text(encoding="utf-8")
+)["/sdapi/v1/options"]
 
 #: Values of a setting that may draw another picture than its default, of all types.
 CHANGED = (True, False, 0, 0.25, 7, 1_000, "x", ["x"], {"a": 1})

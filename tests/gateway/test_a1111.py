@@ -352,6 +352,66 @@ async def test_images_are_enlarged(serve: Serve):
     assert (status, len(found["images"])) == (200, 2)
 
 
+async def test_without_an_upscaler_images_are_left_as_they_are(serve: Serve):
+    served = await serve(works=False)
+    given = {"image": encoded(PICTURE), "upscaler_1": "None"}
+
+    status, found = await served.post("/sdapi/v1/extra-single-image", given)
+
+    assert (status, found["image"]) == (200, encoded(PICTURE))
+    for body in ({}, {"image": 1}, {"imageList": 7}, {"imageList": [{"name": "a"}]}):
+        status, _ = await served.post("/sdapi/v1/extra-batch-images", body)
+        assert status == 422
+
+
+async def test_images_are_prepared_for_a_controlnet_by_no_module(serve: Serve):
+    served = await serve(works=False)
+    images = {"controlnet_input_images": [encoded(PICTURE)]}
+
+    status, found = await served.post("/controlnet/detect", images)
+
+    assert (status, found["images"]) == (200, [encoded(PICTURE)])
+    for body in ({}, {**images, "controlnet_module": "canny"}):
+        assert (await served.post("/controlnet/detect", body))[0] == 422
+
+
+async def test_options_and_flags_are_whole_and_name_the_checkpoint_that_draws(
+    serve: Serve,
+):
+    served = await serve()
+    await until(served.storage.models.served_now)
+
+    options, flags, scripts = [
+        json.loads((await served.get(f"/sdapi/v1/{name}"))[1])
+        for name in ("options", "cmd-flags", "scripts")
+    ]
+
+    assert options["sd_model_checkpoint"] == "stand-in"
+    assert len(options) > 300
+    assert len(flags) > 100
+    assert scripts["txt2img"] == scripts["img2img"] == ["adetailer", "controlnet"]
+    # As programs do that change one of them.
+    status, _ = await served.post("/sdapi/v1/options", options)
+    assert status == 200
+
+
+async def test_loras_of_a_workers_own_folder_are_listed(
+    serve: Serve, tmp_path, monkeypatch
+):
+    (folder := tmp_path / "loras").mkdir()
+    (folder / "of its own.safetensors").write_bytes(b"x")
+    monkeypatch.setenv("IMAGEFLEET_LORA_DIRECTORY", str(folder))
+    served = await serve()
+
+    async def names() -> list[str]:
+        served.gateway.desk.models._read_at = -10.0
+        served.gateway.desk.models.held._read_at = -100.0
+        _, body = await served.get("/sdapi/v1/loras")
+        return [each["name"] for each in json.loads(body)]
+
+    assert await until(names) == ["of its own"]
+
+
 @pytest.mark.parametrize("form", ["GIF", "BMP", "MPO"])
 async def test_pictures_that_people_have_are_read(serve: Serve, form: str):
     served = await serve()

@@ -83,6 +83,14 @@ async def test_an_address_in_place_of_the_picture_leads_to_it(
         assert (told.status, told.content_type) == (200, "image/png")
 
 
+async def test_who_asks_for_no_form_finds_the_picture_and_its_address(client: Any):
+    found = await client.images.generate(prompt="a red house")
+
+    (only,) = found.data or []
+    assert opened(only.b64_json).format == "PNG"
+    assert "/jobs/" in (only.url or "")
+
+
 @pytest.mark.parametrize("alpha", [255, 0])
 async def test_edit_draws_the_picture_anew_or_where_it_is_transparent(
     client: Any, alpha: int

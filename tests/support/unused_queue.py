@@ -8,7 +8,7 @@ from imagefleet.storage.protocol import LeasedMessage, Message
 class UnusedQueue:
     """What the tests do not use raises NotImplementedError."""
 
-    finds_all = False
+    is_local = False
 
     async def create(self) -> bool:
         raise NotImplementedError

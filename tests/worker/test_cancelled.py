@@ -116,7 +116,7 @@ async def test_a_paused_campaigns_jobs_wait_until_it_is_resumed_and_are_no_failu
         found = [each async for each, _ in storage.queue.find("spring")]
         return max((each.delivery_count for each in found), default=0)
 
-    if storage.queue.finds_all:
+    if storage.queue.is_local:
         await polling.until(deliveries, lambda count: count > 3)
     assert engine.count("spring") == 0
     assert await cancelled.pause(storage, "spring", is_paused=False)

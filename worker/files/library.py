@@ -57,6 +57,8 @@ class Source:
     """The most that is kept of each kind."""
     trusted: TrustedKeys | None = None
     """One of these keys must list the files."""
+    is_empty: bool = False
+    """True if it holds nothing: all files are in folders of this machine."""
 
 
 def check_content(
@@ -122,6 +124,7 @@ class FileLibrary:
         """*directory* comes before the storage."""
         self.lookups: Counter[str] = Counter()
         self._blobs = source.blobs
+        self._is_empty = source.is_empty
         self._kind = kind
         self._directory = directory
         self._folders: dict[Path, Manifest | None] = {}
@@ -267,10 +270,8 @@ class FileLibrary:
             if self._directory and not self._directory.is_dir():
                 # Unmounted, say: the jobs are not at fault.
                 raise unreadable(kind, self._directory, "it does not exist")
-            places = "".join(f"{folder} or " for folder in self._folders)
             raise errors.MissingFileError(
-                f"no {kind.noun} {name}{kind.suffixes[0]} in {places}{kind.folder}/ of the"
-                f" container {self._blobs.name!r}"
+                f"no {kind.noun} {name}{kind.suffixes[0]}{self._places}"
             )
         check = partial(
             check_content,
@@ -288,6 +289,16 @@ class FileLibrary:
             return path
 
         return await asyncio.to_thread(store)
+
+    @property
+    def _places(self) -> str:
+        """Where files are looked for, in the words of whoever set it up."""
+        kind, folders = self._kind, " or ".join(map(str, self._folders))
+        if self._is_empty:
+            folder = f"the {kind.noun} folder"
+            return f" in {folder} {folders}" if folders else f": {folder} is not set"
+        stored = f"{kind.folder}/ of the container {self._blobs.name!r}"
+        return f" in {folders} or {stored}" if folders else f" in {stored}"
 
     def _what(self, name: str) -> str:
         return f"the {self._kind.noun} {name}{self._kind.suffixes[0]}"
@@ -450,6 +461,14 @@ class EmbeddingLibrary(FileLibrary):
 def _hash(identity: Identity) -> str:
     with whole(identity), Path(identity[0]).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def names(folder: Path) -> list[str]:
+    """The names of a folder's files; none if it cannot be read."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        found.update(path.stem for path in walked(folder) if path.suffix == SUFFIX)
+    return sorted(found)
 
 
 def aliases(folder: Path) -> dict[str, set[str]]:

@@ -296,11 +296,20 @@ class JobFiles:
         storage: Storage,
         settings: WorkerSettings,
         detectors: Path | None = None,
+        *,
+        is_empty: bool = False,
     ) -> None:
-        """The files of a storage and of the settings' own folders, and of one of *detectors*."""
+        """The files of a storage, unless it *is_empty*, and of the settings' own folders.
+
+        *detectors*: a folder of them, for the library.
+        """
         trusted = trusted_keys(settings.trusted_key)
         source = Source(
-            storage.files, settings.cache, settings.cache_megabytes * 2**20, trusted
+            storage.files,
+            settings.cache,
+            settings.cache_megabytes * 2**20,
+            trusted,
+            is_empty,
         )
         self.loras = FileLibrary(source, kinds.LORA, settings.lora_directory)
         self.embeddings = EmbeddingLibrary(source, settings.embedding_directory)

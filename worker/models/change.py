@@ -18,7 +18,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -293,13 +293,19 @@ class WorkerModels:
 
 
 async def note_served(
-    models: ModelQueues, names: Callable[[], Sequence[str]]
+    models: ModelQueues,
+    names: Callable[[], Sequence[str]],
+    held: Callable[[], Awaitable[tuple[str, Mapping[str, object]]]],
 ) -> NoReturn:
-    """Side task: tells `status` which models have a worker."""
+    """Side task: tells `status` which models have a worker.
+
+    *held*: the model that draws now, and what lists tell of it.
+    """
     while True:
         try:
             for name in names():
                 await models.note_served(name)
+            await models.note_held(*await held())
         except errors.FleetError as error:
             log.debug(f"which models are served cannot be noted: {error}")
         await asyncio.sleep(concurrency.jitter(SERVED_SPAN.total_seconds() / 2))

@@ -101,7 +101,7 @@ class AsyncEngine:
         nowhere = StorageSettings(storage=f"local:{folder}")
         storage = await self._exit.enter_async_context(open_storage(nowhere))
         await storage.create()
-        files = JobFiles(storage, self._settings, self._folder)
+        files = JobFiles(storage, self._settings, self._folder, is_empty=True)
         self._reader = RequestReader(self._engine, files, threads)
         self._detectors = files.detectors
         self._threads = threads
@@ -260,12 +260,15 @@ class Engine:
         """Each job's result as it is done, as `AsyncEngine.draw`."""
         self._inner.refuse_forks()
         results = self._inner.draw(jobs)
+        turn = asyncio.Lock()
 
         async def following() -> Drawn | None:
-            return await anext(results, None)
+            async with turn:
+                return await anext(results, None)
 
         async def leave() -> None:
-            await results.aclose()
+            async with turn:  # after Ctrl-C the last call may not have ended yet
+                await results.aclose()
 
         try:
             while (drawn := self._loop.run(following())) is not None:

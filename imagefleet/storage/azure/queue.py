@@ -30,7 +30,7 @@ _Result = TypeVar("_Result")
 class AzureQueue:
     """A job queue in roughly the order of the sends; Azure guarantees none."""
 
-    finds_all = False
+    is_local = False
 
     def __init__(
         self,

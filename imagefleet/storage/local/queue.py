@@ -149,7 +149,7 @@ def transaction(
 class LocalQueue:
     """A job queue in a SQLite file, in the order of the sends."""
 
-    finds_all = True
+    is_local = True
 
     def __init__(
         self, file: QueueFile, name: str, operations: protocol.Operations

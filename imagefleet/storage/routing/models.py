@@ -6,8 +6,9 @@ hold the model's.
 """
 
 import asyncio
+import json
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -37,6 +38,10 @@ MAX_MODELS = 200
 SERVED_FOLDER = "-serving/"
 SERVED_SPAN = timedelta(minutes=5)
 _KEPT = timedelta(hours=1)
+
+#: Beside a note, what the worker that wrote it has: some 30 bytes for each LoRA.
+HELD_SUFFIX = ".json"
+_MAX_HELD_BYTES = 2**20
 
 
 @dataclass(eq=False)
@@ -91,6 +96,24 @@ class ModelQueues:
             now = now or self.blobs.clock.now()
             await self.blobs.create(_note(model, now), b"", "text/plain", {})
             await self.blobs.delete(_note(model, now - _KEPT))
+
+    async def note_held(self, model: str, held: Mapping[str, object]) -> None:
+        """A worker tells what it has to draw with the model: see `HeldFiles`."""
+        if SAFE_NAME.fullmatch(model):
+            now = self.blobs.clock.now()
+            name, old = _note(model, now), _note(model, now - _KEPT)
+            data = json.dumps(held).encode()
+            await self.blobs.create(name + HELD_SUFFIX, data, "application/json", {})
+            await self.blobs.delete(old + HELD_SUFFIX)
+
+    async def held_now(self, model: str) -> bytes:
+        """What a worker has told in the last 5 to 10 minutes; nothing if none has."""
+        now = self.blobs.clock.now()
+        for moment in (now, now - SERVED_SPAN):
+            name = _note(model, moment) + HELD_SUFFIX
+            if found := await self.blobs.read(name, max_bytes=_MAX_HELD_BYTES):
+                return found
+        return b""
 
     async def is_served(self, model: str, now: datetime | None = None) -> bool:
         """True if a worker has noted in the last 5 to 10 minutes that it serves the model."""

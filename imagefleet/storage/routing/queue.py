@@ -158,8 +158,8 @@ class RoutedQueue:
         await self._route_of(message).queue.delete(message)
 
     @property
-    def finds_all(self) -> bool:
-        return all(route.queue.finds_all for route in self.routes.values())
+    def is_local(self) -> bool:
+        return all(route.queue.is_local for route in self.routes.values())
 
     async def find(self, text: str) -> AsyncIterator[tuple[protocol.Message, bool]]:
         for route in await self._all():
@@ -255,6 +255,8 @@ class RoutedQueue:
                 route.last_receive = self._receives
             else:
                 pause = rule.FIRST_PAUSE_SECONDS * 2.0 ** min(route.empty_receives, 30)
+                if route.queue.is_local:
+                    pause = rule.LOCAL_PAUSE_SECONDS
                 route.due_at = now + min(pause, longest)
                 route.empty_receives += 1
         if is_idle:

@@ -32,6 +32,9 @@ MISSING_PAUSE_SECONDS = 60.0
 LONGEST_PAUSE_SECONDS = 2.0
 LONGEST_IDLE_PAUSE_SECONDS = 10.0
 
+#: The longest pause where a receive costs nothing: a client may wait behind jobs of low priority.
+LOCAL_PAUSE_SECONDS = 0.03
+
 
 @dataclass(slots=True, eq=False)
 class Route:

@@ -62,7 +62,7 @@ async def test_a_campaign_exists_once_it_has_a_message_an_image_or_a_count(
     await sent_jobs.note(storage, "loading", 1)
     for name in ("waiting", "drawn", "loading"):
         assert await target.check_campaign(storage, name) is None
-    if storage.queue.finds_all:
+    if storage.queue.is_local:
         with pytest.raises(errors.SetupError, match="did you mean 'loading'"):
             await target.check_campaign(storage, "lading")
     else:  # Azure does not show what most messages are

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
@@ -108,3 +109,25 @@ async def test_a_thousand_at_once_are_all_answered():
     async with serving() as port:
         found = await asyncio.gather(*(get(port) for _ in range(1_000)))
     assert found == [b"x"] * 1_000
+
+
+async def test_a_thousand_connections_at_once_leave_others_their_turn(monkeypatch):
+    """However many there are, few are accepted in one turn of the event loop."""
+    turns, accepted = 0, [0]
+    accept = connections.Connections.accept
+
+    def counted(self: connections.Connections) -> asyncio.BaseProtocol:
+        accepted[-1] += 1
+        return accept(self)
+
+    monkeypatch.setattr(connections.Connections, "accept", counted)
+    async with serving() as port:
+        opened = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+        while sum(accepted) < len(opened):
+            await asyncio.sleep(0)
+            turns += 1
+            accepted.append(0)
+        for each in opened:
+            each.close()
+
+    assert max(accepted) <= connections.AT_ONCE

@@ -265,3 +265,36 @@ def test_a_program_that_ends_without_closing_ends_as_it_wants_to(tmp_path):
     ended = [process.communicate()[1] for process in begun]
     codes = [process.returncode for process in begun]
     assert codes == [*expected.values()], ended
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_drawing_without_a_second_exception(tmp_path):
+    program = PROGRAM.replace("next(drawing)\n", "with engine:\n  for _ in drawing:\n")
+    last = "    print('drawn', flush=True)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program + last],
+        env={**os.environ, "HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+
+    process.send_signal(signal.SIGINT)
+
+    _, told = process.communicate()
+    assert process.returncode == -signal.SIGINT
+    assert told.rstrip().endswith("KeyboardInterrupt")
+    assert "During handling" not in told
+
+
+def test_a_lora_that_is_missing_is_told_in_words_of_the_library(
+    make: Callable[..., Engine], tmp_path
+):
+    for folder, where in (
+        (None, "no LoRA oil.safetensors: the LoRA folder is not set"),
+        (tmp_path, f"no LoRA oil.safetensors in the LoRA folder {tmp_path}"),
+    ):
+        (drawn,) = make(loras=folder).draw([{"prompt": "a <lora:oil:1>"}])
+        assert str(drawn.error) == where

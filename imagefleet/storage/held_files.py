@@ -1,0 +1,79 @@
+"""The files that workers have of their own, and the hashes of models, as lists show them."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterable
+
+from imagefleet import errors
+from imagefleet.files.kinds import MODEL
+from imagefleet.job.prompt import is_safe_name
+from imagefleet.storage.open import Storage
+
+#: Seconds for which the lists are believed: each model costs a read or two.
+_READ_SECONDS = 30.0
+
+_MANIFEST = f"{MODEL.folder}/manifest.json"
+_MAX_MANIFEST_BYTES = 2**24
+
+_SHA256 = re.compile("[0-9a-f]{64}")
+_HASH = re.compile("[0-9a-f]{10}")
+
+
+class HeldFiles:
+    """Hashes of models, and LoRAs in folders of workers, who are strangers."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.hashes: dict[str, str] = {}
+        """Hashes of models by their names: ten characters, or the whole SHA-256."""
+        self.loras: set[str] = set()
+        self._storage = storage
+        self._read_at = -_READ_SECONDS
+        self._reading = asyncio.Lock()
+
+    async def refresh(self, served: Iterable[str]) -> None:
+        """Reads what the workers of the *served* models tell; raises TransientError."""
+        async with self._reading:
+            if time.monotonic() - self._read_at < _READ_SECONDS:
+                return
+            self.hashes, self.loras = {}, set()
+            for model in served:
+                self._add_held(model, await self._storage.models.held_now(model))
+            self._add_manifest(await self._manifest())
+            self._read_at = time.monotonic()
+
+    def _add_held(self, model: str, data: bytes) -> None:
+        held = _object(data)
+        short = held.get("hash")
+        if isinstance(short, str) and _HASH.fullmatch(short):
+            self.hashes[model] = short
+        loras = held.get("loras")
+        if isinstance(loras, list):
+            names = (name for name in loras if isinstance(name, str))
+            self.loras.update(filter(is_safe_name, names))
+
+    def _add_manifest(self, data: bytes) -> None:
+        listed = _object(data)
+        files = listed.get("files", listed)
+        if not isinstance(files, dict):
+            return
+        for name, sha256 in files.items():
+            if isinstance(sha256, str) and _SHA256.fullmatch(sha256):
+                self.hashes[MODEL.stem(name)] = sha256
+
+    async def _manifest(self) -> bytes:
+        """The list of the storage's models; nothing where there is none, or no access to it."""
+        files = self._storage.files
+        try:
+            return await files.read(_MANIFEST, max_bytes=_MAX_MANIFEST_BYTES) or b""
+        except errors.SetupError:
+            return b""
+
+
+def _object(data: bytes) -> dict[str, object]:
+    try:
+        found = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
