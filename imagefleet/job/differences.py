@@ -15,8 +15,6 @@ from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
 
-OPTIONS_OF_PARTS = "options_of_parts"
-
 KNOWN: Mapping[str, str] = {
     "control_size": "a ControlNet's image of another size than the drawing's is resized with"
     " Pillow, where sd-webui-controlnet uses OpenCV and thins lines again: give it in that size",
@@ -29,7 +27,7 @@ KNOWN: Mapping[str, str] = {
     " its smallest sigma, so that the image is grey",
     "dynamic_prompt": "alternatives ({a|b}) and wildcards (__name__) in a prompt are words; there"
     " the extension sd-dynamic-prompts, where it is installed, chooses one of them",
-    OPTIONS_OF_PARTS: "ADetailer's parts are drawn with the payload's eta, s_churn, s_tmin,"
+    "options_of_parts": "ADetailer's parts are drawn with the payload's eta, s_churn, s_tmin,"
     " s_tmax, s_noise and s_min_uncond; there with those of the settings alone",
     "lcm_of_velocities": "LCM reads the output of a checkpoint of v-prediction as the velocity that"
     " it is; there as noise",
@@ -72,11 +70,17 @@ def _has_dynamic_prompt(job: PassFields, _: _Size) -> bool:
     )
 
 
+def _has_options_of_parts(job: PassFields, _: _Size) -> bool:
+    own = job.eta, job.s_churn, job.s_tmin, job.s_tmax, job.s_noise, job.s_min_uncond
+    return bool(job.details) and own != (None, 0, 0, 0, 1, 0)
+
+
 #: The differences that a job alone tells, but for the size that it may leave to the checkpoint.
 OF_JOBS: Mapping[str, Callable[[PassFields, _Size], bool]] = {
     "gpu_noise": _has_much_gpu_noise,
     "one_aligned_step": _has_one_aligned_step,
     "dynamic_prompt": _has_dynamic_prompt,
+    "options_of_parts": _has_options_of_parts,
 }
 
 
@@ -87,9 +91,6 @@ def of_job(job: PassFields, size: _Size) -> Iterator[str]:
     for name, applies in OF_JOBS.items():
         if applies(job, size):
             yield name
-    own = job.eta, job.s_churn, job.s_tmin, job.s_tmax, job.s_noise, job.s_min_uncond
-    if job.details and own != (None, 0, 0, 0, 1, 0):
-        yield OPTIONS_OF_PARTS
 
 
 @functools.cache

@@ -110,12 +110,14 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 
 #: Programs with tests of their own, by these.
 ELSEWHERE = {
+    "bundles/measure.py": "benchmarks/test_bundles.py",
     "engine.py": "benchmarks/test_documented_commands.py",
     "first_minute/measure.py": "benchmarks/test_first_minute.py",
     "first_minute/row.py": "benchmarks/test_first_minute.py",  # `measure.py` starts it
     "rows/engine.py": "benchmarks/test_documented_commands.py",  # `engine.py` starts it
     "library/attacks.py": "benchmarks/test_programs.py",  # `strangers.py` starts it
     "million/run.py": "worker/test_long_run.py",
+    "packs.py": "benchmarks/test_packs.py",
     "overlap.py": "benchmarks/test_documented_commands.py",
     "scoring/gate.py": "evaluation/gate/test_power.py",
     "scoring/reference.py": "benchmarks/test_programs.py",

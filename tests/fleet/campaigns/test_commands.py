@@ -239,10 +239,7 @@ def test_purge_asks_with_the_count_and_keeps_failed_jobs(
         await storage.poison.send(["{}"])
 
     on(filled, fail_one)
-    assert (
-        "3 jobs"
-        in in_process("cancel", "--all", "--dry-run", *flags(filled)).stdout
-    )
+    assert "3 jobs" in in_process("cancel", "--all", "--dry-run", *flags(filled)).stdout
     assert "Delete 3 jobs" in in_process("cancel", "--all", *flags(filled)).stderr
     assert on(filled, depths) == (3, 1)
     found = json.loads(

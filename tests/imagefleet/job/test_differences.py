@@ -29,7 +29,6 @@ def test_the_code_warns_of_each_and_the_page_lists_it():
             r'differences\.warn\("(\w+)"\)', source.read_text(encoding="utf-8")
         )
     }
-    warned |= {differences.OPTIONS_OF_PARTS}
     assert warned | differences.OF_JOBS.keys() == differences.KNOWN.keys()
     page = (ROOT / "docs" / "a1111.md").read_text(encoding="utf-8")
     assert all(
