@@ -180,10 +180,7 @@ def _print_summary(summary: Summary, told: Mapping[str, Any]) -> None:
             f"{mended:,} of them had failed and may stay on the list of failed jobs: `imagefleet"
             " discard` takes them off"
         )
-    if comments := told.get("comments"):
-        console.print_note(
-            f"left out {console.counted(comments, 'line')} that begin with #"
-        )
+    show_comments(told.get("comments", 0))
     if skipped := told.get("invalid"):
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")
     show_differences(told.get("differs", {}))
@@ -191,6 +188,13 @@ def _print_summary(summary: Summary, told: Mapping[str, Any]) -> None:
         console.print_note(
             f"stopped after {console.counted(summary.confirmed, 'job')}; the same command goes on"
             " there"
+        )
+
+
+def show_comments(count: int) -> None:
+    if count:
+        console.print_note(
+            f"left out {console.counted(count, 'line')} that begin with #"
         )
 
 

@@ -262,11 +262,14 @@ def _check(
     with read("checking"):
         source.check(note)
     found = console.run(missing.look(settings, uses, elsewhere))
+    comments = getattr(source, "comments", 0)
     if as_json:
         facts = {"invalid": report.count, "doubled": doubled.count}
+        facts |= {"comments": comments}
         console.print_json(missing.summary(uses, found) | facts)
     else:
         missing.show(uses, found)
+        filling.show_comments(comments)
     for sentence in doubled.shown:
         console.print_warning(sentence)
     if doubled.count > len(doubled.shown):

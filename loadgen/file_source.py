@@ -213,6 +213,7 @@ class FileSource:
         """The messages; with *on_job* they are only checked."""
         repeats = Digests()
         self.differences.clear()
+        self.comments = self.empty = 0
         with self._opened() as stream:
             for entry in itertools.islice(self._form.entries(stream), self.count):
                 problem, body = entry.problem, None
@@ -225,7 +226,7 @@ class FileSource:
                     on_rejected(Rejected.of(entry, problem))
                 elif entry.notice:
                     self.report.notice(entry.place, entry.notice)
-                if on_job is None and not (problem or entry.text):
+                if not (problem or entry.text):
                     self.comments += entry.is_comment
                     self.empty += not entry.is_comment
                 yield body

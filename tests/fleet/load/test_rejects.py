@@ -199,6 +199,8 @@ def test_lines_of_text_that_are_left_out_as_comments_are_counted(
     in_process: Imagefleet, tmp_path
 ):
     (tmp_path / "jobs.txt").write_text("a house\n#1 dad mug\n\n  # more\na dog\n")
+    checked = in_process("load", "jobs.txt", "--check")
+    assert "left out 2 lines that begin with #" in checked.stderr
     result = in_process("load", "jobs.txt")
     assert "left out 2 lines that begin with #" in result.stderr
     told = json.loads(in_process("load", "jobs.txt", "--restart", "--json").stdout)
