@@ -1,11 +1,12 @@
 """The ledger of money of a real fleet: `report`, `status`, a panel and the processes' own counters.
 
-Real workers push, are killed and restarted; jobs fail and are replayed, wait and are cancelled, or
-come through the gateway; a worker's images are redone. What the processes counted is noted on its
-way to the server.
+Real workers push, are killed and restarted; jobs go one by one or in bundles, fail and are
+replayed, wait and are cancelled, or come through the gateway; a worker's images are redone. What the
+processes counted is noted on its way to the server.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -35,6 +36,9 @@ PAGE = ROOT / "dashboards" / "grafana" / "cost.json"
 #: Jobs that are drawn, some at once; that fail when they are, until they are replayed; and that are
 #: cancelled.
 DRAWN, BROKEN, CANCELLED = 20, 6, 8
+
+#: Jobs of a message of those that are drawn, in every second load.
+BUNDLED = 3
 
 #: Requests to the gateway, at the same time; and captions of a sweep of two values.
 REQUESTS, CAPTIONS = 12, 6
@@ -247,7 +251,9 @@ async def redone(
     """What `redo` says at the end of a fleet that has drawn the *sent* jobs."""
     sent = 0
 
-    async def load(name: str, campaign: str, count: int, prompt: str) -> None:
+    async def load(
+        name: str, campaign: str, count: int, prompt: str, bundle: int = 1
+    ) -> None:
         nonlocal sent
         sent += count if campaign == "spring" else 0
         job = {"campaign": campaign, "prompt": prompt, "steps": 4}
@@ -257,7 +263,7 @@ async def redone(
             for number in range(count)
         )
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-        await run("load", f"{name}.jsonl")
+        await run("load", f"{name}.jsonl", "--bundle", str(bundle))
 
     async def load_until(has_drawn: Callable[[], float]) -> None:
         """Sends jobs until that worker has got some of them."""
@@ -265,8 +271,10 @@ async def redone(
         async def is_over() -> bool:
             return bool(has_drawn()) or not (await storage.queue.depth()).messages
 
-        while not has_drawn():
-            await load(f"drawn{sent}-", "spring", DRAWN, "a house")
+        for bundle in itertools.cycle((BUNDLED, 1)):
+            if has_drawn():
+                break
+            await load(f"drawn{sent}-", "spring", DRAWN, "a house", bundle)
             await polling.until(is_over)
 
     (marker := tmp_path / "broken").touch()
