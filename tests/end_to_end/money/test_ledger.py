@@ -1,8 +1,8 @@
 """The ledger of money of a real fleet: `report`, `status`, a panel and the processes' own counters.
 
 Real workers push, are killed and restarted; jobs go one by one or in bundles, fail and are
-replayed, wait and are cancelled, or come through the gateway; a worker's images are redone. What the
-processes counted is noted on its way to the server.
+replayed, wait and are cancelled, or come through the gateway; a worker's images are redone. What
+the processes counted is noted on its way to the server.
 """
 
 import asyncio
