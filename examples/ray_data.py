@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
+from pydantic import ValidationError
 
 import imagefleet
+from imagefleet import validation
 
 #: Rows that one call takes; more than the engine's slots, so that these are always full.
 BATCH_ROWS = 64
@@ -32,8 +34,8 @@ class Draw:
             row = dict(zip(batch, values, strict=True))
             try:
                 jobs.append(imagefleet.Job.model_validate(row))
-            except ValueError as error:
-                yield as_row(row["id"], error=str(error))
+            except ValidationError as error:
+                yield as_row(row["id"], error=validation.sentence(error))
         for drawn in self.engine.draw(jobs):
             if drawn.error is not None:
                 yield as_row(drawn.job.id, error=drawn.error.message)

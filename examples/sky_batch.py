@@ -20,8 +20,10 @@ POOL, BATCH_ROWS = "imagefleet-pool", 256
 def draw() -> None:
     """Runs on a worker, on which only what it imports itself is known."""
     import sky
+    from pydantic import ValidationError
 
     import imagefleet
+    from imagefleet import validation
 
     with imagefleet.Engine(
         "/models/model.safetensors", loras="/models/loras"
@@ -32,8 +34,8 @@ def draw() -> None:
             for row in batch:
                 try:
                     jobs.append(imagefleet.Job.model_validate(row))
-                except ValueError as error:
-                    found[row["id"]]["error"] = str(error)
+                except ValidationError as error:
+                    found[row["id"]]["error"] = validation.sentence(error)
             for drawn in engine.draw(jobs):
                 if drawn.error is None:
                     found[drawn.job.id]["image"] = drawn.images[0]

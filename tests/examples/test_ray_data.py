@@ -82,4 +82,4 @@ def test_an_actor_that_is_killed_and_rows_that_are_no_jobs_lose_and_double_nothi
     assert sum(row["image"] > 0 for row in found) == 117
     reasons = [row["error"] for row in found if not row["image"]]
     assert len(reasons) == 3
-    assert all("steps" in reason for reason in reasons)
+    assert all("steps" in reason and "\n" not in reason for reason in reasons)
