@@ -94,7 +94,7 @@ COMMANDS: dict[str, Case] = {
     "sweep": Case(
         "captions.txt --campaign curve --dry-run", r"2 captions x 1 group: 2 jobs"
     ),
-    "cancel": Case("--all --dry-run", r"0 messages of the queue jobs would be deleted"),
+    "cancel": Case("--all --dry-run", r"0 jobs of the queue jobs would be deleted"),
     "status": Case("--json", r'"messages": 0'),
     "report": Case("spring", r"Report: spring-report\.html"),
     "results": Case("spring", r"images +1"),

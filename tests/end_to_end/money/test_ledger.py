@@ -43,6 +43,9 @@ BUNDLED = 3
 #: Requests to the gateway, at the same time; and captions of a sweep of two values.
 REQUESTS, CAPTIONS = 12, 6
 
+#: Images of the worker of which a rate is asked.
+RATED = 3
+
 #: Images that a killed worker has stored since its last push, at most.
 UNPUSHED = 8
 
@@ -299,7 +302,7 @@ async def redone(
     alone.kill()
     demo = await start("demo", "3.6")
     await polling.until(lambda: noting.of("demo", READY))
-    await load_until(lambda: noting.of("demo", IMAGES))
+    await load_until(lambda: noting.of("demo", IMAGES) > RATED)
     await counted(storage, completed=sent - BROKEN, failed=BROKEN)
     await counted(storage, "summer", completed=2 * CAPTIONS)
     marker.unlink()
