@@ -33,8 +33,8 @@ LINES_IN_A_FILE = 600
 WORKER_SETTINGS = 46
 
 
-#: What `make test` unpacks into the tests' folders.
-UNPACKED = {"debian", "node_modules"}
+#: What `make test` and `make test-slow` unpack into the tests' folders.
+UNPACKED = {"debian", "node_modules", ".venv"}
 
 
 def sources(*folders: str) -> list[Path]:
