@@ -76,6 +76,7 @@ class Packages:
         self._orders: dict[Path, Compiler] = {}
         """What is compiled, the graph that is wanted included."""
         self._foreseen: set[Path] = set()
+        """What was compiled before it was wanted."""
         self._wanted: _Wanted | None = None
 
     def prepare(self) -> None:
@@ -112,15 +113,11 @@ class Packages:
         self._collect()
         return len(self._orders) < self._most_compilers and self._gpu_has_room
 
-    def foresee(self, graph: Graph) -> bool:
-        """Has a graph compiled that is wanted next; False if it was foreseen before."""
+    def foresee(self, graph: Graph) -> None:
+        """Has a graph compiled that is wanted next."""
         following = self._describe(graph)
-        if following.path in self._foreseen or following.path in self._orders:
-            return False
-        self._foreseen.add(following.path)
-        if not following.path.exists():
+        if following.path not in self._orders and not following.path.exists():
             self._order(following)
-        return True
 
     def is_done(self, seconds: float = 0.0) -> bool:
         """True if `end` does not wait for others; waits for so many *seconds*."""
@@ -202,6 +199,7 @@ class Packages:
             except CompileError as error:
                 log.warning(f"{path.name}: {error}", action="compile_failed")
             else:
+                self._foreseen.add(path)
                 self._share(path)
 
     def _share(self, path: Path) -> None:

@@ -63,6 +63,7 @@ class Compilation:
         self._step: Step | None = None
         self._graphs: Iterator[Graph] = iter(())
         self._pending: Graph | None = None
+        self._foreseen: set[tuple[BatchKey, WeightMode]] = set()
 
     @property
     def is_due(self) -> bool:
@@ -96,7 +97,7 @@ class Compilation:
         if self._step is not None and not self._is_current:
             self._abandon()
         if not self.is_due:
-            self._foresee()
+            self._try_to_foresee()
             return
         self._begin_now()
         batch_key = self._step.batch_key if self._step else self._next()
@@ -181,10 +182,22 @@ class Compilation:
         vaes = [key for key in keys if self._lacks_vae(self._runner.compiled_step(key))]
         return urgent, [*vaes, *wanted]
 
+    def _try_to_foresee(self) -> None:
+        """Raises NodeError if the GPU is broken; whatever else fails is compiled in its turn."""
+        try:
+            self._foresee()
+        except Exception as error:
+            failure = engine_errors.classify(error)
+            log.warning(
+                f"the next size is not compiled ahead: {failure.message}",
+                exc_info=True,
+                action="compile_failed",
+            )
+
     def _foresee(self) -> None:
-        """Has the tick of the key after this one compiled meanwhile."""
+        """Has the tick of the key after this one compiled meanwhile, once."""
         packages = self._packages
-        if packages is None or not packages.may_foresee:
+        if packages is None or self._pending is None:
             return
         opened = {lane.batch_key: lane for lane in self._lanes if lane.step}
         for key in self._wanted()[0]:
@@ -192,8 +205,13 @@ class Compilation:
             if lane is None or lane.step is None or lane.step is self._step:
                 continue
             mode = self._runner.missing_modes(lane.step)[0]
-            if packages.foresee(self._describe_tick(lane, lane.step, mode)):
-                return
+            if (key, mode) in self._foreseen:
+                continue
+            if packages.may_foresee:
+                # To describe a tick takes as long as several.
+                self._foreseen.add((key, mode))
+                packages.foresee(self._describe_tick(lane, lane.step, mode))
+            return
 
     def _lacks_vae(self, step: Step | None) -> bool:
         return step is not None and bool(self._decoder.uncompiled(_latents(step)))

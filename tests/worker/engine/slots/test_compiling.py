@@ -459,6 +459,26 @@ def test_another_size_that_pays_is_foreseen_while_the_first_is_compiled(
     assert [name.split()[1] for name in compiler.began] == ["UNet"]
     assert "96x64" in compiler.foreseen[0]
     assert "64x64" in compiler.began[0]
+    for _ in range(5):
+        engine.tick()
+    assert len(compiler.foreseen) == 1, "to describe it takes as long as some ticks"
+
+
+def test_a_size_that_cannot_be_foreseen_is_drawn_on(
+    make_slot_engine: Any, compiler: PlainPackages
+):
+    engine = make_slot_engine(
+        slots=2, packages=compiler, queue_seconds=lambda: math.inf
+    )
+    engine.compile_in_background()
+    compiler.may_foresee = compiler.breaks = True
+    sizes = [{}, {"width": 96}] * 10
+    draw(
+        engine,
+        *(make_request(seed=at, steps=2, **each) for at, each in enumerate(sizes)),
+    )
+    assert engine._compilation._foreseen, "it was tried"
+    assert engine.is_compiling
 
 
 def test_few_images_that_change_convolutions_are_drawn_in_the_first_slots_alone(

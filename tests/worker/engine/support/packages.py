@@ -29,9 +29,10 @@ class PlainPackages:
         self.began.append(graph.name)
         self._graph = graph
 
-    def foresee(self, graph: Graph) -> bool:
+    def foresee(self, graph: Graph) -> None:
+        if self.breaks:
+            raise OSError("no folder for this")
         self.foreseen.append(graph.name)
-        return True
 
     def is_done(self, _seconds: float = 0.0) -> bool:
         return self.may_end > 0
