@@ -76,6 +76,7 @@ class Graph:
         """Of one recorded run; None until some have ended."""
         self._runs: deque[_Run] = deque()
         self._timed_runs = 0
+        self._launching = 0.0
         self._description: Description | None = None
         self._function = function
         self._arguments = arguments
@@ -161,7 +162,11 @@ class Graph:
     def note_run(self, seconds: float, launching_seconds: float) -> None:
         """Notes what a run took, and its launch, if the GPU had other work meanwhile."""
         self._timed_runs += 1
-        if launching_seconds > _LAUNCHING_SHARE * seconds:
+        if self._timed_runs == 1:
+            return  # the driver also takes the graph to the GPU
+        # On average: another thread may have held the interpreter's lock for one.
+        self._launching += (launching_seconds - self._launching) / _TIMED_RUNS
+        if self._launching > _LAUNCHING_SHARE * seconds:
             self.has_room_for_next = False
         if self.seconds is not None:
             self.seconds += (seconds - self.seconds) / _TIMED_RUNS

@@ -69,3 +69,12 @@ def test_a_run_that_the_driver_takes_only_once_the_gpu_is_free_has_no_room_besid
     graph.note_run(0.08, launching_seconds=0.0)
     assert graph.seconds == pytest.approx(0.06), "a moving average"
     assert not graph.has_room_for_next, "since it waits for the GPU"
+
+
+def test_one_late_launch_does_not_make_the_host_wait_for_good():
+    """The first one takes the graph to the GPU; another thread may hold up a later one."""
+    graph = make(torch.ones(2, 2), torch.eye(2))
+    graph.note_run(0.05, launching_seconds=0.2)
+    for late in (0.0, 0.02, 0.0, 0.0, 0.0, 0.02):
+        graph.note_run(0.05, launching_seconds=late)
+    assert graph.has_room_for_next
