@@ -23,9 +23,10 @@ demo: $(INSTALLED)
 
 # Three files of tests at a time: much of their time is waiting. What is compiled is kept, as hundreds
 # of processes begin, each with one thread for numpy and torch: several spin while they wait for a
-# core, which another process has.
-PYTEST := PYTHONDONTWRITEBYTECODE= REQUIRE_AZURITE=1 OMP_NUM_THREADS=1 \
-  $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+# core, which another process has. A process that dies is replaced, and runs the test again that it
+# died of: not for ever.
+PYTEST := PYTHONDONTWRITEBYTECODE= REQUIRE_AZURITE=1 OMP_NUM_THREADS=1 $(BIN)/pytest \
+  --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
 test: check $(AZURITE) $(PROMETHEUS)
 	$(PYTEST) -m "not slow"
