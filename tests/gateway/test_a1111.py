@@ -389,6 +389,11 @@ async def test_options_and_flags_are_whole_and_name_the_checkpoint_that_draws(
     assert options["sd_model_checkpoint"] == "stand-in"
     assert len(options) > 300
     assert len(flags) > 100
+    # Of 1.10 and of no release before.
+    assert {"do_not_download_clip", "freeze_specific_settings", "models_dir"} <= set(
+        flags
+    )
+    assert "no_tests" not in flags
     assert scripts["txt2img"] == scripts["img2img"] == ["adetailer", "controlnet"]
     # As programs do that change one of them.
     status, _ = await served.post("/sdapi/v1/options", options)
