@@ -19,7 +19,7 @@ from imagefleet.job.message import SafeId
 from imagefleet.records import ledger
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
-from imagefleet.storage import protocol
+from imagefleet.storage import bundle, protocol
 from imagefleet.storage.dead_letter import Check, FailedJob, Refused, Selection
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import Priority
@@ -115,13 +115,14 @@ async def replay(
 ) -> Swept:
     """Puts failed jobs back into the job queue of *priority*, with a fresh delivery count.
 
-    They are new messages. Those that *check* refuses stay.
+    They are new messages, bundles where they are many. Those that *check* refuses stay.
 
     Jobs are added to the job queue, then noted as replayed, then deleted from the poison queue. A
     crash before the note has the next replay send them once more, with the same id, and loses none.
     """
     swept = Swept()
     records = RecordLog(storage.files, "operator")
+    per_message = bundle.jobs_per_bundle((await storage.poison.depth()).messages)
     async for batch in in_batches(recorded(storage, selection)):
         chosen, refused = check.choose(batch)
         swept.refused += refused
@@ -129,7 +130,9 @@ async def replay(
             # Raises SetupError, before a change, if the credentials do not allow notes.
             await records.open(campaign, "settled")
         bodies = [each.body for each in chosen]
-        await storage.models.send(bodies, priority)
+        jobs = [bundle.Sent(body) for body in bodies]
+        messages = bundle.bundled(jobs, per_message, bundle.any_name)
+        await storage.models.send(messages, priority)
         if check.change is not None:  # other jobs now, of the same ids
             await ledger.note(storage, bodies)
         sent = [each.record for each in chosen]

@@ -6,9 +6,10 @@ import pytest
 import made_records
 from browsing import visible
 from imagefleet import errors
+from imagefleet.job import message as job_message
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.log import RecordLog
-from imagefleet.storage import dead_letter, dead_letter_queue
+from imagefleet.storage import bundle, dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import JobQueue, LeasedMessage
@@ -149,6 +150,22 @@ async def test_a_sweep_handles_more_than_one_page(
     assert swept.done == seen[-1] == 40
     assert (await storage.queue.depth()).messages == 40
     assert len(await ids(storage.poison)) == 40
+
+
+async def test_many_failed_jobs_are_replayed_in_few_messages_and_each_once(
+    storage: Storage, monkeypatch
+):
+    monkeypatch.setattr(bundle, "jobs_per_bundle", lambda count: count // 5)
+    await add(storage, *(f"a{number}" for number in range(40)))
+
+    swept = await dead_letter_queue.replay(storage, Selection())
+
+    bodies = [message.body for message in await storage.queue.receive(32, 60)]
+    assert len(bodies) == 5
+    jobs = [job for body in bodies for job in bundle.messages_of(body)]
+    found = sorted(str(job_message.fields_if_any(job)["id"]) for job in jobs)
+    assert found == sorted(f"a{number}" for number in range(40))
+    assert (swept.done, (await storage.poison.depth()).messages) == (40, 0)
 
 
 async def test_a_replay_ends_even_if_the_jobs_fail_again_meanwhile(
