@@ -26,7 +26,7 @@ demo: $(INSTALLED)
 # core, which another process has. A process that dies is replaced, and runs the test again that it
 # died of: not for ever.
 PYTEST := PYTHONDONTWRITEBYTECODE= REQUIRE_AZURITE=1 OMP_NUM_THREADS=1 $(BIN)/pytest \
-  --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
+  --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 
 test: check $(AZURITE) $(PROMETHEUS)
 	$(PYTEST) -m "not slow"

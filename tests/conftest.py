@@ -303,7 +303,7 @@ def pytest_collection_modifyitems(
         if _is_slow_on_azurite(item):
             item.add_marker("slow")
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(1200))
+            item.add_marker(pytest.mark.timeout(900))
     if "PYTEST_XDIST_WORKER" in os.environ:
         is_slow = config.option.markexpr == "slow"
         tests = Counter(

@@ -40,7 +40,7 @@ def jobs_of(number: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(900)
 async def test_each_job_of_a_bundle_ends_once_whenever_its_worker_is_killed(
     storage: Storage, server: forks.Forks, tmp_path: Path
 ):
