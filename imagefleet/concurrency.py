@@ -197,11 +197,11 @@ class _Attempts:
 
     policy: RetryPolicy
     began_at: float
+    #: The last one.
     error: errors.TransientError
-    """The last one."""
     failed: int = 0
+    #: Number of waits for a busy storage since the last failure that counts.
     waited: int = 0
-    """Number of waits for a busy storage since the last failure that counts."""
     is_in_doubt: bool = False
     is_over: bool = False
     pause: float = 0.0

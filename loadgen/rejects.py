@@ -28,10 +28,10 @@ class Rejected:
 
     place: str
     reason: str
+    #: The fields of the job, as far as it could be read.
     job: Mapping[str, Any]
-    """The fields of the job, as far as it could be read."""
+    #: Facts about the row as `--rejects` writes them; its text, if its job could not be read.
     facts: Mapping[str, Any]
-    """Facts about the row as `--rejects` writes them; its text, if its job could not be read."""
 
     @classmethod
     def of(cls, entry: Entry, reason: str) -> Rejected:
@@ -80,11 +80,11 @@ def _shown(value: object) -> str:
 class Report:
     """Counts the rows that are refused, each once however often the file is read."""
 
+    #: True if they are left out, so that the others are sent.
     skips: bool = False
-    """True if they are left out, so that the others are sent."""
     on_rejected: Callable[[Rejected], object] = lambda _: None
+    #: Called with a warning about a row that is a valid job, but may not be meant as it is.
     on_notice: Callable[[str], object] = lambda _: None
-    """Called with a warning about a row that is a valid job, but may not be meant as it is."""
     rejects: str = ""
 
     def __post_init__(self) -> None:

@@ -23,13 +23,13 @@ class AcceleratorKind:
     """Samplers, guidance and steps of one kind of accelerator; the first are the usual ones."""
 
     title: str
+    #: Regular expression found in the file names of this kind, in lower case.
     pattern: str
-    """Regular expression found in the file names of this kind, in lower case."""
     samplers: tuple[str, ...]
     steps: tuple[int, int]
     guidance: tuple[float, float] = (1.0, 1.0)
+    #: Schedule type of the samplers; in SGM Uniform timesteps end where a step ends: 999, 749.
     schedule: str = "SGM Uniform"
-    """Schedule type of the samplers; in SGM Uniform timesteps end where a step ends: 999, 749."""
 
     @property
     def rows(self) -> int:

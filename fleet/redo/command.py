@@ -57,8 +57,8 @@ class Selection:
     """Images by name, each with its metadata."""
 
     images: dict[str, Metadata] = field(default_factory=dict)
+    #: Where images in packs are; the metadata of each are its record's.
     packed: dict[str, Spot] = field(default_factory=dict)
-    """Where images in packs are; the metadata of each are its record's."""
     damaged_records: int = 0
 
     def add(self, record: Record) -> None:

@@ -22,8 +22,8 @@ _MAX_MODELS = 50
 SLOW_SHARE = 2 / 3
 
 
+#: The report's JSON, which the page shows; a figure that cannot be computed is None.
 Figures = Mapping[str, Any]
-"""The report's JSON, which the page shows; a figure that cannot be computed is None."""
 
 
 def compute(records: Records, storage_url: str, table: prices.PriceTable) -> Figures:

@@ -21,8 +21,8 @@ from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
+#: Outcomes to show, as typer reads them from the command line.
 Outcome = StrEnum("Outcome", ["COMPLETED", "FAILED", "CANCELLED"])
-"""Outcomes to show, as typer reads them from the command line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,11 +49,11 @@ class Group(_Answer):
         "container", "resources", "gpu_classes", default=[]
     )
 
+    #: When SaladCloud scales the group by itself.
     schedules: Annotated[
         list[str],
         BeforeValidator(lambda given: [each["schedule"] for each in given or []]),
     ] = _at("scaling-actions", default=[])
-    """When SaladCloud scales the group by itself."""
 
     @property
     def is_stopped(self) -> bool:

@@ -44,8 +44,8 @@ class Speeds:
     """The best known speed, and what a job of each model counts; *server* has the metrics."""
 
     given: Speed | None = None
+    #: The one assumed, until one is measured.
     last: Speed | None = None
-    """The one assumed, until one is measured."""
     server: prometheus.Prometheus | None = None
     models: Sequence[Model] = ()
 
@@ -92,10 +92,10 @@ class Scaler:
     _speeds: Speeds
     _: KW_ONLY
     is_dry_run: bool = False
+    #: Clock of the cost ledger, which no change of the system time moves; not configurable.
     clock: Callable[[], float] = field(default_factory=host.steady_clock)
-    """Clock of the cost ledger, which no change of the system time moves; not configurable."""
+    #: Wall clock that the deadline is compared with.
     wall_clock: Callable[[], float] = time.time
-    """Wall clock that the deadline is compared with."""
 
     def __post_init__(self) -> None:
         self._ledger = ledger.read(self._ledger_path, self._fleet.fleet, self.clock())

@@ -9,8 +9,8 @@ from imagefleet import errors
 
 _FIELDS = ("prompt", "negative_prompt")
 
+#: The prompt and the negative prompt of each style.
 Styles = Mapping[str, tuple[str, str]]
-"""The prompt and the negative prompt of each style."""
 
 
 def read(path: Path) -> Styles:

@@ -74,8 +74,8 @@ class WarmUp:
 
     first_image_seconds: float
     full_speed_seconds: float
+    #: Share of full speed between the two.
     speed: float
-    """Share of full speed between the two."""
     source: str
 
     def lost(self, starting: float, cold: float) -> float:

@@ -64,8 +64,8 @@ class Bundle(NamedTuple):
 
     name: str
     campaign: str
+    #: The messages of its jobs.
     messages: list[str]
-    """The messages of its jobs."""
     ids: list[str]
     problem: str | None = None
 

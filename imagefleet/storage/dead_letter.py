@@ -114,8 +114,8 @@ class Check:
 
     trusted: TrustedJobs | None = None
     change: Change | None = None
+    #: Signs what was signed anew; without it, a job whose date has passed stays.
     signer: JobSigner | None = None
-    """Signs what was signed anew; without it, a job whose date has passed stays."""
 
     @property
     def sendable(self) -> TrustedJobs | None:

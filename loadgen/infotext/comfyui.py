@@ -70,8 +70,8 @@ class _Sampler(NamedTuple):
 
     key: str
     fields: Mapping[str, Any] = {}
+    #: The sentence about how the picture differs; empty where it is the same.
     said: str = ""
-    """The sentence about how the picture differs; empty where it is the same."""
 
 
 _OTHER_NOISE = "the noise of its steps is another: alike and not equal"

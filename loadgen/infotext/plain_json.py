@@ -18,11 +18,11 @@ class _Program(NamedTuple):
 
     name: str
     fields: Mapping[str, str]
+    #: Keys that decide nothing of one picture, or are told by another.
     ignored: frozenset[str]
-    """Keys that decide nothing of one picture, or are told by another."""
     said: str = ""
+    #: True if its samplers are ComfyUI's, else diffusers'.
     is_comfyui: bool = True
-    """True if its samplers are ComfyUI's, else diffusers'."""
 
 
 _FOOOCUS = _Program(

@@ -21,12 +21,12 @@ class Reading:
 
     job: dict[str, Any]
     models: list[Named] = field(default_factory=list)
+    #: Sentences about parts of the picture that are not drawn again, or only alike.
     cannot: list[str] = field(default_factory=list)
-    """Sentences about parts of the picture that are not drawn again, or only alike."""
+    #: Fields that must be given besides: their pictures are in no text.
     needs: list[str] = field(default_factory=list)
-    """Fields that must be given besides: their pictures are in no text."""
+    #: True if its program cuts a prompt of more than 75 tokens at other words.
     cuts_prompts_elsewhere: bool = False
-    """True if its program cuts a prompt of more than 75 tokens at other words."""
 
     def give(self, fields: Mapping[str, Any]) -> None:
         """Sets fields of the job, among them what it needs."""

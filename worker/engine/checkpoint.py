@@ -62,8 +62,8 @@ class Checkpoint(Model):
     """The networks of a model of latents on their device, and their noise schedule."""
 
     tokenizer: CLIPTokenizer
+    #: The text encoders, in the order of their vectors.
     text_encoders: Mapping[Network, Any]
-    """The text encoders, in the order of their vectors."""
     vae: AutoencoderKL
     alphas_cumprod: Tensor
     prediction_type: str
@@ -282,17 +282,17 @@ def vae_factor(vae: AutoencoderKL) -> int:
     return int(2 ** (len(vae.config.block_out_channels) - 1))
 
 
+#: The UNet, the VAE and the text encoders, by the names of their folders.
 _Networks = dict[str, Any]
-"""The UNet, the VAE and the text encoders, by the names of their folders."""
 
 
 class _Read(NamedTuple):
     family: Family
     networks: _Networks
+    #: The names of a single file's tensors; empty for a folder.
     keys: Collection[str] = ()
-    """The names of a single file's tensors; empty for a folder."""
+    #: True if the family knows the native size, not a configuration.
     has_own_size: bool = False
-    """True if the family knows the native size, not a configuration."""
 
 
 def _parts(family: Family) -> dict[str, tuple[type[Any], Config]]:

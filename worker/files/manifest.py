@@ -143,8 +143,8 @@ class DamagedError(errors.TransientError):
 @dataclass(frozen=True, slots=True)
 class Contents:
     files: Mapping[str, str] = field(default_factory=dict)
+    #: The fields its signature covers; empty where it is plain.
     signed: Mapping[str, Any] = field(default_factory=dict)
-    """The fields its signature covers; empty where it is plain."""
     signature: object = None
 
     @property

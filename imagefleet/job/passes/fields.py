@@ -28,15 +28,15 @@ class Pass:
     height: int
     calls: int
     controls: int = 0
+    #: True if the pass begins with pixels, which the VAE encodes.
     encodes: bool = False
-    """True if the pass begins with pixels, which the VAE encodes."""
+    #: True if the pass ends with pixels, which the VAE decodes.
     decodes: bool = True
-    """True if the pass ends with pixels, which the VAE decodes."""
+    #: Pixels that networks enlarge before it, or in its place.
     enlarged: int = 0
-    """Pixels that networks enlarge before it, or in its place."""
+    #: Rows of a call: one of each prompt that AND joins, and one with guidance. Steps that
+    #: `s_min_uncond` leaves without count as guided.
     rows: int = 2
-    """Rows of a call: one of each prompt that AND joins, and one with guidance. Steps that
-    `s_min_uncond` leaves without count as guided."""
 
     @property
     def is_drawn(self) -> bool:
@@ -50,17 +50,17 @@ class PassFields(Hires, Extras):
     """Fields of a job's passes: input image, ControlNets, second pass, refiner and enlarging."""
 
     alwayson_scripts: Scripts = Scripts()
+    #: The VAE that encodes and decodes; None: the checkpoint's own.
     sd_vae: _Named = None
-    """The VAE that encodes and decodes; None: the checkpoint's own."""
     tiling: bool = False
+    #: The checkpoint of the second pass; None: the first's.
     hr_checkpoint_name: _Named = None
-    """The checkpoint of the second pass; None: the first's."""
+    #: The checkpoint that goes on with the image, with `enable_hr` in the second pass alone.
     refiner_checkpoint: _Named = None
-    """The checkpoint that goes on with the image, with `enable_hr` in the second pass alone."""
+    #: The share of the model's timesteps after which it does; None: from the beginning.
     refiner_switch_at: float | None = Field(default=None, ge=0, le=1)
-    """The share of the model's timesteps after which it does; None: from the beginning."""
+    #: True if that is a share of the steps, as up to AUTOMATIC1111 1.7.
     refiner_switch_by_sample_steps: bool = False
-    """True if that is a share of the steps, as up to AUTOMATIC1111 1.7."""
 
     @model_validator(mode="after")
     def _passes_are_possible(self) -> Self:

@@ -50,8 +50,8 @@ _MAX_REFUSALS = 3
 
 _RETRYABLE = frozenset({408, 425, 429})
 
+#: Fetches this node's identity token, a JSON Web Token.
 IdentityToken = Callable[[], Awaitable[str]]
-"""Fetches this node's identity token, a JSON Web Token."""
 
 
 def _checked_token(token: SecretStr) -> SecretStr:
@@ -240,8 +240,8 @@ class TokenBroker:
         raise errors.TransientError(f"the broker answered HTTP {status}")
 
 
+#: `due_at`: when to read again; `retry_at`: not before, if Azure refuses the tokens (monotonic).
 TokenSource = TokenFile | TokenBroker
-"""`due_at`: when to read again; `retry_at`: not before, if Azure refuses the tokens (monotonic)."""
 
 
 def source_of(

@@ -41,8 +41,8 @@ class PixelCheckpoint(Model):
     folder: Path
     noise: DDPMScheduler
     text_width: int
+    #: The name of its text encoder.
     encoder: str
-    """The name of its text encoder."""
 
     @property
     def channels(self) -> int:
