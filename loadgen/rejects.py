@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from imagefleet import redaction
 from imagefleet.job import message
 from imagefleet.job.message import FAILURE_FIELD
+from imagefleet.validation import JSONDict, JSONObject
 from loadgen.formats.lines import Entry
 
 #: Rows that are shown; the others are counted.
@@ -29,9 +29,9 @@ class Rejected:
     place: str
     reason: str
     #: The fields of the job, as far as it could be read.
-    job: Mapping[str, Any]
+    job: JSONObject
     #: Facts about the row as `--rejects` writes them; its text, if its job could not be read.
-    facts: Mapping[str, Any]
+    facts: JSONObject
 
     @classmethod
     def of(cls, entry: Entry, reason: str) -> Rejected:
@@ -60,7 +60,7 @@ class Rejected:
         )
         return f"{self.reason} ({facts})" if facts else self.reason
 
-    def as_job(self) -> dict[str, Any]:
+    def as_job(self) -> JSONDict:
         """The job to be mended and loaded again, with what is wrong in a key that is left out."""
         return {**self.job, FAILURE_FIELD: self.facts}
 

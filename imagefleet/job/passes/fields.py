@@ -2,9 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -18,6 +17,7 @@ from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
 from imagefleet.job.prompt import LoraTag, Prompt
 from imagefleet.job.sizes import whole_cells
+from imagefleet.validation import JSONDict, JSONObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +290,7 @@ def _rows(prompt: Prompt, cfg_scale: float, sampler: str) -> int:
     )
 
 
-def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of_job(payload: JSONObject) -> JSONDict:
     """The fields of a job that a payload sets; raises ValueError for one that is not supported."""
     if only_upscales(payload) and extras.IMAGE in payload:
         payload = _with_input(payload)
@@ -325,7 +325,7 @@ def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _taken(payload: Mapping[str, Any], passes: frozenset[str]) -> dict[str, Any]:
+def _taken(payload: JSONObject, passes: frozenset[str]) -> JSONDict:
     """Fields that a payload sets in a job of these passes; ValueError for refused ones."""
     ignored = _without_effect(passes)
     if not payload.get("seed_enable_extras", True):
@@ -348,12 +348,12 @@ def _taken(payload: Mapping[str, Any], passes: frozenset[str]) -> dict[str, Any]
     return fields
 
 
-def only_upscales(payload: Mapping[str, Any]) -> bool:
+def only_upscales(payload: JSONObject) -> bool:
     """True if a payload is one of extras, which enlarges an image and draws none."""
     return payload.get("upscaler_1") not in (None, "", "None")
 
 
-def _passes(payload: Mapping[str, Any]) -> frozenset[str]:
+def _passes(payload: JSONObject) -> frozenset[str]:
     """The names that `settings_table` has for the passes of a payload."""
     if only_upscales(payload):
         return frozenset({settings_table.EXTRAS})
@@ -375,7 +375,7 @@ def _without_effect(passes: frozenset[str]) -> frozenset[str]:
     )
 
 
-def _with_input(payload: Mapping[str, Any]) -> dict[str, Any]:
+def _with_input(payload: JSONObject) -> JSONDict:
     """A payload of extras with its image, which has a name of its own, in `init_images`."""
     fields = dict(payload)
     if (image := fields.pop(extras.IMAGE)) not in (None, ""):
@@ -388,11 +388,11 @@ def _with_input(payload: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _begins_with_image(payload: Mapping[str, Any]) -> bool:
+def _begins_with_image(payload: JSONObject) -> bool:
     return payload.get("init_images") not in (None, "", [])
 
 
-def _has_second_pass(payload: Mapping[str, Any]) -> bool:
+def _has_second_pass(payload: JSONObject) -> bool:
     value = payload.get("enable_hr")
     if isinstance(value, str):  # as tables have it
         value = value.strip().lower()
