@@ -40,6 +40,7 @@ from rich.text import Text
 from cli import files
 from imagefleet import errors, redaction
 from imagefleet.telemetry import logs
+from imagefleet.validation import JSONObject
 
 if TYPE_CHECKING:
     from imagefleet import aio
@@ -266,9 +267,7 @@ def _escaped(control: re.Match[str]) -> str:
     return json.dumps(control[0])[1:-1]
 
 
-def print_json(
-    record: Mapping[str, Any] | Sequence[Any], indent: int | None = 2
-) -> None:
+def print_json(record: JSONObject | Sequence[Any], indent: int | None = 2) -> None:
     """Prints one JSON object (or list), whatever the terminal's width, colours and encoding."""
     sys.stdout.write(json_text(record, indent))
     # A closed pipe (`| head`) must show here, not as noise when Python exits.
@@ -280,7 +279,7 @@ print_json_line = partial(print_json, indent=None)
 
 
 def show(
-    record: Mapping[str, Any] | Sequence[Any],
+    record: JSONObject | Sequence[Any],
     *parts: ConsoleRenderable | Mapping[str, str] | str,
     as_json: bool,
 ) -> None:

@@ -17,6 +17,7 @@ from cli.options import option
 from imagefleet import concurrency, errors
 from imagefleet.job import differences
 from imagefleet.storage.open import Storage, open_storage
+from imagefleet.validation import JSONObject
 from loadgen.campaigns import changes_of, shown
 from loadgen.caption_sweep import SweepSource
 from loadgen.load import Load, Summary
@@ -66,7 +67,7 @@ def fill(
     reading: Reading | None = None,
     *,
     as_json: bool,
-    facts: Callable[[], Mapping[str, Any]] = dict,
+    facts: Callable[[], JSONObject] = dict,
     **terms: Any,
 ) -> None:
     """Sends the jobs and prints what was sent, with *facts* as JSON; typer.Exit if it was stopped.
@@ -164,7 +165,7 @@ def showing(
         yield show
 
 
-def _print_summary(summary: Summary, told: Mapping[str, Any]) -> None:
+def _print_summary(summary: Summary, told: JSONObject) -> None:
     if summary.sent:
         second = summary.second_drawings
         also = f" and {console.counted(second, 'second drawing')}" if second else ""

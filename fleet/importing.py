@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -20,6 +19,7 @@ from imagefleet.job import message, settings_table
 from imagefleet.job.noise import MAX_SEED
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
+from imagefleet.validation import JSONDict
 from loadgen import caption_sweep
 from loadgen.infotext import source
 from loadgen.infotext.reading import Named, Reading
@@ -181,7 +181,7 @@ def _rename(reading: Reading, named: Named, name: str) -> None:
 
 def _checked(
     reading: Reading, place: str, uses: missing.Uses, ids: Counter[str]
-) -> dict[str, Any]:
+) -> JSONDict:
     """The job of a reading, with an id; raises JobError if it cannot be drawn."""
     if reading.needs:
         raise errors.JobError(

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -18,6 +17,7 @@ from imagefleet import concurrency, errors
 from imagefleet.job.message import Job, job_key
 from imagefleet.records.ledger import Digests, id_hash
 from imagefleet.storage.open import open_storage, signer_of
+from imagefleet.validation import JSONDict
 from loadgen import file_source, inputs, sources
 from loadgen.rejects import MOST_SHOWN, Rejected, Report
 from loadgen.settings import LoadSettings
@@ -205,7 +205,7 @@ def _check_suffix(rejects: Path) -> None:
         )
 
 
-def _facts(source: sources.Source, report: Report) -> dict[str, Any]:
+def _facts(source: sources.Source, report: Report) -> JSONDict:
     """Counts of a file's rows that are no jobs; a template has nothing besides its jobs."""
     counts = {
         name: getattr(source, name, 0) for name in ("empty", "comments", "mended")

@@ -4,10 +4,9 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import tokenizers
 import typer
@@ -19,6 +18,7 @@ from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
 from imagefleet.storage import deliveries
+from imagefleet.validation import JSONDict, JSONObject
 
 #: CLIP's pre-tokenization: words, digits and punctuation.
 _WORD = (
@@ -71,7 +71,7 @@ def _tokenise(texts: Sequence[str]) -> list[list[int]]:
     ]
 
 
-def _read(read: Callable[[], prompts.Prompt], steps: int) -> dict[str, Any]:
+def _read(read: Callable[[], prompts.Prompt], steps: int) -> JSONDict:
     """The prompt as JSON, or the reason why it is not supported."""
     try:
         parsed = read()
@@ -94,7 +94,7 @@ def chunks_of(text: prompts.State) -> tuple[clip.Chunk, ...]:
     return clip.cut_into_chunks(text, _tokenise, tokenizer().token_to_id(",</w>"))
 
 
-def _text(state: prompts.State) -> dict[str, Any]:
+def _text(state: prompts.State) -> JSONDict:
     cut = chunks_of(state)
     name = tokenizer().id_to_token
     chunks = [
@@ -131,7 +131,7 @@ def tokenizer() -> tokenizers.Tokenizer:
     return found
 
 
-def _print(name: str, reading: dict[str, Any]) -> None:
+def _print(name: str, reading: JSONDict) -> None:
     if reading["unsupported"]:
         return
     parts = max(text["part"] for text in reading["texts"])
@@ -161,7 +161,7 @@ def _print(name: str, reading: dict[str, Any]) -> None:
         console.print_plain(f"  left out: {comment}")
 
 
-def _words(chunk: Mapping[str, Any]) -> Iterator[tuple[float, str]]:
+def _words(chunk: JSONObject) -> Iterator[tuple[float, str]]:
     """The words of each weight."""
     parts = zip(chunk["weights"], chunk["tokens"], strict=True)
     for weight, run in itertools.groupby(parts, key=operator.itemgetter(0)):

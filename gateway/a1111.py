@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from typing import Any
 
 from aiohttp import web
 
@@ -16,11 +15,12 @@ from imagefleet.http import bodies, sent_images
 from imagefleet.http.refused import Refused
 from imagefleet.job import override_settings, settings_table
 from imagefleet.job.message import Job
+from imagefleet.validation import JSONDict
 
 ROUTES = web.RouteTableDef()
 
 #: What clients have set, by their keys; forgotten when the gateway stops.
-OPTIONS = web.AppKey("options", dict[str, dict[str, Any]])
+OPTIONS = web.AppKey("options", dict[str, JSONDict])
 
 #: The values of fields that a payload leaves out.
 DEFAULTS = web.AppKey("defaults", dict[str, object])
@@ -181,5 +181,5 @@ async def _set_options(request: web.Request) -> web.Response:
     return web.json_response(None)
 
 
-def _options_of(request: web.Request) -> dict[str, Any]:
+def _options_of(request: web.Request) -> JSONDict:
     return request.app[OPTIONS].get(request[CLIENT].sha256, {})

@@ -20,13 +20,13 @@ class Client(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
 
     name: SafeId
     sha256: str = Field(pattern=r"^[0-9a-fA-F]{64}$")
+    #: The campaign of all its jobs, the only one of which it sees anything.
     campaign: SafeId
-    """The campaign of all its jobs, the only one of which it sees anything."""
     priority: Priority = "normal"
+    #: The most images that it may wait for at once.
     max_waiting: int = Field(default=100, ge=1, le=10_000)
-    """The most images that it may wait for at once."""
+    #: The models that the client's names stand for, as `dall-e-3`.
     models: Mapping[str, str] = Field(default_factory=dict)
-    """The models that the client's names stand for, as `dall-e-3`."""
 
     def __hash__(self) -> int:
         return hash(self.sha256)

@@ -1,13 +1,12 @@
 """What A1111 tells of drawn images: `Processed.js()` of its release 1.10, and texts of images."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from imagefleet.files import picture
 from imagefleet.http import sent_images
 from imagefleet.job.message import Job
 from imagefleet.records.outcomes import JobFacts
+from imagefleet.validation import JSONObject
 
 _OF_JOB = (
     "cfg_scale",
@@ -21,7 +20,7 @@ _OF_JOB = (
 
 
 def answer(
-    payload: Mapping[str, Any], job: Job, facts: JobFacts, images: list[bytes]
+    payload: JSONObject, job: Job, facts: JobFacts, images: list[bytes]
 ) -> bytes:
     """The JSON of txt2img and img2img; large, so that it is made in a thread."""
     texts = [sent_images.text_of(data) for data in images]

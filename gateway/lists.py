@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -13,6 +12,7 @@ from imagefleet.files import kinds
 from imagefleet.job import samplers
 from imagefleet.job.passes import hires
 from imagefleet.storage.held_files import HeldFiles
+from imagefleet.validation import JSONDict
 
 ROUTES = web.RouteTableDef()
 
@@ -22,12 +22,12 @@ STYLES = web.AppKey("styles", dict[str, tuple[str, str]])
 _SHORT_HASH = 10
 
 #: Answers of A1111 1.10 as it is installed, without files of its own, by their paths.
-_INSTALLED: dict[str, Any] = json.loads(
+_INSTALLED: JSONDict = json.loads(
     Path(__file__).with_name("answers.json").read_text(encoding="utf-8")
 )
 
 #: What `options` has before anybody sets something.
-DEFAULT_OPTIONS: dict[str, Any] = _INSTALLED.pop("/sdapi/v1/options")
+DEFAULT_OPTIONS: JSONDict = _INSTALLED.pop("/sdapi/v1/options")
 
 #: What there is nothing to do for: lists are read anew, and workers load what jobs name.
 _DONE = (
@@ -50,7 +50,7 @@ def fixed(body: str, content_type: str = "application/json") -> Handler:
     return answer
 
 
-def _samplers() -> list[dict[str, Any]]:
+def _samplers() -> list[JSONDict]:
     by_title: dict[str, list[str]] = {}
     for sampler in samplers.SAMPLERS.values():
         by_title.setdefault(sampler.title, []).extend(sampler.aliases)

@@ -3,8 +3,6 @@
 import asyncio
 import re
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from aiohttp import web
 
@@ -13,6 +11,7 @@ from gateway.jobs.ticket import Ticket
 from gateway.models import UnknownModelError
 from imagefleet.http import bodies, sent_images
 from imagefleet.http.refused import Refused
+from imagefleet.validation import JSONDict, JSONObject
 
 ROUTES = web.RouteTableDef()
 
@@ -122,7 +121,7 @@ async def _answer(request: web.Request, answer: str, ticket: Ticket) -> web.Resp
     return web.json_response({"created": int(time.time()), "data": data})
 
 
-def _as_a1111(payload: Mapping[str, Any]) -> dict[str, Any]:
+def _as_a1111(payload: JSONObject) -> JSONDict:
     """A request's fields by A1111's names; raises Refused."""
     fields = {
         name: each for name, each in payload.items() if name not in _WITHOUT_EFFECT

@@ -4,13 +4,11 @@ Its models ignore keys that they do not have: those of other programs and of the
 job in the queue stays strict.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from imagefleet.files.styles import Styles, apply
 from imagefleet.job import settings_table
 from imagefleet.job.message import Job
 from imagefleet.job.passes import extras, hires, img2img
+from imagefleet.validation import JSONDict, JSONObject
 
 _KNOWN = (
     settings_table.FIELDS.keys()
@@ -38,10 +36,10 @@ IGNORED = {
 
 
 def fields_of(
-    payload: Mapping[str, Any],
-    options: Mapping[str, Any],
+    payload: JSONObject,
+    options: JSONObject,
     styles: Styles,
-) -> dict[str, Any]:
+) -> JSONDict:
     """The fields of a job that a payload stands for, without those ignored; raises Refused."""
     fields = {
         name: value

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from imagefleet.http.refused import Refused
 from imagefleet.job.message import Job
 from imagefleet.job.passes.img2img import INPUTS
 from imagefleet.records.outcomes import JobFacts
+from imagefleet.validation import JSONDict, JSONObject
 
 #: What a key decides, and chains, whose stages are no field of A1111.
 _NOT_THEIRS = ("campaign", "id", "verify", "then", "metadata")
@@ -50,7 +51,7 @@ class Given:
     """A payload with names in the place of its images, and these by their names."""
 
     campaign: str
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: JSONDict = field(default_factory=dict)
     images: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, data: bytes) -> str:
@@ -66,7 +67,7 @@ class Given:
         self.images[name] = data
         return name
 
-    def take(self, payload: Mapping[str, Any]) -> None:
+    def take(self, payload: JSONObject) -> None:
         """Takes in a payload's fields, and its images in base64; raises Refused."""
         bodies.check_values(payload, IMAGE_FIELDS)
         names: dict[str, str] = {}
@@ -117,7 +118,7 @@ def received(
     return read(request, parse)
 
 
-async def read_object(request: web.Request) -> dict[str, Any]:
+async def read_object(request: web.Request) -> JSONDict:
     """The JSON object of a request, as it is."""
     parse = bodies.json_object
     async with request.app[BODIES].read(request, request[CLIENT], parse) as found:
@@ -127,7 +128,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
 async def begin(
     request: web.Request,
     given: Given,
-    fields: dict[str, Any],
+    fields: JSONDict,
 ) -> Ticket:
     """Sends the job of *fields*, in A1111's names; raises Refused or a FleetError."""
     client, desk = request[CLIENT], request.app[DESK]
@@ -150,7 +151,7 @@ async def begin(
     return desk.take(client, job, key)
 
 
-def _key(request: web.Request, fields: Mapping[str, Any], job: Job) -> str | None:
+def _key(request: web.Request, fields: JSONObject, job: Job) -> str | None:
     """The name by which a client knows a request again; None: it does not."""
     if (key := request.headers.get("Idempotency-Key")) is not None:
         return key
@@ -182,7 +183,7 @@ async def finish(
     return ticket.job, facts, images
 
 
-def _job(fields: Mapping[str, Any]) -> Job:
+def _job(fields: JSONObject) -> Job:
     with validation.as_error(errors.JobError, known=Job.model_fields):
         return Job.model_validate({**fields, "awaited": True})
 

@@ -40,6 +40,7 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.routing.models import models_of
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 from imagefleet.submit import RETRIES, BulkSender, keep_noting
+from imagefleet.validation import JSONDict, JSONObject
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,7 +121,7 @@ class Result(JobFacts):
 
 def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> Fleet:
     """Connects as `imagefleet.connect` does, to be entered with `async with`."""
-    given: dict[str, Any] = (
+    given: JSONDict = (
         {**settings} if storage is None else {"storage": storage, **settings}
     )
     with validation.as_error(errors.SetupError, known=SignerSettings.model_fields):
@@ -267,7 +268,7 @@ class Fleet:
         self,
         on_progress: OnProgress | None = None,
         *,
-        set: Mapping[str, Any] | None = None,  # noqa: A002 - as `--set`
+        set: JSONObject | None = None,  # noqa: A002 - as `--set`
         priority: Priority = "normal",
         **which: Unpack[FailedJobFilter],
     ) -> Swept:

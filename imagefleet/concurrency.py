@@ -1,4 +1,4 @@
-"""Async helpers: gather, batching onto threads, back-off, and the retry policy.
+"""Async helpers: gather, back-off, and the retry policy.
 
 A transient error is tried again after exponential back-off with full jitter.
 """
@@ -11,22 +11,19 @@ import os
 import random
 import re
 import time
-from collections import deque
 from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
     Iterable,
-    Sequence,
 )
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import tenacity
 
@@ -107,56 +104,6 @@ async def beside(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(ended, Exception):
                 raise ended
-
-
-@dataclass(eq=False)
-class Batches(Generic[Item, Result]):
-    """Does the items of many calls in a thread, together, in the order of the calls.
-
-    Under load, calls share their way to the thread and back, and whatever *work*, which returns
-    results and errors, shares among its items: a transaction, or the sync of a folder. It gets
-    *most* items a batch, and one batch at a time. The calls are those of one event loop.
-    """
-
-    work: Callable[[Sequence[Item]], Sequence[Result | Exception]]
-    thread: Executor
-    most: int
-
-    def __post_init__(self) -> None:
-        self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
-        self._running: asyncio.Task[None] | None = None
-
-    async def __call__(self, item: Item) -> Result:
-        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, done))
-        if self._running is None or self._running.done():
-            self._running = asyncio.create_task(self._run())
-        return await done
-
-    async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._waiting:
-            some = [
-                self._waiting.popleft()
-                for _ in range(min(self.most, len(self._waiting)))
-            ]
-            batch = {done: item for item, done in some if not done.cancelled()}
-            if not batch:
-                continue
-            outcomes: Sequence[Result | Exception]
-            try:
-                outcomes = await loop.run_in_executor(
-                    self.thread, self.work, list(batch.values())
-                )
-            except Exception as error:  # noqa: BLE001 - raised again by the calls
-                outcomes = [error] * len(batch)
-            for done, outcome in zip(batch, outcomes, strict=True):
-                if done.done():  # its caller was cancelled
-                    continue
-                if isinstance(outcome, Exception):
-                    done.set_exception(outcome)
-                else:
-                    done.set_result(outcome)
 
 
 def jitter(seconds: float, low: float = 0.5, high: float = 1.0) -> float:
@@ -250,11 +197,11 @@ class _Attempts:
 
     policy: RetryPolicy
     began_at: float
+    #: The last one.
     error: errors.TransientError
-    """The last one."""
     failed: int = 0
+    #: Number of waits for a busy storage since the last failure that counts.
     waited: int = 0
-    """Number of waits for a busy storage since the last failure that counts."""
     is_in_doubt: bool = False
     is_over: bool = False
     pause: float = 0.0

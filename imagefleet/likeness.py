@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+#: [16, 16, 4]: each cell's mean red, green and blue, and its roughness; all out of 255.
 Fingerprint = npt.NDArray[np.float32]
-"""[16, 16, 4]: each cell's mean red, green and blue, and its roughness; all out of 255."""
 
 #: Cells of a fingerprint in each direction.
 SIDE = 16

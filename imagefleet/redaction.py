@@ -106,5 +106,5 @@ def check_address(text: str) -> str:
     )
 
 
+#: A URL with a host; its errors do not quote it, as it may hold a password.
 WebAddress = Annotated[str, AfterValidator(check_address)]
-"""A URL with a host; its errors do not quote it, as it may hold a password."""

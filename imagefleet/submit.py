@@ -41,8 +41,8 @@ class Progress:
     confirmed: int
     sent: int
     finished: bool = False
+    #: Messages sent in addition to the jobs, for second drawings.
     second_drawings: int = 0
-    """Messages sent in addition to the jobs, for second drawings."""
 
 
 async def keep_noting(note: Callable[[], Awaitable[None]]) -> NoReturn:
@@ -63,12 +63,12 @@ class BulkSender:
     send: Callable[[list[str]], Awaitable[None]]
     bodies: Iterable[str | None]
     concurrency: int = 4
+    #: Messages of a send.
     batch: int = BATCH
-    """Messages of a send."""
+    #: The most jobs of a message.
     bundle_jobs: int = 1
-    """The most jobs of a message."""
+    #: Names the bundle of some messages.
     bundle_name: Callable[[Sequence[str]], str] = bundle.any_name
-    """Names the bundle of some messages."""
     rate: float | None = None
     choose: Callable[[str | None], Awaitable[str | None]] | None = None
     second_drawing: Callable[[str], str | None] = lambda _: None

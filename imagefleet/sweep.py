@@ -39,8 +39,8 @@ class Group(BaseModel, extra="ignore", frozen=True, allow_inf_nan=False):
 
     name: GroupName
     guidance: float
+    #: The sampler's key (`imagefleet.job.samplers`).
     sampler: Annotated[str, StringConstraints(max_length=200)]
-    """The sampler's key (`imagefleet.job.samplers`)."""
     steps: _Count
     model: SafeFileName | None = None
     lora: SafeFileName | None = None
@@ -54,8 +54,8 @@ class Sweep(BaseModel, extra="ignore", frozen=True):
     campaign: SafeId
     captions: Captions
     groups: Annotated[tuple[Group, ...], Field(min_length=1, max_length=MAX_GROUPS)]
+    #: Another one gives each caption another seed (`seed_of`).
     seed: _Count = 0
-    """Another one gives each caption another seed (`seed_of`)."""
     job: dict[str, JsonValue] = Field(default_factory=dict)
 
     @property

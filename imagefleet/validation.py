@@ -14,6 +14,11 @@ from imagefleet import errors
 Model = TypeVar("Model")
 Value = TypeVar("Value")
 
+#: A JSON object: names and values, which nobody has checked yet.
+JSONDict = dict[str, Any]
+#: The same, for those who only read it.
+JSONObject = Mapping[str, Any]
+
 MAX_REASONS = 5
 
 _MAX_LOCATION_CHARACTERS = 120
@@ -42,7 +47,7 @@ def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:
     details = error.errors(include_url=False)
     # No more than are shown: to look for the nearest of all names takes time.
     shown = details[:MAX_REASONS]
-    reasons = [reason(cast("Mapping[str, Any]", detail), known) for detail in shown]
+    reasons = [reason(cast("JSONObject", detail), known) for detail in shown]
     more = len(details) - len(shown)
     return "; ".join(reasons) + (f"; and {more:,} more" if more > 0 else "")
 
@@ -74,7 +79,7 @@ def read_file(model: type[Model], path: Path, otherwise: str) -> Model | None:
         raise errors.SetupError(f"{path} {otherwise}") from None
 
 
-def reason(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
+def reason(detail: JSONObject, known: Iterable[str] = ()) -> str:
     """One error detail as a sentence; it never quotes the input, which may be a secret."""
     where, what = location(detail["loc"]), message(detail)
     if detail["type"] == "extra_forbidden":
@@ -82,7 +87,7 @@ def reason(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
     return f"{where}: {what}" if where else what
 
 
-def message(detail: Mapping[str, Any]) -> str:
+def message(detail: JSONObject) -> str:
     """Pydantic's text without its prefixes, in words for people who know no Python."""
     pattern = str(detail.get("ctx", {}).get("pattern"))
     what = _IN_WORDS.get(detail["type"]) or _PATTERNS.get(pattern)

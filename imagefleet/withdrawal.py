@@ -28,15 +28,15 @@ _AT_ONCE = 32
 class SentJob:
     """A job that was sent, and how."""
 
+    #: The job with its id and campaign.
     job: Job
-    """The job with its id and campaign."""
     priority: Priority
+    #: Its message as it was sent; None if somebody else has sent it.
     message: LeasedMessage | None
-    """Its message as it was sent; None if somebody else has sent it."""
+    #: Why it is withdrawn.
     reason: str
-    """Why it is withdrawn."""
+    #: No queue holds it any more, and no record tells of its end.
     is_lost: bool = False
-    """No queue holds it any more, and no record tells of its end."""
 
     @property
     def key(self) -> str:

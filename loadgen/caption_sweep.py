@@ -16,6 +16,7 @@ from imagefleet.job.message import Job
 from imagefleet.job.prompt import read_words
 from imagefleet.signing import JobSigner
 from imagefleet.sweep import Group, Sweep
+from imagefleet.validation import JSONDict
 from loadgen import file_source
 from loadgen.file_source import UnchangedFile
 from loadgen.formats.json_array import CocoCaptions
@@ -204,7 +205,7 @@ class SweepSource:
 
     def _job(self, group: Group, number: int, caption: str) -> Job:
         prompt = prompt_of(caption)
-        fields: dict[str, Any] = {
+        fields: JSONDict = {
             **self.sweep.job,
             "id": sweep.job_id(group.name, number),
             "campaign": self.campaign,

@@ -126,15 +126,15 @@ class MendedMessage(str):
 class Terms(TypedDict, total=False):
     """Options that decide which jobs a file gives; a template has no use for a report."""
 
+    #: The most entries; by default all.
     count: int | None
-    """The most entries; by default all."""
+    #: Called for each row that is not a valid job.
     report: Report | None
-    """Called for each row that is not a valid job."""
     signer: JobSigner | None
+    #: Campaign of jobs that do not name one.
     campaign: str | None
-    """Campaign of jobs that do not name one."""
+    #: Defaults of jobs that name none (`imagefleet.job.settings_table.DEFAULTS`).
     defaults: str | None
-    """Defaults of jobs that name none (`imagefleet.job.settings_table.DEFAULTS`)."""
 
 
 class FileSource:
@@ -144,8 +144,8 @@ class FileSource:
     came before, so that rows which are added or removed later change no other.
     """
 
+    #: The campaign of all jobs whose ids are the source's own: those of a file may be others'.
     campaign = None
-    """The campaign of all jobs whose ids are the source's own: those of a file may be others'."""
 
     def __init__(
         self,

@@ -35,8 +35,8 @@ _AT_ONCE = 8
 @dataclass(frozen=True, slots=True)
 class Picture:
     path: Path
+    #: Its name in jobs: that of its blob below `inputs/`.
     name: str
-    """Its name in jobs: that of its blob below `inputs/`."""
     sha256: str
 
 

@@ -32,22 +32,22 @@ class Summary:
     """The result of one load. *confirmed* counts positions of the source."""
 
     storage: str
+    #: The queue of jobs without a model.
     queue: str
-    """The queue of jobs without a model."""
+    #: Jobs that were sent, second drawings too, by their queue: that of their model.
     queues: Mapping[str, int]
-    """Jobs that were sent, second drawings too, by their queue: that of their model."""
     sent: int
     new: int
     changed: int
+    #: Jobs that were sent before; they are sent again with `--restart` alone.
     as_before: int
-    """Jobs that were sent before; they are sent again with `--restart` alone."""
     confirmed: int
     total: int
     finished: bool
     seconds: float
     jobs_per_second: float
+    #: Messages in addition to the jobs (`--verify-share`).
     second_drawings: int
-    """Messages in addition to the jobs (`--verify-share`)."""
 
 
 class Load:

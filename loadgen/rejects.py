@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from imagefleet import redaction
 from imagefleet.job import message
 from imagefleet.job.message import FAILURE_FIELD
+from imagefleet.validation import JSONDict, JSONObject
 from loadgen.formats.lines import Entry
 
 #: Rows that are shown; the others are counted.
@@ -28,10 +28,10 @@ class Rejected:
 
     place: str
     reason: str
-    job: Mapping[str, Any]
-    """The fields of the job, as far as it could be read."""
-    facts: Mapping[str, Any]
-    """Facts about the row as `--rejects` writes them; its text, if its job could not be read."""
+    #: The fields of the job, as far as it could be read.
+    job: JSONObject
+    #: Facts about the row as `--rejects` writes them; its text, if its job could not be read.
+    facts: JSONObject
 
     @classmethod
     def of(cls, entry: Entry, reason: str) -> Rejected:
@@ -60,7 +60,7 @@ class Rejected:
         )
         return f"{self.reason} ({facts})" if facts else self.reason
 
-    def as_job(self) -> dict[str, Any]:
+    def as_job(self) -> JSONDict:
         """The job to be mended and loaded again, with what is wrong in a key that is left out."""
         return {**self.job, FAILURE_FIELD: self.facts}
 
@@ -80,11 +80,11 @@ def _shown(value: object) -> str:
 class Report:
     """Counts the rows that are refused, each once however often the file is read."""
 
+    #: True if they are left out, so that the others are sent.
     skips: bool = False
-    """True if they are left out, so that the others are sent."""
     on_rejected: Callable[[Rejected], object] = lambda _: None
+    #: Called with a warning about a row that is a valid job, but may not be meant as it is.
     on_notice: Callable[[str], object] = lambda _: None
-    """Called with a warning about a row that is a valid job, but may not be meant as it is."""
     rejects: str = ""
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import (
     BaseModel,
@@ -30,6 +30,7 @@ from pydantic import (
 from imagefleet import errors, redaction, validation, yaml_file
 from imagefleet.job import prompt
 from imagefleet.job.message import Job, SafeFileName
+from imagefleet.validation import JSONDict
 
 SUFFIXES = frozenset({".yaml", ".yml", ".toml"})
 
@@ -142,7 +143,7 @@ def read_template(path: Path) -> tuple[Template, str]:
     )
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path) -> JSONDict:
     try:
         data = path.read_bytes()
         if path.suffix == ".toml":

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from imagefleet import errors
 from imagefleet.job import samplers
 from imagefleet.job.message import Job
 from imagefleet.job.samplers import Sampler
+from imagefleet.validation import JSONDict
 from worker.settings import WorkerSettings
 
 
@@ -23,13 +23,13 @@ class AcceleratorKind:
     """Samplers, guidance and steps of one kind of accelerator; the first are the usual ones."""
 
     title: str
+    #: Regular expression found in the file names of this kind, in lower case.
     pattern: str
-    """Regular expression found in the file names of this kind, in lower case."""
     samplers: tuple[str, ...]
     steps: tuple[int, int]
     guidance: tuple[float, float] = (1.0, 1.0)
+    #: Schedule type of the samplers; in SGM Uniform timesteps end where a step ends: 999, 749.
     schedule: str = "SGM Uniform"
-    """Schedule type of the samplers; in SGM Uniform timesteps end where a step ends: 999, 749."""
 
     @property
     def rows(self) -> int:
@@ -99,7 +99,7 @@ class Accelerator:
         self._check("cfg_scale", scale, kind.guidance)
         weight = scale * sum(job.parsed_prompt.weights)
         self._check("cfg_scale times the prompt's own weight", weight, kind.guidance)
-        fields: dict[str, Any] = {
+        fields: JSONDict = {
             "sampler_name": sampler.title,
             "scheduler": kind.schedule,
             "steps": steps,
@@ -112,9 +112,7 @@ class Accelerator:
         vars(drawn).update(digest=job.digest, stage_digest=job.stage_digest)
         return drawn
 
-    def _fit_second_pass(
-        self, job: Job, first: Sampler, scale: float
-    ) -> dict[str, Any]:
+    def _fit_second_pass(self, job: Job, first: Sampler, scale: float) -> JSONDict:
         kind, name = self.kind, job.hr_sampler_name
         second = self._sampler("hr_sampler_name", name or first.title, job.hr_scheduler)
         if job.hr_second_pass_steps:

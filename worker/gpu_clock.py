@@ -36,24 +36,23 @@ class Pace:
 class GpuClock:
     """The engine's busy and idle seconds, from its first image on; moments are monotonic."""
 
+    #: The worker's start.
     began_at: float
-    """The worker's start."""
     busy_seconds: float = 0.0
     idle_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     images: int = 0
     first_at: float | None = None
     last_at: float | None = None
+    #: The end of a job's first image; what a node draws to check itself is no job's.
     first_image_at: float | None = None
-    """The end of a job's first image; what a node draws to check itself is no job's."""
+    #: The end of a job's first image beside which nothing is compiled or about to be.
     full_speed_at: float | None = None
-    """The end of a job's first image beside which nothing is compiled or about to be."""
+    #: Share of full speed at which it drew between these two moments; None while unknown.
+    #:
+    #: Ticks of an engine that lacks jobs do not count: their empty slots take as long as full ones.
     warm_up_speed: float | None = None
-    """Share of full speed at which it drew between these two moments; None while unknown.
-
-    Ticks of an engine that lacks jobs do not count: their empty slots take as long as full ones.
-    """
+    #: While they are measured: the paces between the two moments and after the second.
     paces: tuple[Pace, Pace] | None = None
-    """While they are measured: the paces between the two moments and after the second."""
 
     @property
     def idle_fraction(self) -> float:

@@ -50,11 +50,11 @@ class Delivery:
     finished_at: float
 
 
+#: A function for the engine's thread, and the answer that its caller waits for.
 _Call = tuple[Callable[[], object], Future[Any]]
-"""A function for the engine's thread, and the answer that its caller waits for."""
 
+#: Gives the engine another model; False, with nothing changed, if it cannot.
 Take = Callable[[], bool]
-"""Gives the engine another model; False, with nothing changed, if it cannot."""
 
 
 @dataclass(slots=True)

@@ -54,8 +54,8 @@ class Puller:
     engine_thread: EngineThread
     _queue_was_empty: bool = False
     _queue_answers: bool = True
+    #: Images of jobs pulled that the engine has not finished, by their level.
     _ahead: Counter[int] = field(default_factory=Counter)
-    """Images of jobs pulled that the engine has not finished, by their level."""
     _images_per_message: float = bundle.MAX_JOBS  # of those received last
     _less_ahead: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _stopped: asyncio.Event = field(default_factory=asyncio.Event, init=False)

@@ -1,7 +1,6 @@
 """`imagefleet status CAMPAIGN/ID`: where one job is, and how it ended."""
 
 from datetime import UTC
-from typing import Any
 
 from cli import console, target
 from imagefleet import errors
@@ -9,6 +8,7 @@ from imagefleet.job.message import job_key, read_job
 from imagefleet.records import columns, decisions, ledger, outcomes
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 
 _WHY = {
     "unknown": "some of its images are missing, and it has no record and no message",
@@ -36,7 +36,7 @@ async def show(storage: Storage, campaign: str, job_id: str, *, as_json: bool) -
     console.show(found, facts, *images, as_json=as_json)
 
 
-async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any]:
+async def look_up(storage: Storage, campaign: str, job_id: str) -> JSONDict:
     """Searches its images' names, then the queue's messages, then the campaign's records.
 
     The state is its record's outcome, `queued`, `in flight`, either of both, or `unknown`, *since*
@@ -48,7 +48,7 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any
     digest = await ledger.digest_of(storage, campaign, job_id)
     stored = await decisions.job_images(storage, campaign, job_id, digest)
     address = columns.addresses(storage)
-    found: dict[str, Any] = {
+    found: JSONDict = {
         "id": job_id,
         "campaign": campaign,
         "state": "unknown",
@@ -83,7 +83,7 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any
     return found
 
 
-def _recorded(record: Record) -> dict[str, Any]:
+def _recorded(record: Record) -> JSONDict:
     names = ("attempts", "worker", "error", "reason")
     return {
         "state": record.outcome,

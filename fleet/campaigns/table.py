@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
 
 from rich.table import Table
 
@@ -16,6 +15,7 @@ from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.counts import CachedCounts, Counts
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 from worker.progress import duration
 
 #: A watch counts all campaigns no more often: that takes a listing and some reads for each.
@@ -74,7 +74,7 @@ class Campaigns:
             return None
         return sum(counts.failed for _, counts in self.rows)
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[JSONDict]:
         return [
             {
                 "campaign": name,

@@ -7,9 +7,8 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import typer
 from PIL import Image, ImageDraw, ImageFont, ImageOps
@@ -24,6 +23,7 @@ from imagefleet.job.message import Job
 from imagefleet.pricing import prices
 from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import logs
+from imagefleet.validation import JSONDict, JSONObject
 from worker.settings import WorkerSettings, require_libraries
 
 #: The price in the report: the card with the most images per dollar in SaladCloud's benchmarks.
@@ -125,7 +125,7 @@ def _prepare(storage: Path) -> None:
 
 async def _demo(
     settings: WorkerSettings, output: Path, messages: list[str]
-) -> dict[str, Any]:
+) -> JSONDict:
     """Draws the jobs; returns the figures, as `--json` prints them."""
     from worker import process  # needs the extra `worker`
 
@@ -175,7 +175,7 @@ async def _demo(
 
 
 def _show(
-    report: Mapping[str, Any], settings: WorkerSettings, storage: Path, *, cascade: bool
+    report: JSONObject, settings: WorkerSettings, storage: Path, *, cascade: bool
 ) -> None:
     speed, seconds = report["images_per_second"], report["seconds"]
     facts = {

@@ -20,6 +20,7 @@ from imagefleet.records.record import Record
 from imagefleet.signing import SIGNATURE_FIELD
 from imagefleet.storage.dead_letter import Refused, Selection
 from imagefleet.storage.dead_letter_queue import Preview, Swept
+from imagefleet.validation import JSONDict
 
 SHOWN = {
     "id",
@@ -47,10 +48,10 @@ Verb = Literal["replayed", "discarded"]
 
 async def listing(
     fleet: Fleet, records: AsyncIterator[Record], limit: int
-) -> tuple[Counter[tuple[str, str]], list[dict[str, Any]]]:
+) -> tuple[Counter[tuple[str, str]], list[JSONDict]]:
     """Counts failed jobs by error and reason, and describes the first of them."""
     kinds = Counter[tuple[str, str]]()
-    jobs = list[dict[str, Any]]()
+    jobs = list[JSONDict]()
     check = fleet.check()
     async for record in records:
         kind = record.error or "", record.reason or ""
@@ -70,13 +71,13 @@ def no_such_job(fleet: Fleet, selection: Selection) -> errors.SetupError:
     )
 
 
-def facts(record: Record) -> dict[str, Any]:
+def facts(record: Record) -> JSONDict:
     """A failed job without its message."""
     shown = SHOWN if record.stages > 1 else SHOWN - {"stage"}
     return record.model_dump(mode="json", include=shown, exclude_none=True)
 
 
-def whole(record: Record) -> dict[str, Any]:
+def whole(record: Record) -> JSONDict:
     """A failed job with its fields, or its message where that is not JSON."""
     job: object = record.body
     with contextlib.suppress(ValueError, RecursionError):
@@ -106,7 +107,7 @@ async def export(fleet: Fleet, records: AsyncIterator[Record]) -> None:
         )
 
 
-def exported(record: Record) -> dict[str, Any]:
+def exported(record: Record) -> JSONDict:
     """A whole job to load, with why it failed; raises JobError if its message is no JSON."""
     if not (fields := message.fields_if_any(record.body or "")):
         raise errors.JobError("its message is no job in JSON")
@@ -175,7 +176,7 @@ def print_preview(
     _print_staying(preview.reasons, preview.refused, to)
 
 
-def print_jobs(records: list[dict[str, Any]], *, as_json: bool) -> None:
+def print_jobs(records: list[JSONDict], *, as_json: bool) -> None:
     lines = (
         f"{name}: {value if isinstance(value, str) else console.json_text(value).rstrip()}"
         for record in records
@@ -185,7 +186,7 @@ def print_jobs(records: list[dict[str, Any]], *, as_json: bool) -> None:
 
 
 def print_listing(
-    kinds: Counter[tuple[str, str]], jobs: list[dict[str, Any]], *, as_json: bool
+    kinds: Counter[tuple[str, str]], jobs: list[JSONDict], *, as_json: bool
 ) -> None:
     """Prints the counts and the first jobs."""
     count = kinds.total()
@@ -203,7 +204,7 @@ def print_listing(
         console.print_plain(f"the first {len(jobs):,} are shown (--limit)")
 
 
-def _print_jobs(jobs: list[dict[str, Any]]) -> None:
+def _print_jobs(jobs: list[JSONDict]) -> None:
     rows = [
         {
             # As all commands take it.
@@ -222,7 +223,7 @@ def _print_jobs(jobs: list[dict[str, Any]]) -> None:
     )
 
 
-def _counted(kinds: Counter[Any], *names: str) -> list[dict[str, Any]]:
+def _counted(kinds: Counter[Any], *names: str) -> list[JSONDict]:
     """Counts as JSON, the most frequent first."""
     return [
         {**dict(zip(names, kind, strict=True)), "count": count}

@@ -48,8 +48,8 @@ class Ready:
     path: Path
     name: str
     content: str
+    #: Another name of a LoRA's: see `lora.alias_of`.
     alias: str = ""
-    """Another name of a LoRA's: see `lora.alias_of`."""
     sha256: str = ""
     change: str = ""
     in_manifest: bool = False
@@ -307,8 +307,8 @@ class StoredFile:
     bytes: int
     added_at: datetime
     sha256: str | None
+    #: The hash by which A1111 names it: of a LoRA another one, else the SHA-256.
     short_hash: str | None = None
-    """The hash by which A1111 names it: of a LoRA another one, else the SHA-256."""
 
 
 async def read(storage: Storage, kind: FileKind) -> list[StoredFile]:

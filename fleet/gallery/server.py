@@ -19,6 +19,7 @@ from imagefleet import aio, errors, redaction, validation
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.records import catalog, reader
 from imagefleet.records.record import Record
+from imagefleet.validation import JSONDict
 
 _PAGE = Path(__file__).parent / "page"
 
@@ -246,7 +247,7 @@ _DRAWING = (
 )
 
 
-def _as_job(record: Record) -> dict[str, Any]:
+def _as_job(record: Record) -> JSONDict:
     """A job for `load` that draws the image again; without its id, whose image is stored."""
     known = record.model_dump(mode="json", include={*_DRAWING}, exclude_defaults=True)
     names = {"sampler": "sampler_name"}

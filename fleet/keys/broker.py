@@ -10,7 +10,6 @@ import re
 import secrets
 import time
 from datetime import timedelta
-from typing import Any
 
 from aiohttp import web
 
@@ -21,6 +20,7 @@ from fleet.settings import BrokerSettings
 from imagefleet import errors
 from imagefleet.storage import proofs
 from imagefleet.telemetry import logs, probes
+from imagefleet.validation import JSONDict
 
 log = logs.EventLog(__name__)
 
@@ -75,7 +75,7 @@ class Identities:
             key = await asyncio.to_thread(
                 self._keys.get_signing_key_from_jwt, identity_token
             )
-            claims: dict[str, Any] = self._jwt.decode(
+            claims: JSONDict = self._jwt.decode(
                 identity_token,
                 key.key,
                 algorithms=[ALGORITHM],

@@ -28,6 +28,7 @@ from imagefleet.storage.azure.roles import Role
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import Resource, StorageSettings
+from imagefleet.validation import JSONDict
 
 #: Azure's limit of stored policies for a queue or container.
 MAX_POLICIES = 5
@@ -80,7 +81,7 @@ class Minted:
         return json.dumps(self.fields, separators=(",", ":"))
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JSONDict:
         """The content of a token file, and a broker's response."""
         return {
             "role": self.role,
@@ -90,9 +91,9 @@ class Minted:
         }
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JSONDict:
         """All tokens, as `sas.Tokens` reads them."""
-        fields: dict[str, Any] = {}
+        fields: JSONDict = {}
         for place, token in self.by_place.items():
             queues = fields
             if place.model is not None:
@@ -142,7 +143,7 @@ class Minter:
         self, place: Place, role: Role, expires_at: datetime, policy: str | None
     ) -> str:
         name = place.name(self._settings)
-        terms: dict[str, Any] = {
+        terms: JSONDict = {
             **self._account,
             "protocol": "https" if self._https else None,
             "expiry": expires_at,
@@ -295,10 +296,10 @@ def _address_without_key(
 @contextlib.asynccontextmanager
 async def _stored(
     settings: StorageSettings, place: Place, *, may_be_missing: bool = False
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncIterator[JSONDict]:
     """The stored policies of a queue or container; what is changed of them is stored."""
     what = f"the stored policies of {place.name(settings)!r}"
-    policies: dict[str, Any] = {}
+    policies: JSONDict = {}
     public_access = None
     async with place.client(settings) as client:
         with (

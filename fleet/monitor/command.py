@@ -1,8 +1,6 @@
 """`imagefleet status`: the state of the queues, the campaigns and the fleet, or of one job."""
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -17,6 +15,7 @@ from fleet.monitor import watch as watching
 from fleet.settings import MonitorSettings
 from imagefleet import aio, concurrency
 from imagefleet.storage.protocol import QueueDepth
+from imagefleet.validation import JSONDict, JSONObject
 from worker.progress import duration
 
 
@@ -66,7 +65,7 @@ async def read_status(
     client: aio.Fleet,
     server: prometheus.Prometheus | None = None,
     campaigns: Campaigns | None = None,
-) -> dict[str, Any]:
+) -> JSONDict:
     """The depth of the queues, the *campaigns* and, with a *server*, the fleet's rates, as JSON.
 
     `queue` is the sum of `queues`, which are in the order in which workers take jobs; the `jobs` of
@@ -106,7 +105,7 @@ async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> dict[str, int
     return {model: waiting[model] for model, is_served in served if not is_served}
 
 
-def _queue(name: str, depth: QueueDepth) -> dict[str, Any]:
+def _queue(name: str, depth: QueueDepth) -> JSONDict:
     """A queue's depth; None for what the storage does not report, and for no model."""
     return {
         "name": name,
@@ -119,7 +118,7 @@ def _queue(name: str, depth: QueueDepth) -> dict[str, Any]:
 
 
 def status_screen(
-    found: Mapping[str, Any], campaigns: Campaigns | None = None, count: int = 20
+    found: JSONObject, campaigns: Campaigns | None = None, count: int = 20
 ) -> Group:
     """The tables of a status that `read_status` returned, with the first *count* campaigns."""
     headings = ("messages", "visible", "leased", "oldest")

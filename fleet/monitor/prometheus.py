@@ -26,8 +26,8 @@ class Series(BaseModel):
     """One series of a result: its labels, and its last value."""
 
     labels: dict[str, str] = Field(validation_alias="metric")
+    #: Unix seconds and value; None in an answer that is none to an instant query.
     value: tuple[float, float] | None = None
-    """Unix seconds and value; None in an answer that is none to an instant query."""
 
     @property
     def last(self) -> float:

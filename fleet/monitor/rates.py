@@ -62,8 +62,8 @@ class FleetRates(BaseModel, frozen=True):
     dollars_per_hour: float | None = None
     images_per_dollar_gpu_only: float | None = None
     images_per_dollar: float | None = None
+    #: Machines: each has one worker, or one for each of its GPUs.
     replicas: _Count = 0
-    """Machines: each has one worker, or one for each of its GPUs."""
 
 
 async def fleet_rates(prometheus: Prometheus) -> FleetRates:

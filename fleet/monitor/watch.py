@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, NoReturn
+from collections.abc import Awaitable, Callable
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Group
@@ -11,6 +11,7 @@ from rich.live import Live
 
 from cli import console
 from imagefleet import errors
+from imagefleet.validation import JSONObject
 
 #: Often enough to follow a fleet; a few storage operations each time.
 SECONDS = 2.0
@@ -20,8 +21,8 @@ Watch = Annotated[
     typer.Option("--follow", help=f"Repeat every {SECONDS:g} seconds until Ctrl-C."),
 ]
 
-Read = Callable[[], Awaitable[Mapping[str, Any]]]
-Screen = Callable[[Mapping[str, Any]], Group]
+Read = Callable[[], Awaitable[JSONObject]]
+Screen = Callable[[JSONObject], Group]
 
 
 async def show(read: Read, screen: Screen, *, is_live: bool, as_json: bool) -> None:

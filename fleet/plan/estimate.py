@@ -108,19 +108,19 @@ class BatchPlan:
     replicas: int
     hours: float
     gpu_dollars: float
+    #: What of the GPUs' dollars each replica's one start-up takes.
     start_up_dollars: float
-    """What of the GPUs' dollars each replica's one start-up takes."""
     storage_dollars: float
     storage_operations: Operations
+    #: Dollars for a month of the images by their format.
     storage_month_dollars: Mapping[str, float]
-    """Dollars for a month of the images by their format."""
     dollars: float
     images_per_dollar_gpu_only: float
     images_per_dollar: float
     mix: Sequence[Part]
+    #: Shares of the paid time, by the cases of `prices.WARM_UPS`: before the first image, before
+    #: full speed, and lost.
     cold: Mapping[str, Sequence[float]]
-    """Shares of the paid time, by the cases of `prices.WARM_UPS`: before the first image, before
-    full speed, and lost."""
     models: Sequence[ModelCost] = ()
 
 

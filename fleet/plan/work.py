@@ -25,14 +25,14 @@ class ModelJobs:
     family: families.Family
     jobs: int = 0
     images: int = 0
+    #: TFLOP of all images together, with those that take as long as the rest does.
     tflop: float = 0.0
-    """TFLOP of all images together, with those that take as long as the rest does."""
+    #: Pixels of all images together.
     pixels: int = 0
-    """Pixels of all images together."""
+    #: Jobs that are sent in bundles: those of one image and stage.
     bundled: int = 0
-    """Jobs that are sent in bundles: those of one image and stage."""
+    #: LoRAs of the last job: another one with the same needs no others.
     loras: Sequence[LoraTag] = ()
-    """LoRAs of the last job: another one with the same needs no others."""
 
     @property
     def most_in_bundle(self) -> int:
@@ -59,8 +59,8 @@ class Models:
 
     by_name: Mapping[str, families.Family]
     others: families.Family | None
+    #: Settings that all jobs are drawn with.
     accelerator: Accelerator | None = None
-    """Settings that all jobs are drawn with."""
 
     def family_of(self, model: str | None) -> families.Family:
         """Raises SetupError for a model whose family nothing tells."""

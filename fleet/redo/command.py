@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import typer
 from pydantic import AwareDatetime, BaseModel, Field, ValidationError
@@ -24,6 +23,7 @@ from imagefleet.storage.open import Storage, signer_of
 from imagefleet.storage.proofs import machine_of
 from imagefleet.storage.protocol import BlobRecord, BlobStore
 from imagefleet.storage.settings import SignerSettings, StorageSettings
+from imagefleet.validation import JSONDict
 from loadgen import sources
 from worker.node import quarantine
 
@@ -57,8 +57,8 @@ class Selection:
     """Images by name, each with its metadata."""
 
     images: dict[str, Metadata] = field(default_factory=dict)
+    #: Where images in packs are; the metadata of each are its record's.
     packed: dict[str, Spot] = field(default_factory=dict)
-    """Where images in packs are; the metadata of each are its record's."""
     damaged_records: int = 0
 
     def add(self, record: Record) -> None:
@@ -151,7 +151,7 @@ async def _run(
     dry_run: bool,
     yes: bool,
     quiet: bool,
-) -> dict[str, Any]:
+) -> JSONDict:
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         if not dry_run:
@@ -162,7 +162,7 @@ async def _run(
         for copy, metadata in interrupted.items():
             found.images.pop(replace.original(copy), None)
             found.images[copy] = metadata
-        result: dict[str, Any] = {
+        result: JSONDict = {
             "images": len(found.images),
             "workers": dict(found.by_worker.most_common()),
             "damaged_records": found.damaged_records,
@@ -198,7 +198,7 @@ async def _warn_of_nodes_at_work(storage: Storage, found: Selection) -> None:
             )
 
 
-def _show(result: dict[str, Any], *, dry_run: bool) -> None:
+def _show(result: JSONDict, *, dry_run: bool) -> None:
     if interrupted := result["interrupted"]:
         images = console.counted(interrupted, "image")
         console.print_note(f"with {images} of a run that was interrupted")

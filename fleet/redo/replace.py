@@ -106,8 +106,8 @@ class Entry:
     name: str
     copy: str
     metadata: Mapping[str, str]
+    #: The job's message; None for a duplicate, which is only put aside.
     message: str | None
-    """The job's message; None for a duplicate, which is only put aside."""
 
     @property
     def mark(self) -> str:

@@ -2,12 +2,12 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from fleet.report.records import Model, Records, Worker
 from imagefleet.pricing import prices
+from imagefleet.validation import JSONObject
 
 #: The most bars of the throughput plot: enough to see a dip.
 _MAX_BINS = 96
@@ -22,8 +22,8 @@ _MAX_MODELS = 50
 SLOW_SHARE = 2 / 3
 
 
-Figures = Mapping[str, Any]
-"""The report's JSON, which the page shows; a figure that cannot be computed is None."""
+#: The report's JSON, which the page shows; a figure that cannot be computed is None.
+Figures = JSONObject
 
 
 def compute(records: Records, storage_url: str, table: prices.PriceTable) -> Figures:

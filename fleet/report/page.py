@@ -5,7 +5,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jinja2
 from rich import filesize
@@ -21,6 +21,7 @@ from imagefleet.records import columns, pictures
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONObject
 from worker.progress import duration
 
 #: Rows of the table of workers, the slowest first.
@@ -30,7 +31,7 @@ _MAX_WORKERS = 15
 _SHOWN_CHARACTERS = 110
 
 
-async def read_samples(storage: Storage, records: Records) -> list[Mapping[str, Any]]:
+async def read_samples(storage: Storage, records: Records) -> list[JSONObject]:
     """The samples of *records* that are still there; counts the damaged ones in them."""
     samples, address = [], columns.addresses(storage)
     for record in records.samples:
@@ -45,7 +46,7 @@ async def read_samples(storage: Storage, records: Records) -> list[Mapping[str, 
     return samples
 
 
-def sample(record: Record, address: str, data: str | None) -> Mapping[str, Any]:
+def sample(record: Record, address: str, data: str | None) -> JSONObject:
     """An image for the page; *data* is a JPEG in base64, None for what is no image."""
     words = printable(sweep.caption_of(record))
     _, loras = prompt.read_words(record.prompt or "")
@@ -61,7 +62,7 @@ def sample(record: Record, address: str, data: str | None) -> Mapping[str, Any]:
 
 def render(
     figures: Figures,
-    samples: Sequence[Mapping[str, Any]],
+    samples: Sequence[JSONObject],
     made_at: datetime,
 ) -> str:
     """The page; *samples* are shown as thumbnails with their jobs' ids, prompts and LoRAs."""

@@ -48,14 +48,14 @@ class Worker:
     first_image_at: datetime
     last_image_at: datetime
     images: int = 0
+    #: Images that it drew, and `imagefleet redo` has replaced.
     replaced: int = 0
-    """Images that it drew, and `imagefleet redo` has replaced."""
+    #: Images that it drew, and another worker had stored.
     doubled: int = 0
-    """Images that it drew, and another worker had stored."""
+    #: Duration of its start-up and of its work, from its first pull to its last drawing.
     seconds: float = 0.0
-    """Duration of its start-up and of its work, from its first pull to its last drawing."""
+    #: While it worked; None after a single image.
     images_per_second: float | None = None
-    """While it worked; None after a single image."""
     gpu_dollars: float | None = None
     is_slow: bool = False
 
@@ -91,8 +91,8 @@ class Records:
     jobs: int = 0
     images: int = 0
     image_bytes: int = 0
+    #: Images in packs.
     packed: int = 0
-    """Images in packs."""
     packs: set[str] = field(default_factory=set)
     images_redelivered: int = 0
     workers: dict[WorkerKey, Worker] = field(default_factory=dict)
@@ -101,15 +101,15 @@ class Records:
     seconds_in_worker: Counter[int] = field(default_factory=Counter)
     failed_by_error: Counter[tuple[str, str]] = field(default_factory=Counter)
     cancelled: int = 0
+    #: Images that `imagefleet redo` has replaced, of workers without a record.
     replaced_unrecorded: int = 0
-    """Images that `imagefleet redo` has replaced, of workers without a record."""
+    #: Records of the images that were chosen as samples.
     samples: list[Record] = field(default_factory=list)
-    """Records of the images that were chosen as samples."""
     damaged: Damaged = field(default_factory=Damaged)
+    #: Seconds of each worker by the model that it drew with.
     seconds_of_models: dict[WorkerKey, dict[str, float]] = field(default_factory=dict)
-    """Seconds of each worker by the model that it drew with."""
+    #: Checks proofs of machines; where they are used, unproven records add no time or cost.
     proofs: Proofs | None = None
-    """Checks proofs of machines; where they are used, unproven records add no time or cost."""
     _unproven: set[int] = field(default_factory=set)
 
     @property

@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -20,9 +19,10 @@ from imagefleet.records.counts import Counts
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 
+#: Outcomes to show, as typer reads them from the command line.
 Outcome = StrEnum("Outcome", ["COMPLETED", "FAILED", "CANCELLED"])
-"""Outcomes to show, as typer reads them from the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _report_download(running: download.Download, *, as_json: bool) -> None:
     )
     if as_json:
         counted = ("images", "bytes", "already_there")
-        facts: dict[str, Any] = {name: getattr(running, name) for name in counted}
+        facts: JSONDict = {name: getattr(running, name) for name in counted}
         for name, names in (("missing", missing), ("changed", changed)):
             facts |= {name: len(names), f"first_{name}": names[: download.SHOWN]}
         facts["misfits"] = running.unfit.count

@@ -68,10 +68,10 @@ class Download:
     images: int = 0
     bytes: int = 0
     already_there: int = 0
+    #: Images by name that none of their records fits.
     undelivered: dict[str, pictures.Fault] = field(default_factory=dict)
-    """Images by name that none of their records fits."""
+    #: Images that are in the folder as a record has them: 60 bytes for each name.
     _delivered: set[int] = field(default_factory=set)
-    """Images that are in the folder as a record has them: 60 bytes for each name."""
 
     def named(self, fault: pictures.Fault) -> list[str]:
         return [name for name, why in self.undelivered.items() if why == fault]

@@ -7,11 +7,11 @@ nor more than the quota allows, which may have been lowered.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fleet.salad import groups as salad_groups
 from fleet.salad.groups import Group, Quota
 from imagefleet import errors
+from imagefleet.validation import JSONObject
 
 #: New groups take the place of old ones in this many steps, each only once the new replicas of the
 #: step before it run.
@@ -39,7 +39,7 @@ class Changes:
 
 
 def applied(
-    bodies: Sequence[Mapping[str, Any]], existing: Sequence[Group], room: int
+    bodies: Sequence[JSONObject], existing: Sequence[Group], room: int
 ) -> Changes:
     """Changes from the *existing* groups to *bodies*, by their names, which have the revision.
 

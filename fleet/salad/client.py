@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +15,7 @@ from fleet.salad import groups as salad_groups
 from fleet.salad.groups import Group, Quota
 from imagefleet import concurrency, errors, redaction
 from imagefleet.telemetry import logs, proxies
+from imagefleet.validation import JSONObject
 
 log = logs.EventLog(__name__)
 
@@ -81,7 +82,7 @@ class SaladClient:
             lambda body: [Group.model_validate(each) for each in body["items"]],
         )
 
-    async def create(self, body: Mapping[str, Any]) -> None:
+    async def create(self, body: JSONObject) -> None:
         """Creates a group; one that exists is fine: the answer to an earlier try may be lost."""
         try:
             await self.call("POST", self._containers, body)
@@ -89,7 +90,7 @@ class SaladClient:
             if await self._group(body["name"]) is None:
                 raise
 
-    async def patch(self, name: str, body: Mapping[str, Any]) -> None:
+    async def patch(self, name: str, body: JSONObject) -> None:
         """Changes a group; its replicas and its scheduled scaling restart no worker."""
         await self.call("PATCH", f"{self._containers}/{name}", body)
 
@@ -123,9 +124,7 @@ class SaladClient:
             f"{self._organization}/gpu-classes", lambda body: gpus.of_api(body["items"])
         )
 
-    async def call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
-    ) -> Any:
+    async def call(self, method: str, path: str, body: JSONObject | None = None) -> Any:
         """The JSON that a successful call returns; secrets in *body* are sent, but never shown.
 
         Raises:
@@ -134,7 +133,7 @@ class SaladClient:
         """
         return await RETRIES.call(lambda: self._try(method, path, body))
 
-    async def _try(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+    async def _try(self, method: str, path: str, body: JSONObject | None) -> Any:
         secrets = [self._key]
 
         def reveal(secret: SecretStr) -> str:

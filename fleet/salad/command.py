@@ -1,8 +1,7 @@
 """`imagefleet deploy`: turns a fleet file into container groups, and keeps them in sync."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import typer
 from pydantic import SecretStr
@@ -17,6 +16,7 @@ from fleet.salad.file import File, FleetFile, WaitMinutes
 from fleet.salad.groups import Group, Quota
 from imagefleet import concurrency, errors
 from imagefleet.pricing import prices
+from imagefleet.validation import JSONDict, JSONObject
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -187,7 +187,7 @@ async def status(
             fleet.client.gpu_classes(), fleet.client.quota()
         )
 
-        async def read() -> dict[str, Any]:
+        async def read() -> JSONDict:
             return _record(await fleet.groups(), known, quota)
 
         await watching.show(read, _screen, is_live=watch, as_json=as_json)
@@ -241,7 +241,7 @@ async def drain(
 
 def _record(
     groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quota
-) -> dict[str, Any]:
+) -> JSONDict:
     """The JSON of `deploy status`; only running instances are billed."""
     names = {gpu.id: gpu.name for gpu in known}
     prices = [
@@ -263,7 +263,7 @@ def _record(
     }
 
 
-def _screen(record: Mapping[str, Any]) -> Screen:
+def _screen(record: JSONObject) -> Screen:
     rows = []
     for group in record["groups"]:
         others = ("allocating", "creating", "stopping")

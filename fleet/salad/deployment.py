@@ -15,7 +15,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any
 
 import aiohttp
 
@@ -28,6 +27,7 @@ from fleet.salad.file import FleetFile
 from fleet.salad.groups import Group
 from imagefleet import errors
 from imagefleet.telemetry import proxies
+from imagefleet.validation import JSONObject
 
 #: Instances start and stop within minutes; each poll is one call.
 POLL_SECONDS = 10.0
@@ -63,7 +63,7 @@ class Deployment:
         return groups
 
     async def apply(
-        self, plan: Changes, bodies: Sequence[Mapping[str, Any]], wait_seconds: float
+        self, plan: Changes, bodies: Sequence[JSONObject], wait_seconds: float
     ) -> None:
         """Takes the steps of *plan*, then deletes old groups; *bodies* creates new ones.
 

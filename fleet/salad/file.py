@@ -31,6 +31,7 @@ from imagefleet.pricing.families import Family
 from imagefleet.pricing.prices import Priority
 from imagefleet.redaction import WebAddress
 from imagefleet.storage.settings import job_queue
+from imagefleet.validation import JSONDict
 from worker.files import addresses
 from worker.settings import WorkerSettings
 
@@ -130,7 +131,7 @@ class FleetFile(_Strict):
     image_caching: bool = True
     command: list[Annotated[str, Field(min_length=1, max_length=1000)]] | None = None
     # Checked by hand: pydantic's errors would name an address, which may hold a token.
-    models: dict[str, Any] | None = Field(default=None, min_length=1, max_length=50)
+    models: JSONDict | None = Field(default=None, min_length=1, max_length=50)
     environment: dict[str, _Value]
     logging: dict[str, _Provider] | None = Field(
         default=None, min_length=1, max_length=1

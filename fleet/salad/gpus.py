@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from imagefleet import errors
 from imagefleet.pricing import prices
+from imagefleet.validation import JSONObject
 
 #: The API writes `RTX 3060 Ti (8 GB)`.
 _MEMORY = re.compile(r"\s*\((\d+)\s*GB\)$", re.IGNORECASE)
@@ -54,7 +54,7 @@ def built_in() -> list[GpuClass]:
     ]
 
 
-def of_api(items: Iterable[Mapping[str, Any]]) -> list[GpuClass]:
+def of_api(items: Iterable[JSONObject]) -> list[GpuClass]:
     """The classes in the API's `gpu-classes`; known ones keep the names of our table."""
     names = {uuid: name for name, uuid in prices.SALAD_IDS.items()}
     return [

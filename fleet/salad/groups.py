@@ -12,6 +12,7 @@ from pydantic import AliasPath, BaseModel, BeforeValidator, Field, SecretStr
 from fleet.salad.file import FleetFile, SecretSource
 from fleet.salad.gpus import GpuClass, PriceRange, replica_price
 from imagefleet import errors
+from imagefleet.validation import JSONDict
 
 #: SaladCloud's limit per container group.
 MAX_REPLICAS = 500
@@ -49,11 +50,11 @@ class Group(_Answer):
         "container", "resources", "gpu_classes", default=[]
     )
 
+    #: When SaladCloud scales the group by itself.
     schedules: Annotated[
         list[str],
         BeforeValidator(lambda given: [each["schedule"] for each in given or []]),
     ] = _at("scaling-actions", default=[])
-    """When SaladCloud scales the group by itself."""
 
     @property
     def is_stopped(self) -> bool:
@@ -131,7 +132,7 @@ def render(
     replicas: int | None = None,
     existing: Iterable[Group] = (),
     read_secret: Callable[[SecretSource], SecretStr] = SecretSource.read,
-) -> list[dict[str, Any]]:
+) -> list[JSONDict]:
     """The request bodies that create the fleet's groups; secrets stay SecretStr.
 
     *existing* groups of the same revision stay in use, also for fewer replicas. Raises SetupError
@@ -167,7 +168,7 @@ def _template(
     file: FleetFile,
     gpus: Sequence[GpuClass],
     read_secret: Callable[[SecretSource], SecretStr],
-) -> dict[str, Any]:
+) -> JSONDict:
     """A request body without name and replicas."""
     given = file.model_dump(context=read_secret, exclude={"api_key"})
     environment: dict[str, str | SecretStr] = {"IMAGEFLEET_PRIORITY": file.priority}
@@ -208,7 +209,7 @@ def _template(
     return _without_none(template)
 
 
-def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
+def _without_none(fields: JSONDict) -> JSONDict:
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -230,7 +231,7 @@ def _check_value(name: str, value: str) -> None:
         )
 
 
-def _probe(state: str, *, delay: int, period: int, failures: int) -> dict[str, Any]:
+def _probe(state: str, *, delay: int, period: int, failures: int) -> JSONDict:
     return {
         "exec": {"command": ["imagefleet", "health", state]},
         "initial_delay_seconds": delay,

@@ -5,7 +5,6 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from cli import console, options
 from cli.options import option
@@ -18,6 +17,7 @@ from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.pricing import families, prices
 from imagefleet.telemetry import logs
+from imagefleet.validation import JSONDict
 from worker.accelerator import Accelerator
 
 log = logs.EventLog(__name__)
@@ -173,7 +173,7 @@ def _assumed_speed(file: salad_file.FleetFile) -> scaler.Speed | None:
     return scaler.Speed(min(known), "assumed") if known else None
 
 
-def _print_record(record: dict[str, Any]) -> None:
+def _print_record(record: JSONDict) -> None:
     moment = (
         datetime.fromtimestamp(record["now"]).astimezone().isoformat(timespec="seconds")
     )

@@ -36,8 +36,8 @@ class Goal:
     dollars_per_hour: float | None = None
     every_seconds: float = 900
     sample_seconds: float = 60
+    #: Models whose jobs count, of the jobs that name a model; None: all.
     models: Collection[str] | None = None
-    """Models whose jobs count, of the jobs that name a model; None: all."""
 
     def has_passed(self, now: float) -> bool:
         """True after the deadline: from then on the replicas only become fewer."""

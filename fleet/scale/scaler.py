@@ -6,7 +6,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from fleet.monitor import prometheus, rates
 from fleet.salad import deployment
@@ -27,6 +26,7 @@ from imagefleet import concurrency, errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import host, logs
+from imagefleet.validation import JSONDict
 
 log = logs.EventLog(__name__)
 
@@ -44,8 +44,8 @@ class Speeds:
     """The best known speed, and what a job of each model counts; *server* has the metrics."""
 
     given: Speed | None = None
+    #: The one assumed, until one is measured.
     last: Speed | None = None
-    """The one assumed, until one is measured."""
     server: prometheus.Prometheus | None = None
     models: Sequence[Model] = ()
 
@@ -92,10 +92,10 @@ class Scaler:
     _speeds: Speeds
     _: KW_ONLY
     is_dry_run: bool = False
+    #: Clock of the cost ledger, which no change of the system time moves; not configurable.
     clock: Callable[[], float] = field(default_factory=host.steady_clock)
-    """Clock of the cost ledger, which no change of the system time moves; not configurable."""
+    #: Wall clock that the deadline is compared with.
     wall_clock: Callable[[], float] = time.time
-    """Wall clock that the deadline is compared with."""
 
     def __post_init__(self) -> None:
         self._ledger = ledger.read(self._ledger_path, self._fleet.fleet, self.clock())
@@ -121,7 +121,7 @@ class Scaler:
         return is_empty and self.running == 0
 
     async def run(
-        self, on_decision: Callable[[dict[str, Any]], None], until_empty: bool
+        self, on_decision: Callable[[JSONDict], None], until_empty: bool
     ) -> None:
         """Samples and decides for ever, or *until_empty*; a failure leaves the replicas."""
         await self.try_once(on_decision)
@@ -130,7 +130,7 @@ class Scaler:
             await self.try_once(on_decision)
         log.info("the queue is empty and no worker runs", action="scale_done")
 
-    async def try_once(self, on_decision: Callable[[dict[str, Any]], None]) -> None:
+    async def try_once(self, on_decision: Callable[[JSONDict], None]) -> None:
         """One step; after a failure the replicas stay, but the first one's SetupError is raised."""
 
         async def decide_once() -> None:
@@ -149,7 +149,7 @@ class Scaler:
             return said
         return ""
 
-    async def step(self) -> dict[str, Any]:
+    async def step(self) -> JSONDict:
         """Samples, decides, acts, and returns the record; raises TransientError in an outage.
 
         What cannot be read or written is an obstacle to more replicas; the budget is watched all

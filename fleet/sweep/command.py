@@ -4,7 +4,6 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cli import console, options, target
 from cli.options import argument, option
@@ -15,6 +14,7 @@ from imagefleet.job.change import Change
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import open_storage, signer_of
 from imagefleet.sweep import Group
+from imagefleet.validation import JSONDict
 from loadgen import caption_sweep
 from loadgen.caption_sweep import CaptionFile, SweepSource
 from loadgen.settings import LoadSettings
@@ -150,7 +150,7 @@ def _models_of(source: SweepSource) -> set[str]:
 
 def _groups_and_shared(
     texts: Iterable[str],
-) -> tuple[tuple[Group, ...], dict[str, Any]]:
+) -> tuple[tuple[Group, ...], JSONDict]:
     """The groups of all combinations, and what jobs share; raises SetupError for invalid texts."""
     given = _given(texts)
     lora = given.pop("lora", None)
@@ -190,7 +190,7 @@ def _given(texts: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _facts(source: SweepSource) -> dict[str, Any]:
+def _facts(source: SweepSource) -> JSONDict:
     told = source.sweep.model_dump(include={"campaign", "captions", "seed", "groups"})
     return {**told, "images": source.sweep.images}
 

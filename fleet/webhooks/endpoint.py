@@ -88,10 +88,10 @@ class Answer(NamedTuple):
     """The outcome of an attempt; *failure* is None if the event was delivered."""
 
     failure: str | None = None
+    #: The receiver wants no more webhooks.
     is_gone: bool = False
-    """The receiver wants no more webhooks."""
+    #: Seconds in which nothing else should be sent.
     pause_seconds: float = 0.0
-    """Seconds in which nothing else should be sent."""
 
 
 def check_url(url: str) -> None:

@@ -49,11 +49,11 @@ class Event(BaseModel, extra="forbid"):
 
     id: str
     type: str
+    #: The time at which it happened, not at which it is sent.
     timestamp: datetime
-    """The time at which it happened, not at which it is sent."""
     data: dict[str, JsonValue]
+    #: The time from which it waits, in Unix seconds, as the next one.
     since: float = Field(default_factory=time.time)
-    """The time from which it waits, in Unix seconds, as the next one."""
     due_at: float = 0.0
     attempts: int = 0
 
@@ -158,10 +158,10 @@ class State(BaseModel, extra="forbid"):
     address: str
     campaign: str | None = None
     position: dict[str, int] = Field(default_factory=dict)
+    #: Events that are not delivered yet, by their ids.
     waiting: dict[str, Event] = Field(default_factory=dict)
-    """Events that are not delivered yet, by their ids."""
+    #: Campaigns with records since their last end.
     open_campaigns: set[str] = Field(default_factory=set)
-    """Campaigns with records since their last end."""
 
     @classmethod
     def read(cls, path: Path, address: str, campaign: str | None) -> Self:
@@ -188,8 +188,8 @@ class Source:
 
     _storage: Storage
     state: State
+    #: The name of the fleet, which is part of the events' ids.
     _fleet: str
-    """The name of the fleet, which is part of the events' ids."""
     _: KW_ONLY
     each_job: bool = False
     since: datetime | None = None

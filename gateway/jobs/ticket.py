@@ -21,32 +21,32 @@ class Ticket:
     client: Client
     job: Job
     priority: Priority
+    #: Its name and what is known of it; None until it is in the queue.
     facts: JobFacts | None = None
-    """Its name and what is known of it; None until it is in the queue."""
     sent: asyncio.Future[None] = field(default_factory=asyncio.Future)
     ended: asyncio.Future[JobFacts] = field(default_factory=asyncio.Future)
     created_at: float = field(default_factory=time.monotonic)
+    #: Time (monotonic seconds) at which its message was in the queue.
     sent_at: float = 0.0
-    """Time (monotonic seconds) at which its message was in the queue."""
+    #: The message as it was sent; None before, and of a job that another gateway has sent.
     message: LeasedMessage | None = None
-    """The message as it was sent; None before, and of a job that another gateway has sent."""
     waiters: int = 0
+    #: It is drawn even if nobody waits: its client may ask for it later.
     is_kept: bool = False
-    """It is drawn even if nobody waits: its client may ask for it later."""
+    #: Its id follows from a key of its client's, who may ask for it again.
     is_keyed: bool = False
-    """Its id follows from a key of its client's, who may ask for it again."""
+    #: Another gateway has sent it, or is to.
     is_foreign: bool = False
-    """Another gateway has sent it, or is to."""
+    #: How many claims to send it there were.
     attempts: int = 0
-    """How many claims to send it there were."""
+    #: Nobody wants it any more: it is withdrawn.
     is_dropped: bool = False
-    """Nobody wants it any more: it is withdrawn."""
+    #: No queue holds it any more, and no record tells of its end.
     is_lost: bool = False
-    """No queue holds it any more, and no record tells of its end."""
+    #: Why it was withdrawn.
     reason: str = "its client hung up"
-    """Why it was withdrawn."""
+    #: Its client waits for what is drawn of it.
     is_interrupted: bool = False
-    """Its client waits for what is drawn of it."""
 
     @property
     def id(self) -> str:

@@ -4,10 +4,10 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from imagefleet import errors
 from imagefleet.files import contents, lora, safetensors
+from imagefleet.validation import JSONDict
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -27,8 +27,8 @@ def folders_of(folder: Path) -> Mapping[str, Path]:
 
 def pack(folder: Path, target: Path) -> None:
     """Writes the adapter in *folder* as one .safetensors file; raises SetupError."""
-    entries: dict[str, Any] = {}
-    stated: dict[str, Any] = {}
+    entries: JSONDict = {}
+    stated: JSONDict = {}
     begin = 0
     folders = folders_of(folder)
     headers = {network: _header_of(path) for network, path in folders.items()}
@@ -53,7 +53,7 @@ def pack(folder: Path, target: Path) -> None:
                 shutil.copyfileobj(weights, file)
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
+def _config_of(folder: Path) -> JSONDict:
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -23,10 +23,10 @@ _MAX_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Header:
+    #: The GPU and the version of torch, as lists show them.
     made_for: str
-    """The GPU and the version of torch, as lists show them."""
+    #: The places of the kernels' inputs among the tensors of what was compiled.
     inputs: Sequence[int]
-    """The places of the kernels' inputs among the tensors of what was compiled."""
 
 
 def write(path: Path, header: Header, artifact: bytes) -> None:

@@ -8,12 +8,12 @@ from typing import Literal
 
 from imagefleet.job.message import Job
 
+#: Generated; generated from a picture that was given, or in a part of it; a picture enlarged.
 Mark = Literal[
     "trainedAlgorithmicMedia",
     "compositeWithTrainedAlgorithmicMedia",
     "algorithmicallyEnhanced",
 ]
-"""Generated; generated from a picture that was given, or in a part of it; a picture enlarged."""
 
 _XMP = (
     '<x:xmpmeta xmlns:x="adobe:ns:meta/">'

@@ -21,8 +21,8 @@ from imagefleet import errors
 #: for less.
 REST_SECONDS = 3.0
 
+#: Path, modification time in ns, size in bytes and inode: a replaced file is another file.
 Identity = tuple[str, int, int, int]
-"""Path, modification time in ns, size in bytes and inode: a replaced file is another file."""
 
 #: Files that had not rested when they were first seen, and when that was.
 _unrested: LRUCache[str, tuple[Identity, float]] = LRUCache(1_000)
@@ -54,10 +54,10 @@ class TruncatedError(MalformedError):
 class Header:
     shapes: Mapping[str, tuple[int, ...]]
     metadata: Mapping[str, str]
+    #: Each tensor's type of numbers, and where it begins and ends behind the header.
     places: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
-    """Each tensor's type of numbers, and where it begins and ends behind the header."""
+    #: Byte offset of the tensors' data in the file.
     data_at: int = 0
-    """Byte offset of the tensors' data in the file."""
 
     @property
     def file_bytes(self) -> int:

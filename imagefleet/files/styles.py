@@ -3,14 +3,14 @@
 import csv
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from imagefleet import errors
+from imagefleet.validation import JSONObject
 
 _FIELDS = ("prompt", "negative_prompt")
 
+#: The prompt and the negative prompt of each style.
 Styles = Mapping[str, tuple[str, str]]
-"""The prompt and the negative prompt of each style."""
 
 
 def read(path: Path) -> Styles:
@@ -29,7 +29,7 @@ def read(path: Path) -> Styles:
 
 
 def apply(
-    styles: Styles, names: Iterable[object], fields: Mapping[str, Any]
+    styles: Styles, names: Iterable[object], fields: JSONObject
 ) -> dict[str, str]:
     """The prompts of *fields* with the named styles; raises JobError for one that is not there."""
     prompts = [str(fields.get(field, "")) for field in _FIELDS]

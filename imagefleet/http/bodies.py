@@ -12,13 +12,14 @@ import ctypes
 import email.parser
 import json
 import weakref
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 
 from imagefleet.http.refused import Refused
+from imagefleet.validation import JSONDict, JSONObject
 
 #: The longest body: eight images of 2,048 x 2,048 pixels.
 MAX_BODY_BYTES = 64 * 2**20
@@ -141,7 +142,7 @@ async def _received(request: web.Request) -> bytearray:
     return body
 
 
-def json_object(body: bytearray, _: str = "") -> dict[str, Any]:
+def json_object(body: bytearray, _: str = "") -> JSONDict:
     """The JSON object of a body, which it empties; raises Refused."""
     if _has_more(body, (b",", b":", b"[", b"{"), _MAX_MARKS):
         raise Refused(413, "the body has more values than any job")
@@ -168,7 +169,7 @@ def _has_more(body: bytearray, marks: Iterable[bytes], most: int) -> bool:
     return False
 
 
-def check_values(payload: Mapping[str, Any], images: frozenset[str]) -> None:
+def check_values(payload: JSONObject, images: frozenset[str]) -> None:
     """Raises Refused for more than a job has: depth, values, and text but in fields of *images*."""
     left: list[tuple[Any, int, bool]] = [(payload, 0, False)]
     count = 0

@@ -4,10 +4,11 @@ import html
 import inspect
 import json
 import re
-from typing import Any
 
 from aiohttp import web
 from pydantic import BaseModel
+
+from imagefleet.validation import JSONDict
 
 
 def page(app: web.Application) -> str:
@@ -23,9 +24,9 @@ def page(app: web.Application) -> str:
 def openapi(app: web.Application, payload: type[BaseModel]) -> str:
     """The same as an OpenAPI document; *payload*: the body of paths that draw images."""
     answers = {"200": {"description": "done"}, "default": {"description": "refused"}}
-    paths: dict[str, dict[str, Any]] = {}
+    paths: dict[str, JSONDict] = {}
     for method, path, summary in _operations(app):
-        operation: dict[str, Any] = {"summary": summary, "responses": answers}
+        operation: JSONDict = {"summary": summary, "responses": answers}
         if method == "POST":
             kind = (
                 "multipart/form-data" if path.endswith("/edits") else "application/json"

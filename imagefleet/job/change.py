@@ -1,7 +1,7 @@
 """Changes to failed jobs that are sent again: steps=20, say."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Self, get_args
 
 from pydantic_core import to_jsonable_python
@@ -17,6 +17,7 @@ from imagefleet.job.message import (
 )
 from imagefleet.job.settings_table import SETTINGS
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner
+from imagefleet.validation import JSONDict, JSONObject
 
 #: A job of another id is another job; and a second drawing is none of an operator's.
 _FIXED = frozenset({"id", "verify"})
@@ -27,19 +28,17 @@ _FIELDS = sorted(Job.model_fields.keys() - _FIXED)
 class Change:
     """New values of some fields, for each job."""
 
-    def __init__(
-        self, values: Mapping[str, Any], signer: JobSigner | None = None
-    ) -> None:
+    def __init__(self, values: JSONObject, signer: JobSigner | None = None) -> None:
         """Changed jobs are signed by *signer*; raises SetupError for a field that no job has."""
         self._signer = signer
         for name in values:
             _check_name(name)
-        self.values: dict[str, Any] = to_jsonable_python(dict(values))
+        self.values: JSONDict = to_jsonable_python(dict(values))
 
     @classmethod
     def read(cls, texts: Iterable[str], signer: JobSigner | None = None) -> Self:
         """Reads NAME=VALUE, each value by the type of its field; raises SetupError for others."""
-        values: dict[str, Any] = {}
+        values: JSONDict = {}
         for text in texts:
             name, separator, value = text.partition("=")
             if not separator:
@@ -68,7 +67,7 @@ class Change:
         (message,) = sizes.checked_messages([job.to_message(self._signer)])
         return message, job
 
-    def _changed(self, fields: dict[str, Any], place: object) -> dict[str, Any]:
+    def _changed(self, fields: JSONDict, place: object) -> JSONDict:
         """The fields of a job with the new values, in the stage that has failed."""
         own: Any = fields
         try:
@@ -108,7 +107,7 @@ def _value(name: str, text: str) -> Any:
         return text  # which its field refuses, and says what it should be
 
 
-def _fields(body: str) -> dict[str, Any]:
+def _fields(body: str) -> JSONDict:
     if not (fields := fields_if_any(body)):
         raise errors.InvalidMessageError(
             "its message is no job in JSON, so nothing can be set"
@@ -116,7 +115,7 @@ def _fields(body: str) -> dict[str, Any]:
     return fields
 
 
-def _drop_aliases(fields: dict[str, Any], values: Mapping[str, Any]) -> None:
+def _drop_aliases(fields: JSONDict, values: JSONObject) -> None:
     """Takes out what gives a field that is set by AUTOMATIC1111's other names for it."""
     if "sampler_name" in values:
         fields.pop("sampler_index", None)

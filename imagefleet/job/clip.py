@@ -37,8 +37,8 @@ MAX_CHUNKS = 32
 #: Those of all texts of an edited prompt, which a job holds on the device: of SDXL 80 MB.
 _MOST_CHUNKS = 256
 
+#: The token ids of each text, without start and end tokens.
 Tokenise = Callable[[Sequence[str]], Sequence[Sequence[int]]]
-"""The token ids of each text, without start and end tokens."""
 
 
 def tokenizer_of(folder: Path, vocabulary_size: int) -> Path:
@@ -133,14 +133,14 @@ class Names(Generic[T_co]):
 class Chunk:
     """Up to 75 tokens and the weight of each; the text encoder pads it."""
 
+    #: `PLACEHOLDER` for each vector of an embedding.
     tokens: tuple[int, ...] = ()
-    """`PLACEHOLDER` for each vector of an embedding."""
     weights: tuple[float, ...] = ()
+    #: The embeddings, in order; also some in the padding.
     inserts: tuple[Insert, ...] = ()
-    """The embeddings, in order; also some in the padding."""
+    #: Chunks at this place of an edited prompt's texts, with the number of entries each has: the
+    #: text encoder keeps the mean of all.
     company: tuple[tuple[Chunk, int], ...] = ()
-    """Chunks at this place of an edited prompt's texts, with the number of entries each has: the
-    text encoder keeps the mean of all."""
 
 
 #: The token in whose place a vector of an embedding comes: AUTOMATIC1111's.

@@ -40,8 +40,8 @@ GPU_NOISE_PIXELS = 700_000
 #: Alternatives, and wildcards, of sd-dynamic-prompts.
 DYNAMIC = re.compile(r"\{[^{}]*\|[^{}]*\}|(?<![\w-])__[\w*/-]+?__(?![\w-])")
 
+#: Width and height of the first pass in pixels, as far as they are known.
 _Size = tuple[int | None, int | None]
-"""Width and height of the first pass in pixels, as far as they are known."""
 
 
 def _has_much_gpu_noise(job: PassFields, size: _Size) -> bool:

@@ -35,8 +35,8 @@ class _Edit(NamedTuple):
     when: str | None
 
 
+#: A piece of a text: words, one of the signs, or an edit, whose options are pieces as well.
 _Piece = str | _Edit
-"""A piece of a text: words, one of the signs, or an edit, whose options are pieces as well."""
 
 
 def schedule(text: str, steps: int, first_steps: int) -> list[tuple[int, str]]:

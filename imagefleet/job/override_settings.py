@@ -1,13 +1,13 @@
 """AUTOMATIC1111's `override_settings`: its server's settings, changed for one job."""
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from imagefleet import validation
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.job.settings_table import FAMILIES, SETTINGS
 from imagefleet.redaction import printable
+from imagefleet.validation import JSONDict, JSONObject
 
 #: Of `jpeg_quality`, which is WebP's as well, where `samples_format` is set.
 _JPEG_QUALITY = 80
@@ -31,13 +31,11 @@ NO_FILE: tuple[object, ...] = (
 )
 
 
-def fields(
-    settings: object, payload: Mapping[str, Any], passes: Collection[str]
-) -> dict[str, Any]:
+def fields(settings: object, payload: JSONObject, passes: Collection[str]) -> JSONDict:
     """The fields that *settings* set; raises ValueError where they conflict with *payload*, say."""
     if not isinstance(settings, dict):
         raise ValueError("override_settings: must be an object")  # noqa: TRY004 - for pydantic
-    found: dict[str, Any] = {}
+    found: JSONDict = {}
     for name, value in settings.items():
         if (row := SETTINGS.get(name)) is None and name.startswith(FAMILIES):
             continue
@@ -65,7 +63,7 @@ def fields(
     return found
 
 
-def _field(field: str, value: object, settings: Mapping[str, Any]) -> object:
+def _field(field: str, value: object, settings: JSONObject) -> object:
     """A setting's value as a field has it."""
     if field == "output":
         kind = str(value).lower().replace("jpg", "jpeg")

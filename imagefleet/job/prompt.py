@@ -86,15 +86,15 @@ class Part:
     weight: float
 
 
+#: The parts between two BREAKs; no two neighbours have the same weight.
 Section = tuple[Part, ...]
-"""The parts between two BREAKs; no two neighbours have the same weight."""
 
 
 class State(NamedTuple):
     """The words of a prompt in some of the UNet's calls."""
 
+    #: The last call that has them, counted from 0; calls beyond the last state have the first.
     until: int
-    """The last call that has them, counted from 0; calls beyond the last state have the first."""
     text: str
     sections: tuple[Section, ...]
 
@@ -103,10 +103,10 @@ class State(NamedTuple):
 class Subprompt:
     """One of the prompts that AND joins, or the only one."""
 
+    #: Texts in the course of the steps, ordered by `until`; several may have the same words.
     states: tuple[State, ...]
-    """Texts in the course of the steps, ordered by `until`; several may have the same words."""
+    #: Factor of the guidance scale: 1.3 of a prompt that ends with `:1.3`.
     weight: float = 1.0
-    """Factor of the guidance scale: 1.3 of a prompt that ends with `:1.3`."""
 
     def at(self, call: int) -> State:
         return next(

@@ -19,12 +19,12 @@ class Effect:
     """A field or a setting of AUTOMATIC1111: its effect in *passes*; in the others it has none."""
 
     passes: frozenset[str] = frozenset()
+    #: The job's field that it sets; null stands for its default.
     field: str = ""
-    """The job's field that it sets; null stands for its default."""
+    #: Values beside null that switch it off, if it sets no field; all others are refused.
     neutral: tuple[object, ...] = ()
-    """Values beside null that switch it off, if it sets no field; all others are refused."""
+    #: The passes whose jobs refuse it, whatever its value: the job says why.
     refused: frozenset[str] = frozenset()
-    """The passes whose jobs refuse it, whatever its value: the job says why."""
 
 
 _ALL = frozenset(PASSES)

@@ -142,5 +142,5 @@ def _is_small(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
     return metadata
 
 
+#: The `metadata` of a job: any JSON of its sender, up to a size.
 Metadata = Annotated[dict[str, JsonValue], AfterValidator(_is_small)]
-"""The `metadata` of a job: any JSON of its sender, up to a size."""

@@ -6,12 +6,13 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
 from imagefleet import errors, validation, yaml_file
 from imagefleet.storage.protocol import Operations
+from imagefleet.validation import JSONDict
 
 Priority = Literal["high", "medium", "low", "batch"]
 
@@ -74,8 +75,8 @@ class WarmUp:
 
     first_image_seconds: float
     full_speed_seconds: float
+    #: Share of full speed between the two.
     speed: float
-    """Share of full speed between the two."""
     source: str
 
     def lost(self, starting: float, cold: float) -> float:
@@ -86,10 +87,10 @@ class WarmUp:
         return starting + (1 - self.speed) * (cold - starting)
 
 
-_DATA: dict[str, Any] = tomllib.loads(
+_DATA: JSONDict = tomllib.loads(
     Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8")
 )
-_GPUS: dict[str, dict[str, Any]] = _DATA["gpus"]
+_GPUS: dict[str, JSONDict] = _DATA["gpus"]
 
 GPU_PRICES_SOURCE: str = _DATA["prices_source"]
 SPEEDS_SOURCE: str = _DATA["speeds_source"]

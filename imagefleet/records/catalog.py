@@ -109,8 +109,8 @@ class Damaged:
     count: int = 0
     shards: set[str] = field(default_factory=set)
     reasons: list[str] = field(default_factory=list)
+    #: Stored images were looked up, so that more than records decided.
     saw_images: bool = False
-    """Stored images were looked up, so that more than records decided."""
 
     def add(self, shard: str, reason: str) -> None:
         self.count += 1
@@ -139,10 +139,10 @@ class StoredShard:
     campaign: str
     kind: ShardKind
     store: BlobStore
+    #: The operator has cancelled its campaign.
     is_cancelled: bool = False
-    """The operator has cancelled its campaign."""
+    #: Some of its campaign's images are in packs, or nobody may tell.
     has_packs: bool = False
-    """Some of its campaign's images are in packs, or nobody may tell."""
 
 
 async def packed_campaigns(storage: Storage) -> set[str] | None:

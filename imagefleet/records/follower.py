@@ -54,12 +54,12 @@ class RecordFilter:
     storage: Storage
     ledgers: Ledgers
     damaged: Damaged
+    #: The only jobs that count, by key; what is stored of one takes the place of its end.
     own: Container[str] | None = None
-    """The only jobs that count, by key; what is stored of one takes the place of its end."""
+    #: Records of images are kept without a look at the images.
     trusts_images: bool = False
-    """Records of images are kept without a look at the images."""
+    #: Records of jobs that may be noted as sent any moment.
     waiting: list[NewRecord] = field(default_factory=list)
-    """Records of jobs that may be noted as sent any moment."""
 
     async def fitting(
         self, new: Iterable[NewRecord], shards: Collection[StoredShard]

@@ -54,8 +54,8 @@ MAX_LEDGERS = 4_000
 
 _BUCKET_BYTES = 2
 
+#: A job beside the one that was sent with its id.
 Compared = Literal["new", "changed", "as_before"]
-"""A job beside the one that was sent with its id."""
 
 _ID, _DIGEST, _CAMPAIGN = ('"id":"', '"digest":"', '"campaign":"')
 

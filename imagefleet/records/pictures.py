@@ -14,8 +14,8 @@ from imagefleet.records import catalog, decisions
 from imagefleet.records.record import Record, Spot, of_job
 from imagefleet.storage.open import Storage
 
+#: Fault of an image that is not delivered: no file, or a file that none of its records fits.
 Fault = Literal["missing", "misfit"]
-"""Fault of an image that is not delivered: no file, or a file that none of its records fits."""
 
 #: Why a record is left out.
 MISFIT = "a record of another picture than the one that is stored"

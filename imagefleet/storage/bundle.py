@@ -8,8 +8,8 @@ whose signatures and digests it carries unchanged.
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from imagefleet.job import chain, sizes
 from imagefleet.job.message import (
@@ -24,6 +24,7 @@ from imagefleet.job.message import (
     message_text,
 )
 from imagefleet.signing import SIGNATURE_FIELD
+from imagefleet.validation import JSONDict, JSONObject
 
 #: The most jobs of a bundle: more save little, and are lost for longer with a worker that dies.
 MAX_JOBS = 64
@@ -56,7 +57,7 @@ _ALONE = (chain.THEN_FIELD, chain.STAGE_FIELD, "verify", "awaited")
 #: Fields that all jobs of a bundle have in common: one worker draws them for one file.
 _COMMON = ("campaign", "model", "output")
 
-_NO_FIELDS: Mapping[str, Any] = {}
+_NO_FIELDS: JSONObject = {}
 
 
 class Bundle(NamedTuple):
@@ -64,8 +65,8 @@ class Bundle(NamedTuple):
 
     name: str
     campaign: str
+    #: The messages of its jobs.
     messages: list[str]
-    """The messages of its jobs."""
     ids: list[str]
     problem: str | None = None
 
@@ -119,7 +120,7 @@ def messages_of(body: str) -> list[str]:
 
 
 def _problem(
-    name: object, jobs: Sequence[Mapping[str, Any]], messages: Sequence[str]
+    name: object, jobs: Sequence[JSONObject], messages: Sequence[str]
 ) -> str | None:
     """The reason why a bundle is not drawn; None for a good one."""
     ids = [job.get("id") for job in jobs]
@@ -144,11 +145,11 @@ def _problem(
     return f"the bundle is not valid, so none of its jobs is drawn: {problem}"
 
 
-def _differs(field: str, jobs: Sequence[Mapping[str, Any]]) -> bool:
+def _differs(field: str, jobs: Sequence[JSONObject]) -> bool:
     return any(job.get(field) != jobs[0].get(field) for job in jobs)
 
 
-def _is_alone(job: Mapping[str, Any], message: str) -> bool:
+def _is_alone(job: JSONObject, message: str) -> bool:
     return any(job.get(field) for field in _ALONE) or images_of(message) > 1
 
 
@@ -169,10 +170,10 @@ class Sent(NamedTuple):
 class _Job(NamedTuple):
     message: str
     is_sent: bool
-    fields: Mapping[str, Any]
+    fields: JSONObject
 
     @property
-    def unsigned(self) -> Mapping[str, Any]:
+    def unsigned(self) -> JSONObject:
         if SIGNATURE_FIELD not in self.fields:
             return self.fields
         return {
@@ -218,7 +219,7 @@ def _parts(jobs: Sequence[_Job], most: int) -> Iterator[list[_Job]]:
         yield part
 
 
-def _calls(fields: Mapping[str, Any]) -> float:
+def _calls(fields: JSONObject) -> float:
     """About the work of a job, valid or not, in the unit of `_MOST_CALLS`."""
     steps, width, height, guidance, scale = (
         given if isinstance(given := fields.get(name), int | float) else usual
@@ -264,14 +265,14 @@ def _exactly(text: str, messages: Sequence[str]) -> str | None:
     return text if is_exact and sizes.fits(text) else None
 
 
-def _compact(name: str, jobs: Sequence[Mapping[str, Any]]) -> str:
+def _compact(name: str, jobs: Sequence[JSONObject]) -> str:
     """The text of a bundle, whether it can be read again or not."""
     fields = {BUNDLE_FIELD: name, **_shared(jobs)}
     own = [_differences(fields, job) for job in jobs]
     return message_text({**fields, JOBS_FIELD: own})
 
 
-def _shared(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _shared(jobs: Sequence[JSONObject]) -> JSONDict:
     """The fields of all jobs in their order: what they share, null for what differs."""
     order: list[str] = []
     for job in jobs:
@@ -280,7 +281,7 @@ def _shared(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if name not in order:
                 order.insert(at, name)
             at = order.index(name) + 1
-    shared: dict[str, Any] = {}
+    shared: JSONDict = {}
     for name in order:
         values = [job.get(name) for job in jobs]
         if name == SIGNATURE_FIELD and all(isinstance(each, dict) for each in values):
@@ -291,9 +292,9 @@ def _shared(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return shared
 
 
-def _differences(shared: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+def _differences(shared: JSONObject, job: JSONObject) -> JSONDict:
     """The fields in which a job differs from the shared ones."""
-    own: dict[str, Any] = {}
+    own: JSONDict = {}
     for name, value in job.items():
         of_all = shared[name]
         if name == SIGNATURE_FIELD and isinstance(of_all, dict):
@@ -303,9 +304,9 @@ def _differences(shared: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str,
     return own
 
 
-def _merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(shared: JSONObject, own: JSONObject) -> JSONDict:
     """A job's fields: its own, and those shared ones that are not null."""
-    job: dict[str, Any] = {}
+    job: JSONDict = {}
     for name, value in shared.items():
         if name in _OWN:
             continue

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -32,6 +32,7 @@ from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
 from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import Deliveries, without_deliveries
 from imagefleet.storage.routing import models
+from imagefleet.validation import JSONDict
 
 #: An engine's error may list a page of tensor shapes; its first lines name the cause.
 MAX_REASON_CHARACTERS = 2_000
@@ -114,8 +115,8 @@ class Check:
 
     trusted: TrustedJobs | None = None
     change: Change | None = None
+    #: Signs what was signed anew; without it, a job whose date has passed stays.
     signer: JobSigner | None = None
-    """Signs what was signed anew; without it, a job whose date has passed stays."""
 
     @property
     def sendable(self) -> TrustedJobs | None:
@@ -199,7 +200,7 @@ def failed_job(
     body = _replayable(message, job)
     if job is not None and job.images > 1 and stored:  # which are then looked for
         body = Deliveries().write_to(body) or body
-    known: dict[str, Any]
+    known: JSONDict
     if job is not None:
         known = {"id": job.id, "campaign": job.campaign, "digest": job.digest}
         known |= {"stage": job.stage, "stages": job.stages}
@@ -221,7 +222,7 @@ def failed_job(
     )
 
 
-def _named(body: str) -> dict[str, Any]:
+def _named(body: str) -> JSONDict:
     """The id and campaign that even an invalid message gives: once mended, it is the same job."""
     fields = fields_if_any(body)
     known = {}

@@ -60,8 +60,8 @@ class Preview:
     kinds: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     prompts: list[str] = dataclasses.field(default_factory=list)
     refused: int = 0
+    #: The first of those that are refused.
     reasons: list[Refused] = dataclasses.field(default_factory=list)
-    """The first of those that are refused."""
 
 
 async def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Record]:

@@ -30,15 +30,15 @@ Count = Annotated[int, Field(ge=0, le=1_000_000)]
 class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=True):
     """The earlier deliveries of a message by how they ended."""
 
+    #: Deliveries that this record covers, of those that the storage has counted.
     known: Count = 0
-    """Deliveries that this record covers, of those that the storage has counted."""
     failed: Count = 0
+    #: Deliveries without an outcome: the worker died or lost its lease.
     lost: Count = 0
-    """Deliveries without an outcome: the worker died or lost its lease."""
+    #: Lost deliveries in which the job was generated alone.
     lost_alone: Count = 0
-    """Lost deliveries in which the job was generated alone."""
+    #: The latest one was marked as generated alone.
     is_alone: bool = False
-    """The latest one was marked as generated alone."""
 
     @classmethod
     def of(cls, message: protocol.Message) -> Self:

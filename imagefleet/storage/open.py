@@ -31,19 +31,19 @@ FLEET_FILE = "fleet.id"
 class Storage(Protocol):
     """The job queues, their poison queue, the images, and the files that workers read."""
 
+    #: The address without secrets, for messages.
     url: str
-    """The address without secrets, for messages."""
     settings: StorageSettings
+    #: The fleet and queue that jobs of this storage are signed for.
     scope: Scope
-    """The fleet and queue that jobs of this storage are signed for."""
+    #: All job queues as one, by priority; it sends to that of normal priority.
     queue: RoutedQueue
-    """All job queues as one, by priority; it sends to that of normal priority."""
+    #: The queue of each priority of jobs without a model.
     queues: Mapping[Priority, StoredQueue]
-    """The queue of each priority of jobs without a model."""
+    #: The queues of jobs that name a model; what sends jobs to the right ones.
     models: ModelQueues
-    """The queues of jobs that name a model; what sends jobs to the right ones."""
+    #: The operations of this object so far.
     operations: Operations
-    """The operations of this object so far."""
 
     @property
     def poison(self) -> JobQueue: ...

@@ -202,8 +202,8 @@ class BlobRecord:
     size_bytes: int
     created_at: datetime
     metadata: Mapping[str, str]
+    #: The time of its last change; None: as it was created.
     modified_at: datetime | None = None
-    """The time of its last change; None: as it was created."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +218,11 @@ class BlobPart:
 class BlobStore(Protocol):
     """A store of blobs, which only `replace` overwrites. Every method may raise TransientError."""
 
+    #: True if a missing container counts as an empty one to whoever checks or reads.
     may_be_missing: bool = False
-    """True if a missing container counts as an empty one to whoever checks or reads."""
 
+    #: The clock of the storage: times that others compare are read from it.
     clock: Clock
-    """The clock of the storage: times that others compare are read from it."""
 
     name: str
 

@@ -19,12 +19,12 @@ class Entry(NamedTuple):
     place: str
     text: str = ""
     problem: str = ""
+    #: The number of its first line, if it has one.
     line: int | None = None
-    """The number of its first line, if it has one."""
+    #: The text that it was read from, where that is not the job.
     source: str = ""
-    """The text that it was read from, where that is not the job."""
+    #: Warning about a valid job that may not be meant as it stands.
     notice: str = ""
-    """Warning about a valid job that may not be meant as it stands."""
     is_comment: bool = False
 
 
@@ -37,10 +37,10 @@ class Format(abc.ABC):
 
     name: str
     suffixes: tuple[str, ...]
+    #: The noun for an entry in messages, such as "row".
     unit: str
-    """The noun for an entry in messages, such as "row"."""
+    #: True if it is read from its first byte to its last, so that it can come from a pipe.
     is_stream = True
-    """True if it is read from its first byte to its last, so that it can come from a pipe."""
 
     @abc.abstractmethod
     def entries(self, stream: BinaryIO) -> Iterator[Entry]:

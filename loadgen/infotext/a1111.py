@@ -8,11 +8,11 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from imagefleet import errors
 from imagefleet.files.picture import OWN_FIELDS, OWN_WORD
 from imagefleet.job.passes import adetailer
+from imagefleet.validation import JSONDict, JSONObject
 from loadgen.infotext.facts import SEVERAL_NEGATIVE, facts_of, parts_of
 from loadgen.infotext.reading import Named, Reading, sampler_fields
 
@@ -141,8 +141,8 @@ def read(text: str) -> Reading:
     match = _VERSION.match(version)
     release = tuple(map(int, match.groups("0"))) if match else None
     is_old = not version or (release is not None and release < (1, 9))
-    settings: dict[str, Any] = {"randn_source": "GPU"}
-    job: dict[str, Any] = {**prompts, "override_settings": settings}
+    settings: JSONDict = {"randn_source": "GPU"}
+    job: JSONDict = {**prompts, "override_settings": settings}
     reading = Reading(job, cannot=said)
     for word, value in facts.items():
         for names, target in ((_FIELDS, job), (_SETTINGS, settings)):
@@ -268,7 +268,7 @@ def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
             details.setdefault(ordinal, {})[field] = value if is_text else _value(value)
         elif word not in known and value != "Use same choices":
             reading.cannot.append(f"{word} ({value[:80]}) is not drawn")
-    scripts: dict[str, Any] = {"controlnet": {"args": units}} if units else {}
+    scripts: JSONDict = {"controlnet": {"args": units}} if units else {}
     if details:
         scripts["ADetailer"] = {"args": [details[each] for each in sorted(details)]}
     if scripts:
@@ -276,7 +276,7 @@ def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
 
 
 def _add_compatibility(
-    release: tuple[int, ...], job: Mapping[str, Any], settings: dict[str, Any]
+    release: tuple[int, ...], job: JSONObject, settings: JSONDict
 ) -> None:
     """Adds the settings with which A1111 draws an infotext as the release that it names did."""
     older = {

@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PureWindowsPath
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from imagefleet import errors
 from imagefleet.job import samplers
+from imagefleet.validation import JSONDict, JSONObject
 from loadgen.infotext.reading import Named, Reading, sampler_fields
 
 _FIRST, _LORA, _SKIP = "CheckpointLoaderSimple", "LoraLoader", "CLIPSetLastLayer"
@@ -69,9 +71,9 @@ class _Sampler(NamedTuple):
     """A sampler that draws what one of ComfyUI's does."""
 
     key: str
-    fields: Mapping[str, Any] = {}
+    fields: JSONObject = MappingProxyType({})
+    #: The sentence about how the picture differs; empty where it is the same.
     said: str = ""
-    """The sentence about how the picture differs; empty where it is the same."""
 
 
 _OTHER_NOISE = "the noise of its steps is another: alike and not equal"
@@ -113,7 +115,7 @@ class _Node:
     graph: Mapping[str, _Node]
     name: str
     kind: str
-    inputs: Mapping[str, Any]
+    inputs: JSONObject
 
     def value(self, name: str, usual: Any = None) -> Any:
         value = self.inputs.get(name, usual)
@@ -243,7 +245,7 @@ def _sampled(node: _Node) -> Reading:
     return Reading(job | fields, models, said, cuts_prompts_elsewhere=True)
 
 
-def fields_of_sampler(name: str, scheduler: str) -> tuple[dict[str, Any], list[str]]:
+def fields_of_sampler(name: str, scheduler: str) -> tuple[JSONDict, list[str]]:
     """The fields of a sampler by its names here, and sentences about what they draw otherwise.
 
     Raises JobError for one without a counterpart.
@@ -291,7 +293,7 @@ def _said_of_texts(texts: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _enlarged(node: _Node, first: Mapping[str, Any]) -> dict[str, Any]:
+def _enlarged(node: _Node, first: JSONObject) -> JSONDict:
     """The fields of the second pass that a node which enlarges a latent has."""
     method = str(node.value("upscale_method"))
     x, y = node.value("width", 0), node.value("height", 0)

@@ -7,9 +7,10 @@ import contextlib
 import json
 import math
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from imagefleet import errors
+from imagefleet.validation import JSONDict
 
 _NEGATIVE = "Negative prompt:"
 
@@ -165,7 +166,7 @@ def _resources(text: str) -> list[str]:
         return ["Civitai resources are damaged: its files are not known"]
 
 
-def _resource(found: dict[str, Any]) -> str:
+def _resource(found: JSONDict) -> str:
     kind = str(found.get("type", "file")).lower()
     names = [str(found.get(key, "")) for key in ("modelName", "modelVersionName")]
     title = (

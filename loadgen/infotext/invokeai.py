@@ -2,11 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from imagefleet import errors
 from imagefleet.job import samplers
+from imagefleet.validation import JSONObject
 from loadgen.infotext.reading import Named, Reading, sampler_fields
 
 #: What is read, or decides nothing; another field that is set has no counterpart.
@@ -47,7 +46,7 @@ def read(text: str) -> Reading:
         raise errors.JobError("its metadata is damaged") from None
 
 
-def _read(found: Mapping[str, Any]) -> Reading:
+def _read(found: JSONObject) -> Reading:
     mode = found.get("generation_mode", "txt2img").removeprefix("sdxl_")
     prompts = found.get("positive_prompt") or "", found.get("negative_prompt") or ""
     reading = _reading(found, mode, found["scheduler"], *prompts)
@@ -65,7 +64,7 @@ def _read(found: Mapping[str, Any]) -> Reading:
     return reading
 
 
-def _read_first(found: Mapping[str, Any]) -> Reading:
+def _read_first(found: JSONObject) -> Reading:
     """Reads texts of releases up to 2.3, whose prompt has the negative one in square brackets."""
     image = found["image"]
     (prompt,) = image["prompt"]
@@ -82,7 +81,7 @@ def _read_first(found: Mapping[str, Any]) -> Reading:
 
 
 def _reading(
-    found: Mapping[str, Any], mode: str, sampler: str, prompt: str, negative: str
+    found: JSONObject, mode: str, sampler: str, prompt: str, negative: str
 ) -> Reading:
     other = sorted(
         name for name, value in found.items() if value and name not in _KNOWN
@@ -112,7 +111,7 @@ def _reading(
     return reading
 
 
-def _add_file(reading: Reading, kind: str, found: Mapping[str, Any]) -> str:
+def _add_file(reading: Reading, kind: str, found: JSONObject) -> str:
     """Notes a file and returns its name."""
     named = Named(kind, found.get("name") or found["model_name"], found.get("hash"))
     reading.models.append(named)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from imagefleet import errors
 from imagefleet.job import samplers
+from imagefleet.validation import JSONDict, JSONObject
 from loadgen.infotext import comfyui
 from loadgen.infotext.reading import Named, Reading, sampler_fields
 
@@ -18,11 +19,11 @@ class _Program(NamedTuple):
 
     name: str
     fields: Mapping[str, str]
+    #: Keys that decide nothing of one picture, or are told by another.
     ignored: frozenset[str]
-    """Keys that decide nothing of one picture, or are told by another."""
     said: str = ""
+    #: True if its samplers are ComfyUI's, else diffusers'.
     is_comfyui: bool = True
-    """True if its samplers are ComfyUI's, else diffusers'."""
 
 
 _FOOOCUS = _Program(
@@ -125,7 +126,7 @@ def is_settings(text: str) -> bool:
     return text.lstrip().startswith("{") and isinstance(_object(text), dict)
 
 
-def is_easy_diffusion(fields: Mapping[str, Any]) -> bool:
+def is_easy_diffusion(fields: JSONObject) -> bool:
     """True if texts of a picture, or a row's fields, are Easy Diffusion's, one key a setting."""
     return "num_inference_steps" in fields and "prompt" in fields
 
@@ -144,14 +145,14 @@ def read(text: str) -> Reading:
     return read_settings(found, _FOOOCUS)
 
 
-def read_easy_diffusion(found: Mapping[str, Any]) -> Reading:
+def read_easy_diffusion(found: JSONObject) -> Reading:
     """The job of Easy Diffusion's settings; raises JobError, which says why there is none."""
     return read_settings(found, _EASY_DIFFUSION)
 
 
-def read_settings(found: Mapping[str, Any], program: _Program) -> Reading:
+def read_settings(found: JSONObject, program: _Program) -> Reading:
     """The job of a program's settings by its keys; raises JobError for those of none."""
-    known: dict[str, Any] = {}
+    known: JSONDict = {}
     others = []
     for key, value in found.items():
         field = program.fields.get(key)
@@ -178,11 +179,11 @@ def _object(text: str) -> Any:
         return None
 
 
-def _job(known: dict[str, Any], program: _Program) -> Reading:
+def _job(known: JSONDict, program: _Program) -> Reading:
     if "size" in known:
         known["width"], known["height"] = re.findall(r"\d+", str(known["size"]))[:2]
-    settings: dict[str, Any] = {"randn_source": "CPU"}
-    job: dict[str, Any] = {
+    settings: JSONDict = {"randn_source": "CPU"}
+    job: JSONDict = {
         "prompt": _words(known["prompt"]),
         "negative_prompt": _words(known.get("negative_prompt", "")),
         "override_settings": settings,
@@ -231,7 +232,7 @@ def _of_diffusers(name: str, scheduler: Any) -> dict[str, str]:
     raise errors.JobError(f"the sampler {name[:40]!r} has no counterpart")
 
 
-def _loras(known: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _loras(known: JSONObject) -> Iterator[tuple[str, float]]:
     """The names of LoRAs and their weights, which may be in a list of their own."""
     loras, weights = (_list(known.get(name)) for name in ("loras", "weights"))
     for at, lora in enumerate(loras):

@@ -1,10 +1,10 @@
 """The job in a picture's text, whichever program wrote it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from imagefleet.job import samplers
+from imagefleet.validation import JSONDict, JSONObject
 
 
 class Named(NamedTuple):
@@ -19,16 +19,16 @@ class Named(NamedTuple):
 class Reading:
     """A payload of AUTOMATIC1111's API as read from a picture's text, with what it lacks."""
 
-    job: dict[str, Any]
+    job: JSONDict
     models: list[Named] = field(default_factory=list)
+    #: Sentences about parts of the picture that are not drawn again, or only alike.
     cannot: list[str] = field(default_factory=list)
-    """Sentences about parts of the picture that are not drawn again, or only alike."""
+    #: Fields that must be given besides: their pictures are in no text.
     needs: list[str] = field(default_factory=list)
-    """Fields that must be given besides: their pictures are in no text."""
+    #: True if its program cuts a prompt of more than 75 tokens at other words.
     cuts_prompts_elsewhere: bool = False
-    """True if its program cuts a prompt of more than 75 tokens at other words."""
 
-    def give(self, fields: Mapping[str, Any]) -> None:
+    def give(self, fields: JSONObject) -> None:
         """Sets fields of the job, among them what it needs."""
         self.job |= fields
         given = {name for name, value in fields.items() if value}

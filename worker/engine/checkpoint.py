@@ -34,6 +34,7 @@ from imagefleet.files import contents
 from imagefleet.files.safetensors import UnusableError
 from imagefleet.job import clip
 from imagefleet.telemetry import logs
+from imagefleet.validation import JSONDict, JSONObject
 from worker.engine import checksums, phases
 from worker.engine.families import reading, table
 from worker.engine.families.table import Config, Family, Model
@@ -62,8 +63,8 @@ class Checkpoint(Model):
     """The networks of a model of latents on their device, and their noise schedule."""
 
     tokenizer: CLIPTokenizer
+    #: The text encoders, in the order of their vectors.
     text_encoders: Mapping[Network, Any]
-    """The text encoders, in the order of their vectors."""
     vae: AutoencoderKL
     alphas_cumprod: Tensor
     prediction_type: str
@@ -79,7 +80,7 @@ class Checkpoint(Model):
         return bool(self.text_encoder.device != self.unet.device)
 
     @property
-    def networks(self) -> dict[str, Any]:
+    def networks(self) -> JSONDict:
         return {
             self.family.backbone: self.unet,
             "vae": self.vae,
@@ -111,7 +112,7 @@ def load_checkpoint(
     prediction_type: str | None = None,
     *,
     like: Checkpoint | None = None,
-    change: Callable[[Family, Mapping[str, Any]], None] = lambda *_: None,
+    change: Callable[[Family, JSONObject], None] = lambda *_: None,
 ) -> Checkpoint:
     """Loads a checkpoint, and calls *change* with its networks before they are summed.
 
@@ -282,17 +283,17 @@ def vae_factor(vae: AutoencoderKL) -> int:
     return int(2 ** (len(vae.config.block_out_channels) - 1))
 
 
-_Networks = dict[str, Any]
-"""The UNet, the VAE and the text encoders, by the names of their folders."""
+#: The UNet, the VAE and the text encoders, by the names of their folders.
+_Networks = JSONDict
 
 
 class _Read(NamedTuple):
     family: Family
     networks: _Networks
+    #: The names of a single file's tensors; empty for a folder.
     keys: Collection[str] = ()
-    """The names of a single file's tensors; empty for a folder."""
+    #: True if the family knows the native size, not a configuration.
     has_own_size: bool = False
-    """True if the family knows the native size, not a configuration."""
 
 
 def _parts(family: Family) -> dict[str, tuple[type[Any], Config]]:
@@ -455,7 +456,7 @@ def _check_architecture(
         )
 
 
-def _read_scheduler(folder: Path, part: str, family: Family) -> Mapping[str, Any]:
+def _read_scheduler(folder: Path, part: str, family: Family) -> JSONObject:
     return (
         reading.read_json(folder / part / "scheduler_config.json")
         or family.scheduler_config

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+#: The sum of each parameter's bits, by its network and path.
 Sums = dict[str, int]
-"""The sum of each parameter's bits, by its network and path."""
 
 #: Integers of the same size, as which the bits are summed up.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

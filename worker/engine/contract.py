@@ -26,33 +26,33 @@ if TYPE_CHECKING:
     from worker.engine.kernels.packages import Packages
     from worker.engine.slots.memory import SlotWeights, WeightMode
 
+#: One image: [height, width, 3], RGB.
 Pixels = npt.NDArray[np.uint8]
-"""One image: [height, width, 3], RGB."""
 
+#: The result of a request: its pixels, or its error.
 Outcome = Pixels | errors.FleetError
-"""The result of a request: its pixels, or its error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Engine settings that do not depend on the model."""
 
+    #: Images drawn at once; None takes as many as the GPU's memory holds.
     slots: int | None = None
-    """Images drawn at once; None takes as many as the GPU's memory holds."""
+    #: Number of lanes with per-slot weights of their own; None takes as many as memory holds.
     blocks: int | None = None
-    """Number of lanes with per-slot weights of their own; None takes as many as memory holds."""
+    #: Storage of LoRAs in slots; None chooses by the memory. "reloaded" works with one slot.
     slot_weights: SlotWeights | None = None
-    """Storage of LoRAs in slots; None chooses by the memory. "reloaded" works with one slot."""
+    #: What compiles; None: nothing is compiled.
     packages: Packages | None = None
-    """What compiles; None: nothing is compiled."""
+    #: Weight modes compiled from the start, in this order; the third mode only where it pays.
     compiled_modes: Sequence[WeightMode] = ("per_slot", "shared")
-    """Weight modes compiled from the start, in this order; the third mode only where it pays."""
+    #: A folder with an AutoencoderTiny, which decodes what is not to be decoded by the VAE.
     taesd: Path | None = None
-    """A folder with an AutoencoderTiny, which decodes what is not to be decoded by the VAE."""
+    #: True if most images are drawn without guidance; the graph for them is compiled first.
     is_unguided: bool = False
-    """True if most images are drawn without guidance; the graph for them is compiled first."""
+    #: Seconds for which the queue's jobs will last; None if unknown. Decides what is compiled.
     queue_seconds: Callable[[], float | None] = lambda: None
-    """Seconds for which the queue's jobs will last; None if unknown. Decides what is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Lora:
     path: Path
     text_encoder_weight: float
     unet_weight: float
+    #: Expected identity of the file; None accepts the file as it is when it is read.
     identity: Identity | None = None
-    """Expected identity of the file; None accepts the file as it is when it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,10 @@ class Refiner:
     """A checkpoint that goes on with an image in its last pass; *path* None: the engine's own."""
 
     path: Path | None
+    #: The share of the model's timesteps after which it does; None: from the first call on.
     switch_at: float | None = None
-    """The share of the model's timesteps after which it does; None: from the first call on."""
+    #: True if *switch_at* is a share of the steps, not of the timesteps.
     by_steps: bool = False
-    """True if *switch_at* is a share of the steps, not of the timesteps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,14 +103,14 @@ class InitImage:
     """
 
     pixels: Pixels
+    #: The noise's strength; of an enlarged image, its level as a share of all timesteps.
     denoising_strength: float
-    """The noise's strength; of an enlarged image, its level as a share of all timesteps."""
+    #: [height, width]: 255 is drawn anew, 0 stays; blurred already. None: all is drawn anew.
     mask: npt.NDArray[np.uint8] | None = None
-    """[height, width]: 255 is drawn anew, 0 stays; blurred already. None: all is drawn anew."""
+    #: Initial content below the mask, as AUTOMATIC1111's `inpainting_fill`.
     masked_content: Literal["fill", "original", "latent noise", "latent nothing"] = (
         "original"
     )
-    """Initial content below the mask, as AUTOMATIC1111's `inpainting_fill`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +121,18 @@ class HiresPass:
     height: int
     denoising_strength: float
     steps: int
+    #: A latent upscaler's name in AUTOMATIC1111, or that of the file at *upscaler_path*.
     upscaler: str
-    """A latent upscaler's name in AUTOMATIC1111, or that of the file at *upscaler_path*."""
     upscaler_path: Path | None = None
     prompt: Prompt | str | None = None
     negative_prompt: Prompt | str | None = None
     sampler: str | None = None
     sampler_options: Options | None = None
     loras: tuple[Lora, ...] | None = None
+    #: Width and height before what exceeds the size is cut off at both sides; None: the size.
     whole: tuple[int, int] | None = None
-    """Width and height before what exceeds the size is cut off at both sides; None: the size."""
+    #: The file or folder of the checkpoint that draws it; None: the engine's own.
     checkpoint: Path | None = None
-    """The file or folder of the checkpoint that draws it; None: the engine's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +141,13 @@ class Upscale:
 
     width: int
     height: int
+    #: Width and height before what exceeds the size is cut off at both sides.
     whole: tuple[int, int]
-    """Width and height before what exceeds the size is cut off at both sides."""
     scale: float
+    #: Names, and the files of those that have one; the second is blended into the first.
     upscalers: tuple[tuple[str, Path | None], ...]
-    """Names, and the files of those that have one; the second is blended into the first."""
+    #: The share of the second.
     blend: float = 0.0
-    """The share of the second."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,8 +158,8 @@ class Control:
     path: Path
     pixels: Pixels
     weight: float = 1.0
+    #: The share of the steps after which it begins.
     start: float = 0.0
-    """The share of the steps after which it begins."""
     end: float = 1.0
 
 
@@ -180,27 +180,27 @@ class ImageRequest:
     width: int
     height: int
     clip_skip: int = 1
+    #: The embeddings that the prompts name.
     embeddings: tuple[Embedding, ...] = ()
-    """The embeddings that the prompts name."""
     sampler_options: Options = DEFAULT_OPTIONS
     noise: Noise = DEFAULT_NOISE
     init: InitImage | None = None
+    #: The seed of the noise below a mask; None: the image's.
     fill_seed: int | None = None
-    """The seed of the noise below a mask; None: the image's."""
     hires: HiresPass | None = None
     controls: tuple[Control, ...] = ()
+    #: Files with what a text encoder says of the two prompts (`pixel.text_states`), for stages
+    #: without an encoder.
     text_states: tuple[Path, Path] | None = None
-    """Files with what a text encoder says of the two prompts (`pixel.text_states`), for stages
-    without an encoder."""
+    #: None: TAESD if the engine has one.
     decoder: VaeDecoder | None = None
-    """None: TAESD if the engine has one."""
+    #: True for seamless images: the UNet's and the VAE's convolutions wrap around.
     tiling: bool = False
-    """True for seamless images: the UNet's and the VAE's convolutions wrap around."""
+    #: VAE that encodes, and that decodes unless TAESD does; None takes the checkpoint's own.
     vae: Vae | None = None
-    """VAE that encodes, and that decodes unless TAESD does; None takes the checkpoint's own."""
     refiner: Refiner | None = None
+    #: The upscaling of a request that draws nothing: else only `init.pixels` and size matter.
     upscale: Upscale | None = None
-    """The upscaling of a request that draws nothing: else only `init.pixels` and size matter."""
 
 
 class PreparedRequest(Protocol):
@@ -236,18 +236,18 @@ class Engine(Protocol):
     engine's thread.
     """
 
+    #: The checkpoint's name, for a job's `model`.
     model_name: str
-    """The checkpoint's name, for a job's `model`."""
+    #: The checkpoint's model family (`imagefleet.pricing.families`).
     family: str
-    """The checkpoint's model family (`imagefleet.pricing.families`)."""
+    #: The checkpoint's native (width, height), for jobs without a size.
     default_size: tuple[int, int]
-    """The checkpoint's native (width, height), for jobs without a size."""
+    #: True if most images are drawn without guidance, as with an accelerator.
     is_unguided: bool
-    """True if most images are drawn without guidance, as with an accelerator."""
+    #: The encoder whose states of the prompts each request has as files; None: it needs none.
     text_encoder: str | None
-    """The encoder whose states of the prompts each request has as files; None: it needs none."""
+    #: LoRA files found in memory ('hit') or read from disk ('miss') since the start.
     lora_lookups: Mapping[str, int]
-    """LoRA files found in memory ('hit') or read from disk ('miss') since the start."""
 
     @property
     def self_check(self) -> SelfCheck | None:

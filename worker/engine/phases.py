@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import Literal, get_args
 
+#: `load`: all until the engine is there but the weights' `move` to the GPU; `kernels`: waiting for
+#: those that are being fetched.
 Phase = Literal[
     "import",
     "download",
@@ -20,8 +22,6 @@ Phase = Literal[
     "autotune",
     "capture",
 ]
-"""`load`: all until the engine is there but the weights' `move` to the GPU; `kernels`: waiting for
-those that are being fetched."""
 
 #: Of this process so far.
 seconds: dict[str, float] = dict.fromkeys(get_args(Phase), 0.0)

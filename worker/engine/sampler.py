@@ -75,42 +75,42 @@ COLUMNS = FIRST_WEIGHT + HISTORY
 class BrownianNoise(NamedTuple):
     """Noise that is increments of a Brownian motion over sigma."""
 
+    #: The smallest and the largest sigma.
     span: tuple[float, float]
-    """The smallest and the largest sigma."""
+    #: Start and end sigmas of each increment, in the order of the calls with noise.
     intervals: tuple[tuple[float, float], ...]
-    """Start and end sigmas of each increment, in the order of the calls with noise."""
 
 
+#: Extends a schedule, given an image's latents (may be changed), history and source of noise.
 Extend = Callable[[Tensor, Tensor, Callable[[Tensor], None]], "Schedule"]
-"""Extends a schedule, given an image's latents (may be changed), history and source of noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """One image's coefficients, one row per UNet call."""
 
+    #: Standard deviation of the first latents.
     initial_scale: float
-    """Standard deviation of the first latents."""
+    #: [calls, COLUMNS] in float32.
     table: Tensor
-    """[calls, COLUMNS] in float32."""
+    #: True for calls that use noise; for others none may be drawn, or later noise would change.
     noisy: tuple[bool, ...]
-    """True for calls that use noise; for others none may be drawn, or later noise would change."""
+    #: Standard deviation of more noise for the first latents; None if none may be drawn.
     initial_churn: float | None = None
-    """Standard deviation of more noise for the first latents; None if none may be drawn."""
+    #: True for calls that take the prompt's output alone, without guidance; () for none.
     unguided: tuple[bool, ...] = ()
-    """True for calls that take the prompt's output alone, without guidance; () for none."""
+    #: Share of the image's latents in the first latents; 0 where they are noise alone.
     image_scale: float = 0.0
-    """Share of the image's latents in the first latents; 0 where they are noise alone."""
+    #: The noise of SDE samplers; None for noise that is drawn one after the other.
     brownian: BrownianNoise | None = None
-    """The noise of SDE samplers; None for noise that is drawn one after the other."""
+    #: Number of finished steps at each call, as AUTOMATIC1111 counts them.
     finished: tuple[int, ...] = ()
-    """Number of finished steps at each call, as AUTOMATIC1111 counts them."""
+    #: Factor of the guidance scale.
     guidance_share: float = 1.0
-    """Factor of the guidance scale."""
+    #: Makes the schedule longer after its last call; None for one that is whole.
     extend: Extend | None = None
-    """Makes the schedule longer after its last call; None for one that is whole."""
+    #: The model's timestep at each call, as AUTOMATIC1111 counts until its refiner goes on.
     timesteps: tuple[int, ...] = ()
-    """The model's timestep at each call, as AUTOMATIC1111 counts until its refiner goes on."""
 
     def switch_call(self, switch_at: float | None, total_steps: int | None) -> int:
         """The first call of a refiner; the number of calls if there is none.
@@ -130,10 +130,10 @@ class Schedule:
 class Inpainting(NamedTuple):
     """Kept areas of a batch of images while the rest is drawn anew."""
 
+    #: [batch, 1, height, width]: 1 where the original stays, 0 elsewhere.
     kept: Tensor
-    """[batch, 1, height, width]: 1 where the original stays, 0 elsewhere."""
+    #: The latents that it began with, without noise [batch, 4, height, width].
     original: Tensor
-    """The latents that it began with, without noise [batch, 4, height, width]."""
 
 
 def mask_input(rows: Tensor, latents: Tensor, image: Inpainting) -> Tensor:
@@ -193,8 +193,8 @@ def step(
     return stepped, torch.cat([estimates, latents[None]])
 
 
+#: Coefficients [1 + HISTORY]: of the latents, the estimates and the call before's latents.
 Combination = npt.NDArray[np.float64]
-"""Coefficients [1 + HISTORY]: of the latents, the estimates and the call before's latents."""
 
 LATENTS, *ESTIMATES, BEFORE = np.eye(1 + HISTORY)
 
@@ -202,27 +202,27 @@ LATENTS, *ESTIMATES, BEFORE = np.eye(1 + HISTORY)
 class Move(NamedTuple):
     """One UNet call and the update that follows on it."""
 
+    #: The sigma or the timestep that the UNet is called at.
     level: float
-    """The sigma or the timestep that the UNet is called at."""
+    #: The next latents.
     latents: Combination
-    """The next latents."""
+    #: Standard deviation of fresh noise in them; None if none is drawn.
     noise: float | None = None
-    """Standard deviation of fresh noise in them; None if none is drawn."""
+    #: The sigmas between which the noise is the increment of a Brownian motion.
     interval: tuple[float, float] | None = None
-    """The sigmas between which the noise is the increment of a Brownian motion."""
+    #: Steps that are finished at the call, as AUTOMATIC1111 counts them; -1 and -2 are 0.
     finished: int = 0
-    """Steps that are finished at the call, as AUTOMATIC1111 counts them; -1 and -2 are 0."""
+    #: Coefficients of latents and output in the estimate.
     estimate: tuple[float, float] = (1.0, 0.0)
-    """Coefficients of latents and output in the estimate."""
+    #: Weight of the output without the prompt, less the one with guidance.
     from_uncond: float = 0.0
-    """Weight of the output without the prompt, less the one with guidance."""
+    #: Timestep that the UNet is told; None where the level is a timestep itself.
     timestep: float | None = None
-    """Timestep that the UNet is told; None where the level is a timestep itself."""
     input_scale: float = 1.0
+    #: Coefficients of the estimate inside the kept area: of the original and of the latents.
     kept: tuple[float, float] = (1.0, 0.0)
-    """Coefficients of the estimate inside the kept area: of the original and of the latents."""
+    #: Logarithms of the bounds of the variance that a UNet of pixels predicts.
     variance_logs: tuple[float, float] = (0.0, 0.0)
-    """Logarithms of the bounds of the variance that a UNet of pixels predicts."""
 
 
 def towards(ratio: float, estimate: Combination = ESTIMATES[0]) -> Combination:

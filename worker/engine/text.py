@@ -50,29 +50,29 @@ class Context:
 
     vectors: Tensor
     mask: Tensor
+    #: [rows, width] of each prompt's first chunk, from an encoder that has it.
     pooled: Tensor | None = None
-    """[rows, width] of each prompt's first chunk, from an encoder that has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """Rules by which a model family reads a text encoder; the defaults are SD1's."""
 
+    #: The token that fills a chunk; None repeats the end.
     padding: int | None = None
-    """The token that fills a chunk; None repeats the end."""
+    #: The layer that is read, counted from the last one as 1; None: as `clip_skip` says.
     layer: int | None = None
-    """The layer that is read, counted from the last one as 1; None: as `clip_skip` says."""
+    #: The last layer's norm follows.
     is_normalised: bool = True
-    """The last layer's norm follows."""
+    #: The vector of the end token, projected, is read too.
     has_pooled: bool = False
-    """The vector of the end token, projected, is read too."""
 
 
 class Reader(NamedTuple):
     network: CLIPTextModel
     rules: Rules = Rules()
+    #: Name of this encoder's vectors in embedding files for several text encoders.
     name: str = CLIP_L
-    """Name of this encoder's vectors in embedding files for several text encoders."""
 
 
 class _Encoded(NamedTuple):
@@ -87,17 +87,17 @@ class PromptRow(NamedTuple):
 
     subprompt: Subprompt
     texts: Mapping[str, tuple[Chunk, ...]]
+    #: Chunks that each text fills, with its last vector again and again: the longest's of what AND
+    #: joins, as AUTOMATIC1111 does (`prompt_parser.reconstruct_multicond_batch`).
     length: int
-    """Chunks that each text fills, with its last vector again and again: the longest's of what AND
-    joins, as AUTOMATIC1111 does (`prompt_parser.reconstruct_multicond_batch`)."""
 
     def at(self, call: int) -> int:
         """The number of a call's text."""
         return [*self.texts].index(self.subprompt.at(call).text)
 
 
+#: Names of embeddings, and their index by tokens.
 _IndexedNames = tuple[Collection[str], Names[str]]
-"""Names of embeddings, and their index by tokens."""
 
 
 class Tokenizer:

@@ -47,10 +47,10 @@ class Opened:
     total_bytes: int | None  # None where the server does not say it
     version: str | None  # the same means the same bytes; None where the server has none
     chunks: AsyncIterator[bytes]
+    #: The file's name as the server gives it; untrusted.
     file_name: str | None = None
-    """The file's name as the server gives it; untrusted."""
+    #: True if it goes on with the bytes that are there, of which some may come again.
     is_rest: bool = False
-    """True if it goes on with the bytes that are there, of which some may come again."""
 
 
 class FileChangedError(errors.TransientError):

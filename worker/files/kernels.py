@@ -40,8 +40,8 @@ class KernelExchange:
     """An `engine.kernels.packages.Exchange`: the engine's thread asks, the event loop answers."""
 
     _blobs: protocol.BlobStore
+    #: A folder of files that came with the worker.
     _image: Path | None = None
-    """A folder of files that came with the worker."""
     _trusted: TrustedKeys | None = None
     _signing: SigningKey | None = None
     shares: bool = False

@@ -51,14 +51,14 @@ class Source:
     """The storage that a worker fetches files from, and where it keeps them."""
 
     blobs: protocol.BlobStore
+    #: It has a folder for each kind of file.
     cache: Path
-    """It has a folder for each kind of file."""
+    #: The most that is kept of each kind.
     cache_bytes: int
-    """The most that is kept of each kind."""
+    #: One of these keys must list the files.
     trusted: TrustedKeys | None = None
-    """One of these keys must list the files."""
+    #: True if it holds nothing: all files are in folders of this machine.
     is_empty: bool = False
-    """True if it holds nothing: all files are in folders of this machine."""
 
 
 def check_content(

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from cachetools import LRUCache
 
@@ -27,6 +27,7 @@ from imagefleet.files.safetensors import Identity, identify, whole
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
+from imagefleet.validation import JSONDict, JSONObject
 
 log = logs.EventLog(__name__)
 
@@ -143,8 +144,8 @@ class DamagedError(errors.TransientError):
 @dataclass(frozen=True, slots=True)
 class Contents:
     files: Mapping[str, str] = field(default_factory=dict)
-    signed: Mapping[str, Any] = field(default_factory=dict)
-    """The fields its signature covers; empty where it is plain."""
+    #: The fields its signature covers; empty where it is plain.
+    signed: JSONObject = field(default_factory=dict)
     signature: object = None
 
     @property
@@ -181,7 +182,7 @@ def parse(where: str, content: bytes) -> Contents:
 
 def encode(folder: str, files: Mapping[str, str], key: SigningKey | None) -> bytes:
     """A manifest's content: plain without a *key*."""
-    fields: dict[str, Any] = dict(files)
+    fields: JSONDict = dict(files)
     if key is not None:
         fields = {"folder": folder, "files": fields}
         fields["signature"] = key.sign(_purpose(folder), fields)

@@ -13,12 +13,12 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client import Gauge
 
 from imagefleet import concurrency
 from imagefleet.telemetry import logs, metrics, probes, push
+from imagefleet.validation import JSONDict
 from worker import tasks
 from worker.gpus.choice import Gpu
 from worker.settings import MachineSettings, WorkerSettings
@@ -147,9 +147,7 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), HURRY)
 
 
-def _changes(
-    settings: MachineSettings, gpu: Gpu, number: int, count: int
-) -> dict[str, Any]:
+def _changes(settings: MachineSettings, gpu: Gpu, number: int, count: int) -> JSONDict:
     """The settings that a GPU's worker has in place of the machine's."""
     suffix = f"-gpu{gpu.name}"
     price = settings.price_per_hour

@@ -20,11 +20,11 @@ from worker.engine.contract import InitImage, Pixels
 from worker.inputs import pictures
 from worker.inputs.pictures import Size
 
+#: [height, width].
 Mask = npt.NDArray[np.uint8]
-"""[height, width]."""
 
+#: Left, upper, right and lower, as Pillow has them.
 Box = tuple[int, int, int, int]
-"""Left, upper, right and lower, as Pillow has them."""
 
 #: How far its blur reaches, in units of its sigma.
 _REACH = 2.5
@@ -56,10 +56,10 @@ _SAMPLE_NOISE = 0.1
 class Overlay:
     """The kept part of the image that a job was given, to be laid over what is drawn."""
 
+    #: RGBA, transparent where the drawing shows.
     image: Image.Image
-    """RGBA, transparent where the drawing shows."""
+    #: The box that the drawing belongs in; None: it has the image's size.
     box: Box | None = None
-    """The box that the drawing belongs in; None: it has the image's size."""
 
     def put_over(self, pixels: Pixels) -> Pixels:
         """The finished image [height, width, 3]."""

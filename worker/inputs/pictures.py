@@ -33,8 +33,8 @@ _FIT, _FILL = 0, 2
 #: A picture of so few colours is a map of classes, whose colours must not mix.
 _FEWEST, _MANY = 2, 200
 
+#: Width and height in pixels.
 Size = tuple[int, int]
-"""Width and height in pixels."""
 
 
 def read(what: str, data: bytes) -> Image.Image:

@@ -107,8 +107,8 @@ class Following:
     """The model to change to, prepared at *prepared_at* (monotonic seconds)."""
 
     checkpoint: Checkpoint
+    #: Gives the engine the model in place of a new one, if it can: what is compiled is kept.
     take: Take | None
-    """Gives the engine the model in place of a new one, if it can: what is compiled is kept."""
     prepared_at: float
 
 

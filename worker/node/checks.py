@@ -41,8 +41,8 @@ WEIGHTS_SECONDS = 300.0
 #: The time for the record of suspect images, which nobody else can write.
 RECORD_SECONDS = 60.0
 
+#: Side tasks by name; each raises NodeError once it has found a fault.
 Watches = dict[str, Coroutine[Any, Any, None]]
-"""Side tasks by name; each raises NodeError once it has found a fault."""
 
 
 class NodeChecks:

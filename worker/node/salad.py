@@ -18,6 +18,7 @@ from prometheus_client import Counter
 
 from imagefleet import concurrency, errors, redaction
 from imagefleet.telemetry import logs
+from imagefleet.validation import JSONDict
 from worker import tasks
 
 log = logs.EventLog(__name__)
@@ -101,7 +102,7 @@ class SaladMetadata:
         return True
 
     async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None = None
+        self, method: str, path: str, body: JSONDict | None = None
     ) -> bytes:
         try:
             # By default a session ignores proxies in the environment.

@@ -42,8 +42,8 @@ START_UP_SECONDS = 1200.0
 #: SD1.5 in float16 with room for a small batch; a desktop may hold some of a 6 GB card.
 FREE_GPU_BYTES = 3 * 2**30
 
+#: Returns what is wrong with the node after an alarm; None: nothing, the jobs are at fault.
 Diagnose = Callable[[str], Awaitable[str | None]]
-"""Returns what is wrong with the node after an alarm; None: nothing, the jobs are at fault."""
 
 #: Seconds of a measurement, as in SaladCloud's own samples.
 WINDOW_SECONDS = 300.0

@@ -119,16 +119,16 @@ class Detail(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """One detector, and how what it finds is drawn again."""
 
     ad_model: Annotated[str, AfterValidator(_model_name)]
+    #: Empty: the picture's.
     ad_prompt: _Words = ""
-    """Empty: the picture's."""
     ad_negative_prompt: _Words = ""
     ad_confidence: _Share = 0.3
     ad_mask_filter_method: Literal["Area", "Confidence"] = "Area"
+    #: So many of the largest or surest parts; 0: all.
     ad_mask_k: int = Field(default=0, ge=0, le=100)
-    """So many of the largest or surest parts; 0: all."""
     ad_mask_min_ratio: _Share = 0.0
+    #: The least and the largest share of the picture's area that a part has.
     ad_mask_max_ratio: _Share = 1.0
-    """The least and the largest share of the picture's area that a part has."""
     ad_dilate_erode: int = Field(default=4, ge=-MAX_DILATION, le=MAX_DILATION)
     ad_x_offset: int = Field(default=0, ge=-2048, le=2048)
     ad_y_offset: int = Field(default=0, ge=-2048, le=2048)

@@ -1,7 +1,7 @@
 """ControlNets, as the payload of AUTOMATIC1111's extension sd-webui-controlnet has them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
@@ -10,6 +10,7 @@ from imagefleet.job.passes.adetailer import Details
 from imagefleet.job.passes.img2img import ImageSource
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.redaction import printable
+from imagefleet.validation import JSONDict
 
 #: The most ControlNet units of a job, which is as many as the extension's page shows at most.
 MAX_UNITS = 10
@@ -157,7 +158,7 @@ def check(units: Sequence[Unit]) -> None:
         )
 
 
-def fields_of_scripts(scripts: object, seed: object = None) -> dict[str, Any]:
+def fields_of_scripts(scripts: object, seed: object = None) -> JSONDict:
     """`alwayson_scripts`, if all is supported; raises ValueError, which names what is not."""
     if not isinstance(scripts, dict):
         raise ValueError(  # noqa: TRY004

@@ -48,14 +48,14 @@ _Target = Annotated[int, Field(ge=MIN_SIDE, le=_MAX_TARGET)]
 class Extras(Img2Img):
     """The fields that matter with `upscaler_1`, beside `init_images` and `resize_mode`."""
 
+    #: The first upscaler; None: the job draws.
     upscaler_1: _Upscaler = None
-    """The first upscaler; None: the job draws."""
     upscaler_2: _Upscaler = None
     extras_upscaler_2_visibility: float = Field(default=0.0, ge=0, le=1)
     upscaling_resize: float = Field(default=2.0, gt=0, le=8)
     upscaling_resize_w: _Target = 512
+    #: Height of the result in pixels, as the width above it; both matter with `resize_mode` 1.
     upscaling_resize_h: _Target = 512
-    """Height of the result in pixels, as the width above it; both matter with `resize_mode` 1."""
     upscaling_crop: bool = True
 
 

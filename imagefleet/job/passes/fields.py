@@ -2,9 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -18,6 +17,7 @@ from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
 from imagefleet.job.prompt import LoraTag, Prompt
 from imagefleet.job.sizes import whole_cells
+from imagefleet.validation import JSONDict, JSONObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class Pass:
     height: int
     calls: int
     controls: int = 0
+    #: True if the pass begins with pixels, which the VAE encodes.
     encodes: bool = False
-    """True if the pass begins with pixels, which the VAE encodes."""
+    #: True if the pass ends with pixels, which the VAE decodes.
     decodes: bool = True
-    """True if the pass ends with pixels, which the VAE decodes."""
+    #: Pixels that networks enlarge before it, or in its place.
     enlarged: int = 0
-    """Pixels that networks enlarge before it, or in its place."""
+    #: Rows of a call: one of each prompt that AND joins, and one with guidance. Steps that
+    #: `s_min_uncond` leaves without count as guided.
     rows: int = 2
-    """Rows of a call: one of each prompt that AND joins, and one with guidance. Steps that
-    `s_min_uncond` leaves without count as guided."""
 
     @property
     def is_drawn(self) -> bool:
@@ -50,17 +50,17 @@ class PassFields(Hires, Extras):
     """Fields of a job's passes: input image, ControlNets, second pass, refiner and enlarging."""
 
     alwayson_scripts: Scripts = Scripts()
+    #: The VAE that encodes and decodes; None: the checkpoint's own.
     sd_vae: _Named = None
-    """The VAE that encodes and decodes; None: the checkpoint's own."""
     tiling: bool = False
+    #: The checkpoint of the second pass; None: the first's.
     hr_checkpoint_name: _Named = None
-    """The checkpoint of the second pass; None: the first's."""
+    #: The checkpoint that goes on with the image, with `enable_hr` in the second pass alone.
     refiner_checkpoint: _Named = None
-    """The checkpoint that goes on with the image, with `enable_hr` in the second pass alone."""
+    #: The share of the model's timesteps after which it does; None: from the beginning.
     refiner_switch_at: float | None = Field(default=None, ge=0, le=1)
-    """The share of the model's timesteps after which it does; None: from the beginning."""
+    #: True if that is a share of the steps, as up to AUTOMATIC1111 1.7.
     refiner_switch_by_sample_steps: bool = False
-    """True if that is a share of the steps, as up to AUTOMATIC1111 1.7."""
 
     @model_validator(mode="after")
     def _passes_are_possible(self) -> Self:
@@ -290,7 +290,7 @@ def _rows(prompt: Prompt, cfg_scale: float, sampler: str) -> int:
     )
 
 
-def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of_job(payload: JSONObject) -> JSONDict:
     """The fields of a job that a payload sets; raises ValueError for one that is not supported."""
     if only_upscales(payload) and extras.IMAGE in payload:
         payload = _with_input(payload)
@@ -325,7 +325,7 @@ def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _taken(payload: Mapping[str, Any], passes: frozenset[str]) -> dict[str, Any]:
+def _taken(payload: JSONObject, passes: frozenset[str]) -> JSONDict:
     """Fields that a payload sets in a job of these passes; ValueError for refused ones."""
     ignored = _without_effect(passes)
     if not payload.get("seed_enable_extras", True):
@@ -348,12 +348,12 @@ def _taken(payload: Mapping[str, Any], passes: frozenset[str]) -> dict[str, Any]
     return fields
 
 
-def only_upscales(payload: Mapping[str, Any]) -> bool:
+def only_upscales(payload: JSONObject) -> bool:
     """True if a payload is one of extras, which enlarges an image and draws none."""
     return payload.get("upscaler_1") not in (None, "", "None")
 
 
-def _passes(payload: Mapping[str, Any]) -> frozenset[str]:
+def _passes(payload: JSONObject) -> frozenset[str]:
     """The names that `settings_table` has for the passes of a payload."""
     if only_upscales(payload):
         return frozenset({settings_table.EXTRAS})
@@ -375,7 +375,7 @@ def _without_effect(passes: frozenset[str]) -> frozenset[str]:
     )
 
 
-def _with_input(payload: Mapping[str, Any]) -> dict[str, Any]:
+def _with_input(payload: JSONObject) -> JSONDict:
     """A payload of extras with its image, which has a name of its own, in `init_images`."""
     fields = dict(payload)
     if (image := fields.pop(extras.IMAGE)) not in (None, ""):
@@ -388,11 +388,11 @@ def _with_input(payload: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _begins_with_image(payload: Mapping[str, Any]) -> bool:
+def _begins_with_image(payload: JSONObject) -> bool:
     return payload.get("init_images") not in (None, "", [])
 
 
-def _has_second_pass(payload: Mapping[str, Any]) -> bool:
+def _has_second_pass(payload: JSONObject) -> bool:
     value = payload.get("enable_hr")
     if isinstance(value, str):  # as tables have it
         value = value.strip().lower()

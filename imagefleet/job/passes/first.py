@@ -55,8 +55,8 @@ def _is_off_or_side(pixels: int) -> int:
     return max(pixels, 0)
 
 
+#: AUTOMATIC1111's `sd_vae_decode_method`: what decodes the images.
 VaeDecoder = Literal["Full", "TAESD"]
-"""AUTOMATIC1111's `sd_vae_decode_method`: what decodes the images."""
 
 Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
 Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE)]
@@ -79,14 +79,14 @@ class FirstPass(BaseModel):
     batch_size: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
     n_iter: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
     clip_skip: int = Field(default=1, ge=1, le=12)
+    #: The eta of all passes; None: that of each sampler's own setting.
     eta: float | None = Field(default=None, ge=0, le=1)
-    """The eta of all passes; None: that of each sampler's own setting."""
     eta_ancestral: float | None = Field(default=None, ge=0, le=1)
     eta_ddim: float | None = Field(default=None, ge=0, le=1)
     s_churn: float = Field(default=0.0, ge=0, le=100)
     s_tmin: float = Field(default=0.0, ge=0, le=1000)
+    #: 0: no limit.
     s_tmax: float = Field(default=0.0, ge=0, le=1000)
-    """0: no limit."""
     s_noise: float = Field(default=1.0, ge=0, le=10)
     s_min_uncond: float = Field(default=0.0, ge=0, le=1000)
     img2img_extra_noise: float = Field(default=0.0, ge=0, le=1)
@@ -98,8 +98,8 @@ class FirstPass(BaseModel):
     seed_resize_from_h: Annotated[int, AfterValidator(_is_off_or_side)] = 0
     use_downcasted_alpha_bar: bool = False
     enable_prompt_comments: bool = True
+    #: None: the worker's usual one.
     sd_vae_decode_method: VaeDecoder | None = None
-    """None: the worker's usual one."""
 
     @model_validator(mode="after")
     def _draws_images(self) -> Self:

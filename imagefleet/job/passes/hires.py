@@ -23,8 +23,8 @@ LATENT = (
 #: The upscalers that enlarge the picture without a file; `None` does it as `Lanczos` does.
 RESAMPLING = ("None", "Lanczos", "Nearest")
 
+#: Width and height in pixels.
 Size = tuple[int, int]
-"""Width and height in pixels."""
 
 
 def check_upscaler(name: str) -> str:
@@ -57,14 +57,14 @@ class Hires(FirstPass):
     hr_scale: float = Field(default=2.0, ge=1, le=8)
     hr_resize_x: _HiresSide = 0
     hr_resize_y: _HiresSide = 0
+    #: The upscaler of hires fix; None: `Latent`.
     hr_upscaler: Annotated[str, AfterValidator(check_upscaler)] | None = None
-    """The upscaler of hires fix; None: `Latent`."""
+    #: 0: as the first.
     hr_second_pass_steps: int = Field(default=0, ge=0, le=150)
-    """0: as the first."""
     hr_sampler_name: _OrSame = None
     hr_scheduler: _OrSame = None
+    #: Empty: the first's.
     hr_prompt: PromptText = ""
-    """Empty: the first's."""
     hr_negative_prompt: PromptText = ""
 
     @property

@@ -81,9 +81,9 @@ def _check(source: str) -> str:
     return source
 
 
+#: `cat.png` is inputs/cat.png in the container of files, `images/spring/0001.png` is
+#: spring/0001.png in that of images; else base64, with or without the prefix of a data URL.
 ImageSource = Annotated[str, AfterValidator(_check)]
-"""`cat.png` is inputs/cat.png in the container of files, `images/spring/0001.png` is
-spring/0001.png in that of images; else base64, with or without the prefix of a data URL."""
 
 
 MAX_BLUR = 64
@@ -106,12 +106,12 @@ class Img2Img(FirstPass):
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         Field(max_length=1),
     ] = ()
+    #: Strength of the noise on the image, from 0 to 1; it is the second pass' strength as well.
     denoising_strength: float = Field(default=0.75, ge=0, le=1)
-    """Strength of the noise on the image, from 0 to 1; it is the second pass' strength as well."""
     resize_mode: Annotated[Literal[0, 1, 2], BeforeValidator(_resize_mode)] = 0
     mask: ImageSource | None = None
+    #: The blur in both directions, in place of the next two.
     mask_blur: int | None = Field(default=None, ge=0, le=MAX_BLUR)
-    """The blur in both directions, in place of the next two."""
     mask_blur_x: int = Field(default=4, ge=0, le=MAX_BLUR)
     mask_blur_y: int = Field(default=4, ge=0, le=MAX_BLUR)
     inpainting_fill: int = Field(default=0, ge=0, le=3)

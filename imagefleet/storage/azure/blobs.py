@@ -22,6 +22,7 @@ from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.roles import ANY_PERMISSION
+from imagefleet.validation import JSONDict
 
 #: Who asks for names mostly stops at the first.
 _NAMES_PAGE = 1_000
@@ -332,7 +333,7 @@ def _record(blob: BlobProperties) -> protocol.BlobRecord:
     )
 
 
-def _over(etag: str) -> dict[str, Any]:
+def _over(etag: str) -> JSONDict:
     """Overwrites a blob that has this ETag, and no other."""
     return {
         "overwrite": True,
@@ -341,7 +342,7 @@ def _over(etag: str) -> dict[str, Any]:
     }
 
 
-def _properties(content_type: str, metadata: Mapping[str, str]) -> dict[str, Any]:
+def _properties(content_type: str, metadata: Mapping[str, str]) -> JSONDict:
     settings = ContentSettings(content_type=content_type)
     return {"content_settings": settings, "metadata": dict(metadata)}
 

@@ -39,10 +39,10 @@ class Access:
     """The requests to one queue or container: with its credential, retries and our errors."""
 
     _resource: Resource
+    #: Names it in messages.
     what: str
-    """Names it in messages."""
+    #: None: the address has it.
     credential: AzureSasCredential | AsyncTokenCredential | None
-    """None: the address has it."""
     retry_policy: concurrency.RetryPolicy
     _tokens: RotatingTokens | None
     _accepted: bool = False

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from urllib.parse import parse_qs
 
 import aiohttp
@@ -56,16 +56,11 @@ _TOO_MANY_REQUESTS = frozenset({429, 503})
 
 _REASONS: Mapping[str, str] = {
     "AccountIsDisabled": "the storage account is disabled",
-    "AuthorizationFailure": "the firewall of the storage account may exclude this machine",
     "AuthorizationProtocolMismatch": "the SAS token requires https",
     "AuthorizationSourceIPMismatch": "the SAS token is for another IP address",
     "KeyBasedAuthenticationNotPermitted": "the account permits neither its key nor SAS tokens"
     " signed with it: use a workload identity",
 }
-
-#: Clocks differ by seconds. Azure allows 15 minutes to requests that are signed with a key, and
-#: nothing to a token's times.
-_NOTABLE_SKEW = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +168,7 @@ def _from_response(
         kind = RefusedError if code in _NOT_ACCEPTED else errors.SetupError
         # Azure's time, by which it judges tokens; else this machine's.
         at = concurrency.http_date(_headers(error).get("Date")) or datetime.now(UTC)
-        return kind(Refusal(what, credential, permission, code, status, at).sentence())
+        return kind(refusal(what, credential, permission, answer, at))
     if status == 413 or code in _JOB_AT_FAULT:  # noqa: PLR2004 - Content Too Large
         return errors.JobError(f"{what} refuses the job: {answer}")
     if status is None or status < 400:  # noqa: PLR2004 - a success of a proxy, say
@@ -214,127 +209,49 @@ def _from_connection(error: Exception, what: str) -> errors.FleetError:
     return ReplyLostError(message)
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Azure's refusal of a request for *what* that needs *permission* (a letter of `roles`)."""
+def refusal(
+    what: str, credential: Credential, permission: str, answer: str, at: datetime
+) -> str:
+    """Why Azure refused a request that needs *permission* (a letter of `roles`), and what to do.
 
-    what: str
-    credential: Credential
-    permission: str
-    code: str
-    status: int
-    at: datetime
-    """Azure's own time."""
-
-    def sentence(self) -> str:
-        """A sentence for the operator: the reason Azure refused the request, and what to do."""
-        resource, answer = (
-            self.credential.resource,
-            f"({self.code}, HTTP {self.status})",
-        )
-        if self.credential.token:
-            return self._of_token(answer)
-        reason = "the account key is wrong, or was regenerated"
-        if self.credential.is_identity:
-            if self.code in LESS_PERMISSION and resource is not None:
-                role = roles.azure_role(resource, self.permission)
-                return (
-                    f"the pod's identity may not {self._doing()} of {self.what} {answer}:"
-                    f" assign it the Azure role {role!r}"
-                )
-            reason = "the pod's identity is not accepted: does it belong to the account's tenant?"
-        reason = _REASONS.get(self.code, reason)
-        return f"Azure refuses access to {self.what}: {reason}{self._skew()} {answer}"
-
-    def _of_token(self, answer: str) -> str:
-        used, token = self.credential, f"the SAS token of {self.what}"
-        ends_at, begins_at = sas.moment(used.token, "se"), sas.moment(used.token, "st")
-        if ends_at and ends_at <= self.at:
-            since = f"{_moment(ends_at)}, {_span(self.at - ends_at)} ago{self._skew()}"
-            return f"{token} expired on {since}{self._renewal()}"
-        if begins_at and begins_at > self.at:
-            wait = (
-                f"{_moment(begins_at)}, in {_span(begins_at - self.at)}{self._skew()}"
-            )
-            return (
-                f"{token} is not valid before {wait}: wait, or mint one without a start"
-            )
-        allowed = used.field("sp")
-        is_denied = allowed and self.permission not in allowed + roles.ANY_PERMISSION
-        if self.code in LESS_PERMISSION or is_denied:
-            who_may = remedy(used.resource, self.permission)
-            return f"{token} may not {self._doing()} {answer}{who_may}"
-        if self.code in _REASONS and self.code != "AuthorizationFailure":
-            return (
-                f"Azure refuses access to {self.what}: {_REASONS[self.code]} {answer}"
-            )
-        reason = (
-            "it is not signed with the account's present key, "
-            "or for another resource, or damaged"
-        )
-        if policy := used.field("si"):
-            reason = f"its stored policy {policy!r} has ended or was revoked, or {reason[6:]}"
-        elif self.code == "AuthorizationFailure":
-            reason += "; or the firewall of the storage account excludes this machine"
-        return f"Azure does not accept {token} {answer}: {reason}{self._renewal()}"
-
-    def _doing(self) -> str:
-        resource = self.credential.resource
-        if resource is None or not self.permission:
-            return "create or change the resource itself"
-        if self.permission == roles.ANY_PERMISSION:
-            return "be used for it"
-        return roles.explain(resource, self.permission)[0].partition(",")[0]
-
-    def _renewal(self) -> str:
-        used = self.credential
-        if used.is_from_broker:
-            return ""
-        found = roles.of_token(used.resource, used.field("sp")) if used.resource else []
-        # A policy of the same name would bring the revoked tokens back.
-        end = " --policy NAME" if used.field("si") else ""
-        names = [role.name for role in found] or ["ROLE"]
-        commands = " or ".join(f"`imagefleet keys mint {name}{end}`" for name in names)
-        return f": mint new ones with {commands}"
-
-    def _skew(self) -> str:
-        """The error of this machine's clock, if it is large."""
-        ahead = datetime.now(UTC) - self.at
-        if abs(ahead) < _NOTABLE_SKEW:
-            return ""
-        side = "ahead of" if ahead > timedelta() else "behind"
-        return f"; this machine's clock is {_span(abs(ahead))} {side} Azure's"
-
-
-def remedy(resource: Resource | None, permission: str) -> str:
-    """The roles that suffice, the one with the fewest permissions first."""
-    able = (
-        roles.with_permission(resource, permission) if resource and permission else []
+    *answer* begins with Azure's code; *at* is Azure's own time.
+    """
+    resource, token = credential.resource, f"the SAS token of {what}"
+    renewal = (
+        "" if credential.is_from_broker else "; mint others: `imagefleet keys mint`"
     )
-    if not able:
-        return ": that takes the account key"
-    if len(able) == 1:
-        return (
-            f": the role `{able[0].name}` may (`imagefleet keys mint {able[0].name}`)"
+    ends_at = sas.expiry(credential.token)
+    if ends_at and ends_at <= at:
+        return f"{token} expired on {ends_at:%Y-%m-%d %H:%M} UTC, by Azure's clock{renewal}"
+    code = answer.partition(" ")[0]
+    allowed = credential.field("sp")
+    is_denied = allowed and permission not in allowed + roles.ANY_PERMISSION
+    if resource is not None and (code in LESS_PERMISSION or is_denied):
+        words = roles.explain(resource, permission) or ["change the resource itself"]
+        doing = f"may not {words[0].partition(',')[0]}"
+        if credential.token:
+            return f"{token} {doing} ({answer}){remedy(resource, permission)}"
+        if credential.is_identity:
+            role = roles.azure_role(resource, permission)
+            return f"the pod's identity {doing} of {what} ({answer}): assign it Azure's {role!r}"
+    reason = "the account key is wrong, or was regenerated"
+    if credential.token:
+        reason = (
+            "the SAS token is not signed with the account's present key, was revoked with its"
+            f" stored policy, is not valid yet, or is damaged{renewal}"
         )
+    elif credential.is_identity:
+        reason = "the pod's identity is not accepted: does it belong to the account's tenant?"
+    if code == "AuthorizationFailure":
+        reason += "; or the firewall of the storage account excludes this machine"
+    reason = _REASONS.get(code, reason)
+    return f"Azure refuses access to {what} ({answer}): {reason}"
+
+
+def remedy(resource: Resource, permission: str) -> str:
+    """The roles that suffice, the one with the fewest permissions first."""
+    able = roles.with_permission(resource, permission) if permission else []
     choices = "; ".join(
         f"`imagefleet keys mint {role.name}` for {role.what}" for role in able
     )
-    return f": mint new ones with {choices}"
-
-
-def _moment(at: datetime) -> str:
-    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def _span(span: timedelta) -> str:
-    seconds = span.total_seconds()
-    for unit, length in (
-        ("day", 86_400),
-        ("hour", 3600),
-        ("minute", 60),
-        ("second", 1),
-    ):
-        if (count := int(seconds // length)) >= 1:
-            return f"{count} {unit}" + "s" * (count > 1)
-    return "less than a second"
+    return f": mint others with {choices}" if able else ": that takes the account key"

@@ -169,15 +169,6 @@ def with_permission(resource: Resource, letter: str) -> list[Role]:
     )
 
 
-def of_token(resource: Resource, letters: str) -> list[Role]:
-    """The roles that have exactly these permissions on the resource."""
-    return [
-        role
-        for role in ROLES.values()
-        if set(role.letters(resource)) == set(letters) != set()
-    ]
-
-
 def azure_role(resource: Resource, letter: str) -> str:
     """The least of Azure's own roles that gives an identity this permission."""
     if is_container(resource):

@@ -50,8 +50,8 @@ _MAX_REFUSALS = 3
 
 _RETRYABLE = frozenset({408, 425, 429})
 
+#: Fetches this node's identity token, a JSON Web Token.
 IdentityToken = Callable[[], Awaitable[str]]
-"""Fetches this node's identity token, a JSON Web Token."""
 
 
 def _checked_token(token: SecretStr) -> SecretStr:
@@ -114,7 +114,7 @@ class Tokens(QueueTokens):
     @property
     def ends_at(self) -> datetime | None:
         """The time at which the first of them expires, as far as that is known."""
-        ends = [moment(self.of(resource), "se") for resource in get_args(Resource)]
+        ends = [expiry(self.of(resource)) for resource in get_args(Resource)]
         return self.expires_at or min((end for end in ends if end), default=None)
 
 
@@ -240,8 +240,8 @@ class TokenBroker:
         raise errors.TransientError(f"the broker answered HTTP {status}")
 
 
+#: `due_at`: when to read again; `retry_at`: not before, if Azure refuses the tokens (monotonic).
 TokenSource = TokenFile | TokenBroker
-"""`due_at`: when to read again; `retry_at`: not before, if Azure refuses the tokens (monotonic)."""
 
 
 def source_of(
@@ -291,9 +291,9 @@ def read_tokens(text: str | bytes) -> Tokens:
         return Tokens.model_validate_json(text)
 
 
-def moment(token: str, field: str) -> datetime | None:
-    """A time that a SAS token states: "se" is its expiry, unless a stored policy determines it."""
-    (text,) = parse_qs(token).get(field, [""])
+def expiry(token: str) -> datetime | None:
+    """The end that a SAS token states, unless a stored policy determines it."""
+    (text,) = parse_qs(token).get("se", [""])
     with contextlib.suppress(ValueError):
         moment = datetime.fromisoformat(text)
         return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

@@ -20,6 +20,7 @@ from imagefleet.storage.protocol import Clock, Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import Resource, StorageSettings
 from imagefleet.telemetry import logs, proxies
+from imagefleet.validation import JSONDict
 
 log = logs.EventLog(__name__)
 
@@ -102,7 +103,7 @@ class AzureStorage:
         )
         self.operations = Operations()
         self._clock = Clock()
-        options: dict[str, Any] = {
+        options: JSONDict = {
             "transport": self._transport,
             "api_version": API_VERSION,
             # Only our policy retries. The SDK's does not handle 429, and would hide the lost reply

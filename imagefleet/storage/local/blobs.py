@@ -7,7 +7,6 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -17,13 +16,11 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
-from imagefleet.concurrency import Batches
 from imagefleet.storage import protocol
 from imagefleet.storage.local.new_blobs import (
     METADATA_FOLDER,
     TEMPORARY_FOLDER,
-    NewBlob,
-    NewBlobs,
+    create,
     make_durable_folder,
     no_folder,
     sync,
@@ -44,9 +41,6 @@ _ABANDONED_SECONDS = 86_400.0
 
 _NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
-#: Blobs that are created together, and share the syncs of a slow disk.
-_MOST_AT_ONCE = 16
-
 _Result = TypeVar("_Result")
 
 
@@ -66,11 +60,6 @@ class LocalBlobs(protocol.BlobStore):
         self.clock = protocol.Clock()
         self._address = folder.absolute().as_uri()
         self._operations = operations
-        self._new = NewBlobs(folder)
-        thread = ThreadPoolExecutor(1, thread_name_prefix="new-blobs")
-        self._creations: Batches[NewBlob, bool] = Batches(
-            self._new.create, thread, most=_MOST_AT_ONCE
-        )
 
     async def create_folder(self) -> None:
         def create() -> None:
@@ -96,7 +85,9 @@ class LocalBlobs(protocol.BlobStore):
         metadata: Mapping[str, str],
         on_doubt: Callable[[], None] = lambda: None,  # noqa: ARG002 - a disk leaves none
     ) -> bool:
-        return await self._creations(self._new_blob(name, data, content_type, metadata))
+        return await self._create(
+            name, lambda file: file.write(data), content_type, metadata
+        )
 
     async def upload(
         self,
@@ -106,13 +97,9 @@ class LocalBlobs(protocol.BlobStore):
         metadata: Mapping[str, str],
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> bool:
-        new = self._new_blob(
+        return await self._create(
             name, partial(_copy, file, on_progress), content_type, metadata
         )
-        (outcome,) = await asyncio.to_thread(self._new.create, [new])
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
 
     async def replace(
         self, name: str, data: bytes, content_type: str, version: str | None
@@ -245,18 +232,18 @@ class LocalBlobs(protocol.BlobStore):
     def _sidecar(self, name: str) -> Path:
         return self.folder / METADATA_FOLDER / f"{name}.json"
 
-    def _new_blob(
+    async def _create(
         self,
         name: str,
-        content: bytes | Callable[[BinaryIO], None],
+        write: Callable[[BinaryIO], object],
         content_type: str,
         metadata: Mapping[str, str],
-    ) -> NewBlob:
+    ) -> bool:
         protocol.check_blob_name(name)
         protocol.check_metadata(metadata)
-        self._operations.blob_writes += 1
         details = _Details(content_type=content_type, metadata=dict(metadata))
-        return NewBlob(name, content, details.model_dump_json().encode())
+        sidecar = details.model_dump_json().encode()
+        return await self._writing(lambda: create(self.folder, name, write, sidecar))
 
     def _record(self, name: str) -> protocol.BlobRecord:
         status = (self.folder / name).stat()

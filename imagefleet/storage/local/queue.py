@@ -8,31 +8,24 @@ is the sequence number and version of the row; each lease increments the version
 
 import asyncio
 import contextlib
-import itertools
 import sqlite3
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 from imagefleet import errors
-from imagefleet.concurrency import Batches
 from imagefleet.job import sizes
 from imagefleet.storage import protocol
 from imagefleet.storage.bundle import jobs_of
 from imagefleet.storage.local import file as sqlite_file
 
 _Result = TypeVar("_Result")
-_Work = Callable[..., object]
 
 _FOUND_AT_ONCE = 100
-
-#: Changes of single messages in one transaction, which takes a millisecond then.
-_MOST_CHANGES = 64
 
 
 class QueueFile:
@@ -45,10 +38,6 @@ class QueueFile:
         )
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
-        self._calls: Batches[tuple[bool, _Work], Any] = Batches(
-            self._do, self._thread, most=_MOST_CHANGES
-        )
-        """Work, and whether it shares a transaction with what else waits."""
 
     async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         """Does *work* in the thread of the file.
@@ -56,13 +45,7 @@ class QueueFile:
         Raises TransientError if another process locks the file for too long, or the disk is full,
         SetupError if the file or the queue does not exist or cannot be used.
         """
-        done: _Result = await self._calls((False, lambda: work(self._open())))
-        return done
-
-    async def change(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
-        """Does *work* in one transaction with what else waits; after an error it has no effect."""
-        done: _Result = await self._calls((True, work))
-        return done
+        return await self._in_thread(lambda: work(self._open()))
 
     async def create(self, queue: str) -> None:
         """Creates the file and the queue if they do not exist."""
@@ -76,37 +59,21 @@ class QueueFile:
                         "INSERT OR IGNORE INTO queues (name) VALUES (?)", (queue,)
                     )
 
-        await self._calls((False, work))
+        await self._in_thread(work)
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown()
 
-    def _do(self, calls: Sequence[tuple[bool, _Work]]) -> list[object]:
-        outcomes: list[object] = []
-        for is_shared, group in itertools.groupby(calls, itemgetter(0)):
-            works = [work for _, work in group]
-            outcomes += self._change(works) if is_shared else map(self._outcome, works)
-        return outcomes
+    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
+        def translated() -> _Result:
+            try:
+                return work()
+            except sqlite3.Error as error:
+                raise sqlite_file.translated(error, self.path) from error
 
-    def _change(self, changes: Sequence[_Work]) -> Sequence[object]:
-        def work() -> list[object]:
-            connection = self._open()
-            with transaction(connection):
-                return [change(connection) for change in changes]
-
-        outcome = self._outcome(work)
-        return [outcome] * len(changes) if isinstance(outcome, Exception) else outcome
-
-    def _outcome(self, work: Callable[[], _Result]) -> _Result | Exception:
-        try:
-            return work()
-        except sqlite3.Error as error:
-            translated = sqlite_file.translated(error, self.path)
-            translated.__cause__ = error
-            return translated
-        except Exception as error:  # noqa: BLE001 - raised again by the call
-            return error
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, translated)
 
     def _open(self) -> sqlite3.Connection:
         identity = _identity(self.path)
@@ -285,10 +252,12 @@ class LocalQueue:
         self, statement: str, values: Callable[[], tuple[object, ...]]
     ) -> None:
         """*values* are those at the time when the statement is executed."""
-        self._operations.queue += 1
-        if not await self._file.change(
-            lambda each: each.execute(statement, values()).rowcount
-        ):
+
+        def change(connection: sqlite3.Connection) -> int:
+            with transaction(connection):
+                return connection.execute(statement, values()).rowcount
+
+        if not await self._run(change):
             raise errors.LeaseLost
 
     def _message(

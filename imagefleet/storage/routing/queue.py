@@ -27,11 +27,11 @@ from imagefleet.storage.settings import PRIORITIES, Priority
 
 FindMore = Callable[[], Awaitable[None]]
 
+#: The queues of one model's jobs, or of those without one, by priority.
 Queues = Mapping[Priority, protocol.StoredQueue]
-"""The queues of one model's jobs, or of those without one, by priority."""
 
+#: The answers of plain queues in a receive: how many messages they had, or an error.
 Answers = dict[Route, int | errors.FleetError]
-"""The answers of plain queues in a receive: how many messages they had, or an error."""
 
 
 class RoutedQueue:

@@ -41,17 +41,17 @@ class Route:
     """A plain queue of one priority and model, and what the receives so far have found there."""
 
     queue: protocol.JobQueue
+    #: Rank of the queue's priority; 0 is the highest.
     level: int = 0
-    """Rank of the queue's priority; 0 is the highest."""
     model: str | None = None
     clock: Callable[[], float] = time.monotonic
+    #: Time of the clock from which on it is asked again.
     due_at: float = 0.0
-    """Time of the clock from which on it is asked again."""
     empty_receives: int = 0
+    #: The number of the last receive that it had jobs for.
     last_receive: int = 0
-    """The number of the last receive that it had jobs for."""
+    #: True if it did not exist, had no token or did not answer when it was asked last.
     is_missing: bool = False
-    """True if it did not exist, had no token or did not answer when it was asked last."""
 
     async def depth(self, *, must_exist: bool = False) -> protocol.QueueDepth | None:
         """The queue's size; None if it is missing, unless it *must_exist*."""

@@ -23,6 +23,7 @@ from diffusers.loaders.single_file_utils import (
 from torch import Tensor
 
 from imagefleet.files.safetensors import Identity, UnusableError
+from imagefleet.validation import JSONDict, JSONObject
 from worker.engine.control.network import SlotControlNet
 from worker.engine.families import table
 from worker.engine.files import safetensors
@@ -107,9 +108,7 @@ class ControlNets(NetworkCache[SlotControlNet]):
             return SlotControlNet(network, pools="shuffle" in path.stem.lower())
 
 
-def _in_diffusers_names(
-    tensors: Weights, unet_config: Mapping[str, Any]
-) -> dict[str, Tensor]:
+def _in_diffusers_names(tensors: Weights, unet_config: JSONObject) -> dict[str, Tensor]:
     own = {
         each.removeprefix(_PREFIX): tensor
         for each, tensor in tensors.items()
@@ -129,7 +128,7 @@ def _in_diffusers_names(
     return {each: tensor for each, tensor in converted.items() if tensor is not None}
 
 
-def _check_family(tensors: Weights, unet_config: Mapping[str, Any]) -> None:
+def _check_family(tensors: Weights, unet_config: JSONObject) -> None:
     own = unet_config["cross_attention_dim"]
     widths = {
         each.shape[-1]
@@ -148,7 +147,7 @@ def _check_family(tensors: Weights, unet_config: Mapping[str, Any]) -> None:
     )
 
 
-def _config(tensors: Weights, unet_config: Mapping[str, Any]) -> dict[str, Any]:
+def _config(tensors: Weights, unet_config: JSONObject) -> JSONDict:
     known = inspect.signature(ControlNetModel.__init__).parameters
     config = {key: value for key, value in unet_config.items() if key in known}
     # It sees the latents alone, with inpainting checkpoints as well.
@@ -169,7 +168,7 @@ def _config(tensors: Weights, unet_config: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _sizes(names: Collection[str], unet_config: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes(names: Collection[str], unet_config: JSONObject) -> JSONDict:
     """Options that say which of SDXL's attentions a ControlNet has."""
     depths: dict[int, int] = {}
     for name in names:

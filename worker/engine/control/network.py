@@ -92,12 +92,12 @@ class ControlState(NamedTuple):
     """A ControlNet of a lane, and what it takes of the lane's slots; a tick changes none of it."""
 
     network: SlotControlNet
+    #: [slots, channels, height, width]: the embedded control images.
     hints: Tensor
-    """[slots, channels, height, width]: the embedded control images."""
+    #: [rows, tokens, width]: the keys and values of its cross-attentions.
     context: Tensor
-    """[rows, tokens, width]: the keys and values of its cross-attentions."""
+    #: [rows, width], as `SlotState.added`.
     added: Tensor | None
-    """[rows, width], as `SlotState.added`."""
 
     @classmethod
     def zeros(

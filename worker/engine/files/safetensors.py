@@ -179,11 +179,11 @@ def named(file: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Content:
+    #: JSON: each tensor's type, shape and place.
     header: str
-    """JSON: each tensor's type, shape and place."""
     metadata: Mapping[str, str]
+    #: [bytes]
     data: Tensor
-    """[bytes]"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,8 @@ class _Order(NamedTuple):
 
 class _Reply(NamedTuple):
     problem: str | None
+    #: Of each phase.
     seconds: Mapping[str, float]
-    """Of each phase."""
 
 
 class _Child(NamedTuple):

@@ -20,8 +20,8 @@ from torch._subclasses import FakeTensorMode
 #: begin at one.
 _ALIGNED_BYTES = 16
 
+#: A plain function, and its arguments.
 Call = tuple[Callable[..., Any], Sequence[Any]]
-"""A plain function, and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,8 @@ class _Run(NamedTuple):
     began: torch.cuda.Event
     ended: torch.cuda.Event
     launching_seconds: float
+    #: True if the GPU had other work when it was launched.
     is_behind_another: bool
-    """True if the GPU had other work when it was launched."""
 
 
 class Graph:

@@ -49,10 +49,10 @@ class _Wanted:
     graph: Graph
     content: bytes
     path: Path
+    #: The exchange's answer; None once it is known.
     found: Future[bool] | None = None
-    """The exchange's answer; None once it is known."""
+    #: What compiles it.
     compiler: Compiler | None = None
-    """What compiles it."""
     origin: str = "disk"
 
 

@@ -33,8 +33,8 @@ _MOST_STRENGTH = 0.999
 class Steps(NamedTuple):
     """The end of a schedule."""
 
+    #: The number of steps of the whole schedule.
     steps: int
-    """The number of steps of the whole schedule."""
     t_enc: int
 
 
@@ -59,14 +59,14 @@ _BLURS = ((256, 1), (64, 1), (16, 2), (4, 4), (2, 2), (0, 1))
 class PreparedImage:
     """Shared by all images of a job."""
 
+    #: [height, width, 3]: to be encoded.
     pixels: Pixels
-    """[height, width, 3]: to be encoded."""
+    #: [1, height, width] of the latents: 1 where they stay, else 0; None without a mask.
     kept: Tensor | None
-    """[1, height, width] of the latents: 1 where they stay, else 0; None without a mask."""
     masked_content: Literal["fill", "original", "latent noise", "latent nothing"]
+    #: [1, height, width] of the pixels: 1 where inpainting checkpoints' UNets do not see the image,
+    #: else 0; None without a mask, when they see nothing of it.
     hidden: Tensor | None = None
-    """[1, height, width] of the pixels: 1 where inpainting checkpoints' UNets do not see the image,
-    else 0; None without a mask, when they see nothing of it."""
 
     def with_content(self, latents: Tensor, request: contract.ImageRequest) -> Tensor:
         """The image's latents [4, height, width] with noise or nothing below the mask, if so asked.
@@ -123,11 +123,11 @@ _USUAL, _OF_CASCADE = 0.02, 0.1
 class LowResolution:
     """Shared by all images of a job."""
 
+    #: [3, height, width] from -1 to 1.
     image: Tensor
-    """[3, height, width] from -1 to 1."""
     noise: ImageNoise
+    #: The timestep of its noise.
     level: int
-    """The timestep of its noise."""
 
     def with_noise(self, drawn: Tensor) -> Tensor:
         """The image with noise of variance 1 that was *drawn*."""
@@ -205,8 +205,8 @@ class PreparedControl:
 
     identity: Identity
     pixels: Pixels = field(repr=False)
+    #: The ControlNet's weight at each call of the UNet.
     weights: tuple[float, ...]
-    """The ControlNet's weight at each call of the UNet."""
 
 
 def prepare_controls(

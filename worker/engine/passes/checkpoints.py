@@ -32,8 +32,8 @@ from worker.engine.slots import memory
 #: rest. So SDXL and its refiner, of 13 GiB, have room in 20 and not in 16.
 _WEIGHTS_SHARE = 0.7
 
+#: Reads a checkpoint of another's kind into the host's memory; raises SetupError.
 Read = Callable[[Path, Checkpoint], Checkpoint]
-"""Reads a checkpoint of another's kind into the host's memory; raises SetupError."""
 
 
 class Coders:

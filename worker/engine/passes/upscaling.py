@@ -38,8 +38,8 @@ from worker.engine.files.safetensors import ReadOnce
 
 log = logs.EventLog(__name__)
 
+#: Enlarges an RGB image by a factor, or by its own if it has one. Called on the stager's thread.
 Enlarge = Callable[[Pixels, float], Pixels]
-"""Enlarges an RGB image by a factor, or by its own if it has one. Called on the stager's thread."""
 
 #: The mode of torch's `interpolate`, and whether it is antialiased.
 LATENT_UPSCALERS: Mapping[str, tuple[str, bool]] = {
@@ -74,12 +74,12 @@ IMAGE_UPSCALERS: Mapping[str, Enlarge] = {
 class Upscaling:
     """Upscaling of a first pass' latents to those a second pass starts from. Sizes in pixels."""
 
+    #: Width and height of the second pass.
     target: tuple[int, int]
-    """Width and height of the second pass."""
+    #: The size before the rest is cut off. SDXL is told this size.
     size: tuple[int, int]
-    """The size before the rest is cut off. SDXL is told this size."""
+    #: None for upscalers of images.
     latent_mode: tuple[str, bool] | None
-    """None for upscalers of images."""
     enlarge: Enlarge | None
 
     def enlarge_latents(self, latents: Tensor, factor: int) -> Tensor:
@@ -180,8 +180,8 @@ def _resize(
     return np.asarray(Image.fromarray(pixels).resize((width, height), resampling))
 
 
+#: Enlarges a tile; returns levels from 0 to 1, and beyond where the network does.
 Network = Callable[[Pixels], npt.NDArray[np.float32]]
-"""Enlarges a tile; returns levels from 0 to 1, and beyond where the network does."""
 
 #: AUTOMATIC1111's settings `ESRGAN_tile`, `DAT_tile`, `SWIN_tile` and their `_tile_overlap`: pixels
 #: on a tile's side, and those that two tiles share at least.

@@ -13,6 +13,7 @@ import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
 
 from imagefleet import errors
+from imagefleet.validation import JSONDict
 from worker.engine import checkpoint
 from worker.engine.families import reading, table
 from worker.engine.families.reading import ImageNoise
@@ -41,8 +42,8 @@ class PixelCheckpoint(Model):
     folder: Path
     noise: DDPMScheduler
     text_width: int
+    #: The name of its text encoder.
     encoder: str
-    """The name of its text encoder."""
 
     @property
     def channels(self) -> int:
@@ -86,7 +87,7 @@ def load_checkpoint(
     )
 
 
-def _scheduler_config(folder: Path, part: str) -> dict[str, Any]:
+def _scheduler_config(folder: Path, part: str) -> JSONDict:
     config = reading.read_json(folder / part / "scheduler_config.json")
     if not config:
         raise errors.SetupError(f"{str(folder)!r} has no {part}/scheduler_config.json")

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, T5EncoderModel
 from transformers.utils import logging as transformers_logging
 
 from imagefleet import errors
+from imagefleet.validation import JSONDict
 from worker.engine.families import reading
 from worker.engine.pixel import text_states
 
@@ -125,7 +126,7 @@ def has_encoder(folder: Path) -> bool:
     return is_t5 and any((folder / "text_encoder").glob("*.safetensors"))
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path) -> JSONDict:
     return reading.read_json(folder / "text_encoder" / "config.json")
 
 

@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from imagefleet import errors
 from imagefleet.concurrency import NEVER
 from imagefleet.storage.azure import roles
-from imagefleet.storage.azure.errors import Credential, Refusal
+from imagefleet.storage.azure.errors import Credential, refusal
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -97,28 +97,17 @@ async def test_an_expired_token_says_when_it_expired_and_how_to_get_a_new_one(
         f"the queue '{created.poison_queue}'",
         f"the container '{created.container}'",
     )
-    # Whose tokens of the same are the same.
-    trusted, load = (
-        f" or `imagefleet keys mint {role}`" for role in ("trusted-worker", "load")
-    )
-    also = (trusted, trusted, trusted + load)
-    for name, role, complaint in zip(
-        names, also, await complaints(settings), strict=True
-    ):
+    for name, complaint in zip(names, await complaints(settings), strict=True):
         assert complaint == (
-            f"the SAS token of {name} expired on {ended:%Y-%m-%d %H:%M} UTC, 2 days ago: mint new"
-            f" ones with `imagefleet keys mint worker`{role}"
+            f"the SAS token of {name} expired on {ended:%Y-%m-%d %H:%M} UTC, by Azure's clock;"
+            " mint others: `imagefleet keys mint`"
         )
 
 
-async def test_a_token_of_the_future_says_from_when_on_it_is_valid(
-    created: StorageSettings,
-):
+async def test_a_token_of_the_future_may_not_be_valid_yet(created: StorageSettings):
     settings = with_tokens(created, timedelta(hours=3, minutes=1), timedelta(hours=9))
     for complaint in await complaints(settings):
-        assert re.search(
-            r"is not valid before 20\d\d-.* UTC, in 3 hours: wait", complaint
-        )
+        assert "is not valid yet" in complaint
 
 
 async def test_a_damaged_token_is_not_called_expired(created: StorageSettings):
@@ -128,8 +117,8 @@ async def test_a_damaged_token_is_not_called_expired(created: StorageSettings):
         for resource, each in tokens_of(settings).items()
     }
     for complaint in await complaints(having(settings, damaged)):
-        assert complaint.startswith("Azure does not accept the SAS token of the ")
-        assert "it is not signed with the account's present key" in complaint
+        assert complaint.startswith("Azure refuses access to the ")
+        assert "the SAS token is not signed with the account's present key" in complaint
 
 
 async def test_a_missing_token_is_named_and_the_role_that_has_one(
@@ -178,7 +167,7 @@ async def test_a_token_in_a_connection_string_is_explained_as_well(
         update={"storage": f"{endpoints};SharedAccessSignature={expired}"}
     )
     async with AzureStorage(settings, NEVER) as storage:
-        with pytest.raises(errors.SetupError, match=r"expired on .*, 1 hour ago"):
+        with pytest.raises(errors.SetupError, match=r"the SAS token of .* expired on "):
             await storage.queue.receive(1, 30)
 
 
@@ -190,31 +179,25 @@ def token(**fields: str) -> str:
 def sentence(
     credential: Credential, permission: str, code: str, at: datetime = NOON
 ) -> str:
-    return Refusal("the queue 'jobs'", credential, permission, code, 403, at).sentence()
+    answer = f"{code} (HTTP 403)"
+    return refusal("the queue 'jobs'", credential, permission, answer, at)
 
 
-def test_azures_clock_decides_and_a_wrong_one_of_this_machine_is_named():
-    behind = datetime.now(UTC) + timedelta(days=3, minutes=1)  # Azure's time
-    ends = behind - timedelta(hours=5)
-    text = sentence(
-        Credential("queue", token(se=f"{ends:%Y-%m-%dT%H:%M:%SZ}")),
-        "p",
-        "AuthenticationFailed",
-        behind,
+def test_azures_clock_decides_whether_a_token_is_expired():
+    credential = Credential("queue", token(se="2026-11-22T12:00:00Z"))
+    before, after = (
+        sentence(
+            credential, "p", "AuthenticationFailed", NOON + timedelta(minutes=each)
+        )
+        for each in (-1, 1)
     )
-    assert (
-        "UTC, 5 hours ago; this machine's clock is 3 days behind Azure's: mint" in text
-    )
-    key = sentence(
-        Credential("queue"), "p", "AuthenticationFailed", behind - timedelta(days=4)
-    )
-    assert "this machine's clock is 23 hours ahead of Azure's" in key
+    assert "expired" not in before
+    assert "expired on 2026-11-22 12:00 UTC" in after
 
 
-def test_the_tokens_of_a_revoked_policy_need_another_name():
+def test_the_tokens_of_a_revoked_policy_say_so():
     text = sentence(Credential("queue", "sig=x&si=spring"), "p", "AuthenticationFailed")
-    assert "its stored policy 'spring' has ended or was revoked" in text
-    assert "`imagefleet keys mint ROLE --policy NAME`" in text
+    assert "was revoked with its stored policy" in text
 
 
 def test_the_tokens_of_a_broker_are_not_minted_by_hand():
@@ -264,7 +247,7 @@ def test_an_identity_is_told_azures_role(resource: Any, letter: str, role: str):
     credential = Credential(resource, is_identity=True)
     text = sentence(credential, letter, "AuthorizationPermissionMismatch")
     assert text.startswith("the pod's identity may not ")
-    assert f"assign it the Azure role '{role}'" in text
+    assert f"assign it Azure's '{role}'" in text
     assert "imagefleet keys" not in text
 
 
@@ -274,5 +257,3 @@ def test_every_permission_of_every_role_has_words_and_a_role():
             for letter in role.letters(resource):
                 assert roles.explain(resource, letter) != [letter]
                 assert role in roles.with_permission(resource, letter)
-            if letters := role.letters(resource):
-                assert role in roles.of_token(resource, letters)

@@ -99,25 +99,6 @@ async def test_the_file_and_its_folders_are_synced_before_create_returns(
         assert (blobs.folder / path).stat().st_ino in synced
 
 
-async def test_blobs_of_the_same_moment_share_the_sync_of_their_folder(
-    blobs: LocalBlobs, monkeypatch
-):
-    synced = []
-    fsync = os.fsync
-
-    def remember(handle: int) -> None:
-        synced.append(os.fstat(handle).st_ino)
-        fsync(handle)
-
-    await blobs.create("a/first.png", b"pixels", "image/png", {})
-    monkeypatch.setattr(os, "fsync", remember)
-    paths = [f"a/{number}.png" for number in range(64)]
-    created = [blobs.create(path, b"pixels", "image/png", {}) for path in paths]
-    assert all(await asyncio.gather(*created))
-    assert {(blobs.folder / path).stat().st_ino for path in paths} < set(synced)
-    assert 1 <= synced.count((blobs.folder / "a").stat().st_ino) <= 16
-
-
 async def test_of_two_blobs_of_one_name_in_the_same_moment_one_is_created(
     blobs: LocalBlobs,
 ):
