@@ -18,12 +18,15 @@ from fleet.export.plan import (
     PlanDatabase,
 )
 from fleet.export.shards import Exporter
+from fleet.files import stored
 from fleet.results import download
 from imagefleet import errors
+from imagefleet.files import kinds
 from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
+from imagefleet.signing import SigningKey
 from imagefleet.storage.open import Storage, absolute_url
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 #: Images of a shard, as many as by img2dataset's default.
 _SHARD_SIZE = 10_000
@@ -34,7 +37,7 @@ _BYTES_BESIDE = 5_000
 
 @options.flat
 async def command(
-    settings: StorageSettings,
+    settings: SignerSettings,
     campaign: target.Campaign,
     folder: Path = argument("For the shards.", metavar="FOLDER"),
     shard_size: int = option(
@@ -48,7 +51,8 @@ async def command(
     They are tar files, as the libraries webdataset and datasets read them; packs are copied.
     What was interrupted goes on with the same command. A manifest.json names the shards, which
     follow from the campaign alone. Each image has the SHA-256 of its record and can be decoded.
-    Exit code 4: images are missing or not so; they are left out, and named.
+    Exit code 4: images are missing or not so; they are left out, and named. With the signing key
+    the manifest is signed; `imagefleet verify ./spring` checks an export without the storage.
 
     imagefleet export spring ./spring
 
@@ -90,7 +94,8 @@ async def _export(
         with files.writing(folder):
             found = Manifest.read(folder)
             if found is None:
-                found = await _make(storage, folder, wanted, quiet=quiet)
+                key = fleet.keys.signing
+                found = await _make(storage, folder, wanted, key, quiet=quiet)
             else:
                 _check_same(found, wanted, folder)
                 stored = (await reader.counts(storage, wanted.campaign)).images
@@ -104,7 +109,12 @@ async def _export(
 
 
 async def _make(
-    storage: Storage, folder: Path, wanted: ExportPlan, *, quiet: bool
+    storage: Storage,
+    folder: Path,
+    wanted: ExportPlan,
+    key: SigningKey | None,
+    *,
+    quiet: bool,
 ) -> Manifest:
     """Goes on with the export in *folder*, or begins one."""
     if not (folder / WORK_FOLDER).exists():
@@ -132,9 +142,22 @@ async def _make(
         _check_same(plan, wanted, folder)
         with console.counting("exported", plan.images, quiet=quiet) as on_images:
             shards = await Exporter(folder, database, plan, storage).run(on_images)
-    made = Manifest.of(plan, shards)
+        loras = await _hashes(storage, database.loras())
+    made = Manifest.of(plan, shards, loras, key)
     console.write_file(folder / MANIFEST, made.model_dump_json(indent=2) + "\n")
     return made
+
+
+async def _hashes(storage: Storage, names: set[str]) -> dict[str, str]:
+    """The hashes of those LoRAs that are in the storage, where it can be read."""
+    try:
+        found = await stored.read(storage, kinds.LORA)
+    except errors.SetupError:
+        return {}
+    by_name = {kinds.LORA.stem(lora.name): lora.short_hash for lora in found}
+    return {
+        name: sha256 for name, sha256 in by_name.items() if sha256 and name in names
+    }
 
 
 async def _plan(
@@ -147,9 +170,9 @@ async def _plan(
     damaged = Damaged()
     records = reader.drawings(storage, wanted.campaign, damaged)
     stores = (storage.blobs, storage.packs)
-    stored = [store.records(f"{wanted.campaign}/") for store in stores]
+    listings = [store.records(f"{wanted.campaign}/") for store in stores]
     with console.counting("planned", None) as on_records:
-        made = await database.make(records, stored, wanted, damaged, on_records)
+        made = await database.make(records, listings, wanted, damaged, on_records)
     if damaged.count:
         console.print_warning(str(damaged))
     if folder and _needed(made) > (free := shutil.disk_usage(folder).free):
