@@ -76,6 +76,8 @@ class ExportPlan(BaseModel, extra="forbid", frozen=True):
     campaign: str
     storage: str = ""
     shard_size: Annotated[int, Field(ge=1)]
+    has_credentials: bool = False
+    """True if pictures get Content Credentials: then packs are not copied."""
     images: int = 0
     stored: int = 0
     """Images that are there under their names: records may tell of others."""
@@ -137,6 +139,8 @@ class PlanDatabase:
                 " FROM (SELECT DISTINCT coalesce(pack, blob) AS blob FROM images)"
                 " JOIN stored USING (blob)"
             ).fetchone()
+            if plan.has_credentials:
+                self._db.execute("UPDATE images SET pack = NULL")
             packed, packs = self._db.execute(
                 "SELECT count(pack), count(DISTINCT pack) FROM images"
             ).fetchone()

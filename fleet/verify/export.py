@@ -8,7 +8,6 @@ import hashlib
 import io
 import itertools
 import json
-import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,9 +34,6 @@ _MAX_TEXT_BYTES = 2**20
 
 #: A picture, its columns and its caption.
 _MOST_FILES = 3
-
-#: A LoRA's name and hash in the text of a picture.
-_LORA_HASH = re.compile(r"([^,:]+): ([0-9a-f]+)")
 
 
 @dataclass(frozen=True)
@@ -208,7 +204,7 @@ class Verifier:
         )
         if hashlib.sha256(data).hexdigest() != record.sha256:
             raise _FaultError("its file has another SHA-256 than its record")
-        _check_columns(Sample(key, record, data), row)
+        _check_columns(Sample(key, record, b""), row)
         if texts not in ([], [sweep.caption_of(record).encode()]):
             raise _FaultError("its text is another caption than that of its record")
         self._check_hashes(data)
@@ -232,12 +228,11 @@ class Verifier:
                 text = picture.parameters(image, _MAX_TEXT_BYTES)
         except picture.DamagedImageError as error:
             raise _FaultError(f"its file {error}") from None
-        told = picture.parsed_parameters(text).get("Lora hashes", "")
-        for name, sha256 in _LORA_HASH.findall(told):
-            if (known := self._loras.get(name.strip(), sha256)) != sha256:
+        for name, sha256 in picture.lora_hashes(text).items():
+            if (known := self._loras.get(name, sha256)) != sha256:
                 raise _FaultError(
-                    f"was drawn with another LoRA {name.strip()}: its hash is {sha256}, and that of"
-                    f" the fleet's {known}"
+                    f"was drawn with another LoRA {name}: its hash is {sha256}, and that of the"
+                    f" fleet's {known}"
                 )
 
 
@@ -289,6 +284,7 @@ def _check_columns(sample: Sample, text: bytes) -> None:
     known: Mapping[str, Any] = columns.sample(sample.record)
     if "url" in told:  # the address alone is not the record's
         row = sample.row(lambda _: str(told["url"]))
+        row["sha256"] = sample.record.sha256  # which its file was compared with
         known = json.loads(json.dumps(row, default=datetime.isoformat))
     for name in known.keys() | told.keys():
         if told.get(name, ...) != known.get(name, ...):
