@@ -94,12 +94,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  --constraint constraints.txt --no-deps spandrel
 	@touch $@
 
-# Prometheus and vmagent are unpacked from Debian's packages, not installed: no root is needed.
+# Prometheus, vmagent and exiftool are unpacked from Debian's packages: no root is needed.
 # Elsewhere their tests take those on the PATH, or are skipped; REQUIRE_PROMETHEUS says
 # that they must not be.
 $(PROMETHEUS):
 	@mkdir -p $(@D)
-	@cd $(@D) && get() { apt-get -qq download prometheus victoria-metrics 2>/dev/null; } && \
+	@cd $(@D) && get() { apt-get -qq download prometheus victoria-metrics \
+	  libimage-exiftool-perl 2>/dev/null; } && \
 	{ get || { apt-get -qq update && get; }; } && \
 	for package in *.deb; do dpkg -x $$package . && rm $$package || exit 1; done && \
 	touch .unpacked || echo "no Prometheus from apt-get: its tests may be skipped" >&2

@@ -182,6 +182,10 @@ def _print_summary(summary: Summary, told: JSONObject) -> None:
             " discard` takes them off"
         )
     show_comments(told.get("comments", 0))
+    if repeated := told.get("repeated"):
+        console.print_note(
+            f"left out {console.counted(repeated, 'job')} whose prompt an earlier one has"
+        )
     if skipped := told.get("invalid"):
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")
     show_differences(told.get("differs", {}))

@@ -52,6 +52,12 @@ class Jobs:
         " are stored first.",
         metavar="FOLDER",
     )
+    unique: bool = option(
+        "Leave out jobs whose prompt an earlier one has.", default=False
+    )
+    balance: str | None = option(
+        "Take the values of this column in turns, metadata.style say.", metavar="COLUMN"
+    )
     skip_invalid: bool = option("Skip what is not a valid job.", default=False)
     rejects: Path | None = option(
         "Write what is not a valid job there, with what is wrong, to be mended and loaded.",
@@ -118,6 +124,8 @@ def command(
                 count=jobs.count,
                 seed=jobs.seed,
                 pictures=pictures,
+                unique=jobs.unique,
+                balance=jobs.balance,
                 report=report,
                 signer=None if dry_run else signer_of(settings),
                 campaign=jobs.campaign,
@@ -208,7 +216,8 @@ def _check_suffix(rejects: Path) -> None:
 def _facts(source: sources.Source, report: Report) -> JSONDict:
     """Counts of a file's rows that are no jobs; a template has nothing besides its jobs."""
     counts = {
-        name: getattr(source, name, 0) for name in ("empty", "comments", "mended")
+        name: getattr(source, name, 0)
+        for name in ("empty", "comments", "mended", "repeated")
     }
     return {"invalid": report.count, **counts, "differs": dict(source.differences)}
 

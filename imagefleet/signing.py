@@ -193,7 +193,8 @@ class TrustedJobs:
     """The jobs that are taken: signed with one of the *keys* for this fleet, queue and time."""
 
     keys: TrustedKeys
-    scope: Scope
+    scope: Scope | None
+    """None accepts jobs of any fleet, queue and time: those that were drawn."""
     at_any_time: bool = False
     """True accepts jobs whose date has passed, too, to sign them again."""
 
@@ -209,6 +210,8 @@ class TrustedJobs:
         elif fields.get("id") is None:
             # Its message's id would take the place: sent again, it would be another job.
             why = "has no `id`, which a signed job needs"
+        elif self.scope is None:
+            return
         elif (fleet := self.scope.fleet()) != terms["fleet"]:
             why = f"is signed for the fleet {terms['fleet'][:200]}, and this one is {fleet}"
         elif self.scope.queue != terms["queue"]:

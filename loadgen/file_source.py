@@ -169,6 +169,8 @@ class FileSource:
         """Positions so far that hold no job, an empty line say."""
         self.comments = 0
         """Lines so far that a `#` begins, of a file of prompts."""
+        self.repeated = 0
+        """Positions so far of a prompt that an earlier one has (`--unique`)."""
         self.differences = Counter[str]()
         """Jobs by how they differ from AUTOMATIC1111's, as far as the file was read last."""
         self._ids = digest(
@@ -213,7 +215,7 @@ class FileSource:
         """The messages; with *on_job* they are only checked."""
         repeats = Digests()
         self.differences.clear()
-        self.comments = self.empty = 0
+        self.comments = self.empty = self.repeated = 0
         with self._opened() as stream:
             for entry in itertools.islice(self._form.entries(stream), self.count):
                 problem, body = entry.problem, None
@@ -228,7 +230,8 @@ class FileSource:
                     self.report.notice(entry.place, entry.notice)
                 if not (problem or entry.text):
                     self.comments += entry.is_comment
-                    self.empty += not entry.is_comment
+                    self.repeated += entry.is_repeat
+                    self.empty += not (entry.is_comment or entry.is_repeat)
                 yield body
 
     def _message(self, entry: Entry, repeats: Digests, on_job: OnJob | None) -> str:

@@ -16,7 +16,7 @@ from imagefleet.job import message
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.job.passes import img2img
 from imagefleet.storage.protocol import BlobStore
-from loadgen.formats.lines import Entry, Format
+from loadgen.formats.lines import ChangedFormat, Entry, Format
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -81,24 +81,20 @@ def _picture(folder: Path, path: Path) -> Picture:
     return Picture(path, name, sha256)
 
 
-class WithInputs(Format):
+class WithInputs(ChangedFormat):
     """Each entry of a format once for each of the *pictures*, with which the job begins."""
 
     def __init__(self, form: Format, pictures: Sequence[Picture]) -> None:
-        self.name = form.name
-        self.suffixes = form.suffixes
-        self.unit = form.unit
-        self.is_stream = form.is_stream
-        self._form = form
+        super().__init__(form)
         self._pictures = pictures
 
     def entries(self, stream: BinaryIO) -> Iterator[Entry]:
-        for entry in self._form.entries(stream):
+        for entry in self.form.entries(stream):
             for picture in self._pictures:
                 yield _with_input(entry, picture)
 
     def count(self, stream: BinaryIO) -> int:
-        return self._form.count(stream) * len(self._pictures)
+        return super().count(stream) * len(self._pictures)
 
 
 def _with_input(entry: Entry, picture: Picture) -> Entry:

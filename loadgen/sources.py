@@ -16,7 +16,7 @@ from imagefleet.job import differences, sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from loadgen import file_source, template
 from loadgen.file_source import FileSource, OnJob, StandardInput, Terms
-from loadgen.formats.lines import Format
+from loadgen.formats.selection import Balanced, Unique
 from loadgen.inputs import Picture, WithInputs
 from loadgen.template import Draw, Patterns
 
@@ -140,11 +140,14 @@ def open_source(
     form: str | None = None,
     seed: int | None = None,
     pictures: Sequence[Picture] = (),
+    unique: bool = False,
+    balance: str | None = None,
     **terms: Unpack[Terms],
 ) -> Source:
     """The source for a file's name; `-` is standard input. *form* overrides what the name tells.
 
-    Each job is there once for each of the *pictures*, if there are any. The report of the *terms*
+    Each job is there once for each of the *pictures*, if there are any. *unique*: each prompt once.
+    *balance*: the column whose values have turns. The report of the *terms*
     says whether rows that are no jobs are skipped; else they are a SetupError.
     """
     path, report = Path(name), terms.get("report")
@@ -152,17 +155,23 @@ def open_source(
         if report is not None and (report.skips or report.rejects):
             flag = "--skip-invalid" if report.skips else "--rejects"
             raise errors.SetupError(f"{flag} is for files of jobs, not for templates")
-        if pictures:
-            raise errors.SetupError("--inputs is for files of jobs, not for templates")
+        if pictures or unique or balance:
+            flags = {"--inputs": pictures, "--unique": unique, "--balance": balance}
+            flag = next(flag for flag, given in flags.items() if given)
+            raise errors.SetupError(f"{flag} is for files of jobs, not for templates")
         return TemplateSource(path, seed=seed, **terms)
     if seed is not None:
         raise errors.SetupError("--seed is for templates, not for files of jobs")
     if name == "-":
         found = file_source.find_format(path, form or "jsonl")
-        return StandardInput(_with_pictures(found, pictures), **terms)
-    found = file_source.find_format(path, form, other_suffixes=template.SUFFIXES)
-    return FileSource(path, _with_pictures(found, pictures), **terms)
-
-
-def _with_pictures(form: Format, pictures: Sequence[Picture]) -> Format:
-    return WithInputs(form, pictures) if pictures else form
+    else:
+        found = file_source.find_format(path, form, other_suffixes=template.SUFFIXES)
+    if unique:
+        found = Unique(found)
+    if balance is not None:
+        found = Balanced(found, balance)
+    if pictures:
+        found = WithInputs(found, pictures)
+    if name == "-":
+        return StandardInput(found, **terms)
+    return FileSource(path, found, **terms)

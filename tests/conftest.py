@@ -461,7 +461,7 @@ def cancel_at_once(monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def tool() -> Callable[[str], str]:
-    """Finds prometheus, promtool, victoria-metrics or vmagent."""
+    """Finds prometheus, promtool, victoria-metrics, vmagent or exiftool."""
 
     def find(name: str) -> str:
         if found := shutil.which(name) or shutil.which(DEBIAN / name):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import typer
 from rich import filesize
@@ -18,12 +19,16 @@ from fleet.export.plan import (
     PlanDatabase,
 )
 from fleet.export.shards import Exporter
-from fleet.results import download
+from fleet.files import stored
+from fleet.results import credentials, download
+from fleet.results.credentials import Credentials
 from imagefleet import errors
+from imagefleet.files import kinds
 from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
+from imagefleet.signing import SigningKey
 from imagefleet.storage.open import Storage, absolute_url
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 #: Images of a shard, as many as by img2dataset's default.
 _SHARD_SIZE = 10_000
@@ -34,12 +39,13 @@ _BYTES_BESIDE = 5_000
 
 @options.flat
 async def command(
-    settings: StorageSettings,
+    settings: SignerSettings,
     campaign: target.Campaign,
     folder: Path = argument("For the shards.", metavar="FOLDER"),
     shard_size: int = option(
         "Images in each shard.", _SHARD_SIZE, min=1, max=1_000_000, metavar="IMAGES"
     ),
+    c2pa: str | None = credentials.OPTION,
     dry_run: bool = options.dry_run("what would be written, and its size"),
     as_json: options.AsJson = False,
 ) -> None:
@@ -48,13 +54,19 @@ async def command(
     They are tar files, as the libraries webdataset and datasets read them; packs are copied.
     What was interrupted goes on with the same command. A manifest.json names the shards, which
     follow from the campaign alone. Each image has the SHA-256 of its record and can be decoded.
-    Exit code 4: images are missing or not so; they are left out, and named.
+    Exit code 4: images are missing or not so; they are left out, and named. With the signing key
+    the manifest is signed; `imagefleet verify ./spring` checks an export without the storage.
 
     imagefleet export spring ./spring
 
     imagefleet export spring ./spring --dry-run
     """
-    plan = ExportPlan(campaign=target.campaign(campaign), shard_size=shard_size)
+    signs = credentials.Credentials.read(c2pa) if c2pa else None
+    plan = ExportPlan(
+        campaign=target.campaign(campaign),
+        shard_size=shard_size,
+        has_credentials=signs is not None,
+    )
     if dry_run:
         async with console.connected(settings) as fleet:
             await target.check_campaign(fleet.storage, plan.campaign)
@@ -75,14 +87,19 @@ async def command(
         console.show(record, facts, as_json=as_json)
         return
     with console.only_one(folder, f"{folder} is being exported to"):
-        made = await _export(settings, folder, plan, quiet=as_json)
+        made = await _export(settings, folder, plan, signs, quiet=as_json)
     _report(made, folder, as_json=as_json)
     if made.missing or made.changed:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 
 async def _export(
-    settings: StorageSettings, folder: Path, wanted: ExportPlan, *, quiet: bool
+    settings: StorageSettings,
+    folder: Path,
+    wanted: ExportPlan,
+    signs: Credentials | None = None,
+    *,
+    quiet: bool,
 ) -> Manifest:
     async with console.connected(settings) as fleet:
         storage = fleet.storage
@@ -90,7 +107,8 @@ async def _export(
         with files.writing(folder):
             found = Manifest.read(folder)
             if found is None:
-                found = await _make(storage, folder, wanted, quiet=quiet)
+                terms = _Terms(folder, wanted, fleet.keys.signing, signs)
+                found = await _make(storage, terms, quiet=quiet)
             else:
                 _check_same(found, wanted, folder)
                 stored = (await reader.counts(storage, wanted.campaign)).images
@@ -103,10 +121,18 @@ async def _export(
         return found
 
 
-async def _make(
-    storage: Storage, folder: Path, wanted: ExportPlan, *, quiet: bool
-) -> Manifest:
-    """Goes on with the export in *folder*, or begins one."""
+class _Terms(NamedTuple):
+    """An export as it is asked for: its folder, and the keys that sign it and its pictures."""
+
+    folder: Path
+    wanted: ExportPlan
+    key: SigningKey | None
+    signs: Credentials | None
+
+
+async def _make(storage: Storage, terms: _Terms, *, quiet: bool) -> Manifest:
+    """Goes on with an export, or begins one."""
+    folder, wanted, key, signs = terms
     if not (folder / WORK_FOLDER).exists():
         await target.check_campaign(storage, wanted.campaign)
         counts = await reader.counts(storage, wanted.campaign)
@@ -131,10 +157,24 @@ async def _make(
         plan = database.plan() or await _plan(storage, database, wanted, folder)
         _check_same(plan, wanted, folder)
         with console.counting("exported", plan.images, quiet=quiet) as on_images:
-            shards = await Exporter(folder, database, plan, storage).run(on_images)
-    made = Manifest.of(plan, shards)
+            exporter = Exporter(folder, database, plan, storage, signs)
+            shards = await exporter.run(on_images)
+        loras = await _hashes(storage, database.loras())
+    made = Manifest.of(plan, shards, loras, key)
     console.write_file(folder / MANIFEST, made.model_dump_json(indent=2) + "\n")
     return made
+
+
+async def _hashes(storage: Storage, names: set[str]) -> dict[str, str]:
+    """The hashes of those LoRAs that are in the storage, where it can be read."""
+    try:
+        found = await stored.read(storage, kinds.LORA)
+    except errors.SetupError:
+        return {}
+    by_name = {kinds.LORA.stem(lora.name): lora.short_hash for lora in found}
+    return {
+        name: sha256 for name, sha256 in by_name.items() if sha256 and name in names
+    }
 
 
 async def _plan(
@@ -147,9 +187,9 @@ async def _plan(
     damaged = Damaged()
     records = reader.drawings(storage, wanted.campaign, damaged)
     stores = (storage.blobs, storage.packs)
-    stored = [store.records(f"{wanted.campaign}/") for store in stores]
+    listings = [store.records(f"{wanted.campaign}/") for store in stores]
     with console.counting("planned", None) as on_records:
-        made = await database.make(records, stored, wanted, damaged, on_records)
+        made = await database.make(records, listings, wanted, damaged, on_records)
     if damaged.count:
         console.print_warning(str(damaged))
     if folder and _needed(made) > (free := shutil.disk_usage(folder).free):
@@ -162,7 +202,7 @@ async def _plan(
 
 def _check_same(begun: ExportPlan | Manifest, wanted: ExportPlan, folder: Path) -> None:
     """Raises SetupError if *folder* has an export with other options."""
-    for name in ("campaign", "storage", "shard_size"):
+    for name in ("campaign", "storage", "shard_size", "has_credentials"):
         has, asked = getattr(begun, name), getattr(wanted, name)
         if has != asked:
             raise errors.SetupError(

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import tarfile
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from imagefleet import sweep
+from imagefleet.files import pack
 from imagefleet.records import columns
 from imagefleet.records.record import Record
 
@@ -62,10 +64,15 @@ class Sample:
         }
 
 
+#: Bytes of a shard's records that are kept in memory until its end.
+_RECORDS_IN_MEMORY = 16 * 2**20
+
+
 class ShardWriter:
     """A tar with KEY.png, KEY.txt and KEY.json for each image, as webdataset reads it.
 
-    Beside packs it has what these have of an image: readers want the same of all.
+    Beside packs it has what these have of an image: readers want the same of all. Its last member
+    has the images' records, each line with the key of its image.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class ShardWriter:
     ) -> None:
         self._beside_packs = beside_packs
         self._address = address
+        self._records = tempfile.SpooledTemporaryFile(_RECORDS_IN_MEMORY)  # noqa: SIM115 - see close
         self._tar = tarfile.open(path, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115 - see close
 
     def write(self, samples: Sequence[Sample]) -> None:
@@ -86,6 +94,8 @@ class ShardWriter:
                 text = json.dumps(row, indent=4, default=datetime.isoformat)
                 self._add(sample, "txt", row["caption"].encode())
             self._add(sample, "json", text.encode())
+            key = f'{{"key":"{sample.key}",'.encode()
+            self._records.write(key + sample.record.line().removeprefix(b"{"))
 
     def _add(self, sample: Sample, suffix: str, data: bytes) -> None:
         member = tarfile.TarInfo(f"{sample.key}.{suffix}")
@@ -95,4 +105,9 @@ class ShardWriter:
         self._tar.addfile(member, io.BytesIO(data))
 
     def close(self) -> None:
-        self._tar.close()
+        with self._records, self._tar:
+            member = tarfile.TarInfo(pack.HEAD)
+            if size := self._records.tell():
+                member.size = size
+                self._records.seek(0)
+                self._tar.addfile(member, self._records)

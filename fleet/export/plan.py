@@ -9,10 +9,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field
 
@@ -20,6 +27,7 @@ from cli import files
 from imagefleet import errors, validation
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import Record
+from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.protocol import BlobRecord
 
 #: The subfolder of an export until it is done.
@@ -34,6 +42,7 @@ CREATE TABLE IF NOT EXISTS listed(blob TEXT, at REAL, sha256 TEXT, line BLOB, pa
 CREATE TABLE IF NOT EXISTS stored(blob TEXT PRIMARY KEY, size INTEGER, sha256 TEXT);
 CREATE TABLE IF NOT EXISTS images(place INTEGER PRIMARY KEY, blob TEXT UNIQUE, pack TEXT);
 CREATE TABLE IF NOT EXISTS done(shard INTEGER PRIMARY KEY, json TEXT);
+CREATE TABLE IF NOT EXISTS loras(name TEXT PRIMARY KEY);
 """
 
 #: An image that is in several places is looked for; the others in packs come last, pack by pack.
@@ -67,6 +76,8 @@ class ExportPlan(BaseModel, extra="forbid", frozen=True):
     campaign: str
     storage: str = ""
     shard_size: Annotated[int, Field(ge=1)]
+    has_credentials: bool = False
+    """True if pictures get Content Credentials: then packs are not copied."""
     images: int = 0
     stored: int = 0
     """Images that are there under their names: records may tell of others."""
@@ -128,6 +139,8 @@ class PlanDatabase:
                 " FROM (SELECT DISTINCT coalesce(pack, blob) AS blob FROM images)"
                 " JOIN stored USING (blob)"
             ).fetchone()
+            if plan.has_credentials:
+                self._db.execute("UPDATE images SET pack = NULL")
             packed, packs = self._db.execute(
                 "SELECT count(pack), count(DISTINCT pack) FROM images"
             ).fetchone()
@@ -172,9 +185,18 @@ class PlanDatabase:
             for each in records
         )
         self._db.executemany("INSERT INTO listed VALUES(?, ?, ?, ?, ?)", rows)
+        names = {(lora.name,) for each in records for lora in each.loras}
+        self._db.executemany("INSERT OR IGNORE INTO loras VALUES(?)", names)
+
+    def loras(self) -> set[str]:
+        """Names of LoRAs, as the records tell them."""
+        return {name for (name,) in self._db.execute("SELECT name FROM loras")}
 
 
 MANIFEST = "manifest.json"
+
+#: The purpose of a manifest's signature.
+_OF_EXPORTS = "export"
 
 #: Images that the manifest names of those that are missing or changed.
 _NAMED = 1_000
@@ -197,6 +219,13 @@ class Shard(BaseModel, extra="forbid", frozen=True):
         return files.size_of(folder / self.file) == self.file_bytes
 
 
+class Signature(BaseModel, extra="forbid", frozen=True):
+    """An Ed25519 signature, and the public key that it is said to be of."""
+
+    key: str
+    ed25519: str
+
+
 class Manifest(ExportPlan):
     """The whole export: what its plan says, with the images that are in it."""
 
@@ -205,13 +234,23 @@ class Manifest(ExportPlan):
     changed: int
     first_missing: list[str]
     first_changed: list[str]
+    loras: dict[str, str]
+    """The hash that the storage has of each LoRA that the images were drawn with."""
     shards: list[Shard]
+    signature: Signature | None = None
 
     @classmethod
-    def of(cls, plan: ExportPlan, shards: Sequence[Shard]) -> Self:
+    def of(
+        cls,
+        plan: ExportPlan,
+        shards: Sequence[Shard],
+        loras: Mapping[str, str],
+        key: SigningKey | None = None,
+    ) -> Self:
+        """The manifest of these *shards*, signed with *key*."""
         missing = [name for shard in shards for name in shard.missing]
         changed = [name for shard in shards for name in shard.changed]
-        return cls(
+        made = cls(
             **plan.model_dump(exclude={"images", "bytes", "misfits"}),
             imagefleet=metadata.version("imagefleet"),
             images=sum(shard.images for shard in shards),
@@ -221,10 +260,26 @@ class Manifest(ExportPlan):
             misfits=plan.misfits + sum(shard.misfits for shard in shards),
             first_missing=missing[:_NAMED],
             first_changed=changed[:_NAMED],
+            loras=dict(loras),
             shards=[
                 shard.model_copy(update={"missing": [], "changed": []})
                 for shard in shards
             ],
+        )
+        if key is None:
+            return made
+        signature = Signature(
+            key=key.public, ed25519=key.sign(_OF_EXPORTS, made._signed)
+        )
+        return made.model_copy(update={"signature": signature})
+
+    @property
+    def _signed(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude={"signature"})
+
+    def is_signed_with(self, keys: TrustedKeys) -> bool:
+        return self.signature is not None and keys.accept(
+            _OF_EXPORTS, self._signed, self.signature.ed25519
         )
 
     @classmethod

@@ -14,6 +14,7 @@ from cli import files
 from fleet.export.formats import Sample, ShardWriter
 from fleet.export.plan import WORK_FOLDER, ExportPlan, PlanDatabase, Shard
 from fleet.results import download
+from fleet.results.credentials import Credentials
 from imagefleet import concurrency
 from imagefleet.files import picture
 from imagefleet.records import columns, pictures
@@ -45,6 +46,7 @@ class Exporter:
     database: PlanDatabase
     plan: ExportPlan
     storage: Storage
+    signs: Credentials | None = None
 
     async def run(self, on_images: Callable[[int], None]) -> list[Shard]:
         """Makes the shards that are not there yet, and copies the packs; returns all."""
@@ -139,7 +141,10 @@ class Exporter:
                 others = [
                     await find([each]) for each in records if each is not found.record
                 ]
-                return found, others.count("misfit")
+                misfits = others.count("misfit")
+                if self.signs is None:
+                    return found, misfits
+                return await asyncio.to_thread(self.signs.sign, found), misfits
 
         samples = []
         reads = await concurrency.gather(*(read(records) for _, records in batch))

@@ -10,7 +10,7 @@ import typer
 
 from cli import console, options, target
 from cli.options import option
-from fleet.results import download, forms
+from fleet.results import credentials, download, forms
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.records import columns, reader
@@ -34,6 +34,7 @@ class Output:
     packed: bool = option(
         "With --download: packs as they are, not their images.", default=False
     )
+    c2pa: str | None = credentials.OPTION
     outcome: list[Outcome] | None = option("Only these; repeatable.")
     limit: int | None = option(
         "At most so many [default: all; table: 20].", min=1, metavar="COUNT"
@@ -50,8 +51,10 @@ class Output:
         """Raises SetupError for options that cannot go together."""
         if self.download is not None and self.outcomes != {"completed"}:
             raise errors.SetupError("--download is for images: leave out --outcome")
-        if self.packed and self.download is None:
-            raise errors.SetupError("--packed goes with --download")
+        if (self.packed or self.c2pa) and self.download is None:
+            raise errors.SetupError("--packed and --c2pa go with --download")
+        if self.packed and self.c2pa:
+            raise errors.SetupError("--c2pa changes images: leave out --packed")
 
 
 @options.flat
@@ -131,7 +134,11 @@ async def _download(results: _Results, folder: Path) -> bool:
     total = min(await results.total(), to.limit or sys.maxsize)
     # With the records of second drawings: one of them may be that of the stored image.
     drawings = reader.drawings(results.storage, results.campaign, damaged)
-    with download.opened(folder, results.storage, damaged, packed=to.packed) as running:
+    signs = credentials.Credentials.read(to.c2pa) if to.c2pa else None
+    opened = download.opened(
+        folder, results.storage, damaged, packed=to.packed, signs=signs
+    )
+    with opened as running:
         try:
             with console.counting("downloaded", total) as on_image:
                 async for records in _limited(drawings, to.limit):

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import console, files
+from fleet.results import credentials
+from fleet.results.credentials import Credentials
 from imagefleet import concurrency
 from imagefleet.files import pack
 from imagefleet.files.pack import Member
@@ -40,18 +42,24 @@ def report_undelivered(names_by_fault: Mapping[str, tuple[int, Sequence[str]]]) 
 
 @contextmanager
 def opened(
-    folder: Path, storage: Storage, unfit: Damaged, *, packed: bool = False
+    folder: Path,
+    storage: Storage,
+    unfit: Damaged,
+    *,
+    packed: bool = False,
+    signs: Credentials | None = None,
 ) -> Iterator[Download]:
     """A download into *folder*, which no other process writes to; counts what is *unfit*.
 
-    *packed*: packs are stored as they are.
+    *packed*: packs are stored as they are. *signs*: images get these credentials.
     """
     with (
         files.writing(folder),
         console.only_one(folder, f"{folder} is being downloaded to"),
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        yield Download(folder, storage, unfit, files.ignores_case(folder), packed)
+        ignores_case = files.ignores_case(folder)
+        yield Download(folder, storage, unfit, ignores_case, packed, signs)
 
 
 #: Packs that were read whole, by name; None for one that is missing.
@@ -65,6 +73,7 @@ class Download:
     unfit: Damaged
     ignores_case: bool
     packed: bool
+    signs: Credentials | None
     images: int = 0
     bytes: int = 0
     already_there: int = 0
@@ -122,7 +131,7 @@ class Download:
         name = image.rpartition("/")[2]
         path = self.folder / (files.without_case(name) if self.ignores_case else name)
         is_new = hashed(image) not in self._delivered
-        if is_new and await asyncio.to_thread(_is_of, path, record):
+        if is_new and await asyncio.to_thread(self._is_of, path, record):
             self.already_there += 1
         else:
             if record.pack is not None and record.pack not in packs:
@@ -133,6 +142,8 @@ class Download:
             found = await RETRIES.call(
                 lambda: pictures.find(self.storage, [record], packs)
             )
+            if self.signs is not None and not isinstance(found, str):
+                found = await asyncio.to_thread(self.signs.sign, found)
             if isinstance(found, str):
                 if found == "misfit":
                     self.unfit.add(image, pictures.MISFIT)
@@ -146,6 +157,13 @@ class Download:
             self.bytes += len(found.data)
         self._delivered.add(hashed(image))
         self.undelivered.pop(image, None)
+
+    def _is_of(self, path: Path, record: Record) -> bool:
+        """True if a file is the picture of a record."""
+        if self.signs is not None:
+            return credentials.signed_from(path) == record.sha256
+        is_of_size = files.size_of(path) == record.size_bytes
+        return is_of_size and files.sha256(path) == record.sha256
 
 
 async def copy_pack(
@@ -184,13 +202,6 @@ async def copy_pack(
         await asyncio.to_thread(_write, path, data)
     left_out = wanted - {record.blob for record in kept}
     return len(data) if kept else 0, {str(blob): "misfit" for blob in left_out}
-
-
-def _is_of(path: Path, record: Record) -> bool:
-    """True if a file is the picture of a record."""
-    return (
-        files.size_of(path) == record.size_bytes and files.sha256(path) == record.sha256
-    )
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -1,17 +1,21 @@
-"""`imagefleet verify`: compares images that two workers drew."""
+"""`imagefleet verify`: compares images that two workers drew; checks an export."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from datetime import datetime
+from pathlib import Path
 
 import typer
 
 from cli import console, options, target
-from cli.options import option
-from fleet.verify import pairs
+from cli.options import argument, option
+from fleet.export.plan import MANIFEST
+from fleet.verify import export, pairs
 from fleet.verify.pairs import Pair
-from imagefleet.storage.settings import StorageSettings
+from imagefleet import errors
+from imagefleet.storage.settings import SignerSettings
 from worker.node import quarantine as quarantining
 
 _NOBODY = "(none: no worker's record)"
@@ -19,8 +23,12 @@ _NOBODY = "(none: no worker's record)"
 
 @options.flat
 async def command(
-    settings: StorageSettings,
-    job: target.OnlyJobs = None,
+    settings: SignerSettings,
+    job: str | None = argument(
+        "Only this campaign, or this one of its jobs; or the folder of an export.",
+        None,
+        metavar="CAMPAIGN[/ID]|EXPORT",
+    ),
     since: datetime | None = options.moment("Only what was stored since then"),
     quarantine: bool = option(
         "Add those of which no drawing is alike to quarantine.json: they lease no more jobs.",
@@ -29,16 +37,25 @@ async def command(
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Names workers that draw wrong, by second drawings of jobs.
+    """Names workers that draw wrong, by second drawings of jobs; or checks an export offline.
 
     `imagefleet load --verify-share` has some jobs drawn by two workers; a drawing whose name was
     taken is kept, too. A worker is named when pairs with two others speak against it: a single
     pair does not tell which of the two is wrong. Exit code 4: some pairs differ.
 
+    Of an export (a path, or a folder with a manifest.json) each picture is compared with its
+    record, with the job in it, and with signatures of --trusted-key. Exit code 4: some are not so.
+
     imagefleet verify spring
 
     imagefleet verify --since 2026-12-01T08:00 --quarantine
+
+    imagefleet verify ./spring --trusted-key KEY
     """
+    folder = _folder_of(job, is_only=not (since or quarantine))
+    if folder is not None:
+        await _verify_export(settings, folder, as_json=as_json)
+        return
     named = target.read(job)
     new: list[str] = []
     async with console.connected(settings) as fleet:
@@ -95,6 +112,52 @@ async def command(
                     f"{console.counted(kept, 'worker')} not added: others draw some images alike"
                 )
     if different:
+        raise typer.Exit(console.EXIT_IMAGES_WRONG)
+
+
+def _folder_of(text: str | None, *, is_only: bool) -> Path | None:
+    """The folder of an export that *text* names; None for a campaign or one of its jobs.
+
+    *is_only*: no option of second drawings was given with it, which is a SetupError.
+    """
+    if text is None:
+        return None
+    folder = Path(text).expanduser()
+    if not (text.startswith(("/", ".", "~")) or (folder / MANIFEST).is_file()):
+        return None
+    if not is_only:
+        raise errors.SetupError(
+            f"{text} is an export: --since and --quarantine are not for it"
+        )
+    return folder
+
+
+async def _verify_export(
+    settings: SignerSettings, folder: Path, *, as_json: bool
+) -> None:
+    with console.counting("verified", None, quiet=as_json) as on_picture:
+        verifier = export.Verifier(folder, settings.keys().trusted, on_picture)
+        verdict = await asyncio.to_thread(verifier.run)
+    faults = verdict.faults[: console.SCREEN_LINES]
+    if as_json:
+        console.print_json({"export": str(folder), **asdict(verdict)})
+        faults = []
+    for fault in faults:
+        console.print_error(": ".join(filter(None, astuple(fault))))
+    facts = {
+        "pictures": verdict.pictures,
+        "without a job in them": verdict.without_job,
+        "jobs signed with a trusted key": verdict.signed_jobs,
+        "manifest signed with one": verdict.is_sealed,
+        "faults": verdict.fault_count,
+    }
+    if not as_json:
+        console.print_facts({name: f"{fact:,}" for name, fact in facts.items()})
+    if verifier.keys is None:
+        console.print_note(
+            "without --trusted-key: the files agree with each other, whoever made them"
+        )
+    if verdict.fault_count:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 

@@ -21,8 +21,8 @@ from imagefleet.storage.protocol import BlobStore
 #: Azure bills an upload as several beyond 64 MiB.
 MAX_PACK_BYTES = 32 * 2**20
 
-#: Readers of data sets skip a member whose name begins and ends so.
-_HEAD = "__records__"
+#: The member with the records; readers of data sets skip one whose name begins and ends so.
+HEAD = "__records__"
 
 #: Read at once of a pack's start: more than the records of 64 pictures take.
 _HEAD_BYTES = 256 * 2**10
@@ -150,7 +150,7 @@ def _laid_out(
             member.mtime = int(record.at.timestamp())
             tar.addfile(member, io.BytesIO(data))
 
-        add(_HEAD, bytes(room), (*records, *ends)[0])
+        add(HEAD, bytes(room), (*records, *ends)[0])
         for (record, data), sample in zip(members, samples, strict=True):
             stem, _, suffix = str(record.blob).rpartition("/")[2].rpartition(".")
             key = stem.replace(".", "%2E")

@@ -64,6 +64,10 @@ _UNICODE = b"UNICODE\0"
 _PARAMETER = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])*"|[^,]*)(?:,|$)')
 
 
+#: A LoRA's name and its hash in an image's text.
+_LORA_HASH = re.compile(r"([^,:]+): ([0-9a-f]+)")
+
+
 class DamagedImageError(ValueError):
     """A file is not an image that a worker stored, or too large; says why."""
 
@@ -222,3 +226,9 @@ def parsed_parameters(text: str) -> dict[str, str]:
         "Prompt": prompt.strip(),
         "Negative prompt": negative_prompt.strip(),
     } | found
+
+
+def lora_hashes(text: str) -> dict[str, str]:
+    """The hashes of the LoRAs that an image was drawn with, by their names in its text."""
+    told = parsed_parameters(text).get("Lora hashes", "")
+    return {name.strip(): sha256 for name, sha256 in _LORA_HASH.findall(told)}

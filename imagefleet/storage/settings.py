@@ -201,7 +201,7 @@ class SignerSettings(StorageSettings):
         default=None,
         repr=False,  # the private key, if somebody mistakes the two
         description="Public keys, besides --signing-key's, whose signatures count when failed jobs"
-        " are sent again.",
+        " are sent again, and in exports.",
     )
 
     def keys(self) -> signing.Keys:

@@ -26,6 +26,8 @@ class Entry(NamedTuple):
     #: Warning about a valid job that may not be meant as it stands.
     notice: str = ""
     is_comment: bool = False
+    is_repeat: bool = False
+    """True for a prompt that an earlier entry has, where each is wanted once."""
 
 
 class FormatError(Exception):
@@ -48,6 +50,20 @@ class Format(abc.ABC):
 
     def count(self, stream: BinaryIO) -> int:
         return sum(1 for _ in self.entries(stream))
+
+
+class ChangedFormat(Format):
+    """Another format, whose entries are changed, left out or in another order."""
+
+    def __init__(self, form: Format) -> None:
+        self.form = form
+        self.name = form.name
+        self.suffixes = form.suffixes
+        self.unit = form.unit
+        self.is_stream = form.is_stream
+
+    def count(self, stream: BinaryIO) -> int:
+        return self.form.count(stream)
 
 
 def lines(stream: BinaryIO) -> Iterator[bytes]:

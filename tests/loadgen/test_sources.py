@@ -209,6 +209,8 @@ def test_the_same_standard_input_twice_makes_new_jobs(
         ("jobs.doc", {}, "must end in"),
         ("jobs.jsonl", {"seed": 1}, "--seed is for templates"),
         ("t.yaml", {"report": Report(skips=True)}, "--skip-invalid is for files"),
+        ("t.yaml", {"unique": True}, "--unique is for files"),
+        ("t.yaml", {"balance": "model"}, "--balance is for files"),
         ("none.jsonl", {}, "cannot be read"),
     ],
 )

@@ -19,6 +19,8 @@ def samples(folder: Path) -> list[Exported]:
         with tarfile.open(shard) as tar:
             for member in tar:
                 key, _, suffix = member.name.partition(".")
+                if not suffix:  # the records
+                    continue
                 file = tar.extractfile(member)
                 assert file is not None
                 found.setdefault(key, {})[suffix] = file.read()

@@ -56,9 +56,12 @@ async def test_a_webdataset_has_each_image_with_its_caption_and_its_parameters(
     with tarfile.open(out / "00001.tar") as tar:
         names = tar.getnames()
     assert names == [
-        f"0000{key}.{end}"
-        for key in ("10000", "10001")
-        for end in ("png", "txt", "json")
+        *(
+            f"0000{key}.{end}"
+            for key in ("10000", "10001")
+            for end in ("png", "txt", "json")
+        ),
+        "__records__",
     ]
     meta, text, data = exported.samples(out)[2]
     assert text == "a house 3", "without the LoRA's tag"

@@ -78,7 +78,7 @@ async def test_what_a_redo_has_replaced_is_left_out_of_the_copy(
         text = single.extractfile(names[1])
         assert text is not None
         assert json.load(text)["id"] == "a"
-    assert names == ["000000000.png", "000000000.json"]
+    assert names == ["000000000.png", "000000000.json", "__records__"]
 
 
 @pytest.mark.parametrize("how", ["cut", "gone"])

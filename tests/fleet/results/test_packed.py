@@ -134,4 +134,4 @@ async def test_packed_without_a_download_is_refused(
 ):
     command = ["results", "spring", "--packed", *flags(local_settings)]
     ended = await asyncio.to_thread(in_process, *command)
-    assert "--packed goes with --download" in ended.stderr
+    assert "--packed and --c2pa go with --download" in ended.stderr

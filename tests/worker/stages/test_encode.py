@@ -1,5 +1,10 @@
 import io
+import json
+import os
 import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -117,6 +122,25 @@ def test_a_file_says_how_it_came_about_beside_its_parameters(
     assert told == ([term] if mark else [])
     assert file.mark == mark
     assert picture.parameters(image, 100) == "a house"
+
+
+@pytest.mark.parametrize("name", ["png", "jpeg", "webp"])
+@pytest.mark.parametrize("mark", get_args(marks.Mark))
+def test_exiftool_reads_the_mark_back(
+    tool: Callable[[str], str], tmp_path: Path, name: Any, mark: marks.Mark
+):
+    command = tool("exiftool")
+    path = tmp_path / f"picture.{name}"
+    path.write_bytes(encode.encode(NOISE, Output(format=name), "a", mark=mark).data)
+
+    read = [command, "-json", "-XMP-iptcExt:DigitalSourceType#", str(path)]
+    modules = Path(command).parents[1] / "share" / "perl5"
+    variables = {**os.environ, "PERL5LIB": str(modules)}
+    told = subprocess.run(read, check=True, capture_output=True, env=variables)
+
+    (found,) = json.loads(told.stdout)
+    term = f"http://cv.iptc.org/newscodes/digitalsourcetype/{mark}"
+    assert found["DigitalSourceType"] == term
 
 
 def test_the_mark_is_of_what_a_chain_began_with():
