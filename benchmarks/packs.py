@@ -35,7 +35,7 @@ from imagefleet.files.pack import Member
 from imagefleet.records import pictures, reader
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
-from imagefleet.storage.local.new_blobs import METADATA_FOLDER
+from imagefleet.storage.local.blobs import METADATA_FOLDER
 from imagefleet.storage.open import LocalStorage, open_storage
 from imagefleet.storage.settings import StorageSettings
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from imagefleet import errors
-from imagefleet.storage.local.new_blobs import sync
+from imagefleet.storage.local.blobs import sync
 
 
 @contextlib.contextmanager

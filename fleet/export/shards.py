@@ -20,7 +20,7 @@ from imagefleet.files import picture
 from imagefleet.records import columns, pictures
 from imagefleet.records.pictures import Fault, Picture
 from imagefleet.records.record import Record
-from imagefleet.storage.local.new_blobs import sync
+from imagefleet.storage.local.blobs import sync
 from imagefleet.storage.open import Storage
 from imagefleet.submit import RETRIES
 

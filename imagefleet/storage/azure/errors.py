@@ -217,9 +217,11 @@ def refusal(
     *answer* begins with Azure's code; *at* is Azure's own time.
     """
     resource, token = credential.resource, f"the SAS token of {what}"
-    renewal = (
-        "" if credential.is_from_broker else "; mint others: `imagefleet keys mint`"
-    )
+    renewal = "; mint others: `imagefleet keys mint`"
+    if credential.field("si"):  # one of the same name would bring revoked tokens back
+        renewal += " with a --policy of another name"
+    if credential.is_from_broker:
+        renewal = ""
     ends_at = sas.expiry(credential.token)
     if ends_at and ends_at <= at:
         return f"{token} expired on {ends_at:%Y-%m-%d %H:%M} UTC, by Azure's clock{renewal}"

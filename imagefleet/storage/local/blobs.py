@@ -1,12 +1,17 @@
-"""The blob store in a folder: each blob is a file, its name a path below the folder."""
+"""The blob store in a folder: each blob is a file, its name a path below the folder.
+
+A blob is written and synced under a temporary name, then linked to its own, and last its folder is
+synced: it is created atomically, and durable from then on.
+"""
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -16,16 +21,14 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
+from imagefleet import errors
 from imagefleet.storage import protocol
-from imagefleet.storage.local.new_blobs import (
-    METADATA_FOLDER,
-    TEMPORARY_FOLDER,
-    create,
-    make_durable_folder,
-    no_folder,
-    sync,
-    translated,
-)
+
+METADATA_FOLDER = ".metadata"
+TEMPORARY_FOLDER = ".temporary"
+
+_IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})
 
 #: Copied between two reports of an upload's progress.
 _COPIED_BYTES = 8 * 2**20
@@ -75,7 +78,7 @@ class LocalBlobs(protocol.BlobStore):
 
     async def check(self) -> None:
         if not self.may_be_missing and not self.folder.is_dir():
-            raise no_folder(self.folder)
+            raise _no_folder(self.folder)
 
     async def create(
         self,
@@ -112,7 +115,8 @@ class LocalBlobs(protocol.BlobStore):
         def replace() -> bool:
             try:
                 with temporary.open("wb") as file:
-                    _write_durably(file, data)
+                    file.write(data)
+                    _make_durable(file)
                 if not path.is_file() or _version(path.stat()) != version:
                     return False
                 temporary.replace(path)
@@ -129,8 +133,8 @@ class LocalBlobs(protocol.BlobStore):
         def append() -> bool:
             if position == 0:
                 if not self.folder.is_dir():
-                    raise no_folder(self.folder)
-                make_durable_folder(path.parent, self.folder)
+                    raise _no_folder(self.folder)
+                _make_durable_folder(path.parent, self.folder)
             elif not path.is_file():
                 return False
             with path.open("ab") as file:
@@ -138,7 +142,8 @@ class LocalBlobs(protocol.BlobStore):
                 if file.seek(0, os.SEEK_END) != position:
                     return False
                 try:
-                    _write_durably(file, data)
+                    file.write(data)
+                    _make_durable(file)
                 except OSError:
                     file.truncate(position)
                     raise
@@ -242,8 +247,50 @@ class LocalBlobs(protocol.BlobStore):
         protocol.check_blob_name(name)
         protocol.check_metadata(metadata)
         details = _Details(content_type=content_type, metadata=dict(metadata))
-        sidecar = details.model_dump_json().encode()
-        return await self._writing(lambda: create(self.folder, name, write, sidecar))
+        path, own = self.folder / name, self._sidecar(name)
+        draft = self.folder / TEMPORARY_FOLDER / uuid.uuid4().hex
+        sidecar = draft.with_suffix(".json")
+
+        def create() -> bool:
+            is_new = False
+            try:
+                if not path.is_file():
+                    if not self.folder.is_dir():
+                        raise _no_folder(self.folder)
+                    draft.parent.mkdir(exist_ok=True)
+                    # Not synced: no job depends on it.
+                    sidecar.write_text(details.model_dump_json(), encoding="utf-8")
+                    with draft.open("xb") as file:
+                        write(file)
+                        _make_durable(file)
+                    with self._alone():
+                        if is_new := not path.is_file():
+                            # None is without its sidecar.
+                            for each in (own, path):
+                                _make_durable_folder(each.parent, self.folder)
+                            sidecar.replace(own)
+                            is_new = _link(draft, path)
+            finally:
+                draft.unlink(missing_ok=True)
+                sidecar.unlink(missing_ok=True)
+            # Also of one that somebody else has created: the message is deleted next, which reaches
+            # the disk with a later send or checkpoint, and a power failure must not lose both.
+            sync(path.parent)
+            return is_new
+
+        return await self._writing(create)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps others out, in whatever process, lest a sidecar be another's than its file."""
+        (self.folder / METADATA_FOLDER).mkdir(exist_ok=True)
+        folder = os.open(self.folder / METADATA_FOLDER, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def _record(self, name: str) -> protocol.BlobRecord:
         status = (self.folder / name).stat()
@@ -317,7 +364,59 @@ class LocalBlobs(protocol.BlobStore):
         try:
             return await asyncio.to_thread(work)
         except OSError as error:
-            raise translated(error, self.folder) from error
+            raise _translated(error, self.folder) from error
+
+
+def _link(draft: Path, path: Path) -> bool:
+    """Gives a finished file its name; False if it is taken."""
+    try:
+        path.hardlink_to(draft)
+    except FileExistsError:
+        if not path.is_file():
+            raise
+        return False
+    return True
+
+
+def _translated(error: OSError, folder: Path) -> errors.FleetError:
+    """Translates the system's error into one that names *folder* and what to do."""
+    if error.errno in errors.DISK_FULL:
+        return errors.StorageFullError(
+            f"the disk is full: cannot write to {folder}; free space"
+        )
+    if error.errno in _REFUSED:
+        return errors.SetupError(f"no access to {folder}: {error.strerror}")
+    if isinstance(error, _IN_THE_WAY):
+        return errors.SetupError(
+            f"{error.filename2 or error.filename} is in the way: a file where there should be"
+            " a folder, or the reverse; move it away"
+        )
+    if not folder.is_dir():
+        return _no_folder(folder)
+    return errors.TransientError(f"{folder}: {error.strerror or error}")
+
+
+def _no_folder(folder: Path) -> errors.MissingResourceError:
+    return errors.MissingResourceError(
+        f"there is no folder {folder}; `imagefleet load` creates it"
+    )
+
+
+def _make_durable_folder(folder: Path, root: Path) -> None:
+    """Makes a folder, synced to the disk; *root*, which somebody may have deleted, is not made."""
+    if folder != root and not folder.exists():
+        _make_durable_folder(folder.parent, root)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
+def sync(path: Path | str) -> None:
+    """Returns once the file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _version(status: os.stat_result) -> str:
@@ -333,7 +432,6 @@ def _copy(source: Path, on_progress: Callable[[int], None], file: BinaryIO) -> N
             on_progress(copied)
 
 
-def _write_durably(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
+def _make_durable(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())

@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 
 from imagefleet import errors
-from imagefleet.storage.local.new_blobs import sync
+from imagefleet.storage.local.blobs import sync
 
 #: Seconds to wait for another process's transaction: milliseconds, unless the machine is busy.
 BUSY_TIMEOUT_SECONDS = 30

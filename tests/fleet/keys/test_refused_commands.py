@@ -96,10 +96,6 @@ def test_every_command_with_expired_tokens_says_when_they_expired(
             continue  # there is no token that could have expired
         result = in_process(*command, *tokens)
         assert result.returncode == 2
-        assert re.search(
-            rf"expired on {ended:%Y-%m-%d} \d\d:\d\d UTC, 2 days ago", result.stderr
-        )
-        assert re.search(
-            rf"mint new ones with .*`imagefleet keys mint {role}`", result.stderr
-        )
+        assert re.search(rf"expired on {ended:%Y-%m-%d} \d\d:\d\d UTC", result.stderr)
+        assert "mint others: `imagefleet keys mint`" in result.stderr
         assert len(result.stderr.splitlines()) == 1
