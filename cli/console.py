@@ -199,18 +199,22 @@ def print_plain(text: str, to: Console = stdout) -> None:
     )
 
 
-#: Columns of names, ids or addresses, and of figures; `print_tables` neither cuts nor wraps them.
-name_column = partial(Column, no_wrap=True)
-number_column = partial(Column, justify="right", no_wrap=True)
-
-
-def table(*columns: Column | str, rows: Iterable[Iterable[object]] = ()) -> Table:
+def table(
+    names: Iterable[str],
+    numbers: Iterable[str] = (),
+    texts: Iterable[str] = (),
+    *,
+    rows: Iterable[Iterable[object]] = (),
+) -> Table:
     """A table without vertical lines: a selected row is its text.
 
-    Cells are `untrusted`; numbers get their commas, and None is `-`.
+    Its columns are *names* (ids or addresses, too) and *numbers*, which `print_tables` neither cuts
+    nor wraps, then *texts*. Cells are `untrusted`; numbers get their commas, and None is `-`.
     """
     made = Table(
-        *columns,
+        *(Column(name, no_wrap=True) for name in names),
+        *(Column(number, justify="right", no_wrap=True) for number in numbers),
+        *(Column(text, overflow="fold") for text in texts),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
@@ -281,12 +285,15 @@ print_json_line = partial(print_json, indent=None)
 def show(
     record: JSONObject | Sequence[Any],
     *parts: ConsoleRenderable | Mapping[str, str] | str,
+    notes: Iterable[str] = (),
     as_json: bool,
 ) -> None:
-    """Prints a result: *record* for a program, or lines, facts and tables for a person."""
+    """Prints a result: *record* for a program; lines, facts, tables and *notes* for a person."""
     if as_json:
         print_json(record)
         return
+    for note in notes:
+        print_note(note)
     for part in parts:
         if isinstance(part, str):
             print_plain(part)
@@ -323,14 +330,20 @@ def check_writable(path: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def only_one(path: Path, what: str) -> Iterator[None]:
-    """Raises SetupError if another process of this user on this machine has *path* to itself."""
-    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=12).hexdigest()
+def only_one(path: Path, use: str = "") -> Iterator[None]:
+    """Raises SetupError if another process of this user on this machine has *path* to itself.
+
+    *use* tells apart what may be done with it at the same time.
+    """
+    named = f"{path.resolve()}{use}".encode()
+    digest = hashlib.blake2b(named, digest_size=12).hexdigest()
     lock = Path(tempfile.gettempdir(), f"imagefleet-{os.getuid()}-{digest}.lock")
     try:
         held = FileLock(lock).acquire(timeout=0)
     except Timeout:
-        raise errors.SetupError(f"{what}: wait for it or end it first") from None
+        raise errors.SetupError(
+            f"another `imagefleet` is at work with {path}: wait for it or end it first"
+        ) from None
     with held:
         yield
 

@@ -141,18 +141,14 @@ def command(
         elif dry_run:
             _preview(settings, source, read, quiet=sending.quiet)
         else:
-            alone = file.with_name(f"{file.name}.{settings.queue}")
-            in_use = f"another `imagefleet load` is at work with {file}"
-            is_input = jobs.file == "-"
+            alone: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if jobs.file != "-":
+                alone = console.only_one(file, settings.queue)
             if pictures:
                 with read("checking"):
                     source.check()
                 _store(settings, pictures, quiet=not is_shown)
-            with (
-                contextlib.nullcontext()
-                if is_input
-                else console.only_one(alone, in_use)
-            ):
+            with alone:
                 filling.fill(
                     settings,
                     source,

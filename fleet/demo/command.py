@@ -93,7 +93,7 @@ def command(
     accelerator = str(demo.ACCELERATOR) if few_steps else None
     own = {"trusted_key": None, "accelerator": accelerator, "vae": None}
     settings = options.read(WorkerSettings, given).model_copy(update=own)
-    with console.only_one(storage, f"another `imagefleet demo` is at work in {output}"):
+    with console.only_one(storage):
         _prepare(storage)
         report = console.run(_demo(settings, output, messages))
     if json_file is not None:

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Column
 
 from cli import console
 from imagefleet import errors
@@ -218,9 +217,7 @@ def _print_jobs(jobs: list[JSONDict]) -> None:
     ]
     known = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     cells = ([row[name] for name in known] for row in rows)
-    console.print_tables(
-        "", console.table(*map(console.name_column, known), rows=cells)
-    )
+    console.print_tables("", console.table(known, rows=cells))
 
 
 def _counted(kinds: Counter[Any], *names: str) -> list[JSONDict]:
@@ -236,12 +233,12 @@ def _print_counts(
 ) -> None:
     if not kinds:
         return
-    columns = (
-        console.name_column(names[0]),
-        *(Column(name, overflow="fold") for name in names[1:]),
+    first, second = names
+    rows = (
+        (kind[0], count, kind[1])
+        for kind, count in kinds.most_common(console.SCREEN_LINES)
     )
-    rows = ((count, *kind) for kind, count in kinds.most_common(console.SCREEN_LINES))
-    table = console.table(console.number_column("count"), *columns, rows=rows)
+    table = console.table([first], ["count"], [second], rows=rows)
     console.print_tables(table, to=to)
     console.print_more(
         len(kinds) - len(table.rows), "other kinds (--json lists them)", to

@@ -20,7 +20,7 @@ import typer
 from cli import console
 from cli.options import option
 from fleet.files import stored
-from fleet.files.stored import Listing, Ready, Report
+from fleet.files.stored import Listing, Ready
 from imagefleet import concurrency, errors
 from imagefleet.files import adapter, contents, kernels, kinds, lora
 from imagefleet.files.kinds import MODEL, FileKind
@@ -88,8 +88,9 @@ async def add(
     given: AddOptions,
     *,
     dry_run: bool,
-) -> Report:
-    """Stores files and lists their hashes; raises SetupError before any, if one cannot be."""
+    as_json: bool,
+) -> None:
+    """Stores files, lists their hashes and prints their names; raises SetupError before any."""
     sources = [file for source in sources for file in _expanded(kind, source)]
     if len(sources) > 1 and (given.name or given.sha256):
         raise errors.SetupError("--name and --sha256 are for one file")
@@ -128,7 +129,8 @@ async def add(
             )
     if (more := len(notes) - console.SCREEN_LINES) > 0:
         notes[console.SCREEN_LINES :] = [f"and {more:,} more"]
-    return Report({"files": rows, "dry_run": dry_run}, notes, lines)
+    document = {"files": rows, "dry_run": dry_run}
+    console.show(document, *lines, notes=notes, as_json=as_json)
 
 
 async def store(

@@ -10,7 +10,6 @@ from cli import console, options
 from cli.options import argument
 from fleet.files import add, making, stored, texts
 from fleet.files.add import AddOptions
-from fleet.files.stored import Report
 from fleet.files.texts import MakeOptions, MakeSettings
 from imagefleet import errors, validation
 from imagefleet.files.kinds import KINDS
@@ -76,8 +75,9 @@ def add_command(
     """
     found = validation.choose("kind", kind, KINDS)
     _refuse_foreign(context, kind, _ADD)
-    storing = add.add(settings, found, sources, given, dry_run=dry_run)
-    console.run(storing).show(as_json=as_json)
+    console.run(
+        add.add(settings, found, sources, given, dry_run=dry_run, as_json=as_json)
+    )
 
 
 @app.command("list")
@@ -92,24 +92,18 @@ async def list_command(
     found = validation.choose("kind", kind, KINDS)
     async with open_storage(settings) as storage:
         rows = await stored.read(storage, found)
-    columns = (
-        console.name_column("name"),
-        "content",
-        console.number_column("MB"),
-        "added",
-        "SHA-256",
-    )
     cells = (
         (
             row.name,
-            row.content,
             f"{row.bytes / 1e6:,.1f}",
+            row.content,
             f"{row.added_at:%Y-%m-%d %H:%M}",
             row.sha256 and row.sha256[:12],
         )
         for row in rows
     )
-    table = [console.table(*columns, rows=cells)] if rows else []
+    made = console.table(["name"], ["MB"], ["content", "added", "SHA-256"], rows=cells)
+    table = [made] if rows else []
     console.show({"files": [asdict(row) for row in rows]}, *table, as_json=as_json)
     if not rows and not as_json:
         console.print_note(
@@ -151,7 +145,7 @@ async def remove_command(
     would = "would be " if dry_run else ""
     lines = [f"{found.folder}/{row.name}: {would}removed" for row in rows]
     document = {"files": [asdict(row) for row in rows], "dry_run": dry_run}
-    Report(document, lines=lines).show(as_json=as_json)
+    console.show(document, *lines, as_json=as_json)
 
 
 @app.command("make")
@@ -189,14 +183,13 @@ def make_command(
     validation.choose("kind", kind, dict.fromkeys(MADE))
     _refuse_foreign(context, kind, _MAKE)
     if kind == "kernels":
-        made = making.make_kernels(settings, given.output, dry_run=dry_run)
-    else:
-        if jobs is None:
-            raise errors.SetupError(
-                "JOBS is missing: the file of jobs whose prompts are read"
-            )
-        made = texts.make(settings, jobs, given, dry_run=dry_run, quiet=as_json)
-    made.show(as_json=as_json)
+        making.make_kernels(settings, given.output, dry_run=dry_run, as_json=as_json)
+        return
+    if jobs is None:
+        raise errors.SetupError(
+            "JOBS is missing: the file of jobs whose prompts are read"
+        )
+    texts.make(settings, jobs, given, dry_run=dry_run, as_json=as_json)
 
 
 def _refuse_foreign(

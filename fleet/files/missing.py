@@ -6,7 +6,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column
 
 from cli import console
 from fleet.files.stored import Listing, StoredFile, read
@@ -172,18 +171,14 @@ def summary(uses: Uses, found: list[Use]) -> dict[str, Any]:
 def show(uses: Uses, found: list[Use], to: Console = console.stdout) -> None:
     """Prints a table of what is missing, and the numbers of what is named, on stderr."""
     if found:
-        columns = (
-            "kind",
-            console.name_column("name"),
-            console.number_column("jobs"),
-            "first in",
-            Column("why", overflow="fold"),
-        )
         rows = (
             (use.kind, use.name, use.jobs, "; ".join(use.places), use.reason)
             for use in found
         )
-        console.print_tables(console.table(*columns, rows=rows), to=to)
+        console.print_tables(
+            console.table(["kind", "name"], ["jobs"], ["first in", "why"], rows=rows),
+            to=to,
+        )
     named = ", ".join(
         console.counted(len(some), noun) for noun, some in uses.by_kind.items() if some
     )

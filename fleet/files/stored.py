@@ -59,20 +59,6 @@ class Ready:
         return self.path.stat().st_size
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The result of a command: a document for programs, notes and lines for a person."""
-
-    document: Mapping[str, object]
-    notes: Sequence[str] = ()
-    lines: Sequence[str] = ()
-
-    def show(self, *, as_json: bool) -> None:
-        for note in () if as_json else self.notes:
-            console.print_note(note)
-        console.show(self.document, *self.lines, as_json=as_json)
-
-
 @contextlib.asynccontextmanager
 async def local_file(
     source: str, sha256: str | None, kind: FileKind, cache: Path

@@ -114,7 +114,7 @@ async def mint_command(
         )
         for place in minted.by_place
     ]
-    table = console.table(console.name_column("resource"), "allowed", rows=rows)
+    table = console.table(["resource"], texts=["allowed"], rows=rows)
     console.print_tables(table, to=console.stderr)
     revoke = f", or until `imagefleet keys revoke {policy}`" if policy else ""
     console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")

@@ -122,9 +122,7 @@ def status_screen(
 ) -> Group:
     """The tables of a status that `read_status` returned, with the first *count* campaigns."""
     headings = ("messages", "visible", "leased", "oldest")
-    table = console.table(
-        console.name_column("queue"), *map(console.number_column, headings)
-    )
+    table = console.table(["queue"], headings)
     shown_queues = [
         each for each in found["queues"] if each["model"] is None or each["messages"]
     ]

@@ -101,11 +101,8 @@ async def command(
     logs.configure("auto")
     speed = running.images_per_second
     state = running.state or Path(f"{fleet_file.name}-scale.json")
-    in_use = f"another `imagefleet scale` keeps the state {state}"
     # A preview may run beside the scaler itself.
-    alone = (
-        contextlib.nullcontext() if running.dry_run else console.only_one(state, in_use)
-    )
+    alone = contextlib.nullcontext() if running.dry_run else console.only_one(state)
     with alone:
         async with (
             console.connected(settings) as client,
