@@ -76,17 +76,6 @@ def campaign(text: Text) -> Text:
     return text
 
 
-def job(text: str) -> tuple[str, str]:
-    """Campaign and id of the job that *text* names; raises SetupError for anything else."""
-    named, job_id = read(text)
-    if named is None or job_id is None:
-        raise errors.SetupError(
-            f"{text!r} is a campaign: name a job as CAMPAIGN/ID, such as"
-            f" {job_key(DEFAULT_CAMPAIGN, text)}"
-        )
-    return named, job_id
-
-
 def check_name(what: str, name: str | None) -> None:
     """Raises SetupError for what no campaign and no job can be called; None is not given."""
     with validation.as_error(errors.SetupError, f"{what}: "):

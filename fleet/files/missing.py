@@ -217,13 +217,9 @@ async def aliases(storage: Storage, keys: signing.Keys, there: set[str]) -> set[
     """The other names by which workers find LoRAs that are stored."""
     folder = library.local_path(storage.files, LORA.folder)
     found = set(library.aliases(folder)) if folder else set()
-    contents = (
-        await Listing(storage, LORA.folder, keys).read() if may_exist(storage) else None
-    )
-    listed = contents.files if contents else {}
-    return found | {
-        name for name in listed if listed[name] in {listed.get(each) for each in there}
-    }
+    if may_exist(storage):
+        found |= await Listing(storage, LORA.folder, keys).aliases(there)
+    return found
 
 
 async def _listed(storage: Storage, kind: FileKind, keys: signing.Keys) -> set[str]:

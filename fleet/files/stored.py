@@ -204,6 +204,13 @@ class Listing:
     def where(self) -> str:
         return f"{self.blob} in the container {self.storage.files.name!r}"
 
+    async def aliases(self, names: Collection[str]) -> set[str]:
+        """All names that it has for the files of *names*, whose hashes they share."""
+        contents = await self.read()
+        listed = contents.files if contents else {}
+        hashes = {listed[name] for name in names if name in listed}
+        return {name for name in listed if listed[name] in hashes}
+
     async def read(self) -> manifest.Contents | None:
         """Reads the manifest, whoever may change it; None if there is none."""
         return self._parse(await self.storage.files.read_part(self.blob, 0, _MAX_BYTES))
@@ -333,19 +340,10 @@ async def remove(
     """
     listing = Listing(storage, kind.folder, keys)
     names = {kind.listed_name(row.name) for row in rows}
-    contents = await listing.read() if kind is kinds.LORA else None
-    listed = contents.files if contents else {}
-    aliases = {
-        alias
-        for alias in listed
-        if listed[alias] in {listed.get(name) for name in names}
-    }
-    kept = (
-        {kind.stem(row.name) for row in await read(storage, kind)}
-        if aliases - names
-        else set()
-    )
-    await listing.change(remove=names | (aliases - kept))
+    aliases = await listing.aliases(names) if kind is kinds.LORA else set()
+    if aliases - names:
+        aliases -= {kind.stem(row.name) for row in await read(storage, kind)}
+    await listing.change(remove=names | aliases)
     for row in rows:
         blob = f"{kind.folder}/{row.name}"
         await delete(storage, blob)

@@ -12,7 +12,6 @@ import typer
 from cli import console, options
 from cli.options import argument, option
 from fleet.keys import mint as keys_mint
-from fleet.salad.groups import MAX_VALUE
 from imagefleet import errors, validation
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.signing import SigningKey
@@ -177,13 +176,7 @@ async def revoke_command(
 
 
 def _print_exports(variables: Mapping[str, str]) -> None:
-    """Prints shell commands; raises SetupError for a value that is too long for SaladCloud."""
-    for name, value in variables.items():
-        if len(value) > MAX_VALUE:
-            raise errors.SetupError(
-                f"{name} has {len(value):,} characters; SaladCloud allows {MAX_VALUE:,}:"
-                " use a shorter name of --policy, or --file (with models, --file or a broker)"
-            )
+    """Prints shell commands."""
     for name, value in variables.items():
         console.print_plain(f"export {name}={shlex.quote(value)}")
 

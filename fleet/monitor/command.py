@@ -46,7 +46,7 @@ async def command(
         async with console.connected(settings) as client:
             await job.show(client.storage, only, job_id, as_json=as_json)
         return
-    async with prometheus.connected_if(
+    async with prometheus.connected(
         settings.prometheus, settings.queried_fleet
     ) as server:
         await rates.ask(server, rates.warn_of_unknown_fleet)

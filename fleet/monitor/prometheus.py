@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from datetime import datetime
 from http import HTTPStatus
 from typing import Literal
@@ -102,15 +102,10 @@ class Prometheus:
 
 
 @asynccontextmanager
-async def connected(url: str, fleet: str | None = None) -> AsyncIterator[Prometheus]:
-    """A session with the server at *url*, which may contain user:password@."""
+async def connected(
+    url: str | None, fleet: str | None = None
+) -> AsyncIterator[Prometheus | None]:
+    """The server at *url*, which may contain user:password@; None without a URL."""
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
     async with proxies.session(timeout=timeout) as session:
-        yield Prometheus(session, url, fleet)
-
-
-def connected_if(
-    url: str | None, fleet: str | None
-) -> AbstractAsyncContextManager[Prometheus | None]:
-    """Connects as `connected` does; None without a URL."""
-    return connected(url, fleet) if url else nullcontext()
+        yield Prometheus(session, url, fleet) if url else None

@@ -222,7 +222,8 @@ def _check_value(name: str, value: str) -> None:
         raise errors.SetupError(
             f"environment: {name} has {len(value):,} characters; SaladCloud allows 1 to"
             f" {MAX_VALUE:,}. Set the account, the queue and the SAS tokens separately"
-            " (IMAGEFLEET_STORAGE, IMAGEFLEET_QUEUE, IMAGEFLEET_SAS ...)"
+            " (IMAGEFLEET_STORAGE, IMAGEFLEET_QUEUE, IMAGEFLEET_SAS ...); for shorter tokens, use a"
+            " shorter name of --policy, or a broker"
         )
     if "accountkey=" in value.lower():
         raise errors.SetupError(

@@ -106,9 +106,7 @@ async def command(
     with alone:
         async with (
             console.connected(settings) as client,
-            prometheus.connected_if(
-                settings.prometheus, settings.queried_fleet
-            ) as server,
+            prometheus.connected(settings.prometheus, settings.queried_fleet) as server,
             deployment.connected(fleet_file) as fleet,
         ):
             scaling = scaler.Scaler(
