@@ -31,8 +31,9 @@ def make_kernels(
         )
     document: dict[str, object] = {"folder": str(output)}
     if dry_run:
-        note = f"would compile for this GPU, into {output}"
-        console.show({**document, "files": None}, note, as_json=as_json)
+        note = "would compile for this GPU, into"
+        document["files"] = None
+        console.show(document, str(output), notes=[note], as_json=as_json)
         return
     console.print_note("compiling for this GPU: some minutes, once")
     wanted = process.engine_settings(settings)

@@ -83,12 +83,12 @@ def make(
         "in_manifest": is_listed,
     }
     of = f"of {console.counted(len(prompts), 'prompt')} by {encoder}"
-    note = f"{stored:,} text states stored, {len(prompts) - stored:,} were there, {of}"
+    said = f"{stored:,} text states stored, {len(prompts) - stored:,} were there, {of}"
     shown: list[str] = []
     if dry_run:
-        note = f"{len(lacking):,} {of} have no text states in the storage"
+        said = f"{len(lacking):,} {of} have no text states in the storage"
         shown = [prompts[stem] for stem in lacking[:_SHOWN]]
-    console.show(document, *shown, notes=[note], as_json=as_json)
+    console.show(document, *shown, notes=[said], as_json=as_json)
 
 
 async def _make(

@@ -16,8 +16,8 @@ from pydantic import (
     Field,
     SecretStr,
     SerializationInfo,
-    TypeAdapter,
     ValidationError,
+    create_model,
     model_serializer,
     model_validator,
 )
@@ -273,9 +273,13 @@ def _check_setting(setting: str, value: _Value) -> None:
         return
     # Alone, since the whole model would also read this machine's variables.
     field: Any = WorkerSettings.model_fields[setting]
-    where = f"environment: {options.variable(setting)}: "
-    with validation.as_error(ValueError, where):
-        TypeAdapter(Annotated[field.annotation, field]).validate_python(str(value))
+    try:
+        create_model("Setting", value=(field.annotation, field)).model_validate(
+            {"value": str(value)}
+        )
+    except ValidationError as error:
+        what = validation.message(error.errors(include_url=False)[0])
+        raise ValueError(f"environment: {options.variable(setting)}: {what}") from None
 
 
 def _refuse_written_secret(where: str, name: str, value: object) -> None:
