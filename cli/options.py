@@ -34,6 +34,7 @@ from cli import console
 from imagefleet import errors, redaction, validation
 from imagefleet.storage.settings import Priority, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
+from imagefleet.validation import JSONObject
 
 PREFIX = "IMAGEFLEET_"
 
@@ -201,7 +202,7 @@ def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> inspect.Paramete
     )
 
 
-def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:
+def read(model: type[Settings], given: JSONObject) -> Settings:
     """Settings by flags (None: not given), variables and defaults; raises SetupError."""
     try:
         flags = {
@@ -311,7 +312,7 @@ def shown_default(field: FieldInfo) -> str:
     return str(field.default)
 
 
-def _complaint(model: type[BaseSettings], detail: Mapping[str, Any]) -> str:
+def _complaint(model: type[BaseSettings], detail: JSONObject) -> str:
     what = validation.reason({**detail, "loc": ()})
     if not detail["loc"]:
         return what

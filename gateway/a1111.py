@@ -23,7 +23,7 @@ ROUTES = web.RouteTableDef()
 OPTIONS = web.AppKey("options", dict[str, JSONDict])
 
 #: The values of fields that a payload leaves out.
-DEFAULTS = web.AppKey("defaults", dict[str, object])
+DEFAULTS = web.AppKey("defaults", JSONDict)
 
 #: Names of no upscaler.
 _NO_UPSCALER = (None, "", "None")

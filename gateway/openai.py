@@ -99,7 +99,7 @@ async def _models(request: web.Request) -> list[str]:
     return [_DEFAULT_MODEL, *models.known]
 
 
-def _model(name: str) -> dict[str, object]:
+def _model(name: str) -> JSONDict:
     return {"id": name, "object": "model", "created": 0, "owned_by": "imagefleet"}
 
 

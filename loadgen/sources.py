@@ -14,6 +14,7 @@ from typing import Unpack
 from imagefleet import errors, validation
 from imagefleet.job import differences, sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
+from imagefleet.validation import JSONDict
 from loadgen import file_source, template
 from loadgen.file_source import FileSource, OnJob, StandardInput, Terms
 from loadgen.formats.selection import Balanced, Unique
@@ -104,7 +105,7 @@ class TemplateSource:
         render = self._patterns.render
         id_of = self._id_of.copy()
         id_of.update(index.to_bytes(8))
-        fields: dict[str, object] = {
+        fields: JSONDict = {
             **self._fixed,
             "prompt": render(self._prompt, draws),
             "negative_prompt": render(self._negative_prompt, draws),

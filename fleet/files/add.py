@@ -27,6 +27,7 @@ from imagefleet.files.kinds import MODEL, FileKind
 from imagefleet.job.prompt import SAFE_NAME, SAFE_NAMES, is_safe_name
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
+from imagefleet.validation import JSONDict
 from worker.files import addresses, check
 
 Manifest = Annotated[
@@ -109,7 +110,7 @@ async def add(
             await store(
                 listing, kind, ready, show, replace=given.replace, dry_run=dry_run
             )
-        rows: list[dict[str, object]] = []
+        rows: list[JSONDict] = []
         notes: list[str] = []
         lines: list[str] = []
         listed = f", listed {'and signed ' if keys.signing else ''}in {listing.blob}"

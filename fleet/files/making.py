@@ -7,6 +7,7 @@ from cli import console
 from imagefleet import errors
 from imagefleet.files.kinds import KERNELS
 from imagefleet.storage.open import open_storage
+from imagefleet.validation import JSONDict
 from worker.engine import load
 from worker.files import check, model
 from worker.settings import WorkerSettings, require_libraries
@@ -29,7 +30,7 @@ def make_kernels(
             "kernels are compiled for NVIDIA GPUs, and here is none that torch can use: run this on"
             " a machine with the GPU of the workers, without --device cpu and --compile off"
         )
-    document: dict[str, object] = {"folder": str(output)}
+    document: JSONDict = {"folder": str(output)}
     if dry_run:
         note = "would compile for this GPU, into"
         document["files"] = None

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from rich.console import Console
 
@@ -24,6 +23,7 @@ from imagefleet.job.message import Job
 from imagefleet.job.passes import img2img
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings
+from imagefleet.validation import JSONDict
 from worker.files import library
 
 #: Images that jobs name: no file of a worker's, so they are listed in no manifest.
@@ -160,7 +160,7 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
     return sorted(missing, key=lambda use: -use.jobs)
 
 
-def summary(uses: Uses, found: list[Use]) -> dict[str, Any]:
+def summary(uses: Uses, found: list[Use]) -> JSONDict:
     return {
         "jobs": uses.jobs,
         "named": {NAMED[noun].folder: len(some) for noun, some in uses.by_kind.items()},
