@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -173,7 +174,7 @@ def _preview(
     if not quiet:
         console.print_note(f"{source.describe()}; {changes}")
         filling.show_differences(source.differences)
-    for body in source.examples(DRY_RUN_JOBS):
+    for body in itertools.islice(filter(None, source.bodies()), DRY_RUN_JOBS):
         console.print_json_line(json.loads(body))
 
 

@@ -204,11 +204,6 @@ class FileSource:
             f"{rejected.place} is not a valid job: {rejected.reason}; --skip-invalid skips such"
         )
 
-    def examples(self, most: int) -> Iterator[str]:
-        return itertools.islice(
-            (body for body in self.bodies() if body is not None), most
-        )
-
     def _read(
         self, on_rejected: Callable[[Rejected], None], on_job: OnJob | None = None
     ) -> Iterator[str | None]:

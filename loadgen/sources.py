@@ -91,9 +91,6 @@ class TemplateSource:
         for index in range(self.count):
             yield self.body(index)
 
-    def examples(self, most: int) -> Iterator[str]:
-        return itertools.islice(self.bodies(), most)
-
     def body(self, index: int) -> str:
         """Message *index*, whatever comes before it; raises SetupError for an invalid job."""
         return self._body(index, self._draws(index))

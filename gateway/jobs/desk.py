@@ -227,13 +227,8 @@ class Desk:
             ) from None
         finally:
             ticket.waiters -= 1
-            if not (ticket.waiters or ticket.is_kept):
-                self.drop(ticket)
-
-    def drop(self, ticket: Ticket, reason: str = "its client hung up") -> None:
-        """Withdraws a job that has not ended: nobody wants it any more."""
-        if not ticket.ended.done():
-            self._withdraw(ticket, reason)
+            if not (ticket.waiters or ticket.is_kept or ticket.ended.done()):
+                self._withdraw(ticket, "its client hung up")
 
     def interrupt(self, client: Client, most: int | None = None) -> None:
         """Withdraws all that the client waits for, or the first, and ends it by what is drawn."""
