@@ -40,13 +40,13 @@ from rich.text import Text
 from cli import files
 from imagefleet import errors, redaction
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONObject
 
 if TYPE_CHECKING:
     from imagefleet import aio
     from imagefleet.storage.settings import StorageSettings
 
-log = logs.EventLog(__name__)
 
 EXIT_DONE = 0
 

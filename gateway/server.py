@@ -25,9 +25,8 @@ from imagefleet.http.bodies import Bodies
 from imagefleet.http.refused import Refused
 from imagefleet.job import settings_table
 from imagefleet.job.message import Job
-from imagefleet.telemetry import logs, metrics, probes
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry import metrics, probes
+from imagefleet.telemetry.logs import log
 
 ROUTES = web.RouteTableDef()
 

@@ -20,10 +20,7 @@ from imagefleet.job.names import split_job_key
 from imagefleet.records.log import RecordLog
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart, BlobStore
-from imagefleet.telemetry import logs
-from imagefleet.telemetry.logs import Occasion
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import Occasion, log
 
 BLOB = "cancelled.json"
 

@@ -28,9 +28,7 @@ from typing import Any, TypeVar, overload
 import tenacity
 
 from imagefleet import errors
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: A container's limit of processor time: microseconds, of so many.
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")

@@ -13,9 +13,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import LeasedMessage
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import RETRIES
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: Seconds for which a withdrawal waits for others: each is a record, and a rewrite of one list.
 _WAIT_SECONDS = 0.5

@@ -17,11 +17,9 @@ from typing import Any, TypeVar
 
 from imagefleet import errors
 from imagefleet.storage.routing.route import FAIR_EVERY
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import contract
 from worker.gpu_clock import GpuClock
-
-log = logs.EventLog(__name__)
 
 Result = TypeVar("Result")
 
@@ -70,7 +68,7 @@ class _Wanted:
         take, self.take = self.take, None
         try:
             return take is not None and take()
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged
             log.warning(
                 "the engine is loaded anew", exc_info=True, action="weights_not_taken"
             )
@@ -283,7 +281,7 @@ class EngineThread:
                 engine.close()
         except errors.FleetError as error:
             self._call(self._ended.set_exception, error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - logged
             log.exception("the engine failed", action="engine_failed")
             self._call(
                 self._ended.set_exception,

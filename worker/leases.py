@@ -13,8 +13,7 @@ from typing import Literal
 from imagefleet import errors
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: Renewals in flight: after a large pull a hundred leases are due together.
 CONCURRENT_RENEWALS = 16

@@ -12,14 +12,13 @@ from imagefleet.job.message import images_of, is_bundle
 from imagefleet.storage import bundle, protocol
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker import tasks
 from worker.gpu_thread import EngineThread
 from worker.jobs import bundles
 from worker.jobs.in_flight import InFlightJob
 from worker.leases import Lease
 from worker.settle import Settler
-
-log = logs.EventLog(__name__)
 
 #: Images beyond those that the engine holds, however slow it is: enough for one slow reply of the
 #: storage.

@@ -9,11 +9,9 @@ import pynvml
 
 from imagefleet import errors
 from imagefleet.pricing import prices
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker import tasks
 from worker.settings import WorkerSettings
-
-log = logs.EventLog(__name__)
 
 #: The driver of a hung card may not answer at all; loading the model will then fail.
 DRIVER_SECONDS = 10.0

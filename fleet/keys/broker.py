@@ -20,9 +20,8 @@ from fleet.settings import BrokerSettings
 from imagefleet import errors
 from imagefleet.storage import proofs
 from imagefleet.telemetry import logs, probes
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
-
-log = logs.EventLog(__name__)
 
 #: Seconds in which nodes may still get tokens that are revoked already; they ask again.
 CHECK_SECONDS = 30.0

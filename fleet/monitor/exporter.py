@@ -11,8 +11,7 @@ from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import JobQueue
 from imagefleet.telemetry import logs, metrics
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 
 @options.flat

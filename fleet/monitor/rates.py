@@ -13,9 +13,7 @@ from pydantic import BaseModel, BeforeValidator
 from cli import console
 from fleet.monitor.prometheus import Prometheus
 from imagefleet import concurrency, errors, validation
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: Long enough for several pushes or scrapes, short enough to show a change.
 WINDOW = "2m"

@@ -14,10 +14,9 @@ from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
 from fleet.salad.groups import Group, Quota
 from imagefleet import concurrency, errors, redaction
-from imagefleet.telemetry import logs, proxies
+from imagefleet.telemetry import proxies
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONObject
-
-log = logs.EventLog(__name__)
 
 #: SaladCloud allows 240 calls/min per API key. Any minute has at most the burst and 60 seconds of
 #: the rate, 200 calls; the rest is left to the portal and to other commands.

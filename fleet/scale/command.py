@@ -17,10 +17,9 @@ from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.pricing import families, prices
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
 from worker.accelerator import Accelerator
-
-log = logs.EventLog(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,9 @@ from fleet.scale.decision import (
 from imagefleet import concurrency, errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import host, logs
+from imagefleet.telemetry import host
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
-
-log = logs.EventLog(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,7 @@ from imagefleet.records.counts import Counts
 from imagefleet.records.follower import Follower
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: The most images that an event names: with all of a large job it would be too large.
 MAX_IMAGES = 64

@@ -12,9 +12,7 @@ from cli import console
 from fleet.webhooks.endpoint import Answer, Endpoint
 from fleet.webhooks.events import Event, Source
 from imagefleet import concurrency, errors
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: Seconds to wait after each failed attempt, by the specification's advice: three days in all.
 RETRY_SECONDS = (5, 300, 1_800, 7_200, 18_000, 36_000, 50_400, 72_000, 86_400)

@@ -14,9 +14,7 @@ from imagefleet import concurrency, errors
 from imagefleet.http.refused import Refused
 from imagefleet.records.ledger import Ledgers, entry_of
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: The folder of claims, beside the images.
 FOLDER = "-requests/"

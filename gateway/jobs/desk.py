@@ -27,10 +27,8 @@ from imagefleet.storage import presence
 from imagefleet.storage.protocol import StoredQueue
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import RETRIES
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.withdrawal import Withdrawals
-
-log = logs.EventLog(__name__)
 
 #: Seconds between two looks at the records; on Azure a look is two billed listings.
 _LOCAL_POLL_SECONDS, _REMOTE_POLL_SECONDS = 0.015, 0.5

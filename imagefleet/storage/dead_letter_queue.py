@@ -23,9 +23,7 @@ from imagefleet.storage import bundle, protocol
 from imagefleet.storage.dead_letter import Check, FailedJob, Refused, Selection
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import Priority
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: Lease of the poison queue's messages; after a crash they stay invisible for so long.
 LEASE_SECONDS = 60.0

@@ -15,10 +15,9 @@ from prometheus_client import CollectorRegistry
 from yarl import URL
 
 from imagefleet import concurrency, errors, redaction
-from imagefleet.telemetry import logs, metrics, proxies
+from imagefleet.telemetry import metrics, proxies
+from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.settings import TelemetrySettings
-
-log = logs.EventLog(__name__)
 
 #: Seconds between two pushes, varied by 20 %: as often as Prometheus scrapes by default.
 PUSH_SECONDS = 15.0
@@ -95,7 +94,7 @@ class Pusher:
                 )
             self._failing = True
             return False
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged
             # A bug in a collector must end neither the worker nor the later pushes.
             log.exception("a bug prevents pushing the metrics", action="push_defect")
             return False

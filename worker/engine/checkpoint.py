@@ -33,7 +33,7 @@ from imagefleet import errors
 from imagefleet.files import contents
 from imagefleet.files.safetensors import UnusableError
 from imagefleet.job import clip
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict, JSONObject
 from worker.engine import checksums, phases
 from worker.engine.families import reading, table
@@ -42,8 +42,6 @@ from worker.engine.files import safetensors
 from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora.file import Network
 from worker.engine.slots import memory
-
-log = logs.EventLog(__name__)
 
 #: An average of the UNet's weights during training, which some files have beside the weights.
 _AVERAGE_PREFIX = "model_ema."

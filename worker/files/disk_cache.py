@@ -14,9 +14,7 @@ from pathlib import Path
 from filelock import AsyncFileLock
 
 from imagefleet import errors
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: A file used this recently stays, even above the limit: a worker is about to read it. If reading
 #: starts later and the file is gone, the job is retried.

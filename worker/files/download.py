@@ -18,10 +18,9 @@ from imagefleet import concurrency, errors, redaction
 from imagefleet.files.kinds import BY_FOLDER, MODEL
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs, proxies
+from imagefleet.telemetry.logs import log
 from worker.files.disk_cache import DiskCache
 from worker.files.library import rested_blob
-
-log = logs.EventLog(__name__)
 
 #: A server that sends nothing for this long is given up, and asked again.
 STALL_SECONDS = 30.0

@@ -20,12 +20,10 @@ from imagefleet.files import kernels
 from imagefleet.files.kinds import KERNELS
 from imagefleet.signing import SigningKey, TrustedKeys, trusted_keys
 from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.files.disk_cache import DiskCache, appearing
 from worker.files.manifest import Manifest
 from worker.settings import WorkerSettings
-
-log = logs.EventLog(__name__)
 
 #: Fewer than for a model: without it, the worker compiles.
 RETRIES = concurrency.RetryPolicy(tries=3, give_up_seconds=30)
@@ -75,7 +73,7 @@ class KernelExchange:
             log.warning(
                 f"stored kernels cannot be used: {error}", action="kernels_failed"
             )
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged
             log.exception("the stored kernels cannot be used", action="kernels_failed")
         return False
 
@@ -165,7 +163,7 @@ class KernelExchange:
             log.info(f"kernels are not shared: {error}", action="kernels_not_shared")
             if isinstance(error, errors.SetupError):
                 self.shares = False
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged
             log.exception("kernels are not shared", action="kernels_not_shared")
         else:
             log.info(

@@ -25,12 +25,10 @@ from imagefleet.files.safetensors import Identity, identify, rested, whole
 from imagefleet.job.prompt import SAFE_NAMES, is_safe_name
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.files import addresses, manifest
 from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.manifest import Manifest
-
-log = logs.EventLog(__name__)
 
 #: Files that are not checked again while they stay as they are. A campaign may use a million: the
 #: text states of its prompts.

@@ -26,10 +26,8 @@ from imagefleet.files.kinds import FileKind
 from imagefleet.files.safetensors import Identity, identify, whole
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict, JSONObject
-
-log = logs.EventLog(__name__)
 
 #: Characters in the hash of a checkpoint's file ("AutoV2"), and of a LoRA.
 MODEL_CHARACTERS = 10

@@ -15,15 +15,13 @@ from imagefleet import concurrency, errors
 from imagefleet.files import kinds, safetensors
 from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.files import addresses, check
 from worker.files.addresses import STORE_SCHEME, Address
 from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.download import BlobSource, Download, HttpSource, Source
 from worker.files.manifest import Manifest
 from worker.settings import WorkerSettings
-
-log = logs.EventLog(__name__)
 
 #: A few minutes without a byte, on average.
 STORAGE_RETRIES = concurrency.RetryPolicy(tries=15, longest_wait_seconds=30)

@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 from imagefleet import concurrency, errors
 from imagefleet.storage.routing.models import SERVED_SPAN, ModelQueues
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.telemetry import host, logs
+from imagefleet.telemetry import host
+from imagefleet.telemetry.logs import log
 from worker import tasks
 from worker.engine import contract
 from worker.files import model as model_files
@@ -34,9 +35,6 @@ from worker.gpu_thread import THREAD_NAME, Take
 from worker.metrics import WorkerMetrics
 from worker.models.checkpoints import Checkpoint
 from worker.pull import Puller
-
-log = logs.EventLog(__name__)
-
 
 #: Seconds between two looks at other models' queues, three to six operations on Azure. An
 #: idle worker's pause doubles up to the longest.

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.metrics import NodeFault, WorkerMetrics
@@ -32,8 +32,6 @@ from worker.node.start_up import StartUpCheck, plain_request
 from worker.node.watchdog import NodeLimits, NodeWatchdog
 from worker.settings import WorkerSettings, machine_name
 from worker.stages import encode
-
-log = logs.EventLog(__name__)
 
 #: Seconds between two checks of the weights, each 30 ms for SD1.5 on an H100.
 WEIGHTS_SECONDS = 300.0

@@ -10,8 +10,7 @@ from imagefleet import concurrency, errors, validation
 from imagefleet.storage import protocol
 from imagefleet.storage.proofs import machine_of
 from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 BLOB = "quarantine.json"
 

@@ -17,11 +17,9 @@ import aiohttp
 from prometheus_client import Counter
 
 from imagefleet import concurrency, errors, redaction
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
 from worker import tasks
-
-log = logs.EventLog(__name__)
 
 ADDRESS = "http://169.254.169.254"
 
@@ -177,7 +175,7 @@ async def retry_until_fixed(
             waited_seconds = time.monotonic() - waiting_since
             longest = min(FIRST_PAUSE_SECONDS * 2**pauses, LONGEST_PAUSE_SECONDS)
             if waited_seconds + longest > GIVE_UP_SECONDS:
-                log.error(  # noqa: TRY400 - its message says it all
+                log.error(
                     f"giving up after {waited_seconds:.0f} s: {error}",
                     action="setup_given_up",
                 )
@@ -185,7 +183,7 @@ async def retry_until_fixed(
             seconds = concurrency.backoff(
                 pauses, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
             )
-            log.error(  # noqa: TRY400
+            log.error(
                 f"no node could work like this, retrying in {seconds:.0f} s: {error}",
                 action="setup_awaited",
                 error=type(error).__name__,

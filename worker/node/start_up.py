@@ -11,14 +11,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 
 from imagefleet import errors
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import contract
 from worker.inputs import img2img
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node.watchdog import NodeLimits
 from worker.settings import WorkerSettings
-
-log = logs.EventLog(__name__)
 
 _PROMPT = "photo of a house by a lake, volumetric light"
 

@@ -18,12 +18,10 @@ from typing import NoReturn
 from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families, prices
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.gpu_thread import EngineThread
 from worker.metrics import WorkerMetrics
 from worker.settings import WorkerSettings
-
-log = logs.EventLog(__name__)
 
 #: A card's speed here as a share of its record in `pricing/gpus.toml`, which had the best software
 #: and host. Means over SaladCloud's nodes were 0.53 of it (RTX 4090), 0.62 (3060 Ti), 0.74

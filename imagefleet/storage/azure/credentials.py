@@ -24,9 +24,7 @@ from imagefleet.storage.azure import sas as sas_tokens
 from imagefleet.storage.azure.account import AzureAddress
 from imagefleet.storage.proofs import Prover
 from imagefleet.storage.settings import Resource, StorageSettings
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: Set by Kubernetes for a pod with workload identity, and by nothing else.
 FEDERATED_TOKEN_FILE = "AZURE_FEDERATED_TOKEN_FILE"  # noqa: S105 - a variable's name

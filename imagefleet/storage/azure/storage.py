@@ -19,10 +19,9 @@ from imagefleet.storage.proofs import IN_USE, SECRETS, Proofs, Prover
 from imagefleet.storage.protocol import Clock, Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import Resource, StorageSettings
-from imagefleet.telemetry import logs, proxies
+from imagefleet.telemetry import proxies
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
-
-log = logs.EventLog(__name__)
 
 #: An API version that every Azure cloud, Azurite and every allowed release of the SDK support. The
 #: SDK's default is the newest, which Azurite refuses.

@@ -20,9 +20,7 @@ from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage import protocol
 from imagefleet.storage.routing.queue import Queues, RoutedQueue
 from imagefleet.storage.settings import PRIORITIES, Priority
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: The folder of the blobs that tell which models have queues, beside the images.
 FOLDER = "-models/"

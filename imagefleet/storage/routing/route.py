@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 
 from imagefleet import errors
 from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: One of so many receives that return jobs asks the queues of lower priorities first.
 FAIR_EVERY = 8

@@ -38,9 +38,8 @@ from imagefleet.files.safetensors import (
     parse,
     whole,
 )
-from imagefleet.telemetry import host, logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry import host
+from imagefleet.telemetry.logs import log
 
 #: Unused memory that is kept: a share of the machine's, up to what a round of 16 jobs gives back
 #: at once with LoRAs of rank 256.

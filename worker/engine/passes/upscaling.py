@@ -29,14 +29,12 @@ from torch import Tensor
 
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity, UnusableError, identify
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.contract import Pixels
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce
-
-log = logs.EventLog(__name__)
 
 #: Enlarges an RGB image by a factor, or by its own if it has one. Called on the stager's thread.
 Enlarge = Callable[[Pixels, float], Pixels]
