@@ -69,9 +69,7 @@ async def test_a_campaign_whose_images_all_fail_goes_to_the_poison_queue_and_cos
         (request.width, request.height, request.loras) for request in plain_images
     } == {(16, 16, ())}
     log = [
-        record.getMessage()
-        for record in caplog.records
-        if record.module == "checks"
+        record.getMessage() for record in caplog.records if record.module == "checks"
     ]
     assert log
     for line in log:
