@@ -18,7 +18,8 @@ from gateway.jobs.desk import Desk
 from gateway.models import Models, UnknownModelError
 from gateway.settings import GatewaySettings
 from gateway.work import CLIENT, DESK, reason_of
-from imagefleet import aio, errors, redaction
+from imagefleet import aio, redaction
+from imagefleet.errors import JobError, TransientError
 from imagefleet.files import kinds, styles
 from imagefleet.http import description, sent_images
 from imagefleet.http.bodies import Bodies
@@ -203,9 +204,9 @@ def _error(request: web.Request, error: Exception) -> web.Response:
     match error:
         case Refused():
             status, message, headers = error.status, error.message, error.headers
-        case errors.JobError():
+        case JobError():
             status, message = 422, error.message
-        case errors.TransientError():
+        case TransientError():
             status, message = 503, "the storage does not answer now: try again"
             headers = {"Retry-After": "5"}
         case web.HTTPException():

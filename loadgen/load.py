@@ -10,8 +10,9 @@ from collections.abc import (
 )
 from dataclasses import dataclass
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import SetupError
 from imagefleet.records.ledger import Ledgers, listed
 from imagefleet.storage import bundle, enqueue
 from imagefleet.storage.open import Storage
@@ -141,9 +142,9 @@ class Load:
     async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:
         try:
             await self._queue.check()
-        except errors.SetupError as error:
+        except SetupError as error:
             if not self._restart and await self._was_sent():
-                raise errors.SetupError(
+                raise SetupError(
                     f"some of these jobs were sent before, but {error.message}; --restart sends"
                     " all of them"
                 ) from None
@@ -165,7 +166,7 @@ class Load:
         """Names bundles by the storage's secret; without access to it, sends jobs one by one."""
         try:
             secret = await _secret(self._storage)
-        except errors.SetupError as error:
+        except SetupError as error:
             self._sender.bundle_jobs = 1
             self._on_notice(f"jobs are sent without bundles: {error.message}")
         else:
@@ -177,7 +178,7 @@ class Load:
             if not await listed(self._storage):
                 return False
             found = await changes_of(self._storage, self._source)
-        except errors.SetupError:
+        except SetupError:
             return False  # which is said where they are noted
         return found["changed"] + found["as_before"] > 0
 

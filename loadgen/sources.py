@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Unpack
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 from imagefleet.job import differences, sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from loadgen import file_source, template
@@ -61,13 +62,11 @@ class TemplateSource:
                 for key, value in self._metadata.items()
                 if isinstance(value, str)
             }
-        except errors.SetupError as error:
-            raise errors.SetupError(f"{path}: {error.message}") from None
+        except SetupError as error:
+            raise SetupError(f"{path}: {error.message}") from None
         count = read.count if count is None else count
         if count is None:
-            raise errors.SetupError(
-                f"{path} has no number of jobs: add `count:` or --count"
-            )
+            raise SetupError(f"{path} has no number of jobs: add `count:` or --count")
         self.count = count
         self.differences = Counter[str]()
         """Jobs by how they differ from AUTOMATIC1111's, of the messages that were made last."""
@@ -127,7 +126,7 @@ class TemplateSource:
 
     def _named(self, prompt: object) -> AbstractContextManager[None]:
         before = f"{self._path} generates invalid jobs (the prompt is {str(prompt)[:100]!r}): "
-        return validation.as_error(errors.SetupError, before, Job.model_fields)
+        return validation.as_error(SetupError, before, Job.model_fields)
 
 
 #: Messages by position, None for a position without one.
@@ -154,14 +153,14 @@ def open_source(
     if form is None and path.suffix in template.SUFFIXES:
         if report is not None and (report.skips or report.rejects):
             flag = "--skip-invalid" if report.skips else "--rejects"
-            raise errors.SetupError(f"{flag} is for files of jobs, not for templates")
+            raise SetupError(f"{flag} is for files of jobs, not for templates")
         if pictures or unique or balance:
             flags = {"--inputs": pictures, "--unique": unique, "--balance": balance}
             flag = next(flag for flag, given in flags.items() if given)
-            raise errors.SetupError(f"{flag} is for files of jobs, not for templates")
+            raise SetupError(f"{flag} is for files of jobs, not for templates")
         return TemplateSource(path, seed=seed, **terms)
     if seed is not None:
-        raise errors.SetupError("--seed is for templates, not for files of jobs")
+        raise SetupError("--seed is for templates, not for files of jobs")
     if name == "-":
         found = file_source.find_format(path, form or "jsonl")
     else:

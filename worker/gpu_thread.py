@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from imagefleet import errors
+from imagefleet.errors import FleetError, JobCancelled, NodeError
 from imagefleet.storage.routing.route import FAIR_EVERY
 from imagefleet.telemetry.logs import log
 from worker.engine import contract
@@ -243,7 +243,7 @@ class EngineThread:
                 self._ended.result()
                 return
             if self.is_stalled:
-                raise errors.NodeError(
+                raise NodeError(
                     f"the engine has been in one call for over {STALL_SECONDS:g} s: it hangs"
                 )
 
@@ -279,13 +279,13 @@ class EngineThread:
                 ended_at = time.monotonic()
             if engine is not None:
                 engine.close()
-        except errors.FleetError as error:
+        except FleetError as error:
             self._call(self._ended.set_exception, error)
         except Exception as error:  # noqa: BLE001 - logged
             log.exception("the engine failed", action="engine_failed")
             self._call(
                 self._ended.set_exception,
-                errors.NodeError(f"the engine failed: {error!r}"),
+                NodeError(f"the engine failed: {error!r}"),
             )
         else:
             self._call(self._ended.set_result, None)
@@ -340,7 +340,7 @@ class EngineThread:
                     ticket, prepared = line.waiting.popleft()
                     self._admitted_at[ticket] = time.monotonic()
                     if self.is_cancelled(ticket):
-                        error = errors.JobCancelled()
+                        error = JobCancelled()
                         cancelled.append(contract.Finished(ticket, error))
                     else:
                         admitted.append((ticket, prepared, line is self._urgent))
@@ -424,7 +424,7 @@ class EngineThread:
 
 def _is_jobs(finished: contract.Finished) -> bool:
     """False for a failure, and for an image of `draw`, by which a node checks itself."""
-    is_image = not isinstance(finished.outcome, errors.FleetError)
+    is_image = not isinstance(finished.outcome, FleetError)
     return is_image and finished.ticket >= 0
 
 

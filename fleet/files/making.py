@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cli import console
 from fleet.files.stored import Report
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files.kinds import KERNELS
 from imagefleet.storage.open import open_storage
 from worker.engine import load
@@ -24,7 +24,7 @@ def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Re
         settings = console.run(_fetch_model(settings))
     is_gpu = devices.find_device(settings.device).type == "cuda"
     if settings.compile == "off" or not is_gpu:
-        raise errors.SetupError(
+        raise SetupError(
             "kernels are compiled for NVIDIA GPUs, and here is none that torch can use: run this on"
             " a machine with the GPU of the workers, without --device cpu and --compile off"
         )
@@ -39,9 +39,7 @@ def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Re
     engine.close()
     files = sorted(map(str, output.glob(f"*{KERNELS.suffixes[0]}")))
     if not files:
-        raise errors.SetupError(
-            "torch could not compile anything: the warnings above say why"
-        )
+        raise SetupError("torch could not compile anything: the warnings above say why")
     note = f"{graphs['compiled']} compiled, {graphs['disk']} were there:"
     return Report({**document, "files": files}, [note], files)
 

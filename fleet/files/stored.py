@@ -19,7 +19,8 @@ from pathlib import Path
 from rich import progress
 
 from cli import console, files
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import MissingResourceError, SetupError, TransientError
 from imagefleet.files import kinds
 from imagefleet.files.kinds import FileKind
 from imagefleet.signing import Keys
@@ -98,9 +99,9 @@ async def local_file(
 def _own_file(source: str, sha256: str | None) -> Path:
     path = Path(source).expanduser()
     if not path.exists():
-        raise errors.SetupError(f"{source!r} does not exist")
+        raise SetupError(f"{source!r} does not exist")
     if sha256 and path.is_file() and files.sha256(path) != sha256.lower():
-        raise errors.SetupError(f"{source!r} has another SHA-256 than {sha256}")
+        raise SetupError(f"{source!r} has another SHA-256 than {sha256}")
     return path
 
 
@@ -109,16 +110,14 @@ def check_file(path: Path, kind: FileKind) -> str:
     if path.suffix.lower() in addresses.PICKLE_SUFFIXES:
         is_embedding = kind is kinds.EMBEDDING
         advice = addresses.pickle_advice(str(path), is_embedding=is_embedding)
-        raise errors.SetupError(f"{str(path)!r} is {advice}")
+        raise SetupError(f"{str(path)!r} is {advice}")
     try:
         content = kinds.check(kind, str(path), check.read_header(path))
         size = path.stat().st_size
     except OSError as error:
-        raise errors.SetupError(
-            f"{str(path)!r} cannot be read: {error.strerror}"
-        ) from None
+        raise SetupError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     if kind.max_bytes is not None and size > kind.max_bytes:
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(path)!r} has more than {kind.max_bytes / 2**20:,.0f} MiB, the most that workers"
             f" take in {kind.folder}/"
         )
@@ -139,7 +138,7 @@ async def store(
     sha256 = ready.sha256 = await asyncio.to_thread(files.sha256, ready.path)
     try:
         there = await storage.files.metadata(blob)
-    except errors.MissingResourceError:  # in a dry run
+    except MissingResourceError:  # in a dry run
         there = None
     is_other = there is not None and there.get(SHA256) != sha256
     if (
@@ -156,7 +155,7 @@ async def store(
             else f"another file{known}: workers may have it already, so another file needs another"
             " --name"
         )
-        raise errors.SetupError(f"{blob} in {storage.url} exists and is {other}")
+        raise SetupError(f"{blob} in {storage.url} exists and is {other}")
     ready.change = (
         "stored" if there is None else "replaced" if is_other else "was there"
     )
@@ -171,15 +170,13 @@ async def store(
         if not await storage.files.upload(
             blob, ready.path, CONTENT_TYPE, metadata, on_progress
         ):
-            raise errors.TransientError(
-                f"{blob} was stored by another command: try again"
-            )
+            raise TransientError(f"{blob} was stored by another command: try again")
 
 
 async def delete(storage: Storage, blob: str) -> None:
     """Deletes a blob; raises SetupError if the token does not allow it."""
     if not await storage.files.delete(blob):
-        raise errors.SetupError(
+        raise SetupError(
             f"{blob} cannot be deleted with this token: `imagefleet keys mint files` makes one"
         )
 
@@ -276,14 +273,12 @@ class Listing:
         if contents.is_signed and not contents.is_signed_by(
             self.keys.trusted, self.folder
         ):
-            raise errors.SetupError(
+            raise SetupError(
                 f"{self.where} is signed, and not with your key: set IMAGEFLEET_SIGNING_KEY, and"
                 " IMAGEFLEET_TRUSTED_KEY to the former key where keys are changing"
             )
         if contents.is_signed and self.keys.signing is None:
-            raise errors.SetupError(
-                f"{self.where} is signed: set IMAGEFLEET_SIGNING_KEY"
-            )
+            raise SetupError(f"{self.where} is signed: set IMAGEFLEET_SIGNING_KEY")
         if (
             self.keys.signing
             and not contents.is_signed
@@ -291,7 +286,7 @@ class Listing:
             and not self.create
         ):
             count = len(contents.files)
-            raise errors.SetupError(
+            raise SetupError(
                 f"{self.where} is not signed, and lists {console.counted(count, 'file')}: look"
                 " through it, then sign it as it is with --manifest, or delete it"
             )
@@ -339,12 +334,10 @@ async def find(
         called = [row for row in rows if name in {row.name, kind.stem(row.name)}]
         if not called:
             hint = validation.suggestion(name, [kind.stem(row.name) for row in rows])
-            raise errors.SetupError(
-                f"no {kind.noun} {name[:80]!r} in {kind.folder}/{hint}"
-            )
+            raise SetupError(f"no {kind.noun} {name[:80]!r} in {kind.folder}/{hint}")
         if len(called) > 1:
             several = " and ".join(row.name for row in called)
-            raise errors.SetupError(
+            raise SetupError(
                 f"{name!r} is the name of {several}: give it with its suffix"
             )
         found[called[0].name] = called[0]

@@ -13,7 +13,8 @@ from pydantic import SecretStr
 from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
 from fleet.salad.groups import Group, Quota
-from imagefleet import concurrency, errors, redaction
+from imagefleet import concurrency, redaction
+from imagefleet.errors import SetupError, TransientError
 from imagefleet.telemetry import proxies
 from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONObject
@@ -41,7 +42,7 @@ _SHOWN_CHARACTERS = 300
 _Record = TypeVar("_Record")
 
 
-class RefusedError(errors.SetupError):
+class RefusedError(SetupError):
     """SaladCloud refuses a call (4xx)."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -171,7 +172,7 @@ class SaladClient:
         try:
             return read(answer)
         except (KeyError, TypeError, ValueError) as error:
-            raise errors.TransientError(
+            raise TransientError(
                 f"invalid answer of SaladCloud to {path}: {redaction.reason(error)}"
             ) from None
 
@@ -204,7 +205,7 @@ def _read(response: aiohttp.ClientResponse, text: str, shown: str) -> Any:
         failure = "SaladCloud's API does not return JSON"
     if failure is None:
         return body
-    error = errors.TransientError(f"{failure} ({details})")
+    error = TransientError(f"{failure} ({details})")
     error.after_seconds = concurrency.after_seconds(
         headers.get("Retry-After"), LONGEST_RETRY_AFTER_SECONDS
     )

@@ -14,7 +14,7 @@ from fleet.salad import file as salad_file
 from fleet.scale import scaler
 from fleet.scale.decision import Goal
 from fleet.settings import MonitorSettings
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.pricing import families, prices
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.logs import log
@@ -79,7 +79,7 @@ async def command(
     imagefleet scale --dollars-per-hour 15 --max-dollars 100 --dry-run --once
     """
     if deadline is None and dollars_per_hour is None:
-        raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
+        raise SetupError("give a goal: --deadline, --dollars-per-hour or both")
     _refuse_past(deadline)
     fleet_file = salad_file.read_file(file)
     goal = Goal(
@@ -154,7 +154,7 @@ async def _scale(scaling: scaler.Scaler, running: Running, *, as_json: bool) -> 
 def _refuse_past(deadline: datetime | None) -> None:
     if deadline is not None and deadline.timestamp() <= time.time():
         past = deadline.isoformat(" ", "minutes")
-        raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
+        raise SetupError(f"--deadline {past} is in the past: give a later one")
 
 
 def _assumed_speed(file: salad_file.FleetFile) -> scaler.Speed | None:

@@ -10,7 +10,8 @@ from typing import Self
 
 from pydantic import BaseModel, Field, JsonValue
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 from imagefleet.job.message import image_stem
 from imagefleet.job.sizes import MAX_METADATA_BYTES, metadata_json
 from imagefleet.records import reader
@@ -174,7 +175,7 @@ class State(BaseModel, extra="forbid"):
             of_campaign = (
                 f"the campaign {found.campaign}" if found.campaign else "all campaigns"
             )
-            raise errors.SetupError(
+            raise SetupError(
                 f"{path} is the state for {found.address} and {of_campaign}: give another --state"
             )
         return found

@@ -15,8 +15,9 @@ from gateway.jobs import claims
 from gateway.jobs.claims import Claims
 from gateway.jobs.ticket import Ticket, refusal
 from gateway.models import Models
-from imagefleet import aio, concurrency, errors
+from imagefleet import aio, concurrency
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import FleetError, TransientError
 from imagefleet.http.refused import Refused
 from imagefleet.job.message import Job, job_key
 from imagefleet.records import outcomes, reader
@@ -355,7 +356,7 @@ class Desk:
         try:
             await self._submit(tickets)
         except Exception as error:  # noqa: BLE001 - becomes the answer of its request
-            is_of_one = not isinstance(error, errors.TransientError)
+            is_of_one = not isinstance(error, TransientError)
             if is_of_one and len(tickets) > 1:
                 for ticket in tickets:
                     await self._send([ticket])
@@ -408,7 +409,7 @@ class Desk:
                 await asyncio.sleep(self._poll_seconds)
             try:
                 await self._look()
-            except errors.FleetError as error:
+            except FleetError as error:
                 log.warning(
                     f"records are not read: {error.message}", action="records_unread"
                 )

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from imagefleet import errors, validation, yaml_file
+from imagefleet import validation, yaml_file
+from imagefleet.errors import SetupError
 from imagefleet.storage.protocol import Operations
 from imagefleet.validation import JSONDict
 
@@ -152,9 +153,7 @@ def find_gpu(name: str, known: Collection[str] = tuple(BUILT_IN.gpus)) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise errors.SetupError(
-            f"{name!r} may mean several GPU classes: {', '.join(found)}"
-        )
+        raise SetupError(f"{name!r} may mean several GPU classes: {', '.join(found)}")
     return validation.choose("GPU class", name, {gpu: gpu for gpu in known})
 
 
@@ -166,7 +165,7 @@ def gpu_dollars_per_hour(
     try:
         return table.gpus[name].dollars_per_hour[priority]
     except KeyError:
-        raise errors.SetupError(
+        raise SetupError(
             f"there is no price of the {name} at {priority} priority"
         ) from None
 
@@ -210,7 +209,7 @@ def read_table(path: Path | None) -> PriceTable:
     if path is None:
         return BUILT_IN
     content = yaml_file.read(path, "the price file") or {}
-    with validation.as_error(errors.SetupError, f"the price file {path}: "):
+    with validation.as_error(SetupError, f"the price file {path}: "):
         file = _File.model_validate(content)
     gpus = dict(BUILT_IN.gpus)
     for written, dollars in file.gpus.items():

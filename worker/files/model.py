@@ -10,10 +10,11 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import DISK_FULL, MissingFileError, SetupError
 from imagefleet.files import kinds, safetensors
 from imagefleet.signing import trusted_keys
-from imagefleet.storage import protocol
+from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry.logs import log
 from worker.files import addresses, check
 from worker.files.addresses import STORE_SCHEME, Address
@@ -54,7 +55,7 @@ def has_known_name(settings: WorkerSettings) -> bool:
 
 async def fetch(
     settings: WorkerSettings,
-    blobs: protocol.BlobStore,
+    blobs: BlobStore,
     retry_policy: concurrency.RetryPolicy = STORAGE_RETRIES,
     *,
     wanted: kinds.FileKind = kinds.MODEL,
@@ -95,7 +96,7 @@ async def fetch(
 
 async def _pinned(
     settings: WorkerSettings,
-    blobs: protocol.BlobStore,
+    blobs: BlobStore,
     retry_policy: concurrency.RetryPolicy,
 ) -> WorkerSettings:
     """The settings with the hash that a signed manifest gives, where the model's is to be known."""
@@ -107,8 +108,8 @@ async def _pinned(
     name = settings.model.removeprefix(STORE_SCHEME)
     try:
         sha256 = await retry_policy.call(lambda: listed.sha256(name))
-    except errors.MissingFileError as error:
-        raise errors.SetupError(error.message) from None
+    except MissingFileError as error:
+        raise SetupError(error.message) from None
     return settings.model_copy(update={"model_sha256": sha256})
 
 
@@ -116,7 +117,7 @@ async def fetch_to(
     folder: Path,
     address: Address,
     sha256: str | None,
-    blobs: protocol.BlobStore | None,
+    blobs: BlobStore | None,
     retry_policy: concurrency.RetryPolicy = STORAGE_RETRIES,
     *,
     wanted: kinds.FileKind,
@@ -174,7 +175,7 @@ def is_whole(path: Path) -> bool:
     try:
         for file in files:
             check.read_header(file)
-    except errors.SetupError:
+    except SetupError:
         return False
     return not path.is_dir() or (path / "model_index.json").is_file()
 
@@ -185,9 +186,7 @@ def _folder(settings: WorkerSettings, address: Address) -> Path:
     return settings.cache.expanduser() / "models" / name
 
 
-def _source(
-    address: Address, sha256: str | None, blobs: protocol.BlobStore | None
-) -> Source:
+def _source(address: Address, sha256: str | None, blobs: BlobStore | None) -> Source:
     if blobs is not None and address.blob is not None:
         return BlobSource(blobs, address.blob)
     return HttpSource(address.text, requires_https=sha256 is None)
@@ -208,7 +207,7 @@ def _check_part(
     """Raises SetupError if what has arrived so far cannot become a file of that kind."""
     if check.is_tar(part):
         if ".tar" not in wanted.suffixes:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{label!r} is a .tar archive, no file of {wanted.folder}/"
             )
         return
@@ -239,10 +238,10 @@ def _unpack(archive: Path, path: Path, cache: DiskCache) -> None:
         with tarfile.open(archive, "r:") as tar:
             tar.extractall(folder, filter=_plain)  # noqa: S202 - `_plain` checks them
     except (tarfile.TarError, ValueError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in errors.DISK_FULL:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise
         archive.unlink()
-        raise errors.SetupError(
+        raise SetupError(
             f"{path.name}.tar cannot be unpacked as a .tar: {error}"
         ) from None
     for candidate in (folder, *folder.iterdir()):
@@ -250,6 +249,6 @@ def _unpack(archive: Path, path: Path, cache: DiskCache) -> None:
             candidate.replace(path)
             shutil.rmtree(folder, ignore_errors=True)
             return
-    raise errors.SetupError(
+    raise SetupError(
         f"{path.name}.tar has no folder in diffusers format: model_index.json is missing"
     )

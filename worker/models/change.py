@@ -23,7 +23,8 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import FleetError, NodeError, SetupError, TransientError
 from imagefleet.storage.routing.models import SERVED_SPAN, ModelQueues
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import host
@@ -160,7 +161,7 @@ class WorkerModels:
                 )
         try:
             fetched = await self._fetch(chosen)
-        except (errors.SetupError, errors.NodeError) as error:
+        except (SetupError, NodeError) as error:
             if chosen is self.current:
                 raise
             self._forget(chosen, error)
@@ -175,7 +176,7 @@ class WorkerModels:
         """Loads the current model, or the default if it cannot be; on the engine's thread."""
         try:
             return self.load(self.current)
-        except (errors.SetupError, errors.NodeError) as error:
+        except (SetupError, NodeError) as error:
             if self.current.name == self._default:
                 raise
             self._forget(self.current, error)
@@ -198,13 +199,13 @@ class WorkerModels:
             try:
                 take = await self.prepare(checkpoint)
                 return Following(self._checkpoints[name], take, time.monotonic())
-            except errors.TransientError as error:
+            except TransientError as error:
                 log.warning(
                     f"the model {name} is not there: {error}",
                     action="model_not_fetched",
                     model=name,
                 )
-            except (errors.SetupError, errors.NodeError, OSError) as error:
+            except (SetupError, NodeError, OSError) as error:
                 self.drop(checkpoint, error, puller.queue)
 
     async def _choose(self, puller: Puller) -> Checkpoint:
@@ -233,7 +234,7 @@ class WorkerModels:
             return {
                 name: await self._waiting(queue, name) for name in self._checkpoints
             }
-        except errors.FleetError as error:
+        except FleetError as error:
             log.debug(f"the models' queues cannot be measured: {error}")
             return {}
 
@@ -304,7 +305,7 @@ async def note_served(
             for name in names():
                 await models.note_served(name)
             await models.note_held(*await held())
-        except errors.FleetError as error:
+        except FleetError as error:
             log.debug(f"which models are served cannot be noted: {error}")
         await asyncio.sleep(concurrency.jitter(SERVED_SPAN.total_seconds() / 2))
 
@@ -314,7 +315,7 @@ async def make_queues(models: ModelQueues, names: Sequence[str]) -> None:
     try:
         for name in names:
             await models.make(name)
-    except (errors.SetupError, errors.TransientError) as error:
+    except (SetupError, TransientError) as error:
         log.info(
             f"the queues of models are not made: {error.message}",
             action="queues_not_made",

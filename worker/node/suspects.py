@@ -5,7 +5,8 @@ import json
 import time
 from datetime import datetime, timedelta
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import FleetError
 from imagefleet.job.names import SUSPECT, worker_file_name
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry.logs import log
@@ -48,7 +49,7 @@ async def record(
         await retry_policy.call(
             lambda: storage.blobs.create(blob, data, "application/json", metadata)
         )
-    except errors.FleetError as error:
+    except FleetError as error:
         log.error(
             f"{what}, and this is not recorded ({error}):"
             f" `imagefleet redo --worker {worker} --since {since}` draws them again",

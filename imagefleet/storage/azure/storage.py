@@ -8,7 +8,8 @@ import aiohttp
 from azure.core.pipeline import PipelineRequest
 from azure.core.pipeline.transport import AioHttpTransport
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import SetupError
 from imagefleet.signing import Scope
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
@@ -163,7 +164,7 @@ class AzureStorage:
             return None
         try:
             secrets = (await self.files.container_metadata()).get(SECRETS, "")
-        except errors.SetupError:
+        except SetupError:
             log.warning(
                 "the account's key alone reads what proves who has drawn an image: with these"
                 " tokens no worker is believed, and its hours and costs are left out",

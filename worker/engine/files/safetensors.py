@@ -28,7 +28,7 @@ import torch
 from cachetools import LRUCache, cached
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import TransientError, UnusableFileError
 from imagefleet.files.safetensors import (
     Identity,
     MalformedError,
@@ -169,11 +169,11 @@ def named(file: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise errors.TransientError(
+        raise TransientError(
             f"{file} cannot be read: {error.strerror or error}"
         ) from error
     except UnusableError as error:
-        raise errors.UnusableFileError(f"{file} {error}") from error
+        raise UnusableFileError(f"{file} {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from PIL import Image
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.files.safetensors import Identity, UnusableError, identify
 from imagefleet.telemetry.logs import log
 from worker.engine import contract
@@ -392,7 +392,7 @@ class UpscalerCache:
         enlarged = enlarge(init.pixels, upscale, found)
         if (enlarged == enlarged[0, 0]).all():
             # As it always will be: the engine is not at fault.
-            raise errors.JobError("what is left of the image is all one colour")
+            raise JobError("what is left of the image is all one colour")
         return PreparedUpscale(request, enlarged)
 
     def get(self, path: Path) -> Upscaler:
@@ -410,7 +410,7 @@ def read_upscaler(identity: Identity, device: torch.device) -> Upscaler:
     try:
         spandrel = import_spandrel()
     except ImportError as error:
-        raise errors.JobError(
+        raise JobError(
             f"the upscaler {path.stem!r} needs what `pip install '.[upscalers]'` installs ({error})"
         ) from error
     tensors = {
