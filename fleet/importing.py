@@ -131,12 +131,7 @@ def _expanded(path: Path) -> list[Path]:
 
 async def _stored(settings: SignerSettings) -> Rows:
     async with open_storage(settings) as storage:
-        if not missing.may_exist(storage):
-            return {}
-        return {
-            name: await stored.read(storage, KINDS[name])
-            for name in _HASHED & KINDS.keys()
-        }
+        return {name: await missing.rows_of(storage, KINDS[name]) for name in _HASHED}
 
 
 def _found(named: Named, reading: Reading, rows: Rows) -> Named:
@@ -148,11 +143,13 @@ def _found(named: Named, reading: Reading, rows: Rows) -> Named:
         kind.stem(row.name): row.short_hash or "" for row in rows.get(kind.name, ())
     }
     name = kind.stem(Path(named.name or "").name)
-    if found := [
-        stem for stem, short_hash in known.items() if short_hash.startswith(digits)
-    ]:
-        _rename(reading, named, name if name in found else found[0])
-        return named._replace(name=name if name in found else found[0])
+    found = [
+        stem for stem, known_hash in known.items() if known_hash.startswith(digits)
+    ]
+    if found:
+        stored_name = name if name in found else found[0]
+        _rename(reading, named, stored_name)
+        return named._replace(name=stored_name)
     if known.get(name):
         reading.cannot.append(
             f"{kind.folder}/{name} is another file: its hash is not {digits}"

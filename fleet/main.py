@@ -174,26 +174,17 @@ def root(
         bool,
         typer.Option("--version", help="Print the versions to name in a bug report."),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --version: print JSON.")
-    ] = False,
 ) -> None:
     """The options of `imagefleet` itself."""
     if version:
-        versions: dict[str, str | None] = dict.fromkeys(
-            ("imagefleet", "torch", "diffusers")
-        )
-        for distribution in versions:
+        for distribution in ("imagefleet", "torch", "diffusers"):
+            installed = "not installed"
             with contextlib.suppress(metadata.PackageNotFoundError):
-                versions[distribution] = metadata.version(distribution)
-        versions["python"] = platform.python_version()
-        lines = [
-            f"{name} {installed or 'not installed'}"
-            for name, installed in versions.items()
-        ]
-        console.show(versions, *lines, as_json=as_json)
+                installed = metadata.version(distribution)
+            console.print_plain(f"{distribution} {installed}")
+        console.print_plain(f"python {platform.python_version()}")
         raise typer.Exit
-    if context.invoked_subcommand is None or as_json:
+    if context.invoked_subcommand is None:
         raise typer.BadParameter("give a command; `imagefleet --help` lists them")
 
 

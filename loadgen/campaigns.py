@@ -65,20 +65,20 @@ class LoadedCampaigns:
     cancelled: CancelledCampaigns
     ledgers: Ledgers
     notice: Callable[[str], None]
+    #: The campaign of all jobs, whose ids are then the source's own: none is there twice.
     only: str | None
-    """The campaign of all jobs, whose ids are then the source's own: none is there twice."""
     sends_again: bool
+    #: True if a job whose id was sent with another content is left out; else it ends the load.
     skips_changed: bool
-    """True if a job whose id was sent with another content is left out; else it ends the load."""
     position: int = 0
     counts: Counter[Compared] = field(default_factory=Counter, init=False)
+    #: The cancellations of before this load, which are none of its own.
     known: Mapping[str, datetime] = field(default_factory=dict, init=False)
-    """The cancellations of before this load, which are none of its own."""
     _is_compared: bool = field(default=True, init=False)
+    #: The jobs at the positions from `_confirmed` on; None: with none that is to be noted.
     _in_flight: deque[tuple[str, bytes] | None] = field(
         default_factory=deque, init=False
     )
-    """The jobs at the positions from `_confirmed` on; None: with none that is to be noted."""
     _confirmed: int = field(default=0, init=False)
     _is_refused: bool = field(default=False, init=False)
 

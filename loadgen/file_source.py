@@ -163,20 +163,20 @@ class FileSource:
         self._signer = terms.get("signer")
         self._campaign = terms.get("campaign")
         self._defaults = terms.get("defaults")
+        #: Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it.
         self.mended = 0
-        """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
+        #: Positions so far that hold no job, an empty line say.
         self.empty = 0
-        """Positions so far that hold no job, an empty line say."""
+        #: Lines so far that a `#` begins, of a file of prompts.
         self.comments = 0
-        """Lines so far that a `#` begins, of a file of prompts."""
+        #: Positions so far of a prompt that an earlier one has (`--unique`).
         self.repeated = 0
-        """Positions so far of a prompt that an earlier one has (`--unique`)."""
+        #: Jobs by how they differ from AUTOMATIC1111's, as far as the file was read last.
         self.differences = Counter[str]()
-        """Jobs by how they differ from AUTOMATIC1111's, as far as the file was read last."""
+        #: Basis of the ids of jobs without one.
         self._ids = digest(
             f"{path.name.removesuffix('.gz')} {self._campaign} {self._defaults}".encode()
         )
-        """Basis of the ids of jobs without one."""
         with self._opened() as stream:
             entries = form.count(stream)
         count = terms.get("count")

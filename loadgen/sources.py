@@ -29,19 +29,17 @@ class TemplateSource:
     def __init__(
         self, path: Path, *, seed: int | None = None, **terms: Unpack[Terms]
     ) -> None:
-        campaign, count = terms.get("campaign"), terms.get("count")
         self._path = path
         self._signer = terms.get("signer")
         read, content = template.read_template(path)
         self._seed = read.seed if seed is None else seed
         self._fixed = dict(read.job)
         content += f" seed={self._seed}"
-        if campaign is not None and not self._fixed.get("campaign"):
-            self._fixed["campaign"] = campaign
-            content += f" campaign={campaign}"
-        if (defaults := terms.get("defaults")) and not self._fixed.get("defaults"):
-            self._fixed["defaults"] = defaults
-            content += f" defaults={defaults}"
+        given = {name: terms.get(name) for name in ("campaign", "defaults")}
+        for name, value in given.items():
+            if value is not None and not self._fixed.get(name):
+                self._fixed[name] = str(value)
+                content += f" {name}={value}"
         self.campaign = str(self._fixed.get("campaign") or DEFAULT_CAMPAIGN)
         self.identity = file_source.digest(content.encode())
         self._id_of = hashlib.blake2b(
@@ -62,14 +60,14 @@ class TemplateSource:
                 for key, value in self._metadata.items()
                 if isinstance(value, str)
             }
-        except SetupError as error:
-            raise SetupError(f"{path}: {error.message}") from None
-        count = read.count if count is None else count
+        except errors.SetupError as error:
+            raise errors.SetupError(f"{path}: {error.message}") from None
+        count = terms.get("count") or read.count
         if count is None:
             raise SetupError(f"{path} has no number of jobs: add `count:` or --count")
         self.count = count
+        #: Jobs by how they differ from AUTOMATIC1111's, of the messages that were made last.
         self.differences = Counter[str]()
-        """Jobs by how they differ from AUTOMATIC1111's, of the messages that were made last."""
 
     def describe(self) -> str:
         return f"{self.count:,} job{'s' * (self.count != 1)}"
@@ -151,20 +149,17 @@ def open_source(
     """
     path, report = Path(name), terms.get("report")
     if form is None and path.suffix in template.SUFFIXES:
-        if report is not None and (report.skips or report.rejects):
-            flag = "--skip-invalid" if report.skips else "--rejects"
-            raise SetupError(f"{flag} is for files of jobs, not for templates")
-        if pictures or unique or balance:
-            flags = {"--inputs": pictures, "--unique": unique, "--balance": balance}
-            flag = next(flag for flag, given in flags.items() if given)
-            raise SetupError(f"{flag} is for files of jobs, not for templates")
+        flags = {"--inputs": pictures, "--unique": unique, "--balance": balance}
+        if report is not None:
+            flags |= {"--skip-invalid": report.skips, "--rejects": report.rejects}
+        for flag in (flag for flag, given in flags.items() if given):
+            raise errors.SetupError(f"{flag} is for files of jobs, not for templates")
         return TemplateSource(path, seed=seed, **terms)
     if seed is not None:
         raise SetupError("--seed is for templates, not for files of jobs")
     if name == "-":
-        found = file_source.find_format(path, form or "jsonl")
-    else:
-        found = file_source.find_format(path, form, other_suffixes=template.SUFFIXES)
+        form = form or "jsonl"
+    found = file_source.find_format(path, form, other_suffixes=template.SUFFIXES)
     if unique:
         found = Unique(found)
     if balance is not None:

@@ -9,7 +9,7 @@ import bisect
 import hashlib
 import itertools
 import json
-import re
+import string
 import struct
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -163,9 +163,6 @@ def _load(path: Path) -> JSONDict:
 #: For one slot: which choice, and where in its range a LoRA's strength is, in [0, 1).
 Draw = tuple[int, float]
 
-_TOKEN = re.compile(r"(\{\{|\}\}|\{[A-Za-z_][A-Za-z0-9_]*(?::[0-9]+)?\}|[{}])")
-
-
 _MAX_DEPTH = 50
 
 
@@ -245,28 +242,28 @@ class Patterns:
         return f"{tag}, {text}" if text else tag
 
     def _parts(self, text: str, place: str) -> tuple[str | int, ...]:
-        pieces: list[str | int] = [*_TOKEN.split(text)]  # every second piece is a token
-        pieces[1::2] = [self._part(str(token), text, place) for token in pieces[1::2]]
-        return tuple(piece for piece in pieces if piece != "")
-
-    def _part(self, token: str, text: str, place: str) -> str | int:
-        if len(token) == 1:
-            raise SetupError(
-                f"{place}: a single {token!r} near {text[:60]!r};"
+        parts: list[str | int] = []
+        try:
+            for literal, name, number, _ in string.Formatter().parse(text):
+                parts.append(literal)
+                if name is not None:
+                    parts.append(self._placeholder(name, f"{name}:{number}", place))
+        except ValueError as error:
+            raise errors.SetupError(
+                f"{place}: {error} near {text[:60]!r};"
                 " a placeholder is {name}, a literal brace is {{ or }}"
-            )
-        return (
-            token[0] if token in {"{{", "}}"} else self._placeholder(token[1:-1], place)
-        )
+            ) from None
+        return tuple(parts)
 
-    def _placeholder(self, placeholder: str, place: str) -> int:
+    def _placeholder(self, name: str, placeholder: str, place: str) -> int:
+        """The slot of a *placeholder*: a list's *name*, and which draw of it."""
         if placeholder in self._by_placeholder:
             return self._by_placeholder[placeholder]
-        name = placeholder.partition(":")[0]
         if name not in self._lists:
             known = ", ".join(sorted(self._lists)) or "none"
-            raise SetupError(
-                f"{place}: there is no list for {{{placeholder}}}; lists: {known}"
+            raise errors.SetupError(
+                f"{place}: there is no list for {{{name[:60]}}}; lists: {known}; a literal brace is"
+                " {{ or }}"
             )
         if name in self._open:
             raise SetupError(

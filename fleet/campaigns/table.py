@@ -32,8 +32,8 @@ class Campaigns:
 
     def __init__(self, storage: Storage, only: str | None = None) -> None:
         self.rows: Sequence[tuple[str, Counts]] = ()
+        #: Records that are damaged or forged, and so not in the figures.
         self.unfit_records = 0
-        """Records that are damaged or forged, and so not in the figures."""
         self.refusal: str | None = None
         self.paused: frozenset[str] = frozenset()
         self._storage = storage

@@ -231,11 +231,7 @@ async def _ready(
 
 def _check_onnx(path: Path, kind: FileKind) -> str:
     """Describes an ONNX file; raises SetupError for one that is none, or too large."""
-    size = path.stat().st_size
-    if kind.max_bytes is not None and size > kind.max_bytes:
-        raise errors.SetupError(
-            f"{str(path)!r} has {size:,} bytes; a {kind.noun} has {kind.max_bytes:,} at most"
-        )
+    stored.check_size(path, kind)
     with path.open("rb") as file:
         if file.read(1) != _ONNX_BEGINS:
             raise errors.SetupError(

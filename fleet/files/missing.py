@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column
 
 from cli import console
-from fleet.files.stored import Listing, read
+from fleet.files.stored import Listing, StoredFile, read
 from imagefleet import errors, signing, validation
 from imagefleet.files.kinds import (
     CONTROLNET,
@@ -194,15 +194,20 @@ def show(uses: Uses, found: list[Use], to: Console = console.stdout) -> None:
     )
 
 
+async def rows_of(storage: Storage, kind: FileKind) -> list[StoredFile]:
+    """The files of a kind; none in a local storage that the first load will create."""
+    return await read(storage, kind) if may_exist(storage) else []
+
+
 async def stored(storage: Storage, kind: FileKind) -> set[str]:
     """The names by which jobs find what a storage has."""
-    rows = await read(storage, kind) if may_exist(storage) else []
+    rows = await rows_of(storage, kind)
     return {kind.stem(row.name) for row in rows if kind is IMAGE or "/" not in row.name}
 
 
 async def in_folders(storage: Storage, kind: FileKind) -> dict[str, str]:
     """The blobs of a kind in folders within its own, by the names that they would have in it."""
-    rows = await read(storage, kind) if may_exist(storage) else []
+    rows = await rows_of(storage, kind)
     paths = (PurePosixPath(row.name) for row in rows if "/" in row.name)
     return {kind.stem(path.name): f"{kind.folder}/{path}" for path in paths}
 

@@ -113,15 +113,21 @@ def check_file(path: Path, kind: FileKind) -> str:
         raise SetupError(f"{str(path)!r} is {advice}")
     try:
         content = kinds.check(kind, str(path), check.read_header(path))
-        size = path.stat().st_size
+        check_size(path, kind)
     except OSError as error:
-        raise SetupError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    if kind.max_bytes is not None and size > kind.max_bytes:
-        raise SetupError(
+        raise errors.SetupError(
+            f"{str(path)!r} cannot be read: {error.strerror}"
+        ) from None
+    return content
+
+
+def check_size(path: Path, kind: FileKind) -> None:
+    """Raises SetupError for a file that workers would not take."""
+    if kind.max_bytes is not None and path.stat().st_size > kind.max_bytes:
+        raise errors.SetupError(
             f"{str(path)!r} has more than {kind.max_bytes / 2**20:,.0f} MiB, the most that workers"
             f" take in {kind.folder}/"
         )
-    return content
 
 
 async def store(
@@ -140,37 +146,32 @@ async def store(
         there = await storage.files.metadata(blob)
     except MissingResourceError:  # in a dry run
         there = None
-    is_other = there is not None and there.get(SHA256) != sha256
-    if (
-        is_other and not replace and kind is kinds.TEXT
-    ):  # the same, as another machine computes it
-        is_other, ready.sha256 = False, (there or {}).get(SHA256, sha256)
-    if is_other and not replace:
-        known = (
-            f" (SHA-256 {there[SHA256][:12]}...)" if there and SHA256 in there else ""
-        )
-        other = (
-            "other kernels for this GPU: --replace puts these in their place"
-            if kind is kinds.KERNELS
-            else f"another file{known}: workers may have it already, so another file needs another"
-            " --name"
-        )
-        raise SetupError(f"{blob} in {storage.url} exists and is {other}")
-    ready.change = (
-        "stored" if there is None else "replaced" if is_other else "was there"
-    )
-    if ready.change != "was there" and not dry_run:
-        if is_other:
-            await delete(storage, blob)
-        metadata = {SHA256: sha256, CONTENT: ready.content}
-        if kind is kinds.LORA:
-            metadata[LORA_HASH] = await asyncio.to_thread(
-                manifest.hash_lora, ready.path
+    known = sha256 if there is None else there.get(SHA256, "")
+    is_same = known == sha256
+    if not (is_same or replace):
+        if kind is not kinds.TEXT:
+            raise errors.SetupError(
+                f"{blob} in {storage.url} exists and is another file, of the SHA-256"
+                f" {known[:12] or 'unknown'}: workers may have it already, so another file needs"
+                " another --name; kernels are put in its place with --replace"
             )
-        if not await storage.files.upload(
-            blob, ready.path, CONTENT_TYPE, metadata, on_progress
-        ):
-            raise TransientError(f"{blob} was stored by another command: try again")
+        # The same, as another machine computes it.
+        is_same, ready.sha256 = True, known or sha256
+    if there is None:
+        ready.change = "stored"
+    else:
+        ready.change = "was there" if is_same else "replaced"
+    if ready.change == "was there" or dry_run:
+        return
+    if not is_same:
+        await delete(storage, blob)
+    metadata = {SHA256: sha256, CONTENT: ready.content}
+    if kind is kinds.LORA:
+        metadata[LORA_HASH] = await asyncio.to_thread(manifest.hash_lora, ready.path)
+    if not await storage.files.upload(
+        blob, ready.path, CONTENT_TYPE, metadata, on_progress
+    ):
+        raise errors.TransientError(f"{blob} was stored by another command: try again")
 
 
 async def delete(storage: Storage, blob: str) -> None:
@@ -247,16 +248,12 @@ class Listing:
         def changed(part: BlobPart | None) -> bytes | None:
             nonlocal is_listed
             contents = self._checked(self._parse(part))
-            is_listed = contents is not None or bool(
-                add and (self.create or self.keys.signing)
-            )
+            key = self.keys.signing
+            is_listed = contents is not None or bool(add and (self.create or key))
             before = contents.files if contents else {}
-            files = {
-                name: before[name] for name in before if name not in remove
-            } | dict(add)
-            is_as_wanted = contents is not None and contents.is_signed == bool(
-                self.keys.signing
-            )
+            kept = {name: before[name] for name in before if name not in remove}
+            files = kept | dict(add)
+            is_as_wanted = contents is not None and contents.is_signed == bool(key)
             if not is_listed or (is_as_wanted and files == before):
                 return None
             content = manifest.encode(self.folder, files, self.keys.signing)
@@ -270,26 +267,22 @@ class Listing:
         """Returns the manifest's contents if these keys may change it; raises SetupError."""
         if contents is None:
             return None
-        if contents.is_signed and not contents.is_signed_by(
-            self.keys.trusted, self.folder
-        ):
-            raise SetupError(
-                f"{self.where} is signed, and not with your key: set IMAGEFLEET_SIGNING_KEY, and"
-                " IMAGEFLEET_TRUSTED_KEY to the former key where keys are changing"
-            )
-        if contents.is_signed and self.keys.signing is None:
-            raise SetupError(f"{self.where} is signed: set IMAGEFLEET_SIGNING_KEY")
-        if (
-            self.keys.signing
-            and not contents.is_signed
-            and contents.files
-            and not self.create
-        ):
-            count = len(contents.files)
-            raise SetupError(
-                f"{self.where} is not signed, and lists {console.counted(count, 'file')}: look"
+        why, keys = "", self.keys
+        if contents.is_signed:
+            if keys.signing is None or not contents.is_signed_by(
+                keys.trusted, self.folder
+            ):
+                why = (
+                    "is signed, and not with your key: set IMAGEFLEET_SIGNING_KEY, and"
+                    " IMAGEFLEET_TRUSTED_KEY to the former key where keys are changing"
+                )
+        elif keys.signing and contents.files and not self.create:
+            why = (
+                f"is not signed, and lists {console.counted(len(contents.files), 'file')}: look"
                 " through it, then sign it as it is with --manifest, or delete it"
             )
+        if why:
+            raise errors.SetupError(f"{self.where} {why}")
         return contents
 
 

@@ -58,12 +58,12 @@ class Campaign:
 
     def __init__(self, storage: Storage, name: str, poll_seconds: float) -> None:
         self.index = Index()
+        #: Jobs, as far as a filler has noted it.
         self.sent: int | None = None
-        """Jobs, as far as a filler has noted it."""
+        #: The reason its records cannot be read at the moment; empty if they can.
         self.problem = ""
-        """The reason its records cannot be read at the moment; empty if they can."""
+        #: True once all records that existed at the start have been read.
         self.is_complete = False
-        """True once all records that existed at the start have been read."""
         self.damaged = Damaged()
         self._storage = storage
         self._name = name

@@ -66,8 +66,8 @@ class Index:
     """The rows of one campaign. Its calls block, and take turns: they are for threads."""
 
     def __init__(self) -> None:
+        #: Tells the numbers of its rows from those of another index.
         self.birth = secrets.token_hex(6)
-        """Tells the numbers of its rows from those of another index."""
         self._lock = threading.Lock()
         # SQLite deletes a file without a name when it is closed, however the process ends.
         self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)

@@ -1,5 +1,6 @@
 """A client of SaladCloud's API: what a fleet needs of it, within its rate limit."""
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -182,11 +183,7 @@ def _read(response: aiohttp.ClientResponse, text: str, shown: str) -> Any:
     status, headers = response.status, response.headers
     message = redaction.printable(redaction.message(_message(shown)))
     details = f"HTTP {status}" + (f", {message}" if message else "")
-    body = failure = None
-    try:
-        body = json.loads(text) if text else None
-    except ValueError:  # proxies return their errors as HTML
-        failure = "SaladCloud's API does not return JSON"
+    failure = "SaladCloud's API does not return JSON"
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         failure = "SaladCloud's rate limit is reached"
     elif (
@@ -201,11 +198,10 @@ def _read(response: aiohttp.ClientResponse, text: str, shown: str) -> Any:
         elif status == HTTPStatus.NOT_FOUND and response.method == "GET":
             reason += "; check the organization and the project of the fleet file"
         raise RefusedError(reason, status)
-    elif status >= HTTPStatus.MULTIPLE_CHOICES:
-        failure = "SaladCloud's API does not return JSON"
-    if failure is None:
-        return body
-    error = TransientError(f"{failure} ({details})")
+    elif status < HTTPStatus.MULTIPLE_CHOICES:
+        with contextlib.suppress(ValueError):  # proxies return their errors as HTML
+            return json.loads(text or "null")
+    error = errors.TransientError(f"{failure} ({details})")
     error.after_seconds = concurrency.after_seconds(
         headers.get("Retry-After"), LONGEST_RETRY_AFTER_SECONDS
     )

@@ -15,6 +15,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from dataclasses import dataclass
 
 import aiohttp
 
@@ -36,12 +37,12 @@ POLL_SECONDS = 10.0
 ENOUGH = 0.8
 
 
+@dataclass
 class Deployment:
     """The container groups of one fleet; each step is a line on stderr."""
 
-    def __init__(self, client: SaladClient, fleet: str) -> None:
-        self.client = client
-        self.fleet = fleet
+    client: SaladClient
+    fleet: str
 
     async def groups(self) -> list[Group]:
         """The fleet's groups, of all revisions."""

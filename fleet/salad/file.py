@@ -16,8 +16,8 @@ from pydantic import (
     Field,
     SecretStr,
     SerializationInfo,
+    TypeAdapter,
     ValidationError,
-    create_model,
     model_serializer,
     model_validator,
 )
@@ -163,16 +163,13 @@ class FleetFile(_Strict):
     def _check_models(self) -> FleetFile:
         if self.models is None:
             return self
-        if "IMAGEFLEET_MODEL" in self.environment:
-            raise ValueError(
-                "environment: IMAGEFLEET_MODEL is what `models` says: leave one of them out"
-            )
+        foreign = {"IMAGEFLEET_MODEL"}
         if len(self.models) > 1:
-            for variable in ("IMAGEFLEET_MODEL_SHA256", "IMAGEFLEET_CONFIG"):
-                if variable in self.environment:
-                    raise ValueError(
-                        f"environment: {variable} is for one model, and `models` has several"
-                    )
+            foreign |= {"IMAGEFLEET_MODEL_SHA256", "IMAGEFLEET_CONFIG"}
+        for variable in sorted(foreign & self.environment.keys()):
+            raise ValueError(
+                f"environment: {variable} does not go with these `models`: leave one of them out"
+            )
         names = [name_of(text) for text in self.models]
         for name, family in zip(names, self.models.values(), strict=True):
             if family not in families.FAMILIES:
@@ -277,15 +274,9 @@ def _check_setting(setting: str, value: _Value) -> None:
         return
     # Alone, since the whole model would also read this machine's variables.
     field: Any = WorkerSettings.model_fields[setting]
-    try:
-        create_model("Setting", value=(field.annotation, field)).model_validate(
-            {"value": str(value)}
-        )
-    except ValidationError as error:
-        what = validation.message(
-            error.errors(include_url=False, include_input=False)[0]
-        )
-        raise ValueError(f"environment: {options.variable(setting)}: {what}") from None
+    where = f"environment: {options.variable(setting)}: "
+    with validation.as_error(ValueError, where):
+        TypeAdapter(Annotated[field.annotation, field]).validate_python(str(value))
 
 
 def _refuse_written_secret(where: str, name: str, value: object) -> None:

@@ -79,8 +79,10 @@ async def command(
     imagefleet scale --dollars-per-hour 15 --max-dollars 100 --dry-run --once
     """
     if deadline is None and dollars_per_hour is None:
-        raise SetupError("give a goal: --deadline, --dollars-per-hour or both")
-    _refuse_past(deadline)
+        raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
+    if deadline is not None and deadline.timestamp() <= time.time():
+        past = deadline.isoformat(" ", "minutes")
+        raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
     fleet_file = salad_file.read_file(file)
     goal = Goal(
         max_dollars=max_dollars,
@@ -96,6 +98,7 @@ async def command(
         yes=running.yes or running.dry_run,
     )
     logs.configure("auto")
+    speed = running.images_per_second
     state = running.state or Path(f"{fleet_file.name}-scale.json")
     in_use = f"another `imagefleet scale` keeps the state {state}"
     # A preview may run beside the scaler itself.
@@ -115,24 +118,15 @@ async def command(
                 fleet,
                 client.storage,
                 state,
-                _speeds(running, fleet_file, server),
+                scaler.Speeds(
+                    given=scaler.Speed(speed, "given") if speed else None,
+                    last=_assumed_speed(fleet_file),
+                    server=server,
+                    models=fleet_file.served_models(),
+                ),
                 is_dry_run=running.dry_run,
             )
             await _scale(scaling, running, as_json=as_json)
-
-
-def _speeds(
-    running: Running,
-    file: salad_file.FleetFile,
-    server: prometheus.Prometheus | None,
-) -> scaler.Speeds:
-    speed = running.images_per_second
-    return scaler.Speeds(
-        given=scaler.Speed(speed, "given") if speed else None,
-        last=_assumed_speed(file),
-        server=server,
-        models=file.served_models(),
-    )
 
 
 async def _scale(scaling: scaler.Scaler, running: Running, *, as_json: bool) -> None:
@@ -149,12 +143,6 @@ async def _scale(scaling: scaler.Scaler, running: Running, *, as_json: bool) -> 
             action="scale_end",
             running=scaling.running,
         )
-
-
-def _refuse_past(deadline: datetime | None) -> None:
-    if deadline is not None and deadline.timestamp() <= time.time():
-        past = deadline.isoformat(" ", "minutes")
-        raise SetupError(f"--deadline {past} is in the past: give a later one")
 
 
 def _assumed_speed(file: salad_file.FleetFile) -> scaler.Speed | None:

@@ -204,8 +204,8 @@ class Source:
             part_bytes=_PART_BYTES,
             trusts_images=not self.each_job,
         )
+        #: The time of each open campaign's next count, and the pause after it.
         self._counts: dict[str, tuple[float, float]] = {}
-        """The time of each open campaign's next count, and the pause after it."""
 
     async def read(self) -> bool:
         """Adds the events of the next new records; False once there are no more."""

@@ -57,8 +57,8 @@ class Service:
         self._endpoint = endpoint
         self._state_file = state_file
         self._saved = ""
+        #: The receiver wants no more webhooks.
         self._is_gone = False
-        """The receiver wants no more webhooks."""
         self._poll_at = self._paused_until = 0.0
         self._save_at = time.monotonic() + SAVE_SECONDS
         self._attempts = Counter(

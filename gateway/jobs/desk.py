@@ -89,8 +89,8 @@ class Desk:
         self.storage = fleet.storage
         self.models = models
         self.wait_seconds = wait_seconds
+        #: Seconds of a job for each of its steps, waiting included; 0 before the first.
         self.seconds_per_step = 0.0
-        """Seconds of a job for each of its steps, waiting included; 0 before the first."""
         self._worker_seconds = worker_seconds
         self._fleet = fleet
         is_local = fleet.storage.settings.is_local
@@ -139,18 +139,10 @@ class Desk:
         """Answers everybody who waits; their jobs go on."""
         for ticket in self.tickets:
             ticket.is_kept = True
-            if ticket.facts is None:
-                ticket.refuse(
-                    refusal(503, "the gateway stops, and has not sent the job")
-                )
-                continue
-            where = f"/jobs/{ticket.id}"
-            ticket.refuse(
-                refusal(
-                    503,
-                    f"the gateway stops; the job goes on: ask for it at {where} later",
-                )
-            )
+            why = "and has not sent the job"
+            if ticket.facts is not None:
+                why = f"the job goes on: ask for it at /jobs/{ticket.id} later"
+            ticket.refuse(refusal(503, f"the gateway stops; {why}"))
 
     async def check(self, client: Client, job: Job) -> None:
         """Raises Refused where there is no room for a *job* of the client's."""
@@ -160,8 +152,10 @@ class Desk:
                 f"{job.images:,} images; {client.max_waiting:,} at most in one request",
             )
         waiting = self._images_of(client)
-        if waiting + job.images > client.max_waiting:
-            await self._look_again()
+        is_recent = time.monotonic() - self._looked_at < _LOOK_SECONDS / 5
+        if waiting + job.images > client.max_waiting and not is_recent:
+            self._look_at = 0.0
+            await self._look()
             waiting = self._images_of(client)
         everybody = sum(ticket.job.images for ticket in self.tickets)
         age = await self._age(job.model, client.priority)
@@ -219,10 +213,9 @@ class Desk:
         self._has_waiting.set()
         try:
             async with asyncio.timeout(self.wait_seconds):
-                await asyncio.shield(ticket.sent)
                 return await asyncio.shield(ticket.ended)
         except TimeoutError:
-            if not ticket.sent.done():
+            if ticket.facts is None:
                 raise refusal(503, "the storage takes no jobs now") from None
             ticket.is_kept = True
             address = f"/jobs/{ticket.id}"
@@ -431,12 +424,6 @@ class Desk:
             else:
                 await self._look_thoroughly()
 
-    async def _look_again(self) -> None:
-        """A thorough look before a client is sent away, unless one has just been."""
-        if time.monotonic() - self._looked_at > _LOOK_SECONDS / 5:
-            self._look_at = 0.0
-            await self._look()
-
     async def _look_thoroughly(self) -> None:
         began_at = time.monotonic()
         sent = [
@@ -524,20 +511,14 @@ class Desk:
             if self._tickets.get(ticket.key) is not ticket:
                 continue
             if ticket.is_foreign:
-                self._take_over(ticket)
-            else:
-                self._lost(ticket)
-
-    def _take_over(self, ticket: Ticket) -> None:
-        """Sends a job that another gateway has claimed, and then died."""
-        self._tickets.pop(ticket.key, None)
-        self._put(ticket)
-
-    def _lost(self, ticket: Ticket) -> None:
-        reason = "its message was deleted from the queue"
-        ticket.is_lost = True
-        self._withdraw(ticket, reason)
-        ticket.refuse(Refused(409, f"the job {ticket.id} is gone: {reason}"))
+                # Another gateway has claimed it, and then died.
+                del self._tickets[ticket.key]
+                self._put(ticket)
+                continue
+            reason = "its message was deleted from the queue"
+            ticket.is_lost = True
+            self._withdraw(ticket, reason)
+            ticket.refuse(Refused(409, f"the job {ticket.id} is gone: {reason}"))
 
     def _give_up(self, now: float) -> None:
         """Forgets jobs that nobody waits for, and whose ends have not come in all this time."""

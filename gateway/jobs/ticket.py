@@ -23,7 +23,6 @@ class Ticket:
     priority: Priority
     #: Its name and what is known of it; None until it is in the queue.
     facts: JobFacts | None = None
-    sent: asyncio.Future[None] = field(default_factory=asyncio.Future)
     ended: asyncio.Future[JobFacts] = field(default_factory=asyncio.Future)
     created_at: float = field(default_factory=time.monotonic)
     #: Time (monotonic seconds) at which its message was in the queue.
@@ -66,8 +65,6 @@ class Ticket:
         """The job is in the queue, by this *message* if it is known."""
         self.facts, self.message = facts, message or self.message
         self.sent_at = time.monotonic()
-        if not self.sent.done():
-            self.sent.set_result(None)
 
     def withdrawn(self) -> SentJob:
         """The job, which is in the queue, as one that nobody wants any more."""
@@ -76,10 +73,9 @@ class Ticket:
 
     def refuse(self, error: Exception) -> None:
         """Answers everybody who waits with an error."""
-        for future in (self.sent, self.ended):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # seen, even if nobody waits
+        if not self.ended.done():
+            self.ended.set_exception(error)
+            self.ended.exception()  # seen, even if nobody waits
 
     def end_without_images(self) -> None:
         """Answers that it was cancelled, unless it has ended otherwise."""

@@ -12,35 +12,33 @@ _CHUNK_BYTES = 2**18
 
 
 class JsonArray(Format):
-    """The elements of an array."""
+    """The elements of an array, or the one job that the file is."""
 
     name = "json"
     suffixes = (".json",)
     unit = "job"
+    _otherwise = "it holds neither an array of jobs nor a job"
 
     def entries(self, stream: BinaryIO) -> Iterator[Entry]:
-        whole = _read(stream)
-        jobs = [whole] if isinstance(whole, dict) else whole
-        if not isinstance(jobs, list):
-            raise FormatError("it holds neither an array of jobs nor a job")
-        for number, job in enumerate(jobs, 1):
-            yield Entry(f"job {number}", json.dumps(job))
+        elements = self._elements(_read(stream))
+        if not isinstance(elements, list):
+            raise FormatError(self._otherwise)
+        for number, element in enumerate(elements, 1):
+            yield Entry(f"{self.unit} {number}", json.dumps(element))
+
+    def _elements(self, whole: Any) -> Any:
+        return [whole] if isinstance(whole, dict) else whole
 
 
-class CocoCaptions(Format):
+class CocoCaptions(JsonArray):
     """The elements of the array `annotations` of an object, as COCO has its captions."""
 
     name = "coco"
-    suffixes = (".json",)
     unit = "annotation"
+    _otherwise = "it is no object with the array 'annotations'"
 
-    def entries(self, stream: BinaryIO) -> Iterator[Entry]:
-        whole = _read(stream)
-        captions = whole.get("annotations") if isinstance(whole, dict) else None
-        if not isinstance(captions, list):
-            raise FormatError("it is no object with the array 'annotations'")
-        for number, caption in enumerate(captions, 1):
-            yield Entry(f"annotations {number}", json.dumps(caption))
+    def _elements(self, whole: Any) -> Any:
+        return whole.get("annotations") if isinstance(whole, dict) else None
 
 
 def _read(stream: BinaryIO) -> Any:

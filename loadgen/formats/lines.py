@@ -26,8 +26,8 @@ class Entry(NamedTuple):
     #: Warning about a valid job that may not be meant as it stands.
     notice: str = ""
     is_comment: bool = False
+    #: True for a prompt that an earlier entry has, where each is wanted once.
     is_repeat: bool = False
-    """True for a prompt that an earlier entry has, where each is wanted once."""
 
 
 class FormatError(Exception):

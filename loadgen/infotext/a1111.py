@@ -14,7 +14,7 @@ from imagefleet.files.picture import OWN_FIELDS, OWN_WORD
 from imagefleet.job.passes import adetailer
 from imagefleet.validation import JSONDict, JSONObject
 from loadgen.infotext.facts import SEVERAL_NEGATIVE, facts_of, parts_of
-from loadgen.infotext.reading import Named, Reading, sampler_fields
+from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
 
 NO_PARAMETERS = "the file holds no parameters"
 
@@ -25,61 +25,10 @@ LORA = re.compile(r"<lora:([^:>]+)", re.IGNORECASE)
 #: Digits of the hash that A1111 wrote before 2023, of 64 KiB of a checkpoint.
 _OLD_DIGITS = 8
 
-#: Fields of payloads by the words of the text; of a value with an x, both fields.
-_FIELDS = {
-    "Steps": "steps",
-    "CFG scale": "cfg_scale",
-    "CFG Scale": "cfg_scale",
-    "Seed": "seed",
-    "Tiling": "tiling",
-    "Variation seed": "subseed",
-    "Variation seed strength": "subseed_strength",
-    "Refiner": "refiner_checkpoint",
-    "Refiner switch at": "refiner_switch_at",
-    "Hires upscale": "hr_scale",
-    "Hires scale": "hr_scale",
-    "Hires upscaler": "hr_upscaler",
-    "Hires steps": "hr_second_pass_steps",
-    "Hires checkpoint": "hr_checkpoint_name",
-    "Hires prompt": "hr_prompt",
-    "Hires negative prompt": "hr_negative_prompt",
-    "Size": "width height",
-    "Hires resize": "hr_resize_x hr_resize_y",
-    "Seed resize from": "seed_resize_from_w seed_resize_from_h",
-}
-
-#: Names of settings by the words of the text.
-_SETTINGS = {
-    "Clip skip": "CLIP_stop_at_last_layers",
-    "ENSD": "eta_noise_seed_delta",
-    "RNG": "randn_source",
-    "Eta": "eta_ancestral",
-    "Eta DDIM": "eta_ddim",
-    "Sigma churn": "s_churn",
-    "Sigma tmin": "s_tmin",
-    "Sigma tmax": "s_tmax",
-    "Sigma noise": "s_noise",
-    "NGMS": "s_min_uncond",
-    "Emphasis": "emphasis",
-    "Pad conds": "pad_cond_uncond",
-    "Pad conds v0": "pad_cond_uncond_v0",
-    "VAE": "sd_vae",
-    "Module 1": "sd_vae",
-    "Token merging ratio": "token_merging_ratio",
-    "Token merging ratio hr": "token_merging_ratio_hr",
-    "Extra noise": "img2img_extra_noise",
-    "Noise multiplier": "initial_noise_multiplier",
-    "Beta schedule alpha": "beta_dist_alpha",
-    "Beta schedule beta": "beta_dist_beta",
-    "VAE Decoder": "sd_vae_decode_method",
-    "Face restoration": "face_restoration_model",
-    "Conditional mask weight": "inpainting_mask_weight",
-    "Discard penultimate sigma": "always_discard_next_to_last_sigma",
-    "Downcast alphas_cumprod": "use_downcasted_alpha_bar",
-    "Old prompt editing timelines": "use_old_scheduling",
-    "Hires refiner": "hires_fix_refiner_pass",
-    "Refiner switch by sampling steps": "refiner_switch_by_sample_steps",
-}
+#: Fields of payloads, and names of settings, by the words of the text.
+_FIELDS, _SETTINGS, _OTHERS = (
+    WORDS["a1111"][name] for name in ("fields", "settings", "others")
+)
 
 #: Words that stay text where they look like a number.
 _TEXTS = {"hr_prompt", "hr_negative_prompt", "hr_upscaler", "sd_vae"}
@@ -101,35 +50,8 @@ _MASK = (
 )
 _MASKED_CONTENT = {"fill": 0, "original": 1, "latent noise": 2, "latent nothing": 3}
 
-#: What is read by rules of its own, or decides nothing of one picture.
-_OTHERS = {
-    "Sampler",
-    "Schedule type",
-    "Model",
-    "Model hash",
-    "VAE hash",
-    "Version",
-    "User",
-    "Denoising strength",
-    "Hires sampler",
-    "Hires schedule type",
-    "Hires CFG Scale",
-    "Hashes",
-    "Batch size",
-    "Batch pos",
-    "Init image hash",
-    "Lora hashes",
-    "TI hashes",
-    "App",
-    "Pipeline",
-    "Operations",
-    "Created Date",
-    "Civitai metadata",
-    "ADetailer version",
-    "ADetailer Version",
-    OWN_WORD,
-    *_MASK,
-}
+#: What is read or not by other rules.
+_KNOWN = {*_FIELDS, *_SETTINGS, *_OTHERS, OWN_WORD, *_MASK}
 
 
 def read(text: str) -> Reading:
@@ -249,7 +171,6 @@ def _hashes(text: str) -> dict[str, str]:
 
 def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
     """The units of ControlNet, and what of others is not drawn."""
-    known = _FIELDS.keys() | _SETTINGS.keys() | _OTHERS
     units = []
     details: dict[int, dict[str, object]] = {}
     for word, value in facts.items():
@@ -266,7 +187,7 @@ def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
             ordinal, field = _OF_ADETAILER[word]
             is_text = field in ("ad_model", "ad_prompt", "ad_negative_prompt")
             details.setdefault(ordinal, {})[field] = value if is_text else _value(value)
-        elif word not in known and value != "Use same choices":
+        elif word not in _KNOWN and value != "Use same choices":
             reading.cannot.append(f"{word} ({value[:80]}) is not drawn")
     scripts: JSONDict = {"controlnet": {"args": units}} if units else {}
     if details:

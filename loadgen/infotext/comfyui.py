@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from imagefleet.errors import JobError
 from imagefleet.job import samplers
 from imagefleet.validation import JSONDict, JSONObject
-from loadgen.infotext.reading import Named, Reading, sampler_fields
+from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
 
 _FIRST, _LORA, _SKIP = "CheckpointLoaderSimple", "LoraLoader", "CLIPSetLastLayer"
 _PREDICTION = "ModelSamplingDiscrete"
@@ -36,11 +36,7 @@ _WHOLE = {
     "return_with_leftover_noise": "disable",
 }
 
-_UPSCALERS = {
-    "nearest-exact": " (nearest-exact)",
-    "bilinear": "",
-    "bicubic": " (bicubic)",
-}
+_UPSCALERS: Mapping[str, str] = WORDS["comfyui"]["upscalers"]
 
 #: What AUTOMATIC1111 reads otherwise in a prompt; square brackets are escaped.
 _OTHERWISE = re.compile(r"[()<#]|\b(?:AND|BREAK)\b|:[\d.]+\s*$")
@@ -52,16 +48,7 @@ _OF_PAGE = re.compile(r"\{[^{}]*\|[^{}]*\}|//|/\*")
 _EMBEDDING = re.compile(r"embedding:([^\s,():|]+)")
 
 #: Schedules by its names.
-_SCHEDULES = {
-    "normal": "normal",
-    "karras": "karras",
-    "exponential": "exponential",
-    "sgm_uniform": "sgm_uniform",
-    "simple": "simple",
-    "ddim_uniform": "ddim",
-    "beta": "beta_comfyui",
-    "kl_optimal": "kl_optimal_comfyui",
-}
+_SCHEDULES: Mapping[str, str] = WORDS["comfyui"]["schedules"]
 
 #: The schedules that end at the smallest sigma, before 0.
 _WHOLE_SCHEDULES = {"normal", "karras", "exponential", "kl_optimal"}
@@ -76,37 +63,9 @@ class _Sampler(NamedTuple):
     said: str = ""
 
 
-_OTHER_NOISE = "the noise of its steps is another: alike and not equal"
-_GPU_NOISE = "the noise of its steps was drawn by its GPU: alike and not equal"
-
-#: Samplers by its names (`comfy/samplers.py`), with what of each is drawn otherwise. Its noise is
-#: the CPU's, but for that of steps.
-_OF_COMFYUI = {
-    **{
-        name: _Sampler(name)
-        for name in ("euler", "heun", "dpm_2", "lms", "dpmpp_2m", "dpmpp_sde")
-    },
-    "ddim": _Sampler("euler"),
-    "dpmpp_2m_sde": _Sampler("dpmpp_2m_sde"),
-    "dpmpp_2m_sde_heun": _Sampler("dpmpp_2m_sde_heun"),
-    "dpmpp_sde_gpu": _Sampler("dpmpp_sde", said=_GPU_NOISE),
-    "dpmpp_2m_sde_gpu": _Sampler("dpmpp_2m_sde", said=_GPU_NOISE),
-    "dpmpp_2m_sde_heun_gpu": _Sampler("dpmpp_2m_sde_heun", said=_GPU_NOISE),
-    "dpmpp_3m_sde": _Sampler(
-        "dpmpp_3m_sde",
-        said="its DPM++ 3M SDE keeps the last sigma but one: alike and not equal",
-    ),
-    "dpmpp_3m_sde_gpu": _Sampler(
-        "dpmpp_3m_sde",
-        said="its DPM++ 3M SDE keeps the last sigma but one, and has noise of its GPU: alike and"
-        " not equal",
-    ),
-    "dpm_fast": _Sampler("dpm_fast", {"eta": 0}),
-    "dpm_adaptive": _Sampler("dpm_adaptive", {"eta": 0}),
-    "euler_ancestral": _Sampler("euler_ancestral", said=_OTHER_NOISE),
-    "dpm_2_ancestral": _Sampler("dpm_2_ancestral", said=_OTHER_NOISE),
-    "dpmpp_2s_ancestral": _Sampler("dpmpp_2s_ancestral", said=_OTHER_NOISE),
-    "lcm": _Sampler("lcm", said=_OTHER_NOISE),
+#: Samplers by its names.
+_SAMPLERS_HERE = {
+    name: _Sampler(**row) for name, row in WORDS["comfyui"]["samplers"].items()
 }
 
 
@@ -250,7 +209,7 @@ def fields_of_sampler(name: str, scheduler: str) -> tuple[JSONDict, list[str]]:
 
     Raises JobError for one without a counterpart.
     """
-    known, schedule = _OF_COMFYUI.get(name), _SCHEDULES.get(scheduler)
+    known, schedule = _SAMPLERS_HERE.get(name), _SCHEDULES.get(scheduler)
     if known is None or schedule is None:
         shown = f"{name} {scheduler}"[:80]
         raise JobError(f"the sampler and schedule {shown!r} have no counterpart")

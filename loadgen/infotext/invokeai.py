@@ -6,32 +6,7 @@ import re
 from imagefleet.errors import JobError
 from imagefleet.job import samplers
 from imagefleet.validation import JSONObject
-from loadgen.infotext.reading import Named, Reading, sampler_fields
-
-#: What is read, or decides nothing; another field that is set has no counterpart.
-_KNOWN = {
-    "generation_mode",
-    "positive_prompt",
-    "negative_prompt",
-    "width",
-    "height",
-    "seed",
-    "steps",
-    "rand_device",
-    "cfg_scale",
-    "scheduler",
-    "clip_skip",
-    "model",
-    "loras",
-    "vae",
-    "prompt",
-    "app_version",
-    "positive_style_prompt",
-    "negative_style_prompt",
-    "sampler",
-    "type",
-    "facetool",
-}
+from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
 
 #: Words whose weights compel reads, in all releases.
 _WEIGHTED = re.compile(r"[\w)\"][+-]+(?=[\s,.)]|$)|\)[\d.]")
@@ -84,7 +59,9 @@ def _reading(
     found: JSONObject, mode: str, sampler: str, prompt: str, negative: str
 ) -> Reading:
     other = sorted(
-        name for name, value in found.items() if value and name not in _KNOWN
+        name
+        for name, value in found.items()
+        if value and name not in WORDS["invokeai"]["known"]
     )
     known = samplers.NAMES.get(sampler.removesuffix("_k").replace("kdpm_", "dpm_"))
     if (

@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from imagefleet.errors import JobError
 from imagefleet.job import samplers
 from imagefleet.validation import JSONDict, JSONObject
 from loadgen.infotext import comfyui
-from loadgen.infotext.reading import Named, Reading, sampler_fields
+from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
 
 
 class _Program(NamedTuple):
@@ -20,92 +20,17 @@ class _Program(NamedTuple):
     name: str
     fields: Mapping[str, str]
     #: Keys that decide nothing of one picture, or are told by another.
-    ignored: frozenset[str]
-    said: str = ""
+    ignored: Collection[str]
+    said: str
     #: True if its samplers are ComfyUI's, else diffusers'.
-    is_comfyui: bool = True
+    is_comfyui: bool
 
 
-_FOOOCUS = _Program(
-    "Fooocus",
-    {
-        "prompt": "prompt",
-        "full_prompt": "prompt",
-        "negative_prompt": "negative_prompt",
-        "full_negative_prompt": "negative_prompt",
-        "seed": "seed",
-        "steps": "steps",
-        "guidance_scale": "cfg_scale",
-        "resolution": "size",
-        "sampler": "sampler",
-        "scheduler": "scheduler",
-        "base_model": "model",
-        "base_model_hash": "model_hash",
-        "vae": "vae",
-        "loras": "loras",
-        "clip_skip": "clip_skip",
-    },
-    frozenset({"performance", "version", "metadata_scheme", "created_by"}),
-    "Fooocus changes the model's guidance and sharpness: alike and not equal",
-)
-
-_SWARM = _Program(
-    "SwarmUI",
-    {
-        "prompt": "prompt",
-        "negativeprompt": "negative_prompt",
-        "seed": "seed",
-        "steps": "steps",
-        "cfgscale": "cfg_scale",
-        "width": "width",
-        "height": "height",
-        "sampler": "sampler",
-        "scheduler": "scheduler",
-        "model": "model",
-        "vae": "vae",
-        "loras": "loras",
-        "loraweights": "weights",
-    },
-    frozenset({"swarm_version", "date", "generation_time", "aspectratio", "images"}),
-)
-
-_EASY_DIFFUSION = _Program(
-    "Easy Diffusion",
-    {
-        "prompt": "prompt",
-        "negative_prompt": "negative_prompt",
-        "seed": "seed",
-        "num_inference_steps": "steps",
-        "guidance_scale": "cfg_scale",
-        "width": "width",
-        "height": "height",
-        "sampler_name": "sampler",
-        "scheduler_name": "scheduler",
-        "use_stable_diffusion_model": "model",
-        "use_vae_model": "vae",
-        "use_lora_model": "loras",
-        "lora_alpha": "weights",
-        "tiling": "tiling",
-    },
-    frozenset({"output_format", "output_quality", "output_lossless", "num_outputs"}),
-    "drawn with diffusers' scheduler: alike and not equal",
-    is_comfyui=False,
-)
+_PROGRAMS = {name: _Program(name, **row) for name, row in WORDS["programs"].items()}
 
 #: Values of a setting that is off.
-_OFF = (
-    None,
-    "",
-    "Default (model)",
-    "None",
-    "none",
-    "Automatic",
-    "[]",
-    "{}",
-    "False",
-    "false",
-)
-_OFF_VALUES: tuple[object, ...] = (*_OFF, [], {}, False, 0)
+_OFF = (None, "", [], {}, False, 0, "[]", "{}")
+_OFF_WORDS = {"default (model)", "none", "automatic", "false"}
 
 _DAMAGED = (
     ValueError,
@@ -141,13 +66,13 @@ def read(text: str) -> Reading:
     if nodes:
         return comfyui.read(json.dumps(nodes))
     if isinstance(inside := found.get("sui_image_params"), dict):
-        return read_settings(inside, _SWARM)
-    return read_settings(found, _FOOOCUS)
+        return read_settings(inside, _PROGRAMS["SwarmUI"])
+    return read_settings(found, _PROGRAMS["Fooocus"])
 
 
 def read_easy_diffusion(found: JSONObject) -> Reading:
     """The job of Easy Diffusion's settings; raises JobError, which says why there is none."""
-    return read_settings(found, _EASY_DIFFUSION)
+    return read_settings(found, _PROGRAMS["Easy Diffusion"])
 
 
 def read_settings(found: JSONObject, program: _Program) -> Reading:
@@ -156,7 +81,8 @@ def read_settings(found: JSONObject, program: _Program) -> Reading:
     others = []
     for key, value in found.items():
         field = program.fields.get(key)
-        if value in _OFF_VALUES and field not in _NUMBERS:
+        is_off = value in _OFF or str(value).lower() in _OFF_WORDS
+        if is_off and field not in _NUMBERS:
             continue
         if field is not None:
             known[field] = value

@@ -1,10 +1,17 @@
 """The job in a picture's text, whichever program wrote it."""
 
+import tomllib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from imagefleet.job import samplers
 from imagefleet.validation import JSONDict, JSONObject
+
+#: The words of other programs, and what they are in a job.
+WORDS: JSONObject = tomllib.loads(
+    Path(__file__).with_name("words.toml").read_text(encoding="utf-8")
+)
 
 
 class Named(NamedTuple):

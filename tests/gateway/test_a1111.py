@@ -262,7 +262,7 @@ async def test_an_interrupted_request_ends_with_what_is_drawn(serve: Serve):
     served = await serve(works=False)
     asked = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a"}))
     (ticket,) = await until(lambda: served.gateway.desk.tickets)
-    await until(ticket.sent.done)
+    await until(lambda: ticket.sent_at)
 
     assert await served.post("/sdapi/v1/interrupt") == (200, {})
 
@@ -280,7 +280,7 @@ async def test_skip_ends_the_first_request(serve: Serve):
     tickets = await until(
         lambda: served.gateway.desk.tickets, lambda found: len(found) == 2
     )
-    await until(lambda: all(ticket.sent.done() for ticket in tickets))
+    await until(lambda: all(ticket.sent_at for ticket in tickets))
 
     assert (await served.post("/sdapi/v1/skip"))[0] == 200
 

@@ -60,7 +60,7 @@ class Endings:
         if ending == "hung up":
             asked.cancel()
             return
-        await ticket.sent
+        await until(lambda: ticket.sent_at)
         if ending == "cancelled":
             self._to_cancel.add(ticket.key)
         elif ticket.message is not None:

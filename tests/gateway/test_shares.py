@@ -36,7 +36,7 @@ async def asking(served: Any, headers: Any, *counts: int) -> Any:
         lambda: served.gateway.desk.tickets,
         lambda tickets: len(tickets) == known + len(counts),
     )
-    await asyncio.gather(*(ticket.sent for ticket in tickets))
+    await until(lambda: all(ticket.sent_at for ticket in tickets))
     try:
         yield
     finally:

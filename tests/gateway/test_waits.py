@@ -66,7 +66,7 @@ async def test_a_model_that_a_worker_serves_or_the_storage_holds_is_drawn(
         served.post(TXT2IMG, {"prompt": "a", "model": "other"})
     )
     (ticket,) = await until(lambda: served.gateway.desk.tickets)
-    await until(ticket.sent.done)
+    await until(lambda: ticket.sent_at)
     waiting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await waiting

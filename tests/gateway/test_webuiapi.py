@@ -74,9 +74,7 @@ async def test_progress_and_interrupt_are_of_what_the_client_waits_for(
     before = await asyncio.to_thread(api.get_progress)
     waiting = asyncio.create_task(asyncio.to_thread(api.txt2img, prompt="a red house"))
     await until(
-        lambda: (
-            served.gateway.desk.tickets and served.gateway.desk.tickets[0].sent.done()
-        )
+        lambda: served.gateway.desk.tickets and served.gateway.desk.tickets[0].sent_at
     )
 
     during = await asyncio.to_thread(api.get_progress)

@@ -87,7 +87,7 @@ def test_the_first_captions(tmp_path):
         (
             "c.json",
             '{"annotations": [{"text": "a"}]}',
-            "annotations 1: there is no caption",
+            "annotation 1: there is no caption",
         ),
         ("c.txt.gz", "plain\n", None),
     ],

@@ -138,8 +138,9 @@ NESTED = json.dumps({f"l{n}": [f"{{l{n + 1}}}"] for n in range(60)})
             "circular lists: a -> b -> a",
         ),
         (f"prompt: '{{l0}}'\nlists: {NESTED}", "nested more than 50 deep"),
-        ("prompt: 'a { b'", "a single '{'"),
-        ("prompt: 'a {b c}'", "a single '{'"),
+        ("prompt: 'a { b'", "expected '}' before end of string near 'a { b'"),
+        ("prompt: 'a } b'", "Single '}' encountered"),
+        ("prompt: 'a {b c}'", "there is no list for {b c}"),
         (
             "prompt: '<lora:{n}:1>'\nlists: {n: [x, {text: ../y, weight: 0.0001}]}",
             "'../y'",

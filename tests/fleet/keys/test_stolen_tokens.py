@@ -21,7 +21,12 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from thief import OPTIONS, Thief, stealing
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "storage.md"
+SECURITY = Path(__file__).parents[3] / "SECURITY.md"
+
+DOCUMENT = (
+    "| **can** lease and delete jobs, rewrite the text of those it leased, add records to the"
+    " poison queue, and store images under free names |"
+)
 
 JOB = '{"prompt": "a fox", "id": "victim"}'
 
@@ -281,17 +286,4 @@ async def test_what_a_thief_can_still_do_is_what_the_document_lists(
         "-checks/default/a.png",
     }
     assert after["images"][RECORDS] == (b"whole;forged", {})
-    _, _, table = DOCUMENT.read_text().partition(
-        "### What a stolen worker token can still do\n"
-    )
-    rows = re.findall(r"^\| ([a-z].*?) \| ", table.partition("\n## ")[0], re.MULTILINE)
-    assert rows[1:] == [  # without the heading
-        "lease jobs, and never do them",
-        "delete jobs",
-        "rewrite the text of a job that it has leased",
-        "add records to the poison queue",
-        "store an image under a name that is not taken",
-        "write false records, or append to other workers'",
-        "store false second drawings, duplicates and suspect records, under any worker's name",
-        "read the LoRAs, embeddings and models whose names it knows, and the jobs' prompts",
-    ]
+    assert DOCUMENT in SECURITY.read_text(encoding="utf-8")

@@ -66,7 +66,7 @@ async def test_who_hangs_up_with_a_key_gets_the_picture_later(serve: Serve):
     served = await serve(works=False)
     waiting = asyncio.create_task(served.post(TXT2IMG, HOUSE, headers=KEY))
     (ticket,) = await until(lambda: served.gateway.desk.tickets)
-    await until(ticket.sent.done)
+    await until(lambda: ticket.sent_at)
     waiting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await waiting
@@ -87,7 +87,7 @@ async def test_a_gateway_that_died_before_it_sent_a_job_leaves_it_to_another(
     waiting = asyncio.create_task(served.post(TXT2IMG, HOUSE, headers=KEY))
     (name,) = await until(lambda: claims_of(served))
     (ticket,) = served.gateway.desk.tickets
-    await until(ticket.sent.done)
+    await until(lambda: ticket.sent_at)
     served.gateway.desk.stop()
     assert (await waiting)[0] == 503
     await served.storage.queue.clear()  # as if it had not been sent

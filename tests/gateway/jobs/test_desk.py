@@ -46,7 +46,7 @@ async def test_who_hangs_up_takes_the_message_along_and_the_campaign_adds_up(
     served = await serve(works=False)
     waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
     tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(tickets[0].sent.done)
+    await until(lambda: tickets[0].sent_at)
 
     await leave(waiting)
 
@@ -62,7 +62,7 @@ async def test_a_job_that_a_worker_has_is_listed_until_it_has_ended(serve: Serve
     served = await serve(works=False)
     waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
     tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(tickets[0].sent.done)
+    await until(lambda: tickets[0].sent_at)
     (message,) = await served.storage.queue.receive(1, 60)
 
     await leave(waiting)
@@ -89,7 +89,7 @@ async def test_nobody_who_waits_is_no_look_at_the_storage(serve: Serve, monkeypa
     served = await serve(works=False)
     waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
     tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(tickets[0].sent.done)
+    await until(lambda: tickets[0].sent_at)
     await served.storage.queue.receive(1, 60)  # by a worker that dies
     await leave(waiting)
     await until(lambda: served.storage.files.read_part(cancelled.BLOB, 0, 10_000))
@@ -123,7 +123,7 @@ async def test_a_message_that_somebody_deletes_ends_its_request(
     served = await serve(works=False)
     one = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
     tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(tickets[0].sent.done)
+    await until(lambda: tickets[0].sent_at)
 
     await served.storage.queue.clear()
 
@@ -143,7 +143,7 @@ async def test_a_cancelled_campaign_ends_its_requests_though_no_worker_is_there(
     served = await serve(works=False)
     one = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
     tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(tickets[0].sent.done)
+    await until(lambda: tickets[0].sent_at)
 
     async def at_once(_: float) -> None: ...
 
@@ -241,7 +241,7 @@ async def test_hundreds_that_wait_cost_the_storage_what_ten_do(
         tickets = await until(
             lambda: served.gateway.desk.tickets, lambda it: len(it) == count
         )
-        await until(lambda: all(ticket.sent.done() for ticket in tickets))
+        await until(lambda: all(ticket.sent_at for ticket in tickets))
         (watch,) = served.gateway.desk._watches.values()
         looks, poll = 0, type(watch).poll
 
@@ -274,9 +274,7 @@ async def test_jobs_that_come_together_are_sent_together(serve: Serve):
     ]
 
     await until(lambda: len(served.gateway.desk.tickets) == 100)
-    await until(
-        lambda: all(ticket.sent.done() for ticket in served.gateway.desk.tickets)
-    )
+    await until(lambda: all(ticket.sent_at for ticket in served.gateway.desk.tickets))
 
     assert (await served.storage.queue.depth()).messages == 100
     batches = {ticket.id.partition("-")[0] for ticket in served.gateway.desk.tickets}
@@ -299,7 +297,7 @@ async def test_a_gateway_that_stops_answers_all_who_wait(serve: Serve):
     served = await serve(works=False)
     waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a"}))
     tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(tickets[0].sent.done)
+    await until(lambda: tickets[0].sent_at)
 
     served.gateway.desk.stop()
 
