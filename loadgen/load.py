@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import SetupError
 from imagefleet.records.ledger import Ledgers
 from imagefleet.storage import bundle, enqueue
 from imagefleet.storage.open import Storage

@@ -60,8 +60,8 @@ class TemplateSource:
                 for key, value in self._metadata.items()
                 if isinstance(value, str)
             }
-        except errors.SetupError as error:
-            raise errors.SetupError(f"{path}: {error.message}") from None
+        except SetupError as error:
+            raise SetupError(f"{path}: {error.message}") from None
         count = terms.get("count") or read.count
         if count is None:
             raise SetupError(f"{path} has no number of jobs: add `count:` or --count")
@@ -153,7 +153,7 @@ def open_source(
         if report is not None:
             flags |= {"--skip-invalid": report.skips, "--rejects": report.rejects}
         for flag in (flag for flag, given in flags.items() if given):
-            raise errors.SetupError(f"{flag} is for files of jobs, not for templates")
+            raise SetupError(f"{flag} is for files of jobs, not for templates")
         return TemplateSource(path, seed=seed, **terms)
     if seed is not None:
         raise SetupError("--seed is for templates, not for files of jobs")

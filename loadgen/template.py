@@ -249,7 +249,7 @@ class Patterns:
                 if name is not None:
                     parts.append(self._placeholder(name, f"{name}:{number}", place))
         except ValueError as error:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{place}: {error} near {text[:60]!r};"
                 " a placeholder is {name}, a literal brace is {{ or }}"
             ) from None
@@ -261,7 +261,7 @@ class Patterns:
             return self._by_placeholder[placeholder]
         if name not in self._lists:
             known = ", ".join(sorted(self._lists)) or "none"
-            raise errors.SetupError(
+            raise SetupError(
                 f"{place}: there is no list for {{{name[:60]}}}; lists: {known}; a literal brace is"
                 " {{ or }}"
             )

@@ -115,16 +115,14 @@ def check_file(path: Path, kind: FileKind) -> str:
         content = kinds.check(kind, str(path), check.read_header(path))
         check_size(path, kind)
     except OSError as error:
-        raise errors.SetupError(
-            f"{str(path)!r} cannot be read: {error.strerror}"
-        ) from None
+        raise SetupError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     return content
 
 
 def check_size(path: Path, kind: FileKind) -> None:
     """Raises SetupError for a file that workers would not take."""
     if kind.max_bytes is not None and path.stat().st_size > kind.max_bytes:
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(path)!r} has more than {kind.max_bytes / 2**20:,.0f} MiB, the most that workers"
             f" take in {kind.folder}/"
         )
@@ -150,7 +148,7 @@ async def store(
     is_same = known == sha256
     if not (is_same or replace):
         if kind is not kinds.TEXT:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{blob} in {storage.url} exists and is another file, of the SHA-256"
                 f" {known[:12] or 'unknown'}: workers may have it already, so another file needs"
                 " another --name; kernels are put in its place with --replace"
@@ -171,7 +169,7 @@ async def store(
     if not await storage.files.upload(
         blob, ready.path, CONTENT_TYPE, metadata, on_progress
     ):
-        raise errors.TransientError(f"{blob} was stored by another command: try again")
+        raise TransientError(f"{blob} was stored by another command: try again")
 
 
 async def delete(storage: Storage, blob: str) -> None:
@@ -282,7 +280,7 @@ class Listing:
                 " through it, then sign it as it is with --manifest, or delete it"
             )
         if why:
-            raise errors.SetupError(f"{self.where} {why}")
+            raise SetupError(f"{self.where} {why}")
         return contents
 
 

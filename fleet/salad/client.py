@@ -201,7 +201,7 @@ def _read(response: aiohttp.ClientResponse, text: str, shown: str) -> Any:
     elif status < HTTPStatus.MULTIPLE_CHOICES:
         with contextlib.suppress(ValueError):  # proxies return their errors as HTML
             return json.loads(text or "null")
-    error = errors.TransientError(f"{failure} ({details})")
+    error = TransientError(f"{failure} ({details})")
     error.after_seconds = concurrency.after_seconds(
         headers.get("Retry-After"), LONGEST_RETRY_AFTER_SECONDS
     )

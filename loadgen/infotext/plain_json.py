@@ -29,7 +29,7 @@ class _Program(NamedTuple):
 _PROGRAMS = {name: _Program(name, **row) for name, row in WORDS["programs"].items()}
 
 #: Values of a setting that is off.
-_OFF = (None, "", [], {}, False, 0, "[]", "{}")
+_OFF: tuple[object, ...] = (None, "", [], {}, False, 0, "[]", "{}")
 _OFF_WORDS = {"default (model)", "none", "automatic", "false"}
 
 _DAMAGED = (
