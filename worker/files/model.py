@@ -5,13 +5,14 @@ broken connections and restarts; the model itself appears in one step, complete 
 """
 
 import asyncio
+import errno
 import shutil
 import tarfile
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from imagefleet import concurrency
-from imagefleet.errors import DISK_FULL, MissingFileError, SetupError
+from imagefleet.errors import MissingFileError, SetupError
 from imagefleet.files import kinds, safetensors
 from imagefleet.signing import trusted_keys
 from imagefleet.storage.protocol import BlobStore
@@ -217,17 +218,34 @@ def _check_part(
         return
 
 
-def _plain(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
-    """Lets a file or a folder be extracted; raises TarError for what is none, or leads outside.
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    """Extracts a file or a folder; raises TarError for anything else, and for what leads outside.
 
     Links are refused: several in a row lead out of the folder past the checks of older Pythons.
     """
-    if not member.isfile() and not member.isdir():
+    shown = repr(member.name[:80])
+    name = PurePosixPath(member.name)
+    if name.is_absolute() or ".." in name.parts:
+        raise tarfile.TarError(f"{shown} leads outside")
+    if member.issym() or member.islnk():
         raise tarfile.TarError(
-            f"{member.name[:80]!r} is neither a file nor a folder; `tar --dereference` packs the"
-            " file that a link leads to"
+            f"{shown} is a link; `tar --dereference` packs the file instead"
         )
-    return tarfile.data_filter(member, folder)
+    if not member.isfile() and not member.isdir():
+        raise tarfile.TarError(f"{shown} is neither a file nor a folder")
+    target = folder / name
+    try:
+        (target if member.isdir() else target.parent).mkdir(parents=True, exist_ok=True)
+        source = tar.extractfile(member)
+        if source is not None:
+            with source, target.open("xb") as file:
+                shutil.copyfileobj(source, file)
+    except (FileExistsError, IsADirectoryError, NotADirectoryError, ValueError):
+        raise tarfile.TarError(f"{shown} is no name, or there twice") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise tarfile.TarError(f"{shown}... is too long") from None
+        raise
 
 
 def _unpack(archive: Path, path: Path, cache: DiskCache) -> None:
@@ -236,10 +254,9 @@ def _unpack(archive: Path, path: Path, cache: DiskCache) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     try:
         with tarfile.open(archive, "r:") as tar:
-            tar.extractall(folder, filter=_plain)  # noqa: S202 - `_plain` checks them
-    except (tarfile.TarError, ValueError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
-            raise
+            for member in tar:
+                _extract(tar, member, folder)
+    except tarfile.TarError as error:
         archive.unlink()
         raise SetupError(
             f"{path.name}.tar cannot be unpacked as a .tar: {error}"

@@ -20,17 +20,18 @@ def entry_of(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (tar_of({"../outside": b"x", "model_index.json": b"{}"}), "outside"),
+        (tar_of({"../outside": b"x", "model_index.json": b"{}"}), "leads outside"),
         (tar_of({"unet/config.json": b"{}"}), "model_index.json is missing"),
-        (tar_of({"/tmp/fox": b"x"}), "model_index.json is missing"),
-        (tar_of({"a": b"x", "a/b": b"y"}), "Not a directory|File exists"),
-        (tar_of({f"{'n' * 300}/outside": b"x"}), "name too long"),
+        (tar_of({"/tmp/outside": b"x"}), "leads outside"),
+        (tar_of({"a": b"x", "a/b": b"y"}), "'a/b' is no name, or there twice"),
+        (tar_of({"a": b"x", "./a": b"y"}), "'./a' is no name, or there twice"),
+        (tar_of({f"{'n' * 300}/outside": b"x"}), "is too long"),
         (
             tar_of({}, entry_of("pipe", tarfile.FIFOTYPE)),
             "is neither a file nor a folder",
         ),
         (tar_of({}, entry_of("a", tarfile.SYMTYPE, "unet")), "tar --dereference"),
-        (tar_of({"a": b"x"}, entry_of("b", tarfile.LNKTYPE, "a")), "a link leads to"),
+        (tar_of({"a": b"x"}, entry_of("b", tarfile.LNKTYPE, "a")), "is a link"),
     ],
 )
 def test_an_archive_that_cannot_be_a_model_is_the_archives_fault(
@@ -59,5 +60,5 @@ def test_a_chain_of_links_does_not_lead_out_of_the_folder(tmp_path):
     cache.folder.mkdir()
     archive = cache.folder / "sd15.tar.part"
     archive.write_bytes(tar_of({f"{deep}/x": b"y"}, *links))
-    with pytest.raises(errors.SetupError, match="a link leads to"):
+    with pytest.raises(errors.SetupError, match="is a link"):
         model._unpack(archive, cache.folder / "sd15", cache)
