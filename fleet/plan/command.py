@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from cli import console, options
@@ -101,10 +102,15 @@ def command(
     """
     works = _works(batch, machines.accelerator)
     plan, table = planned(works, machines, priority, deadline, batch.bundle)
+    old = estimate.old_prices(plan.mix, table, datetime.now(UTC).date())
     if as_json:
-        console.print_json({**asdict(plan), "storage_prices": asdict(table.storage)})
+        of_storage = {**asdict(table.storage), "as_of": str(table.storage.as_of)}
+        record = {**asdict(plan), "storage_prices": of_storage, "old_prices": old}
+        console.print_json(record)
     else:
         show(plan, table)
+    for sentence in old:
+        console.print_warning(sentence)
 
 
 def planned(

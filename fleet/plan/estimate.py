@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Literal
 
@@ -215,6 +216,22 @@ def sources(part: Part) -> list[str]:
     inputs.append((f"{start_up.value:.3g} s of start-up", start_up))
     return [
         f"{part.gpu}: {text}: {found.kind}: {found.source}." for text, found in inputs
+    ]
+
+
+def old_prices(mix: Sequence[Part], table: prices.PriceTable, today: date) -> list[str]:
+    """A sentence for each listed price that is older than `prices.MAX_AGE_DAYS`."""
+    days = {
+        part.gpu: table.gpus[part.gpu].as_of
+        for part in mix
+        if part.dollars_per_hour.kind == "listed"
+    }
+    days["storage"] = table.storage.as_of
+    return [
+        f"the price of {name} is of {day}, {(today - day).days:,} days ago: give today's with"
+        " --price-file"
+        for name, day in days.items()
+        if day is not None and (today - day).days > prices.MAX_AGE_DAYS
     ]
 
 

@@ -5,6 +5,7 @@ import math
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,6 +23,9 @@ STORAGE_PRICES_SOURCE = (
     " $0.0208 (2024-07), queue operation $0.01 per 200,000 (2019)"
 )
 
+#: Prices that are older are said to be old.
+MAX_AGE_DAYS = 90
+
 #: Bytes of a pixel in the formats of images, and the source.
 BYTES_PER_PIXEL = {"png": 1.61, "webp, lossless": 1.29, "jpeg": 0.24}
 BYTES_SOURCE = (
@@ -37,21 +41,23 @@ WRITES_PER_PACK = 1.25
 
 @dataclass(frozen=True, slots=True)
 class GpuPrices:
-    """$/h of one replica by priority, and the source."""
+    """$/h of one replica by priority, the source, and the day that it is of, if that is known."""
 
     dollars_per_hour: Mapping[Priority, float]
     source: str
+    as_of: date | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StoragePrices:
-    """Dollars per operation and for a GB's month, and the source."""
+    """Dollars per operation and for a GB's month, the source, and the day that it is of."""
 
     blob_write: float
     blob_read: float
     queue_operation: float
     gigabyte_month: float
     source: str
+    as_of: date | None = None
 
     def dollars(self, operations: Operations) -> float:
         """The price of operations; capacity is billed by the month."""
@@ -118,11 +124,22 @@ ASSUMED_IMAGES_PER_SECOND: Mapping[str, float] = {
 
 BUILT_IN = PriceTable(
     gpus={
-        name: GpuPrices(gpu["dollars_per_hour"], GPU_PRICES_SOURCE)
+        name: GpuPrices(
+            gpu["dollars_per_hour"],
+            f"SaladCloud's prices of {gpu['as_of']}"
+            if "as_of" in gpu
+            else GPU_PRICES_SOURCE,
+            gpu.get("as_of", _DATA["as_of"]),
+        )
         for name, gpu in _GPUS.items()
     },
     storage=StoragePrices(
-        0.055 / 10_000, 0.0044 / 10_000, 0.01 / 200_000, 0.0208, STORAGE_PRICES_SOURCE
+        0.055 / 10_000,
+        0.0044 / 10_000,
+        0.01 / 200_000,
+        0.0208,
+        STORAGE_PRICES_SOURCE,
+        date(2024, 7, 1),
     ),
 )
 
@@ -196,6 +213,7 @@ _STORAGE_KEYS = {
 
 class _File(BaseModel, extra="forbid", strict=True):
     source: str = Field(min_length=1)
+    as_of: date | None = None
     gpus: dict[str, dict[Priority, _Dollars]] = {}
     storage: dict[str, _Dollars] = {}
 
@@ -203,8 +221,8 @@ class _File(BaseModel, extra="forbid", strict=True):
 def read_table(path: Path | None) -> PriceTable:
     """The built-in table, overridden by the file's entries; raises SetupError if it is not valid.
 
-    YAML or JSON: `source`, `gpus` ($/h by class and priority) and `storage` ($/10,000 operations,
-    and for a GB's month).
+    YAML or JSON: `source`, `as_of` (the day of the prices), `gpus` ($/h by class and priority) and
+    `storage` ($/10,000 operations, and for a GB's month).
     """
     if path is None:
         return BUILT_IN
@@ -214,7 +232,7 @@ def read_table(path: Path | None) -> PriceTable:
     gpus = dict(BUILT_IN.gpus)
     for written, dollars in file.gpus.items():
         gpu = find_gpu(written) if matching_gpus(written, BUILT_IN.gpus) else written
-        gpus[gpu] = GpuPrices(dollars, file.source)
+        gpus[gpu] = GpuPrices(dollars, file.source, file.as_of)
     storage = BUILT_IN.storage
     if file.storage:
         own = {
@@ -222,5 +240,7 @@ def read_table(path: Path | None) -> PriceTable:
             / (10_000 if key.endswith("_per_10000") else 1)
             for key, price in file.storage.items()
         }
-        storage = dataclasses.replace(storage, **own, source=file.source)
+        storage = dataclasses.replace(
+            storage, **own, source=file.source, as_of=file.as_of
+        )
     return PriceTable(gpus, storage)
