@@ -38,15 +38,16 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from cli import files
-from imagefleet import errors, redaction
+from imagefleet import redaction
+from imagefleet.errors import FleetError, NodeError, SetupError
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONObject
 
 if TYPE_CHECKING:
     from imagefleet import aio
     from imagefleet.storage.settings import StorageSettings
 
-log = logs.EventLog(__name__)
 
 EXIT_DONE = 0
 
@@ -112,11 +113,11 @@ def one_line_errors() -> Iterator[None]:
     """Turns a FleetError into one line on stderr and an exit code; bugs keep their traceback."""
     try:
         yield
-    except errors.FleetError as error:
+    except FleetError as error:
         code = EXIT_UNEXPECTED
-        if isinstance(error, errors.SetupError):
+        if isinstance(error, SetupError):
             code = EXIT_OPERATOR_MUST_ACT
-        elif isinstance(error, errors.NodeError):
+        elif isinstance(error, NodeError):
             code = EXIT_REPLACE_THIS_NODE
         report_error(error.message, code)
         raise typer.Exit(code) from None
@@ -313,9 +314,7 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
                 draft.touch(mode=0o600)
             draft.write_bytes(data)
     except OSError as error:  # a full disk, which a scaler's ledger must outlive
-        raise errors.SetupError(
-            f"cannot write {path}: {error.strerror or error}"
-        ) from None
+        raise SetupError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def check_writable(path: Path | None) -> None:
@@ -341,7 +340,7 @@ def only_one(path: Path, use: str = "") -> Iterator[None]:
     try:
         held = FileLock(lock).acquire(timeout=0)
     except Timeout:
-        raise errors.SetupError(
+        raise SetupError(
             f"another `imagefleet` is at work with {path}: wait for it or end it first"
         ) from None
     with held:
@@ -353,7 +352,7 @@ def confirm(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise errors.SetupError(f"{question} Cannot ask without a terminal: add --yes")
+        raise SetupError(f"{question} Cannot ask without a terminal: add --yes")
     if not typer.confirm(question, err=True):
         raise typer.Exit(EXIT_OPERATOR_MUST_ACT)
 

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from imagefleet import errors
+from imagefleet.errors import DISK_FULL, SetupError
 from imagefleet.storage.local.blobs import sync
 
 
@@ -35,14 +35,12 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in errors.DISK_FULL:
+        if error.errno in DISK_FULL:
             raise
         place = error.filename or path
-        raise errors.SetupError(
-            f"cannot write {place}: {error.strerror or error}"
-        ) from None
+        raise SetupError(f"cannot write {place}: {error.strerror or error}") from None
     except sqlite3.Error as error:
-        raise errors.SetupError(f"cannot write {path}: {error}") from None
+        raise SetupError(f"cannot write {path}: {error}") from None
 
 
 def size_of(path: Path) -> int | None:

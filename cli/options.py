@@ -31,7 +31,8 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from cli import console
-from imagefleet import errors, redaction, validation
+from imagefleet import redaction, validation
+from imagefleet.errors import SetupError
 from imagefleet.storage.settings import Priority, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
 from imagefleet.validation import JSONObject
@@ -216,9 +217,9 @@ def read(model: type[Settings], given: JSONObject) -> Settings:
         lines = [
             _complaint(model, detail) for detail in error.errors(include_url=False)
         ]
-        raise errors.SetupError("\n".join(lines)) from None
+        raise SetupError("\n".join(lines)) from None
     except ValueError as error:
-        raise errors.SetupError(str(error)) from None
+        raise SetupError(str(error)) from None
 
 
 def by_setting(

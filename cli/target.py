@@ -5,7 +5,8 @@ from typing import Annotated, NamedTuple, TypeVar
 import typer
 from pydantic import TypeAdapter
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId, fields_if_any, job_key
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
@@ -70,15 +71,13 @@ def campaign(text: Text) -> Text:
     """The campaign that *text* names; raises SetupError for anything else."""
     found = read(text)
     if found.id is not None:
-        raise errors.SetupError(
-            f"{text} is one job: give its campaign, {found.campaign}"
-        )
+        raise SetupError(f"{text} is one job: give its campaign, {found.campaign}")
     return text
 
 
 def check_name(what: str, name: str | None) -> None:
     """Raises SetupError for what no campaign and no job can be called; None is not given."""
-    with validation.as_error(errors.SetupError, f"{what}: "):
+    with validation.as_error(SetupError, f"{what}: "):
         TypeAdapter[str | None](SafeId | None).validate_python(name)
 
 
@@ -106,15 +105,13 @@ async def check_campaign(storage: Storage, name: str | None) -> str | None:
             f"{missing} that can be seen{hint}; the queue {storage.queue.name} holds"
             f" {messages:,} messages, and Azure shows only the first of them"
         )
-    raise errors.SetupError(
-        missing + (hint or "; `imagefleet status` lists the campaigns")
-    )
+    raise SetupError(missing + (hint or "; `imagefleet status` lists the campaigns"))
 
 
-async def unknown_job(storage: Storage, named: Target) -> errors.SetupError:
+async def unknown_job(storage: Storage, named: Target) -> SetupError:
     """The error for a job that has no image, record or message."""
     await check_campaign(storage, named.campaign)
-    return errors.SetupError(
+    return SetupError(
         f"job {str(named)!r} has no image, record or message in {storage.url}: was it sent?"
     )
 

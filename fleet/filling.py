@@ -14,7 +14,8 @@ from rich import markup
 
 from cli import console, options
 from cli.options import option
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import SetupError, TransientError
 from imagefleet.job import differences
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.validation import JSONObject
@@ -116,7 +117,7 @@ def preview(settings: LoadSettings, source: Source) -> str:
         try:
             async with open_storage(settings) as storage:
                 return shown(await changes_of(storage, source))
-        except (errors.SetupError, errors.TransientError) as error:
+        except (SetupError, TransientError) as error:
             return f"what of it was sent before is not known: {error.message}"
 
     return console.run(compare())

@@ -13,7 +13,7 @@ from cli.options import argument, option
 from fleet import load
 from fleet.files import missing, stored
 from fleet.prompt import chunks_of
-from imagefleet import errors
+from imagefleet.errors import JobError, SetupError
 from imagefleet.files.kinds import KINDS
 from imagefleet.job import message, settings_table
 from imagefleet.job.noise import MAX_SEED
@@ -94,7 +94,7 @@ def command(
                         output.write(console.json_text(job, indent=None))
                     elif not as_json:
                         console.print_json_line(job)
-                except errors.JobError as error:
+                except JobError as error:
                     report.reject(Rejected.of(row, error.message))
                 else:
                     said.update(reading.cannot)
@@ -114,7 +114,7 @@ def command(
 def _expanded(path: Path) -> list[Path]:
     """The files of a folder, without texts beside pictures of their names; raises SetupError."""
     if not path.exists():
-        raise errors.SetupError(f"{str(path)!r} does not exist")
+        raise SetupError(f"{str(path)!r} does not exist")
     if not path.is_dir():
         return [path]
     inside = sorted(
@@ -181,7 +181,7 @@ def _checked(
 ) -> JSONDict:
     """The job of a reading, with an id; raises JobError if it cannot be drawn."""
     if reading.needs:
-        raise errors.JobError(
+        raise JobError(
             f"{', '.join(reading.needs)}: must be given; {reading.cannot[0]}"
         )
     seed = reading.job.get("seed")

@@ -14,7 +14,8 @@ from cli import console, files, options, target
 from cli.options import argument, option
 from fleet import filling
 from fleet.files import missing
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import SetupError
 from imagefleet.job.message import Job, job_key
 from imagefleet.records.ledger import Digests, id_hash
 from imagefleet.storage.open import open_storage, signer_of
@@ -115,7 +116,7 @@ def command(
     is_shown = not (sending.quiet or as_json)
     read = functools.partial(filling.reading, file, is_shown=is_shown)
     if rejects is not None and rejects.resolve() == file.resolve():
-        raise errors.SetupError(f"--rejects {rejects}: is the file of jobs itself")
+        raise SetupError(f"--rejects {rejects}: is the file of jobs itself")
     with reporting(rejects, skips=jobs.skip_invalid, as_json=as_json) as report:
         with read("reading"):
             pictures = inputs.pictures_of(jobs.inputs) if jobs.inputs else []
@@ -204,7 +205,7 @@ def _check_suffix(rejects: Path) -> None:
         suffix for each in file_source.FORMATS.values() for suffix in each.suffixes
     ]
     if name.endswith((*others, ".gz")) and not name.endswith(form.suffixes):
-        raise errors.SetupError(
+        raise SetupError(
             f"--rejects {rejects}: refused rows are written as JSON lines: let the name end in"
             f" {form.suffixes[0]}"
         )
@@ -240,7 +241,7 @@ def reporting(path: Path | None, *, skips: bool, as_json: bool) -> Iterator[Repo
         report = Report(skips, note, console.print_warning, str(path or ""))
         try:
             yield report
-        except errors.SetupError:
+        except SetupError:
             if as_json and report.count:
                 console.print_json({"finished": False, "invalid": report.count})
             raise

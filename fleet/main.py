@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from cli import console
 from fleet import health
-from imagefleet import errors
+from imagefleet.errors import DISK_FULL
 from imagefleet.telemetry import logs
 
 #: The commands and groups of commands, with their lines in the help.
@@ -225,7 +225,7 @@ def main() -> None:
     except typer.Abort:
         code = console.EXIT_INTERRUPTED
     except OSError as error:
-        if error.errno in errors.DISK_FULL:
+        if error.errno in DISK_FULL:
             place = error.filename or "the output"
             console.report_error(
                 f"the disk is full: cannot write {place}; free some space", code

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from cli import console, options
 from cli.options import argument, option
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
 from imagefleet.storage import deliveries
@@ -83,7 +83,7 @@ def _read(read: Callable[[], prompts.Prompt], steps: int) -> JSONDict:
                 own = [step for step, at in calls if at.text == state.text]
                 weight = {"part": number, "weight": part.weight}
                 texts.append({**weight, **_text(state), "steps": own})
-    except errors.JobError as error:
+    except JobError as error:
         return {"texts": [], "loras": [], "unsupported": error.message}
     loras = [asdict(lora) for lora in parsed.loras]
     return {"texts": texts, "loras": loras, "unsupported": None}

@@ -10,9 +10,8 @@ from imagefleet import aio, concurrency
 from imagefleet.http import bodies
 from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import logs, probes
+from imagefleet.telemetry.logs import log
 from worker.settings import WorkerSettings, require_libraries
-
-log = logs.EventLog(__name__)
 
 #: Seconds for which a thread that parses keeps Python's lock, while the event loop waits for it.
 _SWITCH_SECONDS = 0.001

@@ -9,7 +9,8 @@ from gateway import info, payloads, work
 from gateway.lists import DEFAULT_OPTIONS, STYLES
 from gateway.models import UnknownModelError
 from gateway.work import CLIENT, DESK
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import JobError
 from imagefleet.files import picture
 from imagefleet.http import bodies, sent_images
 from imagefleet.http.refused import Refused
@@ -170,7 +171,7 @@ async def _set_options(request: web.Request) -> web.Response:
     except ValueError as error:
         raise Refused(422, str(error).replace("override_settings.", "")) from None
     if known.get("sd_model_checkpoint"):
-        with validation.as_error(errors.JobError):
+        with validation.as_error(JobError):
             job = Job.model_validate({"prompt": "", "override_settings": known})
         try:
             await request.app[DESK].models.resolve(request[CLIENT], job)

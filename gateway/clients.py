@@ -7,7 +7,8 @@ from pathlib import Path
 from aiohttp import BasicAuth, web
 from pydantic import BaseModel, Field, TypeAdapter
 
-from imagefleet import errors, validation, yaml_file
+from imagefleet import validation, yaml_file
+from imagefleet.errors import SetupError
 from imagefleet.http.pages import Pages
 from imagefleet.http.refused import Refused
 from imagefleet.job.message import SafeId
@@ -49,7 +50,7 @@ class Door:
         self.pages = Pages(origins)
         self._by_hash = None if path is None else _read(path)
         if self._by_hash is None and not probes.is_loopback(probes.authority(host, 0)):
-            raise errors.SetupError(
+            raise SetupError(
                 f"anybody who reaches {host} could have images drawn: name a file of keys with"
                 " --clients, or listen on 127.0.0.1"
             )
@@ -78,11 +79,11 @@ class Door:
 
 def _read(path: Path) -> Mapping[str, Client]:
     content = yaml_file.read(path, "clients")
-    with validation.as_error(errors.SetupError, f"{path}: ", Client.model_fields):
+    with validation.as_error(SetupError, f"{path}: ", Client.model_fields):
         found = TypeAdapter(list[Client]).validate_python(content)
     by_hash = {client.sha256.lower(): client for client in found}
     if not found or len(by_hash) < len(found):
-        raise errors.SetupError(
+        raise SetupError(
             f"{path}: should be a list of clients, each with a key of its own"
         )
     return by_hash

@@ -18,16 +18,16 @@ from gateway.jobs.desk import Desk
 from gateway.models import Models, UnknownModelError
 from gateway.settings import GatewaySettings
 from gateway.work import CLIENT, DESK, reason_of
-from imagefleet import aio, errors, redaction
+from imagefleet import aio, redaction
+from imagefleet.errors import JobError, TransientError
 from imagefleet.files import kinds, styles
 from imagefleet.http import description, sent_images
 from imagefleet.http.bodies import Bodies
 from imagefleet.http.refused import Refused
 from imagefleet.job import settings_table
 from imagefleet.job.message import Job
-from imagefleet.telemetry import logs, metrics, probes
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry import metrics, probes
+from imagefleet.telemetry.logs import log
 
 ROUTES = web.RouteTableDef()
 
@@ -204,9 +204,9 @@ def _error(request: web.Request, error: Exception) -> web.Response:
     match error:
         case Refused():
             status, message, headers = error.status, error.message, error.headers
-        case errors.JobError():
+        case JobError():
             status, message = 422, error.message
-        case errors.TransientError():
+        case TransientError():
             status, message = 503, "the storage does not answer now: try again"
             headers = {"Retry-After": "5"}
         case web.HTTPException():

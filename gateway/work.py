@@ -14,6 +14,7 @@ from gateway.clients import Client
 from gateway.jobs.desk import Desk
 from gateway.jobs.ticket import Ticket
 from imagefleet import errors, validation
+from imagefleet.errors import JobError
 from imagefleet.files import picture
 from imagefleet.http import bodies, sent_images
 from imagefleet.http.bodies import Bodies
@@ -176,7 +177,7 @@ async def finish(
             if facts.records
             else None
         )
-        is_bad = isinstance(kind, type) and issubclass(kind, errors.JobError)
+        is_bad = isinstance(kind, type) and issubclass(kind, JobError)
         status = 409 if facts.status == "cancelled" else 422 if is_bad else 500
         raise Refused(status, reason_of(facts) or f"the job was {facts.status}")
     images = [await desk.image(facts, index) for index in range(len(facts.blobs))]
@@ -184,7 +185,7 @@ async def finish(
 
 
 def _job(fields: JSONObject) -> Job:
-    with validation.as_error(errors.JobError, known=Job.model_fields):
+    with validation.as_error(JobError, known=Job.model_fields):
         return Job.model_validate({**fields, "awaited": True})
 
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar, Unp
 
 from pydantic import TypeAdapter
 
-from imagefleet import cancelled, concurrency, errors, signing, validation
+from imagefleet import cancelled, concurrency, signing, validation
+from imagefleet.errors import FleetError, JobError, MisfitError, SetupError
 from imagefleet.job.change import Change
 from imagefleet.job.message import Job, SafeId
 from imagefleet.job.names import split_job_key
@@ -32,11 +33,12 @@ from imagefleet.records.catalog import Damaged
 from imagefleet.records.counts import Counts
 from imagefleet.records.ledger import Ledgers
 from imagefleet.records.outcomes import JobFacts, Status
-from imagefleet.storage import dead_letter_queue, enqueue, protocol
+from imagefleet.storage import dead_letter_queue, enqueue
 from imagefleet.storage.bundle import jobs_per_bundle
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.dead_letter_queue import OnProgress, Swept
 from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import QueueDepth
 from imagefleet.storage.routing.models import models_of
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 from imagefleet.submit import RETRIES, BulkSender, keep_noting
@@ -76,8 +78,8 @@ class FailedJobFilter(TypedDict, total=False):
 class Depth(NamedTuple):
     """Messages in the job queue and in the queue of failed jobs."""
 
-    queue: protocol.QueueDepth
-    failed: protocol.QueueDepth
+    queue: QueueDepth
+    failed: QueueDepth
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,7 @@ class Result(JobFacts):
         from imagefleet.records import pictures  # which needs Pillow
 
         if not self.blobs:
-            raise errors.JobError(
-                f"job {self.id} has no image: {self.reason or self.status}"
-            )
+            raise JobError(f"job {self.id} has no image: {self.reason or self.status}")
         name, storage = self.blobs[index], self.fleet.storage
         unsaid = {
             "prompt": None,
@@ -107,9 +107,9 @@ class Result(JobFacts):
         ]
         found = await self.fleet.run(pictures.find(storage, records))
         if found == "missing":
-            raise errors.JobError(f"there is no image {name} in {storage.url}")
+            raise JobError(f"there is no image {name} in {storage.url}")
         if found == "misfit":
-            raise errors.MisfitError(
+            raise MisfitError(
                 f"{name} in {storage.url} is not the picture that was recorded: another"
                 " one has been stored under its name"
             )
@@ -124,7 +124,7 @@ def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> F
     given: JSONDict = (
         {**settings} if storage is None else {"storage": storage, **settings}
     )
-    with validation.as_error(errors.SetupError, known=SignerSettings.model_fields):
+    with validation.as_error(SetupError, known=SignerSettings.model_fields):
         all_settings = SignerSettings(**given)
         return Fleet(open_storage(all_settings), all_settings.keys())
 
@@ -162,7 +162,7 @@ class Fleet:
         """Awaits *operation*, which `close` ends; raises FleetError if the fleet is closed."""
         if self._closed:
             operation.close()
-            raise errors.FleetError("this fleet is closed")
+            raise FleetError("this fleet is closed")
         task = asyncio.create_task(operation)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -170,7 +170,7 @@ class Fleet:
             return await task
         except asyncio.CancelledError:
             if self._closed:
-                raise errors.FleetError("this fleet was closed") from None
+                raise FleetError("this fleet was closed") from None
             raise
 
     async def submit(
@@ -382,9 +382,7 @@ class JobHandle:
         while (job := await pace.poll(self._look_up)).status == "pending":
             await pace.pause("the job is")
         if job.status == "unknown":
-            raise errors.FleetError(
-                f"there is no job {job.key} in {self._fleet.storage.url}"
-            )
+            raise FleetError(f"there is no job {job.key} in {self._fleet.storage.url}")
         return Result(**job.fields(), fleet=self._fleet)
 
     async def _look_up(self) -> JobFacts:
@@ -424,5 +422,5 @@ def decode(data: bytes) -> Image.Image:
 
 
 def _checked(what: str, name: str) -> str:
-    with validation.as_error(errors.JobError, f"{what} {name[:80]!r}: "):
+    with validation.as_error(JobError, f"{what} {name[:80]!r}: "):
         return TypeAdapter(SafeId).validate_python(name)

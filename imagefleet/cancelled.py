@@ -14,16 +14,14 @@ from typing import NoReturn
 
 from pydantic import AwareDatetime, BaseModel, Field
 
-from imagefleet import concurrency, errors, validation
+from imagefleet import concurrency, validation
+from imagefleet.errors import FleetError, SetupError
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId, job_key
 from imagefleet.job.names import split_job_key
 from imagefleet.records.log import RecordLog
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart, BlobStore
-from imagefleet.telemetry import logs
-from imagefleet.telemetry.logs import Occasion
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import Occasion, log
 
 BLOB = "cancelled.json"
 
@@ -110,7 +108,7 @@ class CancelledCampaigns:
                     await self._read()
             except TimeoutError:
                 self._log(f"no answer within {READ_SECONDS:g} seconds")
-            except errors.FleetError as error:
+            except FleetError as error:
                 self._log(error.message)
 
     async def watch(self, in_flight: Collection[object] | None = None) -> NoReturn:
@@ -235,7 +233,7 @@ async def _change(
             )
         ]
         if len(kept) + len(added) > MAX_CAMPAIGNS:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{BLOB} in {storage.files.name} has {MAX_CAMPAIGNS:,} campaigns: they are dropped"
                 f" {KEPT.days} days later by a cancellation while the queue is empty; `imagefleet"
                 " cancel --all` empties it"
@@ -258,5 +256,5 @@ def _parse(files: BlobStore, part: BlobPart | None) -> CancelledList:
     before = (
         f"correct or delete {BLOB} in {files.name}, which is not a list of campaigns: "
     )
-    with validation.as_error(errors.SetupError, before):
+    with validation.as_error(SetupError, before):
         return CancelledList.model_validate_json(part.data)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
-from imagefleet import aio, errors
+from imagefleet import aio
 from imagefleet.aio import ConnectOptions
+from imagefleet.errors import FleetError
 from imagefleet.records.outcomes import JobFacts, Status
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class LoopThread:
         with self._closing:
             if self._closed:
                 operation.close()
-                raise errors.FleetError("this fleet is closed")
+                raise FleetError("this fleet is closed")
             future = asyncio.run_coroutine_threadsafe(operation, self._loop)
         try:
             return future.result()

@@ -27,10 +27,8 @@ from typing import Any, TypeVar, overload
 
 import tenacity
 
-from imagefleet import errors
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.errors import BusyError, NoAccessError, StorageFullError, TransientError
+from imagefleet.telemetry.logs import log
 
 #: A container's limit of processor time: microseconds, of so many.
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -132,7 +130,7 @@ def http_date(text: str | None) -> datetime | None:
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-def log_retry(error: errors.TransientError) -> None:
+def log_retry(error: TransientError) -> None:
     log.info(f"retrying: {error.message}", action="storage_retry")
 
 
@@ -151,7 +149,7 @@ class RetryPolicy:
     give_up_seconds: float = math.inf
     waits_for_access: bool = False
     waits_while_busy: bool = False
-    on_retry: Callable[[errors.TransientError], None] = log_retry
+    on_retry: Callable[[TransientError], None] = log_retry
 
     async def call(self, operation: Callable[[], Awaitable[Result]]) -> Result:
         """Awaits *operation* until it succeeds; raises the error of the last attempt."""
@@ -164,13 +162,13 @@ class RetryPolicy:
         began_at = time.monotonic()
         try:
             return await operation(False)  # outside tenacity: most calls succeed
-        except errors.TransientError as error:
+        except TransientError as error:
             return await self._again(operation, error, began_at)
 
     async def _again(
         self,
         operation: Callable[[bool], Awaitable[Result]],
-        error: errors.TransientError,
+        error: TransientError,
         began_at: float,
     ) -> Result:
         failures, attempts = [error], _Attempts(self, began_at, error)
@@ -198,7 +196,7 @@ class _Attempts:
     policy: RetryPolicy
     began_at: float
     #: The last one.
-    error: errors.TransientError
+    error: TransientError
     failed: int = 0
     #: Number of waits for a busy storage since the last failure that counts.
     waited: int = 0
@@ -210,17 +208,17 @@ class _Attempts:
         """Decides what follows an attempt; False if it did not fail in a transient way."""
         outcome = state.outcome
         error = outcome.exception() if outcome else None
-        if not isinstance(error, errors.TransientError):
+        if not isinstance(error, TransientError):
             return False
         self.error = error
         self.is_in_doubt = self.is_in_doubt or error.outcome_is_unknown
         error.outcome_is_unknown = self.is_in_doubt
         policy, longest = self.policy, self.policy.longest_wait_seconds
-        is_closed = isinstance(error, errors.NoAccessError | errors.StorageFullError)
+        is_closed = isinstance(error, NoAccessError | StorageFullError)
         if is_closed and policy.waits_for_access:
             self.pause = jitter(longest, low=0)
             return True
-        if isinstance(error, errors.BusyError) and policy.waits_while_busy:
+        if isinstance(error, BusyError) and policy.waits_while_busy:
             self.pause = backoff(self.waited, policy.first_wait_seconds / 10, longest)
             self.waited += 1
             return True

@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 from imagefleet.concurrency import RetryPolicy
+from imagefleet.errors import FleetError
 from imagefleet.storage import bundle
 from imagefleet.storage.bundle import Sent
 
@@ -80,7 +81,7 @@ class BulkSender:
         self._on_confirmed: Callable[[Progress], None] | None = None
         self._stopping = asyncio.Event()
         self._window: deque[tuple[asyncio.Task[None], Progress]] = deque()
-        self._source_error: errors.FleetError | None = None
+        self._source_error: FleetError | None = None
 
     def stop(self) -> None:
         """Starts no more sends; `run` waits for those in flight."""
@@ -146,7 +147,7 @@ class BulkSender:
                 # What came before an error is kept.
                 chosen = await self.choose(body) if self.choose else body
                 batch.append(None if body is None else Sent(body, chosen is not None))
-        except errors.FleetError as error:
+        except FleetError as error:
             self._bodies = iter(())
             self._source_error = error  # raised once everything before it is sent
         return batch

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, JsonValue, StringConstraints
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 from imagefleet.job import prompt
 from imagefleet.job.message import Job, SafeFileName, SafeId
 from imagefleet.records.log import shard_folder
@@ -99,13 +100,11 @@ async def read(storage: Storage, campaign: str) -> Sweep | None:
     if part is None:
         return None
     with validation.as_error(
-        errors.SetupError, f"{_name(campaign)} is not a sweep's manifest: "
+        SetupError, f"{_name(campaign)} is not a sweep's manifest: "
     ):
         found = Sweep.model_validate_json(part.data)
     if found.campaign != campaign:
-        raise errors.SetupError(
-            f"{_name(campaign)} is the manifest of another campaign"
-        )
+        raise SetupError(f"{_name(campaign)} is the manifest of another campaign")
     return found
 
 
@@ -116,7 +115,7 @@ async def write(storage: Storage, sweep: Sweep) -> None:
         return
     found = await read(storage, sweep.campaign)
     if found is not None and found != sweep:
-        raise errors.SetupError(
+        raise SetupError(
             f"campaign {sweep.campaign} is another sweep already: {_difference(found, sweep)};"
             " choose another --campaign"
         )

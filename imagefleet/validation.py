@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from imagefleet import errors
+from imagefleet.errors import JobError, SetupError
 
 Model = TypeVar("Model")
 Value = TypeVar("Value")
@@ -61,7 +61,7 @@ def as_error(
         yield
     except ValidationError as error:
         raise kind(before + sentence(error, known)) from None
-    except errors.JobError as error:
+    except JobError as error:
         raise kind(before + error.message) from None
 
 
@@ -72,11 +72,9 @@ def read_file(model: type[Model], path: Path, otherwise: str) -> Model | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise errors.SetupError(
-            f"{path} cannot be read: {error.strerror or error}"
-        ) from None
+        raise SetupError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValidationError:
-        raise errors.SetupError(f"{path} {otherwise}") from None
+        raise SetupError(f"{path} {otherwise}") from None
 
 
 def reason(detail: JSONObject, known: Iterable[str] = ()) -> str:
@@ -111,7 +109,7 @@ def choose(
     if name not in known:
         names = [*known, *others]
         hint = suggestion(name, names) or f": give one of {', '.join(names)}"
-        raise errors.SetupError(f"unknown {what} {name[:40]!r}{hint}")
+        raise SetupError(f"unknown {what} {name[:40]!r}{hint}")
     return known[name]
 
 

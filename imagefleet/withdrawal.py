@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from imagefleet import cancelled, concurrency, errors
+from imagefleet import cancelled, concurrency
+from imagefleet.errors import FleetError, LeaseLost, SetupError
 from imagefleet.job.message import Job, job_key
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record, of_job
@@ -13,9 +14,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import LeasedMessage
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import RETRIES
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: Seconds for which a withdrawal waits for others: each is a record, and a rewrite of one list.
 _WAIT_SECONDS = 0.5
@@ -86,7 +85,7 @@ class Withdrawals:
             ended, self._ended = self._ended, set()
             try:
                 await self._withdraw(new, ended)
-            except errors.FleetError as error:  # they are drawn instead
+            except FleetError as error:  # they are drawn instead
                 log.warning(
                     f"jobs not withdrawn: {error.message}", action="not_withdrawn"
                 )
@@ -122,7 +121,7 @@ class Withdrawals:
         queue = next(queue for queue in queues if queue.name == message.queue)
         try:
             await RETRIES.call(lambda: queue.delete(message))
-        except (errors.LeaseLost, errors.SetupError):
+        except (LeaseLost, SetupError):
             return False
         return True
 

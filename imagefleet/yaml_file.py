@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 
 #: The most values with all aliases written out: one costs nothing to read, but is walked each time.
 MAX_VALUES = 1_000_000
@@ -23,9 +23,9 @@ def read(path: Path, name: str) -> Any:
     try:
         return parse(path.read_bytes())
     except OSError as error:
-        raise errors.SetupError(f"{name} {path}: {error.strerror or error}") from None
+        raise SetupError(f"{name} {path}: {error.strerror or error}") from None
     except YamlError as error:
-        raise errors.SetupError(f"{name} {path} is not valid YAML: {error}") from None
+        raise SetupError(f"{name} {path} is not valid YAML: {error}") from None
 
 
 def parse(content: str | bytes) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from imagefleet import errors, sweep, validation
+from imagefleet import sweep, validation
+from imagefleet.errors import SetupError
 from imagefleet.job import samplers, sizes
 from imagefleet.job.message import Job
 from imagefleet.job.prompt import read_words
@@ -60,7 +61,7 @@ class CaptionFile:
         self._file = UnchangedFile(path, self._form)
         self.facts = sweep.digest(self.read())
         if not self.facts.count:
-            raise errors.SetupError(f"{path} holds no captions")
+            raise SetupError(f"{path} holds no captions")
 
     def read(self) -> Iterator[str]:
         with self._file.opened() as stream:
@@ -120,7 +121,7 @@ def groups(
     try:
         keys = [samplers.find(name).key for name in names_of_samplers]
     except ValueError as error:
-        raise errors.SetupError(f"--set sampler_name: {error}") from None
+        raise SetupError(f"--set sampler_name: {error}") from None
     axes: Mapping[str, Sequence[Any]] = {
         "model": models,
         "sampler": keys,
@@ -129,9 +130,7 @@ def groups(
         "guidance": guidance,
     }
     if (total := math.prod(map(len, axes.values()))) > sweep.MAX_GROUPS:
-        raise errors.SetupError(
-            f"these are {total:,} groups; {sweep.MAX_GROUPS:,} at most"
-        )
+        raise SetupError(f"these are {total:,} groups; {sweep.MAX_GROUPS:,} at most")
     found: dict[str, Group] = {}
     for values in itertools.product(*axes.values()):
         fields = {
@@ -139,7 +138,7 @@ def groups(
             "lora": lora,
             **dict(zip(axes, values, strict=True)),
         }
-        with validation.as_error(errors.SetupError):
+        with validation.as_error(SetupError):
             group = Group.model_validate(fields)
             name = "-".join(
                 told(getattr(group, axis))
@@ -147,7 +146,7 @@ def groups(
                 if len(axes[axis]) > 1 or axis == "guidance"
             )
             if name in found:
-                raise errors.SetupError(f"two groups would have the name {name}")
+                raise SetupError(f"two groups would have the name {name}")
             found[name] = Group.model_validate({**dict(group), "name": name})
     return tuple(found.values())
 
@@ -223,12 +222,12 @@ class SweepSource:
         if {caption} != {fields["prompt"], read_words(fields["prompt"])[0]}:
             fields["metadata"] = {sweep.CAPTION: caption}
         before = f"group {group.name}, caption {number} ({caption[:60]!r}): "
-        with validation.as_error(errors.SetupError, before, Job.model_fields):
+        with validation.as_error(SetupError, before, Job.model_fields):
             return Job.model_validate(fields)
 
     def _body(self, group: Group, number: int, caption: str) -> str:
         job = self._job(group, number, caption)
-        with validation.as_error(errors.SetupError, f"caption {number}: "):
+        with validation.as_error(SetupError, f"caption {number}: "):
             (body,) = sizes.checked_messages([job.to_message(self._signer)])
         return body
 

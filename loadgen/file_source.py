@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict, Unpack, cast
 
-from imagefleet import errors
+from imagefleet.errors import JobError, SetupError
 from imagefleet.job import differences, message, sizes
 from imagefleet.job.message import Job
 from imagefleet.records.ledger import HASH_BYTES, Digests, id_hash
@@ -54,7 +54,7 @@ def find_format(
     known = "|".join(formats)
     if name is not None:
         if name not in formats:
-            raise errors.SetupError(f"--format {name[:40]}: should be {known}")
+            raise SetupError(f"--format {name[:40]}: should be {known}")
         return formats[name]
     for form in formats.values():
         if path.name.lower().removesuffix(".gz").endswith(form.suffixes):
@@ -62,7 +62,7 @@ def find_format(
     suffixes = sorted(
         [*other_suffixes, *(each for f in formats.values() for each in f.suffixes)]
     )
-    raise errors.SetupError(
+    raise SetupError(
         f"{path}: the name must end in {', '.join(suffixes)} or one of these with .gz; or choose"
         f" --format {known}"
     )
@@ -105,14 +105,14 @@ class UnchangedFile:
             why = f"as {self._form.name}: {error}"
         else:
             return
-        raise errors.SetupError(f"{self._name} {why}")
+        raise SetupError(f"{self._name} {why}")
 
     def _check_version(self, file: io.BufferedReader) -> None:
         found = os.fstat(file.fileno())
         version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
         self._version = self._version or version
         if version != self._version:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{self._name} has changed while it was being read; what was sent stays"
             )
 
@@ -193,14 +193,14 @@ class FileSource:
         for _ in self._read(self.report.reject, on_job or (lambda *_: None)):
             pass
         if self.report.count and not self.report.skips:
-            raise errors.SetupError(self.report.sentence(self._name))
+            raise SetupError(self.report.sentence(self._name))
 
     def bodies(self) -> Iterator[str | None]:
         return self._read(self.report.reject if self.report.skips else self._refuse)
 
     def _refuse(self, rejected: Rejected) -> None:
         self.report.reject(rejected)
-        raise errors.SetupError(
+        raise SetupError(
             f"{rejected.place} is not a valid job: {rejected.reason}; --skip-invalid skips such"
         )
 
@@ -217,7 +217,7 @@ class FileSource:
                 try:
                     if entry.text:
                         body = self._message(entry, repeats, on_job)
-                except errors.JobError as error:
+                except JobError as error:
                     problem = error.message
                 if problem:
                     on_rejected(Rejected.of(entry, problem))

@@ -11,7 +11,8 @@ from typing import BinaryIO
 
 from pydantic import TypeAdapter, ValidationError
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import SetupError
 from imagefleet.job import message
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.job.passes import img2img
@@ -51,11 +52,11 @@ def pictures_of(folder: Path) -> list[Picture]:
         )
         found = [_picture(folder, path) for path in paths]
     except OSError as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"--inputs {error.filename or folder}: {error.strerror or error}"
         ) from None
     if not found:
-        raise errors.SetupError(
+        raise SetupError(
             f"--inputs {folder}: it is no folder with pictures ({', '.join(SUFFIXES)})"
         )
     return found
@@ -64,7 +65,7 @@ def pictures_of(folder: Path) -> list[Picture]:
 def _picture(folder: Path, path: Path) -> Picture:
     size = path.stat().st_size
     if size > MAX_IMAGE_BYTES:
-        raise errors.SetupError(
+        raise SetupError(
             f"--inputs {path}: it has {size:,} bytes; workers read {MAX_IMAGE_BYTES:,} at most"
         )
     with path.open("rb") as file:
@@ -75,9 +76,7 @@ def _picture(folder: Path, path: Path) -> Picture:
         _SOURCE.validate_python(name)
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise errors.SetupError(
-            f"--inputs {path}: its name {name!r} {reason}"
-        ) from None
+        raise SetupError(f"--inputs {path}: its name {name!r} {reason}") from None
     return Picture(path, name, sha256)
 
 
@@ -129,9 +128,7 @@ async def upload(
         nonlocal new
         data = await asyncio.to_thread(picture.path.read_bytes)
         if hashlib.sha256(data).hexdigest() != picture.sha256:
-            raise errors.SetupError(
-                f"--inputs {picture.path}: it was changed in between"
-            )
+            raise SetupError(f"--inputs {picture.path}: it was changed in between")
         kind, _ = mimetypes.guess_type(picture.name)
         blob = f"{img2img.INPUTS}{picture.name}"
         is_new = await files.create(blob, data, kind or "image/png", {})

@@ -10,14 +10,15 @@ from collections.abc import (
 )
 from dataclasses import dataclass
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.records.ledger import Ledgers
+from imagefleet.errors import SetupError
+from imagefleet.records.ledger import Ledgers, listed
 from imagefleet.storage import bundle, enqueue
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
-from loadgen.campaigns import LoadedCampaigns, Sample, shown
+from loadgen.campaigns import LoadedCampaigns, Sample, changes_of, shown
 from loadgen.caption_sweep import SweepSource
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
@@ -74,6 +75,7 @@ class Load:
         self._queue = storage.queues[priority]
         self._source = source
         self._on_notice = on_notice
+        self._restart = restart
         self._cancelled = CancelledCampaigns(storage.files, storage.queue.name)
         self._ledgers = Ledgers(storage)
         self._campaigns = LoadedCampaigns(
@@ -138,6 +140,14 @@ class Load:
         )
 
     async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:
+        try:
+            await self._queue.check()
+        except SetupError as error:
+            if not self._restart and await self._was_sent():
+                raise SetupError(
+                    f"some of these jobs were sent before, but {error.message}; --restart sends"
+                    " all of them"
+                ) from None
         await self._storage.create()
         await self._cancelled.refresh()
         if self._sender.bundle_jobs > 1:
@@ -156,11 +166,21 @@ class Load:
         """Names bundles by the storage's secret; without access to it, sends jobs one by one."""
         try:
             secret = await _secret(self._storage)
-        except errors.SetupError as error:
+        except SetupError as error:
             self._sender.bundle_jobs = 1
             self._on_notice(f"jobs are sent without bundles: {error.message}")
         else:
             self._sender.bundle_name = functools.partial(bundle.name_by, secret)
+
+    async def _was_sent(self) -> bool:
+        """True if the ledger has any of the jobs; False if it cannot be read."""
+        try:
+            if not await listed(self._storage):
+                return False
+            found = await changes_of(self._storage, self._source)
+        except SetupError:
+            return False  # which is said where they are noted
+        return found["changed"] + found["as_before"] > 0
 
 
 async def _secret(storage: Storage) -> str:

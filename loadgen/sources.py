@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Unpack
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 from imagefleet.job import differences, sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.validation import JSONDict
@@ -60,13 +61,11 @@ class TemplateSource:
                 for key, value in self._metadata.items()
                 if isinstance(value, str)
             }
-        except errors.SetupError as error:
-            raise errors.SetupError(f"{path}: {error.message}") from None
+        except SetupError as error:
+            raise SetupError(f"{path}: {error.message}") from None
         count = terms.get("count") or read.count
         if count is None:
-            raise errors.SetupError(
-                f"{path} has no number of jobs: add `count:` or --count"
-            )
+            raise SetupError(f"{path} has no number of jobs: add `count:` or --count")
         self.count = count
         #: Jobs by how they differ from AUTOMATIC1111's, of the messages that were made last.
         self.differences = Counter[str]()
@@ -123,7 +122,7 @@ class TemplateSource:
 
     def _named(self, prompt: object) -> AbstractContextManager[None]:
         before = f"{self._path} generates invalid jobs (the prompt is {str(prompt)[:100]!r}): "
-        return validation.as_error(errors.SetupError, before, Job.model_fields)
+        return validation.as_error(SetupError, before, Job.model_fields)
 
 
 #: Messages by position, None for a position without one.
@@ -152,10 +151,10 @@ def open_source(
         if report is not None:
             flags |= {"--skip-invalid": report.skips, "--rejects": report.rejects}
         for flag in (flag for flag, given in flags.items() if given):
-            raise errors.SetupError(f"{flag} is for files of jobs, not for templates")
+            raise SetupError(f"{flag} is for files of jobs, not for templates")
         return TemplateSource(path, seed=seed, **terms)
     if seed is not None:
-        raise errors.SetupError("--seed is for templates, not for files of jobs")
+        raise SetupError("--seed is for templates, not for files of jobs")
     if name == "-":
         form = form or "jsonl"
     found = file_source.find_format(path, form, other_suffixes=template.SUFFIXES)

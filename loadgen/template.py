@@ -27,7 +27,8 @@ from pydantic import (
     model_validator,
 )
 
-from imagefleet import errors, redaction, validation, yaml_file
+from imagefleet import redaction, validation, yaml_file
+from imagefleet.errors import SetupError
 from imagefleet.job import prompt
 from imagefleet.job.message import Job, SafeFileName
 from imagefleet.validation import JSONDict
@@ -134,7 +135,7 @@ def read_template(path: Path) -> tuple[Template, str]:
     `count`, `seed` and layout do not change that text: a longer run begins with the same jobs.
     """
     document = _load(path)
-    with validation.as_error(errors.SetupError, f"{path}: ", _FIELDS):
+    with validation.as_error(SetupError, f"{path}: ", _FIELDS):
         template = Template.model_validate(document)
     content = {
         key: value for key, value in document.items() if key not in {"count", "seed"}
@@ -151,16 +152,12 @@ def _load(path: Path) -> JSONDict:
             return tomllib.loads(data.decode())
         document = yaml_file.parse(data)
     except OSError as error:
-        raise errors.SetupError(f"{path} cannot be read: {error.strerror}") from None
+        raise SetupError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         reason = redaction.reason(error)
-        raise errors.SetupError(
-            f"{path} is not valid {path.suffix[1:]}: {reason}"
-        ) from None
+        raise SetupError(f"{path} is not valid {path.suffix[1:]}: {reason}") from None
     if not isinstance(document, dict):
-        raise errors.SetupError(
-            f"{path}: a template is a mapping with at least `prompt`"
-        )
+        raise SetupError(f"{path}: a template is a mapping with at least `prompt`")
     return document
 
 
@@ -253,7 +250,7 @@ class Patterns:
                 if name is not None:
                     parts.append(self._placeholder(name, f"{name}:{number}", place))
         except ValueError as error:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{place}: {error} near {text[:60]!r};"
                 " a placeholder is {name}, a literal brace is {{ or }}"
             ) from None
@@ -265,18 +262,16 @@ class Patterns:
             return self._by_placeholder[placeholder]
         if name not in self._lists:
             known = ", ".join(sorted(self._lists)) or "none"
-            raise errors.SetupError(
+            raise SetupError(
                 f"{place}: there is no list for {{{name[:60]}}}; lists: {known}; a literal brace is"
                 " {{ or }}"
             )
         if name in self._open:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{place}: circular lists: {' -> '.join([*self._open, name])}"
             )
         if len(self._open) == _MAX_DEPTH:
-            raise errors.SetupError(
-                f"{place}: lists are nested more than {_MAX_DEPTH} deep"
-            )
+            raise SetupError(f"{place}: lists are nested more than {_MAX_DEPTH} deep")
         self._open.append(name)
         number = self.slot(self._lists[name], f"lists.{name}")
         self._open.pop()

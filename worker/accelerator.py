@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from imagefleet import errors
+from imagefleet.errors import JobError, SetupError
 from imagefleet.job import samplers
 from imagefleet.job.message import Job
 from imagefleet.job.samplers import Sampler
@@ -73,7 +73,7 @@ class Accelerator:
                 told = _STEPS.search(name.lower())
                 steps = int(told[1]) if told else _USUAL_STEPS
                 return cls(name, kind, min(max(steps, least), most))
-        raise errors.SetupError(
+        raise SetupError(
             f"--accelerator {name[:40]!r}: its name tells no kind; it should hold lcm, lightning,"
             " hyper, dmd2, pcm or few-steps"
         )
@@ -86,7 +86,7 @@ class Accelerator:
     def fit(self, job: Job) -> Job:
         """The job with these settings for its usual ones; raises JobError for contrary ones."""
         if any(tag.name == self.name for tag in job.loras):
-            raise errors.JobError(
+            raise JobError(
                 f"the prompt names the LoRA {self.name[:40]!r}, which this worker draws all jobs"
                 " with: leave it out of the job"
             )
@@ -147,8 +147,8 @@ class Accelerator:
             taken = f"{low:g}" if low == high else f"{low:g} to {high:g}"
             raise self._refusal(f"{field} is {value:g}", taken)
 
-    def _refusal(self, given: str, taken: str) -> errors.JobError:
-        return errors.JobError(
+    def _refusal(self, given: str, taken: str) -> JobError:
+        return JobError(
             f"{given}, and this worker draws with {self.name[:40]!r}, an accelerator of the kind"
             f" {self.kind.title}, which takes {taken}: leave it out of the job"
         )

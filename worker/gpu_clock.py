@@ -3,10 +3,8 @@
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import contract, phases
-
-log = logs.EventLog(__name__)
 
 #: Seconds of a full engine's ticks, with nothing left to compile, that tell its full speed: more
 #: than two rounds of all slots on a slow card.

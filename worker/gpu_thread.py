@@ -15,13 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from imagefleet import errors
+from imagefleet.errors import FleetError, JobCancelled, NodeError
 from imagefleet.storage.routing.route import FAIR_EVERY
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import contract
 from worker.gpu_clock import GpuClock
-
-log = logs.EventLog(__name__)
 
 Result = TypeVar("Result")
 
@@ -70,7 +68,7 @@ class _Wanted:
         take, self.take = self.take, None
         try:
             return take is not None and take()
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged
             log.warning(
                 "the engine is loaded anew", exc_info=True, action="weights_not_taken"
             )
@@ -245,7 +243,7 @@ class EngineThread:
                 self._ended.result()
                 return
             if self.is_stalled:
-                raise errors.NodeError(
+                raise NodeError(
                     f"the engine has been in one call for over {STALL_SECONDS:g} s: it hangs"
                 )
 
@@ -281,13 +279,13 @@ class EngineThread:
                 ended_at = time.monotonic()
             if engine is not None:
                 engine.close()
-        except errors.FleetError as error:
+        except FleetError as error:
             self._call(self._ended.set_exception, error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - logged
             log.exception("the engine failed", action="engine_failed")
             self._call(
                 self._ended.set_exception,
-                errors.NodeError(f"the engine failed: {error!r}"),
+                NodeError(f"the engine failed: {error!r}"),
             )
         else:
             self._call(self._ended.set_result, None)
@@ -342,7 +340,7 @@ class EngineThread:
                     ticket, prepared = line.waiting.popleft()
                     self._admitted_at[ticket] = time.monotonic()
                     if self.is_cancelled(ticket):
-                        error = errors.JobCancelled()
+                        error = JobCancelled()
                         cancelled.append(contract.Finished(ticket, error))
                     else:
                         admitted.append((ticket, prepared, line is self._urgent))
@@ -426,7 +424,7 @@ class EngineThread:
 
 def _is_jobs(finished: contract.Finished) -> bool:
     """False for a failure, and for an image of `draw`, by which a node checks itself."""
-    is_image = not isinstance(finished.outcome, errors.FleetError)
+    is_image = not isinstance(finished.outcome, FleetError)
     return is_image and finished.ticket >= 0
 
 

@@ -10,11 +10,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from imagefleet import errors
-from imagefleet.storage import protocol
+from imagefleet.errors import LeaseLost, TransientError
+from imagefleet.storage.protocol import JobQueue, LeasedMessage
 from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: Renewals in flight: after a large pull a hundred leases are due together.
 CONCURRENT_RENEWALS = 16
@@ -28,7 +27,7 @@ RenewalResult = Literal["renewed", "unknown", "lost"]
 class Lease:
     """One leased message: its latest receipt and what is known about the lease."""
 
-    def __init__(self, message: protocol.LeasedMessage, expires_at: float) -> None:
+    def __init__(self, message: LeasedMessage, expires_at: float) -> None:
         self.message = message
         self.expires_at = expires_at  # on this machine's monotonic clock
         self.is_lost = False  # not where a renewal's reply was: the next one tells
@@ -37,14 +36,14 @@ class Lease:
     def check(self) -> None:
         """Raises LeaseLost if another worker may have the message."""
         if self.is_lost:
-            raise errors.LeaseLost(f"the lease on message {self.message.id} is lost")
+            raise LeaseLost(f"the lease on message {self.message.id} is lost")
 
 
 @dataclass(eq=False)
 class LeaseKeeper:
     """Renews leases at half their time; its end must stop the worker."""
 
-    queue: protocol.JobQueue
+    queue: JobQueue
     lease_seconds: float
     on_renewal: Callable[[RenewalResult], None] = lambda _: None
 
@@ -53,7 +52,7 @@ class LeaseKeeper:
         self._slots = asyncio.Semaphore(CONCURRENT_RENEWALS)
         self._warning = logs.Occasion()
 
-    def hold(self, message: protocol.LeasedMessage, leased_at: float) -> Lease:
+    def hold(self, message: LeasedMessage, leased_at: float) -> Lease:
         """Keeps a message leased by a call that began at *leased_at* (monotonic seconds)."""
         lease = Lease(message, leased_at + self.lease_seconds)
         self._leases[lease] = None
@@ -98,7 +97,7 @@ class LeaseKeeper:
     async def _end(self, lease: Lease, call: Awaitable[None]) -> None:
         try:
             await call
-        except errors.LeaseLost:
+        except LeaseLost:
             self._mark_lost(lease)
             raise
         self._leases.pop(lease, None)
@@ -109,9 +108,9 @@ class LeaseKeeper:
                 return
             try:
                 await self._extend(lease)
-            except errors.LeaseLost:
+            except LeaseLost:
                 self.on_renewal("lost")
-            except errors.TransientError as error:
+            except TransientError as error:
                 # Neither held nor lost: the reply may have been lost after the renewal.
                 self.on_renewal("unknown")
                 if self._warning.is_due():
@@ -129,7 +128,7 @@ class LeaseKeeper:
             lease.message = await self.queue.renew(
                 lease.message, self.lease_seconds, body
             )
-        except errors.LeaseLost:
+        except LeaseLost:
             self._mark_lost(lease)
             raise
         lease.expires_at = asked_at + self.lease_seconds

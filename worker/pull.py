@@ -7,19 +7,20 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import TransientError
 from imagefleet.job.message import images_of, is_bundle
-from imagefleet.storage import bundle, protocol
+from imagefleet.storage import bundle
+from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker import tasks
 from worker.gpu_thread import EngineThread
 from worker.jobs import bundles
 from worker.jobs.in_flight import InFlightJob
 from worker.leases import Lease
 from worker.settle import Settler
-
-log = logs.EventLog(__name__)
 
 #: Images beyond those that the engine holds, however slow it is: enough for one slow reply of the
 #: storage.
@@ -141,7 +142,7 @@ class Puller:
         seconds = self.settler.settings.lease_seconds
         try:
             messages = await self.queue.receive(count, seconds, above)
-        except errors.TransientError as error:
+        except TransientError as error:
             if self._warning.is_due():
                 log.warning(f"the queue does not answer: {error}", action="pull_failed")
             self._queue_answers = False
@@ -222,12 +223,10 @@ class Puller:
         target = self._target
         room = target - self._images_ahead(above)
         # The engine must not run out of them meanwhile: its slots would be empty one by one.
-        if room < min(
-            protocol.MAX_RECEIVE, max(1, (target - self.engine_thread.capacity) // 2)
-        ):
+        if room < min(MAX_RECEIVE, max(1, (target - self.engine_thread.capacity) // 2)):
             return 0
         per_message = self._images_per_message if above is None else 1.0
-        return min(math.ceil(room / per_message), protocol.MAX_RECEIVE)
+        return min(math.ceil(room / per_message), MAX_RECEIVE)
 
     @property
     def _target(self) -> int:

@@ -7,13 +7,11 @@ from typing import TypeVar
 
 import pynvml
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.pricing import prices
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker import tasks
 from worker.settings import WorkerSettings
-
-log = logs.EventLog(__name__)
 
 #: The driver of a hung card may not answer at all; loading the model will then fail.
 DRIVER_SECONDS = 10.0
@@ -54,7 +52,7 @@ def find_replica(settings: WorkerSettings) -> Replica:
             dollars_per_hour = prices.gpu_dollars_per_hour(
                 gpu, settings.priority, table
             )
-        except errors.SetupError as error:
+        except SetupError as error:
             log.warning(
                 f"no image has a cost: {error}; or set --price-per-hour",
                 action="price_unknown",

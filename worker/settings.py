@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.pricing.prices import Priority
 from imagefleet.storage.protocol import MAX_LEASE_SECONDS
 from imagefleet.storage.settings import PublicKeys
@@ -91,7 +91,7 @@ def require_libraries() -> None:
     """Raises SetupError, with the command to run, where only the console is installed."""
     for name in _LIBRARIES.split():
         if importlib.util.find_spec(name) is None:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{name} is not installed; to generate images: pip install '.[worker]'"
             )
 

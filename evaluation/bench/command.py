@@ -6,11 +6,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cli import console, options
+from cli.options import argument
 from evaluation.bench.options import BenchOptions
 from imagefleet.pricing import prices
 from worker.files import check as checkpoint
@@ -25,6 +26,12 @@ _SECONDS_PER_HOUR = 3600
 @options.flat
 def command(
     *,
+    what: Literal["latency"] | None = argument(
+        "latency: the seconds of 1, 2, 4 and 512 images at once (PLMS, 50 steps), beside"
+        " diffusers eager; default: rates.",
+        None,
+        metavar="[latency]",
+    ),
     asked: BenchOptions,
     json_file: options.JsonFile = None,
     as_json: options.AsJson = False,
@@ -38,18 +45,52 @@ def command(
     imagefleet bench --baseline --gpu "RTX 4090" --json-file bench.json
 
     imagefleet bench --family sdxl --json-file sdxl.json
+
+    imagefleet bench latency --family sd2 --json-file latency.json
     """
     console.check_writable(json_file)
     if asked.model is not None:  # before torch is imported
         checkpoint.check_path(asked.model)
     require_libraries()
-    report = _measure(asked)
+    report = _measure(asked) if what is None else _measure_latency(asked)
     if json_file is not None:
         console.write_file(json_file, console.json_text(report))
     if as_json:
         console.print_json(report)
-    else:
+    elif what is None:
         _show(report)
+    else:
+        _show_latency(report)
+
+
+def _measure_latency(asked: BenchOptions) -> dict[str, Any]:
+    from evaluation.bench import engine as bench_engine
+    from evaluation.bench import latency
+
+    with (
+        tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name,
+        _steps() as step,
+    ):
+        step("creating the model", 1)
+        folder, family = Path(name), asked.family
+        setup = bench_engine.prepare(
+            asked.model, folder, asked.device, loras=1, family=family
+        )
+        return latency.measure(setup, asked, step)
+
+
+def _show_latency(report: Mapping[str, Any]) -> None:
+    numbers = map(console.number_column, ("seconds", "diffusers", "over diffusers"))
+    names = ("seconds", "diffusers_seconds", "over_diffusers")
+    rows = [
+        (images, *(f"{report[name][images]:.2f}" for name in names))
+        for images in report["seconds"]
+    ]
+    what = "{hardware[device]}: {model}, {width}x{height}, {steps} steps of {sampler}"
+    console.print_plain(what.format_map(report))
+    console.print_tables(
+        console.table(console.number_column("images at once"), *numbers, rows=rows)
+    )
 
 
 def _measure(asked: BenchOptions) -> dict[str, Any]:

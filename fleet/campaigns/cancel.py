@@ -5,7 +5,8 @@ from dataclasses import asdict
 from cli import console, options, target
 from cli.options import argument, option
 from fleet.results import forms
-from imagefleet import cancelled, errors
+from imagefleet import cancelled
+from imagefleet.errors import SetupError
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
@@ -51,10 +52,10 @@ async def command(
     """
     named = target.campaign(campaign)
     if everything == (named is not None):
-        raise errors.SetupError("choose what to cancel: a CAMPAIGN or --all")
+        raise SetupError("choose what to cancel: a CAMPAIGN or --all")
     if pause or resume:
         if named is None or pause == resume or dry_run:
-            raise errors.SetupError(
+            raise SetupError(
                 "--pause and --resume are for a CAMPAIGN, one of the two, without --dry-run"
             )
         async with console.connected(settings) as fleet:

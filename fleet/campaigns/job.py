@@ -3,7 +3,7 @@
 from datetime import UTC
 
 from cli import console, target
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job.message import job_key, read_job
 from imagefleet.records import columns, decisions, ledger, outcomes
 from imagefleet.records.record import Record
@@ -97,6 +97,6 @@ def _stage(body: str) -> int | None:
     """The stage that a message asks for, if its job has several."""
     try:
         job = read_job(body, "none")
-    except errors.JobError:
+    except JobError:
         return None
     return job.stage if job.stages > 1 else None

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from rich.table import Table
 
 from cli import console
-from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import SetupError
 from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.counts import CachedCounts, Counts
@@ -54,7 +54,7 @@ class Campaigns:
                 found = {
                     self._only: await reader.counts(self._storage, self._only, damaged)
                 }
-        except errors.SetupError as error:  # of a token that may not read records
+        except SetupError as error:  # of a token that may not read records
             if self._only is not None:
                 raise
             self.refusal = error.message

@@ -16,7 +16,8 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from cli import console, files, options
 from cli.options import option
 from fleet.worker import command as worker_command
-from imagefleet import aio, errors
+from imagefleet import aio
+from imagefleet.errors import SetupError
 from imagefleet.files import demo
 from imagefleet.job import prompt
 from imagefleet.job.message import Job
@@ -67,7 +68,7 @@ def command(
     imagefleet demo --cascade
     """
     if cascade and few_steps:
-        raise errors.SetupError("give --cascade or --few-steps, not both")
+        raise SetupError("give --cascade or --few-steps, not both")
     console.check_writable(json_file)
     require_libraries()
     if cascade:
@@ -107,7 +108,7 @@ def command(
 def _prepare(storage: Path) -> None:
     """Creates an empty storage folder; refuses to empty one that is not a demo's."""
     if storage.exists() and not (storage / _MARKER).exists():
-        raise errors.SetupError(
+        raise SetupError(
             f"{storage} exists and is not from a demo: choose another --output"
         )
     with files.writing(storage):
@@ -117,7 +118,7 @@ def _prepare(storage: Path) -> None:
         (storage / _MARKER).touch()
         free = shutil.disk_usage(storage).free
     if free < _LEAST_FREE_BYTES:
-        raise errors.SetupError(
+        raise SetupError(
             f"the disk of {storage.parent} is full: free {_LEAST_FREE_BYTES / 1e6:.0f} MB, or"
             " choose another --output"
         )

@@ -8,7 +8,8 @@ from cli import console, options, target
 from cli.options import option
 from fleet.failed import jobs as failed_jobs
 from fleet.failed.jobs import Verb
-from imagefleet import aio, errors
+from imagefleet import aio
+from imagefleet.errors import SetupError
 from imagefleet.job.change import Change
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Check, Selection
@@ -130,7 +131,7 @@ async def discard_command(
 def _chosen(which: JobFilter, how: How) -> Selection:
     """The failed jobs to move; raises SetupError without a choice."""
     if how.everything == (which != JobFilter()):
-        raise errors.SetupError(
+        raise SetupError(
             "choose the failed jobs: --all, or a CAMPAIGN[/ID], --error or --model"
         )
     return which.selection()

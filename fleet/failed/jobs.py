@@ -10,8 +10,8 @@ from typing import Literal
 from rich.console import Console
 
 from cli import console
-from imagefleet import errors
 from imagefleet.aio import Fleet
+from imagefleet.errors import JobError, SetupError
 from imagefleet.job import message
 from imagefleet.job.chain import STAGE_FIELD
 from imagefleet.job.message import DELIVERIES_FIELD, DIGEST_FIELD, FAILURE_FIELD
@@ -65,9 +65,9 @@ async def listing(
     return kinds, jobs
 
 
-def no_such_job(fleet: Fleet, selection: Selection) -> errors.SetupError:
+def no_such_job(fleet: Fleet, selection: Selection) -> SetupError:
     job = message.job_key(selection.campaign, selection.id)
-    return errors.SetupError(
+    return SetupError(
         f"no failed job {job!r} in {fleet.storage.poison.name}; `imagefleet failed` lists those"
         " there"
     )
@@ -97,7 +97,7 @@ async def export(fleet: Fleet, records: AsyncIterator[Record]) -> None:
             continue
         try:
             job = exported(record)
-        except errors.JobError as reason:
+        except JobError as reason:
             console.print_warning(f"{record.id} is left out: {reason.message}")
             continue
         console.print_json_line(job)
@@ -112,7 +112,7 @@ async def export(fleet: Fleet, records: AsyncIterator[Record]) -> None:
 def exported(record: Record) -> JSONDict:
     """A whole job to load, with why it failed; raises JobError if its message is no JSON."""
     if not (fields := message.fields_if_any(record.body or "")):
-        raise errors.JobError("its message is no job in JSON")
+        raise JobError("its message is no job in JSON")
     # A signature is of the fields as they were: a load signs the mended job. With another id its
     # first stage is not stored; with its own it is found, and the job goes on where it failed.
     for name in (

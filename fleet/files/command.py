@@ -11,7 +11,8 @@ from cli.options import argument
 from fleet.files import add, making, stored, texts
 from fleet.files.add import AddOptions
 from fleet.files.texts import MakeOptions, MakeSettings
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 from imagefleet.files.kinds import KINDS
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
@@ -186,9 +187,7 @@ def make_command(
         making.make_kernels(settings, given.output, dry_run=dry_run, as_json=as_json)
         return
     if jobs is None:
-        raise errors.SetupError(
-            "JOBS is missing: the file of jobs whose prompts are read"
-        )
+        raise SetupError("JOBS is missing: the file of jobs whose prompts are read")
     texts.make(settings, jobs, given, dry_run=dry_run, as_json=as_json)
 
 
@@ -201,4 +200,4 @@ def _refuse_foreign(
         takes = takers.get(parameter.name or "", (kind,))
         if kind not in takes and source is not None and source.name == "COMMANDLINE":
             flag = parameter.opts[0] if parameter.opts[0].startswith("-") else "JOBS"
-            raise errors.SetupError(f"{flag} is for {', '.join(takes)}, not for {kind}")
+            raise SetupError(f"{flag} is for {', '.join(takes)}, not for {kind}")

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cli import console
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files.kinds import KERNELS
 from imagefleet.storage.open import open_storage
 from imagefleet.validation import JSONDict
@@ -26,7 +26,7 @@ def make_kernels(
         settings = console.run(_fetch_model(settings))
     is_gpu = devices.find_device(settings.device).type == "cuda"
     if settings.compile == "off" or not is_gpu:
-        raise errors.SetupError(
+        raise SetupError(
             "kernels are compiled for NVIDIA GPUs, and here is none that torch can use: run this on"
             " a machine with the GPU of the workers, without --device cpu and --compile off"
         )
@@ -43,9 +43,7 @@ def make_kernels(
     engine.close()
     files = sorted(map(str, output.glob(f"*{KERNELS.suffixes[0]}")))
     if not files:
-        raise errors.SetupError(
-            "torch could not compile anything: the warnings above say why"
-        )
+        raise SetupError("torch could not compile anything: the warnings above say why")
     note = f"{graphs['compiled']} compiled, {graphs['disk']} were there:"
     console.show({**document, "files": files}, *files, notes=[note], as_json=as_json)
 

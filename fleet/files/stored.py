@@ -19,7 +19,8 @@ from pathlib import Path
 from rich import progress
 
 from cli import console, files
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import MissingResourceError, SetupError, TransientError
 from imagefleet.files import kinds
 from imagefleet.files.kinds import FileKind
 from imagefleet.signing import Keys
@@ -84,9 +85,9 @@ async def local_file(
 def _own_file(source: str, sha256: str | None) -> Path:
     path = Path(source).expanduser()
     if not path.exists():
-        raise errors.SetupError(f"{source!r} does not exist")
+        raise SetupError(f"{source!r} does not exist")
     if sha256 and path.is_file() and files.sha256(path) != sha256.lower():
-        raise errors.SetupError(f"{source!r} has another SHA-256 than {sha256}")
+        raise SetupError(f"{source!r} has another SHA-256 than {sha256}")
     return path
 
 
@@ -95,21 +96,19 @@ def check_file(path: Path, kind: FileKind) -> str:
     if path.suffix.lower() in addresses.PICKLE_SUFFIXES:
         is_embedding = kind is kinds.EMBEDDING
         advice = addresses.pickle_advice(str(path), is_embedding=is_embedding)
-        raise errors.SetupError(f"{str(path)!r} is {advice}")
+        raise SetupError(f"{str(path)!r} is {advice}")
     try:
         content = kinds.check(kind, str(path), check.read_header(path))
         check_size(path, kind)
     except OSError as error:
-        raise errors.SetupError(
-            f"{str(path)!r} cannot be read: {error.strerror}"
-        ) from None
+        raise SetupError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     return content
 
 
 def check_size(path: Path, kind: FileKind) -> None:
     """Raises SetupError for a file that workers would not take."""
     if kind.max_bytes is not None and path.stat().st_size > kind.max_bytes:
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(path)!r} has more than {kind.max_bytes / 2**20:,.0f} MiB, the most that workers"
             f" take in {kind.folder}/"
         )
@@ -129,13 +128,13 @@ async def store(
     sha256 = ready.sha256 = await asyncio.to_thread(files.sha256, ready.path)
     try:
         there = await storage.files.metadata(blob)
-    except errors.MissingResourceError:  # in a dry run
+    except MissingResourceError:  # in a dry run
         there = None
     known = sha256 if there is None else there.get(SHA256, "")
     is_same = known == sha256
     if not (is_same or replace):
         if kind is not kinds.TEXT:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{blob} in {storage.url} exists and is another file, of the SHA-256"
                 f" {known[:12] or 'unknown'}: workers may have it already, so another file needs"
                 " another --name; kernels are put in its place with --replace"
@@ -156,13 +155,13 @@ async def store(
     if not await storage.files.upload(
         blob, ready.path, CONTENT_TYPE, metadata, on_progress
     ):
-        raise errors.TransientError(f"{blob} was stored by another command: try again")
+        raise TransientError(f"{blob} was stored by another command: try again")
 
 
 async def delete(storage: Storage, blob: str) -> None:
     """Deletes a blob; raises SetupError if the token does not allow it."""
     if not await storage.files.delete(blob):
-        raise errors.SetupError(
+        raise SetupError(
             f"{blob} cannot be deleted with this token: `imagefleet keys mint files` makes one"
         )
 
@@ -274,7 +273,7 @@ class Listing:
                 " through it, then sign it as it is with --manifest, or delete it"
             )
         if why:
-            raise errors.SetupError(f"{self.where} {why}")
+            raise SetupError(f"{self.where} {why}")
         return contents
 
 
@@ -319,12 +318,10 @@ async def find(
         called = [row for row in rows if name in {row.name, kind.stem(row.name)}]
         if not called:
             hint = validation.suggestion(name, [kind.stem(row.name) for row in rows])
-            raise errors.SetupError(
-                f"no {kind.noun} {name[:80]!r} in {kind.folder}/{hint}"
-            )
+            raise SetupError(f"no {kind.noun} {name[:80]!r} in {kind.folder}/{hint}")
         if len(called) > 1:
             several = " and ".join(row.name for row in called)
-            raise errors.SetupError(
+            raise SetupError(
                 f"{name!r} is the name of {several}: give it with its suffix"
             )
         found[called[0].name] = called[0]

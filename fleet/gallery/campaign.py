@@ -9,7 +9,7 @@ import numpy as np
 from cachetools import LRUCache
 
 from fleet.gallery.index import Filter, Index
-from imagefleet import errors
+from imagefleet.errors import FleetError
 from imagefleet.records import ledger, reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.follower import Follower
@@ -122,7 +122,7 @@ class Campaign:
                     time.monotonic() + _POLLS_PER_COUNT * self._poll_seconds
                 )
             self.problem = ""
-        except errors.FleetError as error:
+        except FleetError as error:
             self.problem = error.message
         except sqlite3.Error as error:
             self.problem = f"The index of the gallery cannot be written: {error}"

@@ -15,7 +15,8 @@ from fleet.gallery import campaign, guard
 from fleet.gallery.campaign import Campaign, View
 from fleet.gallery.images import Images
 from fleet.gallery.index import Filter, reason
-from imagefleet import aio, errors, redaction, validation
+from imagefleet import aio, redaction, validation
+from imagefleet.errors import FleetError
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.records import catalog, reader
 from imagefleet.records.record import Record
@@ -202,7 +203,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         why, status = validation.sentence(error), 400
     except sqlite3.Error as error:
         why, status = f"The index of the gallery cannot be read: {error}", 503
-    except (DamagedImageError, errors.FleetError) as error:
+    except (DamagedImageError, FleetError) as error:
         why = str(error)
         status = 415 if isinstance(error, DamagedImageError) else 503
     return _answer({"error": redaction.message(why)}, status)

@@ -17,12 +17,11 @@ from cli import console, options
 from fleet.keys import mint
 from fleet.salad import groups
 from fleet.settings import BrokerSettings
-from imagefleet import errors
+from imagefleet.errors import FleetError, SetupError, TransientError
 from imagefleet.storage import proofs
 from imagefleet.telemetry import logs, probes
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
-
-log = logs.EventLog(__name__)
 
 #: Seconds in which nodes may still get tokens that are revoked already; they ask again.
 CHECK_SECONDS = 30.0
@@ -61,7 +60,7 @@ class Identities:
         try:
             import jwt
         except ModuleNotFoundError as error:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{error.name} is not installed; for the broker: pip install '.[broker]'"
             ) from None
         self._jwt = jwt
@@ -135,7 +134,7 @@ class Broker:
             # A caller chooses parts of the reason: escaped, they cannot forge another line.
             log.warning(f"refused: {refusal.reason[:300]!a}", action="refused")
             return web.json_response({"error": refusal.reason}, status=refusal.status)
-        except errors.FleetError as error:
+        except FleetError as error:
             log.warning(error.message, action="policy_failed")
             return web.json_response({"error": "try again later"}, status=503)
         log.info(
@@ -162,10 +161,10 @@ class Broker:
                     self._policy = (
                         await self._find_policy() or await self._make_policy()
                     )
-            except (errors.TransientError, TimeoutError) as error:
+            except (TransientError, TimeoutError) as error:
                 text = f"cannot read the policies: {str(error) or 'the storage does not answer'}"
                 if not self._policy:
-                    raise errors.TransientError(text) from None
+                    raise TransientError(text) from None
                 text += f"; goes on with {self._policy}"
                 log.warning(text, action="policy_unchecked")
             self._checked_at = time.monotonic()
@@ -213,7 +212,7 @@ async def command(settings: BrokerSettings) -> None:
     """
     logs.configure(settings.log_format)
     if not settings.organization:
-        raise errors.SetupError(
+        raise SetupError(
             "--organization is required: any other's nodes would get tokens"
         )
     app = application(Broker(settings, Identities(settings)))

@@ -12,7 +12,8 @@ import typer
 from cli import console, options
 from cli.options import argument, option
 from fleet.keys import mint as keys_mint
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.signing import SigningKey
 from imagefleet.storage.azure.roles import ROLES, explain
@@ -85,19 +86,19 @@ async def mint_command(
     """
     if role == SIGNING:
         if scope != Scope() or policy:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{SIGNING} makes a key pair, which is for all: only --file"
             )
         _make_signing_keys(file or DEFAULT_SIGNING_KEY, as_json=as_json)
         return
     found = validation.choose("role", role, ROLES, [SIGNING])
     if scope.chains and role != "worker":
-        raise errors.SetupError("--chains is for `imagefleet keys mint worker`")
+        raise SetupError("--chains is for `imagefleet keys mint worker`")
     allowed = found.for_chains() if scope.chains else found
     models = scope.model or []
     for name in models:
         if not SAFE_NAME.fullmatch(name):
-            raise errors.SetupError(
+            raise SetupError(
                 f"--model {name[:80]!r} is no model's name: letters, digits, spaces and _ . + ( ) -"
                 " only, without a path or suffix"
             )
@@ -183,7 +184,7 @@ def _print_exports(variables: Mapping[str, str]) -> None:
 
 def _on_azure(settings: StorageSettings) -> StorageSettings:
     if settings.local_folder is not None:
-        raise errors.SetupError(
+        raise SetupError(
             "a local folder needs no tokens; set IMAGEFLEET_STORAGE to an Azure connection string"
         )
     return settings
@@ -195,13 +196,11 @@ def _make_signing_keys(file: Path, *, as_json: bool) -> None:
         public = SigningKey.create(file.expanduser()).public
     except FileExistsError:
         found = "it is not a signing key"
-        with contextlib.suppress(errors.SetupError):
+        with contextlib.suppress(SetupError):
             found = f"its public key is {SigningKey.read(file).public}"
-        raise errors.SetupError(
-            f"{file} exists and is not overwritten; {found}"
-        ) from None
+        raise SetupError(f"{file} exists and is not overwritten; {found}") from None
     except OSError as error:
-        raise errors.SetupError(f"cannot write {file}: {error.strerror}") from None
+        raise SetupError(f"cannot write {file}: {error.strerror}") from None
     path = str(file.expanduser().absolute())
     if as_json:
         console.print_json({"file": path, "public_key": public})

@@ -20,7 +20,7 @@ from azure.storage.queue import AccessPolicy as QueuePolicy
 from azure.storage.queue import QueueSasPermissions, generate_queue_sas
 from azure.storage.queue.aio import QueueClient
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.storage import proofs
 from imagefleet.storage.azure import account, roles
 from imagefleet.storage.azure import errors as azure_errors
@@ -108,7 +108,7 @@ class Minter:
     def __init__(self, settings: StorageSettings) -> None:
         address = account.read_address(settings.storage.strip())
         if not address.has_key or address.sas is not None:
-            raise errors.SetupError(
+            raise SetupError(
                 "tokens are signed with the account key: set IMAGEFLEET_STORAGE to a connection"
                 " string with AccountName and AccountKey"
             )
@@ -184,12 +184,12 @@ async def store_policy(
         async with _stored(settings, place) as policies:
             existing = policies.get(name)
             if existing is not None and existing.permission != permission:
-                raise errors.SetupError(
+                raise SetupError(
                     f"the policy {name!r} of {place.name(settings)!r} allows"
                     f" {existing.permission!r}, not {permission!r}: use one name per role"
                 )
             if existing is None and len(policies) >= MAX_POLICIES:
-                raise errors.SetupError(
+                raise SetupError(
                     f"{place.name(settings)!r} already has {MAX_POLICIES} stored policies"
                     f" ({', '.join(policies)}): `imagefleet keys revoke` one of them"
                 )
@@ -276,7 +276,7 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
         if ours:
             removed.append(place.name(settings))
     if not removed:
-        raise errors.SetupError(f"there is no policy {name!r} to revoke")
+        raise SetupError(f"there is no policy {name!r} to revoke")
     return removed
 
 
@@ -287,7 +287,7 @@ def _address_without_key(
         client.url.partition("?")[0].rpartition("/")[0] for client in (container, queue)
     )
     if https:
-        with contextlib.suppress(errors.SetupError):  # a custom domain
+        with contextlib.suppress(SetupError):  # a custom domain
             if account.read_address(blob_url).queue_url == queue_url:
                 return blob_url
     return f"BlobEndpoint={blob_url};QueueEndpoint={queue_url}"

@@ -7,12 +7,12 @@ from prometheus_client import Counter, Gauge
 from cli import console, options
 from fleet.monitor import service
 from fleet.settings import ExporterSettings
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import TransientError
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import JobQueue
 from imagefleet.telemetry import logs, metrics
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 
 @options.flat
@@ -70,7 +70,7 @@ class Exporter:
         while True:
             try:
                 await self.sample()
-            except errors.TransientError as error:
+            except TransientError as error:
                 self._failed_samples.inc()
                 log.warning(f"trying again: {error}", action="look_failed")
             await asyncio.sleep(self._seconds)

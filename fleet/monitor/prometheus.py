@@ -10,7 +10,8 @@ from typing import Literal
 import aiohttp
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 
-from imagefleet import errors, redaction
+from imagefleet import redaction
+from imagefleet.errors import SetupError, TransientError
 from imagefleet.telemetry import proxies
 
 #: Seconds that are enough for a query over a fleet's whole day.
@@ -76,7 +77,7 @@ class Prometheus:
             async with self._session.post(url, data=data) as response:
                 content = await response.read()
         except aiohttp.InvalidURL:
-            raise errors.SetupError(f"not a Prometheus URL: {shown}") from None
+            raise SetupError(f"not a Prometheus URL: {shown}") from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise proxies.unreachable(
                 f"Prometheus at {shown} does not answer", error
@@ -89,16 +90,16 @@ class Prometheus:
             )
             answer = f"HTTP {response.status}: {redaction.printable(redaction.message(start))}"
             if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                raise errors.TransientError(
+                raise TransientError(
                     f"Prometheus at {shown} failed: {answer}"
                 ) from None
-            raise errors.SetupError(
+            raise SetupError(
                 f"{shown} does not answer as a Prometheus does: {answer}"
             ) from None
         if reply.status == "success":
             return [series for series in reply.result if series.is_known]
         complaint = redaction.printable(reply.error[:_SHOWN_CHARACTERS])
-        raise errors.SetupError(f"Prometheus rejects {query}: {complaint}")
+        raise SetupError(f"Prometheus rejects {query}: {complaint}")
 
 
 @asynccontextmanager

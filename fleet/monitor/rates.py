@@ -12,10 +12,9 @@ from pydantic import BaseModel, BeforeValidator
 
 from cli import console
 from fleet.monitor.prometheus import Prometheus
-from imagefleet import concurrency, errors, validation
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet import concurrency, validation
+from imagefleet.errors import FleetError
+from imagefleet.telemetry.logs import log
 
 #: Long enough for several pushes or scrapes, short enough to show a change.
 WINDOW = "2m"
@@ -80,7 +79,7 @@ async def ask(
     """Answer of *query*; None without a server, and in an outage of it, which is logged."""
     try:
         return await query(server) if server else None
-    except errors.FleetError as error:
+    except FleetError as error:
         log.warning(f"without the metrics: {error}", action="metrics_unknown")
         return None
 

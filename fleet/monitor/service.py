@@ -7,9 +7,8 @@ from prometheus_client import CollectorRegistry
 
 from cli import console
 from fleet.settings import ServiceSettings
-from imagefleet.telemetry import logs, probes, push
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry import probes, push
+from imagefleet.telemetry.logs import log
 
 
 async def run(

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.live import Live
 
 from cli import console
-from imagefleet import errors
+from imagefleet.errors import TransientError
 from imagefleet.validation import JSONObject
 
 #: Often enough to follow a fleet; a few storage operations each time.
@@ -44,7 +44,7 @@ async def _stream(read: Read) -> NoReturn:
     while True:
         try:
             console.print_json_line(await read())
-        except errors.TransientError as error:
+        except TransientError as error:
             console.print_warning(f"trying again: {error.message}")
         await asyncio.sleep(SECONDS)
 
@@ -55,7 +55,7 @@ async def _refresh(read: Read, screen: Screen) -> NoReturn:
         while True:
             try:
                 last = shown = screen(await read())
-            except errors.TransientError as error:
+            except TransientError as error:
                 outage = console.untrusted(f"trying again: {error.message}", "red")
                 shown = Group(*last.renderables, outage)
             if console.stdout.is_terminal:

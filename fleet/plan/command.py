@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from cli import console, options
@@ -9,7 +10,7 @@ from cli.options import argument, option
 from fleet.filling import reading
 from fleet.plan import estimate
 from fleet.plan.work import ModelJobs, of_count, of_source, read_models
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.pricing import families, prices
 from imagefleet.storage import bundle as bundles
 from loadgen import sources
@@ -101,10 +102,15 @@ def command(
     """
     works = _works(batch, machines.accelerator)
     plan, table = planned(works, machines, priority, deadline, batch.bundle)
+    old = estimate.old_prices(plan.mix, table, datetime.now(UTC).date())
     if as_json:
-        console.print_json({**asdict(plan), "storage_prices": asdict(table.storage)})
+        of_storage = {**asdict(table.storage), "as_of": str(table.storage.as_of)}
+        record = {**asdict(plan), "storage_prices": of_storage, "old_prices": old}
+        console.print_json(record)
     else:
         show(plan, table)
+    for sentence in old:
+        console.print_warning(sentence)
 
 
 def planned(
@@ -136,12 +142,12 @@ def _mix_of(
     named = _named(machines.gpu, benches)
     dollars, rate = machines.price_per_hour, machines.images_per_second
     if len(named) > 1 and (dollars is not None or rate is not None):
-        raise errors.SetupError(
+        raise SetupError(
             "--price-per-hour and --images-per-second apply to one GPU class; for a mix use"
             " --price-file and --bench"
         )
     if rate is not None and len({work.family for work in works}) > 1:
-        raise errors.SetupError(
+        raise SetupError(
             "--images-per-second is for jobs of one model family; for several use --bench, one"
             " report for each"
         )
@@ -177,7 +183,7 @@ def _works(batch: Batch, accelerator: str | None) -> list[ModelJobs]:
     models = read_models(batch.model or [], batch.family, accelerator)
     if batch.file is None:
         if batch.jobs is None:
-            raise errors.SetupError("give the batch: --jobs COUNT, or a FILE of jobs")
+            raise SetupError("give the batch: --jobs COUNT, or a FILE of jobs")
         return of_count(batch.jobs, models)
     with reading(Path(batch.file), "reading", is_shown=True):
         return of_source(sources.open_source(batch.file, count=batch.jobs), models)
@@ -192,7 +198,7 @@ def _named(
     for text in names or measured or [estimate.DEFAULT_GPU]:
         name, _, count = text.partition("=")
         if count and not (count.isdecimal() and int(count)):
-            raise errors.SetupError(f"--gpu {text}: should be NAME or NAME=COUNT")
+            raise SetupError(f"--gpu {text}: should be NAME or NAME=COUNT")
         named.append((name, int(count or 1)))
     return named
 

@@ -3,13 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Literal
 
 from pydantic import AliasPath, BaseModel, Field
 
 from fleet.plan.work import ModelJobs
-from imagefleet import errors, redaction, validation
+from imagefleet import redaction, validation
+from imagefleet.errors import SetupError
 from imagefleet.pricing import families, prices
 from imagefleet.storage.protocol import Operations
 
@@ -217,6 +219,22 @@ def sources(part: Part) -> list[str]:
     ]
 
 
+def old_prices(mix: Sequence[Part], table: prices.PriceTable, today: date) -> list[str]:
+    """A sentence for each listed price that is older than `prices.MAX_AGE_DAYS`."""
+    days = {
+        part.gpu: table.gpus[part.gpu].as_of
+        for part in mix
+        if part.dollars_per_hour.kind == "listed"
+    }
+    days["storage"] = table.storage.as_of
+    return [
+        f"the price of {name} is of {day}, {(today - day).days:,} days ago: give today's with"
+        " --price-file"
+        for name, day in days.items()
+        if day is not None and (today - day).days > prices.MAX_AGE_DAYS
+    ]
+
+
 def _described(model: ModelSpeed) -> str:
     if model.model is not None:
         return f"images of {redaction.printable(model.model)}"
@@ -231,9 +249,7 @@ def mix_for(images: int, mix: Sequence[Part], deadline_hours: float) -> list[Par
         part.images_in(max(0.0, seconds - part.start_up_seconds.value)) for part in mix
     )
     if not made:
-        raise errors.SetupError(
-            "no replica is ready within the deadline: start-up is longer"
-        )
+        raise SetupError("no replica is ready within the deadline: start-up is longer")
     return [
         replace(part, replicas=math.ceil(part.replicas * images / made)) for part in mix
     ]
@@ -261,7 +277,7 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
         _Report, path, "is not the JSON of `imagefleet bench --json-file FILE`"
     )
     if report is None:
-        raise errors.SetupError(f"there is no report {path}")
+        raise SetupError(f"there is no report {path}")
     size = f"{report.width}x{report.height}, {report.steps} steps"
     source = f"{path}: {report.device}, {size}, {report.model}"
     family = families.find(report.family)
@@ -316,7 +332,7 @@ def find_speed(
     if given is not None:
         return Input(given, "given", "--images-per-second")
     if bench is None:
-        raise errors.SetupError(
+        raise SetupError(
             f"no speed is known for the {gpu}: give --images-per-second or a --bench report"
         )
     speed, family, tflop = bench.images_per_second, bench.family, bench.tflop_per_image
@@ -350,6 +366,6 @@ def find_price(
         return Input(given, "given", "--price-per-hour")
     try:
         dollars = prices.gpu_dollars_per_hour(gpu, priority, table)
-    except errors.SetupError as error:
-        raise errors.SetupError(f"{error.message}; or give --price-per-hour") from None
+    except SetupError as error:
+        raise SetupError(f"{error.message}; or give --price-per-hour") from None
     return Input(dollars, "listed", f"{priority} priority, {table.gpus[gpu].source}")

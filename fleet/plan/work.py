@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from imagefleet import errors
+from imagefleet.errors import JobError, SetupError
 from imagefleet.job.message import Job
 from imagefleet.job.prompt import LoraTag
 from imagefleet.pricing import families
@@ -66,7 +66,7 @@ class Models:
         """Raises SetupError for a model whose family nothing tells."""
         family = self.others if model is None else self.by_name.get(model, self.others)
         if model is not None and family is None:
-            raise errors.SetupError(
+            raise SetupError(
                 f"the family of the model {model} is not known: give --model {model}="
                 f"{'|'.join(families.FAMILIES)}, or --family for all"
             )
@@ -81,7 +81,7 @@ def read_models(
     for text in given:
         name, equals, slug = text.rpartition("=")
         if not equals:
-            raise errors.SetupError(
+            raise SetupError(
                 f"--model {text}: should be NAME={'|'.join(families.FAMILIES)}"
             )
         by_name[name] = families.find(slug)
@@ -135,15 +135,15 @@ def of_source(source: Source, models: Models) -> list[ModelJobs]:
     def add(place: str, job: Job) -> None:
         try:
             add_stages(found, models, job)
-        except errors.JobError as error:
-            raise errors.SetupError(f"{place}: {error.message}") from None
+        except JobError as error:
+            raise SetupError(f"{place}: {error.message}") from None
 
     source.check(add)
     if not found:
-        raise errors.SetupError("there are no jobs in the file: nothing to plan")
+        raise SetupError("there are no jobs in the file: nothing to plan")
     for work in found.values():
         if not work.tflop:
-            raise errors.SetupError(
+            raise SetupError(
                 f"the jobs of the model {work.model or '-'} only resize images, which takes no GPU:"
                 " leave them out of the plan"
             )

@@ -14,7 +14,7 @@ from cli import console, options
 from cli.options import argument, option
 from cli.target import Target, check_campaign, images, unknown_job
 from fleet.redo import replace
-from imagefleet import errors
+from imagefleet.errors import SetupError, UnusableFileError
 from imagefleet.job.message import CHECKS, job_key
 from imagefleet.job.names import ASIDE, DUPLICATES, SUSPECT, worker_file_name
 from imagefleet.records import catalog, decisions, reader
@@ -91,11 +91,9 @@ class ImageChoice:
 
     def __post_init__(self) -> None:
         if sum((self.worker is not None, self.suspect, self.named.id is not None)) != 1:
-            raise errors.SetupError(
-                "choose the images: CAMPAIGN/ID, --worker or --suspect"
-            )
+            raise SetupError("choose the images: CAMPAIGN/ID, --worker or --suspect")
         if self.worker is None and self.since:
-            raise errors.SetupError("--since goes with --worker")
+            raise SetupError("--since goes with --worker")
 
     @property
     def named(self) -> Target:
@@ -302,7 +300,7 @@ async def _recorded(storage: Storage) -> tuple[list[Suspects], int]:
         try:
             data = await blobs.read(blob.name, _MAX_RECORD_BYTES) or b""
             suspects = Suspects.model_validate_json(data)
-        except (ValidationError, errors.UnusableFileError):
+        except (ValidationError, UnusableFileError):
             damaged += 1
             continue
         author = worker_file_name(suspects.worker)

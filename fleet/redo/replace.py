@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import JobError, SetupError, UnusableFileError
 from imagefleet.files import picture
 from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job, job_key, read_job
@@ -56,23 +57,21 @@ class JobFinder:
             return given
         files = [data]
         for duplicate in self._duplicates.get(name, ()):
-            with contextlib.suppress(errors.UnusableFileError):
+            with contextlib.suppress(UnusableFileError):
                 files.append(await self.blobs.read(duplicate, MAX_IMAGE_BYTES) or b"")
         jobs = filter(
             None, (picture.job_in(file, self.check.sendable) for file in files)
         )
         found = {job.to_message(): message for message, job in jobs if draws(job, name)}
         if len(found) > 1:
-            raise errors.JobError(
+            raise JobError(
                 "the image and its duplicates have different jobs: give the right one with --jobs"
             )
         if not found:
             signed = ""
             if self.check.trusted is not None:
                 signed = " whose signature with a trusted key still holds"
-            raise errors.JobError(
-                f"it has no job in it{signed}: give its job with --jobs"
-            )
+            raise JobError(f"it has no job in it{signed}: give its job with --jobs")
         return self.check.dated(found.popitem()[1])
 
 
@@ -130,7 +129,7 @@ _WRITER = "redo"
 async def check_access(storage: Storage) -> None:
     """Raises SetupError if the credentials may not delete images."""
     if not await storage.blobs.delete(f"{REPLACED}{uuid.uuid4().hex}"):
-        raise errors.SetupError(
+        raise SetupError(
             "the credentials may not delete images, which to replace one needs: use the account's"
             " key, an identity with the role Storage Blob Data Contributor, or the tokens of"
             " `imagefleet keys mint operator`"
@@ -221,7 +220,7 @@ async def _replace(
     await storage.models.send(messages)
     for entry in entries:
         if not await storage.files.delete(entry.mark):
-            raise errors.SetupError(
+            raise SetupError(
                 f"the credentials may not delete {entry.mark} in {storage.files.name}"
             )
     replaced.images += len(missing)
@@ -240,7 +239,7 @@ async def _prepare(
         if data is None:
             return "it is gone"
         message = None if is_duplicate else await finder.message(image, data)
-    except (errors.UnusableFileError, errors.JobError) as error:
+    except (UnusableFileError, JobError) as error:
         return error.message
     if name != image:
         return Entry(image, name, metadata, message)
@@ -265,5 +264,5 @@ async def _delete(storage: Storage, entry: Entry) -> bool:
     if found is not None and dict(found) != dict(entry.metadata):
         return False
     if found is not None and not await storage.blobs.delete(entry.name):
-        raise errors.SetupError(f"the credentials may not delete {entry.name}")
+        raise SetupError(f"the credentials may not delete {entry.name}")
     return True

@@ -8,7 +8,7 @@ from cli.options import option
 from fleet.report import figures as report_figures
 from fleet.report import page as report_page
 from fleet.report import records as report_records
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.pricing import prices
 from imagefleet.storage.settings import StorageSettings
@@ -51,7 +51,7 @@ async def command(
             storage, campaign, limit, price_per_hour
         )
         if not (records.images or records.failed or records.cancelled):
-            raise errors.SetupError(
+            raise SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )
         sampled = await report_page.read_samples(storage, records)

@@ -14,7 +14,8 @@ from cli.console import counted, significant
 from fleet.gallery.images import shrink
 from fleet.report.figures import Figures
 from fleet.report.records import Records
-from imagefleet import errors, sweep
+from imagefleet import sweep
+from imagefleet.errors import JobError
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.job import prompt
 from imagefleet.records import columns, pictures
@@ -40,7 +41,7 @@ async def read_samples(storage: Storage, records: Records) -> list[JSONObject]:
             if (data := await pictures.read(storage, record.spot)) is None:
                 continue
             shown = base64.b64encode(shrink(data)).decode()
-        except (DamagedImageError, errors.JobError) as error:
+        except (DamagedImageError, JobError) as error:
             records.damaged.add(blob, str(error))
         samples.append(sample(record, address(record), shown))
     return samples

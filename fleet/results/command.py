@@ -11,7 +11,7 @@ import typer
 from cli import console, options, target
 from cli.options import option
 from fleet.results import credentials, download, forms
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.records import columns, reader
 from imagefleet.records.catalog import Damaged
@@ -50,11 +50,11 @@ class Output:
     def check(self) -> None:
         """Raises SetupError for options that cannot go together."""
         if self.download is not None and self.outcomes != {"completed"}:
-            raise errors.SetupError("--download is for images: leave out --outcome")
+            raise SetupError("--download is for images: leave out --outcome")
         if (self.packed or self.c2pa) and self.download is None:
-            raise errors.SetupError("--packed and --c2pa go with --download")
+            raise SetupError("--packed and --c2pa go with --download")
         if self.packed and self.c2pa:
-            raise errors.SetupError("--c2pa changes images: leave out --packed")
+            raise SetupError("--c2pa changes images: leave out --packed")
 
 
 @options.flat

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from cli.options import option
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files import picture
 from imagefleet.records.pictures import Fault, Picture
 from imagefleet.records.record import Record
@@ -86,7 +86,7 @@ class Credentials:
         try:
             import c2pa
         except ImportError:
-            raise errors.SetupError(
+            raise SetupError(
                 "--c2pa needs c2pa-python: pip install '.[c2pa]'"
             ) from None
         try:
@@ -100,7 +100,7 @@ class Credentials:
             signer = c2pa.Signer.from_info(info)
         except (OSError, ValueError, TypeError, LookupError, c2pa.C2paError) as error:
             why = getattr(error, "strerror", None) or error
-            raise errors.SetupError(
+            raise SetupError(
                 "--c2pa: should be a PEM file of a private key without a password, its certificate"
                 f" and those above it: {why}"
             ) from None

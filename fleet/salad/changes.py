@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fleet.salad import groups as salad_groups
 from fleet.salad.groups import Group, Quota
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.validation import JSONObject
 
 #: New groups take the place of old ones in this many steps, each only once the new replicas of the
@@ -104,7 +104,7 @@ def refuse_over_quota(plan: Changes, room: int, quota: Quota) -> None:
     """Raises SetupError if the *room* that the quota leaves is too small for *plan*."""
     wanted = sum(plan.steps[-1].values())
     if plan.new_replicas and wanted > room:
-        raise errors.SetupError(
+        raise SetupError(
             f"SaladCloud's quota is {quota.replicas:,} replicas, and other groups use"
             f" {quota.replicas - room:,} (stopped ones count): {wanted:,} do not fit. Request a"
             " larger quota in the portal, or delete groups that you do not need"

@@ -14,11 +14,11 @@ from pydantic import SecretStr
 from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
 from fleet.salad.groups import Group, Quota
-from imagefleet import concurrency, errors, redaction
-from imagefleet.telemetry import logs, proxies
+from imagefleet import concurrency, redaction
+from imagefleet.errors import SetupError, TransientError
+from imagefleet.telemetry import proxies
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONObject
-
-log = logs.EventLog(__name__)
 
 #: SaladCloud allows 240 calls/min per API key. Any minute has at most the burst and 60 seconds of
 #: the rate, 200 calls; the rest is left to the portal and to other commands.
@@ -43,7 +43,7 @@ _SHOWN_CHARACTERS = 300
 _Record = TypeVar("_Record")
 
 
-class RefusedError(errors.SetupError):
+class RefusedError(SetupError):
     """SaladCloud refuses a call (4xx)."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -173,7 +173,7 @@ class SaladClient:
         try:
             return read(answer)
         except (KeyError, TypeError, ValueError) as error:
-            raise errors.TransientError(
+            raise TransientError(
                 f"invalid answer of SaladCloud to {path}: {redaction.reason(error)}"
             ) from None
 
@@ -201,7 +201,7 @@ def _read(response: aiohttp.ClientResponse, text: str, shown: str) -> Any:
     elif status < HTTPStatus.MULTIPLE_CHOICES:
         with contextlib.suppress(ValueError):  # proxies return their errors as HTML
             return json.loads(text or "null")
-    error = errors.TransientError(f"{failure} ({details})")
+    error = TransientError(f"{failure} ({details})")
     error.after_seconds = concurrency.after_seconds(
         headers.get("Retry-After"), LONGEST_RETRY_AFTER_SECONDS
     )

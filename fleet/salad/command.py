@@ -14,7 +14,8 @@ from fleet.salad import changes, deployment, gpus, groups
 from fleet.salad import file as salad_file
 from fleet.salad.file import File, FleetFile, WaitMinutes
 from fleet.salad.groups import Group, Quota
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import SetupError, TransientError
 from imagefleet.pricing import prices
 from imagefleet.validation import JSONDict, JSONObject
 
@@ -125,7 +126,7 @@ def _render(file: FleetFile, replicas: int | None, *, as_json: bool) -> None:
     def read_secret(source: salad_file.SecretSource) -> SecretStr:
         try:
             return source.read()
-        except errors.SetupError as error:
+        except SetupError as error:
             missing.append(error.message)
             return SecretStr(groups.MASKED)
 
@@ -226,7 +227,7 @@ async def drain(
             console.confirm(f"Stop {workers}?", yes=yes)
         try:
             await fleet.drain(wait_minutes * 60)
-        except errors.TransientError as error:
+        except TransientError as error:
             if not delete:
                 raise
             console.print_warning(error.message)

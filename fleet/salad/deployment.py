@@ -26,7 +26,7 @@ from fleet.salad.changes import Changes
 from fleet.salad.client import SaladClient
 from fleet.salad.file import FleetFile
 from fleet.salad.groups import Group
-from imagefleet import errors
+from imagefleet.errors import SetupError, TransientError
 from imagefleet.telemetry import proxies
 from imagefleet.validation import JSONObject
 
@@ -57,7 +57,7 @@ class Deployment:
         """The fleet's groups as `groups` finds them; raises SetupError if there are none."""
         groups = await self.groups()
         if not groups:
-            raise errors.SetupError(
+            raise SetupError(
                 f"the fleet {self.fleet} has no groups on SaladCloud: create them with"
                 " `imagefleet deploy apply`"
             )
@@ -148,7 +148,7 @@ class Deployment:
             for group in groups:
                 if group.live_replicas > were.get(group.name, 0):
                     replicas = console.counted(group.live_replicas, "replica")
-                    raise errors.SetupError(
+                    raise SetupError(
                         f"somebody else changes the fleet: {group.name} has {replicas} now; see"
                         " `imagefleet deploy status`, and run this again once that has ended"
                     )
@@ -182,7 +182,7 @@ class Deployment:
                 console.print_note(text)
             last = left
             if time.monotonic() > deadline:
-                raise errors.TransientError(
+                raise TransientError(
                     f"after {wait_seconds / 60:,.0f} minutes: {text}. Nothing was undone: check"
                     " `imagefleet deploy status`, and run the same command again to continue"
                 )
@@ -193,7 +193,7 @@ class Deployment:
 async def connected(file: FleetFile) -> AsyncIterator[Deployment]:
     key = file.api_key.read().get_secret_value()
     if not key.isprintable():
-        raise errors.SetupError(
+        raise SetupError(
             f"the key of SaladCloud's API, the variable {file.api_key.env}, has a line break or"
             " another control character in it: copy it again"
         )

@@ -25,7 +25,8 @@ from pydantic import (
 from cli import options
 from fleet.salad import gpus
 from fleet.salad.gpus import GpuClass
-from imagefleet import errors, validation, yaml_file
+from imagefleet import validation, yaml_file
+from imagefleet.errors import SetupError
 from imagefleet.pricing import families
 from imagefleet.pricing.families import Family
 from imagefleet.pricing.prices import Priority
@@ -92,7 +93,7 @@ class SecretSource(_Strict):
         """The secret; raises SetupError if there is none."""
         text = os.environ.get(self.env, "").strip()
         if not text:
-            raise errors.SetupError(f"the variable {self.env} is not set")
+            raise SetupError(f"the variable {self.env} is not set")
         return SecretStr(text)
 
     @model_serializer
@@ -215,7 +216,7 @@ def found(path: Path | None) -> Path:
     """The *path* that was given, or that of the file there is; raises SetupError without one."""
     path = path or next((each for each in DEFAULT_FILES if each.is_file()), None)
     if path is None:
-        raise errors.SetupError(
+        raise SetupError(
             f"neither {' nor '.join(map(str, DEFAULT_FILES))} exists: give the fleet file as --file"
         )
     return path
@@ -228,7 +229,7 @@ def read_file(path: Path | None) -> FleetFile:
     try:
         return FleetFile.model_validate(content)
     except ValidationError as error:
-        raise errors.SetupError(f"the fleet file {path}: {_reason(error)}") from None
+        raise SetupError(f"the fleet file {path}: {_reason(error)}") from None
 
 
 def _reason(error: ValidationError) -> str:
@@ -253,7 +254,7 @@ def name_of(text: str) -> str:
         )
     try:
         address = addresses.read_address(text, None, "")
-    except errors.SetupError as error:
+    except SetupError as error:
         raise ValueError(f"models: {error.message}") from None
     if address is None:
         return PurePosixPath(text).name.removesuffix(".safetensors")

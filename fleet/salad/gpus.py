@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.pricing import prices
 from imagefleet.validation import JSONObject
 
@@ -82,7 +82,7 @@ def replica_price(classes: Sequence[GpuClass], priority: str) -> PriceRange:
     """The price range of one replica; raises SetupError if a class has no such priority."""
     for gpu_class in classes:
         if priority not in gpu_class.dollars_per_hour:
-            raise errors.SetupError(
+            raise SetupError(
                 f"no price is known for the {gpu_class.name} at {priority} priority"
             )
     dollars = [each.dollars_per_hour[priority] for each in classes]

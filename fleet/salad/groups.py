@@ -11,7 +11,7 @@ from pydantic import AliasPath, BaseModel, BeforeValidator, Field, SecretStr
 
 from fleet.salad.file import FleetFile, SecretSource
 from fleet.salad.gpus import GpuClass, PriceRange, replica_price
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.validation import JSONDict
 
 #: SaladCloud's limit per container group.
@@ -214,18 +214,18 @@ def _without_none(fields: JSONDict) -> JSONDict:
 
 def _check_value(name: str, value: str) -> None:
     if "\n" in value:
-        raise errors.SetupError(
+        raise SetupError(
             f"environment: {name} has several lines; SaladCloud allows one"
         )
     if not 1 <= len(value) <= MAX_VALUE:
-        raise errors.SetupError(
+        raise SetupError(
             f"environment: {name} has {len(value):,} characters; SaladCloud allows 1 to"
             f" {MAX_VALUE:,}. Set the account, the queue and the SAS tokens separately"
             " (IMAGEFLEET_STORAGE, IMAGEFLEET_QUEUE, IMAGEFLEET_SAS ...); for shorter tokens, use a"
             " shorter name of --policy, or a broker"
         )
     if "accountkey=" in value.lower():
-        raise errors.SetupError(
+        raise SetupError(
             f"environment: {name} contains the storage account's key, which grants full access;"
             " nodes are other people's computers: use SAS tokens (`imagefleet keys` makes them)"
         )

@@ -14,13 +14,12 @@ from fleet.salad import file as salad_file
 from fleet.scale import scaler
 from fleet.scale.decision import Goal
 from fleet.settings import MonitorSettings
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.pricing import families, prices
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
 from worker.accelerator import Accelerator
-
-log = logs.EventLog(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +79,10 @@ async def command(
     imagefleet scale --dollars-per-hour 15 --max-dollars 100 --dry-run --once
     """
     if deadline is None and dollars_per_hour is None:
-        raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
+        raise SetupError("give a goal: --deadline, --dollars-per-hour or both")
     if deadline is not None and deadline.timestamp() <= time.time():
         past = deadline.isoformat(" ", "minutes")
-        raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
+        raise SetupError(f"--deadline {past} is in the past: give a later one")
     fleet_file = salad_file.read_file(file)
     goal = Goal(
         max_dollars=max_dollars,

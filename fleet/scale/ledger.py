@@ -9,7 +9,8 @@ from pydantic import TypeAdapter
 
 from cli import console
 from fleet.scale.decision import STOPPING_SECONDS
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 
 #: Clocks are set by seconds all the time.
 _NOTABLE_SECONDS = 300.0
@@ -61,13 +62,13 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
     if ledger is None:
         return Ledger(fleet, now, now, 0)
     if ledger.fleet != fleet:
-        raise errors.SetupError(
+        raise SetupError(
             f"the scaler's ledger {path} belongs to the fleet {ledger.fleet}, not {fleet}: use"
             " another --state"
         )
     if ledger.at - now > _NOTABLE_SECONDS:
         hours = (ledger.at - now) / 3600
-        raise errors.SetupError(
+        raise SetupError(
             f"the last entry of the scaler's ledger {path} is {hours:,.1f} hours in the future, so"
             " the cost since is unknown: set this machine's clock"
         )

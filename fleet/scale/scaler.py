@@ -22,13 +22,13 @@ from fleet.scale.decision import (
     Known,
     decide,
 )
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import SetupError, TransientError
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import host, logs
+from imagefleet.telemetry import host
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
-
-log = logs.EventLog(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Speeds:
             return self.given
         self.last = await self._measured() or self.last
         if self.last is None:
-            raise errors.SetupError(
+            raise SetupError(
                 "the speed of a replica is unknown: give --images-per-second, or --prometheus once"
                 " workers run"
             )
@@ -141,8 +141,8 @@ class Scaler:
         """Does *work*; if it fails, logs and returns what is *said*. Raises a first SetupError."""
         try:
             await work
-        except (errors.TransientError, errors.SetupError) as error:
-            if isinstance(error, errors.SetupError) and self._known is None:
+        except (TransientError, SetupError) as error:
+            if isinstance(error, SetupError) and self._known is None:
                 raise
             log.warning(f"{said}: {error}", action="scale_failed")
             return said
@@ -248,7 +248,7 @@ class Scaler:
         schedule = time.strftime("%-M %-H %-d %-m *", time.gmtime(self._ledger.end))
         try:
             await self._fleet.end_by(groups, schedule)
-        except errors.SetupError as error:
+        except SetupError as error:
             log.warning(f"SaladCloud sets no end: {error}", action="scale_endless")
         if then != now:
             live = {group.name: group.live_replicas for group in groups}

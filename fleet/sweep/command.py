@@ -8,8 +8,8 @@ from pathlib import Path
 from cli import console, options, target
 from cli.options import argument, option
 from fleet import filling
-from imagefleet import errors
 from imagefleet import sweep as swept
+from imagefleet.errors import SetupError
 from imagefleet.job.change import Change
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import open_storage, signer_of
@@ -110,7 +110,7 @@ def command(
     drawn_with = _models_of(source)
     for name in sending.model or []:
         if name not in drawn_with:
-            raise errors.SetupError(
+            raise SetupError(
                 f"--model {name[:60]} is none of --set model=LIST, nor of a stage's in `then`: it"
                 " says that workers have a model from elsewhere; they say what is drawn with"
             )
@@ -155,7 +155,7 @@ def _groups_and_shared(
     given = _given(texts)
     lora = given.pop("lora", None)
     if "lora_strength" in given and not lora:
-        raise errors.SetupError("--set lora_strength goes with --set lora=NAME")
+        raise SetupError("--set lora_strength goes with --set lora=NAME")
     combined = {
         name: [value.strip() for value in given.pop(name, default).split(",")]
         for name, default in _COMBINED.items()
@@ -177,13 +177,13 @@ def _given(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         name, separator, values = text.partition("=")
         if not separator:
-            raise errors.SetupError(
+            raise SetupError(
                 f"--set {text[:80]}: should be FIELD=VALUES, say steps=20,50"
             )
         if name in _OF_THE_SWEEP:
-            raise errors.SetupError(f"--set {name}: {_OF_THE_SWEEP[name]}")
+            raise SetupError(f"--set {name}: {_OF_THE_SWEEP[name]}")
         if name in found:
-            raise errors.SetupError(
+            raise SetupError(
                 f"--set {name} is there twice: give its values with commas"
             )
         found[name] = values

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from fleet.webhooks.events import Event
-from imagefleet import concurrency, errors, redaction
+from imagefleet import concurrency, redaction
+from imagefleet.errors import SetupError
 from imagefleet.storage.protocol import Clock
 
 #: The specification recommends 15 to 30 seconds.
@@ -44,11 +45,9 @@ def read_secrets(path: Path) -> list[bytes]:
         lines = path.expanduser().read_text(errors="replace").split()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is no path"
-        raise errors.SetupError(
-            f"{_SETTING}: the file cannot be read: {reason}"
-        ) from None
+        raise SetupError(f"{_SETTING}: the file cannot be read: {reason}") from None
     if not lines:
-        raise errors.SetupError(f"{_SETTING}: the file holds no secret")
+        raise SetupError(f"{_SETTING}: the file holds no secret")
     return [_secret(line) for line in lines]
 
 
@@ -61,7 +60,7 @@ def _secret(line: str) -> bytes:
         not line.startswith(PREFIX)
         or not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES
     ):
-        raise errors.SetupError(
+        raise SetupError(
             f"{_SETTING}: a secret should be {PREFIX} and {MIN_SECRET_BYTES} to"
             f" {MAX_SECRET_BYTES} bytes in base64: `echo {PREFIX}$(openssl rand -base64 32)` makes"
             " one"
@@ -99,10 +98,10 @@ def check_url(url: str) -> None:
     try:
         redaction.check_address(url)
     except ValueError as error:
-        raise errors.SetupError(f"--url: {error}") from None
+        raise SetupError(f"--url: {error}") from None
     parts = urlsplit(url)
     if parts.scheme != "https" and parts.hostname not in _LOCAL_HOSTS:
-        raise errors.SetupError(
+        raise SetupError(
             "--url: should begin with https://, except on this machine (http://localhost): the"
             " signature does not encrypt what is sent"
         )

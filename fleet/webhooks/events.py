@@ -10,7 +10,8 @@ from typing import Self
 
 from pydantic import BaseModel, Field, JsonValue
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 from imagefleet.job.message import image_stem
 from imagefleet.job.sizes import MAX_METADATA_BYTES, metadata_json
 from imagefleet.records import reader
@@ -19,10 +20,8 @@ from imagefleet.records.counts import Counts
 from imagefleet.records.follower import Follower
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
-
-log = logs.EventLog(__name__)
 
 #: The most images that an event names: with all of a large job it would be too large.
 MAX_IMAGES = 64
@@ -177,7 +176,7 @@ class State(BaseModel, extra="forbid"):
             of_campaign = (
                 f"the campaign {found.campaign}" if found.campaign else "all campaigns"
             )
-            raise errors.SetupError(
+            raise SetupError(
                 f"{path} is the state for {found.address} and {of_campaign}: give another --state"
             )
         return found

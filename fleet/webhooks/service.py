@@ -11,10 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from cli import console
 from fleet.webhooks.endpoint import Answer, Endpoint
 from fleet.webhooks.events import Event, Source
-from imagefleet import concurrency, errors
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet import concurrency
+from imagefleet.errors import SetupError, TransientError
+from imagefleet.telemetry.logs import log
 
 #: Seconds to wait after each failed attempt, by the specification's advice: three days in all.
 RETRY_SECONDS = (5, 300, 1_800, 7_200, 18_000, 36_000, 50_400, 72_000, 86_400)
@@ -105,12 +104,12 @@ class Service:
         finally:
             self._save()
         if self._is_gone:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{state.address} answered 410 Gone: it wants no more webhooks. Give another --url,"
                 " or start `imagefleet webhooks` again once it takes them"
             )
         if state.waiting:
-            raise errors.TransientError(
+            raise TransientError(
                 f"{console.counted(len(state.waiting), 'webhook')} could not be delivered to"
                 f" {state.address}: run it again"
             )
@@ -124,7 +123,7 @@ class Service:
                 if await self._source.read():
                     continue
                 await self._source.find_ends(is_patient=not once)
-            except errors.TransientError as error:
+            except TransientError as error:
                 if once:
                     raise
                 log.warning(f"trying again: {error}", action="storage_unavailable")

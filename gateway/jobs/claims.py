@@ -10,13 +10,12 @@ from typing import NoReturn
 
 from gateway.clients import Client
 from gateway.jobs.ticket import Ticket
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import FleetError
 from imagefleet.http.refused import Refused
 from imagefleet.records.ledger import Ledgers, entry_of
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: The folder of claims, beside the images.
 FOLDER = "-requests/"
@@ -83,7 +82,7 @@ class Claims:
                 ended.append(self._ended.get_nowait())
             try:
                 await concurrency.for_each(ended, self._settle, _AT_ONCE)
-            except errors.FleetError as error:
+            except FleetError as error:
                 log.warning(f"claims stay: {error.message}", action="claims_stay")
 
     async def _settle(self, ticket: Ticket) -> None:

@@ -15,8 +15,9 @@ from gateway.jobs import claims
 from gateway.jobs.claims import Claims
 from gateway.jobs.ticket import Ticket, refusal
 from gateway.models import Models
-from imagefleet import aio, concurrency, errors
+from imagefleet import aio, concurrency
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import FleetError, TransientError
 from imagefleet.http.refused import Refused
 from imagefleet.job.message import Job, job_key
 from imagefleet.records import outcomes, reader
@@ -27,10 +28,8 @@ from imagefleet.storage import presence
 from imagefleet.storage.protocol import StoredQueue
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import RETRIES
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.withdrawal import Withdrawals
-
-log = logs.EventLog(__name__)
 
 #: Seconds between two looks at the records; on Azure a look is two billed listings.
 _LOCAL_POLL_SECONDS, _REMOTE_POLL_SECONDS = 0.015, 0.5
@@ -345,7 +344,7 @@ class Desk:
         try:
             await self._submit(tickets)
         except Exception as error:  # noqa: BLE001 - becomes the answer of its request
-            is_of_one = not isinstance(error, errors.TransientError)
+            is_of_one = not isinstance(error, TransientError)
             if is_of_one and len(tickets) > 1:
                 for ticket in tickets:
                     await self._send([ticket])
@@ -398,7 +397,7 @@ class Desk:
                 await asyncio.sleep(self._poll_seconds)
             try:
                 await self._look()
-            except errors.FleetError as error:
+            except FleetError as error:
                 log.warning(
                     f"records are not read: {error.message}", action="records_unread"
                 )

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files import contents, lora, safetensors
 from imagefleet.validation import JSONDict
 
@@ -57,11 +57,9 @@ def _config_of(folder: Path) -> JSONDict:
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise errors.SetupError(
-            f"{str(folder / CONFIG)!r} cannot be read: {error}"
-        ) from None
+        raise SetupError(f"{str(folder / CONFIG)!r} cannot be read: {error}") from None
     if not isinstance(found, dict):
-        raise errors.SetupError(f"{str(folder / CONFIG)!r} is no JSON object")
+        raise SetupError(f"{str(folder / CONFIG)!r} is no JSON object")
     return found
 
 
@@ -71,14 +69,12 @@ def _header_of(folder: Path) -> safetensors.Header:
         with path.open("rb") as file:
             return safetensors.read_header(file)
     except FileNotFoundError:
-        raise errors.SetupError(
+        raise SetupError(
             f"there is no {WEIGHTS} in {str(folder)!r}: save the adapter with peft's"
             " save_pretrained, as safetensors"
         ) from None
     except (OSError, safetensors.MalformedError):
-        raise errors.SetupError(
-            f"{str(path)!r} is not a complete .safetensors file"
-        ) from None
+        raise SetupError(f"{str(path)!r} is not a complete .safetensors file") from None
 
 
 def _network_of(folder: Path) -> str:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 
 REFERENCE_MESSAGE = (
     Path(__file__).with_name("reference-job.json").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def find_checkpoint(folder: Path | None = None) -> Path:
     """The folder of the demo's checkpoint, or another of its; raises SetupError if missing."""
     folder = folder or TRAINED
     if not folder.is_dir():
-        raise errors.SetupError(f"the demo checkpoint {str(folder)!r} does not exist")
+        raise SetupError(f"the demo checkpoint {str(folder)!r} does not exist")
     return folder
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 
 #: Where a worker has a graph's kernels from: its disk, elsewhere, or its own compiler.
 ORIGINS = ("disk", "fetched", "compiled")
@@ -42,9 +42,7 @@ def read(path: Path) -> tuple[Header, bytes]:
             line, _, artifact = file.read(_MAX_BYTES + 1).partition(b"\n")
         header = Header(**json.loads(line))
     except (lzma.LZMAError, EOFError, OSError, ValueError, TypeError) as error:
-        raise errors.SetupError(
-            f"{path} is damaged, or no file of kernels: {error}"
-        ) from None
+        raise SetupError(f"{path} is damaged, or no file of kernels: {error}") from None
     if len(artifact) > _MAX_BYTES:
-        raise errors.SetupError(f"{path} is too large: over {_MAX_BYTES:,} bytes")
+        raise SetupError(f"{path} is too large: over {_MAX_BYTES:,} bytes")
     return header, artifact

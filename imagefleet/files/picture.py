@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from imagefleet import errors, likeness
+from imagefleet import likeness
+from imagefleet.errors import JobError
 from imagefleet.job import sizes
 from imagefleet.job.message import (
     DIGEST_FIELD,
@@ -168,7 +169,7 @@ def job_in(data: bytes, trusted: TrustedJobs | None = None) -> tuple[str, Job] |
         return (
             None if message is None else (message, read_job(message, "none", trusted))
         )
-    except errors.JobError:
+    except JobError:
         return None
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, BinaryIO
 from cachetools import LRUCache
 from pydantic import BaseModel, Field, StrictInt, TypeAdapter
 
-from imagefleet import errors
+from imagefleet.errors import UnsettledFileError
 
 #: Seconds for which nobody must have written a file before it is read: whoever copies one pauses
 #: for less.
@@ -107,7 +107,7 @@ def rested(path: Path) -> Identity:
         _unrested[found[0]] = found, now
     elif now - since >= REST_SECONDS:
         return found
-    raise errors.UnsettledFileError(
+    raise UnsettledFileError(
         f"{path} was written within the last {REST_SECONDS:g} seconds: it is read once it has"
         " rested for as long"
     )
@@ -133,9 +133,7 @@ def check_still(identity: Identity) -> None:
     with contextlib.suppress(OSError):
         if identify(Path(identity[0])) == identity:
             return
-    raise errors.UnsettledFileError(
-        f"{identity[0]} was written or removed while it was read"
-    )
+    raise UnsettledFileError(f"{identity[0]} was written or removed while it was read")
 
 
 def read_header(file: BinaryIO) -> Header:

@@ -4,7 +4,7 @@ import csv
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from imagefleet import errors
+from imagefleet.errors import JobError, SetupError
 from imagefleet.validation import JSONObject
 
 _FIELDS = ("prompt", "negative_prompt")
@@ -23,7 +23,7 @@ def read(path: Path) -> Styles:
             for row in rows
         }
     except (OSError, ValueError, KeyError, csv.Error) as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"{path}: should be a CSV file of name, prompt and negative_prompt: {error}"
         ) from None
 
@@ -37,7 +37,7 @@ def apply(
         if name == "":
             continue
         if not isinstance(name, str) or name not in styles:
-            raise errors.JobError(f"styles: there is no style {str(name)[:80]!r}")
+            raise JobError(f"styles: there is no style {str(name)[:80]!r}")
         texts = zip(prompts, styles[name], strict=True)
         prompts = [_styled(prompt, style) for prompt, style in texts]
     return dict(zip(_FIELDS, prompts, strict=True))

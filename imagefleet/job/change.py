@@ -6,7 +6,8 @@ from typing import Any, Self, get_args
 
 from pydantic_core import to_jsonable_python
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import InvalidMessageError, JobError, SetupError
 from imagefleet.job import chain, sizes
 from imagefleet.job.message import (
     DELIVERIES_FIELD,
@@ -42,7 +43,7 @@ class Change:
         for text in texts:
             name, separator, value = text.partition("=")
             if not separator:
-                raise errors.SetupError(
+                raise SetupError(
                     f"--set {text[:80]}: should be NAME=VALUE, say steps=20"
                 )
             values[name] = _value(name, value)
@@ -52,14 +53,14 @@ class Change:
         """The changed job's message, and the job; JobError says why it cannot be."""
         fields = _fields(body)
         if is_signed(body) and self._signer is None:
-            raise errors.JobError(
+            raise JobError(
                 "it is signed, and changed it has to be signed again: give your signing key"
             )
         for name in (DELIVERIES_FIELD, DIGEST_FIELD, SIGNATURE_FIELD):
             fields.pop(name, None)
         place = fields.pop(chain.STAGE_FIELD, None)
         before = "its job is not valid even with the change: "
-        with validation.as_error(errors.InvalidMessageError, before, Job.model_fields):
+        with validation.as_error(InvalidMessageError, before, Job.model_fields):
             job = Job.model_validate(self._changed(fields, place))
         job = job.identified(job_id)
         if place is not None:
@@ -76,7 +77,7 @@ class Change:
             _drop_aliases(own, self.values)
             own |= self.values
         except (LookupError, TypeError, AttributeError):
-            raise errors.InvalidMessageError(
+            raise InvalidMessageError(
                 f"{chain.STAGE_FIELD}: it names no stage of the job"
             ) from None
         return fields
@@ -84,13 +85,13 @@ class Change:
 
 def _check_name(name: str) -> None:
     if name in _FIXED:
-        raise errors.SetupError(
+        raise SetupError(
             f"set {name}: a replay keeps it; for another, `imagefleet failed --export` the"
             " jobs and load them"
         )
     if name not in _FIELDS:
         hint = validation.suggestion(name, _FIELDS)
-        raise errors.SetupError(f"set {name[:80]}: a job has no such field{hint}")
+        raise SetupError(f"set {name[:80]}: a job has no such field{hint}")
 
 
 def _value(name: str, text: str) -> Any:
@@ -109,7 +110,7 @@ def _value(name: str, text: str) -> Any:
 
 def _fields(body: str) -> JSONDict:
     if not (fields := fields_if_any(body)):
-        raise errors.InvalidMessageError(
+        raise InvalidMessageError(
             "its message is no job in JSON, so nothing can be set"
         )
     return fields

@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import ftfy
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job.prompt import Prompt, Section, State, weighted_parts
 
 #: CLIP's tokenizer in the format of transformers: vocab.json and merges.txt.
@@ -209,7 +209,7 @@ def level(
 
 def _refuse_more(chunks: int, about: str = "", most: int = MAX_CHUNKS) -> None:
     if chunks > most:
-        raise errors.JobError(
+        raise JobError(
             f"the prompt has {about}{chunks:,} chunks of {CHUNK_TOKENS} tokens; {most} at most"
         )
 

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from imagefleet.job import samplers
 from imagefleet.job.passes import hires
 from imagefleet.job.passes.fields import PassFields
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 KNOWN: Mapping[str, str] = {
     "control_size": "a ControlNet's image of another size than the drawing's is resized with"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 
 #: Different texts of a prompt in the course of its steps: all are encoded before the first one.
 MAX_TEXTS = 64
@@ -62,7 +62,7 @@ def schedule(text: str, steps: int, first_steps: int) -> list[tuple[int, str]]:
 def refuse_more(texts: int) -> None:
     """Raises JobError for a prompt of more *texts* than may be encoded."""
     if texts > MAX_TEXTS:
-        raise errors.JobError(
+        raise JobError(
             f"the prompt has more than {MAX_TEXTS} different texts in the course of its steps:"
             " write fewer [from:to:when] and [one|other]"
         )
@@ -88,7 +88,7 @@ def _edits(pieces: Iterable[_Piece], depth: int = 0) -> Iterator[_Edit]:
         if isinstance(edit, str):
             continue
         if depth == _MAX_DEPTH:
-            raise errors.JobError(
+            raise JobError(
                 f"the prompt has prompt editing in itself, more than {depth} deep"
             )
         yield edit

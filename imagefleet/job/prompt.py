@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job import editing
 
 #: The name of a model or of a file that a field names, which is untrusted: one path segment.
@@ -183,19 +183,17 @@ def read_prompt(
     loras = []
     for kind, arguments in _TAG.findall(prompt, 0, end):
         if kind.lower() not in _LORA_KINDS:
-            raise errors.JobError(
+            raise JobError(
                 f"the prompt asks for <{kind[:80]}:...>, which is not supported; only"
                 " <lora:name:weight>"
             )
         loras.append(_read_tag(arguments))
     if len(loras) > MAX_LORAS:
-        raise errors.JobError(
-            f"the prompt has {len(loras)} LoRAs; at most {MAX_LORAS} work"
-        )
+        raise JobError(f"the prompt has {len(loras)} LoRAs; at most {MAX_LORAS} work")
     text = _TAG.sub("", prompt[:end]) + prompt[end:]
     joined = [_split_own_weight(each) for each in _AND.split(text)]
     if len(joined) > MAX_SUBPROMPTS:
-        raise errors.JobError(
+        raise JobError(
             f"the prompt joins {len(joined)} prompts with AND; at most {MAX_SUBPROMPTS} work"
         )
     subprompts = tuple(
@@ -218,7 +216,7 @@ def read_words(text: str) -> tuple[str, Sequence[LoraTag]]:
     """
     try:
         read = read_prompt(text)
-    except errors.JobError:
+    except JobError:
         return text, ()
     sections = [
         each for joined in read.subprompts for each in joined.states[-1].sections
@@ -234,7 +232,7 @@ def _split_own_weight(text: str) -> tuple[str, float]:
         return text.rstrip(), 1.0
     weight = float(number)
     if abs(weight) > WEIGHT_LIMIT:
-        raise errors.JobError(
+        raise JobError(
             f"the prompt ends in {':' + number[:20]!r}, which is its weight as a whole and"
             f" multiplies cfg_scale: use a number between -{WEIGHT_LIMIT:g} and {WEIGHT_LIMIT:g},"
             " or write a comma after it if it is no weight"
@@ -314,7 +312,7 @@ def _read_factor(number: str) -> float:
     try:
         return float(number)
     except ValueError:
-        raise errors.JobError(
+        raise JobError(
             f"the weight {number[:20]!r} in the prompt is not a number"
         ) from None
 
@@ -325,7 +323,7 @@ def _merge(words: list[tuple[str, float]]) -> Section:
     for weight, same in itertools.groupby(words, key=itemgetter(1)):
         text = "".join(each for each, _ in same)
         if not abs(weight) <= EMPHASIS_LIMIT:  # also refuses NaN
-            raise errors.JobError(
+            raise JobError(
                 f"the prompt gives {text[:40]!r} the weight {weight:.3g}; a weight is a number"
                 f" between -{EMPHASIS_LIMIT:g} and {EMPHASIS_LIMIT:g}"
             )
@@ -349,12 +347,12 @@ def _read_tag(arguments: str) -> LoraTag:
     name, *rest = arguments.split(":")
     name = unicodedata.normalize("NFC", name)
     if not is_safe_name(name):
-        raise errors.JobError(f"the LoRA name {name[:80]!r} is refused: {SAFE_NAMES}")
+        raise JobError(f"the LoRA name {name[:80]!r} is refused: {SAFE_NAMES}")
     positional = [text for text in rest if "=" not in text]
     named = dict(text.split("=", 1) for text in rest if "=" in text)
     unknown = sorted(named.keys() - {"te", "unet"})
     if unknown or len(positional) > 2:  # noqa: PLR2004 - te and unet
-        raise errors.JobError(
+        raise JobError(
             f"cannot read <lora:{arguments[:80]}>: write <lora:name:weight>,"
             " <lora:name:text_encoder_weight:unet_weight>, or name them te= and unet="
         )
@@ -370,7 +368,7 @@ def _read_weight(text: str, tag: str) -> float:
     except ValueError:
         weight = math.nan
     if not abs(weight) <= WEIGHT_LIMIT:  # also refuses NaN
-        raise errors.JobError(
+        raise JobError(
             f"<lora:{tag[:80]}> has the weight {text[:20]!r}; a weight is a number between"
             f" -{WEIGHT_LIMIT:g} and {WEIGHT_LIMIT:g}"
         )

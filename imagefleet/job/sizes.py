@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 import pydantic_core
 from pydantic import AfterValidator, JsonValue
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 
 #: The shortest and the longest side of an image, in pixels.
 MIN_SIDE = 64
@@ -87,11 +87,11 @@ def checked_messages(bodies: Iterable[str]) -> list[str]:
             most, size = MAX_MESSAGE_BYTES - STAGE_BYTES * is_first, message_bytes(body)
             if size > most:
                 of_chain = " of a job with further stages" if is_first else ""
-                raise errors.JobError(
+                raise JobError(
                     f"the message has {size:,} bytes; a queue message{of_chain} holds {most:,}"
                 )
         if odd := _NOT_XML.search(body):
-            raise errors.JobError(
+            raise JobError(
                 f"the message holds the character U+{ord(odd[0]):04X}, which queues cannot carry;"
                 " escape it in the JSON"
             )
@@ -101,7 +101,7 @@ def checked_messages(bodies: Iterable[str]) -> list[str]:
 def check_jpeg_text(text: str, more_bytes: int = 0) -> None:
     """Raises JobError for an image's text that fits no JPEG, with *more_bytes* of its header."""
     if len(text.encode("utf-16-be")) + more_bytes > JPEG_EXIF_BYTES:
-        raise errors.JobError(
+        raise JobError(
             "the prompts are too long for a JPEG's metadata (about 32,000 characters): shorten them"
             " or choose png or webp"
         )

@@ -5,12 +5,14 @@ import math
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from imagefleet import errors, validation, yaml_file
+from imagefleet import validation, yaml_file
+from imagefleet.errors import SetupError
 from imagefleet.storage.protocol import Operations
 from imagefleet.validation import JSONDict
 
@@ -20,6 +22,9 @@ STORAGE_PRICES_SOURCE = (
     "Azure's published examples: hot blob write $0.055 and read $0.0044 per 10,000, a month of a GB"
     " $0.0208 (2024-07), queue operation $0.01 per 200,000 (2019)"
 )
+
+#: Prices that are older are said to be old.
+MAX_AGE_DAYS = 90
 
 #: Bytes of a pixel in the formats of images, and the source.
 BYTES_PER_PIXEL = {"png": 1.61, "webp, lossless": 1.29, "jpeg": 0.24}
@@ -36,21 +41,23 @@ WRITES_PER_PACK = 1.25
 
 @dataclass(frozen=True, slots=True)
 class GpuPrices:
-    """$/h of one replica by priority, and the source."""
+    """$/h of one replica by priority, the source, and the day that it is of, if that is known."""
 
     dollars_per_hour: Mapping[Priority, float]
     source: str
+    as_of: date | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StoragePrices:
-    """Dollars per operation and for a GB's month, and the source."""
+    """Dollars per operation and for a GB's month, the source, and the day that it is of."""
 
     blob_write: float
     blob_read: float
     queue_operation: float
     gigabyte_month: float
     source: str
+    as_of: date | None = None
 
     def dollars(self, operations: Operations) -> float:
         """The price of operations; capacity is billed by the month."""
@@ -117,11 +124,22 @@ ASSUMED_IMAGES_PER_SECOND: Mapping[str, float] = {
 
 BUILT_IN = PriceTable(
     gpus={
-        name: GpuPrices(gpu["dollars_per_hour"], GPU_PRICES_SOURCE)
+        name: GpuPrices(
+            gpu["dollars_per_hour"],
+            f"SaladCloud's prices of {gpu['as_of']}"
+            if "as_of" in gpu
+            else GPU_PRICES_SOURCE,
+            gpu.get("as_of", _DATA["as_of"]),
+        )
         for name, gpu in _GPUS.items()
     },
     storage=StoragePrices(
-        0.055 / 10_000, 0.0044 / 10_000, 0.01 / 200_000, 0.0208, STORAGE_PRICES_SOURCE
+        0.055 / 10_000,
+        0.0044 / 10_000,
+        0.01 / 200_000,
+        0.0208,
+        STORAGE_PRICES_SOURCE,
+        date(2024, 7, 1),
     ),
 )
 
@@ -152,9 +170,7 @@ def find_gpu(name: str, known: Collection[str] = tuple(BUILT_IN.gpus)) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise errors.SetupError(
-            f"{name!r} may mean several GPU classes: {', '.join(found)}"
-        )
+        raise SetupError(f"{name!r} may mean several GPU classes: {', '.join(found)}")
     return validation.choose("GPU class", name, {gpu: gpu for gpu in known})
 
 
@@ -166,7 +182,7 @@ def gpu_dollars_per_hour(
     try:
         return table.gpus[name].dollars_per_hour[priority]
     except KeyError:
-        raise errors.SetupError(
+        raise SetupError(
             f"there is no price of the {name} at {priority} priority"
         ) from None
 
@@ -197,6 +213,7 @@ _STORAGE_KEYS = {
 
 class _File(BaseModel, extra="forbid", strict=True):
     source: str = Field(min_length=1)
+    as_of: date | None = None
     gpus: dict[str, dict[Priority, _Dollars]] = {}
     storage: dict[str, _Dollars] = {}
 
@@ -204,18 +221,18 @@ class _File(BaseModel, extra="forbid", strict=True):
 def read_table(path: Path | None) -> PriceTable:
     """The built-in table, overridden by the file's entries; raises SetupError if it is not valid.
 
-    YAML or JSON: `source`, `gpus` ($/h by class and priority) and `storage` ($/10,000 operations,
-    and for a GB's month).
+    YAML or JSON: `source`, `as_of` (the day of the prices), `gpus` ($/h by class and priority) and
+    `storage` ($/10,000 operations, and for a GB's month).
     """
     if path is None:
         return BUILT_IN
     content = yaml_file.read(path, "the price file") or {}
-    with validation.as_error(errors.SetupError, f"the price file {path}: "):
+    with validation.as_error(SetupError, f"the price file {path}: "):
         file = _File.model_validate(content)
     gpus = dict(BUILT_IN.gpus)
     for written, dollars in file.gpus.items():
         gpu = find_gpu(written) if matching_gpus(written, BUILT_IN.gpus) else written
-        gpus[gpu] = GpuPrices(dollars, file.source)
+        gpus[gpu] = GpuPrices(dollars, file.source, file.as_of)
     storage = BUILT_IN.storage
     if file.storage:
         own = {
@@ -223,5 +240,7 @@ def read_table(path: Path | None) -> PriceTable:
             / (10_000 if key.endswith("_per_10000") else 1)
             for key, price in file.storage.items()
         }
-        storage = dataclasses.replace(storage, **own, source=file.source)
+        storage = dataclasses.replace(
+            storage, **own, source=file.source, as_of=file.as_of
+        )
     return PriceTable(gpus, storage)

@@ -13,7 +13,8 @@ from datetime import UTC, datetime
 
 from cachetools import LRUCache
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import JobError, SetupError
 from imagefleet.files import pack
 from imagefleet.job.message import RECORDS
 from imagefleet.records.log import (
@@ -147,7 +148,7 @@ class StoredShard:
 
 async def packed_campaigns(storage: Storage) -> set[str] | None:
     """The campaigns with images in packs; None for credentials that may not list them."""
-    with contextlib.suppress(errors.SetupError):
+    with contextlib.suppress(SetupError):
         return {name async for name in storage.packs.folders("")}
     return None
 
@@ -326,7 +327,7 @@ def parsed(found: Iterable[bytes], each: StoredShard, damaged: Damaged) -> list[
     for line in found:
         try:
             record = Record.read(line)
-        except errors.JobError as error:
+        except JobError as error:
             damaged.add(each.blob.name, error.message)
             continue
         if why := _misfit(record, each):

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from pydantic import ValidationError
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.names import ASIDE
 from imagefleet.records.record import Record, hashed
@@ -236,5 +236,5 @@ def _name(line: bytes) -> str:
         return line[len(_BEFORE_NAME) : end].decode(errors="replace")
     try:
         return Record.read(line).blob or ""
-    except errors.JobError:
+    except JobError:
         return ""

@@ -13,7 +13,7 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from imagefleet import errors
+from imagefleet.errors import SetupError, TransientError
 from imagefleet.records import catalog, decisions, reader
 from imagefleet.records.catalog import Damaged, StoredShard
 from imagefleet.records.dedupe import Replaced
@@ -102,7 +102,7 @@ class RecordFilter:
             return True
         if record.campaign not in read:
             read.add(record.campaign)
-            with contextlib.suppress(errors.SetupError):  # no permission to read files
+            with contextlib.suppress(SetupError):  # no permission to read files
                 await ledger.read()
         return not ledger.known or decisions.is_sent(record, ledger.known)
 
@@ -252,7 +252,7 @@ async def follow(
                 count_at = 2 * quiet
                 if (await reader.counts(storage, campaign)).pending == 0:
                     return
-        except errors.TransientError as error:
+        except TransientError as error:
             on_retry(f"trying again: {error.message}")
             records = []
         yield [record for record in records if record.outcome in outcomes]

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Literal, NamedTuple
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import MissingResourceError, SetupError, TransientError
 from imagefleet.job.message import DEFAULT_CAMPAIGN, read_job
 from imagefleet.records.catalog import PART_BYTES, Damaged
 from imagefleet.records.log import RETRIES
@@ -240,7 +241,7 @@ class Ledger:
         """Number of jobs sent, each id once; None if nobody has noted any. Mostly one read."""
         try:
             end = await self.end()
-        except errors.MissingResourceError:  # there are no files
+        except MissingResourceError:  # there are no files
             return None
         return None if end == _End() else end.jobs
 
@@ -297,7 +298,7 @@ class Ledger:
                 self._end = new
                 return
             self._end = None  # somebody else has appended
-        raise errors.TransientError(f"others append to {self._folder} all the time")
+        raise TransientError(f"others append to {self._folder} all the time")
 
     async def _is_there(self, frame: bytes, end: _End) -> bool:
         """True if the frame is there, so that only the reply to its append was lost."""
@@ -389,7 +390,7 @@ async def listed(storage: Storage) -> dict[str, list[BlobRecord]]:
     """The blobs of each campaign's ledger; one listing."""
     found: dict[str, list[BlobRecord]] = {}
     folder = folder_of(storage)
-    with contextlib.suppress(errors.MissingResourceError):  # there are no files
+    with contextlib.suppress(MissingResourceError):  # there are no files
         async for blob in storage.files.records(folder):
             campaign = blob.name.removeprefix(folder).partition("/")[0]
             found.setdefault(campaign, []).append(blob)
@@ -406,9 +407,7 @@ async def digest_of(storage: Storage, campaign: str, job_id: str) -> str:
     """First bytes (hex) of the digest that a job was sent with; empty where nobody has noted it."""
     try:
         found = (await Ledger(storage, campaign).read()).get(id_hash(job_id))
-    except (
-        errors.SetupError
-    ):  # there are no files, or none to read with these credentials
+    except SetupError:  # there are no files, or none to read with these credentials
         return ""
     return "" if found is None else found.hex()
 

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.files import picture
 from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import MAX_IMAGE_BYTES
@@ -88,7 +88,7 @@ async def find(
             # A worker that found the image of one that died does not know its bytes.
             if not all(record.sha256 for record in records):
                 told = await storage.blobs.metadata(spot.blob) or {}
-        except errors.JobError:  # larger than any image, or a name of none
+        except JobError:  # larger than any image, or a name of none
             fault = "misfit"
             continue
         if data is None:

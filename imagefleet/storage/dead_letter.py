@@ -14,7 +14,13 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from imagefleet import errors
+from imagefleet.errors import (
+    FleetError,
+    InvalidMessageError,
+    JobError,
+    UnknownStageError,
+    UntrustedJobError,
+)
 from imagefleet.job import chain, sizes
 from imagefleet.job.change import Change
 from imagefleet.job.message import (
@@ -29,8 +35,8 @@ from imagefleet.job.message import (
 )
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
-from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import Deliveries, without_deliveries
+from imagefleet.storage.protocol import LeasedMessage
 from imagefleet.storage.routing import models
 from imagefleet.validation import JSONDict
 
@@ -142,7 +148,7 @@ class Check:
         body = record.body or ""
         sizes.checked_messages([body])
         if self.trusted is not None and not is_signed(body):
-            raise errors.UntrustedJobError(_UNSIGNED)
+            raise UntrustedJobError(_UNSIGNED)
         try:
             job = read_job(body, record.source or record.id, self.sendable)
             return (
@@ -150,14 +156,14 @@ class Check:
                 if self.change
                 else (self.dated(body), job)
             )
-        except errors.UntrustedJobError as error:
+        except UntrustedJobError as error:
             if error.is_expired:
-                raise errors.JobError(error.message) from None
-            raise errors.UntrustedJobError(_UNSIGNED) from None
-        except errors.InvalidMessageError as error:
+                raise JobError(error.message) from None
+            raise UntrustedJobError(_UNSIGNED) from None
+        except InvalidMessageError as error:
             if self.change is not None:  # which may make it valid
                 return self.change.apply(body, record.id)
-            raise errors.InvalidMessageError(
+            raise InvalidMessageError(
                 f"its job is not valid for this version: {error.message}"
             ) from None
 
@@ -167,7 +173,7 @@ class Check:
         for record in records:
             try:
                 chosen.append(Chosen(record, *self.job(record)))
-            except errors.JobError as error:
+            except JobError as error:
                 refused.append(Refused(record.id, error.message))
         return chosen, refused
 
@@ -176,17 +182,17 @@ class Check:
         body = record.body or ""
         try:
             read_job(body, record.source or record.id, self.trusted)
-        except errors.UntrustedJobError:
+        except UntrustedJobError:
             return False
-        except errors.InvalidMessageError:
+        except InvalidMessageError:
             return is_signed(body)
         return True
 
 
 def failed_job(
-    message: protocol.LeasedMessage,
+    message: LeasedMessage,
     job: Job | None,
-    error: errors.FleetError,
+    error: FleetError,
     worker: str,
     at: datetime,
     *,
@@ -206,8 +212,8 @@ def failed_job(
         known |= {"stage": job.stage, "stages": job.stages}
     else:
         # Who has not signed a job may name any campaign, and anybody numbers a job's stage.
-        is_forged = isinstance(error, errors.UntrustedJobError) and not error.is_expired
-        is_forged = is_forged or isinstance(error, errors.UnknownStageError)
+        is_forged = isinstance(error, UntrustedJobError) and not error.is_expired
+        is_forged = is_forged or isinstance(error, UnknownStageError)
         known = {} if is_forged else _named(body)
     return FailedJob(
         outcome="failed",
@@ -232,7 +238,7 @@ def _named(body: str) -> JSONDict:
     return known
 
 
-def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:
+def _replayable(message: LeasedMessage, job: Job | None) -> str:
     if job is None or is_signed(
         message.body
     ):  # a signature is of the fields as they were sent

@@ -14,18 +14,23 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import LeaseLost, TransientError
 from imagefleet.job.message import SafeId
 from imagefleet.records import ledger
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
-from imagefleet.storage import bundle, protocol
+from imagefleet.storage import bundle
 from imagefleet.storage.dead_letter import Check, FailedJob, Refused, Selection
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import (
+    MAX_LEASE_SECONDS,
+    MAX_RECEIVE,
+    LeasedMessage,
+    Message,
+)
 from imagefleet.storage.settings import Priority
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: Lease of the poison queue's messages; after a crash they stay invisible for so long.
 LEASE_SECONDS = 60.0
@@ -82,7 +87,7 @@ async def in_batches(records: AsyncIterator[Record]) -> AsyncIterator[list[Recor
     batch: list[Record] = []
     async for record in records:
         batch.append(record)
-        if len(batch) == protocol.MAX_RECEIVE:
+        if len(batch) == MAX_RECEIVE:
             yield batch
             batch = []
     yield batch
@@ -192,19 +197,19 @@ async def _clean(storage: Storage, *, spares_others: bool) -> None:
         return
     listed = {record.failure async for record in recorded(storage, Selection())}
 
-    def stays(message: protocol.Message) -> bool:
+    def stays(message: Message) -> bool:
         record = FailedJob.parse(message.body)
         if record is None:
             return spares_others
         return record.failure in listed or message.enqueued_at > began_at
 
     lease_seconds = min(
-        LEASE_SECONDS + waiting * LEASE_SECONDS_PER_MESSAGE, protocol.MAX_LEASE_SECONDS
+        LEASE_SECONDS + waiting * LEASE_SECONDS_PER_MESSAGE, MAX_LEASE_SECONDS
     )
-    kept: dict[str, protocol.LeasedMessage] = {}
+    kept: dict[str, LeasedMessage] = {}
     try:
         while waiting > 0:  # not those that workers add meanwhile
-            received = await poison.receive(protocol.MAX_RECEIVE, lease_seconds)
+            received = await poison.receive(MAX_RECEIVE, lease_seconds)
             fresh = [message for message in received if message.id not in kept]
             if not fresh:  # the first leases have expired, or others hold the rest
                 break
@@ -219,7 +224,7 @@ async def _clean(storage: Storage, *, spares_others: bool) -> None:
     finally:
         try:
             await _settle(poison.release, kept.values())
-        except errors.TransientError as error:
+        except TransientError as error:
             log.warning(
                 f"failed jobs stay invisible until their leases expire: {error.message}",
                 action="hand_back_failed",
@@ -227,12 +232,12 @@ async def _clean(storage: Storage, *, spares_others: bool) -> None:
 
 
 async def _settle(
-    call: Callable[[protocol.LeasedMessage], Awaitable[None]],
-    messages: Iterable[protocol.LeasedMessage],
+    call: Callable[[LeasedMessage], Awaitable[None]],
+    messages: Iterable[LeasedMessage],
 ) -> None:
-    async def settle(message: protocol.LeasedMessage) -> None:
+    async def settle(message: LeasedMessage) -> None:
         # Lost: the lease expired and another sweep has the message, which will settle it.
-        with contextlib.suppress(errors.LeaseLost):
+        with contextlib.suppress(LeaseLost):
             await call(message)
 
-    await concurrency.for_each(messages, settle, protocol.MAX_RECEIVE)
+    await concurrency.for_each(messages, settle, MAX_RECEIVE)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet.job import sizes
 from imagefleet.job.message import DELIVERIES_FIELD, fields_if_any, message_text
-from imagefleet.storage import protocol
+from imagefleet.storage.protocol import Message
 
 #: The number of lost deliveries after which a job is generated alone, so that the next loss tells
 #: whether the job is the cause or was only there.
@@ -41,7 +41,7 @@ class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=Tr
     is_alone: bool = False
 
     @classmethod
-    def of(cls, message: protocol.Message) -> Self:
+    def of(cls, message: Message) -> Self:
         """The deliveries before the present one. A damaged record counts as none."""
         before = cls()
         if message.delivery_count == 1:  # or sent again after it had failed

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import PurePosixPath
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import FleetError, JobError, SetupError
 from imagefleet.files.kinds import MODEL
-from imagefleet.storage import protocol
 from imagefleet.storage.bundle import jobs_of
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.routing.models import model_of, models_of
 from imagefleet.storage.settings import Priority
 
@@ -56,7 +57,7 @@ class JobSender:
             # Without a model in the storage, workers have theirs from elsewhere.
             is_there = not stored or model in stored
             if not is_there and not await self._storage.models.is_served(model):
-                raise errors.JobError(
+                raise JobError(
                     f"no worker can have the model {model!r}: it is not in {MODELS} of the storage,"
                     f" and no worker serves it now{validation.suggestion(model, stored)}; add it"
                     " with `imagefleet files add model`, or say that workers have it from"
@@ -95,15 +96,15 @@ class KnownModels:
         """True if no worker has served the model, or None any model, for five minutes."""
         try:
             await self.refresh()
-        except errors.FleetError:
+        except FleetError:
             return False  # nobody knows
         return not self.served if model is None else model not in self.served
 
 
-async def stored_models(files: protocol.BlobStore) -> set[str]:
+async def stored_models(files: BlobStore) -> set[str]:
     """The models in the storage; none where the credentials do not allow to list them."""
     try:
         names = [PurePosixPath(name) async for name in files.names(MODELS)]
-    except errors.SetupError:
+    except SetupError:
         return set()
     return {name.stem for name in names if name.suffix in MODEL.suffixes}

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterable
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files.kinds import MODEL
 from imagefleet.job.prompt import is_safe_name
 from imagefleet.storage.open import Storage
@@ -67,7 +67,7 @@ class HeldFiles:
         files = self._storage.files
         try:
             return await files.read(_MANIFEST, max_bytes=_MAX_MANIFEST_BYTES) or b""
-        except errors.SetupError:
+        except SetupError:
             return b""
 
 

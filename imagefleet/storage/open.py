@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Protocol, Self
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import SetupError
 from imagefleet.signing import JobSigner, Scope
 from imagefleet.storage.local.blobs import LocalBlobs
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
@@ -141,7 +142,7 @@ def _fleet_id(folder: Path) -> str:
         draft.unlink()
         return path.read_text(encoding="ascii")
     except (OSError, ValueError) as error:
-        raise errors.SetupError(f"cannot read {path}: {error}") from None
+        raise SetupError(f"cannot read {path}: {error}") from None
 
 
 def signer_of(settings: SignerSettings) -> JobSigner | None:
@@ -163,9 +164,7 @@ def open_storage(
     Raises SetupError if the address is not valid, or lacks credentials.
     """
     if settings.storage.strip() == LOCAL_SCHEME:
-        raise errors.SetupError(
-            "the storage 'local:' lacks a folder; write local:FOLDER"
-        )
+        raise SetupError("the storage 'local:' lacks a folder; write local:FOLDER")
     if settings.local_folder is not None:
         return LocalStorage(settings.local_folder, settings)
     # Azure's libraries are slow to import.

@@ -18,9 +18,7 @@ from typing import Protocol
 
 from imagefleet import concurrency, errors
 from imagefleet.job import sizes
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: Azure's limit for one receive.
 MAX_RECEIVE = 32

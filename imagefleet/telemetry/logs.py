@@ -33,7 +33,7 @@ _VERBOSE = ("azure", "aiohttp.access")
 
 
 class EventLog(logging.LoggerAdapter[logging.Logger]):
-    """A module's logger; a call's keywords, its `action` first, are fields of the record."""
+    """A logger of events: a call's keywords, its `action` first, are fields of the record."""
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.getLogger(name))
@@ -100,7 +100,8 @@ class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]  # generi
             super().handleError(record)
 
 
-log = EventLog(__name__)
+#: The log of all modules: its lines tell the action, not the module.
+log = EventLog("imagefleet")
 
 
 class Occasion:

@@ -10,7 +10,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from yarl import URL
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.http import connections
 from imagefleet.telemetry import metrics
 
@@ -64,7 +64,7 @@ async def listening(
                 open_connections.accept, host, port, backlog=connections.AT_ONCE
             )
         except OSError as error:
-            raise errors.SetupError(
+            raise SetupError(
                 f"cannot listen on {authority(host, port)} for {what}: {error.strerror or error};"
                 " choose another with --port"
             ) from None

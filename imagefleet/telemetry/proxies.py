@@ -6,7 +6,8 @@ from typing import Any
 
 import aiohttp
 
-from imagefleet import errors, redaction
+from imagefleet import redaction
+from imagefleet.errors import FleetError, SetupError, TransientError
 
 
 def through_proxy() -> bool:
@@ -19,7 +20,7 @@ def through_proxy() -> bool:
     for scheme in ("http", "https"):
         address = named.get(scheme) or named.get("all")
         if address and address.lower().startswith("socks"):
-            raise errors.SetupError(
+            raise SetupError(
                 f"the environment names a SOCKS proxy for {scheme}:// (ALL_PROXY, HTTPS_PROXY or"
                 " HTTP_PROXY), and only HTTP proxies are supported: name one of those, or unset it"
             )
@@ -28,10 +29,10 @@ def through_proxy() -> bool:
     return bool(named)
 
 
-def unreachable(message: str, error: Exception) -> errors.FleetError:
+def unreachable(message: str, error: Exception) -> FleetError:
     """Error of a failed request: SetupError for a certificate, as no retry mends it."""
     is_refused = isinstance(error, aiohttp.ClientConnectorCertificateError)
-    kind = errors.SetupError if is_refused else errors.TransientError
+    kind = SetupError if is_refused else TransientError
     return kind(f"{message}: {redaction.reason(error)}")
 
 

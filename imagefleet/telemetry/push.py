@@ -14,11 +14,11 @@ import aiohttp
 from prometheus_client import CollectorRegistry
 from yarl import URL
 
-from imagefleet import concurrency, errors, redaction
-from imagefleet.telemetry import logs, metrics, proxies
+from imagefleet import concurrency, redaction
+from imagefleet.errors import FleetError, SetupError, TransientError
+from imagefleet.telemetry import metrics, proxies
+from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.settings import TelemetrySettings
-
-log = logs.EventLog(__name__)
 
 #: Seconds between two pushes, varied by 20 %: as often as Prometheus scrapes by default.
 PUSH_SECONDS = 15.0
@@ -86,7 +86,7 @@ class Pusher:
         try:
             async with asyncio.timeout(seconds):
                 await self._retry_policy.call(self.push)
-        except (errors.FleetError, TimeoutError) as error:
+        except (FleetError, TimeoutError) as error:
             if not self._failing:
                 why = str(error) or f"no answer within {seconds:g} s"
                 log.warning(
@@ -95,7 +95,7 @@ class Pusher:
                 )
             self._failing = True
             return False
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged
             # A bug in a collector must end neither the worker nor the later pushes.
             log.exception("a bug prevents pushing the metrics", action="push_defect")
             return False
@@ -119,8 +119,8 @@ class Pusher:
         if status < 300:  # noqa: PLR2004
             return
         if status >= 500 or status in _RETRYABLE:  # noqa: PLR2004
-            raise errors.TransientError(f"{where} answered {status} {reason}")
-        raise errors.SetupError(
+            raise TransientError(f"{where} answered {status} {reason}")
+        raise SetupError(
             f"{where} answered {status} {reason}; --push-url must be an import address of"
             " VictoriaMetrics or vmagent (.../api/v1/import/prometheus), --push-token its token"
         )

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, cast, get_args
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 from imagefleet.job import settings_table
 from imagefleet.job.chain import THEN_FIELD
 from imagefleet.job.message import FAILURE_FIELD, Job
@@ -321,7 +322,7 @@ def _opened(stream: BinaryIO) -> Iterator[Any]:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError:
-        raise errors.SetupError(
+        raise SetupError(
             "to read Parquet, install pyarrow: pip install '.[parquet]'"
         ) from None
     try:

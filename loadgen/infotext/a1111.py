@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.files.picture import OWN_FIELDS, OWN_WORD
 from imagefleet.job.passes import adetailer
 from imagefleet.validation import JSONDict, JSONObject
@@ -58,7 +58,7 @@ def read(text: str) -> Reading:
     """The job of an infotext; raises JobError if it holds no parameters."""
     prompts, facts, said = parts_of(text)
     if not {"Steps", "Sampler", "Seed"} <= facts.keys():
-        raise errors.JobError(NO_PARAMETERS)
+        raise JobError(NO_PARAMETERS)
     version = facts.get("Version", "")
     match = _VERSION.match(version)
     release = tuple(map(int, match.groups("0"))) if match else None
@@ -88,7 +88,7 @@ def read(text: str) -> Reading:
             if "prompt" in fields and SEVERAL_NEGATIVE in reading.cannot:
                 reading.cannot.remove(SEVERAL_NEGATIVE)
         except (ValueError, TypeError, RecursionError):
-            raise errors.JobError(f"the JSON behind {OWN_WORD!r} is damaged") from None
+            raise JobError(f"the JSON behind {OWN_WORD!r} is damaged") from None
     return reading
 
 

@@ -13,7 +13,7 @@ from pathlib import PureWindowsPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job import samplers
 from imagefleet.validation import JSONDict, JSONObject
 from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
@@ -88,7 +88,7 @@ class _Node:
         """The node behind an input; raises JobError for one of another kind."""
         node = self.graph[str(self.inputs[name][0])]
         if node.kind not in kinds:
-            raise errors.JobError(f"node {node.name} ({node.kind}) has no counterpart")
+            raise JobError(f"node {node.name} ({node.kind}) has no counterpart")
         return node
 
     def chain(self, name: str, *kinds: str) -> Iterator[_Node]:
@@ -99,7 +99,7 @@ class _Node:
             yield node
             if node.kind == _FIRST:
                 return
-        raise errors.JobError("its graph goes in a circle")
+        raise JobError("its graph goes in a circle")
 
 
 def read(text: str) -> Reading:
@@ -112,7 +112,7 @@ def read(text: str) -> Reading:
             )
         return _read(graph)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise errors.JobError("the graph's JSON is cut or damaged") from None
+        raise JobError("the graph's JSON is cut or damaged") from None
 
 
 def _read(graph: Mapping[str, _Node]) -> Reading:
@@ -122,7 +122,7 @@ def _read(graph: Mapping[str, _Node]) -> Reading:
     ]
     saving = [node for node in showing if node.kind.startswith("SaveImage")] or showing
     if len(pictures := {str(node.inputs["images"]) for node in saving}) != 1:
-        raise errors.JobError(f"its graph saves {len(pictures)} pictures, not one")
+        raise JobError(f"its graph saves {len(pictures)} pictures, not one")
     decode = saving[0].behind("images", "VAEDecode")
     last = first = decode.behind("samples", *_SAMPLERS)
     latent = enlarged = last.behind("latent_image", "EmptyLatentImage", *_ENLARGING)
@@ -133,7 +133,7 @@ def _read(graph: Mapping[str, _Node]) -> Reading:
     job = reading.job
     job |= {name: latent.value(name) for name in ("width", "height")}
     if (first.value("denoise", 1), latent.value("batch_size", 1)) != (1, 1):
-        raise errors.JobError(
+        raise JobError(
             "it is one of a batch of one noise, or its first pass is not whole"
         )
     if last is not first:
@@ -141,7 +141,7 @@ def _read(graph: Mapping[str, _Node]) -> Reading:
         if other := [
             name for name in second if name != "steps" and second[name] != job[name]
         ]:
-            raise errors.JobError(f"its second pass has its own {', '.join(other)}")
+            raise JobError(f"its second pass has its own {', '.join(other)}")
         job |= {"enable_hr": True, "denoising_strength": last.value("denoise", 1)}
         job |= {"hr_second_pass_steps": second["steps"]} | _enlarged(enlarged, job)
     vae = decode.behind("vae", _FIRST, "VAELoader")
@@ -156,7 +156,7 @@ def _sampled(node: _Node) -> Reading:
     value, is_advanced = node.value, node.kind == _SAMPLERS[1]
     is_whole = all(value(name) == usual for name, usual in _WHOLE.items())
     if is_advanced and not (is_whole and value("end_at_step") >= value("steps")):
-        raise errors.JobError(f"node {node.name} ({node.kind}) does not do all steps")
+        raise JobError(f"node {node.name} ({node.kind}) does not do all steps")
     sampler, schedule = value("sampler_name"), value("scheduler")
     fields, said = fields_of_sampler(sampler, schedule)
     *on_unet, checkpoint = node.chain(
@@ -167,7 +167,7 @@ def _sampled(node: _Node) -> Reading:
     nodes = [node.behind(each, "CLIPTextEncode") for each in ("positive", "negative")]
     layers, others = ([*text.chain("clip", _LORA, _SKIP)] for text in nodes)
     if layers != others:
-        raise errors.JobError("its prompts have text encoders of their own")
+        raise JobError("its prompts have text encoders of their own")
     texts = [str(text.value("text")) for text in nodes]
     prompt, negative = (
         re.sub(r"([][])", r"\\\1", _EMBEDDING.sub(_named, text)) for text in texts
@@ -212,7 +212,7 @@ def fields_of_sampler(name: str, scheduler: str) -> tuple[JSONDict, list[str]]:
     known, schedule = _SAMPLERS_HERE.get(name), _SCHEDULES.get(scheduler)
     if known is None or schedule is None:
         shown = f"{name} {scheduler}"[:80]
-        raise errors.JobError(f"the sampler and schedule {shown!r} have no counterpart")
+        raise JobError(f"the sampler and schedule {shown!r} have no counterpart")
     sampler = samplers.SAMPLERS[known.key]
     said = [known.said] if known.said else []
     if sampler.is_between_ends and scheduler not in _WHOLE_SCHEDULES:
@@ -234,7 +234,7 @@ def _is_distilled(predictions: Sequence[_Node], sampler: str) -> bool:
     for each in predictions:
         kind = str(each.value("sampling"))[:40]
         if (kind, sampler) != ("lcm", "lcm") or each.value("zsnr"):
-            raise errors.JobError(
+            raise JobError(
                 f"node {each.name} ({each.kind}) makes the model one of {kind}, which has no"
                 f" counterpart with {sampler}"
             )
@@ -257,7 +257,7 @@ def _enlarged(node: _Node, first: JSONObject) -> JSONDict:
     method = str(node.value("upscale_method"))
     x, y = node.value("width", 0), node.value("height", 0)
     if method not in _UPSCALERS or x * first["height"] != y * first["width"]:
-        raise errors.JobError(
+        raise JobError(
             f"node {node.name} ({node.kind}) cuts, or enlarges by {method[:40]}"
         )
     by = (

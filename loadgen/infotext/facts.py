@@ -9,7 +9,7 @@ import math
 import re
 from typing import NamedTuple
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.validation import JSONDict
 
 _NEGATIVE = "Negative prompt:"
@@ -60,9 +60,7 @@ def parts_of(text: str) -> Parts:
     said: list[str] = []
     if "Distilled CFG Scale" in facts:
         model = facts.get("Model", "no name")
-        raise errors.JobError(
-            f"it was drawn with FLUX ({model}), which is not drawn here"
-        )
+        raise JobError(f"it was drawn with FLUX ({model}), which is not drawn here")
     if "Guidance Scale" in facts:
         lines = _from_draw_things(lines, facts, said)
     if first_pass := facts.pop("First pass size", None):

@@ -3,7 +3,7 @@
 import json
 import re
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job import samplers
 from imagefleet.validation import JSONObject
 from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
@@ -18,7 +18,7 @@ def read(text: str) -> Reading:
         found = json.loads(text)
         return _read_first(found) if "image" in found else _read(found)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise errors.JobError("its metadata is damaged") from None
+        raise JobError("its metadata is damaged") from None
 
 
 def _read(found: JSONObject) -> Reading:
@@ -71,7 +71,7 @@ def _reading(
         or known.key not in samplers.SAMPLERS
     ):
         what = ", ".join([f"mode {mode}, sampler {sampler}", *other])[:200]
-        raise errors.JobError(f"it has what has no counterpart: {what}")
+        raise JobError(f"it has what has no counterpart: {what}")
     job = {
         name: found[name] for name in ("seed", "steps", "cfg_scale", "width", "height")
     }

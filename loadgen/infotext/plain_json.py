@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import PureWindowsPath
 from typing import Any, NamedTuple
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job import samplers
 from imagefleet.validation import JSONDict, JSONObject
 from loadgen.infotext import comfyui
@@ -60,7 +60,7 @@ def read(text: str) -> Reading:
     """The job of a picture's JSON; raises JobError, which says why there is none."""
     found = _object(text)
     if not isinstance(found, dict):
-        raise errors.JobError("its JSON is damaged")
+        raise JobError("its JSON is damaged")
     graph = inside if isinstance(inside := found.get("prompt"), dict) else found
     nodes = {name: node for name, node in graph.items() if "class_type" in str(node)}
     if nodes:
@@ -89,11 +89,11 @@ def read_settings(found: JSONObject, program: _Program) -> Reading:
         elif key not in program.ignored:
             others.append(f"{key} ({str(value)[:80]}) is not drawn")
     if not {"prompt", "seed", "steps"} <= known.keys():
-        raise errors.JobError(f"its JSON is none of {program.name}'s settings")
+        raise JobError(f"its JSON is none of {program.name}'s settings")
     try:
         reading = _job(known, program)
     except _DAMAGED:
-        raise errors.JobError(f"its settings of {program.name} are damaged") from None
+        raise JobError(f"its settings of {program.name} are damaged") from None
     reading.cannot += [*([program.said] if program.said else []), *others]
     return reading
 
@@ -155,7 +155,7 @@ def _of_diffusers(name: str, scheduler: Any) -> dict[str, str]:
             schedule = str(scheduler).capitalize() if scheduler else None
             title = samplers.NAMES[each].title
             return sampler_fields(title, schedule, is_old=True)
-    raise errors.JobError(f"the sampler {name[:40]!r} has no counterpart")
+    raise JobError(f"the sampler {name[:40]!r} has no counterpart")
 
 
 def _loras(known: JSONObject) -> Iterator[tuple[str, float]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.files import picture
 from imagefleet.job import message
 from loadgen import file_source
@@ -74,12 +74,12 @@ def read_file(path: Path) -> Reading:
                         found["prompt"] = text[len(_IN_EXIF) :]
                 size = image.size
     except picture.DamagedImageError as error:
-        raise errors.JobError(f"the file {error}") from None
+        raise JobError(f"the file {error}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise errors.JobError(f"the file cannot be read: {error}") from None
+        raise JobError(f"the file cannot be read: {error}") from None
     key = next((key for key in _READERS if found.get(key)), "parameters")
     if len(text := found[key]) > _MAX_CHARACTERS:
-        raise errors.JobError(f"its text has more than {_MAX_CHARACTERS:,} characters")
+        raise JobError(f"its text has more than {_MAX_CHARACTERS:,} characters")
     reading = _READERS[key](text)
     drawn = tuple(reading.job.get(name) for name in ("width", "height"))
     if _READERS[key] is invokeai.read and size not in {None, drawn}:
@@ -94,7 +94,7 @@ def read_file(path: Path) -> Reading:
 def _read_row(entry: Entry) -> Reading:
     fields = message.fields_if_any(entry.text)
     if entry.problem or not fields:
-        raise errors.JobError(entry.problem or "it is no JSON object")
+        raise JobError(entry.problem or "it is no JSON object")
     if plain_json.is_easy_diffusion(fields):
         return plain_json.read_easy_diffusion(fields)
     text = fields.pop("infotext", None)

@@ -29,11 +29,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files import contents
 from imagefleet.files.safetensors import UnusableError
 from imagefleet.job import clip
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict, JSONObject
 from worker.engine import checksums, phases
 from worker.engine.families import reading, table
@@ -42,8 +42,6 @@ from worker.engine.files import safetensors
 from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora.file import Network
 from worker.engine.slots import memory
-
-log = logs.EventLog(__name__)
 
 #: An average of the UNet's weights during training, which some files have beside the weights.
 _AVERAGE_PREFIX = "model_ema."
@@ -132,7 +130,7 @@ def load_checkpoint(
     family = found.family
     networks = found.networks
     if family is table.REFINER and like is None:
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(model)!r} is {contents.REFINER.name}; {contents.REFINER.advice}"
         )
     unet = networks[family.backbone]
@@ -168,7 +166,7 @@ def load_checkpoint(
         safetensors.refuse_damaged(checksums.named_parameters(networks))
     except UnusableError as error:
         # Else all images would be NaN, and each node would blame itself.
-        raise errors.SetupError(f"{str(model)!r} is damaged: it {error}") from error
+        raise SetupError(f"{str(model)!r} is damaged: it {error}") from error
     side = unet.config.sample_size * factor
     return Checkpoint(
         name=name,
@@ -232,7 +230,7 @@ def place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Su
             elif not isinstance(network, PreTrainedModel):  # of transformers: text
                 network.to(memory_format=torch.channels_last)
     except torch.cuda.OutOfMemoryError as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"the GPU's memory is too short for the model: {reading.brief(error)}"
         ) from error
     return weight_sums
@@ -332,7 +330,7 @@ def _config_folder(model: Path, config: Path | None) -> Path:
         if any((folder / name).exists() for name in _CONFIGURATION):
             return folder
     if config:
-        raise errors.SetupError(
+        raise SetupError(
             f"--config {str(config)!r} has no configuration: neither a tokenizer folder nor, say,"
             " unet/config.json; SD1.5's checkpoints need no --config"
         )
@@ -347,9 +345,7 @@ def _read_file(path: Path, config: Path) -> _Read:
             if not key.startswith(_AVERAGE_PREFIX)
         }
         if (family := table.of_file(weights)) is None:
-            raise errors.SetupError(
-                f"{str(path)!r} is no checkpoint of Stable Diffusion"
-            )
+            raise SetupError(f"{str(path)!r} is no checkpoint of Stable Diffusion")
         parts = _parts(family)
         channels = weights[_INPUTS].shape[1]
         parts[family.backbone] = (
@@ -374,7 +370,7 @@ def _read_file(path: Path, config: Path) -> _Read:
             reading.assign(text_encoder, own)
             _number_positions(path, own, text_encoder)
     except reading.LOADING_ERRORS as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(path)!r} cannot be loaded: {reading.brief(error)}"
         ) from error
     has_own_size = not (config / family.backbone / "config.json").is_file()
@@ -408,14 +404,14 @@ def _number_positions(path: Path, weights: Mapping[str, Tensor], network: Any) -
 def _find_tokenizer(checkpoint: Path, vocabulary_size: int) -> CLIPTokenizer:
     folder = clip.tokenizer_of(checkpoint, vocabulary_size)
     if not folder.is_dir():
-        raise errors.SetupError(
+        raise SetupError(
             f"the model's tokenizer is missing: {str(folder)!r}; its text encoder has"
             f" {vocabulary_size:,} tokens, and CLIP's tokenizer {clip.VOCABULARY_SIZE:,}"
         )
     try:
         return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     except reading.LOADING_ERRORS as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"the tokenizer {str(folder)!r} cannot be loaded: {reading.brief(error)}"
         ) from error
 
@@ -442,16 +438,14 @@ def _check_architecture(
         or (unet.num_class_embeds is not None) != family.enlarges_image
         or unet.in_channels - latents not in beside
     ):
-        raise errors.SetupError(
-            f"{str(model)!r} does not have {family.name}'s architecture"
-        )
+        raise SetupError(f"{str(model)!r} does not have {family.name}'s architecture")
     if not isinstance(unet.sample_size, int):
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(model)!r} has no native size: sample_size in unet/config.json must be a number"
         )
     # On a GPU, a token id out of range is a device-side assert, which ends the process.
     if any(len(tokenizer) > encoder.vocab_size for encoder in encoders):
-        raise errors.SetupError(
+        raise SetupError(
             f"the tokenizer of {str(model)!r} belongs to another text encoder"
         )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from imagefleet import errors
+from imagefleet.errors import FleetError
 from imagefleet.files.safetensors import Identity
 from imagefleet.job.noise import DEFAULT_NOISE, Noise
 from imagefleet.job.passes.first import VaeDecoder
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Pixels = npt.NDArray[np.uint8]
 
 #: The result of a request: its pixels, or its error.
-Outcome = Pixels | errors.FleetError
+Outcome = Pixels | FleetError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import UnsettledFileError
 from imagefleet.files import embedding
 from imagefleet.files.embedding import CLIP_G, CLIP_L
 from imagefleet.files.safetensors import UnusableError, identify
@@ -46,7 +46,7 @@ def read(
     with named(f"the embedding {embedding.name!r}, which the prompt names,"):
         identity = identify(embedding.path)
         if hashlib.sha256(embedding.path.read_bytes()).hexdigest() != embedding.sha256:
-            raise errors.UnsettledFileError(
+            raise UnsettledFileError(
                 f"the file of the embedding {embedding.name!r} has just changed"
             )
         vectors = vectors_of(tensors_of(embedding.path, identity), widths, dtype)

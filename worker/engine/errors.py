@@ -2,7 +2,7 @@
 
 import torch
 
-from imagefleet import errors
+from imagefleet.errors import FleetError, NodeError, TransientError
 
 #: CUDA errors after which every later call in the process fails as well.
 _STICKY = ("CUDA error", "device-side assert", "illegal memory access", "ECC error")
@@ -18,17 +18,15 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def classify(error: Exception) -> errors.FleetError:
+def classify(error: Exception) -> FleetError:
     """The outcome of an image that failed with *error*; raises NodeError if the GPU is broken."""
-    if isinstance(error, errors.NodeError):
+    if isinstance(error, NodeError):
         raise error
-    if isinstance(error, errors.FleetError):
+    if isinstance(error, FleetError):
         return error
     cause = f"{type(error).__name__}: {str(error).strip()[:300]}"
     if is_out_of_memory(error):
-        return errors.TransientError(
-            f"the GPU ran out of memory for this image: {cause}"
-        )
+        return TransientError(f"the GPU ran out of memory for this image: {cause}")
     if isinstance(error, RuntimeError) and any(mark in str(error) for mark in _STICKY):
-        raise errors.NodeError(f"the GPU is broken: {cause}") from error
-    return errors.TransientError(f"the image could not be generated: {cause}")
+        raise NodeError(f"the GPU is broken: {cause}") from error
+    return TransientError(f"the image could not be generated: {cause}")

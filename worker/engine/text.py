@@ -12,7 +12,7 @@ from cachetools import LRUCache
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.files.embedding import CLIP_L
 from imagefleet.job import clip
 from imagefleet.job.clip import CHUNK_TOKENS, Chunk, Names
@@ -328,7 +328,7 @@ class Encoder:
             vectors.dtype
         )
         if vectors.isfinite().all() and not weighted.isfinite().all():
-            raise errors.JobError("the weights in the prompt cancel each other out")
+            raise JobError("the weights in the prompt cancel each other out")
         return _Encoded(weighted, pooled)
 
 

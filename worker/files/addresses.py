@@ -9,7 +9,8 @@ from pathlib import PurePosixPath
 
 from yarl import URL
 
-from imagefleet import errors, redaction
+from imagefleet import redaction
+from imagefleet.errors import JobError, SetupError
 from imagefleet.storage import protocol
 from worker.settings import WorkerSettings
 
@@ -94,12 +95,12 @@ def read_address(text: str, sha256: str | None, storage: str) -> Address | None:
         address = _read_store(text, storage)
     else:
         if sha256 is not None:
-            raise errors.SetupError(
+            raise SetupError(
                 "--model-sha256 is for a model that is fetched; this is a path"
             )
         return None
     if text.lower().startswith("http:") and sha256 is None:
-        raise errors.SetupError(
+        raise SetupError(
             "a model could be changed on its way over plain http: set --model-sha256 or use https"
         )
     return address
@@ -141,17 +142,17 @@ def _read_url(text: str) -> Address:
     try:
         url = URL(redaction.check_address(text))
     except ValueError as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"--model is not a valid address: {redaction.reason(error)}"
         ) from None
     shown = redaction.address(text)
     for page, advice in _PAGES.items():
         if re.match(page, text, re.IGNORECASE):
-            raise errors.SetupError(f"{shown!r} is a web page, not a file; {advice}")
+            raise SetupError(f"{shown!r} is a web page, not a file; {advice}")
     bare = url.with_query(None).with_user(None).with_fragment(None)
     suffix = PurePosixPath(url.name).suffix.lower()
     if suffix in PICKLE_SUFFIXES:
-        raise errors.SetupError(f"{shown!r} is {pickle_advice(url.name[:200])}")
+        raise SetupError(f"{shown!r} is {pickle_advice(url.name[:200])}")
     if suffix in {".safetensors", ".tar"}:
         if not FILE_NAME.fullmatch(url.name):
             raise _refused_name(url.name)
@@ -173,17 +174,15 @@ def _read_store(text: str, storage: str) -> Address:
     name = blob.rpartition("/")[2]
     try:
         protocol.check_blob_name(blob)
-    except errors.JobError as error:
-        raise errors.SetupError(
-            f"the model cannot be fetched: {error.message}"
-        ) from None
+    except JobError as error:
+        raise SetupError(f"the model cannot be fetched: {error.message}") from None
     if not FILE_NAME.fullmatch(name):
         raise _refused_name(name)
     return Address(text, f"{storage} {text}", name, PurePosixPath(name).stem)
 
 
-def _refused_name(name: str) -> errors.SetupError:
-    return errors.SetupError(
+def _refused_name(name: str) -> SetupError:
+    return SetupError(
         f"the model {name[:80]!r} cannot be fetched: its name must end in .safetensors, or in"
         " .tar for a folder in diffusers format"
     )

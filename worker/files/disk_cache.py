@@ -13,10 +13,8 @@ from pathlib import Path
 
 from filelock import AsyncFileLock
 
-from imagefleet import errors
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.errors import DISK_FULL, NodeError, SetupError
+from imagefleet.telemetry.logs import log
 
 #: A file used this recently stays, even above the limit: a worker is about to read it. If reading
 #: starts later and the file is gone, the job is retried.
@@ -75,7 +73,7 @@ class DiskCache:
                 self._evict(len(data))
                 _write(path, data)
             except OSError as error:
-                if error.errno not in {*errors.DISK_FULL, errno.ENOENT}:
+                if error.errno not in {*DISK_FULL, errno.ENOENT}:
                     raise
                 # Another program took the room, or removed the folder.
                 self._evict(len(data), least_bytes=len(data))
@@ -86,7 +84,7 @@ class DiskCache:
         """Raises NodeError if the disk has too little room for *needed_bytes* more."""
         free = shutil.disk_usage(self.folder).free
         if needed_bytes + SPARE_BYTES > free:
-            raise errors.NodeError(
+            raise NodeError(
                 f"{needed_bytes / 1e6:,.0f} MB more are needed in {self.folder}, where"
                 f" {free / 1e6:,.0f} MB are free: use a larger disk or another --cache"
             )
@@ -121,19 +119,19 @@ class DiskCache:
         try:
             yield
         except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
-            raise errors.SetupError(
+            raise SetupError(
                 f"the cache {self.folder} cannot be written: at {error.filename2 or error.filename}"
                 " is a file in the place of a folder, or the reverse; move it away, or use another"
                 " --cache"
             ) from error
         except OSError as error:
-            if error.errno in errors.DISK_FULL:
-                raise errors.NodeError(
+            if error.errno in DISK_FULL:
+                raise NodeError(
                     f"the disk of the cache {self.folder} is full: use a larger disk or another"
                     " --cache"
                 ) from error
             is_refused = error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}
-            kind = errors.SetupError if is_refused else errors.NodeError
+            kind = SetupError if is_refused else NodeError
             raise kind(
                 f"the cache {self.folder} cannot be written: {error.strerror or error}"
             ) from error

@@ -14,14 +14,14 @@ import aiohttp
 from pydantic import BaseModel
 from yarl import URL
 
-from imagefleet import concurrency, errors, redaction
+from imagefleet import concurrency, redaction
+from imagefleet.errors import SetupError, TransientError
 from imagefleet.files.kinds import BY_FOLDER, MODEL
-from imagefleet.storage import protocol
+from imagefleet.storage.protocol import BlobPart, BlobStore
 from imagefleet.telemetry import logs, proxies
+from imagefleet.telemetry.logs import log
 from worker.files.disk_cache import DiskCache
 from worker.files.library import rested_blob
-
-log = logs.EventLog(__name__)
 
 #: A server that sends nothing for this long is given up, and asked again.
 STALL_SECONDS = 30.0
@@ -53,7 +53,7 @@ class Opened:
     is_rest: bool = False
 
 
-class FileChangedError(errors.TransientError):
+class FileChangedError(TransientError):
     """The file has changed since its download began, or its rest cannot be had: begin anew."""
 
 
@@ -89,14 +89,14 @@ class HttpSource:
             ) from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             # Without its cause, whose text may contain the address with its token.
-            raise errors.TransientError(
+            raise TransientError(
                 f"the download of {self.label} broke off: {type(error).__name__}"
             ) from None
 
     def _answer(self, response: aiohttp.ClientResponse, offset: int) -> Opened:
         hops = (*response.history, response)
         if self._requires_https and any(hop.url.scheme != "https" for hop in hops):
-            raise errors.SetupError(
+            raise SetupError(
                 f"{self.label} redirects to plain http, where the model could be changed on"
                 " its way: set --model-sha256"
             )
@@ -135,18 +135,14 @@ class HttpSource:
             case 412 | 416 if offset:  # it is another, or shorter than before
                 raise FileChangedError(f"{answer}: the file has changed")
             case status if status in {408, 429} or status >= 500:  # noqa: PLR2004
-                raise errors.TransientError(answer)
-        raise errors.SetupError(
-            f"{answer}: check the address, and its token if it has one"
-        )
+                raise TransientError(answer)
+        raise SetupError(f"{answer}: check the address, and its token if it has one")
 
 
 class BlobSource:
     """The blob FOLDER/NAME in the container of files."""
 
-    def __init__(
-        self, blobs: protocol.BlobStore, name: str, folder: str = MODEL.folder
-    ) -> None:
+    def __init__(self, blobs: BlobStore, name: str, folder: str = MODEL.folder) -> None:
         self._blobs = blobs
         self._folder = folder
         self._blob = f"{folder}/{name}"
@@ -166,9 +162,7 @@ class BlobSource:
             is_rest=bool(offset),
         )
 
-    async def _chunks(
-        self, offset: int, part: protocol.BlobPart
-    ) -> AsyncIterator[bytes]:
+    async def _chunks(self, offset: int, part: BlobPart) -> AsyncIterator[bytes]:
         version = part.version
         while part.data:
             yield part.data
@@ -179,10 +173,10 @@ class BlobSource:
             if part.version != version:
                 raise FileChangedError(f"{self.label} was replaced during its download")
 
-    async def _part(self, offset: int) -> protocol.BlobPart:
+    async def _part(self, offset: int) -> BlobPart:
         part = await self._blobs.read_part(self._blob, offset, _PART_BYTES)
         if part is None:
-            raise errors.SetupError(
+            raise SetupError(
                 f"there is no {self.label}: `{BY_FOLDER[self._folder].add_command}` stores it"
                 + (", or correct --model" if self._folder == MODEL.folder else "")
             )
@@ -235,7 +229,7 @@ class Download:
         found = await asyncio.to_thread(self._find_sha256)
         if self.sha256 not in {None, found}:
             self.forget()
-            raise errors.SetupError(
+            raise SetupError(
                 f"{self.source.label} has the SHA-256 {found}, not {self.sha256} as in"
                 f" {self.stated_in}: one of the two is wrong"
             )
@@ -259,7 +253,7 @@ class Download:
         except FileChangedError:
             self.forget()
             raise
-        except errors.TransientError as error:
+        except TransientError as error:
             if self._size() - self._furthest_bytes < PROGRESS_BYTES:
                 raise
             self._furthest_bytes = self._size()
@@ -333,7 +327,7 @@ class Download:
             )
         if total not in {None, size}:
             received = size - opened.offset
-            raise errors.TransientError(
+            raise TransientError(
                 f"{self.source.label} sent {received:,} bytes and no more over one connection:"
                 f" {total - size:,} are missing"
             )
@@ -343,7 +337,7 @@ class Download:
         with self.cache.errors():
             try:
                 self.check(self.part, is_whole)
-            except errors.SetupError:
+            except SetupError:
                 self.forget()
                 raise
 

@@ -15,17 +15,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import FleetError, MissingFileError, SetupError
 from imagefleet.files import kernels
 from imagefleet.files.kinds import KERNELS
 from imagefleet.signing import SigningKey, TrustedKeys, trusted_keys
-from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
+from imagefleet.storage.protocol import BlobRecord, BlobStore
+from imagefleet.telemetry.logs import log
 from worker.files.disk_cache import DiskCache, appearing
 from worker.files.manifest import Manifest
 from worker.settings import WorkerSettings
-
-log = logs.EventLog(__name__)
 
 #: Fewer than for a model: without it, the worker compiles.
 RETRIES = concurrency.RetryPolicy(tries=3, give_up_seconds=30)
@@ -39,7 +38,7 @@ _SIGNATURE, _SHA256, _CONTENT = "signature", "sha256", "content"
 class KernelExchange:
     """An `engine.kernels.packages.Exchange`: the engine's thread asks, the event loop answers."""
 
-    _blobs: protocol.BlobStore
+    _blobs: BlobStore
     #: A folder of files that came with the worker.
     _image: Path | None = None
     _trusted: TrustedKeys | None = None
@@ -50,7 +49,7 @@ class KernelExchange:
 
     @classmethod
     def of_worker(
-        cls, settings: WorkerSettings, blobs: protocol.BlobStore, *, may_share: bool
+        cls, settings: WorkerSettings, blobs: BlobStore, *, may_share: bool
     ) -> "KernelExchange":
         """By a worker's settings; it stores its own if it *may* and others would take them."""
         trusted = trusted_keys(settings.trusted_key)
@@ -71,11 +70,11 @@ class KernelExchange:
     async def _find(self, name: str, target: Path) -> bool:
         try:
             return await self._copy(name, target) or await self._fetch(name, target)
-        except errors.FleetError as error:
+        except FleetError as error:
             log.warning(
                 f"stored kernels cannot be used: {error}", action="kernels_failed"
             )
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged
             log.exception("the stored kernels cannot be used", action="kernels_failed")
         return False
 
@@ -127,7 +126,7 @@ class KernelExchange:
         )
         return True
 
-    async def _trusted_hash(self, name: str, record: protocol.BlobRecord) -> str | None:
+    async def _trusted_hash(self, name: str, record: BlobRecord) -> str | None:
         """The hash that a file must have: that of the operator's list, or of a worker's own words.
 
         None: nobody who is trusted states one.
@@ -135,7 +134,7 @@ class KernelExchange:
         listed = Manifest.stored(self._blobs, KERNELS, self._trusted)
         try:
             found = await self.retry_policy.call(lambda: listed.sha256(name))
-        except errors.MissingFileError:
+        except MissingFileError:
             found = None
         if found is not None:
             return found
@@ -161,11 +160,11 @@ class KernelExchange:
                     blob, data, "application/octet-stream", metadata
                 )
             )
-        except (errors.FleetError, OSError) as error:
+        except (FleetError, OSError) as error:
             log.info(f"kernels are not shared: {error}", action="kernels_not_shared")
-            if isinstance(error, errors.SetupError):
+            if isinstance(error, SetupError):
                 self.shares = False
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged
             log.exception("kernels are not shared", action="kernels_not_shared")
         else:
             log.info(

@@ -18,19 +18,24 @@ from urllib.request import url2pathname
 
 from cachetools import LRUCache, TTLCache
 
-from imagefleet import errors
+from imagefleet.errors import (
+    FleetError,
+    MissingFileError,
+    SetupError,
+    TransientError,
+    UnusableFileError,
+)
 from imagefleet.files import lora, safetensors
 from imagefleet.files.kinds import EMBEDDING, LORA, FileKind
 from imagefleet.files.safetensors import Identity, identify, rested, whole
 from imagefleet.job.prompt import SAFE_NAMES, is_safe_name
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
+from imagefleet.storage.protocol import BlobStore
+from imagefleet.telemetry.logs import log
 from worker.files import addresses, manifest
 from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.manifest import Manifest
-
-log = logs.EventLog(__name__)
 
 #: Files that are not checked again while they stay as they are. A campaign may use a million: the
 #: text states of its prompts.
@@ -50,7 +55,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 class Source:
     """The storage that a worker fetches files from, and where it keeps them."""
 
-    blobs: protocol.BlobStore
+    blobs: BlobStore
     #: It has a folder for each kind of file.
     cache: Path
     #: The most that is kept of each kind.
@@ -80,9 +85,9 @@ def check_content(
     except safetensors.TruncatedError:
         expected = None
     except safetensors.MalformedError as error:
-        raise errors.UnusableFileError(f"{what} is not a safetensors file") from error
+        raise UnusableFileError(f"{what} is not a safetensors file") from error
     if expected is None or size < expected:
-        raise errors.TransientError(
+        raise TransientError(
             f"{what} is truncated: it has {size:,} bytes"
             + (f" of {expected:,}" if expected else "")
         )
@@ -90,13 +95,13 @@ def check_content(
         return
     file.seek(0)
     if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-        raise errors.TransientError(
+        raise TransientError(
             f"the SHA-256 of {what} is not the one in its manifest.json"
         )
 
 
 async def read_whole(
-    blobs: protocol.BlobStore, name: str, max_bytes: int | None = None
+    blobs: BlobStore, name: str, max_bytes: int | None = None
 ) -> bytes | None:
     """A blob's bytes, as `BlobStore.read`; a local storage's folder is one that people copy into.
 
@@ -161,13 +166,13 @@ class FileLibrary:
         """
         try:
             return await self._resolve(self._aliases.get(name, name))
-        except errors.MissingFileError as missing:
+        except MissingFileError as missing:
             files = await self._named_otherwise(name) if self._kind is LORA else set()
             if not files:
                 raise
             if len(files) > 1:
                 several = ", ".join(map(repr, sorted(files)[:3]))
-                raise errors.MissingFileError(
+                raise MissingFileError(
                     f"{missing.message}; {name!r} is an alias of several: name"
                     f" {several}"
                 ) from None
@@ -227,7 +232,7 @@ class FileLibrary:
         paths = found.get(name, [])
         if len(paths) > 1:
             several = ", ".join(paths[:3])
-            raise errors.MissingFileError(
+            raise MissingFileError(
                 f"there are several files of the {self._kind.noun} {name!r}, {several}: give each a"
                 " name of its own"
             )
@@ -241,7 +246,7 @@ class FileLibrary:
             await self._verify(
                 self._storage_manifest, name, partial(self._check, name, path, identify)
             )
-        except (errors.TransientError, errors.UnusableFileError) as error:
+        except (TransientError, UnusableFileError) as error:
             log.warning(
                 f"fetching {path} again: {error}", action=f"{self._kind.name}_dropped"
             )
@@ -270,7 +275,7 @@ class FileLibrary:
             if self._directory and not self._directory.is_dir():
                 # Unmounted, say: the jobs are not at fault.
                 raise unreadable(kind, self._directory, "it does not exist")
-            raise errors.MissingFileError(
+            raise MissingFileError(
                 f"no {kind.noun} {name}{kind.suffixes[0]}{self._places}"
             )
         check = partial(
@@ -309,7 +314,7 @@ class FileLibrary:
         sha256 = await listed.sha256(name) if listed else None
         try:
             await asyncio.to_thread(check, sha256)
-        except errors.TransientError:
+        except TransientError:
             if listed:
                 listed.forget()  # one of the two may be old
             raise
@@ -337,14 +342,14 @@ class FileLibrary:
                     has_header=self._kind.has_header,
                 )
         except OSError as error:
-            raise errors.TransientError(
+            raise TransientError(
                 f"the {self._kind.noun} {path.name} cannot be read: {error.strerror or error}"
             ) from error
         self._checked[path] = seen, sha256
 
 
-def unreadable(kind: FileKind, path: Path, reason: str | None) -> errors.SetupError:
-    return errors.SetupError(f"{kind.flag} {path} cannot be read: {reason}")
+def unreadable(kind: FileKind, path: Path, reason: str | None) -> SetupError:
+    return SetupError(f"{kind.flag} {path} cannot be read: {reason}")
 
 
 class EmbeddingLibrary(FileLibrary):
@@ -380,13 +385,13 @@ class EmbeddingLibrary(FileLibrary):
             try:
                 async with asyncio.timeout(None if is_first else READ_SECONDS):
                     found = await self._list()
-            except (errors.TransientError, TimeoutError) as error:
+            except (TransientError, TimeoutError) as error:
                 if is_first:
                     # Every job needs the list: retrying them would fail them all.
                     if isinstance(error, manifest.DamagedError):
-                        raise errors.SetupError(error.message) from error
+                        raise SetupError(error.message) from error
                     raise
-                why = error if isinstance(error, errors.FleetError) else "no answer"
+                why = error if isinstance(error, FleetError) else "no answer"
                 log.warning(
                     f"embeddings cannot be listed: {why}", action="embeddings_unlisted"
                 )
@@ -403,7 +408,7 @@ class EmbeddingLibrary(FileLibrary):
     async def resolve_hashed(self, name: str) -> tuple[Path, str]:
         """The file and its SHA-256; raises as `resolve`, and UnusableFileError for a pickle."""
         if pickle := self._pickles.get(name):
-            raise errors.UnusableFileError(
+            raise UnusableFileError(
                 f"the embedding {name!r}, which the prompt names, is {pickle.name},"
                 f" {addresses.pickle_advice(str(pickle), is_embedding=True)}"
             )
@@ -452,7 +457,7 @@ class EmbeddingLibrary(FileLibrary):
         try:
             return _hash(self.identity(path) or identify(path))
         except OSError as error:
-            raise errors.TransientError(
+            raise TransientError(
                 f"the embedding {path.name} cannot be read: {error.strerror or error}"
             ) from error
 
@@ -518,13 +523,13 @@ def _alias(identity: Identity) -> str:
         return lora.alias_of(safetensors.read_header(file))
 
 
-def local_path(blobs: protocol.BlobStore, name: str) -> Path | None:
+def local_path(blobs: BlobStore, name: str) -> Path | None:
     """A blob's file, on a local storage."""
     address = urlparse(blobs.address(name))
     return Path(url2pathname(address.path)) if address.scheme == "file" else None
 
 
-def rested_blob(blobs: protocol.BlobStore, name: str) -> Identity | None:
+def rested_blob(blobs: BlobStore, name: str) -> Identity | None:
     """Identifies a blob's file on a local storage, if it exists; raises as `safetensors.rested`."""
     if path := local_path(blobs, name):
         with contextlib.suppress(OSError):  # its reader will say why

@@ -20,16 +20,20 @@ from typing import Self
 
 from cachetools import LRUCache
 
-from imagefleet import errors
+from imagefleet.errors import (
+    MissingFileError,
+    SetupError,
+    TransientError,
+    UnsettledFileError,
+    UnusableFileError,
+)
 from imagefleet.files import safetensors
 from imagefleet.files.kinds import FileKind
 from imagefleet.files.safetensors import Identity, identify, whole
 from imagefleet.signing import SigningKey, TrustedKeys
-from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
+from imagefleet.storage.protocol import BlobStore
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict, JSONObject
-
-log = logs.EventLog(__name__)
 
 #: Characters in the hash of a checkpoint's file ("AutoV2"), and of a LoRA.
 MODEL_CHARACTERS = 10
@@ -106,8 +110,8 @@ def _try(
     try:
         with whole(identity) if identity else contextlib.nullcontext():
             return read(path)
-    except (OSError, safetensors.MalformedError, errors.UnsettledFileError) as error:
-        if isinstance(error, errors.UnsettledFileError) and read is hash_lora:
+    except (OSError, safetensors.MalformedError, UnsettledFileError) as error:
+        if isinstance(error, UnsettledFileError) and read is hash_lora:
             raise  # its images are drawn anew, with the LoRA that is there then
         why = str(error) or "it is damaged"
         log.warning(
@@ -137,7 +141,7 @@ def hash_lora(path: Path) -> str:
     return sha256[:LORA_CHARACTERS]
 
 
-class DamagedError(errors.TransientError):
+class DamagedError(TransientError):
     """The manifest is damaged."""
 
 
@@ -189,8 +193,8 @@ def encode(folder: str, files: Mapping[str, str], key: SigningKey | None) -> byt
     return json.dumps(fields, indent=2, sort_keys=True).encode()
 
 
-def too_large(where: str) -> errors.SetupError:
-    return errors.SetupError(
+def too_large(where: str) -> SetupError:
+    return SetupError(
         f"{where} is too large: {MAX_BYTES / 2**20:.0f} MiB and {MAX_FILES:,} files are allowed"
     )
 
@@ -216,7 +220,7 @@ class Manifest:
 
     @classmethod
     def stored(
-        cls, blobs: protocol.BlobStore, kind: FileKind, trusted: TrustedKeys | None
+        cls, blobs: BlobStore, kind: FileKind, trusted: TrustedKeys | None
     ) -> Self:
         name = f"{kind.folder}/{NAME}"
         where = f"{name} in the container {blobs.name!r}"
@@ -238,7 +242,7 @@ class Manifest:
         if self._read_at is None or self._read_at < now:
             await self._load()  # the file may be new
         if name not in self._hashes:
-            raise errors.MissingFileError(
+            raise MissingFileError(
                 f"{self._where}, which is signed, does not list {name!r}:"
                 f" `{self._kind.add_command}` with IMAGEFLEET_SIGNING_KEY lists it"
             )
@@ -264,7 +268,7 @@ class Manifest:
         began_at = time.monotonic()
         try:
             content = await self._read()
-        except errors.UnusableFileError:
+        except UnusableFileError:
             raise too_large(self._where) from None
         # It may be half-written; going on without it would mean to trust any file. In a thread:
         # a large one takes half a second.
@@ -280,7 +284,7 @@ class Manifest:
             raise self._untrusted("there is none")
         try:
             contents = parse(self._where, content)
-        except errors.TransientError as error:
+        except TransientError as error:
             raise self._untrusted(error.message) from None
         if not contents.is_signed_by(self._trusted, self._kind.folder):
             raise self._untrusted(
@@ -288,10 +292,10 @@ class Manifest:
             )
         return contents.files
 
-    def _untrusted(self, why: str) -> errors.SetupError:
+    def _untrusted(self, why: str) -> SetupError:
         # Not the job's fault: a damaged manifest would send every job with a LoRA to the poison
         # queue.
-        return errors.SetupError(
+        return SetupError(
             f"{self._where} must be signed with the trusted key, but {why}:"
             f" `{self._kind.add_command}` with IMAGEFLEET_SIGNING_KEY signs it"
         )

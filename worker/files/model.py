@@ -11,19 +11,18 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import MissingFileError, SetupError
 from imagefleet.files import kinds, safetensors
 from imagefleet.signing import trusted_keys
-from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
+from imagefleet.storage.protocol import BlobStore
+from imagefleet.telemetry.logs import log
 from worker.files import addresses, check
 from worker.files.addresses import STORE_SCHEME, Address
 from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.download import BlobSource, Download, HttpSource, Source
 from worker.files.manifest import Manifest
 from worker.settings import WorkerSettings
-
-log = logs.EventLog(__name__)
 
 #: A few minutes without a byte, on average.
 STORAGE_RETRIES = concurrency.RetryPolicy(tries=15, longest_wait_seconds=30)
@@ -57,7 +56,7 @@ def has_known_name(settings: WorkerSettings) -> bool:
 
 async def fetch(
     settings: WorkerSettings,
-    blobs: protocol.BlobStore,
+    blobs: BlobStore,
     retry_policy: concurrency.RetryPolicy = STORAGE_RETRIES,
     *,
     wanted: kinds.FileKind = kinds.MODEL,
@@ -98,7 +97,7 @@ async def fetch(
 
 async def _pinned(
     settings: WorkerSettings,
-    blobs: protocol.BlobStore,
+    blobs: BlobStore,
     retry_policy: concurrency.RetryPolicy,
 ) -> WorkerSettings:
     """The settings with the hash that a signed manifest gives, where the model's is to be known."""
@@ -110,8 +109,8 @@ async def _pinned(
     name = settings.model.removeprefix(STORE_SCHEME)
     try:
         sha256 = await retry_policy.call(lambda: listed.sha256(name))
-    except errors.MissingFileError as error:
-        raise errors.SetupError(error.message) from None
+    except MissingFileError as error:
+        raise SetupError(error.message) from None
     return settings.model_copy(update={"model_sha256": sha256})
 
 
@@ -119,7 +118,7 @@ async def fetch_to(
     folder: Path,
     address: Address,
     sha256: str | None,
-    blobs: protocol.BlobStore | None,
+    blobs: BlobStore | None,
     retry_policy: concurrency.RetryPolicy = STORAGE_RETRIES,
     *,
     wanted: kinds.FileKind,
@@ -177,7 +176,7 @@ def is_whole(path: Path) -> bool:
     try:
         for file in files:
             check.read_header(file)
-    except errors.SetupError:
+    except SetupError:
         return False
     return not path.is_dir() or (path / "model_index.json").is_file()
 
@@ -188,9 +187,7 @@ def _folder(settings: WorkerSettings, address: Address) -> Path:
     return settings.cache.expanduser() / "models" / name
 
 
-def _source(
-    address: Address, sha256: str | None, blobs: protocol.BlobStore | None
-) -> Source:
+def _source(address: Address, sha256: str | None, blobs: BlobStore | None) -> Source:
     if blobs is not None and address.blob is not None:
         return BlobSource(blobs, address.blob)
     return HttpSource(address.text, requires_https=sha256 is None)
@@ -211,7 +208,7 @@ def _check_part(
     """Raises SetupError if what has arrived so far cannot become a file of that kind."""
     if check.is_tar(part):
         if ".tar" not in wanted.suffixes:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{label!r} is a .tar archive, no file of {wanted.folder}/"
             )
         return
@@ -261,7 +258,7 @@ def _unpack(archive: Path, path: Path, cache: DiskCache) -> None:
                 _extract(tar, member, folder)
     except tarfile.TarError as error:
         archive.unlink()
-        raise errors.SetupError(
+        raise SetupError(
             f"{path.name}.tar cannot be unpacked as a .tar: {error}"
         ) from None
     for candidate in (folder, *folder.iterdir()):
@@ -269,6 +266,6 @@ def _unpack(archive: Path, path: Path, cache: DiskCache) -> None:
             candidate.replace(path)
             shutil.rmtree(folder, ignore_errors=True)
             return
-    raise errors.SetupError(
+    raise SetupError(
         f"{path.name}.tar has no folder in diffusers format: model_index.json is missing"
     )

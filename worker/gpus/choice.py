@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pynvml
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import SetupError
 from worker import replica
 from worker.settings import MachineSettings
 
@@ -44,15 +45,15 @@ def choose(settings: MachineSettings) -> list[Gpu]:
     given = settings.gpus or ALL
     names = [each.strip() for each in given.split(",")]
     if len(set(names)) < len(names):
-        raise errors.SetupError(f"--gpus {given}: a GPU is named twice")
+        raise SetupError(f"--gpus {given}: a GPU is named twice")
     if settings.device == "cpu":
         if not all(name.isdecimal() for name in names):
-            raise errors.SetupError(
+            raise SetupError(
                 f"--gpus {given}: with --device cpu give a number for each process, such as 0,1"
             )
         return [Gpu(name) for name in names]
     if settings.device.startswith("cuda:"):
-        raise errors.SetupError(
+        raise SetupError(
             f"--gpus {given} and --device {settings.device} both choose a GPU: leave out --device"
         )
     there = _visible_gpus(given)
@@ -65,7 +66,7 @@ def choose(settings: MachineSettings) -> list[Gpu]:
             if _VISIBLE in os.environ
             else ""
         )
-        raise errors.SetupError(
+        raise SetupError(
             f"--gpus {given}: there is no GPU {', '.join(unknown)}{among}; there are"
             f" {', '.join(each.name for each in there)}"
         )
@@ -81,19 +82,15 @@ def _visible_gpus(given: str) -> list[Gpu]:
             Gpu(str(number), entry) for number, entry in enumerate(entries) if entry
         ]
         if len({each.visible for each in found}) < len(found):
-            raise errors.SetupError(
-                f"--gpus {given}: {_VISIBLE}={visible} names a GPU twice"
-            )
+            raise SetupError(f"--gpus {given}: {_VISIBLE}={visible} names a GPU twice")
         if not found:
-            raise errors.SetupError(
-                f"--gpus {given}: {_VISIBLE}={visible} leaves no GPU"
-            )
+            raise SetupError(f"--gpus {given}: {_VISIBLE}={visible} leaves no GPU")
         return found
     cards = replica.ask_driver(lambda: list(_cards()))
     if isinstance(cards, Exception) and not isinstance(cards, replica.NO_DRIVER):
-        raise errors.SetupError(f"--gpus {given}: the GPUs cannot be listed: {cards}")
+        raise SetupError(f"--gpus {given}: the GPUs cannot be listed: {cards}")
     if isinstance(cards, Exception) or not cards:
-        raise errors.SetupError(
+        raise SetupError(
             f"--gpus {given}: this machine has no NVIDIA GPU, or no driver for it; to use the CPU,"
             " leave out --gpus"
         )

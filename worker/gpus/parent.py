@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from prometheus_client import Gauge
 
 from imagefleet import concurrency
-from imagefleet.telemetry import logs, metrics, probes, push
+from imagefleet.telemetry import metrics, probes, push
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
 from worker import tasks
 from worker.gpus.choice import Gpu
 from worker.settings import MachineSettings, WorkerSettings
-
-log = logs.EventLog(__name__)
 
 #: The exit codes of `imagefleet worker`, as `cli.console` has them.
 DONE, UNEXPECTED, SETUP, NODE, JOBS_FAILED, INTERRUPTED, TERMINATED = (

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job.message import MAX_IMAGE_PIXELS, Job
 from imagefleet.pricing import families
 from worker.engine.contract import InitImage, Pixels
@@ -103,7 +103,7 @@ def begin(
         return _init(job, image, None), None
     if box is not None:
         if image.width * image.height > MAX_IMAGE_PIXELS:
-            raise errors.JobError(
+            raise JobError(
                 f"inpaint_full_res: the result would have the {image.width:,} x {image.height:,}"
                 f" pixels of init_images; {MAX_IMAGE_PIXELS:,} at most are allowed"
             )

@@ -11,7 +11,7 @@ import io
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.files import picture
 from imagefleet.job import differences
 from imagefleet.redaction import printable
@@ -44,25 +44,25 @@ def read(what: str, data: bytes) -> Image.Image:
     """
     try:
         return _read(what, data)
-    except errors.JobError:
+    except JobError:
         raise
     except UnidentifiedImageError:
-        raise errors.JobError(f"{what} is not a PNG, JPEG or WebP image") from None
+        raise JobError(f"{what} is not a PNG, JPEG or WebP image") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise errors.JobError(f"{what} has more than {MAX_PIXELS:,} pixels") from None
+        raise JobError(f"{what} has more than {MAX_PIXELS:,} pixels") from None
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds
         text = printable(" ".join(str(error).split()))
         reason = text[:200] or type(error).__name__
-        raise errors.JobError(f"{what} is a damaged image: {reason}") from None
+        raise JobError(f"{what} is a damaged image: {reason}") from None
 
 
 def _read(what: str, data: bytes) -> Image.Image:
     with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
         width, height = image.size
         if width * height > MAX_PIXELS:  # before the pixels take memory
-            raise errors.JobError(
+            raise JobError(
                 f"{what} has {width:,} x {height:,} pixels; {MAX_PIXELS:,} at most are read"
             )
         image.load()
@@ -149,7 +149,7 @@ def inner_size(mode: int, image_size: Size, size: Size) -> Size:
 def refuse_too_long(image_size: Size, inner: Size, size: Size) -> None:
     """Raises JobError where an image would be too large, *inner*, before it is cut to *size*."""
     if inner[0] * inner[1] > MAX_COVERING_PIXELS:
-        raise errors.JobError(
+        raise JobError(
             f"an image of {image_size[0]:,} x {image_size[1]:,} pixels is too long to be cut to"
             f" {size[0]:,} x {size[1]:,}: it would have {inner[0]:,} x {inner[1]:,} before"
         )

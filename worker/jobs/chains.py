@@ -7,8 +7,8 @@ sends the next stage once more, whose worker finds its image in turn.
 
 import logging
 
-from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import JobCancelled
 from imagefleet.job import chain
 from imagefleet.job.message import DELIVERIES_FIELD, message_fields, message_text
 from imagefleet.storage.routing.models import ModelQueues
@@ -33,7 +33,7 @@ async def send_next(
     following = job.whole.stage_of_message(field)
     entry.lease.check()
     if entry.is_of(cancelled):
-        raise errors.JobCancelled
+        raise JobCancelled
     await models.send([message_text(fields)], priority_of(message.queue))
     stage = f"{following.stage} of {following.stages}"
     entry.log(logging.DEBUG, f"goes on with stage {stage}", "stage_sent", stage=stage)

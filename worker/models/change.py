@@ -23,10 +23,12 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import FleetError, NodeError, SetupError, TransientError
 from imagefleet.storage.routing.models import SERVED_SPAN, ModelQueues
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.telemetry import host, logs
+from imagefleet.telemetry import host
+from imagefleet.telemetry.logs import log
 from worker import tasks
 from worker.engine import contract
 from worker.files import model as model_files
@@ -34,9 +36,6 @@ from worker.gpu_thread import THREAD_NAME, Take
 from worker.metrics import WorkerMetrics
 from worker.models.checkpoints import Checkpoint
 from worker.pull import Puller
-
-log = logs.EventLog(__name__)
-
 
 #: Seconds between two looks at other models' queues, three to six operations on Azure. An
 #: idle worker's pause doubles up to the longest.
@@ -162,7 +161,7 @@ class WorkerModels:
                 )
         try:
             fetched = await self._fetch(chosen)
-        except (errors.SetupError, errors.NodeError) as error:
+        except (SetupError, NodeError) as error:
             if chosen is self.current:
                 raise
             self._forget(chosen, error)
@@ -177,7 +176,7 @@ class WorkerModels:
         """Loads the current model, or the default if it cannot be; on the engine's thread."""
         try:
             return self.load(self.current)
-        except (errors.SetupError, errors.NodeError) as error:
+        except (SetupError, NodeError) as error:
             if self.current.name == self._default:
                 raise
             self._forget(self.current, error)
@@ -200,13 +199,13 @@ class WorkerModels:
             try:
                 take = await self.prepare(checkpoint)
                 return Following(self._checkpoints[name], take, time.monotonic())
-            except errors.TransientError as error:
+            except TransientError as error:
                 log.warning(
                     f"the model {name} is not there: {error}",
                     action="model_not_fetched",
                     model=name,
                 )
-            except (errors.SetupError, errors.NodeError, OSError) as error:
+            except (SetupError, NodeError, OSError) as error:
                 self.drop(checkpoint, error, puller.queue)
 
     async def _choose(self, puller: Puller) -> Checkpoint:
@@ -235,7 +234,7 @@ class WorkerModels:
             return {
                 name: await self._waiting(queue, name) for name in self._checkpoints
             }
-        except errors.FleetError as error:
+        except FleetError as error:
             log.debug(f"the models' queues cannot be measured: {error}")
             return {}
 
@@ -306,7 +305,7 @@ async def note_served(
             for name in names():
                 await models.note_served(name)
             await models.note_held(*await held())
-        except errors.FleetError as error:
+        except FleetError as error:
             log.debug(f"which models are served cannot be noted: {error}")
         await asyncio.sleep(concurrency.jitter(SERVED_SPAN.total_seconds() / 2))
 
@@ -316,7 +315,7 @@ async def make_queues(models: ModelQueues, names: Sequence[str]) -> None:
     try:
         for name in names:
             await models.make(name)
-    except (errors.SetupError, errors.TransientError) as error:
+    except (SetupError, TransientError) as error:
         log.info(
             f"the queues of models are not made: {error.message}",
             action="queues_not_made",

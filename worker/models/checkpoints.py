@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from imagefleet import errors
+from imagefleet.errors import NodeError, SetupError, TransientError, UnusableFileError
 from imagefleet.files.kinds import MODEL, OTHER_MODEL
 from imagefleet.job.prompt import SAFE_NAME
-from imagefleet.storage import protocol
 from imagefleet.storage.enqueue import MODELS
+from imagefleet.storage.protocol import BlobStore
 from worker.files import check as file_check
 from worker.files import model
 from worker.files.addresses import STORE_SCHEME
@@ -47,7 +47,7 @@ def check(settings: WorkerSettings) -> None:
             file_check.check(settings.model_copy(update={"model": text}))
 
 
-async def find(settings: WorkerSettings, files: protocol.BlobStore) -> list[Checkpoint]:
+async def find(settings: WorkerSettings, files: BlobStore) -> list[Checkpoint]:
     """The checkpoints of the settings, that of jobs without a model first.
 
     Raises SetupError if jobs cannot name one, or tell two apart, the storage has none, or a setting
@@ -60,12 +60,12 @@ async def find(settings: WorkerSettings, files: protocol.BlobStore) -> list[Chec
     if len(texts) == 1:
         return [_checkpoint(settings, texts[0])]
     if len(texts) > MAX_CHECKPOINTS:
-        raise errors.SetupError(
+        raise SetupError(
             f"--model: {len(texts):,} models; a worker serves {MAX_CHECKPOINTS} at most"
         )
     for name in ("model_sha256", "config"):
         if getattr(settings, name) is not None:
-            raise errors.SetupError(
+            raise SetupError(
                 f"--{name.replace('_', '-')} is for one model, and --model names {len(texts)}"
             )
     found = [_checkpoint(settings, text) for text in texts]
@@ -78,13 +78,13 @@ def _checkpoint(settings: WorkerSettings, text: str) -> Checkpoint:
     return Checkpoint(model.name_of(own), own)
 
 
-async def _stored(files: protocol.BlobStore) -> list[str]:
+async def _stored(files: BlobStore) -> list[str]:
     """The addresses of all models in the storage, in the order of their names."""
     names = sorted(
         [name async for name in files.names(MODELS) if name.endswith(MODEL.suffixes)]
     )
     if not names:
-        raise errors.SetupError(
+        raise SetupError(
             f"there is no model in {MODELS} of the container {files.name!r}: `imagefleet files"
             " add model` puts one there"
         )
@@ -95,13 +95,13 @@ def refuse_unusable_names(checkpoints: Sequence[Checkpoint]) -> None:
     """Raises SetupError if jobs cannot name a model but the first, or not tell two apart."""
     for checkpoint in checkpoints[1:]:
         if not SAFE_NAME.fullmatch(checkpoint.name):
-            raise errors.SetupError(
+            raise SetupError(
                 f"--model: no job can name the model {checkpoint.name[:80]!r}: rename it to at most"
                 " 128 letters, digits, spaces and _ . + ( ) -"
             )
     counts = Counter(each.name for each in checkpoints)
     if repeated := [name for name, count in counts.items() if count > 1]:
-        raise errors.SetupError(
+        raise SetupError(
             f"--model: two models have the name {repeated[0]!r}, by which jobs ask for them"
         )
 
@@ -112,7 +112,7 @@ class OtherModels:
     By name: of the worker's own models, else of the storage; each is fetched once.
     """
 
-    def __init__(self, settings: WorkerSettings, blobs: protocol.BlobStore) -> None:
+    def __init__(self, settings: WorkerSettings, blobs: BlobStore) -> None:
         self._settings, self._blobs = settings, blobs
         self._fetched: dict[str, Path] = {}
         self._fetching = asyncio.Lock()
@@ -133,14 +133,12 @@ class OtherModels:
         try:
             settings = self._settings_of(name)
             fetched = await model.fetch(settings, self._blobs, wanted=OTHER_MODEL)
-        except errors.SetupError as error:
-            raise errors.UnusableFileError(
+        except SetupError as error:
+            raise UnusableFileError(
                 f"the checkpoint {name!r}: {error.message}"
             ) from error
-        except errors.NodeError as error:  # whose own model is there
-            raise errors.TransientError(
-                f"the checkpoint {name!r}: {error.message}"
-            ) from error
+        except NodeError as error:  # whose own model is there
+            raise TransientError(f"the checkpoint {name!r}: {error.message}") from error
         return model.local_path(fetched)
 
     def _settings_of(self, name: str) -> WorkerSettings:

@@ -20,9 +20,10 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any, NoReturn
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import FleetError, NodeError
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.metrics import NodeFault, WorkerMetrics
@@ -32,8 +33,6 @@ from worker.node.start_up import StartUpCheck, plain_request
 from worker.node.watchdog import NodeLimits, NodeWatchdog
 from worker.settings import WorkerSettings, machine_name
 from worker.stages import encode
-
-log = logs.EventLog(__name__)
 
 #: Seconds between two checks of the weights, each 30 ms for SD1.5 on an H100.
 WEIGHTS_SECONDS = 300.0
@@ -75,7 +74,7 @@ class NodeChecks:
         """Raises NodeError if this node may lease no jobs."""
         if reason := await self.quarantine.reason():
             self._metrics.node_faults.labels("quarantined").inc()
-            raise errors.NodeError(f"this node is quarantined: {reason}")
+            raise NodeError(f"this node is quarantined: {reason}")
 
     async def begin(self, engine: contract.Engine) -> None:
         """Checks the weights of an engine before its first job; raises NodeError."""
@@ -116,7 +115,7 @@ class NodeChecks:
                 self._good(began_at)
                 return
         self._give_up("weights", fault)
-        raise errors.NodeError(f"this node draws wrong images: {fault}")
+        raise NodeError(f"this node draws wrong images: {fault}")
 
     async def diagnose(self, alarm: str) -> str | None:
         """Finds what is wrong with this node; None: its jobs are at fault, or the worker drains.
@@ -129,7 +128,7 @@ class NodeChecks:
             async with self._one_at_a_time:
                 if not await self._draws_plain_image():
                     return None
-        except errors.FleetError as error:
+        except FleetError as error:
             reason = f"{alarm}; and a plain image failed as well: {error}"
             self._give_up("failed_images", reason)
             return reason
@@ -169,7 +168,7 @@ class NodeChecks:
         if (delivery := await self._engine_thread.draw(prepared)) is None:
             return False
         outcome = delivery.finished.outcome
-        if isinstance(outcome, errors.FleetError):
+        if isinstance(outcome, FleetError):
             raise outcome
         encode.refuse_one_colour(outcome)
         return True

@@ -6,12 +6,12 @@ from typing import NoReturn
 
 from pydantic import BaseModel, Field
 
-from imagefleet import concurrency, errors, validation
-from imagefleet.storage import protocol
+from imagefleet import concurrency, validation
+from imagefleet.errors import FleetError, NodeError, SetupError
 from imagefleet.storage.proofs import machine_of
+from imagefleet.storage.protocol import BlobPart, BlobStore
 from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 BLOB = "quarantine.json"
 
@@ -34,22 +34,20 @@ class Listing(BaseModel, extra="allow", frozen=True):
     nodes: list[Node]
 
 
-async def read(files: protocol.BlobStore) -> Listing:
+async def read(files: BlobStore) -> Listing:
     """The list, empty if there is none; raises SetupError if it is none."""
     return _parse(files, await files.read_part(BLOB, 0, MAX_BYTES))
 
 
-def _parse(files: protocol.BlobStore, part: protocol.BlobPart | None) -> Listing:
+def _parse(files: BlobStore, part: BlobPart | None) -> Listing:
     if part is None:
         return Listing(nodes=[])
     before = f"correct or delete {BLOB} in {files.name}, which is not a list of nodes: "
-    with validation.as_error(errors.SetupError, before):
+    with validation.as_error(SetupError, before):
         return Listing.model_validate_json(part.data)
 
 
-async def add(
-    files: protocol.BlobStore, workers: Iterable[str], reason: str
-) -> list[str]:
+async def add(files: BlobStore, workers: Iterable[str], reason: str) -> list[str]:
     """Adds nodes, and returns the new ones; raises TransientError if others keep changing it.
 
     A worker's name on SaladCloud changes with each process: there its machine is added.
@@ -57,7 +55,7 @@ async def add(
     wanted = list(dict.fromkeys(machine_of(worker) or worker for worker in workers))
     new: list[Node] = []
 
-    def with_new(part: protocol.BlobPart | None) -> bytes | None:
+    def with_new(part: BlobPart | None) -> bytes | None:
         found = _parse(files, part)
         known = {node.name for node in found.nodes}
         now = f"{files.clock.now():%Y-%m-%dT%H:%M:%SZ}"
@@ -76,7 +74,7 @@ async def add(
 class Quarantine:
     """Looks one node up, by the names of its worker and of its machine."""
 
-    def __init__(self, files: protocol.BlobStore, names: frozenset[str]) -> None:
+    def __init__(self, files: BlobStore, names: frozenset[str]) -> None:
         self._files = files
         self._names = names
         self._warning = logs.Occasion()
@@ -85,7 +83,7 @@ class Quarantine:
         """The reason this node is quarantined; None if it is not, or if the list cannot be read."""
         try:
             found = await read(self._files)
-        except errors.FleetError as error:
+        except FleetError as error:
             if self._warning.is_due():
                 log.warning(
                     f"{BLOB} in the container {self._files.name!r} cannot be read: {error}",
@@ -104,4 +102,4 @@ class Quarantine:
             await asyncio.sleep(concurrency.jitter(PERIOD_SECONDS))
             if reason := await self.reason():
                 listed(reason)
-                raise errors.NodeError(f"this node is quarantined: {reason}")
+                raise NodeError(f"this node is quarantined: {reason}")

@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 import aiohttp
 from prometheus_client import Counter
 
-from imagefleet import concurrency, errors, redaction
-from imagefleet.telemetry import logs
+from imagefleet import concurrency, redaction
+from imagefleet.errors import SetupError, TransientError
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
 from worker import tasks
-
-log = logs.EventLog(__name__)
 
 ADDRESS = "http://169.254.169.254"
 
@@ -65,7 +64,7 @@ class SaladMetadata:
         """A JWT that identifies this container, valid for 2 to 5 minutes."""
         jwt = _field(await self._request("GET", "/v1/token"), "jwt")
         if not isinstance(jwt, str) or not jwt:
-            raise errors.TransientError(
+            raise TransientError(
                 "SaladCloud's metadata service answers without a token"
             )
         return jwt
@@ -85,7 +84,7 @@ class SaladMetadata:
         """
         try:
             await self.reallocate(reason)
-        except errors.TransientError as error:
+        except TransientError as error:
             requests.labels("refused").inc()
             log.warning(
                 f"requesting another node failed: {error}",
@@ -121,13 +120,13 @@ class SaladMetadata:
                 status, reason = answer.status, answer.reason
                 content = await answer.content.read(_MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise errors.TransientError(
+            raise TransientError(
                 f"SaladCloud's metadata service does not answer: {type(error).__name__}"
                 f" {redaction.reason(error)}"
             ) from None
         if status != (200 if body is None else 204):
             detail = _field(content, "detail")  # of its errors; any other page has none
-            raise errors.TransientError(
+            raise TransientError(
                 f"SaladCloud's metadata service answers {path} with {status} {reason}"
                 + (f": {str(detail)[:200]}" if detail else "")
             )
@@ -171,13 +170,13 @@ async def retry_until_fixed(
     while True:
         try:
             return await attempt()
-        except (errors.SetupError, errors.TransientError) as error:
+        except (SetupError, TransientError) as error:
             if has_worked():
                 pauses, waiting_since = 0, time.monotonic()
             waited_seconds = time.monotonic() - waiting_since
             longest = min(FIRST_PAUSE_SECONDS * 2**pauses, LONGEST_PAUSE_SECONDS)
             if waited_seconds + longest > GIVE_UP_SECONDS:
-                log.error(  # noqa: TRY400 - its message says it all
+                log.error(
                     f"giving up after {waited_seconds:.0f} s: {error}",
                     action="setup_given_up",
                 )
@@ -185,7 +184,7 @@ async def retry_until_fixed(
             seconds = concurrency.backoff(
                 pauses, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
             )
-            log.error(  # noqa: TRY400
+            log.error(
                 f"no node could work like this, retrying in {seconds:.0f} s: {error}",
                 action="setup_awaited",
                 error=type(error).__name__,

@@ -10,15 +10,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 
-from imagefleet import errors
-from imagefleet.telemetry import logs
+from imagefleet.errors import NodeError
+from imagefleet.telemetry.logs import log
 from worker.engine import contract
 from worker.inputs import img2img
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node.watchdog import NodeLimits
 from worker.settings import WorkerSettings
-
-log = logs.EventLog(__name__)
 
 _PROMPT = "photo of a house by a lake, volumetric light"
 
@@ -51,14 +49,14 @@ class StartUpCheck:
         try:
             async with limit:
                 yield
-        except errors.NodeError as error:
+        except NodeError as error:
             self._failed(error)
             raise
         except TimeoutError:
             if not limit.expired():
                 raise
             self._fault = "start_up_time"
-            failure = errors.NodeError(
+            failure = NodeError(
                 f"this node is not ready after {limit_seconds:g} s (--start-up-seconds)"
             )
             self._failed(failure)
@@ -69,7 +67,7 @@ class StartUpCheck:
             limits=asdict(self._limits),
         )
 
-    def _failed(self, failure: errors.NodeError) -> None:
+    def _failed(self, failure: NodeError) -> None:
         self._metrics.node_faults.labels(self._fault).inc()
         self._metrics.node_check_passed.set(0)
         log.error(
@@ -89,7 +87,7 @@ class StartUpCheck:
         free = cuda_check.free_gpu_bytes(device)
         if free < least:
             self._fault = "gpu_memory"
-            raise errors.NodeError(
+            raise NodeError(
                 f"the GPU has {free / 2**20:,.0f} MiB free; a worker needs {least / 2**20:,.0f}"
             )
 

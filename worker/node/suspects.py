@@ -5,13 +5,12 @@ import json
 import time
 from datetime import datetime, timedelta
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import FleetError
 from imagefleet.job.names import SUSPECT, worker_file_name
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.settings import machine_name
-
-log = logs.EventLog(__name__)
 
 #: The clocks of worker and storage differ by less.
 _MARGIN = timedelta(seconds=1)
@@ -50,8 +49,8 @@ async def record(
         await retry_policy.call(
             lambda: storage.blobs.create(blob, data, "application/json", metadata)
         )
-    except errors.FleetError as error:
-        log.error(  # noqa: TRY400 - it says it all
+    except FleetError as error:
+        log.error(
             f"{what}, and this is not recorded ({error}):"
             f" `imagefleet redo --worker {worker} --since {since}` draws them again",
             action="suspects_not_recorded",

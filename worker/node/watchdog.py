@@ -15,15 +15,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from imagefleet import errors
+from imagefleet.errors import FleetError, NodeError, TransientError
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families, prices
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.gpu_thread import EngineThread
 from worker.metrics import WorkerMetrics
 from worker.settings import WorkerSettings
-
-log = logs.EventLog(__name__)
 
 #: A card's speed here as a share of its record in `pricing/gpus.toml`, which had the best software
 #: and host. Means over SaladCloud's nodes were 0.53 of it (RTX 4090), 0.62 (3060 Ti), 0.74
@@ -127,9 +125,9 @@ class NodeWatchdog:
             self._window.passes[family, each] += 1
         self._window.enlarged_images += not is_drawn
 
-    def image_failed(self, error: errors.FleetError) -> None:
+    def image_failed(self, error: FleetError) -> None:
         """An image failed on the GPU; a JobError is its job's fault and does not count."""
-        if not isinstance(error, errors.TransientError):
+        if not isinstance(error, TransientError):
             return
         self.images_failed_in_a_row += 1
         # Once: what fails while the alarm is diagnosed is part of it.
@@ -147,7 +145,7 @@ class NodeWatchdog:
         while True:
             reason = await diagnose(await self._alarms.get())
             if reason is not None:
-                raise errors.NodeError(reason)
+                raise NodeError(reason)
             self.images_failed_in_a_row = 0
 
     async def watch_speed(self) -> NoReturn:
@@ -157,7 +155,7 @@ class NodeWatchdog:
             await asyncio.sleep(WINDOW_SECONDS)
             reason = self._close_window()
             if reason is not None and self.failed_in_a_row >= FAILED_WINDOWS:
-                raise errors.NodeError(reason)
+                raise NodeError(reason)
 
     def _close_window(self) -> str | None:
         """Judges the window that ends now; None: nothing is wrong, or too little was measured."""

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job.passes import hires, img2img
 from imagefleet.job.passes.hires import Size
 from imagefleet.job.passes.img2img import Img2Img
@@ -107,7 +107,7 @@ def sizes_after(job: Extras, size: Size) -> tuple[Size, Size]:
             final = job.upscaling_resize_w, job.upscaling_resize_h
     if min(final) < MIN_SIDE or whole[0] * whole[1] > MAX_PIXELS:
         cut = f", cut out of {whole[0]}x{whole[1]}" if whole != final else ""
-        raise errors.JobError(
+        raise JobError(
             f"{field}: the image would have {final[0]}x{final[1]} pixels{cut}; at least {MIN_SIDE}"
             f" a side and {MAX_PIXELS:,} altogether are allowed"
         )

@@ -4,7 +4,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import JobError
 from imagefleet.job import prompt as prompts
 from imagefleet.job import samplers
 from imagefleet.job.passes.first import FirstPass, PromptText, check_guidance
@@ -101,7 +102,7 @@ def sizes_after(job: Hires, size: Size) -> tuple[Size, Size]:
     final = whole_cells(whole[0] - CELL * cut[0], whole[1] - CELL * cut[1])
     if min(final) < MIN_SIDE or max(*whole, *final) > MAX_SIDE:
         of = f", of {whole[0]}x{whole[1]}" if whole != final else ""
-        raise errors.JobError(
+        raise JobError(
             f"{field}: the image would have {final[0]}x{final[1]} pixels{of}; {MIN_SIDE} to"
             f" {MAX_SIDE} a side are allowed"
         )

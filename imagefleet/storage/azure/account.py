@@ -11,7 +11,8 @@ from azure.core.credentials_async import AsyncTokenCredential
 from azure.storage.blob.aio import ContainerClient
 from azure.storage.queue.aio import QueueClient
 
-from imagefleet import errors, redaction
+from imagefleet import redaction
+from imagefleet.errors import SetupError
 
 #: `ACCOUNT.blob.core.windows.net`; other clouds and private links have other suffixes.
 _HOST = re.compile(r"([a-z0-9-]{3,50})\.(?:blob|queue)\.([a-z0-9.-]+)")
@@ -72,7 +73,7 @@ class AzureAddress:
                 self.connection_string, name, credential, **options
             )
         except ValueError:  # its text may quote the key
-            raise errors.SetupError(
+            raise SetupError(
                 "the Azure connection string is incomplete: it needs AccountName and AccountKey,"
                 " or BlobEndpoint, QueueEndpoint and SharedAccessSignature"
             ) from None
@@ -86,9 +87,7 @@ def read_address(address: str) -> AzureAddress:
             try:
                 redaction.check_address(endpoint)
             except ValueError as error:
-                raise errors.SetupError(
-                    f"the {kind} in the storage address {error}"
-                ) from None
+                raise SetupError(f"the {kind} in the storage address {error}") from None
         sas = re.search(r"\bSharedAccessSignature=([^;\s]+)", address, re.IGNORECASE)
         return AzureAddress(
             connection_string=address, sas=sas and sas[1].removeprefix("?")
@@ -99,12 +98,12 @@ def read_address(address: str) -> AzureAddress:
         parts = urlsplit("")
     host = _HOST.fullmatch(parts.netloc.lower())
     if parts.scheme != "https" or host is None:
-        raise errors.SetupError(
+        raise SetupError(
             "the storage address is not understood: write local:FOLDER, an Azure connection"
             " string, or https://ACCOUNT.blob.core.windows.net"
         )
     if parts.path.strip("/"):
-        raise errors.SetupError(
+        raise SetupError(
             "the URL of the storage must name only the account; set the queue and the container"
             " with --queue and --container"
         )
@@ -122,7 +121,7 @@ def _check_key(connection_string: str) -> None:
     try:
         base64.b64decode(found[1] if found else "", validate=True)
     except ValueError:
-        raise errors.SetupError(
+        raise SetupError(
             "the account key in the storage address is malformed: it should be base64, as Azure"
             " shows it; was it cut off?"
         ) from None

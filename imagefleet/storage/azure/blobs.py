@@ -22,6 +22,7 @@ from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.roles import ANY_PERMISSION
+from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Clock
 from imagefleet.validation import JSONDict
 
 #: Who asks for names mostly stops at the first.
@@ -47,14 +48,14 @@ _BLOCK_SECONDS = 150.0
 _Result = TypeVar("_Result")
 
 
-class AzureBlobs(protocol.BlobStore):
+class AzureBlobs(BlobStore):
     """The blobs of one container."""
 
     def __init__(
         self,
         client: ContainerClient,
         access: Access,
-        clock: protocol.Clock,
+        clock: Clock,
     ) -> None:
         self.name = client.container_name
         self.clock = clock
@@ -186,7 +187,7 @@ class AzureBlobs(protocol.BlobStore):
 
         return await self._found("r", request)
 
-    async def record(self, name: str) -> protocol.BlobRecord | None:
+    async def record(self, name: str) -> BlobRecord | None:
         blob = await self._found("r", self._blob(name).get_blob_properties)
         return None if blob is None else _record(blob)
 
@@ -202,18 +203,18 @@ class AzureBlobs(protocol.BlobStore):
 
     async def read_part(
         self, name: str, offset: int, max_bytes: int
-    ) -> protocol.BlobPart | None:
+    ) -> BlobPart | None:
         blob = self._blob(name)
 
-        async def request() -> protocol.BlobPart:
+        async def request() -> BlobPart:
             with azure_errors.tolerated({"InvalidRange"}):  # the offset is past its end
                 download = await blob.download_blob(offset, max_bytes)
                 found = download.properties
                 total_bytes = int(str(found.content_range).rpartition("/")[2])
                 data = await download.readall()
-                return protocol.BlobPart(data, total_bytes, found.etag)
+                return BlobPart(data, total_bytes, found.etag)
             properties = await blob.get_blob_properties()
-            return protocol.BlobPart(b"", properties.size, properties.etag)
+            return BlobPart(b"", properties.size, properties.etag)
 
         return await self._found("r", request)
 
@@ -227,7 +228,7 @@ class AzureBlobs(protocol.BlobStore):
         async for name in self._listed(listing):
             yield name
 
-    async def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
+    async def records(self, prefix: str = "") -> AsyncIterator[BlobRecord]:
         listing = self._client.list_blobs(name_starts_with=prefix, include=["metadata"])
         async for blob in self._listed(listing):
             yield _record(blob)
@@ -323,8 +324,8 @@ async def _page(
     return found, pages.continuation_token
 
 
-def _record(blob: BlobProperties) -> protocol.BlobRecord:
-    return protocol.BlobRecord(
+def _record(blob: BlobProperties) -> BlobRecord:
+    return BlobRecord(
         blob.name,
         blob.size,
         blob.creation_time,

@@ -17,16 +17,15 @@ from typing import TypeVar
 from azure.core.credentials import AzureSasCredential
 from azure.core.credentials_async import AsyncTokenCredential
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import FleetError, NoAccessError, NoTokenError, SetupError
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure import roles
 from imagefleet.storage.azure import sas as sas_tokens
 from imagefleet.storage.azure.account import AzureAddress
 from imagefleet.storage.proofs import Prover
 from imagefleet.storage.settings import Resource, StorageSettings
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: Set by Kubernetes for a pod with workload identity, and by nothing else.
 FEDERATED_TOKEN_FILE = "AZURE_FEDERATED_TOKEN_FILE"  # noqa: S105 - a variable's name
@@ -76,9 +75,7 @@ class Access:
             used = self._in_use()
             if isinstance(self.credential, AzureSasCredential) and not used.token:
                 who_may = azure_errors.remedy(self._resource, permission)
-                raise errors.NoTokenError(
-                    f"there is no SAS token for {self.what}{who_may}"
-                )
+                raise NoTokenError(f"there is no SAS token for {self.what}{who_may}")
             try:
                 with azure_errors.translated(self.what, used, permission):
                     result = await request()
@@ -95,12 +92,10 @@ class Access:
             return
         source = self._tokens.source.name
         if self._accepted:
-            raise errors.NoAccessError(
+            raise NoAccessError(
                 f"{refusal.message}; waiting for {source} to provide a new one"
             ) from None
-        raise errors.SetupError(
-            f"{refusal.message} (the token came from {source})"
-        ) from None
+        raise SetupError(f"{refusal.message} (the token came from {source})") from None
 
     def _in_use(self) -> azure_errors.Credential:
         credential = self.credential
@@ -124,7 +119,7 @@ class RotatingTokens:
         self.credentials: dict[tuple[Resource, str | None], AzureSasCredential] = {}
         self.tokens: sas_tokens.Tokens | None = None
         self._refreshing: asyncio.Task[None] | None = None
-        self._failure: errors.FleetError | None = None
+        self._failure: FleetError | None = None
 
     def credential(self, resource: Resource, model: str | None) -> AzureSasCredential:
         key = resource, model
@@ -147,7 +142,7 @@ class RotatingTokens:
         if credential.signature == refused and time.monotonic() >= self.source.retry_at:
             await asyncio.shield(self._refresh())
         is_newer = credential.signature != refused
-        if not is_newer and isinstance(self._failure, errors.SetupError):
+        if not is_newer and isinstance(self._failure, SetupError):
             raise self._failure
         return is_newer
 
@@ -166,7 +161,7 @@ class RotatingTokens:
     async def _read_source(self) -> None:
         try:
             tokens = await self.source.read()
-        except errors.FleetError as error:
+        except FleetError as error:
             if self._failure is None or self._failure.message != error.message:
                 log.warning(str(error), action="tokens_not_renewed")
             self._failure = error
@@ -240,7 +235,7 @@ def _workload_identity(queue: str) -> AsyncTokenCredential:
     where SaladCloud has another service.
     """
     if not os.environ.get(FEDERATED_TOKEN_FILE):
-        raise errors.SetupError(
+        raise SetupError(
             f"no credentials for {queue!r}: set IMAGEFLEET_SAS or IMAGEFLEET_SAS_FILE"
             " (`imagefleet keys` makes both), or give a connection string; a pod with workload"
             f" identity has {FEDERATED_TOKEN_FILE} set"
@@ -248,14 +243,14 @@ def _workload_identity(queue: str) -> AsyncTokenCredential:
     try:
         from azure.identity.aio import WorkloadIdentityCredential
     except ImportError:
-        raise errors.SetupError(
+        raise SetupError(
             "a pod's workload identity needs azure-identity: pip install '.[azure-identity]'"
         ) from None
 
     try:
         return WorkloadIdentityCredential()
     except ValueError:
-        raise errors.SetupError(
+        raise SetupError(
             f"{FEDERATED_TOKEN_FILE} is set, but AZURE_CLIENT_ID and AZURE_TENANT_ID are not:"
             " give the pod's service account the identity's client id"
         ) from None

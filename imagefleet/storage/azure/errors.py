@@ -13,7 +13,16 @@ from urllib.parse import parse_qs
 import aiohttp
 from azure.core import exceptions
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import (
+    BusyError,
+    FleetError,
+    JobError,
+    LeaseLost,
+    MissingResourceError,
+    SetupError,
+    TransientError,
+)
 from imagefleet.storage.azure import roles, sas
 from imagefleet.storage.settings import Resource
 from imagefleet.telemetry import proxies
@@ -79,13 +88,13 @@ class Credential:
 _ACCOUNT_KEY = Credential()
 
 
-class ReplyLostError(errors.TransientError):
+class ReplyLostError(TransientError):
     """The reply was lost: the request may have been carried out."""
 
     outcome_is_unknown = True
 
 
-class RefusedError(errors.SetupError):
+class RefusedError(SetupError):
     """The credentials are expired, revoked or wrong."""
 
 
@@ -146,7 +155,7 @@ def _from_response(
     what: str,
     credential: Credential,
     permission: str,
-) -> errors.FleetError:
+) -> FleetError:
     status, code = error.status_code, code_of(error)
     if isinstance(error, exceptions.ClientAuthenticationError) and code == _NO_CODE:
         reason = f"the account key for {what} is malformed"
@@ -154,30 +163,30 @@ def _from_response(
             cause = error.message.strip().partition("\n")[0]
             reason = f"Microsoft Entra refuses the pod's identity: {cause}"
         if credential.is_identity or status is None:
-            return errors.SetupError(reason)
+            return SetupError(reason)
     answer = f"{code} (HTTP {status})"
     if code in _BEING_DELETED:
         answer += ": it is being deleted, and its name is free again in a minute or so"
     if code in LEASE_LOST:
-        return errors.LeaseLost(f"the lease is lost: {what} answered {answer}")
+        return LeaseLost(f"the lease is lost: {what} answered {answer}")
     if code in MISSING:
-        return errors.MissingResourceError(
+        return MissingResourceError(
             f"{what} does not exist; `imagefleet load` creates it"
         )
     if status == 401 or status == 403:  # noqa: PLR1714, PLR2004 - narrows the type
-        kind = RefusedError if code in _NOT_ACCEPTED else errors.SetupError
+        kind = RefusedError if code in _NOT_ACCEPTED else SetupError
         # Azure's time, by which it judges tokens; else this machine's.
         at = concurrency.http_date(_headers(error).get("Date")) or datetime.now(UTC)
         return kind(refusal(what, credential, permission, answer, at))
     if status == 413 or code in _JOB_AT_FAULT:  # noqa: PLR2004 - Content Too Large
-        return errors.JobError(f"{what} refuses the job: {answer}")
+        return JobError(f"{what} refuses the job: {answer}")
     if status is None or status < 400:  # noqa: PLR2004 - a success of a proxy, say
         status, answer = 500, not_of_azure(what)
     else:
         answer = f"{what} answered {answer}"
     maybe_done = status == 408 or status >= 500  # noqa: PLR2004
-    failed = ReplyLostError if maybe_done else errors.TransientError
-    transient = errors.BusyError if status in _TOO_MANY_REQUESTS else failed
+    failed = ReplyLostError if maybe_done else TransientError
+    transient = BusyError if status in _TOO_MANY_REQUESTS else failed
     return transient(answer)
 
 
@@ -188,10 +197,10 @@ def _is_of_the_sdk(error: Exception) -> bool:
     return module.startswith(("azure.", "xml.", "email.", "isodate"))
 
 
-def _from_connection(error: Exception, what: str) -> errors.FleetError:
+def _from_connection(error: Exception, what: str) -> FleetError:
     cause = getattr(error, "inner_exception", None) or error
     if isinstance(cause, aiohttp.ClientConnectorDNSError):
-        return errors.TransientError(
+        return TransientError(
             f"cannot reach {what}: there is no host {cause.host!r}; check the account's name in"
             " --storage, and the network"
         )
@@ -205,7 +214,7 @@ def _from_connection(error: Exception, what: str) -> errors.FleetError:
     if isinstance(
         cause, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
     ):
-        return errors.TransientError(message)
+        return TransientError(message)
     return ReplyLostError(message)
 
 

@@ -13,13 +13,20 @@ from typing import Any, TypeVar
 from azure.storage.queue import QueueMessage
 from azure.storage.queue.aio import QueueClient
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import NoTokenError, TransientError
 from imagefleet.job import sizes
-from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.roles import ANY_PERMISSION
 from imagefleet.storage.bundle import jobs_of
+from imagefleet.storage.protocol import (
+    MAX_RECEIVE,
+    Clock,
+    LeasedMessage,
+    Message,
+    QueueDepth,
+)
 
 #: Sends in flight at most: from far away, 128 at 50 ms are a queue's limit.
 MOST_SENDS = 128
@@ -36,7 +43,7 @@ class AzureQueue:
         self,
         client: QueueClient,
         access: Access,
-        clock: protocol.Clock,
+        clock: Clock,
     ) -> None:
         self.name = client.queue_name
         self._clock = clock
@@ -54,7 +61,7 @@ class AzureQueue:
 
         try:
             return await self._call("", request)
-        except errors.NoTokenError:
+        except NoTokenError:
             return False
 
     async def check(self) -> None:
@@ -67,9 +74,9 @@ class AzureQueue:
     async def metadata(self) -> Mapping[str, str]:
         return (await self._call("r", self._client.get_queue_properties)).metadata or {}
 
-    async def send(self, bodies: Iterable[str]) -> list[protocol.LeasedMessage]:
+    async def send(self, bodies: Iterable[str]) -> list[LeasedMessage]:
         messages = sizes.checked_messages(bodies)
-        sent: dict[int, protocol.LeasedMessage] = {}
+        sent: dict[int, LeasedMessage] = {}
 
         async def send(numbered: tuple[int, str]) -> None:
             number, body = numbered
@@ -84,8 +91,8 @@ class AzureQueue:
 
     async def receive(
         self, max_messages: int, lease_seconds: float
-    ) -> list[protocol.LeasedMessage]:
-        async def request() -> list[protocol.LeasedMessage]:
+    ) -> list[LeasedMessage]:
+        async def request() -> list[LeasedMessage]:
             pages = self._client.receive_messages(
                 messages_per_page=max_messages,
                 max_messages=max_messages,
@@ -102,32 +109,32 @@ class AzureQueue:
 
     async def renew(
         self,
-        message: protocol.LeasedMessage,
+        message: LeasedMessage,
         lease_seconds: float,
         body: str | None = None,
-    ) -> protocol.LeasedMessage:
+    ) -> LeasedMessage:
         updated = await self._set_visible_after(message, lease_seconds, body)
         if updated is None:
             # The lost renewal replaced the receipt, or another worker has the message.
-            raise errors.TransientError(
+            raise TransientError(
                 f"{self._access.what}: the reply to a renewal was lost"
             )
         return message.renewed(str(updated.pop_receipt), body)
 
     async def release(
         self,
-        message: protocol.LeasedMessage,
+        message: LeasedMessage,
         delay_seconds: float = 0,
         body: str | None = None,
     ) -> None:
         await self._set_visible_after(message, delay_seconds, body)
 
-    async def delete(self, message: protocol.LeasedMessage) -> None:
+    async def delete(self, message: LeasedMessage) -> None:
         request = partial(self._client.delete_message, message.id, message.receipt)
         await self._call_with_receipt("p", request)
 
-    async def find(self, text: str) -> AsyncIterator[tuple[protocol.Message, bool]]:
-        for message in await self._peek(protocol.MAX_RECEIVE):
+    async def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
+        for message in await self._peek(MAX_RECEIVE):
             if (
                 text in message.body
                 or text == message.id
@@ -135,10 +142,10 @@ class AzureQueue:
             ):
                 yield message, False
 
-    async def depth(self) -> protocol.QueueDepth:
+    async def depth(self) -> QueueDepth:
         properties = await self._call("r", self._client.get_queue_properties)
         count = properties.approximate_message_count or 0  # never too low
-        front = await self._peek(protocol.MAX_RECEIVE) if count else []
+        front = await self._peek(MAX_RECEIVE) if count else []
         age_seconds = None
         if front:
             jobs = sum(jobs_of(message.body) for message in front)
@@ -146,7 +153,7 @@ class AzureQueue:
             age_seconds = max(
                 0.0, (self._clock.now() - front[0].enqueued_at).total_seconds()
             )
-        return protocol.QueueDepth(count, None, age_seconds)
+        return QueueDepth(count, None, age_seconds)
 
     async def clear(self) -> None:
         # Of a large queue Azure deletes what it can within half a minute, and says that it failed.
@@ -154,7 +161,7 @@ class AzureQueue:
         while True:
             try:
                 return await self._call("", self._client.clear_messages)
-            except errors.TransientError:
+            except TransientError:
                 before, left = left, (await self.depth()).messages
                 if left >= before:
                     raise
@@ -176,19 +183,17 @@ class AzureQueue:
         return await self._access.call_in_doubt(permission, attempt)
 
     async def _set_visible_after(
-        self, message: protocol.LeasedMessage, seconds: float, body: str | None
+        self, message: LeasedMessage, seconds: float, body: str | None
     ) -> QueueMessage | None:
         # By id: given the message, the SDK would send its content again.
         update = partial(self._client.update_message, message.id, message.receipt, body)
         request = partial(update, visibility_timeout=math.ceil(seconds))
         return await self._call_with_receipt("u", request)
 
-    async def _peek(self, max_messages: int) -> list[protocol.Message]:
+    async def _peek(self, max_messages: int) -> list[Message]:
         peeked = await self._call("r", lambda: self._client.peek_messages(max_messages))
         return [self._message(each) for each in peeked]
 
-    def _message(
-        self, message: Any
-    ) -> protocol.Message:  # the SDK's types would allow None
+    def _message(self, message: Any) -> Message:  # the SDK's types would allow None
         facts = message.id, message.content, message.dequeue_count, message.inserted_on
-        return protocol.Message(*facts, queue=self.name)
+        return Message(*facts, queue=self.name)

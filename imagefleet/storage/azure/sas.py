@@ -22,7 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from imagefleet import concurrency, errors, redaction, validation
+from imagefleet import concurrency, redaction, validation
+from imagefleet.errors import FleetError, SetupError, TransientError
 from imagefleet.storage.proofs import Prover
 from imagefleet.storage.settings import Resource, StorageSettings
 from imagefleet.telemetry import proxies
@@ -141,7 +142,7 @@ class TokenFile:
                 return None
             tokens = read_tokens(await asyncio.to_thread(self._path.read_bytes))
         except (OSError, ValueError) as error:
-            kind = errors.TransientError if self._version else errors.SetupError
+            kind = TransientError if self._version else SetupError
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise kind(f"{self.name} holds no SAS tokens: {reason}") from None
         self._version = version
@@ -190,8 +191,8 @@ class TokenBroker:
         """New tokens, and how long they are valid, in seconds."""
         try:
             identity_token = await self._identity_token()
-        except (errors.FleetError, aiohttp.ClientError, OSError) as error:
-            raise errors.TransientError(
+        except (FleetError, aiohttp.ClientError, OSError) as error:
+            raise TransientError(
                 "cannot get this node's identity token for the broker:"
                 f" {redaction.reason(error)}"
             ) from None
@@ -224,11 +225,9 @@ class TokenBroker:
                 why = redaction.reason(
                     error
                 )  # which does not end a worker whose tokens are valid
-            raise errors.TransientError(f"cannot reach the broker: {why}") from None
+            raise TransientError(f"cannot reach the broker: {why}") from None
         except ValueError as error:
-            raise errors.TransientError(
-                f"invalid answer of the broker: {error}"
-            ) from None
+            raise TransientError(f"invalid answer of the broker: {error}") from None
 
     def _check_status(self, status: int) -> None:
         if status == 200:  # noqa: PLR2004 - OK
@@ -236,8 +235,8 @@ class TokenBroker:
         is_refusal = 300 <= status < 500 and status not in _RETRYABLE  # noqa: PLR2004
         self._refusals = self._refusals + 1 if is_refusal else 0
         if self._refusals >= _MAX_REFUSALS:
-            raise errors.SetupError(f"the broker refuses this worker: HTTP {status}")
-        raise errors.TransientError(f"the broker answered HTTP {status}")
+            raise SetupError(f"the broker refuses this worker: HTTP {status}")
+        raise TransientError(f"the broker answered HTTP {status}")
 
 
 #: `due_at`: when to read again; `retry_at`: not before, if Azure refuses the tokens (monotonic).
@@ -250,7 +249,7 @@ def source_of(
     """The source of changing tokens that the settings name, if any; a SetupError for two."""
     given = (settings.sas_file, settings.broker_url, settings.sas)
     if sum(each is not None for each in given) > 1:
-        raise errors.SetupError(
+        raise SetupError(
             "there are several sources of SAS tokens: keep one of IMAGEFLEET_SAS_FILE,"
             " IMAGEFLEET_BROKER_URL and IMAGEFLEET_SAS"
         )
@@ -259,7 +258,7 @@ def source_of(
     if settings.broker_url is None:
         return None
     if identity_token is None:
-        raise errors.SetupError(
+        raise SetupError(
             "IMAGEFLEET_BROKER_URL works only for workers on SaladCloud, which have an identity"
             " token; elsewhere set IMAGEFLEET_SAS_FILE or IMAGEFLEET_SAS"
         )
@@ -279,7 +278,7 @@ def fixed_tokens(settings: StorageSettings, in_address: str | None) -> Tokens | 
         reason = (
             str(error) if text.startswith("{") else "it is neither JSON nor a token"
         )
-        raise errors.SetupError(
+        raise SetupError(
             f"IMAGEFLEET_SAS holds no SAS tokens: {reason}; `imagefleet keys` prints them"
         ) from None
     return Tokens.model_validate(dict.fromkeys(get_args(Resource), token))

@@ -8,7 +8,8 @@ import aiohttp
 from azure.core.pipeline import PipelineRequest
 from azure.core.pipeline.transport import AioHttpTransport
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import SetupError
 from imagefleet.signing import Scope
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
@@ -19,10 +20,9 @@ from imagefleet.storage.proofs import IN_USE, SECRETS, Proofs, Prover
 from imagefleet.storage.protocol import Clock, Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import Resource, StorageSettings
-from imagefleet.telemetry import logs, proxies
+from imagefleet.telemetry import proxies
+from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
-
-log = logs.EventLog(__name__)
 
 #: An API version that every Azure cloud, Azurite and every allowed release of the SDK support. The
 #: SDK's default is the newest, which Azurite refuses.
@@ -164,7 +164,7 @@ class AzureStorage:
             return None
         try:
             secrets = (await self.files.container_metadata()).get(SECRETS, "")
-        except errors.SetupError:
+        except SetupError:
             log.warning(
                 "the account's key alone reads what proves who has drawn an image: with these"
                 " tokens no worker is believed, and its hours and costs are left out",

@@ -21,8 +21,22 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
-from imagefleet import errors
+from imagefleet.errors import (
+    DISK_FULL,
+    FleetError,
+    MissingResourceError,
+    SetupError,
+    StorageFullError,
+    TransientError,
+)
 from imagefleet.storage import protocol
+from imagefleet.storage.protocol import (
+    BlobPart,
+    BlobRecord,
+    BlobStore,
+    Clock,
+    Operations,
+)
 
 METADATA_FOLDER = ".metadata"
 TEMPORARY_FOLDER = ".temporary"
@@ -54,13 +68,13 @@ class _Details(BaseModel):
     metadata: dict[str, str]
 
 
-class LocalBlobs(protocol.BlobStore):
+class LocalBlobs(BlobStore):
     """A folder of files, each written once and atomically."""
 
-    def __init__(self, folder: Path, operations: protocol.Operations) -> None:
+    def __init__(self, folder: Path, operations: Operations) -> None:
         self.folder = folder
         self.name = folder.name
-        self.clock = protocol.Clock()
+        self.clock = Clock()
         self._address = folder.absolute().as_uri()
         self._operations = operations
 
@@ -168,7 +182,7 @@ class LocalBlobs(protocol.BlobStore):
 
         return await self._reading(read)
 
-    async def record(self, name: str) -> protocol.BlobRecord | None:
+    async def record(self, name: str) -> BlobRecord | None:
         path = self._path(name)
         return await self._reading(
             lambda: self._record(name) if path.is_file() else None
@@ -186,16 +200,14 @@ class LocalBlobs(protocol.BlobStore):
 
     async def read_part(
         self, name: str, offset: int, max_bytes: int
-    ) -> protocol.BlobPart | None:
+    ) -> BlobPart | None:
         path = self._path(name)
 
-        def read() -> protocol.BlobPart:
+        def read() -> BlobPart:
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 file.seek(offset)
-                return protocol.BlobPart(
-                    file.read(max_bytes), status.st_size, _version(status)
-                )
+                return BlobPart(file.read(max_bytes), status.st_size, _version(status))
 
         return await self._reading(read)
 
@@ -207,9 +219,9 @@ class LocalBlobs(protocol.BlobStore):
             for name in page:
                 yield name
 
-    async def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
+    async def records(self, prefix: str = "") -> AsyncIterator[BlobRecord]:
         async for page in self._pages(prefix):
-            read = partial(list[protocol.BlobRecord], map(self._record, page))
+            read = partial(list[BlobRecord], map(self._record, page))
             for record in await self._in_thread(read):
                 yield record
 
@@ -292,13 +304,11 @@ class LocalBlobs(protocol.BlobStore):
         finally:
             os.close(folder)
 
-    def _record(self, name: str) -> protocol.BlobRecord:
+    def _record(self, name: str) -> BlobRecord:
         status = (self.folder / name).stat()
         # A file's time may be anything; a datetime ends with the year 9999.
         created_at = datetime.fromtimestamp(min(max(status.st_mtime, 0), _LATEST), UTC)
-        return protocol.BlobRecord(
-            name, status.st_size, created_at, self._metadata(name)
-        )
+        return BlobRecord(name, status.st_size, created_at, self._metadata(name))
 
     def _metadata(self, name: str) -> dict[str, str]:
         try:
@@ -378,26 +388,26 @@ def _link(draft: Path, path: Path) -> bool:
     return True
 
 
-def _translated(error: OSError, folder: Path) -> errors.FleetError:
+def _translated(error: OSError, folder: Path) -> FleetError:
     """Translates the system's error into one that names *folder* and what to do."""
-    if error.errno in errors.DISK_FULL:
-        return errors.StorageFullError(
+    if error.errno in DISK_FULL:
+        return StorageFullError(
             f"the disk is full: cannot write to {folder}; free space"
         )
     if error.errno in _REFUSED:
-        return errors.SetupError(f"no access to {folder}: {error.strerror}")
+        return SetupError(f"no access to {folder}: {error.strerror}")
     if isinstance(error, _IN_THE_WAY):
-        return errors.SetupError(
+        return SetupError(
             f"{error.filename2 or error.filename} is in the way: a file where there should be"
             " a folder, or the reverse; move it away"
         )
     if not folder.is_dir():
         return _no_folder(folder)
-    return errors.TransientError(f"{folder}: {error.strerror or error}")
+    return TransientError(f"{folder}: {error.strerror or error}")
 
 
-def _no_folder(folder: Path) -> errors.MissingResourceError:
-    return errors.MissingResourceError(
+def _no_folder(folder: Path) -> MissingResourceError:
+    return MissingResourceError(
         f"there is no folder {folder}; `imagefleet load` creates it"
     )
 

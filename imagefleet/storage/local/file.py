@@ -6,7 +6,14 @@ import sqlite3
 import uuid
 from pathlib import Path
 
-from imagefleet import errors
+from imagefleet.errors import (
+    DISK_FULL,
+    FleetError,
+    MissingResourceError,
+    SetupError,
+    StorageFullError,
+    TransientError,
+)
 from imagefleet.storage.local.blobs import sync
 
 #: Seconds to wait for another process's transaction: milliseconds, unless the machine is busy.
@@ -107,7 +114,7 @@ def create(path: Path) -> None:
             return
         if log.exists() and log.stat().st_size and not path.exists():
             # SQLite would delete it, with what was sent last.
-            raise errors.SetupError(
+            raise SetupError(
                 f"{path} is missing, but its log {log.name} is there: put the file back, or remove"
                 " the log to begin with an empty queue"
             )
@@ -125,7 +132,7 @@ def create(path: Path) -> None:
             ):
                 leftover.unlink(missing_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise errors.SetupError(f"{path.parent} is a file, not a folder") from None
+        raise SetupError(f"{path.parent} is a file, not a folder") from None
     except OSError as error:
         raise _translated_os_error(error, path) from error
 
@@ -139,10 +146,10 @@ def connect(path: Path) -> sqlite3.Connection:
     except OSError as error:
         raise _translated_os_error(error, path) from error
     if path.is_dir():
-        raise errors.SetupError(f"{path} is a folder, not a queue file: move it away")
+        raise SetupError(f"{path} is a folder, not a queue file: move it away")
     if size == 0:
         # SQLite would take it for a new database, and delete its log.
-        raise errors.SetupError(f"{path} is damaged: it has 0 bytes; {_START_ANEW}")
+        raise SetupError(f"{path} is damaged: it has 0 bytes; {_START_ANEW}")
     connection = _connect(path, "rw")
     try:
         _check_application(connection, path)
@@ -157,7 +164,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 def _check_application(connection: sqlite3.Connection, path: Path) -> None:
     if connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION,):
-        raise errors.SetupError(
+        raise SetupError(
             f"{path} is not a queue file, but the database of another program or version:"
             " choose another folder with --storage, or move it away"
         )
@@ -167,7 +174,7 @@ def log_of(path: Path) -> Path:
     return path.with_name(f"{path.name}-wal")
 
 
-def translated(error: sqlite3.Error, path: Path) -> errors.FleetError:
+def translated(error: sqlite3.Error, path: Path) -> FleetError:
     """Translates SQLite's error into one that names the file and what to do."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if code == sqlite3.SQLITE_FULL or (code in _NO_ROOM and _is_full(path.parent)):
@@ -175,7 +182,7 @@ def translated(error: sqlite3.Error, path: Path) -> errors.FleetError:
     if code == sqlite3.SQLITE_CANTOPEN and not path.exists():
         return _missing(path)
     if code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
-        return errors.TransientError(
+        return TransientError(
             f"another process has kept {path} locked for {BUSY_TIMEOUT_SECONDS:g} s"
         )
     if code in {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}:
@@ -185,14 +192,14 @@ def translated(error: sqlite3.Error, path: Path) -> errors.FleetError:
     elif code == sqlite3.SQLITE_ERROR:
         message = f"{path} is not used as it should be: {error}"
     else:
-        return errors.TransientError(f"{path}: {error}")
-    return errors.SetupError(message)
+        return TransientError(f"{path}: {error}")
+    return SetupError(message)
 
 
-def _translated_os_error(error: OSError, path: Path) -> errors.FleetError:
-    if error.errno in errors.DISK_FULL:
+def _translated_os_error(error: OSError, path: Path) -> FleetError:
+    if error.errno in DISK_FULL:
         return _full(path)
-    return errors.SetupError(f"no access to {path}: {error.strerror or error}")
+    return SetupError(f"no access to {path}: {error.strerror or error}")
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
@@ -204,16 +211,14 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     )
 
 
-def _missing(path: Path) -> errors.MissingResourceError:
-    return errors.MissingResourceError(
+def _missing(path: Path) -> MissingResourceError:
+    return MissingResourceError(
         f"there is no queue in {path.parent}: {path.name} is missing; `imagefleet load` makes it"
     )
 
 
-def _full(path: Path) -> errors.StorageFullError:
-    return errors.StorageFullError(
-        f"the disk is full: {path} cannot grow; free some space"
-    )
+def _full(path: Path) -> StorageFullError:
+    return StorageFullError(f"the disk is full: {path} cannot grow; free some space")
 
 
 def _is_full(folder: Path) -> bool:

@@ -17,11 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from imagefleet import errors
+from imagefleet.errors import LeaseLost, MissingResourceError
 from imagefleet.job import sizes
-from imagefleet.storage import protocol
 from imagefleet.storage.bundle import jobs_of
 from imagefleet.storage.local import file as sqlite_file
+from imagefleet.storage.protocol import LeasedMessage, Message, Operations, QueueDepth
 
 _Result = TypeVar("_Result")
 
@@ -118,9 +118,7 @@ class LocalQueue:
 
     is_local = True
 
-    def __init__(
-        self, file: QueueFile, name: str, operations: protocol.Operations
-    ) -> None:
+    def __init__(self, file: QueueFile, name: str, operations: Operations) -> None:
         self._file = file
         self.name = name
         self._operations = operations
@@ -133,10 +131,10 @@ class LocalQueue:
     async def check(self) -> None:
         await self._file.run(self._check_exists)
 
-    async def send(self, bodies: Iterable[str]) -> list[protocol.LeasedMessage]:
+    async def send(self, bodies: Iterable[str]) -> list[LeasedMessage]:
         messages = sizes.checked_messages(bodies)
 
-        def send(connection: sqlite3.Connection) -> list[protocol.LeasedMessage]:
+        def send(connection: sqlite3.Connection) -> list[LeasedMessage]:
             now = self._clock()
             sent = []
             try:
@@ -154,7 +152,7 @@ class LocalQueue:
 
     async def receive(
         self, max_messages: int, lease_seconds: float
-    ) -> list[protocol.LeasedMessage]:
+    ) -> list[LeasedMessage]:
         def receive(connection: sqlite3.Connection) -> list[Any]:
             now = self._clock()
             # An idle worker polls, and must not take the write lock each time.
@@ -177,26 +175,26 @@ class LocalQueue:
 
     async def renew(
         self,
-        message: protocol.LeasedMessage,
+        message: LeasedMessage,
         lease_seconds: float,
         body: str | None = None,
-    ) -> protocol.LeasedMessage:
+    ) -> LeasedMessage:
         sequence, version, _ = _key(message)
         await self._update(message, lease_seconds, body)
         return message.renewed(f"{sequence}.{version + 1}", body)
 
     async def release(
         self,
-        message: protocol.LeasedMessage,
+        message: LeasedMessage,
         delay_seconds: float = 0,
         body: str | None = None,
     ) -> None:
         await self._update(message, delay_seconds, body)
 
-    async def delete(self, message: protocol.LeasedMessage) -> None:
+    async def delete(self, message: LeasedMessage) -> None:
         await self._change(sqlite_file.DELETE, lambda: _key(message))
 
-    async def find(self, text: str) -> AsyncIterator[tuple[protocol.Message, bool]]:
+    async def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
         last = 0
 
         def page(connection: sqlite3.Connection) -> list[Any]:
@@ -210,8 +208,8 @@ class LocalQueue:
                 yield self._message(*row), bool(is_leased)
             last = rows[-1][0]
 
-    async def depth(self) -> protocol.QueueDepth:
-        def depth(connection: sqlite3.Connection) -> protocol.QueueDepth:
+    async def depth(self) -> QueueDepth:
+        def depth(connection: sqlite3.Connection) -> QueueDepth:
             self._sweep(connection)
             self._check_exists(connection)
             messages, leased = connection.execute(
@@ -219,7 +217,7 @@ class LocalQueue:
             ).fetchone()
             oldest = connection.execute(sqlite_file.OLDEST, (self.name,)).fetchone()
             age_seconds = max(0.0, self._clock() - oldest[0]) if oldest else None
-            return protocol.QueueDepth(messages, leased, age_seconds)
+            return QueueDepth(messages, leased, age_seconds)
 
         found = await self._run(depth)
         if found.messages:
@@ -240,7 +238,7 @@ class LocalQueue:
         return await self._file.run(work)
 
     async def _update(
-        self, message: protocol.LeasedMessage, seconds: float, body: str | None
+        self, message: LeasedMessage, seconds: float, body: str | None
     ) -> None:
         def values() -> tuple[object, ...]:
             visible_at = self._clock() + seconds if seconds > 0 else 0
@@ -258,20 +256,18 @@ class LocalQueue:
                 return connection.execute(statement, values()).rowcount
 
         if not await self._run(change):
-            raise errors.LeaseLost
+            raise LeaseLost
 
-    def _message(
-        self, message_id: str, body: str, count: int, at: float
-    ) -> protocol.Message:
+    def _message(self, message_id: str, body: str, count: int, at: float) -> Message:
         enqueued_at = datetime.fromtimestamp(at, UTC)
-        return protocol.Message(message_id, body, count, enqueued_at, queue=self.name)
+        return Message(message_id, body, count, enqueued_at, queue=self.name)
 
     def _check_exists(self, connection: sqlite3.Connection) -> None:
         if connection.execute(sqlite_file.EXISTS, (self.name,)).fetchone() is None:
             raise self._missing()
 
-    def _missing(self) -> errors.MissingResourceError:
-        return errors.MissingResourceError(
+    def _missing(self) -> MissingResourceError:
+        return MissingResourceError(
             f"there is no queue {self.name!r} in {self._file.path.parent};"
             " `imagefleet load` creates and fills it"
         )
@@ -292,7 +288,7 @@ class LocalQueue:
                     raise
 
 
-def _key(message: protocol.LeasedMessage) -> tuple[int, int, str]:
+def _key(message: LeasedMessage) -> tuple[int, int, str]:
     """Row, version and id: in a file that replaced another, the row may be another message's."""
     sequence, _, version = message.receipt.partition(".")
     return int(sequence), int(version), message.id

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import SetupError
 from imagefleet.job import chain, sizes
 from imagefleet.job.message import fields_if_any, message_text
 from imagefleet.job.prompt import SAFE_NAME
-from imagefleet.storage import protocol
+from imagefleet.storage.protocol import BlobStore, LeasedMessage, StoredQueue
 from imagefleet.storage.routing.queue import Queues, RoutedQueue
 from imagefleet.storage.settings import PRIORITIES, Priority
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: The folder of the blobs that tell which models have queues, beside the images.
 FOLDER = "-models/"
@@ -51,8 +50,8 @@ class ModelQueues:
     *open_queue* opens a plain queue by priority and model.
     """
 
-    open_queue: Callable[[Priority, str | None], protocol.StoredQueue]
-    blobs: protocol.BlobStore
+    open_queue: Callable[[Priority, str | None], StoredQueue]
+    blobs: BlobStore
 
     def __post_init__(self) -> None:
         self._opened: dict[str | None, Queues] = {}
@@ -144,7 +143,7 @@ class ModelQueues:
                 found = [
                     name.removeprefix(FOLDER) async for name in self.blobs.names(FOLDER)
                 ]
-            except errors.SetupError as error:
+            except SetupError as error:
                 log.debug(f"which models have queues is not known: {error.message}")
             else:
                 self._names = sorted(
@@ -176,7 +175,7 @@ class ModelQueues:
         priority: Priority = "normal",
         *,
         with_queues: Collection[str] | None = None,
-    ) -> list[protocol.LeasedMessage]:
+    ) -> list[LeasedMessage]:
         """Adds each to the queue of its job's model; none, with a JobError, if one is too large.
 
         Queues are made if need be. With *with_queues*, jobs of other models wait with those that
@@ -190,7 +189,7 @@ class ModelQueues:
             if with_queues is not None and model not in with_queues:
                 model = None
             groups.setdefault(model, []).append(number)
-        sent: dict[int, protocol.LeasedMessage] = {}
+        sent: dict[int, LeasedMessage] = {}
 
         async def send_group(model: str | None, numbers: list[int]) -> None:
             queue = (await self.make(model))[priority]

@@ -19,8 +19,15 @@ from collections.abc import (
 )
 from dataclasses import replace
 
-from imagefleet import concurrency, errors
-from imagefleet.storage import bundle, protocol
+from imagefleet import concurrency
+from imagefleet.errors import (
+    FleetError,
+    MissingResourceError,
+    SetupError,
+    TransientError,
+)
+from imagefleet.storage import bundle
+from imagefleet.storage.protocol import LeasedMessage, Message, QueueDepth, StoredQueue
 from imagefleet.storage.routing import route as rule
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority
@@ -28,10 +35,10 @@ from imagefleet.storage.settings import PRIORITIES, Priority
 FindMore = Callable[[], Awaitable[None]]
 
 #: The queues of one model's jobs, or of those without one, by priority.
-Queues = Mapping[Priority, protocol.StoredQueue]
+Queues = Mapping[Priority, StoredQueue]
 
 #: The answers of plain queues in a receive: how many messages they had, or an error.
-Answers = dict[Route, int | errors.FleetError]
+Answers = dict[Route, int | FleetError]
 
 
 class RoutedQueue:
@@ -89,13 +96,13 @@ class RoutedQueue:
                 continue
             try:
                 await route.queue.check()
-            except errors.MissingResourceError as error:
+            except MissingResourceError as error:
                 route.set_missing(error)
 
-    async def send(self, bodies: Iterable[str]) -> list[protocol.LeasedMessage]:
+    async def send(self, bodies: Iterable[str]) -> list[LeasedMessage]:
         return await self.main.queue.send(bodies)
 
-    def level_of(self, message: protocol.LeasedMessage) -> int:
+    def level_of(self, message: LeasedMessage) -> int:
         """Rank of the priority of a message's queue; 0 is the highest."""
         return self._route_of(message).level
 
@@ -106,21 +113,21 @@ class RoutedQueue:
 
     async def receive(
         self, max_messages: int, lease_seconds: float, above: int | None = None
-    ) -> list[protocol.LeasedMessage]:
+    ) -> list[LeasedMessage]:
         """See `protocol.JobQueue`.
 
         *above*: jobs of priorities above that level alone, for a worker that has enough to do;
         queues that were empty are asked as seldom as beside others that have jobs.
         """
-        received: list[protocol.LeasedMessage] = []
+        received: list[LeasedMessage] = []
         answers: Answers = {}
         for route in self._in_turn(above):
             try:
                 messages = await route.queue.receive(
                     max_messages - len(received), lease_seconds
                 )
-            except (errors.SetupError, errors.TransientError) as error:
-                is_fatal = route is self.main and isinstance(error, errors.SetupError)
+            except (SetupError, TransientError) as error:
+                is_fatal = route is self.main and isinstance(error, SetupError)
                 if is_fatal and not received:
                     raise
                 answers[route] = error
@@ -132,21 +139,21 @@ class RoutedQueue:
         self._receives += bool(received)
         self._pause(answers, is_idle=not received and above is None)
         for answer in answers.values():
-            if not received and isinstance(answer, errors.TransientError):
+            if not received and isinstance(answer, TransientError):
                 raise answer
         return received
 
     async def renew(
         self,
-        message: protocol.LeasedMessage,
+        message: LeasedMessage,
         lease_seconds: float,
         body: str | None = None,
-    ) -> protocol.LeasedMessage:
+    ) -> LeasedMessage:
         return await self._route_of(message).queue.renew(message, lease_seconds, body)
 
     async def release(
         self,
-        message: protocol.LeasedMessage,
+        message: LeasedMessage,
         delay_seconds: float = 0,
         body: str | None = None,
     ) -> None:
@@ -154,14 +161,14 @@ class RoutedQueue:
         await route.queue.release(message, delay_seconds, body)
         route.due_at = min(route.due_at, self.clock() + delay_seconds)
 
-    async def delete(self, message: protocol.LeasedMessage) -> None:
+    async def delete(self, message: LeasedMessage) -> None:
         await self._route_of(message).queue.delete(message)
 
     @property
     def is_local(self) -> bool:
         return all(route.queue.is_local for route in self.routes.values())
 
-    async def find(self, text: str) -> AsyncIterator[tuple[protocol.Message, bool]]:
+    async def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
         for route in await self._all():
             with self._main_must_exist(route):
                 async for message, is_leased in route.queue.find(text):
@@ -174,7 +181,7 @@ class RoutedQueue:
             with self._main_must_exist(route):
                 await route.queue.clear()
 
-    async def depth(self) -> protocol.QueueDepth:
+    async def depth(self) -> QueueDepth:
         # The main queue alone at first: without access there is none to the others either.
         main = await self.main.depth(must_exist=True)
         routes = await self._all()
@@ -183,7 +190,7 @@ class RoutedQueue:
         depths = dict(zip(others, found, strict=True)) | {self.main: main}
         return _total({route: depths[route] for route in routes})
 
-    async def depth_of(self, models: Collection[str | None]) -> protocol.QueueDepth:
+    async def depth_of(self, models: Collection[str | None]) -> QueueDepth:
         """The size of the queues of some models."""
         routes = [route for route in self.routes.values() if route.model in models]
         found = await concurrency.gather(
@@ -233,14 +240,12 @@ class RoutedQueue:
         failures = {
             route: answer
             for route, answer in answers.items()
-            if isinstance(answer, errors.FleetError)
+            if isinstance(answer, FleetError)
         }
         # After an outage none must wait for long. A queue that is not there is none.
         is_outage = self.main in failures or (
             len(failures) == len(answers)
-            and not all(
-                isinstance(each, errors.SetupError) for each in failures.values()
-            )
+            and not all(isinstance(each, SetupError) for each in failures.values())
         )
         now, longest = self.clock(), rule.LONGEST_PAUSE_SECONDS
         if is_idle:
@@ -271,18 +276,18 @@ class RoutedQueue:
         """Any other queue may be missing."""
         try:
             yield
-        except errors.SetupError as error:
+        except SetupError as error:
             if route is self.main:
                 raise
             route.set_missing(error)
 
-    def _route_of(self, message: protocol.LeasedMessage) -> Route:
+    def _route_of(self, message: LeasedMessage) -> Route:
         return self.routes.get(message.queue, self.main)
 
 
 def _total(
-    found: Mapping[Route, protocol.QueueDepth | None],
-) -> protocol.QueueDepth:
+    found: Mapping[Route, QueueDepth | None],
+) -> QueueDepth:
     """The size of several queues as one, without those that are missing."""
     depths = {route.queue.name: depth for route, depth in found.items() if depth}
     leased = [depth.leased for depth in depths.values() if depth.leased is not None]
@@ -291,7 +296,7 @@ def _total(
         for depth in depths.values()
         if depth.oldest_age_seconds is not None
     ]
-    return protocol.QueueDepth(
+    return QueueDepth(
         sum(depth.messages for depth in depths.values()),
         sum(leased) if len(leased) == len(depths) else None,
         max(ages, default=None),

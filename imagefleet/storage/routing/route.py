@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from imagefleet import errors
-from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.errors import FleetError, MissingResourceError, SetupError
+from imagefleet.storage.protocol import JobQueue, QueueDepth
+from imagefleet.telemetry.logs import log
 
 #: One of so many receives that return jobs asks the queues of lower priorities first.
 FAIR_EVERY = 8
@@ -40,7 +38,7 @@ LOCAL_PAUSE_SECONDS = 0.03
 class Route:
     """A plain queue of one priority and model, and what the receives so far have found there."""
 
-    queue: protocol.JobQueue
+    queue: JobQueue
     #: Rank of the queue's priority; 0 is the highest.
     level: int = 0
     model: str | None = None
@@ -53,15 +51,15 @@ class Route:
     #: True if it did not exist, had no token or did not answer when it was asked last.
     is_missing: bool = False
 
-    async def depth(self, *, must_exist: bool = False) -> protocol.QueueDepth | None:
+    async def depth(self, *, must_exist: bool = False) -> QueueDepth | None:
         """The queue's size; None if it is missing, unless it *must_exist*."""
         try:
             depth = await self.queue.depth()
-        except errors.SetupError as error:
+        except SetupError as error:
             if must_exist:
                 raise
             # One that is not there, of another fleet's model say, matters to those who take jobs.
-            if not isinstance(error, errors.MissingResourceError):
+            if not isinstance(error, MissingResourceError):
                 self.set_missing(error)
             return None
         self.is_missing = False
@@ -69,14 +67,14 @@ class Route:
             self.due_at = 0.0  # there is something to receive
         return replace(depth, model=self.model)
 
-    def set_missing(self, error: errors.FleetError) -> None:
+    def set_missing(self, error: FleetError) -> None:
         """Notes that it cannot be asked for a while, and reports it once."""
         self.due_at = self.clock() + MISSING_PAUSE_SECONDS
         if self.is_missing:
             return
         self.is_missing = True
         # The next `imagefleet load` makes a queue that does not exist: that is usual.
-        is_usual = isinstance(error, errors.MissingResourceError)
+        is_usual = isinstance(error, MissingResourceError)
         log.log(
             logging.INFO if is_usual else logging.WARNING,
             f"no jobs are taken from the queue {self.queue.name}: {error.message}",

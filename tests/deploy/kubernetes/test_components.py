@@ -115,7 +115,7 @@ def test_every_component_works_alone(
     components: tuple[str, ...], render: Render, plain: Any, errors_of: Errors
 ):
     for name in components:
-        rendered = render(name)
+        rendered = render("job", name) if name == "kueue" else render(name)
         assert rendered != plain, name
         assert errors_of(rendered) == []
 
@@ -298,7 +298,8 @@ class TestJobMode:
     def test_its_pod_is_that_of_the_deployment(
         self, job: dict[str, Any], render: Render, components: tuple[str, ...]
     ):
-        _, pod, container = render(*components[:-1]).worker()
+        before = components[: components.index("job")]
+        _, pod, container = render(*before).worker()
         its_pod = job["spec"]["template"]["spec"]
         (its_container,) = its_pod["containers"]
         assert its_container == container | {"args": ["worker", "--until-empty"]}
@@ -312,6 +313,16 @@ class TestJobMode:
         # With completions, pods would start again on an empty queue.
         assert "completions" not in job["spec"]
         assert job["spec"]["parallelism"] > 1
+
+    def test_kueue_queues_it_and_lets_its_number_of_pods_change(
+        self, job: dict[str, Any], render: Render, create_job: CreateJob
+    ):
+        queue = job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+        assert queue == "gpu-queue"
+        annotations = job["metadata"]["annotations"]
+        assert annotations["kueue.x-k8s.io/elastic-job"] == "true"
+        plain = create_job(render("job"))["metadata"]
+        assert "kueue" not in str(plain)
 
     def test_exit_codes_do_what_they_mean(self, job: dict[str, Any]):
         def outcome(exit_code: int, *, disrupted: bool = False) -> str:

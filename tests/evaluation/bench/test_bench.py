@@ -218,3 +218,23 @@ def test_a_failed_image_fails_the_measurement(workload: jobs.Workload):
 
     with pytest.raises(errors.TransientError, match="NaN"):
         work.drive(StandInEngine(draw=refuse), workload.requests(), 0.1)
+
+
+def test_latency_is_the_published_table_beside_diffusers_in_the_same_run(
+    in_process: Any, model: Path, tmp_path: Path
+):
+    given = ["--model", str(model), "--seconds", "0.2", "--slots", "4", "--steps", "3"]
+    given += ["--json-file", "latency.json"]
+
+    ended = in_process("bench", "latency", *given)
+
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads((tmp_path / "latency.json").read_text())
+    told = {name: report[name] for name in ("sampler", "cfg_scale", "steps")}
+    assert told == {"sampler": "plms", "cfg_scale": 7.5, "steps": 3}
+    for name in ("seconds", "diffusers_seconds", "over_diffusers"):
+        assert list(report[name]) == ["1", "2", "4", "512"]
+    for images, ratio in report["over_diffusers"].items():
+        of_both = report["diffusers_seconds"][images], report["seconds"][images]
+        assert ratio == pytest.approx(of_both[0] / of_both[1])
+    assert "over diffusers" in " ".join(ended.stdout.split())

@@ -1,11 +1,13 @@
+import dataclasses
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fleet.plan import estimate
+from fleet.plan import command, estimate, work
 from fleet.plan.estimate import Input
 from fleet.plan.work import ModelJobs
 from imagefleet import errors
@@ -395,3 +397,32 @@ def test_few_step_images_in_bundles_reach_400_000_a_dollar(in_process: Imageflee
     assert smaller["storage_dollars"] == pytest.approx(0.22, abs=0.005)
     month = usual["storage_month_dollars"]
     assert month["png"] > month["webp, lossless"] > month["jpeg"] > 0
+
+
+@pytest.mark.parametrize(("days", "is_old"), [(90, False), (91, True)])
+def test_listed_prices_that_are_older_than_90_days_are_said_to_be(
+    days: int, is_old: bool
+):
+    works = work.of_count(1_000, work.read_models([], None, None))
+    machines = command.Machines(gpu=["RTX 4090"], price_per_hour=None)
+    plan, table = command.planned(works, machines)
+    day = table.gpus["RTX 4090 24GB"].as_of
+    assert day is not None
+    fresh = dataclasses.replace(table.storage, as_of=day)
+    table = dataclasses.replace(table, storage=fresh)
+
+    said = estimate.old_prices(plan.mix, table, day + timedelta(days=days))
+
+    names = [sentence.split(" is of ")[0] for sentence in said]
+    of_all = ["the price of RTX 4090 24GB", "the price of storage"]
+    assert names == (of_all if is_old else [])
+
+
+def test_a_price_that_was_given_is_of_no_day(in_process: Imagefleet):
+    given = ["--jobs", "1000", "--gpu", "RTX 3060 Ti", "--price-per-hour", "0.05"]
+
+    ended = in_process("plan", *given, "--json")
+
+    old = json.loads(ended.stdout)["old_prices"]
+    assert [each.split(" is of ")[0] for each in old] == ["the price of storage"]
+    assert old[0] in " ".join(ended.stderr.split())

@@ -268,7 +268,7 @@ def test_one_refused_call_of_several_is_the_only_line(
 
     assert ended.returncode == 2
     assert ended.stdout == ""
-    logged = [each.message for each in caplog.records if each.name.startswith("fleet")]
+    logged = [each.message for each in caplog.records if each.name == "imagefleet"]
     [line] = [*logged, *ended.stderr.splitlines()]
     assert line.startswith("error: SaladCloud refuses GET /organizations/acme/")
     assert "Forbidden" in line

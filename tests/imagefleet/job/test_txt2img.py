@@ -11,7 +11,7 @@ import write_a1111
 from imagefleet import errors
 from imagefleet.job import settings_table
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.passes import controlnet, extras
+from imagefleet.job.passes import controlnet, extras, hires, img2img
 
 PAGE = Path(__file__).parents[3] / "docs" / "a1111.md"
 
@@ -170,6 +170,8 @@ def test_every_field_of_the_apis_is_in_the_table_or_a_jobs_own():
     drawn = {row.field for row in settings_table.FIELDS.values()} - {""}
     drawn |= {row.field for row in settings_table.SETTINGS.values()} - {""}
     assert drawn <= Job.model_fields.keys()
+    of_passes = hires.FIELDS | img2img.FIELDS | extras.FIELDS
+    assert of_passes <= settings_table.FIELDS.keys()
 
 
 #: Fields, of which the first two are settings, and whether a pass refuses, takes or ignores them.

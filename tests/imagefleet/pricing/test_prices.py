@@ -32,7 +32,7 @@ def test_each_priority_has_its_price():
         for each in get_args(prices.Priority)
     ]
 
-    assert hourly == [0.30, 0.253, 0.207, 0.16]
+    assert hourly == [0.33, 0.273, 0.217, 0.16]
 
 
 def test_storage_costs_three_queue_operations_a_job_and_a_write_an_image():

@@ -1,3 +1,4 @@
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def test_a_file_overrides_only_its_own_entries(tmp_path):
     path = write(
         tmp_path,
         "source: the portal on 2026-11-20\n"
+        "as_of: 2026-11-20\n"
         "gpus:\n"
         "  3060 ti: {batch: 0.035}\n"
         "  RTX 6090 32GB: {batch: 0.5, high: 0.9}\n"
@@ -31,7 +33,8 @@ def test_a_file_overrides_only_its_own_entries(tmp_path):
     assert table.gpus["RTX 3060 Ti 8GB"].source == "the portal on 2026-11-20"
     assert prices.gpu_dollars_per_hour("6090", "high", table) == 0.9
     assert prices.gpu_dollars_per_hour("4090", "batch", table) == 0.16
-    assert table.gpus["RTX 4090 24GB"].source == prices.GPU_PRICES_SOURCE
+    assert table.gpus["RTX 3060 Ti 8GB"].as_of == date(2026, 11, 20)
+    assert table.gpus["RTX 4090 24GB"] == prices.BUILT_IN.gpus["RTX 4090 24GB"]
     assert table.storage.blob_write == pytest.approx(6.5e-6)
     assert table.storage.queue_operation == prices.BUILT_IN.storage.queue_operation
     assert table.storage.source == "the portal on 2026-11-20"

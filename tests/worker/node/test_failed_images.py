@@ -55,7 +55,7 @@ async def test_a_campaign_whose_images_all_fail_goes_to_the_poison_queue_and_cos
 ):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr("worker.node.watchdog.FAILURES_IN_A_ROW", 4)
-    caplog.set_level(logging.WARNING, "worker.node.checks")
+    caplog.set_level(logging.WARNING)
     plain_images: list[contract.ImageRequest] = []
     await send(storage, "bad", 16)
     await send(storage, "good", 6)
@@ -69,9 +69,7 @@ async def test_a_campaign_whose_images_all_fail_goes_to_the_poison_queue_and_cos
         (request.width, request.height, request.loras) for request in plain_images
     } == {(16, 16, ())}
     log = [
-        record.getMessage()
-        for record in caplog.records
-        if record.name == "worker.node.checks"
+        record.getMessage() for record in caplog.records if record.module == "checks"
     ]
     assert log
     for line in log:

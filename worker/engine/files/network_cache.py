@@ -12,13 +12,11 @@ from cachetools import LRUCache
 from torch import Tensor, nn
 
 from imagefleet.files.safetensors import Identity, UnusableError, identify
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
 from worker.engine.families import reading
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce
-
-log = logs.EventLog(__name__)
 
 #: Bytes of unused networks kept on the device, if it has room; the last one may be larger.
 KEPT_BYTES = 4 * 2**30

@@ -28,7 +28,7 @@ import torch
 from cachetools import LRUCache, cached
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import TransientError, UnusableFileError
 from imagefleet.files.safetensors import (
     Identity,
     MalformedError,
@@ -38,9 +38,8 @@ from imagefleet.files.safetensors import (
     parse,
     whole,
 )
-from imagefleet.telemetry import host, logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry import host
+from imagefleet.telemetry.logs import log
 
 #: Unused memory that is kept: a share of the machine's, up to what a round of 16 jobs gives back
 #: at once with LoRAs of rank 256.
@@ -170,11 +169,11 @@ def named(file: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise errors.TransientError(
+        raise TransientError(
             f"{file} cannot be read: {error.strerror or error}"
         ) from error
     except UnusableError as error:
-        raise errors.UnusableFileError(f"{file} {error}") from error
+        raise UnusableFileError(f"{file} {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

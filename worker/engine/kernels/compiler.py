@@ -17,10 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
-from imagefleet.telemetry import logs
 from worker.engine import phases
-
-log = logs.EventLog(__name__)
 
 #: The drawing process goes first, of all that wants the host's processors.
 _NICENESS = 10

@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
 from worker.engine import phases
 from worker.engine.kernels.description import Description
 from worker.engine.kernels.package import Package
-
-log = logs.EventLog(__name__)
 
 #: The driver has room for a run while the GPU is at another one if it takes it in this share of its
 #: time: 1 % with a tick of SD1.5 or SD2 on an H200, 60 to 130 % with one of SDXL.

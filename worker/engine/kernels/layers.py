@@ -23,14 +23,13 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 
 try:
     from worker.engine.kernels import programs
 except ImportError:  # torch for CPUs comes without Triton
     programs = None  # type: ignore[assignment]
 
-log = logs.EventLog(__name__)
 
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 
@@ -167,7 +166,7 @@ def _works(device: torch.device) -> bool:
     try:
         gated = torch.zeros(2, device=device)
         programs.gate[(1,)](gated, gated, 1, 1, _WRITTEN)
-    except Exception as error:  # a compiler may raise anything
+    except Exception as error:  # noqa: BLE001 - a compiler may raise anything
         log.warning(
             f"no fused kernels: {error}", exc_info=error, action="compile_failed"
         )

@@ -12,14 +12,13 @@ import torch
 
 from imagefleet.files.kernels import ORIGINS
 from imagefleet.files.kinds import KERNELS
-from imagefleet.telemetry import host, logs
+from imagefleet.telemetry import host
+from imagefleet.telemetry.logs import log
 from worker.engine import phases
 from worker.engine.kernels import package
 from worker.engine.kernels.compiler import CompileError, Compiler
 from worker.engine.kernels.graph import Graph
 from worker.engine.kernels.package import Package, UnusablePackageError
-
-log = logs.EventLog(__name__)
 
 #: For a process' first package, which takes less to fetch: a first tick without it takes two.
 _FIRST_FETCH_SECONDS = 2.0

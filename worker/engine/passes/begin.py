@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.files.safetensors import Identity
 from imagefleet.job.noise import Noise
 from imagefleet.job.passes.controlnet import MOST_CONTROLS
@@ -156,7 +156,7 @@ def refuse_unsupported(request: contract.ImageRequest, what: str) -> None:
     }
     for name, value in unsupported.items():
         if value:
-            raise errors.JobError(f"this model {what}: it does not support {name}")
+            raise JobError(f"this model {what}: it does not support {name}")
 
 
 def prepare_enlarged(
@@ -169,7 +169,7 @@ def prepare_enlarged(
     """
     init = request.init
     if init is None:
-        raise errors.JobError("this model enlarges an image: the job needs init_images")
+        raise JobError("this model enlarges an image: the job needs init_images")
     refuse_unsupported(request, "enlarges an image")
     height, width, _ = init.pixels.shape
     least = MIN_SIDE // factor
@@ -181,7 +181,7 @@ def prepare_enlarged(
         factor * width,
         factor * height,
     ):
-        raise errors.JobError(
+        raise JobError(
             f"this model makes {factor} times the sides of an image, which are multiples of"
             f" {factor} from {least} to {most}; it has {width}x{height} pixels, the job asks for"
             f" {request.width}x{request.height}: leave width and height out, or give them as null"
@@ -189,7 +189,7 @@ def prepare_enlarged(
         )
     level = round(init.denoising_strength * noise.timesteps)
     if not 0 <= level <= noise.max_level:
-        raise errors.JobError(
+        raise JobError(
             f"denoising_strength is {init.denoising_strength:g}, a noise of level {level} on the"
             f" image: this model knows levels up to {noise.max_level}, which is a"
             f" denoising_strength of {noise.max_level / noise.timesteps:g}; usual are {_USUAL:g}"
@@ -227,7 +227,7 @@ def prepare_controls(
     ]
     prepared = [each for each in prepared if any(each.weights)]
     if len(prepared) > MOST_CONTROLS:
-        raise errors.JobError(
+        raise JobError(
             f"the job has {len(prepared)} ControlNets; at most {MOST_CONTROLS} work at once"
         )
     return tuple(sorted(prepared, key=lambda each: each.identity))

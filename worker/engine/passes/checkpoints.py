@@ -14,7 +14,7 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor, nn
 
-from imagefleet import errors
+from imagefleet.errors import SetupError, TransientError
 from imagefleet.files.safetensors import Identity, UnusableError
 from imagefleet.telemetry import host
 from worker.engine import embeddings, text
@@ -125,14 +125,14 @@ class CheckpointCache(NetworkCache[CachedCheckpoint]):
         path = Path(identity[0])
         size = identity[2]
         if size > (host.free_memory_bytes() or size):
-            raise errors.TransientError(
+            raise TransientError(
                 f"this machine has no memory for the checkpoint {path.stem!r} beside its own model:"
                 f" {size / 2**30:.1f} GiB"
             )
         try:
             found = self._read_file(path, self._own)
             own = self._own
-        except errors.SetupError as error:
+        except SetupError as error:
             raise UnusableError(
                 f"cannot draw with this worker's model: {error.message}"
             ) from error
@@ -162,7 +162,7 @@ class CheckpointCache(NetworkCache[CachedCheckpoint]):
         )
         taken = sum(each.nbytes for each in weights)
         if taken > _WEIGHTS_SHARE * memory.limit_bytes(self._device):
-            raise errors.TransientError(
+            raise TransientError(
                 f"this GPU has no memory for the checkpoint {name!r} beside its own model:"
                 f" {taken / 2**30:.1f} GiB for both"
             )

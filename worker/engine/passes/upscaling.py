@@ -27,16 +27,14 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from PIL import Image
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.files.safetensors import Identity, UnusableError, identify
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.contract import Pixels
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce
-
-log = logs.EventLog(__name__)
 
 #: Enlarges an RGB image by a factor, or by its own if it has one. Called on the stager's thread.
 Enlarge = Callable[[Pixels, float], Pixels]
@@ -394,7 +392,7 @@ class UpscalerCache:
         enlarged = enlarge(init.pixels, upscale, found)
         if (enlarged == enlarged[0, 0]).all():
             # As it always will be: the engine is not at fault.
-            raise errors.JobError("what is left of the image is all one colour")
+            raise JobError("what is left of the image is all one colour")
         return PreparedUpscale(request, enlarged)
 
     def get(self, path: Path) -> Upscaler:
@@ -412,7 +410,7 @@ def read_upscaler(identity: Identity, device: torch.device) -> Upscaler:
     try:
         spandrel = import_spandrel()
     except ImportError as error:
-        raise errors.JobError(
+        raise JobError(
             f"the upscaler {path.stem!r} needs what `pip install '.[upscalers]'` installs ({error})"
         ) from error
     tensors = {

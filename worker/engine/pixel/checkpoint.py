@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.validation import JSONDict
 from worker.engine import checkpoint
 from worker.engine.families import reading, table
@@ -90,7 +90,7 @@ def load_checkpoint(
 def _scheduler_config(folder: Path, part: str) -> JSONDict:
     config = reading.read_json(folder / part / "scheduler_config.json")
     if not config:
-        raise errors.SetupError(f"{str(folder)!r} has no {part}/scheduler_config.json")
+        raise SetupError(f"{str(folder)!r} has no {part}/scheduler_config.json")
     return config
 
 
@@ -115,6 +115,6 @@ def _check_architecture(folder: Path, unet: Any, *, upscales: bool) -> None:
     if not isinstance(own.sample_size, int):
         others.append("sample_size is no number")
     if others:
-        raise errors.SetupError(
+        raise SetupError(
             f"the UNet of {str(folder)!r} does not have DeepFloyd IF's architecture: {others[0]}"
         )

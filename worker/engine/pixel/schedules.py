@@ -18,7 +18,7 @@ from diffusers import DDPMScheduler
 from diffusers.pipelines.deepfloyd_if import timesteps as named
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import JobError, SetupError
 from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
 from worker.engine.sampler import ESTIMATES, LATENTS, Move, Schedule
@@ -51,7 +51,7 @@ def read_scheduler(config: Mapping[str, object], name: str) -> DDPMScheduler:
     own = {"_class_name": "DDPMScheduler", **scheduler.config, **config}
     for key, known in _KNOWN.items():
         if (found := own[key]) not in known:
-            raise errors.SetupError(
+            raise SetupError(
                 f"the scheduler of {name!r} has {key} {found!r}; pixel stages may have"
                 f" {' or '.join(known)}"
             )
@@ -88,7 +88,7 @@ def make_schedule(
         return _ddpm(own.timesteps.tolist(), noise)
     known = samplers.SAMPLERS.get(name)
     if known is not None and not known.draws_pixels:
-        raise errors.JobError(
+        raise JobError(
             f"{known.title} does not work on pixels; use"
             f" {', '.join(samplers.titles(True))}"
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, T5EncoderModel
 from transformers.utils import logging as transformers_logging
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.validation import JSONDict
 from worker.engine.families import reading
 from worker.engine.pixel import text_states
@@ -43,7 +43,7 @@ class TextStage:
         self._tokenizer = _read_tokenizer(folder / "tokenizer")
         if len(self._tokenizer) > self._encoder.config.vocab_size:
             # On a GPU, a token id out of range is a device-side assert, which ends the process.
-            raise errors.SetupError(
+            raise SetupError(
                 f"the tokenizer of {str(folder)!r} belongs to another text encoder"
             )
         self._device = device
@@ -99,7 +99,7 @@ def _pipeline_class() -> Any:
 def require_encoder(folder: Path) -> None:
     """Raises SetupError where a stage's folder has no weights of T5, or a library is missing."""
     if not has_encoder(folder):
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(folder)!r} has no weights of a T5 encoder (text_encoder/*.safetensors)"
         )
     require_libraries(folder)
@@ -109,7 +109,7 @@ def require_libraries(folder: Path) -> None:
     """Raises SetupError, with the command to run, where prompts for a stage cannot be cleaned."""
     cleans = _config(folder).get("clean_caption", True)
     if cleans and importlib.util.find_spec("bs4") is None:
-        raise errors.SetupError(
+        raise SetupError(
             "beautifulsoup4 is not installed, which IF's text encoder needs: pip install '.[t5]'"
         )
 
@@ -134,12 +134,12 @@ def _read_tokenizer(folder: Path) -> Any:
     """T5's tokenizer, as a tokenizer.json or as the spiece.model that DeepFloyd's folders have."""
     has_library = importlib.util.find_spec("sentencepiece") is not None
     if not (has_library or (folder / "tokenizer.json").is_file()):
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(folder)!r} has no tokenizer.json: to read its spiece.model, pip install '.[t5]'"
         )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (*reading.LOADING_ERRORS, ImportError) as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"the tokenizer {str(folder)!r} cannot be loaded: {reading.brief(error)}"
         ) from error

@@ -12,7 +12,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imagefleet import errors
+from imagefleet.errors import JobError, TransientError
 from imagefleet.files.contents import TEXT_STATES_FORMAT
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:
             metadata = file.metadata() or {}
             states: torch.Tensor = file.get_tensor(_TENSOR).clone()
     except (OSError, SafetensorError) as error:
-        raise errors.TransientError(
+        raise TransientError(
             f"the text states {path.name!r} cannot be read: {error}"
         ) from (error)
     found = (
@@ -75,11 +75,11 @@ def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:
         metadata.get("prompt_sha256"),
     )
     if found != (TEXT_STATES_FORMAT, encoder, _sha256(clean(prompt))):
-        raise errors.JobError(
+        raise JobError(
             f"{path.name!r} does not have the text states of this prompt by {encoder!r}"
         )
     if tuple(states.shape) != (TOKENS, width) or not states.isfinite().all():
-        raise errors.JobError(
+        raise JobError(
             f"the text states {path.name!r} are damaged: {list(states.shape)} instead of"
             f" [{TOKENS}, {width}], or not finite"
         )

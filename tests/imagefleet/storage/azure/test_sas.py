@@ -143,7 +143,7 @@ async def test_a_request_with_expired_tokens_fails_until_there_are_new_ones(
 async def test_new_tokens_are_used_before_the_old_ones_expire(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint, caplog
 ):
-    caplog.set_level(logging.INFO, "imagefleet.storage.azure.credentials")
+    caplog.set_level(logging.INFO, "imagefleet")
     replace(file, mint())
     async with opened(settings) as storage:
         await storage.check()

@@ -169,7 +169,7 @@ async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_la
     azurite_settings: StorageSettings,
     caplog,
 ):
-    caplog.set_level(logging.INFO, logger="imagefleet.storage.routing")
+    caplog.set_level(logging.INFO, "imagefleet")
     clock = Clock()
     async with open_storage(azurite_settings) as storage:
         storage.queue.clock = clock
