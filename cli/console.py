@@ -31,11 +31,20 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 from filelock import FileLock, Timeout
-from rich import box, progress
+from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleRenderable, Group
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
 from rich.text import Text
+from typer import Exit
 
 from cli import files
 from imagefleet import redaction
@@ -120,9 +129,9 @@ def one_line_errors() -> Iterator[None]:
         elif isinstance(error, NodeError):
             code = EXIT_REPLACE_THIS_NODE
         report_error(error.message, code)
-        raise typer.Exit(code) from None
+        raise Exit(code) from None
     except KeyboardInterrupt:
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise Exit(EXIT_INTERRUPTED) from None
 
 
 @contextlib.asynccontextmanager
@@ -348,13 +357,13 @@ def only_one(path: Path, use: str = "") -> Iterator[None]:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Asks, unless --yes; raises typer.Exit for a no, and SetupError without a terminal."""
+    """Asks, unless --yes; raises Exit for a no, and SetupError without a terminal."""
     if yes:
         return
     if not sys.stdin.isatty():
         raise SetupError(f"{question} Cannot ask without a terminal: add --yes")
     if not typer.confirm(question, err=True):
-        raise typer.Exit(EXIT_OPERATOR_MUST_ACT)
+        raise Exit(EXIT_OPERATOR_MUST_ACT)
 
 
 def print_more(count: int, what: str, to: Console = stdout) -> None:
@@ -385,19 +394,19 @@ def counting(
     total: int | None,
     *,
     quiet: bool = False,
-    unit: progress.ProgressColumn | None = None,
+    unit: ProgressColumn | None = None,
 ) -> Iterator[Callable[..., None]]:
     """A bar on a terminal, which each call moves on by one or by its argument, or to *done*."""
     if quiet or not stderr.is_terminal:
         yield lambda _count=1, **_to: None
         return
     columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        unit or progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        unit or MofNCompleteColumn(),
+        TimeRemainingColumn(),
     )
-    with progress.Progress(*columns, console=stderr, transient=True) as bar:
+    with Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task(verb, total=total)
         yield lambda count=1, done=None, **more: bar.update(
             task, completed=done, advance=count, **more

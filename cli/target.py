@@ -2,8 +2,8 @@
 
 from typing import Annotated, NamedTuple, TypeVar
 
-import typer
 from pydantic import TypeAdapter
+from typer import Argument
 
 from imagefleet import validation
 from imagefleet.errors import SetupError
@@ -14,16 +14,14 @@ from imagefleet.storage.protocol import Message
 
 Campaign = Annotated[
     str,
-    typer.Argument(
-        metavar="CAMPAIGN", help="Jobs without a campaign are in 'default'."
-    ),
+    Argument(metavar="CAMPAIGN", help="Jobs without a campaign are in 'default'."),
 ]
 OnlyCampaign = Annotated[
-    str | None, typer.Argument(metavar="CAMPAIGN", help="Only this campaign.")
+    str | None, Argument(metavar="CAMPAIGN", help="Only this campaign.")
 ]
 OnlyJobs = Annotated[
     str | None,
-    typer.Argument(
+    Argument(
         metavar="CAMPAIGN[/ID]", help="Only this campaign, or this one of its jobs."
     ),
 ]

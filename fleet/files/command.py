@@ -4,10 +4,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
+from typer import Argument, Context, Typer
 
 from cli import console, options
-from cli.options import argument
+from cli.options import AsJson, Yes, argument
 from fleet.files import add, making, stored, texts
 from fleet.files.add import AddOptions
 from fleet.files.texts import MakeOptions, MakeSettings
@@ -20,12 +20,12 @@ from imagefleet.storage.settings import SignerSettings, StorageSettings
 MADE = [kind.name for kind in KINDS.values() if kind.is_made]
 BROUGHT = [kind.name for kind in KINDS.values() if not kind.is_made]
 
-app = typer.Typer(
+app = Typer(
     no_args_is_help=True,
     help="Files that workers read from the storage: models, LoRAs, embeddings and others.",
 )
 
-KindName = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.")]
+KindName = Annotated[str, Argument(metavar="KIND", help=f"{', '.join(KINDS)}.")]
 
 
 #: Options of `files add` that not all kinds take, with those that do.
@@ -50,7 +50,7 @@ _MAKE: Mapping[str, Collection[str]] = {
 def add_command(
     settings: SignerSettings,
     *,
-    context: typer.Context,
+    context: Context,
     given: AddOptions,
     kind: KindName,
     sources: list[str] = argument(
@@ -59,7 +59,7 @@ def add_command(
         metavar="FILE|FOLDER|URL",
     ),
     dry_run: bool = options.dry_run("what would be stored"),
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Puts files into the storage and prints by what jobs or workers name them.
 
@@ -84,7 +84,7 @@ def add_command(
 @app.command("list")
 @options.flat
 async def list_command(
-    settings: StorageSettings, kind: KindName, as_json: options.AsJson = False
+    settings: StorageSettings, kind: KindName, as_json: AsJson = False
 ) -> None:
     """Lists the files of a kind in the storage; of text states, prompts are not shown.
 
@@ -120,9 +120,9 @@ async def remove_command(
     names: list[str] = argument(
         "Their names, as `files list` has them.", metavar="NAME..."
     ),
-    yes: options.Yes = False,
+    yes: Yes = False,
     dry_run: bool = options.dry_run("what would be removed"),
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Removes files from the storage and from the folder's manifest.json.
 
@@ -154,7 +154,7 @@ async def remove_command(
 def make_command(
     settings: MakeSettings,
     *,
-    context: typer.Context,
+    context: Context,
     given: MakeOptions,
     kind: str = argument(f"{', '.join(MADE)}.", metavar="KIND"),
     jobs: str | None = argument(
@@ -165,7 +165,7 @@ def make_command(
         metavar="[JOBS]",
     ),
     dry_run: bool = options.dry_run("what would be made"),
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Makes kernels or text states for a model.
 
@@ -192,7 +192,7 @@ def make_command(
 
 
 def _refuse_foreign(
-    context: typer.Context, kind: str, takers: Mapping[str, Collection[str]]
+    context: Context, kind: str, takers: Mapping[str, Collection[str]]
 ) -> None:
     """Raises SetupError for an option on the command line that the kind does not take."""
     for parameter in context.command.params:

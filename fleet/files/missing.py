@@ -8,7 +8,8 @@ from rich.console import Console
 
 from cli import console
 from fleet.files.stored import Listing, StoredFile, read
-from imagefleet import errors, signing, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 from imagefleet.files.kinds import (
     CONTROLNET,
     DETECTOR,
@@ -21,6 +22,7 @@ from imagefleet.files.kinds import (
 )
 from imagefleet.job.message import Job
 from imagefleet.job.passes import img2img
+from imagefleet.signing import Keys
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings
 from imagefleet.validation import JSONDict
@@ -113,7 +115,7 @@ class Elsewhere:
         try:
             files = [each.name for each in library.walked(self.lora_directory)]
         except OSError as error:
-            raise errors.SetupError(
+            raise SetupError(
                 f"--lora-directory {self.lora_directory} cannot be read: {error.strerror}"
             ) from None
         names = {LORA.stem(name) for name in files if name.endswith(LORA.suffixes)}
@@ -213,7 +215,7 @@ def may_exist(storage: Storage) -> bool:
     return folder is None or folder.exists()
 
 
-async def aliases(storage: Storage, keys: signing.Keys, there: set[str]) -> set[str]:
+async def aliases(storage: Storage, keys: Keys, there: set[str]) -> set[str]:
     """The other names by which workers find LoRAs that are stored."""
     folder = library.local_path(storage.files, LORA.folder)
     found = set(library.aliases(folder)) if folder else set()
@@ -222,14 +224,14 @@ async def aliases(storage: Storage, keys: signing.Keys, there: set[str]) -> set[
     return found
 
 
-async def _listed(storage: Storage, kind: FileKind, keys: signing.Keys) -> set[str]:
+async def _listed(storage: Storage, kind: FileKind, keys: Keys) -> set[str]:
     """The names in a folder's list, which must be signed if there is a key."""
     listing = Listing(storage, kind.folder, keys)
     contents = await listing.read()
     if contents is None:
         return set()
     if keys.signing and not contents.is_signed_by(keys.trusted, kind.folder):
-        raise errors.SetupError(
+        raise SetupError(
             f"{listing.where} is not signed with your key: `{kind.add_command}` signs it"
         )
     return {kind.stem(name) for name in contents.files}

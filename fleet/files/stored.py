@@ -28,6 +28,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart
 from worker.files import addresses, check, manifest, model
 from worker.files.disk_cache import DiskCache
+from worker.files.manifest import Contents
 
 #: What is read of a manifest: a byte more than one may have.
 _MAX_BYTES = manifest.MAX_BYTES + 1
@@ -210,11 +211,11 @@ class Listing:
         hashes = {listed[name] for name in names if name in listed}
         return {name for name in listed if listed[name] in hashes}
 
-    async def read(self) -> manifest.Contents | None:
+    async def read(self) -> Contents | None:
         """Reads the manifest, whoever may change it; None if there is none."""
         return self._parse(await self.storage.files.read_part(self.blob, 0, _MAX_BYTES))
 
-    def _parse(self, part: BlobPart | None) -> manifest.Contents | None:
+    def _parse(self, part: BlobPart | None) -> Contents | None:
         return None if part is None else manifest.parse(self.where, part.data)
 
     async def check(self, names: Collection[str] = ()) -> Mapping[str, str]:
@@ -254,7 +255,7 @@ class Listing:
         await self.storage.files.edit(self.blob, changed, _MAX_BYTES)
         return is_listed
 
-    def _checked(self, contents: manifest.Contents | None) -> manifest.Contents | None:
+    def _checked(self, contents: Contents | None) -> Contents | None:
         """Returns the manifest's contents if these keys may change it; raises SetupError."""
         if contents is None:
             return None

@@ -12,6 +12,7 @@ import typer
 from cli import console, options
 from cli.options import argument, option
 from fleet.keys import mint as keys_mint
+from fleet.keys.mint import Minted, Minter
 from imagefleet import validation
 from imagefleet.errors import SetupError
 from imagefleet.job.prompt import SAFE_NAME
@@ -103,7 +104,7 @@ async def mint_command(
                 " only, without a path or suffix"
             )
     life = timedelta(hours=token_hours)
-    minted = keys_mint.Minter(_on_azure(settings)).mint(allowed, life, policy, models)
+    minted = Minter(_on_azure(settings)).mint(allowed, life, policy, models)
     if policy is not None:
         await keys_mint.store_policy(settings, allowed, policy, models)
     _hand_out(settings, minted, file, as_json=as_json)
@@ -126,7 +127,7 @@ async def mint_command(
 
 def _hand_out(
     settings: StorageSettings,
-    minted: keys_mint.Minted,
+    minted: Minted,
     file: Path | None,
     *,
     as_json: bool,
@@ -167,7 +168,7 @@ async def revoke_command(
 
     imagefleet keys revoke spring
     """
-    keys_mint.Minter(_on_azure(settings))  # raises without an account key
+    Minter(_on_azure(settings))  # raises without an account key
     removed = await keys_mint.remove_policy(settings, policy)
     console.show(
         {"policy": policy, "revoked": removed},

@@ -7,7 +7,7 @@ from datetime import datetime
 from http import HTTPStatus
 from typing import Literal
 
-import aiohttp
+from aiohttp import ClientError, ClientSession, ClientTimeout, InvalidURL
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from imagefleet import redaction
@@ -59,7 +59,7 @@ class Prometheus:
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, fleet: str | None = None
+        self, session: ClientSession, url: str, fleet: str | None = None
     ) -> None:
         self.fleet = fleet
         self._session = session
@@ -76,9 +76,9 @@ class Prometheus:
         try:
             async with self._session.post(url, data=data) as response:
                 content = await response.read()
-        except aiohttp.InvalidURL:
+        except InvalidURL:
             raise SetupError(f"not a Prometheus URL: {shown}") from None
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (ClientError, TimeoutError, OSError) as error:
             raise proxies.unreachable(
                 f"Prometheus at {shown} does not answer", error
             ) from None
@@ -107,6 +107,6 @@ async def connected(
     url: str | None, fleet: str | None = None
 ) -> AsyncIterator[Prometheus | None]:
     """The server at *url*, which may contain user:password@; None without a URL."""
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
+    timeout = ClientTimeout(total=TIMEOUT_SECONDS)
     async with proxies.session(timeout=timeout) as session:
         yield Prometheus(session, url, fleet) if url else None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-import typer
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -21,6 +20,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from typer import Option
 
 from cli import options
 from fleet.salad import gpus
@@ -58,14 +58,14 @@ DEFAULT_FILES = (Path("fleet.yaml"), Path("deploy/salad/fleet.yaml"))
 
 File = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--file",
         metavar="FILE",
         help="The fleet file [default: fleet.yaml, else deploy/salad/fleet.yaml].",
     ),
 ]
 WaitMinutes = Annotated[
-    float, typer.Option(min=0, metavar="MINUTES", help="Longest wait for instances.")
+    float, Option(min=0, metavar="MINUTES", help="Longest wait for instances.")
 ]
 
 
