@@ -31,11 +31,20 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 from filelock import FileLock, Timeout
-from rich import box, progress
+from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleRenderable, Group
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
 from rich.text import Text
+from typer import Exit
 
 from cli import files
 from imagefleet import redaction
@@ -120,9 +129,9 @@ def one_line_errors() -> Iterator[None]:
         elif isinstance(error, NodeError):
             code = EXIT_REPLACE_THIS_NODE
         report_error(error.message, code)
-        raise typer.Exit(code) from None
+        raise Exit(code) from None
     except KeyboardInterrupt:
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise Exit(EXIT_INTERRUPTED) from None
 
 
 @contextlib.asynccontextmanager
@@ -200,18 +209,22 @@ def print_plain(text: str, to: Console = stdout) -> None:
     )
 
 
-#: Columns of names, ids or addresses, and of figures; `print_tables` neither cuts nor wraps them.
-name_column = partial(Column, no_wrap=True)
-number_column = partial(Column, justify="right", no_wrap=True)
-
-
-def table(*columns: Column | str, rows: Iterable[Iterable[object]] = ()) -> Table:
+def table(
+    names: Iterable[str],
+    numbers: Iterable[str] = (),
+    texts: Iterable[str] = (),
+    *,
+    rows: Iterable[Iterable[object]] = (),
+) -> Table:
     """A table without vertical lines: a selected row is its text.
 
-    Cells are `untrusted`; numbers get their commas, and None is `-`.
+    Its columns are *names* (ids or addresses, too) and *numbers*, which `print_tables` neither cuts
+    nor wraps, then *texts*. Cells are `untrusted`; numbers get their commas, and None is `-`.
     """
     made = Table(
-        *columns,
+        *(Column(name, no_wrap=True) for name in names),
+        *(Column(number, justify="right", no_wrap=True) for number in numbers),
+        *(Column(text, overflow="fold") for text in texts),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
@@ -282,12 +295,15 @@ print_json_line = partial(print_json, indent=None)
 def show(
     record: JSONObject | Sequence[Any],
     *parts: ConsoleRenderable | Mapping[str, str] | str,
+    notes: Iterable[str] = (),
     as_json: bool,
 ) -> None:
-    """Prints a result: *record* for a program, or lines, facts and tables for a person."""
+    """Prints a result: *record* for a program; lines, facts, tables and *notes* for a person."""
     if as_json:
         print_json(record)
         return
+    for note in notes:
+        print_note(note)
     for part in parts:
         if isinstance(part, str):
             print_plain(part)
@@ -322,26 +338,32 @@ def check_writable(path: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def only_one(path: Path, what: str) -> Iterator[None]:
-    """Raises SetupError if another process of this user on this machine has *path* to itself."""
-    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=12).hexdigest()
+def only_one(path: Path, use: str = "") -> Iterator[None]:
+    """Raises SetupError if another process of this user on this machine has *path* to itself.
+
+    *use* tells apart what may be done with it at the same time.
+    """
+    named = f"{path.resolve()}{use}".encode()
+    digest = hashlib.blake2b(named, digest_size=12).hexdigest()
     lock = Path(tempfile.gettempdir(), f"imagefleet-{os.getuid()}-{digest}.lock")
     try:
         held = FileLock(lock).acquire(timeout=0)
     except Timeout:
-        raise SetupError(f"{what}: wait for it or end it first") from None
+        raise SetupError(
+            f"another `imagefleet` is at work with {path}: wait for it or end it first"
+        ) from None
     with held:
         yield
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Asks, unless --yes; raises typer.Exit for a no, and SetupError without a terminal."""
+    """Asks, unless --yes; raises Exit for a no, and SetupError without a terminal."""
     if yes:
         return
     if not sys.stdin.isatty():
         raise SetupError(f"{question} Cannot ask without a terminal: add --yes")
     if not typer.confirm(question, err=True):
-        raise typer.Exit(EXIT_OPERATOR_MUST_ACT)
+        raise Exit(EXIT_OPERATOR_MUST_ACT)
 
 
 def print_more(count: int, what: str, to: Console = stdout) -> None:
@@ -372,19 +394,19 @@ def counting(
     total: int | None,
     *,
     quiet: bool = False,
-    unit: progress.ProgressColumn | None = None,
+    unit: ProgressColumn | None = None,
 ) -> Iterator[Callable[..., None]]:
     """A bar on a terminal, which each call moves on by one or by its argument, or to *done*."""
     if quiet or not stderr.is_terminal:
         yield lambda _count=1, **_to: None
         return
     columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        unit or progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        unit or MofNCompleteColumn(),
+        TimeRemainingColumn(),
     )
-    with progress.Progress(*columns, console=stderr, transient=True) as bar:
+    with Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task(verb, total=total)
         yield lambda count=1, done=None, **more: bar.update(
             task, completed=done, advance=count, **more

@@ -13,6 +13,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import (
     Annotated,
@@ -25,50 +26,47 @@ from typing import (
     get_type_hints,
 )
 
-import typer
 from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
+from typer import Argument, BadParameter, Option
 
 from cli import console
 from imagefleet import redaction, validation
 from imagefleet.errors import SetupError
 from imagefleet.storage.settings import Priority, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
+from imagefleet.validation import JSONObject
 
 PREFIX = "IMAGEFLEET_"
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-AsJsonLines = Annotated[
-    bool, typer.Option("--json", help="Print JSON, one object per line.")
-]
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
+AsJsonLines = Annotated[bool, Option("--json", help="Print JSON, one object per line.")]
 JsonFile = Annotated[
     Path | None,
-    typer.Option(
-        "--json-file", metavar="FILE", help="Also write the JSON to this file."
-    ),
+    Option("--json-file", metavar="FILE", help="Also write the JSON to this file."),
 ]
 JobFormat = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--format",
         metavar="jsonl|json|csv|txt|parquet",
         help="Format of FILE; default: by its name, and jsonl for standard input.",
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+Device = Annotated[str, Option("--device", help="auto, cpu, cuda or cuda:N.")]
 #: No setting: IMAGEFLEET_PRIORITY is that of a worker on SaladCloud.
 JobPriority = Annotated[
     Priority,
-    typer.Option(
+    Option(
         "--priority",
         help="Priority of the jobs: workers take high ones first and low ones last.",
     ),
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Yes = Annotated[bool, Option("--yes", help="Do not ask.")]
 PriceFile = Annotated[
     Path | None,
-    typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML."),
+    Option("--price-file", metavar="FILE", help="Your own prices, as YAML."),
 ]
 
 
@@ -76,7 +74,7 @@ def _moment(text: str) -> datetime:
     try:
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError, OSError):
-        raise typer.BadParameter(
+        raise BadParameter(
             f"should be a date and a time, such as 2026-12-01T08:00, not {text[:80]}"
         ) from None
 
@@ -121,7 +119,7 @@ Command = Callable[..., Result]
 
 
 def option(
-    text: str, default: Any = None, *flags: str, make: Any = typer.Option, **terms: Any
+    text: str, default: Any = None, *flags: str, make: Any = Option, **terms: Any
 ) -> Any:
     """An option of a command, or of its dataclass: help, default (...: none), typer's terms."""
     found = dataclasses.MISSING if default is ... else default
@@ -130,7 +128,7 @@ def option(
 
 
 def argument(text: str, default: Any = ..., **terms: Any) -> Any:
-    return option(text, default, make=typer.Argument, **terms)
+    return option(text, default, make=Argument, **terms)
 
 
 def dry_run(what: str) -> Any:
@@ -147,9 +145,9 @@ def flat(command: Command[Result]) -> Command[Result]:
         @options.flat
         def failed(settings: StorageSettings, which: Selected, limit: Limit = 20) -> None: ...
     """
-    groups: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
-    flattened: list[inspect.Parameter] = []
-    of_settings: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Any, list[Parameter]]] = {}
+    flattened: list[Parameter] = []
+    of_settings: list[Parameter] = []
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         kind = parameter.annotation
         if isinstance(kind, type) and issubclass(kind, BaseSettings):
@@ -167,7 +165,7 @@ def flat(command: Command[Result]) -> Command[Result]:
             field.name = name
             flattened.append(_as_typer_does(kind, field))
         else:
-            flattened.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            flattened.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
     flattened += of_settings
 
     @functools.wraps(command)
@@ -182,27 +180,27 @@ def flat(command: Command[Result]) -> Command[Result]:
             result = command(**made, **given)
             return asyncio.run(result) if inspect.iscoroutine(result) else result
 
-    wrapper.__signature__ = inspect.Signature(flattened)  # type: ignore[attr-defined]
+    wrapper.__signature__ = Signature(flattened)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {each.name: each.annotation for each in flattened}
     return wrapper
 
 
-def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> inspect.Parameter:
+def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> Parameter:
     if info := field.metadata.get("info"):
         info.metavar = info.metavar or _METAVARS.get(_bare_type(hint))
         if hint is bool and not (field.default or field.metadata["flags"]):
             info.param_decls = (flag(field.name),)  # without a --no-
         hint = Annotated[hint, info]
     is_required = field.default is dataclasses.MISSING
-    return inspect.Parameter(
+    return Parameter(
         field.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if is_required else field.default,
+        Parameter.KEYWORD_ONLY,
+        default=Parameter.empty if is_required else field.default,
         annotation=hint,
     )
 
 
-def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:
+def read(model: type[Settings], given: JSONObject) -> Settings:
     """Settings by flags (None: not given), variables and defaults; raises SetupError."""
     try:
         flags = {
@@ -268,7 +266,7 @@ def subject(model: type[BaseSettings], name: str) -> str:
     return ""
 
 
-def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:
+def _parameters(model: type[BaseSettings]) -> Iterator[Parameter]:
     """Typer options that leave values as text, so that pydantic alone judges them."""
     for name, field in model.model_fields.items():
         kind, default = _bare_type(field.annotation), shown_default(field)
@@ -312,7 +310,7 @@ def shown_default(field: FieldInfo) -> str:
     return str(field.default)
 
 
-def _complaint(model: type[BaseSettings], detail: Mapping[str, Any]) -> str:
+def _complaint(model: type[BaseSettings], detail: JSONObject) -> str:
     what = validation.reason({**detail, "loc": ()})
     if not detail["loc"]:
         return what

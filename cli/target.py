@@ -2,8 +2,8 @@
 
 from typing import Annotated, NamedTuple, TypeVar
 
-import typer
 from pydantic import TypeAdapter
+from typer import Argument
 
 from imagefleet import validation
 from imagefleet.errors import SetupError
@@ -14,16 +14,14 @@ from imagefleet.storage.protocol import Message
 
 Campaign = Annotated[
     str,
-    typer.Argument(
-        metavar="CAMPAIGN", help="Jobs without a campaign are in 'default'."
-    ),
+    Argument(metavar="CAMPAIGN", help="Jobs without a campaign are in 'default'."),
 ]
 OnlyCampaign = Annotated[
-    str | None, typer.Argument(metavar="CAMPAIGN", help="Only this campaign.")
+    str | None, Argument(metavar="CAMPAIGN", help="Only this campaign.")
 ]
 OnlyJobs = Annotated[
     str | None,
-    typer.Argument(
+    Argument(
         metavar="CAMPAIGN[/ID]", help="Only this campaign, or this one of its jobs."
     ),
 ]
@@ -73,17 +71,6 @@ def campaign(text: Text) -> Text:
     if found.id is not None:
         raise SetupError(f"{text} is one job: give its campaign, {found.campaign}")
     return text
-
-
-def job(text: str) -> tuple[str, str]:
-    """Campaign and id of the job that *text* names; raises SetupError for anything else."""
-    named, job_id = read(text)
-    if named is None or job_id is None:
-        raise SetupError(
-            f"{text!r} is a campaign: name a job as CAMPAIGN/ID, such as"
-            f" {job_key(DEFAULT_CAMPAIGN, text)}"
-        )
-    return named, job_id
 
 
 def check_name(what: str, name: str | None) -> None:

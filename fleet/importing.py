@@ -12,6 +12,7 @@ from cli import console, options
 from cli.options import argument, option
 from fleet import load
 from fleet.files import missing, stored
+from fleet.files.missing import Elsewhere, Uses
 from fleet.prompt import chunks_of
 from imagefleet.errors import JobError, SetupError
 from imagefleet.files.kinds import KINDS
@@ -75,7 +76,7 @@ def command(
     """
     found = [file for path in paths for file in _expanded(path)]
     rows = console.run(_stored(settings))
-    uses, said, ids = missing.Uses(), Counter[str](), Counter[str]()
+    uses, said, ids = Uses(), Counter[str](), Counter[str]()
     with (
         load.reporting(rejects, skips=True, as_json=as_json) as report,
         console.counting("reading", len(found), quiet=quiet or as_json) as move,
@@ -99,7 +100,7 @@ def command(
                 else:
                     said.update(reading.cannot)
             move()
-    lost = console.run(missing.look(settings, uses, missing.Elsewhere()))
+    lost = console.run(missing.look(settings, uses, Elsewhere()))
     if as_json:
         facts = {"jobs": uses.jobs, "refused": report.count, "cannot": said}
         console.print_json({**facts, "missing": [asdict(each) for each in lost]})
@@ -176,9 +177,7 @@ def _rename(reading: Reading, named: Named, name: str) -> None:
             job[prompt] = re.sub(pattern, lambda _: name, job[prompt])
 
 
-def _checked(
-    reading: Reading, place: str, uses: missing.Uses, ids: Counter[str]
-) -> JSONDict:
+def _checked(reading: Reading, place: str, uses: Uses, ids: Counter[str]) -> JSONDict:
     """The job of a reading, with an id; raises JobError if it cannot be drawn."""
     if reading.needs:
         raise JobError(

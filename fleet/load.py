@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from cli import console, files, options, target
 from cli.options import argument, option
 from fleet import filling
 from fleet.files import missing
+from fleet.files.missing import Elsewhere, Uses
 from imagefleet import concurrency
 from imagefleet.errors import SetupError
 from imagefleet.job.message import Job, job_key
@@ -22,6 +24,7 @@ from imagefleet.validation import JSONDict
 from loadgen import file_source, inputs, sources
 from loadgen.rejects import MOST_SHOWN, Rejected, Report
 from loadgen.settings import LoadSettings
+from loadgen.sources import Source
 
 DRY_RUN_JOBS = 10
 
@@ -137,23 +140,19 @@ def command(
                 source.check()
         if check:
             names = [picture.name for picture in pictures]
-            elsewhere = missing.Elsewhere(lora_directory, sending.model or (), names)
+            elsewhere = Elsewhere(lora_directory, sending.model or (), names)
             _check(settings, source, report, elsewhere, read, as_json=as_json)
         elif dry_run:
             _preview(settings, source, read, quiet=sending.quiet)
         else:
-            alone = file.with_name(f"{file.name}.{settings.queue}")
-            in_use = f"another `imagefleet load` is at work with {file}"
-            is_input = jobs.file == "-"
+            alone: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if jobs.file != "-":
+                alone = console.only_one(file, settings.queue)
             if pictures:
                 with read("checking"):
                     source.check()
                 _store(settings, pictures, quiet=not is_shown)
-            with (
-                contextlib.nullcontext()
-                if is_input
-                else console.only_one(alone, in_use)
-            ):
+            with alone:
                 filling.fill(
                     settings,
                     source,
@@ -168,7 +167,7 @@ def command(
 
 def _preview(
     settings: LoadSettings,
-    source: sources.Source,
+    source: Source,
     read: filling.Reading,
     *,
     quiet: bool,
@@ -178,7 +177,7 @@ def _preview(
     if not quiet:
         console.print_note(f"{source.describe()}; {changes}")
         filling.show_differences(source.differences)
-    for body in source.examples(DRY_RUN_JOBS):
+    for body in itertools.islice(filter(None, source.bodies()), DRY_RUN_JOBS):
         console.print_json_line(json.loads(body))
 
 
@@ -214,7 +213,7 @@ def _check_suffix(rejects: Path) -> None:
         )
 
 
-def _facts(source: sources.Source, report: Report) -> JSONDict:
+def _facts(source: Source, report: Report) -> JSONDict:
     """Counts of a file's rows that are no jobs; a template has nothing besides its jobs."""
     counts = {
         name: getattr(source, name, 0)
@@ -255,15 +254,15 @@ def reporting(path: Path | None, *, skips: bool, as_json: bool) -> Iterator[Repo
 
 def _check(
     settings: LoadSettings,
-    source: sources.Source,
+    source: Source,
     report: Report,
-    elsewhere: missing.Elsewhere,
+    elsewhere: Elsewhere,
     read: filling.Reading,
     *,
     as_json: bool,
 ) -> None:
     """Reads all jobs, and tells what they name that workers would not find."""
-    uses, doubled = missing.Uses(), DoubledIds()
+    uses, doubled = Uses(), DoubledIds()
 
     def note(place: str, job: Job) -> None:
         uses.add(place, job)

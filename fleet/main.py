@@ -12,12 +12,14 @@ from importlib import metadata
 from typing import Annotated, Any, Literal, get_args
 
 import typer
+from typer import Abort, BadParameter, Context, Exit, Option, Typer, TyperException
 from typer.core import TyperCommand, TyperGroup
 
 from cli import console
 from fleet import health
 from imagefleet.errors import DISK_FULL
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import LogFormat
 
 #: The commands and groups of commands, with their lines in the help.
 COMMANDS: Mapping[str, str] = {
@@ -105,11 +107,11 @@ class LazyCommands(UserDict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
             found = find(name)
-            app = typer.Typer(rich_markup_mode=_MARKUP, add_completion=False)
+            app = Typer(rich_markup_mode=_MARKUP, add_completion=False)
             app.callback()(
                 lambda: None
             )  # makes it a group, however few commands it has
-            if isinstance(found, typer.Typer):
+            if isinstance(found, Typer):
                 app.add_typer(found, name=name, short_help=COMMANDS[name], cls=Group)
             else:
                 app.command(name)(found)
@@ -134,7 +136,7 @@ class Console(Group):
         self.commands = commands
 
 
-app = typer.Typer(
+app = Typer(
     name="imagefleet",
     cls=Console,
     rich_markup_mode=_MARKUP,
@@ -169,10 +171,10 @@ results, export), 130 interrupted, 143 terminated (worker --until-empty).""",
 
 @app.callback(invoke_without_command=True)
 def root(
-    context: typer.Context,
+    context: Context,
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the versions to name in a bug report."),
+        Option("--version", help="Print the versions to name in a bug report."),
     ] = False,
 ) -> None:
     """The options of `imagefleet` itself."""
@@ -183,9 +185,9 @@ def root(
                 installed = metadata.version(distribution)
             console.print_plain(f"{distribution} {installed}")
         console.print_plain(f"python {platform.python_version()}")
-        raise typer.Exit
+        raise Exit
     if context.invoked_subcommand is None:
-        raise typer.BadParameter("give a command; `imagefleet --help` lists them")
+        raise BadParameter("give a command; `imagefleet --help` lists them")
 
 
 @app.command(
@@ -193,20 +195,16 @@ def root(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
-def health_command(context: typer.Context) -> None:
+def health_command(context: Context) -> None:
     """Probes the worker on this machine: started, live or ready."""
-    raise typer.Exit(
-        health.main(context.args)
-    )  # `python -m fleet.main`; see fleet/entry.py
+    raise Exit(health.main(context.args))  # `python -m fleet.main`; see fleet/entry.py
 
 
-def _log_format(
-    arguments: Sequence[str], variables: Mapping[str, str]
-) -> logs.LogFormat:
+def _log_format(arguments: Sequence[str], variables: Mapping[str, str]) -> LogFormat:
     """The log format of a command line that nothing has checked yet; an invalid one is `auto`."""
     flags = re.findall(r"--log-format[= ](\w+)", " ".join(arguments))
     given = flags[-1] if flags else variables.get("IMAGEFLEET_LOG_FORMAT")
-    formats: tuple[logs.LogFormat, ...] = get_args(logs.LogFormat)
+    formats: tuple[LogFormat, ...] = get_args(LogFormat)
     return next((each for each in formats if each == given), "auto")
 
 
@@ -219,10 +217,10 @@ def main() -> None:
     try:
         # Not standalone: typer would print a wrong option as a box of several lines.
         code = app(standalone_mode=False)
-    except typer.TyperException as error:
+    except TyperException as error:
         code = console.EXIT_OPERATOR_MUST_ACT
         console.report_error(_INVALID_VALUE.sub(r"\1: ", error.format_message()), code)
-    except typer.Abort:
+    except Abort:
         code = console.EXIT_INTERRUPTED
     except OSError as error:
         if error.errno in DISK_FULL:

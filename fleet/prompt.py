@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
-import tokenizers
 import typer
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from cli import console, options
 from cli.options import argument, option
 from imagefleet.errors import JobError
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
+from imagefleet.job.prompt import Prompt, State
 from imagefleet.storage import deliveries
 from imagefleet.validation import JSONDict, JSONObject
 
@@ -71,7 +71,7 @@ def _tokenise(texts: Sequence[str]) -> list[list[int]]:
     ]
 
 
-def _read(read: Callable[[], prompts.Prompt], steps: int) -> JSONDict:
+def _read(read: Callable[[], Prompt], steps: int) -> JSONDict:
     """The prompt as JSON, or the reason why it is not supported."""
     try:
         parsed = read()
@@ -89,12 +89,12 @@ def _read(read: Callable[[], prompts.Prompt], steps: int) -> JSONDict:
     return {"texts": texts, "loras": loras, "unsupported": None}
 
 
-def chunks_of(text: prompts.State) -> tuple[clip.Chunk, ...]:
+def chunks_of(text: State) -> tuple[clip.Chunk, ...]:
     """A prompt's words in chunks of 75 tokens, without embeddings; JobError for too many."""
     return clip.cut_into_chunks(text, _tokenise, tokenizer().token_to_id(",</w>"))
 
 
-def _text(state: prompts.State) -> JSONDict:
+def _text(state: State) -> JSONDict:
     cut = chunks_of(state)
     name = tokenizer().id_to_token
     chunks = [
@@ -109,7 +109,7 @@ def _text(state: prompts.State) -> JSONDict:
 
 
 @functools.cache
-def tokenizer() -> tokenizers.Tokenizer:
+def tokenizer() -> Tokenizer:
     """CLIP's tokenizer, with the rules that transformers gives it."""
     model = models.BPE.from_file(
         str(clip.TOKENIZER / "vocab.json"),
@@ -117,13 +117,11 @@ def tokenizer() -> tokenizers.Tokenizer:
         end_of_word_suffix="</w>",
         unk_token="<|endoftext|>",  # noqa: S106 - not a secret
     )
-    found = tokenizers.Tokenizer(model)
-    spaces = normalizers.Replace(tokenizers.Regex(r"\s+"), " ")
+    found = Tokenizer(model)
+    spaces = normalizers.Replace(Regex(r"\s+"), " ")
     rules = [normalizers.NFC(), spaces, normalizers.Lowercase()]
     found.normalizer = normalizers.Sequence(rules)
-    words = pre_tokenizers.Split(
-        tokenizers.Regex(_WORD), behavior="removed", invert=True
-    )
+    words = pre_tokenizers.Split(Regex(_WORD), behavior="removed", invert=True)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
     found.decoder = decoders.ByteLevel()

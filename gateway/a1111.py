@@ -4,6 +4,7 @@ import asyncio
 import time
 
 from aiohttp import web
+from aiohttp.web import AppKey, Request, Response, RouteTableDef
 
 from gateway import info, payloads, work
 from gateway.lists import DEFAULT_OPTIONS, STYLES
@@ -18,13 +19,13 @@ from imagefleet.job import override_settings, settings_table
 from imagefleet.job.message import Job
 from imagefleet.validation import JSONDict
 
-ROUTES = web.RouteTableDef()
+ROUTES = RouteTableDef()
 
 #: What clients have set, by their keys; forgotten when the gateway stops.
-OPTIONS = web.AppKey("options", dict[str, JSONDict])
+OPTIONS = AppKey("options", dict[str, JSONDict])
 
 #: The values of fields that a payload leaves out.
-DEFAULTS = web.AppKey("defaults", dict[str, object])
+DEFAULTS = AppKey("defaults", JSONDict)
 
 #: Names of no upscaler.
 _NO_UPSCALER = (None, "", "None")
@@ -35,7 +36,7 @@ _GUESSED_SECONDS = 10.0
 
 @ROUTES.post("/sdapi/v1/txt2img")
 @ROUTES.post("/sdapi/v1/img2img")
-async def _draw(request: web.Request) -> web.Response:
+async def _draw(request: Request) -> Response:
     """Draws images, and answers with them in base64."""
     is_img2img = request.path.endswith("img2img")
     styles = request.app[STYLES]
@@ -52,12 +53,12 @@ async def _draw(request: web.Request) -> web.Response:
         ticket = await work.begin(request, given, fields)
     drawn = await work.finish(request, ticket, with_interrupted=True)
     body = await asyncio.to_thread(info.answer, payload, *drawn)
-    return web.Response(body=body, content_type="application/json")
+    return Response(body=body, content_type="application/json")
 
 
 @ROUTES.post("/sdapi/v1/extra-single-image")
 @ROUTES.post("/sdapi/v1/extra-batch-images")
-async def _enlarge(request: web.Request) -> web.Response:
+async def _enlarge(request: Request) -> Response:
     """Enlarges an image, or several."""
     async with work.received(request) as given:
         payload = given.fields
@@ -83,7 +84,7 @@ async def _enlarge(request: web.Request) -> web.Response:
 
 
 @ROUTES.post("/controlnet/detect")
-async def _detect(request: web.Request) -> web.Response:
+async def _detect(request: Request) -> Response:
     """Prepares images for a ControlNet: by no module, which leaves them as they are."""
     async with work.received(request) as given:
         if given.fields.get("controlnet_module", "none") != "none":
@@ -95,7 +96,7 @@ async def _detect(request: web.Request) -> web.Response:
 
 
 @ROUTES.post("/sdapi/v1/png-info")
-async def _read_text(request: web.Request) -> web.Response:
+async def _read_text(request: Request) -> Response:
     """Reads the parameters in an image."""
 
     def parse(body: bytearray, _: str) -> str:
@@ -110,7 +111,7 @@ async def _read_text(request: web.Request) -> web.Response:
 
 
 @ROUTES.get("/sdapi/v1/progress")
-async def _progress(request: web.Request) -> web.Response:
+async def _progress(request: Request) -> Response:
     """Tells how far the client's own jobs are, by the seconds that others took for a step."""
     desk = request.app[DESK]
     tickets = desk.of(request[CLIENT])
@@ -141,7 +142,7 @@ async def _progress(request: web.Request) -> web.Response:
 
 @ROUTES.post("/sdapi/v1/interrupt")
 @ROUTES.post("/sdapi/v1/skip")
-async def _interrupt(request: web.Request) -> web.Response:
+async def _interrupt(request: Request) -> Response:
     """Ends the client's own requests, or the first of them, with what is drawn of them."""
     is_skip = request.path.endswith("skip")
     request.app[DESK].interrupt(request[CLIENT], most=1 if is_skip else None)
@@ -149,7 +150,7 @@ async def _interrupt(request: web.Request) -> web.Response:
 
 
 @ROUTES.get("/sdapi/v1/options")
-async def _get_options(request: web.Request) -> web.Response:
+async def _get_options(request: Request) -> Response:
     """Shows the client's own options, and the checkpoint that draws where none is set."""
     models = request.app[DESK].models
     await models.refresh()
@@ -158,7 +159,7 @@ async def _get_options(request: web.Request) -> web.Response:
 
 
 @ROUTES.post("/sdapi/v1/options")
-async def _set_options(request: web.Request) -> web.Response:
+async def _set_options(request: Request) -> Response:
     """Sets options for the client's next jobs, as `override_settings` of each would."""
     known = _options_of(request) | await work.read_object(request)
     known = {
@@ -182,5 +183,5 @@ async def _set_options(request: web.Request) -> web.Response:
     return web.json_response(None)
 
 
-def _options_of(request: web.Request) -> JSONDict:
+def _options_of(request: Request) -> JSONDict:
     return request.app[OPTIONS].get(request[CLIENT].sha256, {})

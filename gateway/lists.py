@@ -5,6 +5,7 @@ from pathlib import Path, PurePosixPath
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from aiohttp.web import AppKey, Request, Response, RouteTableDef
 
 from gateway.models import Models
 from gateway.work import DESK
@@ -14,9 +15,9 @@ from imagefleet.job.passes import hires
 from imagefleet.storage.held_files import HeldFiles
 from imagefleet.validation import JSONDict
 
-ROUTES = web.RouteTableDef()
+ROUTES = RouteTableDef()
 
-STYLES = web.AppKey("styles", dict[str, tuple[str, str]])
+STYLES = AppKey("styles", dict[str, tuple[str, str]])
 
 #: Characters of a checkpoint's hash in its title.
 _SHORT_HASH = 10
@@ -43,9 +44,9 @@ _DONE = (
 def fixed(body: str, content_type: str = "application/json") -> Handler:
     """The handler of an answer that is always the same."""
 
-    async def answer(_: web.Request) -> web.Response:
+    async def answer(_: Request) -> Response:
         """Always answers the same."""
-        return web.Response(text=body, content_type=content_type)
+        return Response(text=body, content_type=content_type)
 
     return answer
 
@@ -79,7 +80,7 @@ for _name in _DONE:
 
 
 @ROUTES.get("/sdapi/v1/sd-models")
-async def _list_models(request: web.Request) -> web.Response:
+async def _list_models(request: Request) -> Response:
     """Lists the checkpoints that workers serve or the storage holds."""
     models, held = await _models(request)
     rows = []
@@ -100,7 +101,7 @@ async def _list_models(request: web.Request) -> web.Response:
 
 
 @ROUTES.get("/sdapi/v1/loras")
-async def _list_loras(request: web.Request) -> web.Response:
+async def _list_loras(request: Request) -> Response:
     """Lists the LoRAs in the storage, and in folders of workers."""
     _, held = await _models(request)
     found = await _stored(request, kinds.LORA)
@@ -116,7 +117,7 @@ async def _list_loras(request: web.Request) -> web.Response:
 
 @ROUTES.get("/sdapi/v1/sd-vae")
 @ROUTES.get("/sdapi/v1/sd-modules")
-async def _list_vaes(request: web.Request) -> web.Response:
+async def _list_vaes(request: Request) -> Response:
     """Lists the VAEs in the storage."""
     found = await _stored(request, kinds.VAE)
     return web.json_response(
@@ -125,7 +126,7 @@ async def _list_vaes(request: web.Request) -> web.Response:
 
 
 @ROUTES.get("/sdapi/v1/embeddings")
-async def _list_embeddings(request: web.Request) -> web.Response:
+async def _list_embeddings(request: Request) -> Response:
     """Lists the embeddings in the storage."""
     found = await _stored(request, kinds.EMBEDDING)
     facts = {"step": None, "sd_checkpoint": None, "sd_checkpoint_name": None}
@@ -134,7 +135,7 @@ async def _list_embeddings(request: web.Request) -> web.Response:
 
 
 @ROUTES.get("/sdapi/v1/upscalers")
-async def _list_upscalers(request: web.Request) -> web.Response:
+async def _list_upscalers(request: Request) -> Response:
     """Lists the upscalers in the storage, and those without a file."""
     names = [*hires.RESAMPLING, *await _stored(request, kinds.UPSCALER)]
     extra = {"model_name": None, "model_path": None, "model_url": None, "scale": 4}
@@ -142,7 +143,7 @@ async def _list_upscalers(request: web.Request) -> web.Response:
 
 
 @ROUTES.get("/sdapi/v1/prompt-styles")
-async def _list_styles(request: web.Request) -> web.Response:
+async def _list_styles(request: Request) -> Response:
     """Lists the styles of --styles-file."""
     styles = request.app[STYLES]
     return web.json_response(
@@ -154,14 +155,14 @@ async def _list_styles(request: web.Request) -> web.Response:
 
 
 @ROUTES.get("/controlnet/model_list")
-async def _list_controlnets(request: web.Request) -> web.Response:
+async def _list_controlnets(request: Request) -> Response:
     """Lists the ControlNets in the storage."""
     found = await _stored(request, kinds.CONTROLNET)
     return web.json_response({"model_list": list(found)})
 
 
 @ROUTES.get("/controlnet/control_types")
-async def _list_control_types(request: web.Request) -> web.Response:
+async def _list_control_types(request: Request) -> Response:
     """Lists the one type of ControlNets: all of them, of pictures as they are to be used."""
     found = await _stored(request, kinds.CONTROLNET)
     every = {
@@ -173,7 +174,7 @@ async def _list_control_types(request: web.Request) -> web.Response:
     return web.json_response({"control_types": {"All": every}})
 
 
-async def _models(request: web.Request) -> tuple[Models, HeldFiles]:
+async def _models(request: Request) -> tuple[Models, HeldFiles]:
     """The models that there are now, and what is known of them."""
     models = request.app[DESK].models
     await models.refresh()
@@ -181,7 +182,7 @@ async def _models(request: web.Request) -> tuple[Models, HeldFiles]:
     return models, models.held
 
 
-async def _stored(request: web.Request, kind: kinds.FileKind) -> dict[str, str]:
+async def _stored(request: Request, kind: kinds.FileKind) -> dict[str, str]:
     """The files of a kind in the storage: their names by how jobs name them."""
     found = {}
     async for name in request.app[DESK].storage.files.names(f"{kind.folder}/"):

@@ -5,15 +5,17 @@ import re
 import time
 
 from aiohttp import web
+from aiohttp.web import Request, Response, RouteTableDef
 
 from gateway import work
 from gateway.jobs.ticket import Ticket
 from gateway.models import UnknownModelError
+from gateway.work import Given
 from imagefleet.http import bodies, sent_images
 from imagefleet.http.refused import Refused
 from imagefleet.validation import JSONDict, JSONObject
 
-ROUTES = web.RouteTableDef()
+ROUTES = RouteTableDef()
 
 #: Stands for no model in particular: workers draw with their own.
 _DEFAULT_MODEL = "default"
@@ -44,7 +46,7 @@ _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
 
 
 @ROUTES.post("/v1/images/generations")
-async def _generate(request: web.Request) -> web.Response:
+async def _generate(request: Request) -> Response:
     """Draws images of a prompt; fields of txt2img are taken beside OpenAI's own."""
     async with work.received(request) as given:
         answer, ticket = await _begin(request, given)
@@ -52,13 +54,13 @@ async def _generate(request: web.Request) -> web.Response:
 
 
 @ROUTES.post("/v1/images/edits")
-async def _edit(request: web.Request) -> web.Response:
+async def _edit(request: Request) -> Response:
     """Draws an image anew, by a prompt; where the mask is transparent, if there is one."""
     campaign = request[work.CLIENT].campaign
 
-    def parse(body: bytearray, content_type: str) -> work.Given:
+    def parse(body: bytearray, content_type: str) -> Given:
         form = bodies.form(body, content_type)
-        given = work.Given(campaign)
+        given = Given(campaign)
         if "image" not in form.files:
             raise Refused(400, "image: is required")
         if len(form.files["image"]) > 1:
@@ -77,14 +79,14 @@ async def _edit(request: web.Request) -> web.Response:
 
 
 @ROUTES.get("/v1/models")
-async def _list_models(request: web.Request) -> web.Response:
+async def _list_models(request: Request) -> Response:
     """Lists the checkpoints that workers serve or the storage holds, and `default`: theirs."""
     data = [_model(name) for name in await _models(request)]
     return web.json_response({"object": "list", "data": data})
 
 
 @ROUTES.get("/v1/models/{model}")
-async def _get_model(request: web.Request) -> web.Response:
+async def _get_model(request: Request) -> Response:
     """One of the models."""
     name = request.match_info["model"]
     known = await _models(request)
@@ -93,23 +95,23 @@ async def _get_model(request: web.Request) -> web.Response:
     return web.json_response(_model(name))
 
 
-async def _models(request: web.Request) -> list[str]:
+async def _models(request: Request) -> list[str]:
     models = request.app[work.DESK].models
     await models.refresh()
     return [_DEFAULT_MODEL, *models.known]
 
 
-def _model(name: str) -> dict[str, object]:
+def _model(name: str) -> JSONDict:
     return {"id": name, "object": "model", "created": 0, "owned_by": "imagefleet"}
 
 
-async def _begin(request: web.Request, given: work.Given) -> tuple[str, Ticket]:
+async def _begin(request: Request, given: Given) -> tuple[str, Ticket]:
     """The form of the answer, "" if none is asked for, and the job that is sent."""
     answer = given.fields.pop("response_format", None) or ""
     return answer, await work.begin(request, given, _as_a1111(given.fields))
 
 
-async def _answer(request: web.Request, answer: str, ticket: Ticket) -> web.Response:
+async def _answer(request: Request, answer: str, ticket: Ticket) -> Response:
     _, facts, images = await work.finish(request, ticket)
     start = f"{request.url.origin()}/jobs/{facts.id}"
     data = [{"url": f"{start}/{index}"} for index in range(len(images))]

@@ -1,15 +1,25 @@
 """The HTTP server: who is let in, what is where, how errors are told, and what is counted."""
 
-import asyncio
 import contextlib
 import time
-import weakref
+from asyncio import Semaphore
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from aiohttp.web import (
+    AppKey,
+    Application,
+    HTTPException,
+    HTTPTemporaryRedirect,
+    Request,
+    Response,
+    RouteTableDef,
+    StreamResponse,
+)
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from gateway import a1111, lists, openai, work
@@ -18,7 +28,8 @@ from gateway.jobs.desk import Desk
 from gateway.models import Models, UnknownModelError
 from gateway.settings import GatewaySettings
 from gateway.work import CLIENT, DESK, reason_of
-from imagefleet import aio, redaction
+from imagefleet import redaction
+from imagefleet.aio import Fleet
 from imagefleet.errors import JobError, TransientError
 from imagefleet.files import kinds, styles
 from imagefleet.http import description, sent_images
@@ -29,9 +40,9 @@ from imagefleet.job.message import Job
 from imagefleet.telemetry import metrics, probes
 from imagefleet.telemetry.logs import log
 
-ROUTES = web.RouteTableDef()
+ROUTES = RouteTableDef()
 
-_REGISTRY = web.AppKey("registry", CollectorRegistry)
+_REGISTRY = AppKey("registry", CollectorRegistry)
 
 #: What needs no key, since it says nothing of anybody.
 _OPEN = ("/live", "/docs", "/openapi.json")
@@ -59,12 +70,12 @@ _ACCEPTED = 202
 class Gateway:
     """Lets clients in, answers errors, and counts."""
 
-    def __init__(self, fleet: aio.Fleet, settings: GatewaySettings) -> None:
+    def __init__(self, fleet: Fleet, settings: GatewaySettings) -> None:
         origins = settings.cors_allow_origins
         self._door = Door(settings.clients, settings.host, origins)
         self._requests: Counter[Client] = Counter()
-        self._polls: weakref.WeakValueDictionary[Client, asyncio.Semaphore]
-        self._polls = weakref.WeakValueDictionary()
+        self._polls: WeakValueDictionary[Client, Semaphore]
+        self._polls = WeakValueDictionary()
         own = None if settings.model is None else settings.model.rpartition("/")[2]
         models = Models(
             fleet.storage, settings.model_alias, own and kinds.MODEL.stem(own)
@@ -93,9 +104,9 @@ class Gateway:
         slashes = web.normalize_path_middleware(
             append_slash=False,
             remove_slash=True,
-            redirect_class=web.HTTPTemporaryRedirect,
+            redirect_class=HTTPTemporaryRedirect,
         )
-        self.app = web.Application(middlewares=[slashes, self._answer])
+        self.app = Application(middlewares=[slashes, self._answer])
         self.app[work.BODIES] = Bodies()
         self.app[DESK], self.app[_REGISTRY] = self.desk, registry
         self.app[a1111.OPTIONS] = {}
@@ -113,9 +124,7 @@ class Gateway:
         self.app.router.add_get("/openapi.json", lists.fixed(document))
 
     @web.middleware
-    async def _answer(
-        self, request: web.Request, handler: Handler
-    ) -> web.StreamResponse:
+    async def _answer(self, request: Request, handler: Handler) -> StreamResponse:
         """Lets the request in, and answers errors in the form of its API."""
         resource = request.match_info.route.resource
         path = resource.canonical if resource else "(none)"
@@ -123,7 +132,7 @@ class Gateway:
         cors = self._door.pages.cors(request)
         try:
             if request.method == "OPTIONS" and cors:
-                response: web.StreamResponse = web.Response()
+                response: StreamResponse = Response()
             elif path in _OPEN:
                 response = await handler(request)
             else:
@@ -136,9 +145,7 @@ class Gateway:
         )
         return response
 
-    async def _let_in(
-        self, request: web.Request, handler: Handler
-    ) -> web.StreamResponse:
+    async def _let_in(self, request: Request, handler: Handler) -> StreamResponse:
         """Answers a client's request, if it has not too many others."""
         client = request[CLIENT] = self._door.client(request)
         if self._requests[client] >= client.max_waiting + _MORE_REQUESTS:
@@ -146,7 +153,7 @@ class Gateway:
         self._requests[client] += 1
         place: AbstractAsyncContextManager[object] = contextlib.nullcontext()
         if request.method == "GET":  # who polls waits for itself
-            place = self._polls.setdefault(client, asyncio.Semaphore(_POLLS))
+            place = self._polls.setdefault(client, Semaphore(_POLLS))
         try:
             async with place:
                 return await handler(request)
@@ -155,7 +162,7 @@ class Gateway:
 
 
 @ROUTES.get("/jobs/{id}")
-async def _job(request: web.Request) -> web.Response:
+async def _job(request: Request) -> Response:
     """Tells what has become of a job of the client's campaign, and where its images are."""
     facts = await request.app[DESK].facts(
         request[CLIENT].campaign, request.match_info["id"]
@@ -173,32 +180,32 @@ async def _job(request: web.Request) -> web.Response:
 
 
 @ROUTES.get("/jobs/{id}/{index:[0-9]{1,4}}")
-async def _image(request: web.Request) -> web.Response:
+async def _image(request: Request) -> Response:
     """An image of a job of the client's campaign."""
     desk, index = request.app[DESK], int(request.match_info["index"])
     facts = await desk.facts(request[CLIENT].campaign, request.match_info["id"])
     if index >= len(facts.blobs):
         raise Refused(404, f"job {facts.id} has no image {index}")
     data = await desk.image(facts, index)
-    return web.Response(
+    return Response(
         body=data, content_type=sent_images.content_type(facts.blobs[index])
     )
 
 
 @ROUTES.get("/metrics")
-async def _metrics(request: web.Request) -> web.Response:
+async def _metrics(request: Request) -> Response:
     """The gateway's metrics, for Prometheus."""
     body = metrics.render(request.app[_REGISTRY])
-    return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
+    return Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
 
 
 @ROUTES.get("/live")
-async def _live(_: web.Request) -> web.Response:
+async def _live(_: Request) -> Response:
     """Says that the gateway runs."""
-    return web.Response(text="live\n")
+    return Response(text="live\n")
 
 
-def _error(request: web.Request, error: Exception) -> web.Response:
+def _error(request: Request, error: Exception) -> Response:
     """The answer to what went wrong, in the form of the request's API; no secret is in it."""
     headers: dict[str, str] = {}
     match error:
@@ -209,7 +216,7 @@ def _error(request: web.Request, error: Exception) -> web.Response:
         case TransientError():
             status, message = 503, "the storage does not answer now: try again"
             headers = {"Retry-After": "5"}
-        case web.HTTPException():
+        case HTTPException():
             status, message = error.status, error.reason
         case _:
             status, message = (
@@ -242,7 +249,7 @@ def _error(request: web.Request, error: Exception) -> web.Response:
 
 @contextlib.asynccontextmanager
 async def serving(
-    fleet: aio.Fleet, settings: GatewaySettings
+    fleet: Fleet, settings: GatewaySettings
 ) -> AsyncIterator[tuple[Gateway, int]]:
     """Serves while the block runs; yields the port that was chosen."""
     gateway, at = Gateway(fleet, settings), (settings.host, settings.port)

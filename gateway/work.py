@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiohttp import web
+from aiohttp.web import AppKey, Request, RequestKey
 
 from gateway.clients import Client
 from gateway.jobs.desk import Desk
@@ -42,9 +42,9 @@ IMAGE_FIELDS = frozenset(
 #: Images of one request: each is decoded here, and stored.
 _MOST = 8
 
-CLIENT = web.RequestKey("client", Client)
-DESK = web.AppKey("desk", Desk)
-BODIES = web.AppKey("bodies", Bodies)
+CLIENT = RequestKey("client", Client)
+DESK = AppKey("desk", Desk)
+BODIES = AppKey("bodies", Bodies)
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Given:
 
 @contextlib.asynccontextmanager
 async def read(
-    request: web.Request, parse: Callable[[bytearray, str], Given]
+    request: Request, parse: Callable[[bytearray, str], Given]
 ) -> AsyncIterator[Given]:
     """A payload; its images are in memory in the block alone, and not while they are drawn."""
     async with request.app[BODIES].read(request, request[CLIENT], parse) as given:
@@ -103,7 +103,7 @@ async def read(
 
 
 def received(
-    request: web.Request, ignored: Collection[str] = ()
+    request: Request, ignored: Collection[str] = ()
 ) -> AbstractAsyncContextManager[Given]:
     """The JSON payload of a request, without *ignored* fields."""
     campaign = request[CLIENT].campaign
@@ -119,7 +119,7 @@ def received(
     return read(request, parse)
 
 
-async def read_object(request: web.Request) -> JSONDict:
+async def read_object(request: Request) -> JSONDict:
     """The JSON object of a request, as it is."""
     parse = bodies.json_object
     async with request.app[BODIES].read(request, request[CLIENT], parse) as found:
@@ -127,7 +127,7 @@ async def read_object(request: web.Request) -> JSONDict:
 
 
 async def begin(
-    request: web.Request,
+    request: Request,
     given: Given,
     fields: JSONDict,
 ) -> Ticket:
@@ -152,7 +152,7 @@ async def begin(
     return desk.take(client, job, key)
 
 
-def _key(request: web.Request, fields: JSONObject, job: Job) -> str | None:
+def _key(request: Request, fields: JSONObject, job: Job) -> str | None:
     """The name by which a client knows a request again; None: it does not."""
     if (key := request.headers.get("Idempotency-Key")) is not None:
         return key
@@ -162,7 +162,7 @@ def _key(request: web.Request, fields: JSONObject, job: Job) -> str | None:
 
 
 async def finish(
-    request: web.Request, ticket: Ticket, *, with_interrupted: bool = False
+    request: Request, ticket: Ticket, *, with_interrupted: bool = False
 ) -> tuple[Job, JobFacts, list[bytes]]:
     """Waits for a job; returns it with its images, or raises Refused or a FleetError.
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import SetupError, TransientError
 from imagefleet.job import sizes
 from imagefleet.job.chain import THEN_FIELD
 from imagefleet.job.message import (
@@ -92,7 +92,7 @@ class LoadedCampaigns:
         if self.only is not None:
             try:
                 self._is_compared = not await self.ledgers.of(self.only).is_new()
-            except errors.SetupError as error:
+            except SetupError as error:
                 self._refuse(error)
 
     async def choose(self, body: str | None) -> str | None:
@@ -103,7 +103,7 @@ class LoadedCampaigns:
         """
         job = None if body is None else job_of(body)
         if job is not None and self.is_cancelled(job.campaign):
-            raise errors.SetupError(
+            raise SetupError(
                 f"campaign {job.campaign} was cancelled: no more jobs are sent; the same command"
                 " sends the others"
             )
@@ -125,7 +125,7 @@ class LoadedCampaigns:
         self.counts[found] += 1
         key, digest = job.entry[:HASH_BYTES], job.entry[HASH_BYTES:]
         if found == "changed" and not self.skips_changed:
-            raise errors.SetupError(
+            raise SetupError(
                 f"the job {job_key(job.campaign, job.id)}, number {self.position + 1}, was sent"
                 " before with another content; those before it are sent. Give it another id, or"
                 " leave such jobs out with --new-only"
@@ -141,7 +141,7 @@ class LoadedCampaigns:
         if not (ledger.is_read or self._is_refused or not self._is_compared):
             try:
                 await ledger.read()
-            except errors.SetupError as error:
+            except SetupError as error:
                 self._refuse(error)
         return ledger
 
@@ -158,12 +158,12 @@ class LoadedCampaigns:
             return
         try:
             await self.ledgers.note()
-        except errors.SetupError as error:
+        except SetupError as error:
             self._refuse(error)
-        except errors.TransientError as error:
+        except TransientError as error:
             self.notice(f"which jobs are sent is not noted yet: {error.message}")
 
-    def _refuse(self, error: errors.SetupError) -> None:
+    def _refuse(self, error: SetupError) -> None:
         self._is_refused = True
         self._is_compared = False
         self.notice(

@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -15,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import TypedDict, Unpack, cast
 
@@ -68,10 +68,10 @@ def find_format(
     )
 
 
-def decompressed(file: io.BufferedReader) -> io.BufferedReader:
+def decompressed(file: BufferedReader) -> BufferedReader:
     """The content of a file that may be gzip, and damaged: EOFError, zlib.error or OSError."""
     if file.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC):
-        return cast("io.BufferedReader", gzip.GzipFile(fileobj=file))
+        return cast("BufferedReader", gzip.GzipFile(fileobj=file))
     return file
 
 
@@ -90,7 +90,7 @@ class UnchangedFile:
         self._version: tuple[int, ...] | None = None
 
     @contextmanager
-    def opened(self) -> Iterator[io.BufferedReader]:
+    def opened(self) -> Iterator[BufferedReader]:
         """The file's content, decompressed if its format can be; reading errors name the file."""
         try:
             with self._path.open("rb") as file:
@@ -107,7 +107,7 @@ class UnchangedFile:
             return
         raise SetupError(f"{self._name} {why}")
 
-    def _check_version(self, file: io.BufferedReader) -> None:
+    def _check_version(self, file: BufferedReader) -> None:
         found = os.fstat(file.fileno())
         version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
         self._version = self._version or version
@@ -202,11 +202,6 @@ class FileSource:
         self.report.reject(rejected)
         raise SetupError(
             f"{rejected.place} is not a valid job: {rejected.reason}; --skip-invalid skips such"
-        )
-
-    def examples(self, most: int) -> Iterator[str]:
-        return itertools.islice(
-            (body for body in self.bodies() if body is not None), most
         )
 
     def _read(

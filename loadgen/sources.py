@@ -15,6 +15,7 @@ from imagefleet import validation
 from imagefleet.errors import SetupError
 from imagefleet.job import differences, sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
+from imagefleet.validation import JSONDict
 from loadgen import file_source, template
 from loadgen.file_source import FileSource, OnJob, StandardInput, Terms
 from loadgen.formats.selection import Balanced, Unique
@@ -89,9 +90,6 @@ class TemplateSource:
         for index in range(self.count):
             yield self.body(index)
 
-    def examples(self, most: int) -> Iterator[str]:
-        return itertools.islice(self.bodies(), most)
-
     def body(self, index: int) -> str:
         """Message *index*, whatever comes before it; raises SetupError for an invalid job."""
         return self._body(index, self._draws(index))
@@ -103,7 +101,7 @@ class TemplateSource:
         render = self._patterns.render
         id_of = self._id_of.copy()
         id_of.update(index.to_bytes(8))
-        fields: dict[str, object] = {
+        fields: JSONDict = {
             **self._fixed,
             "prompt": render(self._prompt, draws),
             "negative_prompt": render(self._negative_prompt, draws),

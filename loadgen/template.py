@@ -101,6 +101,9 @@ Choices = Annotated[
 ]
 
 
+Fields = dict[str, JsonValue]
+
+
 class Template(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
     """A validated template file; `Patterns` reads its patterns."""
 
@@ -109,13 +112,11 @@ class Template(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
     count: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
     lists: dict[ListName, Choices] = Field(default_factory=dict)
-    job: dict[str, JsonValue] = Field(default_factory=dict)
+    job: Fields = Field(default_factory=dict)
 
     @field_validator("job")
     @classmethod
-    def _fields_belong_to_a_job(
-        cls, fields: dict[str, JsonValue]
-    ) -> dict[str, JsonValue]:
+    def _fields_belong_to_a_job(cls, fields: Fields) -> Fields:
         for name in _GENERATED_FIELDS:
             if name in fields:
                 raise ValueError(f"{name} is filled in for each job; remove it here")

@@ -124,22 +124,6 @@ def write_loras(
     return names
 
 
-def write_lora(
-    path: Path,
-    layers: Mapping[str, Any],
-    rank: int,
-    alpha: float,
-    generator: torch.Generator,
-) -> None:
-    """Writes a random LoRA in kohya's format for layers given by key, in float32."""
-    tensors = {}
-    for key, layer in layers.items():
-        for part, tensor in lora(tuple(layer.weight.shape), rank, generator).items():
-            tensors[f"{key}.{part}"] = tensor.cpu()
-        tensors[f"{key}.alpha"] = torch.tensor(alpha)
-    _save(path, tensors)
-
-
 def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)

@@ -67,20 +67,18 @@ def command(
 def _show(result: Result) -> None:
     judged = result.verdict
     console.print_plain(f"A: {result.labels[0]}\nB: {result.labels[1]}\n")
-    checks = console.table(
-        console.name_column("figure"),
-        console.number_column("found"),
-        console.number_column("bound"),
-        "",
-    )
-    for check in judged.checks:
-        checks.add_row(
+    checks = (
+        (
             check.title,
             check.figure_text,
             check.bound_text,
             "" if check.passed else "out of bounds",
         )
-    console.print_tables(checks)
+        for check in judged.checks
+    )
+    console.print_tables(
+        console.table(["figure"], ["found", "bound"], [""], rows=checks)
+    )
     rows = {
         "pairs": f"{judged.pairs:,}",
         "of them identical": f"{judged.identical:,}",
@@ -101,26 +99,20 @@ def _show(result: Result) -> None:
 
 def _worst(judged: Verdict) -> Table:
     """Shown of those that pass, too: the bounds may not be the reader's."""
-    worst = console.table(
-        console.name_column("worst pairs"),
-        console.number_column("PSNR"),
-        console.number_column("SSIM, worst region"),
-        console.number_column("sharpness"),
-        console.number_column("colours"),
-        console.number_column("light"),
-        "caption",
-    )
-    for pair in judged.worst:
-        worst.add_row(
-            console.untrusted(pair.key),
+    figures = ["PSNR", "SSIM, worst region", "sharpness", "colours", "light"]
+    rows = (
+        (
+            pair.key,
             "identical" if pair.psnr is None else f"{pair.psnr:.1f} dB",
             console.number(pair.ssim_worst_region, 3),
             f"{round(pair.sharpness_percent, 1) + 0.0:+.1f} %",
             f"{pair.colour_percent:.1f} %",
             f"{pair.light_levels:.1f}",
-            console.untrusted(pair.caption or ""),
+            pair.caption or "",
         )
-    return worst
+        for pair in judged.worst
+    )
+    return console.table(["worst pairs"], figures, ["caption"], rows=rows)
 
 
 def _both(a: float | None, b: float | None) -> str:

@@ -54,7 +54,7 @@ def command(
     asked = session.ScoreRequest(
         settings, campaign, networks, computing, write_reference, quiet=as_json
     )
-    with console.only_one(asked.folder, f"{asked.folder} is being scored in"):
+    with console.only_one(asked.folder):
         scores = session.run(asked)
     _show(scores, output, json_file, as_json=as_json)
     if any(group.left_out for group in scores.groups):
@@ -110,25 +110,20 @@ def _table(scores: Scores) -> Table:
     varied = [
         name for name in _VARIED if len({getattr(g, name) for g in scores.groups}) > 1
     ]
-    rows = console.table(
-        console.name_column("group"),
-        console.number_column("guidance"),
-        *map(console.name_column, (name.replace("_", " ") for name in varied)),
-        *map(console.number_column, ("images", "FID", "KID", "CLIP", "CMMD")),
-    )
+    rows = []
     for group in scores.groups:
         facts = (
             "" if getattr(group, name) is None else str(getattr(group, name))
             for name in varied
         )
-        rows.add_row(
-            console.untrusted(group.group),
-            "-" if group.cfg_scale is None else f"{group.cfg_scale:g}",
-            *map(console.untrusted, facts),
-            f"{group.images:,}",
-            *map(group.shown, drawing.FIGURES),
-        )
-    return rows
+        guidance = "-" if group.cfg_scale is None else f"{group.cfg_scale:g}"
+        figures = map(group.shown, drawing.FIGURES)
+        rows.append((group.group, *facts, guidance, group.images, *figures))
+    return console.table(
+        ["group", *(name.replace("_", " ") for name in varied)],
+        ["guidance", "images", "FID", "KID", "CLIP", "CMMD"],
+        rows=rows,
+    )
 
 
 def _warn(scores: Scores) -> None:

@@ -108,10 +108,7 @@ class Campaigns:
             )
             rows.append((campaign, *numbers, time_left, last))
         return console.table(
-            console.name_column("campaign"),
-            *map(console.number_column, (*figures, "time left")),
-            console.name_column("last (UTC)"),
-            rows=rows,
+            ["campaign"], [*figures, "time left", "last (UTC)"], rows=rows
         )
 
     def notes(self, count: int, messages: int) -> list[str]:

@@ -1,6 +1,5 @@
 """`imagefleet demo`: jobs, worker and images on this machine, without an account or a GPU."""
 
-import io
 import logging
 import math
 import shlex
@@ -8,6 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
 import typer
@@ -94,7 +94,7 @@ def command(
     accelerator = str(demo.ACCELERATOR) if few_steps else None
     own = {"trusted_key": None, "accelerator": accelerator, "vae": None}
     settings = options.read(WorkerSettings, given).model_copy(update=own)
-    with console.only_one(storage, f"another `imagefleet demo` is at work in {output}"):
+    with console.only_one(storage):
         _prepare(storage)
         report = console.run(_demo(settings, output, messages))
     if json_file is not None:
@@ -237,13 +237,13 @@ def draw_contact_sheet(images: Sequence[tuple[bytes, str]]) -> bytes:
         for number, line in enumerate(caption(text)):
             baseline = top + TILE_PIXELS + 3 + number * LINE_PIXELS
             draw.text((left, baseline), line, fill=_INK, font=font)
-    stored = io.BytesIO()
+    stored = BytesIO()
     sheet.save(stored, "PNG", optimize=True)
     return stored.getvalue()
 
 
 def read_tile(data: bytes) -> Image.Image:
-    image = Image.open(io.BytesIO(data)).convert("RGB")
+    image = Image.open(BytesIO(data)).convert("RGB")
     return ImageOps.contain(image, (TILE_PIXELS, TILE_PIXELS), Image.Resampling.LANCZOS)
 
 

@@ -86,7 +86,7 @@ async def command(
         record = {**plan.model_dump(), **more, "folder": str(folder)}
         console.show(record, facts, as_json=as_json)
         return
-    with console.only_one(folder, f"{folder} is being exported to"):
+    with console.only_one(folder):
         made = await _export(settings, folder, plan, signs, quiet=as_json)
     _report(made, folder, as_json=as_json)
     if made.missing or made.changed:

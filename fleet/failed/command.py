@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from cli import console, options, target
-from cli.options import option
+from cli.options import AsJson, JobPriority, Yes, option
 from fleet.failed import jobs as failed_jobs
 from fleet.failed.jobs import Verb
-from imagefleet import aio
+from imagefleet.aio import Fleet
 from imagefleet.errors import SetupError
 from imagefleet.job.change import Change
 from imagefleet.storage import dead_letter_queue
@@ -34,8 +34,8 @@ class JobFilter:
 class How:
     everything: bool = option("All failed jobs.", False, "--all")
     dry_run: bool = options.dry_run("what would be moved or deleted")
-    yes: options.Yes = False
-    as_json: options.AsJson = False
+    yes: Yes = False
+    as_json: AsJson = False
 
 
 @options.flat
@@ -46,7 +46,7 @@ async def command(
     export: bool = option(
         "Print whole jobs, one JSON object per line, which `load` takes.", default=False
     ),
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Counts the failed jobs by error and lists them, or shows one.
 
@@ -82,7 +82,7 @@ async def replay_command(
     settings: SignerSettings,
     which: JobFilter,
     how: How,
-    priority: options.JobPriority = "normal",
+    priority: JobPriority = "normal",
     set_: list[str] | None = option(
         "Change a field of each job, steps=20 say; repeatable. Signed jobs need --signing-key.",
         None,
@@ -138,7 +138,7 @@ def _chosen(which: JobFilter, how: How) -> Selection:
 
 
 async def _move(
-    fleet: aio.Fleet,
+    fleet: Fleet,
     selection: Selection,
     check: Check | None,
     how: How,
@@ -172,7 +172,7 @@ async def _move(
     failed_jobs.report(verb, swept, as_json=how.as_json)
 
 
-async def _refuse_nothing(fleet: aio.Fleet, selection: Selection) -> None:
+async def _refuse_nothing(fleet: Fleet, selection: Selection) -> None:
     """Raises SetupError where nothing was selected because what was named does not exist."""
     if selection.id is not None:
         raise failed_jobs.no_such_job(fleet, selection)

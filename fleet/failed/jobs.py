@@ -5,10 +5,9 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
-from rich.table import Column
 
 from cli import console
 from imagefleet.aio import Fleet
@@ -43,14 +42,17 @@ OTHERS = ("(others)", "--error narrows the list")
 #: The most characters of a text in a preview: about two lines.
 _TEXT_CHARACTERS = 150
 
+#: Failed jobs by error and reason, or by campaign and error.
+Kinds = Counter[tuple[str, str]]
+
 Verb = Literal["replayed", "discarded"]
 
 
 async def listing(
     fleet: Fleet, records: AsyncIterator[Record], limit: int
-) -> tuple[Counter[tuple[str, str]], list[JSONDict]]:
+) -> tuple[Kinds, list[JSONDict]]:
     """Counts failed jobs by error and reason, and describes the first of them."""
-    kinds = Counter[tuple[str, str]]()
+    kinds = Kinds()
     jobs = list[JSONDict]()
     check = fleet.check()
     async for record in records:
@@ -185,9 +187,7 @@ def print_jobs(records: list[JSONDict], *, as_json: bool) -> None:
     console.show({"jobs": records}, *lines, as_json=as_json)
 
 
-def print_listing(
-    kinds: Counter[tuple[str, str]], jobs: list[JSONDict], *, as_json: bool
-) -> None:
+def print_listing(kinds: Kinds, jobs: list[JSONDict], *, as_json: bool) -> None:
     """Prints the counts and the first jobs."""
     count = kinds.total()
     if as_json:
@@ -218,12 +218,10 @@ def _print_jobs(jobs: list[JSONDict]) -> None:
     ]
     known = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     cells = ([row[name] for name in known] for row in rows)
-    console.print_tables(
-        "", console.table(*map(console.name_column, known), rows=cells)
-    )
+    console.print_tables("", console.table(known, rows=cells))
 
 
-def _counted(kinds: Counter[Any], *names: str) -> list[JSONDict]:
+def _counted(kinds: Kinds, *names: str) -> list[JSONDict]:
     """Counts as JSON, the most frequent first."""
     return [
         {**dict(zip(names, kind, strict=True)), "count": count}
@@ -231,17 +229,15 @@ def _counted(kinds: Counter[Any], *names: str) -> list[JSONDict]:
     ]
 
 
-def _print_counts(
-    kinds: Counter[Any], *names: str, to: Console = console.stdout
-) -> None:
+def _print_counts(kinds: Kinds, *names: str, to: Console = console.stdout) -> None:
     if not kinds:
         return
-    columns = (
-        console.name_column(names[0]),
-        *(Column(name, overflow="fold") for name in names[1:]),
+    first, second = names
+    rows = (
+        (kind[0], count, kind[1])
+        for kind, count in kinds.most_common(console.SCREEN_LINES)
     )
-    rows = ((count, *kind) for kind, count in kinds.most_common(console.SCREEN_LINES))
-    table = console.table(console.number_column("count"), *columns, rows=rows)
+    table = console.table([first], ["count"], [second], rows=rows)
     console.print_tables(table, to=to)
     console.print_more(
         len(kinds) - len(table.rows), "other kinds (--json lists them)", to

@@ -6,13 +6,13 @@ A folder of a checkpoint is packed.
 import asyncio
 import io
 import tarfile
-import tempfile
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -20,13 +20,15 @@ import typer
 from cli import console
 from cli.options import option
 from fleet.files import stored
-from fleet.files.stored import Listing, Ready, Report
-from imagefleet import concurrency, errors
+from fleet.files.stored import Listing, Progress, Ready
+from imagefleet import concurrency
+from imagefleet.errors import SetupError
 from imagefleet.files import adapter, contents, kernels, kinds, lora
 from imagefleet.files.kinds import MODEL, FileKind
 from imagefleet.job.prompt import SAFE_NAME, SAFE_NAMES, is_safe_name
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
+from imagefleet.validation import JSONDict
 from worker.files import addresses, check
 
 Manifest = Annotated[
@@ -88,11 +90,12 @@ async def add(
     given: AddOptions,
     *,
     dry_run: bool,
-) -> Report:
-    """Stores files and lists their hashes; raises SetupError before any, if one cannot be."""
+    as_json: bool,
+) -> None:
+    """Stores files, lists their hashes and prints their names; raises SetupError before any."""
     sources = [file for source in sources for file in _expanded(kind, source)]
     if len(sources) > 1 and (given.name or given.sha256):
-        raise errors.SetupError("--name and --sha256 are for one file")
+        raise SetupError("--name and --sha256 are for one file")
     keys = settings.keys()
     # Signing what others have listed needs --manifest.
     create = given.manifest or (kind.needs_list and not keys.signing)
@@ -108,7 +111,7 @@ async def add(
             await store(
                 listing, kind, ready, show, replace=given.replace, dry_run=dry_run
             )
-        rows: list[dict[str, object]] = []
+        rows: list[JSONDict] = []
         notes: list[str] = []
         lines: list[str] = []
         listed = f", listed {'and signed ' if keys.signing else ''}in {listing.blob}"
@@ -128,14 +131,15 @@ async def add(
             )
     if (more := len(notes) - console.SCREEN_LINES) > 0:
         notes[console.SCREEN_LINES :] = [f"and {more:,} more"]
-    return Report({"files": rows, "dry_run": dry_run}, notes, lines)
+    document = {"files": rows, "dry_run": dry_run}
+    console.show(document, *lines, notes=notes, as_json=as_json)
 
 
 async def store(
     listing: Listing,
     kind: FileKind,
     ready: Sequence[Ready],
-    show: stored.Progress = lambda *_: None,
+    show: Progress = lambda *_: None,
     *,
     replace: bool = False,
     dry_run: bool = False,
@@ -197,7 +201,7 @@ def _expanded(kind: FileKind, source: str) -> list[str]:
         return [source]
     inside = sorted(map(str, Path(source).glob(f"*{kind.suffixes[0]}")))
     if not inside:
-        raise errors.SetupError(f"there is no {kind.suffixes[0]} in {source!r}")
+        raise SetupError(f"there is no {kind.suffixes[0]} in {source!r}")
     return inside
 
 
@@ -218,7 +222,7 @@ async def _ready(
         return Ready(path, path.resolve().name, header.made_for)
     name = _name(kind, path, given.name)
     if path.is_dir():
-        room = tempfile.TemporaryDirectory()
+        room = TemporaryDirectory()
         packed = Path(stack.enter_context(room), "adapter.safetensors")
         adapter.pack(path, packed)
         path = packed
@@ -234,7 +238,7 @@ def _check_onnx(path: Path, kind: FileKind) -> str:
     stored.check_size(path, kind)
     with path.open("rb") as file:
         if file.read(1) != _ONNX_BEGINS:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{str(path)!r} is no ONNX file: `yolo export format=onnx model=NAME.pt` makes one"
             )
     return "ONNX network"
@@ -253,7 +257,7 @@ def _name(kind: FileKind, path: Path, name: str | None) -> str:
         is_safe = pattern.fullmatch(stem) is not None
         advice = f"give a --name of letters, digits, spaces and _ . + -{signs} only"
     if not is_safe:
-        raise errors.SetupError(f"the name {stem[:80]!r} is refused: {advice}")
+        raise SetupError(f"the name {stem[:80]!r} is refused: {advice}")
     return stem + suffix
 
 
@@ -265,12 +269,12 @@ async def _model(stack: AsyncExitStack, path: Path, given: AddOptions) -> Ready:
     if file_name.endswith(".safetensors"):
         stated = contents.prediction_type(check.read_header(path))
         if check.prediction_type(path) not in {stated, "epsilon"}:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{str(path)!r} predicts v, as the .yaml beside it says, and a stored file has none"
                 " beside it: write it into the file first (see 'v-prediction' in docs/models.md)"
             )
     if size := sum(part.stat().st_size for part in files_of(path)):
-        room = tempfile.TemporaryDirectory(dir=stored.room_for(given.cache, size))
+        room = TemporaryDirectory(dir=stored.room_for(given.cache, size))
         file = Path(stack.enter_context(room), "model.tar")
         with stored.showing("packing") as show:
             await asyncio.to_thread(pack, path, file, show)
@@ -284,7 +288,7 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(each for each in files if each.is_file())
 
 
-def pack(folder: Path, target: Path, on_progress: stored.Progress) -> None:
+def pack(folder: Path, target: Path, on_progress: Progress) -> None:
     """Writes a .tar, the same for the same folder."""
     packed = 0
     files = files_of(folder)

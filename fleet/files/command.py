@@ -4,13 +4,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
+from typer import Argument, Context, Typer
 
 from cli import console, options
-from cli.options import argument
+from cli.options import AsJson, Yes, argument
 from fleet.files import add, making, stored, texts
 from fleet.files.add import AddOptions
-from fleet.files.stored import Report
 from fleet.files.texts import MakeOptions, MakeSettings
 from imagefleet import validation
 from imagefleet.errors import SetupError
@@ -21,12 +20,12 @@ from imagefleet.storage.settings import SignerSettings, StorageSettings
 MADE = [kind.name for kind in KINDS.values() if kind.is_made]
 BROUGHT = [kind.name for kind in KINDS.values() if not kind.is_made]
 
-app = typer.Typer(
+app = Typer(
     no_args_is_help=True,
     help="Files that workers read from the storage: models, LoRAs, embeddings and others.",
 )
 
-KindName = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.")]
+KindName = Annotated[str, Argument(metavar="KIND", help=f"{', '.join(KINDS)}.")]
 
 
 #: Options of `files add` that not all kinds take, with those that do.
@@ -51,7 +50,7 @@ _MAKE: Mapping[str, Collection[str]] = {
 def add_command(
     settings: SignerSettings,
     *,
-    context: typer.Context,
+    context: Context,
     given: AddOptions,
     kind: KindName,
     sources: list[str] = argument(
@@ -60,7 +59,7 @@ def add_command(
         metavar="FILE|FOLDER|URL",
     ),
     dry_run: bool = options.dry_run("what would be stored"),
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Puts files into the storage and prints by what jobs or workers name them.
 
@@ -77,14 +76,15 @@ def add_command(
     """
     found = validation.choose("kind", kind, KINDS)
     _refuse_foreign(context, kind, _ADD)
-    storing = add.add(settings, found, sources, given, dry_run=dry_run)
-    console.run(storing).show(as_json=as_json)
+    console.run(
+        add.add(settings, found, sources, given, dry_run=dry_run, as_json=as_json)
+    )
 
 
 @app.command("list")
 @options.flat
 async def list_command(
-    settings: StorageSettings, kind: KindName, as_json: options.AsJson = False
+    settings: StorageSettings, kind: KindName, as_json: AsJson = False
 ) -> None:
     """Lists the files of a kind in the storage; of text states, prompts are not shown.
 
@@ -93,24 +93,18 @@ async def list_command(
     found = validation.choose("kind", kind, KINDS)
     async with open_storage(settings) as storage:
         rows = await stored.read(storage, found)
-    columns = (
-        console.name_column("name"),
-        "content",
-        console.number_column("MB"),
-        "added",
-        "SHA-256",
-    )
     cells = (
         (
             row.name,
-            row.content,
             f"{row.bytes / 1e6:,.1f}",
+            row.content,
             f"{row.added_at:%Y-%m-%d %H:%M}",
             row.sha256 and row.sha256[:12],
         )
         for row in rows
     )
-    table = [console.table(*columns, rows=cells)] if rows else []
+    made = console.table(["name"], ["MB"], ["content", "added", "SHA-256"], rows=cells)
+    table = [made] if rows else []
     console.show({"files": [asdict(row) for row in rows]}, *table, as_json=as_json)
     if not rows and not as_json:
         console.print_note(
@@ -126,9 +120,9 @@ async def remove_command(
     names: list[str] = argument(
         "Their names, as `files list` has them.", metavar="NAME..."
     ),
-    yes: options.Yes = False,
+    yes: Yes = False,
     dry_run: bool = options.dry_run("what would be removed"),
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Removes files from the storage and from the folder's manifest.json.
 
@@ -152,7 +146,7 @@ async def remove_command(
     would = "would be " if dry_run else ""
     lines = [f"{found.folder}/{row.name}: {would}removed" for row in rows]
     document = {"files": [asdict(row) for row in rows], "dry_run": dry_run}
-    Report(document, lines=lines).show(as_json=as_json)
+    console.show(document, *lines, as_json=as_json)
 
 
 @app.command("make")
@@ -160,7 +154,7 @@ async def remove_command(
 def make_command(
     settings: MakeSettings,
     *,
-    context: typer.Context,
+    context: Context,
     given: MakeOptions,
     kind: str = argument(f"{', '.join(MADE)}.", metavar="KIND"),
     jobs: str | None = argument(
@@ -171,7 +165,7 @@ def make_command(
         metavar="[JOBS]",
     ),
     dry_run: bool = options.dry_run("what would be made"),
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Makes kernels or text states for a model.
 
@@ -190,16 +184,15 @@ def make_command(
     validation.choose("kind", kind, dict.fromkeys(MADE))
     _refuse_foreign(context, kind, _MAKE)
     if kind == "kernels":
-        made = making.make_kernels(settings, given.output, dry_run=dry_run)
-    else:
-        if jobs is None:
-            raise SetupError("JOBS is missing: the file of jobs whose prompts are read")
-        made = texts.make(settings, jobs, given, dry_run=dry_run, quiet=as_json)
-    made.show(as_json=as_json)
+        making.make_kernels(settings, given.output, dry_run=dry_run, as_json=as_json)
+        return
+    if jobs is None:
+        raise SetupError("JOBS is missing: the file of jobs whose prompts are read")
+    texts.make(settings, jobs, given, dry_run=dry_run, as_json=as_json)
 
 
 def _refuse_foreign(
-    context: typer.Context, kind: str, takers: Mapping[str, Collection[str]]
+    context: Context, kind: str, takers: Mapping[str, Collection[str]]
 ) -> None:
     """Raises SetupError for an option on the command line that the kind does not take."""
     for parameter in context.command.params:

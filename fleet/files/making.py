@@ -4,16 +4,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from cli import console
-from fleet.files.stored import Report
 from imagefleet.errors import SetupError
 from imagefleet.files.kinds import KERNELS
 from imagefleet.storage.open import open_storage
+from imagefleet.validation import JSONDict
 from worker.engine import load
 from worker.files import check, model
 from worker.settings import WorkerSettings, require_libraries
 
 
-def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Report:
+def make_kernels(
+    settings: WorkerSettings, output: Path, *, dry_run: bool, as_json: bool
+) -> None:
     """Compiles what a worker does at its start, a file for each graph; raises SetupError."""
     require_libraries()
     from worker import process
@@ -28,10 +30,12 @@ def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Re
             "kernels are compiled for NVIDIA GPUs, and here is none that torch can use: run this on"
             " a machine with the GPU of the workers, without --device cpu and --compile off"
         )
-    document: dict[str, object] = {"folder": str(output)}
+    document: JSONDict = {"folder": str(output)}
     if dry_run:
         note = "would compile for this GPU, into"
-        return Report({**document, "files": None}, [note], [str(output)])
+        document["files"] = None
+        console.show(document, str(output), notes=[note], as_json=as_json)
+        return
     console.print_note("compiling for this GPU: some minutes, once")
     wanted = process.engine_settings(settings)
     engine = load.load_engine(replace(wanted, compile="auto", kernels=output))
@@ -41,7 +45,7 @@ def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Re
     if not files:
         raise SetupError("torch could not compile anything: the warnings above say why")
     note = f"{graphs['compiled']} compiled, {graphs['disk']} were there:"
-    return Report({**document, "files": files}, [note], files)
+    console.show({**document, "files": files}, *files, notes=[note], as_json=as_json)
 
 
 async def _fetch_model(settings: WorkerSettings) -> WorkerSettings:

@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from rich.console import Console
-from rich.table import Column
 
 from cli import console
 from fleet.files.stored import Listing, StoredFile, read
-from imagefleet import errors, signing, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 from imagefleet.files.kinds import (
     CONTROLNET,
     DETECTOR,
@@ -23,8 +22,10 @@ from imagefleet.files.kinds import (
 )
 from imagefleet.job.message import Job
 from imagefleet.job.passes import img2img
+from imagefleet.signing import Keys
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings
+from imagefleet.validation import JSONDict
 from worker.files import library
 
 #: Images that jobs name: no file of a worker's, so they are listed in no manifest.
@@ -114,7 +115,7 @@ class Elsewhere:
         try:
             files = [each.name for each in library.walked(self.lora_directory)]
         except OSError as error:
-            raise errors.SetupError(
+            raise SetupError(
                 f"--lora-directory {self.lora_directory} cannot be read: {error.strerror}"
             ) from None
         names = {LORA.stem(name) for name in files if name.endswith(LORA.suffixes)}
@@ -161,7 +162,7 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
     return sorted(missing, key=lambda use: -use.jobs)
 
 
-def summary(uses: Uses, found: list[Use]) -> dict[str, Any]:
+def summary(uses: Uses, found: list[Use]) -> JSONDict:
     return {
         "jobs": uses.jobs,
         "named": {NAMED[noun].folder: len(some) for noun, some in uses.by_kind.items()},
@@ -172,18 +173,14 @@ def summary(uses: Uses, found: list[Use]) -> dict[str, Any]:
 def show(uses: Uses, found: list[Use], to: Console = console.stdout) -> None:
     """Prints a table of what is missing, and the numbers of what is named, on stderr."""
     if found:
-        columns = (
-            "kind",
-            console.name_column("name"),
-            console.number_column("jobs"),
-            "first in",
-            Column("why", overflow="fold"),
-        )
         rows = (
             (use.kind, use.name, use.jobs, "; ".join(use.places), use.reason)
             for use in found
         )
-        console.print_tables(console.table(*columns, rows=rows), to=to)
+        console.print_tables(
+            console.table(["kind", "name"], ["jobs"], ["first in", "why"], rows=rows),
+            to=to,
+        )
     named = ", ".join(
         console.counted(len(some), noun) for noun, some in uses.by_kind.items() if some
     )
@@ -218,27 +215,23 @@ def may_exist(storage: Storage) -> bool:
     return folder is None or folder.exists()
 
 
-async def aliases(storage: Storage, keys: signing.Keys, there: set[str]) -> set[str]:
+async def aliases(storage: Storage, keys: Keys, there: set[str]) -> set[str]:
     """The other names by which workers find LoRAs that are stored."""
     folder = library.local_path(storage.files, LORA.folder)
     found = set(library.aliases(folder)) if folder else set()
-    contents = (
-        await Listing(storage, LORA.folder, keys).read() if may_exist(storage) else None
-    )
-    listed = contents.files if contents else {}
-    return found | {
-        name for name in listed if listed[name] in {listed.get(each) for each in there}
-    }
+    if may_exist(storage):
+        found |= await Listing(storage, LORA.folder, keys).aliases(there)
+    return found
 
 
-async def _listed(storage: Storage, kind: FileKind, keys: signing.Keys) -> set[str]:
+async def _listed(storage: Storage, kind: FileKind, keys: Keys) -> set[str]:
     """The names in a folder's list, which must be signed if there is a key."""
     listing = Listing(storage, kind.folder, keys)
     contents = await listing.read()
     if contents is None:
         return set()
     if keys.signing and not contents.is_signed_by(keys.trusted, kind.folder):
-        raise errors.SetupError(
+        raise SetupError(
             f"{listing.where} is not signed with your key: `{kind.add_command}` signs it"
         )
     return {kind.stem(name) for name in contents.files}

@@ -28,6 +28,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart
 from worker.files import addresses, check, manifest, model
 from worker.files.disk_cache import DiskCache
+from worker.files.manifest import Contents
 
 #: What is read of a manifest: a byte more than one may have.
 _MAX_BYTES = manifest.MAX_BYTES + 1
@@ -58,20 +59,6 @@ class Ready:
     @property
     def bytes(self) -> int:
         return self.path.stat().st_size
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The result of a command: a document for programs, notes and lines for a person."""
-
-    document: Mapping[str, object]
-    notes: Sequence[str] = ()
-    lines: Sequence[str] = ()
-
-    def show(self, *, as_json: bool) -> None:
-        for note in () if as_json else self.notes:
-            console.print_note(note)
-        console.show(self.document, *self.lines, as_json=as_json)
 
 
 @contextlib.asynccontextmanager
@@ -217,11 +204,18 @@ class Listing:
     def where(self) -> str:
         return f"{self.blob} in the container {self.storage.files.name!r}"
 
-    async def read(self) -> manifest.Contents | None:
+    async def aliases(self, names: Collection[str]) -> set[str]:
+        """All names that it has for the files of *names*, whose hashes they share."""
+        contents = await self.read()
+        listed = contents.files if contents else {}
+        hashes = {listed[name] for name in names if name in listed}
+        return {name for name in listed if listed[name] in hashes}
+
+    async def read(self) -> Contents | None:
         """Reads the manifest, whoever may change it; None if there is none."""
         return self._parse(await self.storage.files.read_part(self.blob, 0, _MAX_BYTES))
 
-    def _parse(self, part: BlobPart | None) -> manifest.Contents | None:
+    def _parse(self, part: BlobPart | None) -> Contents | None:
         return None if part is None else manifest.parse(self.where, part.data)
 
     async def check(self, names: Collection[str] = ()) -> Mapping[str, str]:
@@ -261,7 +255,7 @@ class Listing:
         await self.storage.files.edit(self.blob, changed, _MAX_BYTES)
         return is_listed
 
-    def _checked(self, contents: manifest.Contents | None) -> manifest.Contents | None:
+    def _checked(self, contents: Contents | None) -> Contents | None:
         """Returns the manifest's contents if these keys may change it; raises SetupError."""
         if contents is None:
             return None
@@ -344,19 +338,10 @@ async def remove(
     """
     listing = Listing(storage, kind.folder, keys)
     names = {kind.listed_name(row.name) for row in rows}
-    contents = await listing.read() if kind is kinds.LORA else None
-    listed = contents.files if contents else {}
-    aliases = {
-        alias
-        for alias in listed
-        if listed[alias] in {listed.get(name) for name in names}
-    }
-    kept = (
-        {kind.stem(row.name) for row in await read(storage, kind)}
-        if aliases - names
-        else set()
-    )
-    await listing.change(remove=names | (aliases - kept))
+    aliases = await listing.aliases(names) if kind is kinds.LORA else set()
+    if aliases - names:
+        aliases -= {kind.stem(row.name) for row in await read(storage, kind)}
+    await listing.change(remove=names | aliases)
     for row in rows:
         blob = f"{kind.folder}/{row.name}"
         await delete(storage, blob)

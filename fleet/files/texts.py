@@ -10,7 +10,7 @@ from cli import console, options
 from cli.options import option
 from fleet.files import add, missing
 from fleet.files.add import Manifest
-from fleet.files.stored import Listing, Ready, Report
+from fleet.files.stored import Listing, Ready
 from fleet.filling import reading
 from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import Job
@@ -43,8 +43,13 @@ class MakeOptions:
 
 
 def make(
-    settings: MakeSettings, jobs: str, given: MakeOptions, *, dry_run: bool, quiet: bool
-) -> Report:
+    settings: MakeSettings,
+    jobs: str,
+    given: MakeOptions,
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
     """Makes and stores what the storage lacks; raises a FleetError if it cannot."""
     require_libraries()
     from worker.engine.pixel import text_stage
@@ -63,10 +68,10 @@ def make(
                 text = text_states.clean(str(prompt))
                 prompts[text_states.stem(text, encoder)] = text
 
-    with reading(Path(jobs), "reading", is_shown=not quiet):
+    with reading(Path(jobs), "reading", is_shown=not as_json):
         source = open_source(jobs, form=given.form, count=given.count, seed=given.seed)
         source.check(note)
-    making = _make(settings, encoder, prompts, given, dry_run=dry_run, quiet=quiet)
+    making = _make(settings, encoder, prompts, given, dry_run=dry_run, quiet=as_json)
     lacking, is_listed = console.run(making)
     stored = 0 if dry_run else len(lacking)
     document = {
@@ -78,16 +83,12 @@ def make(
         "in_manifest": is_listed,
     }
     of = f"of {console.counted(len(prompts), 'prompt')} by {encoder}"
+    said = f"{stored:,} text states stored, {len(prompts) - stored:,} were there, {of}"
+    shown: list[str] = []
     if dry_run:
-        return Report(
-            document,
-            [f"{len(lacking):,} {of} have no text states in the storage"],
-            [prompts[stem] for stem in lacking[:_SHOWN]],
-        )
-    return Report(
-        document,
-        [f"{stored:,} text states stored, {len(prompts) - stored:,} were there, {of}"],
-    )
+        said = f"{len(lacking):,} {of} have no text states in the storage"
+        shown = [prompts[stem] for stem in lacking[:_SHOWN]]
+    console.show(document, *shown, notes=[said], as_json=as_json)
 
 
 async def _make(

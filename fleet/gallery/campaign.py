@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 import time
+from asyncio import Lock, Task
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,7 +51,7 @@ class View:
     version: int = -1
     is_complete: bool = False
     select_at: float = 0.0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lock: Lock = field(default_factory=Lock)
 
 
 class Campaign:
@@ -78,7 +79,7 @@ class Campaign:
         )
         self._ends: dict[str, int] | None = None
         self._version = 0
-        self._polling: asyncio.Task[None] | None = None
+        self._polling: Task[None] | None = None
         self._poll_at = self._count_at = 0.0
         self._views: LRUCache[Filter, View] = LRUCache(_VIEWS)
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from aiohttp.web import HTTPForbidden, Request, StreamResponse
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -29,13 +30,13 @@ class Guard:
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
 
     @web.middleware
-    async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def check(self, request: Request, handler: Handler) -> StreamResponse:
         if not self._is_ours(request.host):
             # A name may be anyone's who let it resolve to this machine.
-            raise web.HTTPForbidden(text="open the gallery by its own address\n")
+            raise HTTPForbidden(text="open the gallery by its own address\n")
         site = request.headers.get("Sec-Fetch-Site", "none")
         if site not in {"none", "same-origin"} and request.path != "/":
-            raise web.HTTPForbidden(text="another site sent this request\n")
+            raise HTTPForbidden(text="another site sent this request\n")
         return await handler(request)
 
     def _is_ours(self, host: str) -> bool:
@@ -47,7 +48,7 @@ class Guard:
             return False
 
 
-async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
+async def add_headers(_: Request, response: StreamResponse) -> None:
     """Adds `HEADERS` to all responses, on `on_response_prepare`: refusals have them, too."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)

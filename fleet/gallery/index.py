@@ -48,6 +48,10 @@ _MOST_RECORDS = 16
 _Text = Annotated[str, StringConstraints(max_length=500)]
 
 
+#: How often there is a name of a kind.
+_Counts = Counter[tuple[str, str]]
+
+
 class Filter(BaseModel, frozen=True):
     """Selects rows of one tab; every word of *text* is in the prompt, the reason or the id."""
 
@@ -73,7 +77,7 @@ class Index:
         self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._db.executescript(_TABLES)
         self._latest = 0.0
-        self._counts = Counter[tuple[str, str]]()
+        self._counts = _Counts()
 
     def close(self) -> None:
         with self._lock:
@@ -81,7 +85,7 @@ class Index:
 
     def add(self, records: Iterable[Record], *, at_end: bool = False) -> None:
         """Adds what is new, by its time or after all others; all or none, or sqlite3.Error."""
-        counts = Counter[tuple[str, str]]()
+        counts = _Counts()
         with self._lock:
             with self._db:  # commits, or rolls back
                 self._db.execute("BEGIN")
@@ -89,9 +93,7 @@ class Index:
                     self._add(record, counts, at_end=at_end)
             self._counts.update(counts)
 
-    def _add(
-        self, record: Record, counts: Counter[tuple[str, str]], *, at_end: bool
-    ) -> None:
+    def _add(self, record: Record, counts: _Counts, *, at_end: bool) -> None:
         is_image = record.outcome == "completed"
         # An image may have several records. The message tells two failures of a job apart.
         key = f"i{record.blob}" if is_image else f"e{record.source or record.key}"

@@ -8,6 +8,14 @@ from typing import Annotated, Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from aiohttp.web import (
+    Application,
+    FileResponse,
+    HTTPNotFound,
+    Request,
+    Response,
+    StreamResponse,
+)
 from pydantic import BaseModel, Field, ValidationError
 
 from cli import console
@@ -52,8 +60,8 @@ class Gallery:
         self._images = Images(fleet.storage)
         self._guard = guard.Guard(host)
 
-    def application(self) -> web.Application:
-        app = web.Application(middlewares=[_errors_as_json, self._guard.check])
+    def application(self) -> Application:
+        app = Application(middlewares=[_errors_as_json, self._guard.check])
         app.on_response_prepare.append(guard.add_headers)
         app.on_cleanup.append(self._close)
         app.add_routes(
@@ -71,11 +79,11 @@ class Gallery:
         )
         return app
 
-    async def _close(self, _: web.Application) -> None:
+    async def _close(self, _: Application) -> None:
         for opened_before in self._open.values():
             await opened_before.close()
 
-    async def _list_campaigns(self, request: web.Request) -> web.Response:
+    async def _list_campaigns(self, request: Request) -> Response:
         newest = self._preferred
         if newest is None and "first" in request.query:
             shards = await catalog.shards_of(self._storage, None)
@@ -89,7 +97,7 @@ class Gallery:
         names = {name async for name in reader.campaigns(self._storage)}
         return names | ({self._preferred} if self._preferred else set())
 
-    async def _state(self, request: web.Request) -> web.Response:
+    async def _state(self, request: Request) -> Response:
         await (await self._campaign(request)).refresh()
         shown, view = await self._chosen(request)
         tabs, jobs = shown.index.counts()
@@ -109,11 +117,11 @@ class Gallery:
             }
         )
 
-    async def _names(self, request: web.Request) -> web.Response:
+    async def _names(self, request: Request) -> Response:
         index = (await self._campaign(request)).index
         return _answer({"lora": index.names("lora"), "worker": index.names("worker")})
 
-    async def _rows(self, request: web.Request) -> web.Response:
+    async def _rows(self, request: Request) -> Response:
         shown, view = await self._chosen(request, is_new=False)
         place = _Place.model_validate(dict(request.query))
         seqs = view.seqs[place.start : place.start + place.count].tolist()
@@ -129,7 +137,7 @@ class Gallery:
         ]
         return _answer({"generation": view.generation, "rows": rows})
 
-    async def _record(self, request: web.Request) -> web.Response:
+    async def _record(self, request: Request) -> Response:
         record, *_ = records = await self._found(request)
         if record.outcome == "completed":
             try:
@@ -142,22 +150,22 @@ class Gallery:
         shown["text"] = console.json_text(_as_job(record)).rstrip()
         return _answer(shown)
 
-    async def _thumbnail(self, request: web.Request) -> web.Response:
+    async def _thumbnail(self, request: Request) -> Response:
         def is_wanted() -> bool:
             # Else the browser has closed the connection: the tile is off the screen again.
             return request.transport is not None and not request.transport.is_closing()
 
         made = await self._images.thumbnail(await self._found(request), is_wanted)
-        return web.Response(body=made, content_type="image/jpeg", headers=_FOREVER)
+        return Response(body=made, content_type="image/jpeg", headers=_FOREVER)
 
-    async def _picture(self, request: web.Request) -> web.Response:
+    async def _picture(self, request: Request) -> Response:
         _, data, kind = await self._images.picture(await self._found(request))
-        return web.Response(body=data, content_type=kind, headers=_A_WHILE)
+        return Response(body=data, content_type=kind, headers=_A_WHILE)
 
-    async def _campaign(self, request: web.Request) -> Campaign:
+    async def _campaign(self, request: Request) -> Campaign:
         name = request.query.get("campaign", "")
         if name not in self._open and name not in await self._campaigns():
-            raise web.HTTPNotFound(text="there is no such campaign\n")
+            raise HTTPNotFound(text="there is no such campaign\n")
         if name not in self._open:
             seconds = (
                 campaign.LOCAL_POLL_SECONDS
@@ -168,18 +176,18 @@ class Gallery:
         return self._open[name]
 
     async def _chosen(
-        self, request: web.Request, *, is_new: bool = True
+        self, request: Request, *, is_new: bool = True
     ) -> tuple[Campaign, View]:
         shown = await self._campaign(request)
         chosen = Filter.model_validate(dict(request.query))
         return shown, await shown.view(chosen, is_new=is_new)
 
-    async def _found(self, request: web.Request) -> list[Record]:
+    async def _found(self, request: Request) -> list[Record]:
         shown = await self._campaign(request)
         seq = _Place.model_validate(dict(request.query)).seq
         found = await asyncio.to_thread(shown.index.records, [seq])
         if seq not in found:
-            raise web.HTTPNotFound(text="there is no such row\n")
+            raise HTTPNotFound(text="there is no such row\n")
         return found[seq]
 
 
@@ -191,12 +199,12 @@ def _prompt(records: Sequence[Record]) -> str:
     return prompts.pop() if len(prompts) == 1 else ""
 
 
-async def _show_page(_: web.Request) -> web.FileResponse:
-    return web.FileResponse(_PAGE / "index.html")
+async def _show_page(_: Request) -> FileResponse:
+    return FileResponse(_PAGE / "index.html")
 
 
 @web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors_as_json(request: Request, handler: Handler) -> StreamResponse:
     try:
         return await handler(request)
     except ValidationError as error:
@@ -209,7 +217,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     return _answer({"error": redaction.message(why)}, status)
 
 
-def _answer(value: Any, status: int = 200) -> web.Response:
+def _answer(value: Any, status: int = 200) -> Response:
     """JSON of which no text controls anything."""
     return web.json_response(_printable(value), status=status)
 

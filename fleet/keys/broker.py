@@ -12,6 +12,7 @@ import time
 from datetime import timedelta
 
 from aiohttp import web
+from aiohttp.web import Application, Request, Response
 
 from cli import console, options
 from fleet.keys import mint
@@ -120,7 +121,7 @@ class Broker:
         self._checked_at = float("-inf")
         self._lock = asyncio.Lock()
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def handle(self, request: Request) -> Response:
         """Answers with tokens, or 401 (invalid token), 403 (not one of ours) or 503 (try again)."""
         scheme, _, identity_token = request.headers.get("Authorization", "").partition(
             " "
@@ -186,13 +187,13 @@ class Broker:
         return name
 
 
-def application(broker: Broker) -> web.Application:
+def application(broker: Broker) -> Application:
     """The broker, for POST requests at any path; GET /live says that it runs."""
 
-    async def live(_: web.Request) -> web.Response:
-        return web.Response(text="live\n")
+    async def live(_: Request) -> Response:
+        return Response(text="live\n")
 
-    app = web.Application()
+    app = Application()
     # So that a mistake in the settings ends the start.
     app.on_startup.append(lambda _: broker.check_policy())
     app.router.add_get("/live", live)

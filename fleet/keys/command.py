@@ -12,7 +12,7 @@ import typer
 from cli import console, options
 from cli.options import argument, option
 from fleet.keys import mint as keys_mint
-from fleet.salad.groups import MAX_VALUE
+from fleet.keys.mint import Minted, Minter
 from imagefleet import validation
 from imagefleet.errors import SetupError
 from imagefleet.job.prompt import SAFE_NAME
@@ -104,7 +104,7 @@ async def mint_command(
                 " only, without a path or suffix"
             )
     life = timedelta(hours=token_hours)
-    minted = keys_mint.Minter(_on_azure(settings)).mint(allowed, life, policy, models)
+    minted = Minter(_on_azure(settings)).mint(allowed, life, policy, models)
     if policy is not None:
         await keys_mint.store_policy(settings, allowed, policy, models)
     _hand_out(settings, minted, file, as_json=as_json)
@@ -115,7 +115,7 @@ async def mint_command(
         )
         for place in minted.by_place
     ]
-    table = console.table(console.name_column("resource"), "allowed", rows=rows)
+    table = console.table(["resource"], texts=["allowed"], rows=rows)
     console.print_tables(table, to=console.stderr)
     revoke = f", or until `imagefleet keys revoke {policy}`" if policy else ""
     console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")
@@ -127,7 +127,7 @@ async def mint_command(
 
 def _hand_out(
     settings: StorageSettings,
-    minted: keys_mint.Minted,
+    minted: Minted,
     file: Path | None,
     *,
     as_json: bool,
@@ -168,7 +168,7 @@ async def revoke_command(
 
     imagefleet keys revoke spring
     """
-    keys_mint.Minter(_on_azure(settings))  # raises without an account key
+    Minter(_on_azure(settings))  # raises without an account key
     removed = await keys_mint.remove_policy(settings, policy)
     console.show(
         {"policy": policy, "revoked": removed},
@@ -178,13 +178,7 @@ async def revoke_command(
 
 
 def _print_exports(variables: Mapping[str, str]) -> None:
-    """Prints shell commands; raises SetupError for a value that is too long for SaladCloud."""
-    for name, value in variables.items():
-        if len(value) > MAX_VALUE:
-            raise SetupError(
-                f"{name} has {len(value):,} characters; SaladCloud allows {MAX_VALUE:,}:"
-                " use a shorter name of --policy, or --file (with models, --file or a broker)"
-            )
+    """Prints shell commands."""
     for name, value in variables.items():
         console.print_plain(f"export {name}={shlex.quote(value)}")
 

@@ -13,7 +13,8 @@ from fleet.campaigns.table import Campaigns
 from fleet.monitor import prometheus, rates
 from fleet.monitor import watch as watching
 from fleet.settings import MonitorSettings
-from imagefleet import aio, concurrency
+from imagefleet import concurrency
+from imagefleet.aio import Fleet
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.validation import JSONDict, JSONObject
 from worker.progress import duration
@@ -46,7 +47,7 @@ async def command(
         async with console.connected(settings) as client:
             await job.show(client.storage, only, job_id, as_json=as_json)
         return
-    async with prometheus.connected_if(
+    async with prometheus.connected(
         settings.prometheus, settings.queried_fleet
     ) as server:
         await rates.ask(server, rates.warn_of_unknown_fleet)
@@ -62,7 +63,7 @@ async def command(
 
 
 async def read_status(
-    client: aio.Fleet,
+    client: Fleet,
     server: prometheus.Prometheus | None = None,
     campaigns: Campaigns | None = None,
 ) -> JSONDict:
@@ -92,7 +93,7 @@ async def read_status(
     }
 
 
-async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> dict[str, int]:
+async def _without_worker(client: Fleet, depth: QueueDepth) -> dict[str, int]:
     """Models with jobs but no worker, by what workers note every five minutes."""
     waiting: Counter[str] = Counter()
     for queue_depth in depth.by_queue.values():
@@ -122,9 +123,7 @@ def status_screen(
 ) -> Group:
     """The tables of a status that `read_status` returned, with the first *count* campaigns."""
     headings = ("messages", "visible", "leased", "oldest")
-    table = console.table(
-        console.name_column("queue"), *map(console.number_column, headings)
-    )
+    table = console.table(["queue"], headings)
     shown_queues = [
         each for each in found["queues"] if each["model"] is None or each["messages"]
     ]

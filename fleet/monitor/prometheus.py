@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from datetime import datetime
 from http import HTTPStatus
 from typing import Literal
 
-import aiohttp
+from aiohttp import ClientError, ClientSession, ClientTimeout, InvalidURL
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from imagefleet import redaction
@@ -59,7 +59,7 @@ class Prometheus:
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, fleet: str | None = None
+        self, session: ClientSession, url: str, fleet: str | None = None
     ) -> None:
         self.fleet = fleet
         self._session = session
@@ -76,9 +76,9 @@ class Prometheus:
         try:
             async with self._session.post(url, data=data) as response:
                 content = await response.read()
-        except aiohttp.InvalidURL:
+        except InvalidURL:
             raise SetupError(f"not a Prometheus URL: {shown}") from None
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (ClientError, TimeoutError, OSError) as error:
             raise proxies.unreachable(
                 f"Prometheus at {shown} does not answer", error
             ) from None
@@ -103,15 +103,10 @@ class Prometheus:
 
 
 @asynccontextmanager
-async def connected(url: str, fleet: str | None = None) -> AsyncIterator[Prometheus]:
-    """A session with the server at *url*, which may contain user:password@."""
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
+async def connected(
+    url: str | None, fleet: str | None = None
+) -> AsyncIterator[Prometheus | None]:
+    """The server at *url*, which may contain user:password@; None without a URL."""
+    timeout = ClientTimeout(total=TIMEOUT_SECONDS)
     async with proxies.session(timeout=timeout) as session:
-        yield Prometheus(session, url, fleet)
-
-
-def connected_if(
-    url: str | None, fleet: str | None
-) -> AbstractAsyncContextManager[Prometheus | None]:
-    """Connects as `connected` does; None without a URL."""
-    return connected(url, fleet) if url else nullcontext()
+        yield Prometheus(session, url, fleet) if url else None

@@ -252,19 +252,17 @@ def show(plan: estimate.BatchPlan, table: prices.PriceTable) -> None:
         )
         for model in plan.models
     ]
+    per_dollar = "images/$,\nGPU only"
     for names, figures, rows_shown in (
-        (("GPU",), ("replicas", "images/s", "$/h"), of_gpus),
-        (("model", "family"), ("images", "GPU hours", "GPU $"), of_models),
+        (["GPU"], ["replicas", "images/s", "$/h", per_dollar], of_gpus),
+        (
+            ["model", "family"],
+            ["images", "GPU hours", "GPU $", per_dollar],
+            of_models,
+        ),
     ):
         if len(rows_shown) > 1:
-            columns = (
-                *map(console.name_column, names),
-                *map(console.number_column, figures),
-            )
-            per_dollar = console.number_column("images/$,\nGPU only")
-            console.print_tables(
-                "", console.table(*columns, per_dollar, rows=rows_shown)
-            )
+            console.print_tables("", console.table(names, figures, rows=rows_shown))
     console.print_tables(
         "",
         *(sentence for part in plan.mix for sentence in estimate.sources(part)),

@@ -209,12 +209,11 @@ def _show(result: JSONDict, *, dry_run: bool) -> None:
     if not result["images"]:
         console.print_plain("no images to draw again")
     elif dry_run:
-        columns = console.name_column("worker"), console.number_column("images")
         rows = (
             (worker or "(none)", count) for worker, count in result["workers"].items()
         )
         first = itertools.islice(rows, console.SCREEN_LINES)
-        console.print_tables(console.table(*columns, rows=first))
+        console.print_tables(console.table(["worker"], ["images"], rows=first))
         console.print_plain(f"{images} would be drawn again")
     else:
         replaced = console.counted(result["replaced"], "image")

@@ -53,10 +53,7 @@ def opened(
 
     *packed*: packs are stored as they are. *signs*: images get these credentials.
     """
-    with (
-        files.writing(folder),
-        console.only_one(folder, f"{folder} is being downloaded to"),
-    ):
+    with files.writing(folder), console.only_one(folder):
         folder.mkdir(parents=True, exist_ok=True)
         ignores_case = files.ignores_case(folder)
         yield Download(folder, storage, unfit, ignores_case, packed, signs)

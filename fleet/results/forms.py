@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from cli import console
 from imagefleet.job.message import image_stem
@@ -32,13 +32,12 @@ def counts_table(counts: Counts) -> Table:
 
 def table(records: Sequence[Record]) -> Table:
     """A row for each image, or for each job that has failed or was cancelled."""
-    names, numbers = console.name_column, console.number_column
+    rows = map(_cells, records)
     if records[0].outcome == "completed":
-        heads = map(numbers, ("seed", "size", "steps", "seconds"))
-        made: list[Column | str] = [names("image"), *heads, "worker", "prompt"]
-    else:
-        made = [*map(names, ("job", "outcome", "error")), numbers("attempts"), "reason"]
-    return console.table(*made, rows=map(_cells, records))
+        figures = ["seed", "size", "steps", "seconds"]
+        return console.table(["image"], figures, ["worker", "prompt"], rows=rows)
+    names = ["job", "outcome", "error"]
+    return console.table(names, ["attempts"], ["reason"], rows=rows)
 
 
 def _cells(record: Record) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Literal, TypeVar
 
-import aiohttp
+from aiohttp import ClientError, ClientResponse, ClientSession
 from aiolimiter import AsyncLimiter
 from pydantic import SecretStr
 
@@ -63,7 +63,7 @@ class SaladClient:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        session: ClientSession,
         url: str,
         key: str,
         organization: str = "",
@@ -158,7 +158,7 @@ class SaladClient:
                 allow_redirects=False,
             ) as response:
                 text = await response.text(errors="replace")
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (ClientError, TimeoutError) as error:
             raise proxies.unreachable(
                 "SaladCloud's API does not answer", error
             ) from None
@@ -178,7 +178,7 @@ class SaladClient:
             ) from None
 
 
-def _read(response: aiohttp.ClientResponse, text: str, shown: str) -> Any:
+def _read(response: ClientResponse, text: str, shown: str) -> Any:
     """The JSON in a response whose body is *text*, *shown* in errors, which are those of `call`."""
     status, headers = response.status, response.headers
     message = redaction.printable(redaction.message(_message(shown)))

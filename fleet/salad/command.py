@@ -82,9 +82,7 @@ async def apply(
         if plan and not dry_run:
             if plan.new_replicas or plan.delete:
                 console.confirm("Apply?", yes=yes)
-            path = salad_file.found(file)
-            in_use = f"another `imagefleet deploy apply` is at work with {path}"
-            with console.only_one(path, in_use):
+            with console.only_one(salad_file.found(file)):
                 await fleet.apply(plan, bodies, wait_minutes * 60)
             console.print_note(
                 "done; `imagefleet deploy status --follow` shows the replicas start"
@@ -157,7 +155,6 @@ def _render(file: FleetFile, replicas: int | None, *, as_json: bool) -> None:
         console.print_json(record)
         return
     console.print_json(shown)
-    figures = map(console.number_column, ("$/h each", f"$/h for {total:,}"))
     rows = []
     for gpu, each in dollars.items():
         rows.append((gpu, f"{each:g}", f"{each * total:,.2f}"))
@@ -167,7 +164,7 @@ def _render(file: FleetFile, replicas: int | None, *, as_json: bool) -> None:
             for model in models
         ),
         f"{total:,} replicas at {file.priority} priority: {price}, {price.per_day} while all run.",
-        console.table(console.name_column("GPU"), *figures, rows=rows),
+        console.table(["GPU"], ["$/h each", f"$/h for {total:,}"], rows=rows),
         f"Prices: {prices.GPU_PRICES_SOURCE}. For images per dollar: `imagefleet plan`.",
     )
 
@@ -275,8 +272,8 @@ def _screen(record: JSONObject) -> Screen:
         rows.append(
             (group["name"], group["replicas"], group["running"], ", ".join(state))
         )
-    figures = map(console.number_column, ("replicas", "running"))
-    table = console.table(console.name_column("group"), *figures, "state", rows=rows)
+    figures = ["replicas", "running"]
+    table = console.table(["group"], figures, ["state"], rows=rows)
     price = gpus.PriceRange(**record["dollars_per_hour"])
     classes = sorted({name for group in record["groups"] for name in group["gpus"]})
     quota = record["quota"]

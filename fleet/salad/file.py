@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-import typer
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     SecretStr,
     SerializationInfo,
-    TypeAdapter,
     ValidationError,
+    create_model,
     model_serializer,
     model_validator,
 )
+from typer import Option
 
 from cli import options
 from fleet.salad import gpus
@@ -58,14 +58,14 @@ DEFAULT_FILES = (Path("fleet.yaml"), Path("deploy/salad/fleet.yaml"))
 
 File = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--file",
         metavar="FILE",
         help="The fleet file [default: fleet.yaml, else deploy/salad/fleet.yaml].",
     ),
 ]
 WaitMinutes = Annotated[
-    float, typer.Option(min=0, metavar="MINUTES", help="Longest wait for instances.")
+    float, Option(min=0, metavar="MINUTES", help="Longest wait for instances.")
 ]
 
 
@@ -274,9 +274,13 @@ def _check_setting(setting: str, value: _Value) -> None:
         return
     # Alone, since the whole model would also read this machine's variables.
     field: Any = WorkerSettings.model_fields[setting]
-    where = f"environment: {options.variable(setting)}: "
-    with validation.as_error(ValueError, where):
-        TypeAdapter(Annotated[field.annotation, field]).validate_python(str(value))
+    try:
+        create_model("Setting", value=(field.annotation, field)).model_validate(
+            {"value": str(value)}
+        )
+    except ValidationError as error:
+        what = validation.message(error.errors(include_url=False)[0])
+        raise ValueError(f"environment: {options.variable(setting)}: {what}") from None
 
 
 def _refuse_written_secret(where: str, name: str, value: object) -> None:

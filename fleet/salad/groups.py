@@ -141,12 +141,11 @@ def render(
     template = _template(file, gpus, read_secret)
     text = json.dumps(template, sort_keys=True, default=SecretStr.get_secret_value)
     revision = hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]
-    by_name = {
-        parse_name(file.name, group.name): group.live_replicas for group in existing
-    }
-    now = {
-        key[1]: count for key, count in by_name.items() if key and key[0] == revision
-    }
+    now = {}
+    for group in existing:
+        of_revision, number = parse_name(file.name, group.name) or ("", 0)
+        if of_revision == revision:
+            now[number] = group.live_replicas
     shares = [now.get(number, 0) for number in range(1, max(now, default=1) + 1)]
     return [
         {"name": f"{file.name}-{revision}-{number}", "replicas": share, **template}
@@ -222,7 +221,8 @@ def _check_value(name: str, value: str) -> None:
         raise SetupError(
             f"environment: {name} has {len(value):,} characters; SaladCloud allows 1 to"
             f" {MAX_VALUE:,}. Set the account, the queue and the SAS tokens separately"
-            " (IMAGEFLEET_STORAGE, IMAGEFLEET_QUEUE, IMAGEFLEET_SAS ...)"
+            " (IMAGEFLEET_STORAGE, IMAGEFLEET_QUEUE, IMAGEFLEET_SAS ...); for shorter tokens, use a"
+            " shorter name of --policy, or a broker"
         )
     if "accountkey=" in value.lower():
         raise SetupError(

@@ -11,8 +11,8 @@ from cli.options import option
 from fleet.monitor import prometheus
 from fleet.salad import deployment, gpus
 from fleet.salad import file as salad_file
-from fleet.scale import scaler
 from fleet.scale.decision import Goal
+from fleet.scale.scaler import Scaler, Speed, Speeds
 from fleet.settings import MonitorSettings
 from imagefleet.errors import SetupError
 from imagefleet.pricing import families, prices
@@ -100,26 +100,21 @@ async def command(
     logs.configure("auto")
     speed = running.images_per_second
     state = running.state or Path(f"{fleet_file.name}-scale.json")
-    in_use = f"another `imagefleet scale` keeps the state {state}"
     # A preview may run beside the scaler itself.
-    alone = (
-        contextlib.nullcontext() if running.dry_run else console.only_one(state, in_use)
-    )
+    alone = contextlib.nullcontext() if running.dry_run else console.only_one(state)
     with alone:
         async with (
             console.connected(settings) as client,
-            prometheus.connected_if(
-                settings.prometheus, settings.queried_fleet
-            ) as server,
+            prometheus.connected(settings.prometheus, settings.queried_fleet) as server,
             deployment.connected(fleet_file) as fleet,
         ):
-            scaling = scaler.Scaler(
+            scaling = Scaler(
                 goal,
                 fleet,
                 client.storage,
                 state,
-                scaler.Speeds(
-                    given=scaler.Speed(speed, "given") if speed else None,
+                Speeds(
+                    given=Speed(speed, "given") if speed else None,
                     last=_assumed_speed(fleet_file),
                     server=server,
                     models=fleet_file.served_models(),
@@ -129,7 +124,7 @@ async def command(
             await _scale(scaling, running, as_json=as_json)
 
 
-async def _scale(scaling: scaler.Scaler, running: Running, *, as_json: bool) -> None:
+async def _scale(scaling: Scaler, running: Running, *, as_json: bool) -> None:
     """Decides once, or until it is stopped; then says what it leaves running."""
     print_record = _print_record if as_json else lambda _: None
     if running.once:
@@ -145,7 +140,7 @@ async def _scale(scaling: scaler.Scaler, running: Running, *, as_json: bool) -> 
         )
 
 
-def _assumed_speed(file: salad_file.FleetFile) -> scaler.Speed | None:
+def _assumed_speed(file: salad_file.FleetFile) -> Speed | None:
     """The speed of the fleet's slowest GPU class on its first model, by public benchmarks."""
     classes = file.gpu_classes(gpus.built_in())
     records = [prices.ASSUMED_IMAGES_PER_SECOND.get(each.name) for each in classes]
@@ -157,7 +152,7 @@ def _assumed_speed(file: salad_file.FleetFile) -> scaler.Speed | None:
     known = [
         family.images_per_second(record, steps, rows) for record in records if record
     ]
-    return scaler.Speed(min(known), "assumed") if known else None
+    return Speed(min(known), "assumed") if known else None
 
 
 def _print_record(record: JSONDict) -> None:

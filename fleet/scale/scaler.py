@@ -115,10 +115,9 @@ class Scaler:
     @property
     def is_finished(self) -> bool:
         """True if the queue has been empty for long enough and no worker runs."""
-        is_empty = (
-            self._known is not None and self._known.empty_seconds >= SETTLE_SECONDS
-        )
-        return is_empty and self.running == 0
+        known = self._known
+        is_empty = known is not None and known.empty_seconds >= SETTLE_SECONDS
+        return is_empty and not self.running
 
     async def run(
         self, on_decision: Callable[[JSONDict], None], until_empty: bool

@@ -202,13 +202,8 @@ def _show_groups(source: SweepSource, *, as_json: bool) -> None:
         return
     console.print_plain(source.describe())
     console.print_plain(f"captions' SHA-256: {sweep.captions.sha256}")
-    shown = console.table(
-        console.name_column("group"),
-        console.number_column("guidance"),
-        console.name_column("sampler"),
-        console.number_column("steps"),
-        *map(console.name_column, ("model", "LoRA", "strength")),
-        rows=(list(dict(group).values()) for group in sweep.groups[:_SHOWN_GROUPS]),
-    )
+    columns = ["group", "guidance", "sampler", "steps", "model", "LoRA", "strength"]
+    rows = (dict(group).values() for group in sweep.groups[:_SHOWN_GROUPS])
+    shown = console.table(columns, rows=rows)
     console.print_tables("", shown)
     console.print_more(len(sweep.groups) - _SHOWN_GROUPS, "more")

@@ -180,7 +180,6 @@ def _show_different(
     records: Sequence[pairs.Record],
     undecided: Container[str],
 ) -> None:
-    names, numbers = console.name_column, console.number_column
     of_workers = (
         (
             each.worker or _NOBODY,
@@ -198,14 +197,11 @@ def _show_different(
         of_images.append(
             (pair.image, *drawn_by, console.number(pair.distance, 1), note)
         )
-    counts, drawn = (
-        map(numbers, ("pairs", "differ")),
-        map(names, ("image", "drawn by", "and by")),
-    )
+    drawn = ["image", "drawn by", "and by"]
     console.print_tables(
         "",
-        console.table(names("worker"), *counts, "verdict", rows=of_workers),
+        console.table(["worker"], ["pairs", "differ"], ["verdict"], rows=of_workers),
         "",
-        console.table(*drawn, numbers("distance"), "", rows=of_images),
+        console.table(drawn, ["distance"], [""], rows=of_images),
     )
     console.print_more(len(different) - len(of_images), "others (--json lists them)")

@@ -55,8 +55,7 @@ async def command(
     endpoint.check_url(url)
     secrets = endpoint.read_secrets(secret_file)
     registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
-    in_use = f"another `imagefleet webhooks` keeps the state {state}"
-    with console.only_one(state, in_use):
+    with console.only_one(state):
         console.check_writable(state)
         found = State.read(state, redaction.address(url), campaign)
         async with (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import aiohttp
+from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from fleet.webhooks.events import Event
 from imagefleet import concurrency, redaction
@@ -111,7 +111,7 @@ def check_url(url: str) -> None:
 class Endpoint:
     """The *clock* tells the time of each attempt, which receivers compare with theirs."""
 
-    session: aiohttp.ClientSession
+    session: ClientSession
     url: str
     secrets: Sequence[bytes]
     clock: Clock
@@ -128,12 +128,12 @@ class Endpoint:
                 data=body,
                 headers=headers,
                 allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
+                timeout=ClientTimeout(total=TIMEOUT_SECONDS),
             ) as response:
                 return _meaning(response.status, response.headers.get("Retry-After"))
         except TimeoutError:
             return Answer(f"no answer within {TIMEOUT_SECONDS:g} s")
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (ClientError, OSError, ValueError) as error:
             return Answer(redaction.reason(error))
 
 

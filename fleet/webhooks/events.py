@@ -21,6 +21,7 @@ from imagefleet.records.follower import Follower
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry.logs import log
+from imagefleet.validation import JSONDict
 
 #: The most images that an event names: with all of a large job it would be too large.
 MAX_IMAGES = 64
@@ -75,7 +76,7 @@ def job_ended(fleet: str, record: Record) -> Event | None:
     """The event of a record; None if the record ends no job."""
     # A record may be made up, and no job has more.
     is_real = len(metadata_json(record.metadata)) <= MAX_METADATA_BYTES
-    data: dict[str, JsonValue] = {
+    data: JSONDict = {
         "campaign": record.campaign,
         "id": record.id,
         "worker": record.worker,
@@ -120,9 +121,9 @@ def campaign_completed(
         "discarded",
         "pending",
     )
-    figures: dict[str, JsonValue] = {name: getattr(counts, name) for name in names}
+    figures: JSONDict = {name: getattr(counts, name) for name in names}
     kind = "campaign.completed"
-    data: dict[str, JsonValue] = {
+    data: JSONDict = {
         "campaign": campaign,
         **figures,
         "first_at": _text(counts.first_at) if counts.first_at else None,

@@ -10,11 +10,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-import typer
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
+from typer import Exit
 
 from cli import console, options
 from cli.options import option
@@ -72,17 +72,17 @@ def command(
         if len(gpus) > 1:
             # Each is this same command, and finds which GPU is its own in its environment.
             again = [sys.executable, *sys.orig_argv[1:]]
-            raise typer.Exit(console.run(parent.run_workers(settings, gpus, again)))
+            raise Exit(console.run(parent.run_workers(settings, gpus, again)))
         report = _run(settings)
     if report.stopped_by is not None:
         # With 0 a Kubernetes Job would not replace a worker that was evicted.
         was_terminated = report.stopped_by is signal.SIGTERM
-        raise typer.Exit(
+        raise Exit(
             console.EXIT_TERMINATED if was_terminated else console.EXIT_INTERRUPTED
         )
     # On SaladCloud, an exit code other than 0 says that the node is broken.
     if fail_on_failed and report.failed_jobs and salad.find_metadata() is None:
-        raise typer.Exit(console.EXIT_JOBS_FAILED)
+        raise Exit(console.EXIT_JOBS_FAILED)
 
 
 def _has_terminal(settings: WorkerSettings) -> bool:

@@ -4,8 +4,8 @@ The job's id follows from the key, so that every gateway finds it. Whoever creat
 of that name, sends the job; the others wait for it. A claim goes when its job has ended.
 """
 
-import asyncio
 import hashlib
+from asyncio import Queue
 from typing import NoReturn
 
 from gateway.clients import Client
@@ -41,7 +41,7 @@ class Claims:
     def __init__(self, storage: Storage, ledgers: Ledgers) -> None:
         self._storage = storage
         self._ledgers = ledgers
-        self._ended: asyncio.Queue[Ticket] = asyncio.Queue()
+        self._ended: Queue[Ticket] = Queue()
 
     async def take(self, ticket: Ticket) -> bool:
         """True if this gateway is to send the job; False: it was sent, or will be.

@@ -6,9 +6,10 @@ new; so a thousand that wait cost the storage what one does, and none that waits
 
 import asyncio
 import time
-import weakref
+from asyncio import Event, Lock
 from collections.abc import Collection
 from typing import NoReturn
+from weakref import WeakValueDictionary
 
 from gateway.clients import Client
 from gateway.jobs import claims
@@ -101,14 +102,14 @@ class Desk:
         )
         self._withdrawals = Withdrawals(fleet.storage, "gateway", self._forget)
         self._claims = Claims(fleet.storage, self._ledgers)
-        self._keyed: weakref.WeakValueDictionary[str, Ticket]
-        self._keyed = weakref.WeakValueDictionary()  # by the key of the job
+        self._keyed: WeakValueDictionary[str, Ticket]
+        self._keyed = WeakValueDictionary()  # by the key of the job
         self._unsent: list[Ticket] = []
         self._sending: list[Ticket] = []
         self._tickets: dict[str, Ticket] = {}  # by the key of the job
         self._watches: dict[str, Watch] = {}  # by campaign
-        self._has_unsent, self._has_waiting = asyncio.Event(), asyncio.Event()
-        self._looking = asyncio.Lock()
+        self._has_unsent, self._has_waiting = Event(), Event()
+        self._looking = Lock()
         self._look_at = self._looked_at = 0.0  # the next thorough look, and the last
         self._ages: dict[str, tuple[float, float]] = {}  # time and age, by queue
         self._active: dict[Client, float] = {}  # time of the last job
@@ -226,13 +227,8 @@ class Desk:
             ) from None
         finally:
             ticket.waiters -= 1
-            if not (ticket.waiters or ticket.is_kept):
-                self.drop(ticket)
-
-    def drop(self, ticket: Ticket, reason: str = "its client hung up") -> None:
-        """Withdraws a job that has not ended: nobody wants it any more."""
-        if not ticket.ended.done():
-            self._withdraw(ticket, reason)
+            if not (ticket.waiters or ticket.is_kept or ticket.ended.done()):
+                self._withdraw(ticket, "its client hung up")
 
     def interrupt(self, client: Client, most: int | None = None) -> None:
         """Withdraws all that the client waits for, or the first, and ends it by what is drawn."""

@@ -1,8 +1,8 @@
 """One job of a client, from its request to its end."""
 
-import asyncio
 import dataclasses
 import time
+from asyncio import Future
 from dataclasses import dataclass, field
 
 from gateway.clients import Client
@@ -23,7 +23,7 @@ class Ticket:
     priority: Priority
     #: Its name and what is known of it; None until it is in the queue.
     facts: JobFacts | None = None
-    ended: asyncio.Future[JobFacts] = field(default_factory=asyncio.Future)
+    ended: Future[JobFacts] = field(default_factory=Future)
     created_at: float = field(default_factory=time.monotonic)
     #: Time (monotonic seconds) at which its message was in the queue.
     sent_at: float = 0.0

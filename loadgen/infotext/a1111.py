@@ -172,7 +172,7 @@ def _hashes(text: str) -> dict[str, str]:
 def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
     """The units of ControlNet, and what of others is not drawn."""
     units = []
-    details: dict[int, dict[str, object]] = {}
+    details: dict[int, JSONDict] = {}
     for word, value in facts.items():
         extension, _, rest = word.partition(" ")
         if extension == "ControlNet" and rest.isdecimal():

@@ -163,28 +163,30 @@ def test_a_file_that_cannot_be_written_is_reported_before_the_work(
 
 
 def test_only_one_process_has_a_path_to_itself(tmp_path):
-    with console.only_one(tmp_path / "ledger", "the first"):
+    with console.only_one(tmp_path / "ledger"):
         with (
             pytest.raises(
-                errors.SetupError, match="the second: wait for it or end it first"
+                errors.SetupError, match="ledger: wait for it or end it first"
             ),
-            console.only_one(tmp_path / "ledger", "the second"),
+            console.only_one(tmp_path / "ledger"),
         ):
             pytest.fail("two at once")
-        with console.only_one(tmp_path / "another", "a third"):
+        with console.only_one(tmp_path / "another"):
             pass
-    with console.only_one(tmp_path / "ledger", "the next"):
+    with console.only_one(tmp_path / "ledger"):
         pass
     assert not list(tmp_path.iterdir())
 
 
 def test_a_path_by_another_name_is_the_same_path(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
-    with console.only_one(tmp_path / "ledger", "the first"):
+    with console.only_one(tmp_path / "ledger"):
         for other in (tmp_path / "link" / "ledger", tmp_path / "x" / ".." / "ledger"):
             with (
-                pytest.raises(errors.SetupError, match="the second"),
-                console.only_one(other, "the second"),
+                pytest.raises(
+                    errors.SetupError, match="another `imagefleet` is at work"
+                ),
+                console.only_one(other),
             ):
                 pytest.fail("two at once")
 

@@ -183,11 +183,11 @@ def test_a_file_without_jobs_is_reported(
 def test_a_load_that_runs_already_is_not_begun_again(
     in_process: Imagefleet, template: Path, tmp_path
 ):
-    with console.only_one(tmp_path / "t.yaml.jobs", "the first"):
+    with console.only_one(tmp_path / "t.yaml", "jobs"):
         second = in_process("load", "t.yaml")
         elsewhere = in_process("load", "t.yaml", "--queue", "other")
 
-    assert_refused(second, "another `imagefleet load` is at work")
+    assert_refused(second, "another `imagefleet` is at work with t.yaml")
     assert elsewhere.returncode == console.EXIT_DONE
     refused = in_process("load", "t.yaml")
     assert "sent before, but there is no queue" in refused.stderr

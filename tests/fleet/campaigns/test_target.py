@@ -46,10 +46,7 @@ def test_what_is_no_name_is_refused(text: str):
         target.read(text)
 
 
-def test_a_job_is_not_taken_for_a_campaign_nor_a_campaign_for_a_job():
-    assert target.job("spring/0001") == ("spring", "0001")
-    with pytest.raises(errors.SetupError, match="such as default/0001"):
-        target.job("0001")
+def test_a_job_is_not_taken_for_a_campaign():
     with pytest.raises(errors.SetupError, match="give its campaign, spring"):
         target.campaign("spring/0001")
 

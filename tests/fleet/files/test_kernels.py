@@ -83,7 +83,7 @@ def test_other_kernels_for_the_same_gpu_are_replaced_only_if_asked(
 
     assert_refused(
         in_process("files", "add", "kernels", "kernels", *flags),
-        "is other kernels for this GPU: --replace",
+        "kernels are put in its place with --replace",
     )
 
     replaced = in_process("files", "add", "kernels", "kernels", "--replace", *flags)

@@ -74,7 +74,7 @@ def test_a_checkpoint_is_stored_under_its_name_with_the_workers_flags(
         ("dreams.safetensors", "SD 1.x", sha256(content))
     ]
     assert (
-        "dreams.safetensors  SD 1.x"
+        "dreams.safetensors  0.0  SD 1.x"
         in in_process("files", "list", "model", *flags).stdout
     )
 

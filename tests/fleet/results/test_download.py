@@ -200,7 +200,7 @@ async def test_only_one_process_downloads_to_a_folder(
             )
 
     assert result.returncode == 2
-    assert "images is being downloaded to: wait for it or end it first" in result.stderr
+    assert "images: wait for it or end it first" in result.stderr
 
 
 async def test_a_download_that_is_interrupted_leaves_whole_files(

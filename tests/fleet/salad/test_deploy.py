@@ -76,10 +76,10 @@ def test_a_creation_whose_answer_is_lost_happens_once(
 def test_a_second_apply_of_a_file_is_told_and_ends(
     salad: Any, in_process: Imagefleet, tmp_path
 ):
-    with console.only_one(tmp_path / "fleet.yaml", "the first one"):
+    with console.only_one(tmp_path / "fleet.yaml"):
         assert_refused(
             in_process("deploy", "apply", "--yes"),
-            "another `imagefleet deploy apply` is at work with fleet.yaml",
+            "another `imagefleet` is at work with fleet.yaml",
         )
     assert salad.count("POST") == 0
 

@@ -76,12 +76,12 @@ def test_a_gpu_class_with_too_little_memory_is_refused(tmp_path):
         (
             "environment:\n",
             "environment:\n  IMAGEFLEET_MODEL: /m\n",
-            "is what `models` says",
+            "IMAGEFLEET_MODEL does not go with these `models`",
         ),
         (
             "environment:\n",
             f"environment:\n  IMAGEFLEET_MODEL_SHA256: {'a' * 64}\n",
-            "one model",
+            "does not go with these `models`",
         ),
         (
             TWO,

@@ -419,14 +419,12 @@ def test_two_scalers_with_one_ledger_are_refused(
     monkeypatch.setattr(
         logs, "configure", lambda _: None
     )  # it would affect later tests
-    with console.only_one(tmp_path / "sd15-batch-scale.json", "the first"):
+    with console.only_one(tmp_path / "sd15-batch-scale.json"):
         ended = in_process(
             "scale", "--dollars-per-hour", "1", "--max-dollars", "5", "--once", "--yes"
         )
 
-    assert_refused(
-        ended, "another `imagefleet scale` keeps the state sd15-batch-scale.json"
-    )
+    assert_refused(ended, "another `imagefleet` is at work with sd15-batch-scale.json")
     assert not salad.requests
 
 

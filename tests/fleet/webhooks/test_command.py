@@ -184,6 +184,6 @@ def test_a_receiver_that_is_gone_ends_the_service(
 
 
 def test_only_one_service_has_the_state(jobs: Path, in_process: Imagefleet):
-    with console.only_one(jobs / "webhooks.json", "this test"):
+    with console.only_one(jobs / "webhooks.json"):
         ended = in_process(*URL)
-    assert_refused(ended, "another `imagefleet webhooks` keeps the state")
+    assert_refused(ended, "another `imagefleet` is at work with")
