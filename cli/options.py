@@ -36,7 +36,7 @@ from imagefleet import redaction, validation
 from imagefleet.errors import SetupError
 from imagefleet.storage.settings import Priority, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
-from imagefleet.validation import JSONObject
+from imagefleet.validation import JSONDict, JSONObject
 
 PREFIX = "IMAGEFLEET_"
 
@@ -209,7 +209,8 @@ def read(model: type[Settings], given: JSONObject) -> Settings:
             for name, value in given.items()
             if value not in (None, "", [])
         }
-        return model(**(by_setting(model, os.environ, PROJECT_SETTINGS) | flags))
+        settings: JSONDict = {**by_setting(model, os.environ, PROJECT_SETTINGS)}
+        return model(**settings | flags)
     except ValidationError as error:
         lines = [
             _complaint(model, detail) for detail in error.errors(include_url=False)

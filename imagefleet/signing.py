@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from imagefleet import errors
+from imagefleet.errors import SetupError, UntrustedJobError
+from imagefleet.validation import JSONObject
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -88,21 +89,19 @@ class SigningKey:
                 text = file.read(_MAX_FILE_BYTES)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is no path"
-            raise errors.SetupError(
-                f"{setting}: the file cannot be read: {reason}"
-            ) from None
+            raise SetupError(f"{setting}: the file cannot be read: {reason}") from None
         try:
             key = serialization.load_pem_private_key(text, password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm):
             key = None
         if not isinstance(key, Ed25519PrivateKey):
-            raise errors.SetupError(
+            raise SetupError(
                 f"{setting}: the file is not an Ed25519 private key in PEM without a password;"
                 " `imagefleet keys mint signing` makes one"
             )
         return cls(key)
 
-    def sign(self, purpose: str, fields: Mapping[str, Any]) -> str:
+    def sign(self, purpose: str, fields: JSONObject) -> str:
         """The signature of *fields*; it is not valid for another *purpose*."""
         return base64.b64encode(self._key.sign(_signed_bytes(purpose, fields))).decode()
 
@@ -130,9 +129,7 @@ class TrustedKeys:
                 " with commas between"
             ) from None
 
-    def accept(
-        self, purpose: str, fields: Mapping[str, Any], signature: object
-    ) -> bool:
+    def accept(self, purpose: str, fields: JSONObject, signature: object) -> bool:
         """True if one of the keys has signed *fields* for that *purpose*."""
         from cryptography.exceptions import InvalidSignature
 
@@ -160,10 +157,10 @@ def trusted_keys(text: str | None) -> TrustedKeys | None:
 class Scope:
     """The place a job is signed for, or taken from: a fleet's storage, its queue, and its clock."""
 
+    #: The storage's name, the same for all who use it, whatever address they reach it by.
     fleet: Callable[[], str]
-    """The storage's name, the same for all who use it, whatever address they reach it by."""
+    #: The queue of normal priority of jobs without a model: jobs move between it and the others.
     queue: str
-    """The queue of normal priority of jobs without a model: jobs move between it and the others."""
     now: Callable[[], datetime]
 
 
@@ -174,7 +171,7 @@ class JobSigner:
     key: SigningKey
     scope: Scope
 
-    def sign(self, fields: Mapping[str, Any]) -> dict[str, str]:
+    def sign(self, fields: JSONObject) -> dict[str, str]:
         """The field `signature` of the job with these *fields*."""
         until = self.scope.now() + SIGNED_FOR
         terms = {
@@ -193,12 +190,12 @@ class TrustedJobs:
     """The jobs that are taken: signed with one of the *keys* for this fleet, queue and time."""
 
     keys: TrustedKeys
+    #: None accepts jobs of any fleet, queue and time: those that were drawn.
     scope: Scope | None
-    """None accepts jobs of any fleet, queue and time: those that were drawn."""
+    #: True accepts jobs whose date has passed, too, to sign them again.
     at_any_time: bool = False
-    """True accepts jobs whose date has passed, too, to sign them again."""
 
-    def check(self, fields: Mapping[str, Any], signature: object) -> None:
+    def check(self, fields: JSONObject, signature: object) -> None:
         """Raises UntrustedJobError; reads nothing else of a job that is not signed."""
         if signature is None:
             why = "is not signed with the trusted key: it carries no signature"
@@ -221,7 +218,7 @@ class TrustedJobs:
         elif until > self.scope.now() + LONGEST:
             why = f"is signed until {terms['until'][:40]}: {LONGEST.days} days are the most"
         elif until <= self.scope.now() and not self.at_any_time:
-            error = errors.UntrustedJobError(
+            error = UntrustedJobError(
                 f"the job's signature held until {terms['until'][:40]}: `imagefleet replay` with"
                 " IMAGEFLEET_SIGNING_KEY signs it again"
             )
@@ -229,14 +226,12 @@ class TrustedJobs:
             raise error
         else:
             return
-        raise errors.UntrustedJobError(
+        raise UntrustedJobError(
             f"the job {why}. If it is yours, send it again with IMAGEFLEET_SIGNING_KEY; else"
             " discard it"
         )
 
-    def _terms(
-        self, fields: Mapping[str, Any], signature: object
-    ) -> dict[str, str] | None:
+    def _terms(self, fields: JSONObject, signature: object) -> dict[str, str] | None:
         """The terms that one of the keys has signed *fields* with; None: none has."""
         if not isinstance(signature, dict) or signature.keys() != _TERMS | {_ED25519}:
             return None
@@ -270,5 +265,5 @@ def _moment(text: str) -> datetime | None:
         return None
 
 
-def _signed_bytes(purpose: str, fields: Mapping[str, Any]) -> bytes:
+def _signed_bytes(purpose: str, fields: JSONObject) -> bytes:
     return f"imagefleet {purpose} 1\n{CANONICAL.encode(fields)}".encode("ascii")

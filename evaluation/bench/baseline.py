@@ -60,9 +60,9 @@ class PlainDiffusers:
             "unet": loaded.unet,
             "scheduler": self._scheduler("euler_ancestral"),
         }
-        self._pipeline: Any
+        self.pipeline: Any
         if second := loaded.text_encoders.get("text_encoder_2"):
-            self._pipeline = StableDiffusionXLPipeline(
+            self.pipeline = StableDiffusionXLPipeline(
                 **parts,
                 text_encoder_2=second,
                 tokenizer_2=loaded.tokenizer,
@@ -70,10 +70,10 @@ class PlainDiffusers:
             )
         else:
             unused = {"safety_checker": None, "feature_extractor": None}
-            self._pipeline = StableDiffusionPipeline(
+            self.pipeline = StableDiffusionPipeline(
                 **parts, **unused, requires_safety_checker=False
             )
-        self._pipeline.set_progress_bar_config(disable=True)
+        self.pipeline.set_progress_bar_config(disable=True)
 
     def use_loras(self, loras: Sequence[contract.Lora]) -> None:
         """Activates exactly these LoRAs; used ones stay in memory.
@@ -81,7 +81,7 @@ class PlainDiffusers:
         Without any, all are unloaded and the model is as if there never were any.
         """
         if not loras:
-            self._pipeline.unload_lora_weights()
+            self.pipeline.unload_lora_weights()
             self._adapters.clear()
             return
         for lora in loras:
@@ -90,7 +90,7 @@ class PlainDiffusers:
                 with warnings.catch_warnings():
                     # A second adapter in one model is intended.
                     warnings.filterwarnings("ignore", "Already found a `peft_config`")
-                    self._pipeline.load_lora_weights(
+                    self.pipeline.load_lora_weights(
                         load_file(lora.path), adapter_name=name
                     )
         names = [self._adapters[lora.path] for lora in loras]
@@ -98,7 +98,7 @@ class PlainDiffusers:
             {"text_encoder": lora.text_encoder_weight, "unet": lora.unet_weight}
             for lora in loras
         ]
-        self._pipeline.set_adapters(names, weights)
+        self.pipeline.set_adapters(names, weights)
 
     def draw(self, requests: Sequence[contract.ImageRequest]) -> list[contract.Pixels]:
         """Draws requests that differ only in prompts and seeds, with the active LoRAs.
@@ -109,8 +109,8 @@ class PlainDiffusers:
             SetupError: their sampler has no scheduler here.
         """
         first = requests[0]
-        self._pipeline.scheduler = self._scheduler(first.sampler)
-        drawn = self._pipeline(
+        self.pipeline.scheduler = self._scheduler(first.sampler)
+        drawn = self.pipeline(
             [request.prompt for request in requests],
             negative_prompt=[request.negative_prompt for request in requests],
             num_inference_steps=first.steps,

@@ -80,7 +80,7 @@ def _measure_latency(asked: BenchOptions) -> dict[str, Any]:
 
 
 def _show_latency(report: Mapping[str, Any]) -> None:
-    figures = ["images at once", "seconds", "diffusers", "over diffusers"]
+    numbers = ("images at once", "seconds", "diffusers", "over diffusers")
     names = ("seconds", "diffusers_seconds", "over_diffusers")
     rows = [
         (images, *(f"{report[name][images]:.2f}" for name in names))
@@ -88,7 +88,7 @@ def _show_latency(report: Mapping[str, Any]) -> None:
     ]
     what = "{hardware[device]}: {model}, {width}x{height}, {steps} steps of {sampler}"
     console.print_plain(what.format_map(report))
-    console.print_tables(console.table([], figures, rows=rows))
+    console.print_tables(console.table((), numbers, rows=rows))
 
 
 def _measure(asked: BenchOptions) -> dict[str, Any]:

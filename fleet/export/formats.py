@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from imagefleet import sweep
 from imagefleet.files import pack
 from imagefleet.records import columns
 from imagefleet.records.record import Record
+from imagefleet.validation import JSONDict
 
 #: Columns of an export that are fields of a result under the same name.
 FIELDS = (
@@ -44,8 +44,8 @@ FIELDS = (
 class Sample:
     """A verified image with its record."""
 
+    #: The key that img2dataset makes: the digits of the shard, then those of the sample.
     key: str
-    """The key that img2dataset makes: the digits of the shard, then those of the sample."""
     record: Record
     data: bytes
 
@@ -53,7 +53,7 @@ class Sample:
     def name(self) -> str:
         return (self.record.blob or "").rpartition("/")[2]
 
-    def row(self, address: columns.Address) -> dict[str, Any]:
+    def row(self, address: columns.Address) -> JSONDict:
         result = columns.row(self.record, address)
         return {
             "url": result["address"],

@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import (
@@ -23,6 +23,7 @@ from imagefleet.errors import SetupError
 from imagefleet.files import picture
 from imagefleet.records.pictures import Fault, Picture
 from imagefleet.records.record import Record
+from imagefleet.validation import JSONDict
 
 if TYPE_CHECKING:
     from c2pa import Context, Signer
@@ -73,8 +74,8 @@ _SETTINGS = {
 class Credentials:
     """Signs pictures with a publisher's key."""
 
+    #: What a picture's receipt has of its record.
     fields: tuple[str, ...]
-    """What a picture's receipt has of its record."""
     _signer: Signer
     _context: Context
 
@@ -127,7 +128,7 @@ class Credentials:
         facts = {"size_bytes": len(made), "sha256": sha256}
         return found._replace(data=made, record=record.model_copy(update=facts))
 
-    def _manifest(self, record: Record, hashes: dict[str, str]) -> dict[str, Any]:
+    def _manifest(self, record: Record, hashes: dict[str, str]) -> JSONDict:
         receipt = record.model_dump(
             mode="json", include={*self.fields}, exclude_none=True
         )

@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fleet.export.formats import Sample
 from fleet.export.plan import MANIFEST, Manifest, Shard
-from imagefleet import errors, sweep, validation
+from imagefleet import sweep, validation
+from imagefleet.errors import JobError, SetupError
 from imagefleet.files import pack, picture
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job, is_signed, read_job
 from imagefleet.records import columns
 from imagefleet.records.record import Record, of_job
 from imagefleet.signing import TrustedJobs, TrustedKeys
+from imagefleet.validation import JSONDict, JSONObject
 
 #: Faults that are named; the others are counted.
 MOST_NAMED = 1_000
@@ -49,13 +51,13 @@ class Fault:
 class Verdict:
     """The result of a verification."""
 
+    #: True if the manifest is signed with a trusted key.
     is_sealed: bool = False
-    """True if the manifest is signed with a trusted key."""
     pictures: int = 0
+    #: Pictures whose jobs are signed with a trusted key.
     signed_jobs: int = 0
-    """Pictures whose jobs are signed with a trusted key."""
+    #: Pictures whose files do not hold their jobs, which only their records tell.
     without_job: int = 0
-    """Pictures whose files do not hold their jobs, which only their records tell."""
     fault_count: int = 0
     faults: list[Fault] = field(default_factory=list)
 
@@ -104,7 +106,7 @@ class Verifier:
         if path.exists() and not (
             path.is_file() and path.stat().st_size <= _MAX_MANIFEST_BYTES
         ):
-            raise errors.SetupError(f"{path} is no manifest")
+            raise SetupError(f"{path} is no manifest")
         manifest = validation.read_file(
             Manifest, path, "is no manifest of this version"
         )
@@ -112,7 +114,7 @@ class Verifier:
             sorted(each.name for each in self.folder.glob("*.tar"))
         )
         if manifest is None and not shards:
-            raise errors.SetupError(f"{self.folder} has no {MANIFEST}, and no packs")
+            raise SetupError(f"{self.folder} has no {MANIFEST}, and no packs")
         self._loras: Mapping[str, str] = {}
         if manifest is not None:
             self._check_signature(manifest)
@@ -175,7 +177,7 @@ class Verifier:
                 if (line := records.pop(key, None)) is None:
                     raise _FaultError("has no record")  # noqa: TRY301 - told as all others
                 self._check(key, Record.read(line), files, file, is_sealed=is_sealed)
-            except (_FaultError, errors.JobError) as fault:
+            except (_FaultError, JobError) as fault:
                 self.verdict.add(name, key, str(fault))
             self.on_picture()
         for key in records:
@@ -268,7 +270,7 @@ def _read(file: io.BufferedReader, place: _Place, most: int) -> bytes:
     return file.read(place.size)
 
 
-def _object(text: bytes) -> dict[str, Any]:
+def _object(text: bytes) -> JSONDict:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -281,7 +283,7 @@ def _object(text: bytes) -> dict[str, Any]:
 def _check_columns(sample: Sample, text: bytes) -> None:
     """Raises _FaultError if the columns beside a picture are not those of its record."""
     told = _object(text)
-    known: Mapping[str, Any] = columns.sample(sample.record)
+    known: JSONObject = columns.sample(sample.record)
     if "url" in told:  # the address alone is not the record's
         row = sample.row(lambda _: str(told["url"]))
         row["sha256"] = sample.record.sha256  # which its file was compared with

@@ -10,7 +10,8 @@ from datetime import datetime
 from typing import Literal
 
 from cli.target import Target
-from imagefleet import concurrency, errors, likeness
+from imagefleet import concurrency, likeness
+from imagefleet.errors import UnusableFileError
 from imagefleet.files import picture
 from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import CHECKS, COMPARABLE_STEPS
@@ -27,6 +28,8 @@ CONCURRENCY = 16
 #: An image without a worker's record: no worker stored it.
 NO_RECORD = ""
 
+#: `not_there`: the image is not drawn yet; `few_steps`: it may come out different rightly;
+#: `unproven`: anybody with a token may have stored the second drawing.
 Result = Literal[
     "alike",
     "different",
@@ -37,8 +40,6 @@ Result = Literal[
     "other_job",
     "unproven",
 ]
-"""`not_there`: the image is not drawn yet; `few_steps`: it may come out different rightly;
-`unproven`: anybody with a token may have stored the second drawing."""
 
 RESULTS: Mapping[Result, str] = {
     "alike": "pairs alike",
@@ -58,15 +59,15 @@ class Pair:
 
     image: str
     second: str
+    #: The worker of the image, and that of the second drawing.
     workers: tuple[str, str]
-    """The worker of the image, and that of the second drawing."""
+    #: The time at which the second drawing was stored.
     drawn_at: datetime
-    """The time at which the second drawing was stored."""
     result: Result = "not_there"
     distance: float | None = None
     note: str | None = None
+    #: The second drawing's job, of which the image must be, too.
     digest: str | None = None
-    """The second drawing's job, of which the image must be, too."""
 
 
 async def listed(
@@ -159,7 +160,7 @@ async def _compare(
 async def _read(storage: Storage, spot: Spot) -> bytes | None:
     try:
         return await pictures.read(storage, spot)
-    except errors.UnusableFileError:  # too large for an image
+    except UnusableFileError:  # too large for an image
         return b"too large"
 
 

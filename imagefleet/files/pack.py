@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job.message import SUFFIXES
 from imagefleet.records import columns
 from imagefleet.records.record import Record
@@ -173,7 +173,7 @@ def _records_in(name: str, lines: bytes) -> Contents:
     """The records in the first member of a pack; raises ValueError for what is none."""
     try:
         found = list(map(Record.read, lines.strip().split(b"\n")))
-    except errors.JobError as error:
+    except JobError as error:
         raise ValueError(error.message) from None
     records = [record for record in found if record.pack == name]
     ends = [record for record in found if record.pack is None]

@@ -10,7 +10,8 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from imagefleet import errors, signing
+from imagefleet import signing
+from imagefleet.errors import SetupError
 from imagefleet.redaction import WebAddress
 
 LOCAL_SCHEME = "local:"
@@ -64,7 +65,7 @@ def checked_priority(text: str) -> Priority:
     """Raises SetupError for what is no priority."""
     if text in PRIORITIES:
         return text
-    raise errors.SetupError(
+    raise SetupError(
         f"the priority {text[:80]!r} is not one of {', '.join(PRIORITIES)}"
     )
 
@@ -78,7 +79,7 @@ def job_queue(base: str, model: str | None = None, priority: str = "normal") -> 
     """
     if model is not None:
         if len(base) > MAX_BASE_CHARACTERS:
-            raise errors.SetupError(
+            raise SetupError(
                 f"the queue name {base!r} is too long for jobs that name a model: --queue should"
                 f" have {MAX_BASE_CHARACTERS} characters at most"
             )

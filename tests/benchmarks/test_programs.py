@@ -86,6 +86,17 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "figures.json",
     ),
     "fleet_sim.py": ("--warm-up",),
+    "ladder/measure.py": (
+        "--tiny",
+        "--dollars-per-hour",
+        "1",
+        "--seconds",
+        "0.5",
+        "--out",
+        "ladder.json",
+        "--picture",
+        "ladder.svg",
+    ),
     "library/measure.py": (*TINY, "--pairs", "1", "--slots", "2"),
     "library/strangers.py": (
         "--seconds",
@@ -112,6 +123,8 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 ELSEWHERE = {
     "bundles/measure.py": "benchmarks/test_bundles.py",
     "engine.py": "benchmarks/test_documented_commands.py",
+    "kept/verify.py": "benchmarks/test_kept.py",
+    "latency.py": "evaluation/bench/test_bench.py",  # `bench latency`, twice
     "first_minute/measure.py": "benchmarks/test_first_minute.py",
     "first_minute/row.py": "benchmarks/test_first_minute.py",  # `measure.py` starts it
     "rows/engine.py": "benchmarks/test_documented_commands.py",  # `engine.py` starts it

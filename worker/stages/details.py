@@ -17,8 +17,8 @@ from worker.engine.contract import ImageRequest, Pixels
 from worker.files.library import FileLibrary
 from worker.inputs import detectors, img2img
 
+#: Draws a part that the detector of this number found.
 Draw = Callable[[ImageRequest, int], Awaitable[Pixels]]
-"""Draws a part that the detector of this number found."""
 
 _Prompts = tuple[Prompt | None, Prompt | None]
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from imagefleet import errors
+from imagefleet.errors import TransientError
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
@@ -40,8 +40,8 @@ MAX_RECORDS = 256
 #: Jobs that may wait here in an outage before uploads wait, too.
 MAX_WAITING = 2048
 
-Finish = Callable[[errors.TransientError | None], Awaitable[object]]
-"""Ends a job after its records are stored, or after the error that kept them from being."""
+#: Ends a job after its records are stored, or after the error that kept them from being.
+Finish = Callable[[TransientError | None], Awaitable[object]]
 
 
 def flush_seconds(lease_seconds: float, *, is_local: bool) -> float:
@@ -57,10 +57,10 @@ class PendingRecords:
     records: list[Record]
     again: list[Record]
     finish: Finish
+    #: Jobs that end so; several of a bundle.
     jobs: int = 1
-    """Jobs that end so; several of a bundle."""
-    error: errors.TransientError | None = None
-    """Error of the last attempt to store the records; None before one failed."""
+    #: Error of the last attempt to store the records; None before one failed.
+    error: TransientError | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -70,11 +70,11 @@ class RecordStage:
     log: RecordLog
     metrics: WorkerMetrics
     flush_seconds: float
+    #: The jobs in flight; those that wait here are among them.
     in_flight: Collection[InFlightJob]
-    """The jobs in flight; those that wait here are among them."""
     storage: Storage
+    #: Jobs that are done but for their records and the end of their messages.
     jobs: int = field(default=0, init=False)
-    """Jobs that are done but for their records and the end of their messages."""
     _waiting: list[PendingRecords] = field(default_factory=list, init=False)
     _records: int = field(default=0, init=False)  # of those that wait
     _due_at: float = field(default=math.inf, init=False)  # of the first of them
@@ -160,7 +160,7 @@ class RecordStage:
         self._records, self._due_at = 0, math.inf
         return taken
 
-    async def _write(self, batch: list[PendingRecords]) -> errors.TransientError | None:
+    async def _write(self, batch: list[PendingRecords]) -> TransientError | None:
         records: list[Record] = []
         again: list[Record] = []
         for pending in batch:
@@ -173,7 +173,7 @@ class RecordStage:
             with self.metrics.stage_seconds["record"].time():
                 await self.log.add(records)
                 await self.log.add(again, again=True)
-        except errors.TransientError as error:
+        except TransientError as error:
             return error
         return None
 
