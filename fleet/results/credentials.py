@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -118,9 +118,9 @@ class Credentials:
                 kind = str(image.format).lower()
                 hashes = picture.lora_hashes(picture.parameters(image, _MAX_TEXT))
             manifest = json.dumps(self._manifest(record, hashes))
-            signed = io.BytesIO()
+            signed = BytesIO()
             with c2pa.Builder(manifest, self._context) as builder:
-                builder.sign(self._signer, f"image/{kind}", io.BytesIO(data), signed)
+                builder.sign(self._signer, f"image/{kind}", BytesIO(data), signed)
         except (picture.DamagedImageError, c2pa.C2paError):
             return "misfit"  # as recorded, and no picture
         made = signed.getvalue()

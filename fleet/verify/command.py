@@ -7,7 +7,7 @@ from dataclasses import asdict, astuple
 from datetime import datetime
 from pathlib import Path
 
-import typer
+from typer import Exit
 
 from cli import console, options, target
 from cli.options import argument, option
@@ -112,7 +112,7 @@ async def command(
                     f"{console.counted(kept, 'worker')} not added: others draw some images alike"
                 )
     if different:
-        raise typer.Exit(console.EXIT_IMAGES_WRONG)
+        raise Exit(console.EXIT_IMAGES_WRONG)
 
 
 def _folder_of(text: str | None, *, is_only: bool) -> Path | None:
@@ -158,7 +158,7 @@ async def _verify_export(
             "without --trusted-key: the files agree with each other, whoever made them"
         )
     if verdict.fault_count:
-        raise typer.Exit(console.EXIT_IMAGES_WRONG)
+        raise Exit(console.EXIT_IMAGES_WRONG)
 
 
 def _show_counts(counts: Counter[pairs.Result]) -> None:
