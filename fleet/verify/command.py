@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
-from typer import Exit
+from typer import Argument, Exit
 
 from cli import console, options, target
 from cli.options import option
@@ -24,7 +24,7 @@ _NOBODY = "(none: no worker's record)"
 
 _JobsOrExport = Annotated[
     str | None,
-    typer.Argument(
+    Argument(
         metavar="CAMPAIGN[/ID]|EXPORT",
         help="Only this campaign, or this one of its jobs; or the folder of an export.",
     ),
