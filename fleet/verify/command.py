@@ -37,7 +37,7 @@ async def command(
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Names workers that draw wrong, by second drawings of jobs; or checks an export offline.
+    """Names workers that draw wrong, or checks an export offline.
 
     `imagefleet load --verify-share` has some jobs drawn by two workers; a drawing whose name was
     taken is kept, too. A worker is named when pairs with two others speak against it: a single
