@@ -4,7 +4,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from imagefleet.telemetry.logs import log
-from worker.engine import contract, phases
+from worker.engine import phases
+from worker.engine.contract import Engine
 
 #: Seconds of a full engine's ticks, with nothing left to compile, that tell its full speed: more
 #: than two rounds of all slots on a slow card.
@@ -63,7 +64,7 @@ class GpuClock:
             return 0.0
         return max(0.0, 1 - self.busy_seconds / (self.last_at - self.first_at))
 
-    def note_image(self, engine: contract.Engine, now: float) -> None:
+    def note_image(self, engine: Engine, now: float) -> None:
         """Notes a job's first image, and its first at full speed; not to be called after that."""
         after = f"{now - self.began_at:.1f} s after the start"
         is_compiling = getattr(engine, "is_compiling", False)
@@ -80,9 +81,7 @@ class GpuClock:
                 phases=phases.seconds.copy(),
             )
 
-    def note_full_tick(
-        self, engine: contract.Engine, row_pixels: int, seconds: float
-    ) -> None:
+    def note_full_tick(self, engine: Engine, row_pixels: int, seconds: float) -> None:
         """Adds a tick that drew with a full engine; not needed while nothing is measured."""
         if self.paces is None:
             return
