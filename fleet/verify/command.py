@@ -6,11 +6,12 @@ from collections.abc import Container, Sequence
 from dataclasses import asdict, astuple
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
-from typer import Exit
+from typer import Argument, Exit
 
 from cli import console, options, target
-from cli.options import argument, option
+from cli.options import option
 from fleet.export.plan import MANIFEST
 from fleet.verify import export, pairs
 from fleet.verify.pairs import Pair
@@ -21,14 +22,19 @@ from worker.node import quarantine as quarantining
 _NOBODY = "(none: no worker's record)"
 
 
+_JobsOrExport = Annotated[
+    str | None,
+    Argument(
+        metavar="CAMPAIGN[/ID]|EXPORT",
+        help="Only this campaign, or this one of its jobs; or the folder of an export.",
+    ),
+]
+
+
 @options.flat
 async def command(
     settings: SignerSettings,
-    job: str | None = argument(
-        "Only this campaign, or this one of its jobs; or the folder of an export.",
-        None,
-        metavar="CAMPAIGN[/ID]|EXPORT",
-    ),
+    job: _JobsOrExport = None,
     since: datetime | None = options.moment("Only what was stored since then"),
     quarantine: bool = option(
         "Add those of which no drawing is alike to quarantine.json: they lease no more jobs.",
