@@ -247,7 +247,7 @@ def test_an_identity_is_told_azures_role(resource: Any, letter: str, role: str):
     credential = Credential(resource, is_identity=True)
     text = sentence(credential, letter, "AuthorizationPermissionMismatch")
     assert text.startswith("the pod's identity may not ")
-    assert f"assign it Azure's '{role}'" in text
+    assert f"assign it the Azure role '{role}'" in text
     assert "imagefleet keys" not in text
 
 
