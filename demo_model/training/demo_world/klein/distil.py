@@ -1,8 +1,8 @@
 """Four steps without guidance: each stands for several guided ones of the base.
 
-As in progressive distillation (Salimans and Ho, https://arxiv.org/abs/2202.00512), piece by piece of
-klein's own schedule (PeRFlow, Yan et al., 2024). Half of the pictures go on from the student's own
-step, so that it learns to mend its errors.
+As in progressive distillation (Salimans and Ho, https://arxiv.org/abs/2202.00512), piece by piece
+of klein's own schedule (PeRFlow, Yan et al., 2024). Half of the pictures go on from the student's
+own step, so that it learns to mend its errors.
 """
 
 import torch
@@ -38,7 +38,7 @@ class DistilTask:
         least_pictures: int,
         placed: Placed | None = None,
     ) -> None:
-        """*pictures* give their captions alone. *placed*: the student's adapter, if it is frozen."""
+        """*pictures* give their captions alone; *placed*: an adapter of a student that is frozen."""
         self._pictures, self._least = pictures, least_pictures
         self._teacher, self._student = teacher, student
         self._encoder, self._empty = encoder, empty
@@ -108,9 +108,10 @@ class DistilTask:
         """Text states [STEPS, size, T, width], and latents at the end of each piece."""
         steps, size = self._latents.shape[:2]
         with schedule.autocast(self._latents.device):
-            states = self._encoder(self._ids.flatten(0, 1), plan)
-            nothing = self._encoder(self._empty, plan).expand(size, -1, -1)
-            states = states.unflatten(0, (steps, size))
+            ids = torch.cat([self._ids.flatten(0, 1), self._empty])
+            captioned, nothing = self._encoder(ids, plan).split([steps * size, 1])
+            states = captioned.unflatten(0, (steps, size))
+            nothing = nothing.expand(size, -1, -1)
             ends = [
                 self._guided_end(piece, torch.cat([states[piece], nothing]), plan)
                 for piece in range(steps)

@@ -44,8 +44,11 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Pictures [N, 128, 128, 3], token ids [N, CAPTIONS_EACH, LONG_TOKENS] padded with *pad*,
-    and labels [N, 2, LABEL_CELLS, LABEL_CELLS]: object and colour, 0 for none."""
+    """N scenes.
+
+    images: [N, 128, 128, 3]; ids: [N, CAPTIONS_EACH, LONG_TOKENS], padded; labels: [N, 2,
+    LABEL_CELLS, LABEL_CELLS], object and colour, 0 for none.
+    """
 
     images: NDArray[np.uint8]
     ids: NDArray[np.int16]
@@ -97,7 +100,9 @@ class OpenCaptionWriter:
         groups = captions.describe_scene(scene, rng)
         fillers = captions.filler(rng, words, list(self.settings.words))
         split = rng.choice((0, 0, 1, len(fillers), rng.randint(0, len(fillers))))
-        listed = [[f] for f in fillers[:split]] + groups + [[f] for f in fillers[split:]]
+        listed = (
+            [[f] for f in fillers[:split]] + groups + [[f] for f in fillers[split:]]
+        )
         text = ", ".join(map(_joined, listed))
         return text[0].upper() + text[1:] if rng.random() < _CAPITAL_SHARE else text
 

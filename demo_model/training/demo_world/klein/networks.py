@@ -1,8 +1,8 @@
 """The demo's klein: FLUX.2-klein's architecture, a thousandth of its size, and its files.
 
 Transformer, autoencoder, Qwen3 encoder and scheduler are klein's, so that diffusers'
-`Flux2KleinPipeline` loads the folder. Klein takes the states of a quarter, a half and three quarters
-of its encoder's layers; so does this one.
+`Flux2KleinPipeline` loads the folder. Klein takes the states of a quarter, a half and three
+quarters of its encoder's layers; so does this one.
 """
 
 import json

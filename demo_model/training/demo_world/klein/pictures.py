@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 from multiprocessing.pool import AsyncResult, Pool, ThreadPool
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,9 @@ from demo_world import captions
 from demo_world.klein import drawing, networks
 from demo_world.klein.drawing import Block, CaptionWriter, Drawing
 from demo_world.training import schedule, train_vae
-from imagefleet.job import clip
+
+#: Of CLIP: words that mean nothing in this world are taken from it.
+_VOCABULARY = Path(__file__).parents[4] / "imagefleet/job/clip_tokenizer/vocab.json"
 
 #: Blocks of the first drawing that are drawn before those of the others.
 _FIRST_BLOCKS = 40
@@ -35,7 +38,7 @@ class Batch(NamedTuple):
 def caption_writer(tokenizer: Qwen2TokenizerFast) -> CaptionWriter:
     prefix, suffix = networks.chat_text("\0").split("\0")
     said = captions.world_words() | set(captions.NEGATIVE_WORDS)
-    vocabulary = json.loads((clip.TOKENIZER / "vocab.json").read_text("utf-8"))
+    vocabulary = json.loads(_VOCABULARY.read_text("utf-8"))
     known = (each.removesuffix("</w>") for each in vocabulary if each.endswith("</w>"))
     words = [word for word in known if word.isalpha() and word.isascii()]
     return CaptionWriter(

@@ -22,6 +22,10 @@ class Limits:
     seconds: float
     steps: int
 
+    def progress(self, step: int, seconds: float) -> float:
+        """From 0; 1 at the end."""
+        return max(step / self.steps, seconds / self.seconds)
+
 
 class Task(Protocol):
     """What a stage learns."""
@@ -58,7 +62,6 @@ class Training:
     ) -> None:
         self.name = name
         self.step, self.seconds = 0, 0.0
-        self.is_done = False
         self._learning_rate = learning_rate
         groups = schedule.parameter_groups("embed_tokens", *trained)
         is_cuda = any(each.is_cuda for each in groups[0]["params"])
@@ -73,7 +76,6 @@ class Training:
         return {
             "step": self.step,
             "seconds": self.seconds,
-            "is_done": self.is_done,
             "parameters": [each.detach() for each in self._parameters],
             "optimizer": self._optimizer.state_dict(),
             "average": self._average.state(),
@@ -82,7 +84,6 @@ class Training:
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         self.step, self.seconds = state["step"], state["seconds"]
-        self.is_done = state["is_done"]
         for own, value in zip(self._parameters, state["parameters"], strict=True):
             own.copy_(value)
         self._optimizer.load_state_dict(state["optimizer"])
@@ -108,16 +109,15 @@ class Training:
         is_stopped: Callable[[], bool],
         on_save: Callable[[], None],
         save_seconds: float,
-    ) -> bool:
-        """Trains up to the limits; false if it was stopped before.
+    ) -> None:
+        """Trains up to the limits, or until it is stopped.
 
         *on_save* is called every *save_seconds*, and at the end.
         """
         saved_at = clock = time.monotonic()
         while not is_stopped():
-            progress = max(self.step / limits.steps, self.seconds / limits.seconds)
+            progress = limits.progress(self.step, self.seconds)
             if progress >= 1:
-                self.is_done = True
                 break
             schedule.set_learning_rate(
                 self._optimizer, self.step, progress, self._learning_rate
@@ -138,7 +138,6 @@ class Training:
                 on_save()
                 saved_at = clock = time.monotonic()
         on_save()
-        return self.is_done
 
     def _report(self, figures: dict[str, Tensor]) -> None:
         shown = "  ".join(

@@ -1,9 +1,9 @@
 """Trains the demo's klein: python demo_model/training/demo_world/klein/train.py.
 
-Pictures are drawn by other processes meanwhile. The autoencoder is the demo model's. The transformer
-learns with its text encoder to draw with guidance; a copy learns to draw in four steps without; a
-LoRA and a LoKr learn a style. `--state` keeps all that is needed to go on: stopped at any time
-(Ctrl-C, SIGTERM), the same command continues. The limits, 14 minutes in all, are for one GPU.
+Pictures are drawn by other processes meanwhile. The autoencoder is the demo model's. The
+transformer learns with its text encoder to draw with guidance; a copy learns to draw in four steps
+without; a LoRA and a LoKr learn a style. `--state` keeps all that is needed to go on: stopped at any
+time (Ctrl-C, SIGTERM), the same command continues. The limits, 14 minutes in all, are for one GPU.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from demo_world import answers
-from demo_world.klein import adapters, base, distil, drawing, flow, networks, pictures
+from demo_world.klein import base, distil, drawing, flow, networks, pictures
 from demo_world.klein.adapters import Adapter, LokrAdapter, LoraAdapter, Placed
 from demo_world.klein.drawing import Drawing
 from demo_world.klein.flow import Flow, TextEncoder
@@ -52,8 +52,7 @@ _JUDGE_SEED = 7
 
 @dataclass(frozen=True, slots=True)
 class StageSettings:
-    seconds: float
-    steps: int
+    limits: Limits
     batch: int
     learning_rate: float
     decay: float
@@ -70,11 +69,11 @@ class Settings:
 
 _USUAL = Settings(
     {
-        "base": StageSettings(460, 30_000, 1024, 1.2e-3, 0.999),
-        "distilled": StageSettings(220, 8_000, 1024, 4e-4, 0.998),
-        "style": StageSettings(30, 1_500, 512, 3e-3, 0.99),
-        "outline-style": StageSettings(45, 1_500, 512, 1e-3, 0.99),
-        "outline-style-lokr": StageSettings(55, 1_500, 512, 2e-3, 0.99),
+        "base": StageSettings(Limits(460, 30_000), 1024, 1.2e-3, 0.999),
+        "distilled": StageSettings(Limits(220, 8_000), 1024, 4e-4, 0.998),
+        "style": StageSettings(Limits(30, 1_500), 512, 3e-3, 0.99),
+        "outline-style": StageSettings(Limits(45, 1_500), 512, 1e-3, 0.99),
+        "outline-style-lokr": StageSettings(Limits(55, 1_500), 512, 2e-3, 0.99),
     },
     pictures=500_000,
     style_pictures=16_000,
@@ -84,11 +83,11 @@ _USUAL = Settings(
 
 #: Minutes on a CPU: shows that every stage runs, not that it learns.
 _TOY = Settings(
-    {name: StageSettings(600, 2, 8, 1e-3, 0.9) for name in STAGES},
-    pictures=12,
-    style_pictures=12,
-    least_pictures=12,
-    judged=3,
+    {name: StageSettings(Limits(600, 2), 4, 1e-3, 0.9) for name in STAGES},
+    pictures=6,
+    style_pictures=6,
+    least_pictures=6,
+    judged=2,
 )
 
 
@@ -172,35 +171,36 @@ class _Run:
             if self.stop.is_set:
                 break
             if not self._is_done(name):
+                self.log(f"{name}: begins")
                 getattr(self, "_" + name.replace("-", "_"))(name, least)
         self.log("stopped: the same command continues" if self.stop.is_set else "done")
 
     def _is_done(self, name: str) -> bool:
         file = self.options.state / f"{name}.pt"
         if not file.exists():
-            return False
+            # What was carried here without the optimizer's state is not trained further.
+            return self._result(name).exists()
         state = torch.load(file, map_location="cpu", weights_only=True)
-        return bool(state["is_done"])
+        limits = self.settings.stages[name].limits
+        return limits.progress(state["step"], state["seconds"]) >= 1
 
     def _run(self, training: Training, task: Task, on_save: Any) -> None:
         own = self.settings.stages[training.name]
         file = self.options.state / f"{training.name}.pt"
         if file.exists():
-            training.load(
-                torch.load(file, map_location=self.device, weights_only=True)
-            )
+            training.load(torch.load(file, map_location=self.device, weights_only=True))
             self.log(f"{training.name}: continues at step {training.step}")
 
         def save() -> None:
-            with training.averaged():
-                on_save()
             part = file.with_name(file.name + ".part")
             torch.save(training.state(), part)
             part.replace(file)
+            with training.averaged():
+                on_save()
 
         training.run(
             task,
-            Limits(own.seconds, own.steps),
+            own.limits,
             is_stopped=lambda: self.stop.is_set,
             on_save=save,
             save_seconds=self.options.save_seconds,
@@ -209,9 +209,7 @@ class _Run:
 
     def _training(self, name: str, *trained: nn.Module) -> Training:
         own = self.settings.stages[name]
-        return Training(
-            name, trained, learning_rate=own.learning_rate, decay=own.decay
-        )
+        return Training(name, trained, learning_rate=own.learning_rate, decay=own.decay)
 
     def _base(self, name: str, least: int) -> None:
         transformer = networks.build_transformer().to(self.device)
@@ -376,16 +374,11 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 
 def _settings(options: argparse.Namespace) -> Settings:
     usual = _TOY if options.toy else _USUAL
-    stages = {
-        name: StageSettings(
-            own.seconds * options.time,
-            own.steps,
-            own.batch,
-            own.learning_rate,
-            own.decay,
-        )
-        for name, own in usual.stages.items()
-    }
+    stages = {}
+    for name, own in usual.stages.items():
+        seconds = own.limits.seconds * options.time
+        limits = Limits(seconds, options.steps or own.limits.steps)
+        stages[name] = replace(own, limits=limits)
     return Settings(
         stages,
         options.pictures or usual.pictures,
@@ -407,13 +400,14 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument(
         "--time", type=float, default=1.0, help="each stage has so many times its usual"
     )
+    parser.add_argument("--steps", type=int, help="of each stage at most")
     parser.add_argument("--pictures", type=int, help="different ones, to draw")
     parser.add_argument(
         "--processes", type=int, help="that draw; one a core by default, 0: a thread"
     )
     parser.add_argument("--save-seconds", type=float, default=60)
     parser.add_argument(
-        "--toy", action="store_true", help="two steps of everything, on a CPU"
+        "--toy", action="store_true", help="a few steps of everything, on a CPU"
     )
     parser.add_argument(
         "--eager", action="store_true", help="without torch.compile on a GPU"
