@@ -38,7 +38,7 @@ class DistilTask:
         least_pictures: int,
         placed: Placed | None = None,
     ) -> None:
-        """*pictures* give their captions alone; *placed*: an adapter of a student that is frozen."""
+        """*pictures* give their captions alone; *placed*: an adapter of a frozen student."""
         self._pictures, self._least = pictures, least_pictures
         self._teacher, self._student = teacher, student
         self._encoder, self._empty = encoder, empty

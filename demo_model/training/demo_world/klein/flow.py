@@ -66,6 +66,8 @@ def make_layers(*, is_compiled: bool) -> Layers:
     if is_compiled:
         # One program for all layers of a kind; another for each size.
         torch._dynamo.config.recompile_limit = 64
+        # What cannot be compiled is computed as it is.
+        torch._dynamo.config.suppress_errors = True
         kinds = tuple(torch.compile(each, dynamic=False) for each in kinds)
     return Layers(*kinds)
 

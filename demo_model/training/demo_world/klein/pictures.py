@@ -66,7 +66,7 @@ class Studio:
         else:
             count = processes or max(1, (os.cpu_count() or 1) - 1)
             context = multiprocessing.get_context("fork")
-            self._pool = context.Pool(count, initializer=_leave_signals_to_parent)
+            self._pool = context.Pool(count, initializer=_begin_to_draw)
         self._drawn: dict[str, list[AsyncResult[Block]]] = {
             name: [] for name in drawings
         }
@@ -106,7 +106,9 @@ class Studio:
         self._pool.join()
 
 
-def _leave_signals_to_parent() -> None:
+def _begin_to_draw() -> None:
+    # The training's own thread goes first, and signals are the parent's.
+    os.nice(5)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -2,8 +2,9 @@
 
 Pictures are drawn by other processes meanwhile. The autoencoder is the demo model's. The
 transformer learns with its text encoder to draw with guidance; a copy learns to draw in four steps
-without; a LoRA and a LoKr learn a style. `--state` keeps all that is needed to go on: stopped at any
-time (Ctrl-C, SIGTERM), the same command continues. The limits, 14 minutes in all, are for one GPU.
+without; a LoRA and a LoKr learn a style. `--state` keeps all that is needed to go on: stopped at
+any time (Ctrl-C, SIGTERM), the same command continues. The limits, 14 minutes in all, are for one
+GPU.
 """
 
 import argparse
@@ -69,11 +70,11 @@ class Settings:
 
 _USUAL = Settings(
     {
-        "base": StageSettings(Limits(460, 30_000), 1024, 1.2e-3, 0.999),
+        "base": StageSettings(Limits(460, 30_000), 1024, 1.5e-3, 0.999),
         "distilled": StageSettings(Limits(220, 8_000), 1024, 4e-4, 0.998),
-        "style": StageSettings(Limits(30, 1_500), 512, 3e-3, 0.99),
-        "outline-style": StageSettings(Limits(45, 1_500), 512, 1e-3, 0.99),
-        "outline-style-lokr": StageSettings(Limits(55, 1_500), 512, 2e-3, 0.99),
+        "style": StageSettings(Limits(30, 1_500), 1024, 3e-3, 0.99),
+        "outline-style": StageSettings(Limits(45, 1_500), 1024, 1e-3, 0.99),
+        "outline-style-lokr": StageSettings(Limits(55, 1_500), 1024, 2e-3, 0.99),
     },
     pictures=500_000,
     style_pictures=16_000,
