@@ -61,7 +61,7 @@ class DistilTask:
         with schedule.autocast(starts.device):
             velocity, _ = self._student(
                 starts.flatten(0, 1),
-                self._sigmas[:-1].repeat_interleave(size),
+                base.rounded(self._sigmas[:-1].repeat_interleave(size)),
                 states.flatten(0, 1),
                 plan,
             )

@@ -45,7 +45,9 @@ def draw(
     model: Path, texts: Sequence[str], options: argparse.Namespace
 ) -> list[np.ndarray]:
     """Images [128, 128, 3] of 0..255; the seed of each is its number."""
-    pipeline = Flux2KleinPipeline.from_pretrained(model).to(options.device)
+    kind = torch.bfloat16 if options.bfloat16 else torch.float32
+    pipeline = Flux2KleinPipeline.from_pretrained(model, torch_dtype=kind)
+    pipeline.to(options.device)
     pipeline.set_progress_bar_config(disable=True)
     if options.lora:
         pipeline.load_lora_weights(str(options.lora))
@@ -104,6 +106,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=networks.STEPS)
     parser.add_argument("--lora", type=Path, help="a file; drawn with at strength 1")
     parser.add_argument("--device", default="cpu", help="'cpu' or 'cuda'")
+    parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--sheet", type=Path, help="a PNG of the first images")
     parser.add_argument("--sheet-images", type=int, default=32)
     options = parser.parse_args(given)
