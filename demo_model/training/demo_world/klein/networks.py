@@ -237,6 +237,11 @@ def save_text_encoder(
     config = json.loads(file.read_text()) | {"dtype": "float32"}
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     tokenizer.save_pretrained(folder / "tokenizer")
+    file = folder / "tokenizer" / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    for key in ("is_local", "local_files_only"):  # of this machine's copy
+        config.pop(key, None)
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def save_index(folder: Path, *, is_distilled: bool) -> None:
