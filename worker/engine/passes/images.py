@@ -200,7 +200,4 @@ def _encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
     if vae.quant_conv is not None:
         moments = vae.quant_conv(moments)
     mean, _ = moments.float().chunk(2, dim=1)
-    if vae.config.shift_factor:
-        mean = mean - vae.config.shift_factor
-    latents: Tensor = (mean * vae.config.scaling_factor)[0]
-    return latents
+    return decoder.to_drawn(vae, mean)[0]

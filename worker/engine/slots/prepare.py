@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,10 +27,9 @@ from worker.engine.families.table import Family
 from worker.engine.files import safetensors
 from worker.engine.files.network_cache import NetworkCache
 from worker.engine.files.safetensors import ReadOnce
-from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
 from worker.engine.lora.file import Network
-from worker.engine.lora.merge import AppliedLora, PackedLoras
+from worker.engine.lora.merge import PackedLoras
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
 from worker.engine.passes.checkpoints import CheckpointCache
@@ -39,9 +37,7 @@ from worker.engine.passes.images import Vaes
 from worker.engine.passes.upscaling import UpscalerCache, Upscaling
 from worker.engine.sampler import NoiseStream, Schedule
 from worker.engine.samplers import schedule as schedules
-
-#: LoRA files in memory: some 75 of rank 32.
-_LORA_CACHE_BYTES = 2 * 1024**3
+from worker.engine.slots.loras import Applied, LoraReader
 
 #: Memory for embeddings: some 3,000 of SD1.5 with eight vectors.
 _EMBEDDING_CACHE_BYTES = 64 * 2**20
@@ -64,9 +60,11 @@ class PreparedRequest:
     schedule: Schedule
     text_rows: tuple[text.PromptRow, ...] = ()
     """Rows of the subprompts that AND joins, last first, then of the negative prompt."""
+    prompts: tuple[str, ...] = ()
+    """Texts of the rows that an encoder reads whole, in place of `text_rows`."""
     states: Tensor | None = None
-    """Text states of both prompts [2, tokens, width], in place of their rows."""
-    loras: Mapping[Network, Sequence[AppliedLora]] = field(default_factory=dict)
+    """Their text states [prompts, tokens, width]; None: the stager makes them."""
+    loras: Applied = field(default_factory=dict)
     packs: Mapping[Network, PackedLoras] = field(default_factory=dict)
     """The LoRAs for a slot, as far as slots can hold them."""
     image: begin.PreparedImage | None = None
@@ -130,7 +128,9 @@ class PreparedRequest:
     def weights(self) -> tuple[float, ...]:
         """Factors of the guidance scale for each row but the negative prompt's."""
         prompt = self.request.prompt
-        return prompt.weights[::-1] if isinstance(prompt, Prompt) else (1.0,)
+        if self.family.is_distilled or not isinstance(prompt, Prompt):
+            return (1.0,)
+        return prompt.weights[::-1]
 
     def scales(self, call: int) -> tuple[float, ...]:
         """Guidance weights of all rows but the negative prompt's in a UNet call.
@@ -138,6 +138,8 @@ class PreparedRequest:
         Without guidance, AUTOMATIC1111 takes the first prompt that AND joins for it, at a scale of
         1 (`CFGDenoiser.forward`).
         """
+        if self.family.is_distilled:
+            return self.weights
         if self.embeds_guidance:
             return (self.request.cfg_scale * self.weights[0],)
         if any(self.schedule.unguided[call : call + 1]):
@@ -149,6 +151,8 @@ class PreparedRequest:
     def rows(self, call: int) -> int:
         """The rows of a UNet call: the prompt's, and with guidance the negative prompt's."""
         count = len(self.weights)
+        if self.family.is_distilled:
+            return count
         if self.embeds_guidance or any(self.schedule.unguided[call : call + 1]):
             return count
         needs_all = self.schedule.guidance_share != 1  # DDIM CFG++, at any scale
@@ -163,8 +167,8 @@ class PreparedRequest:
 
     def texts_at(self, call: int) -> list[int]:
         """The numbers of each row's text in a call, of `texts` or of the states."""
-        if self.states is not None:
-            return list(range(len(self.states)))
+        if self.prompts:
+            return list(range(len(self.prompts)))
         at = 0
         numbers = []
         for row in self.text_rows:
@@ -210,8 +214,8 @@ class PreparedRequest:
     @property
     def tokens(self) -> int:
         """The context of its calls: the shortest that holds its longer prompt."""
-        if self.states is not None:
-            return self.states.shape[1]
+        if self.prompts:
+            return self.family.plain_tokens
         longest = max(length for _, length in self.texts)
         return self.family.context_tokens(longest * text.CONTEXT_TOKENS)
 
@@ -271,8 +275,7 @@ class RequestPreparer(Preparer):
         self._checkpoints = checkpoints
         self.groups = groups
         self._control_nets = control_nets
-        # Diffusers looks through all of a network for its type.
-        self._dtypes = {name: each.dtype for name, each in checkpoint.networks.items()}
+        self._loras = LoraReader(checkpoint.family, checkpoint.networks, groups)
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
         self._widths = {
             embeddings.NAMES[network]: text_encoder.get_input_embeddings().weight.shape[
@@ -283,10 +286,7 @@ class RequestPreparer(Preparer):
         self._embeddings = ReadOnce[embeddings.Embedding](
             _EMBEDDING_CACHE_BYTES, lambda embedding: embedding.size_bytes
         )
-        layers = lora_file.Layers(
-            checkpoint.unet, checkpoint.text_encoders, checkpoint.family.backbone
-        )
-        self._lora_cache = lora_file.LoraCache(layers, _LORA_CACHE_BYTES)
+        self._lora_cache = self._loras.cache
         self.lora_lookups = self._lora_cache.lookups
 
     def use(self, checkpoint: Checkpoint) -> None:
@@ -319,7 +319,7 @@ class RequestPreparer(Preparer):
             steps = taken.t_enc + 1
             self._may_go_on.wait()
             image = begin.prepare_image(init, self._checkpoint.factor)
-        dtype = self._dtypes["text_encoder"]
+        dtype = self._loras.dtypes["text_encoder"]
         named = [
             self._embeddings.get(
                 each.sha256,
@@ -337,7 +337,7 @@ class RequestPreparer(Preparer):
             schedule,
             rows,
             loras=loras,
-            packs=self._pack(loras),
+            packs=self._loras.pack(loras),
             image=image,
             controls=self._controls(request, schedule, steps),
             enlarged=enlarged,
@@ -382,7 +382,7 @@ class RequestPreparer(Preparer):
             checkpoint=checkpoint,
             begun_by=checkpoint,
             loras=loras,
-            packs=first.packs if hires.loras is None else self._pack(loras),
+            packs=first.packs if hires.loras is None else self._loras.pack(loras),
             text_rows=self._text_rows(request, named),
             schedule=schedule,
             upscaling=upscaling.find(
@@ -416,7 +416,7 @@ class RequestPreparer(Preparer):
                 rest,
                 text_rows=self._text_rows(replace(drawn.request, loras=()), ()),
                 loras=loras,
-                packs=self._pack(loras),
+                packs=self._loras.pack(loras),
                 controls=(),
             )
         if at:
@@ -503,28 +503,8 @@ class RequestPreparer(Preparer):
                 f"clip_skip is {clip_skip}; this model's text encoder has {layers} layers"
             )
 
-    def _read_loras(
-        self, loras: Sequence[contract.Lora]
-    ) -> Mapping[Network, Sequence[AppliedLora]]:
-        """Each network's LoRAs, if any; weights of one that is named twice add up, in any order."""
-        family = self._checkpoint.family
-        files = {}
-        weights = defaultdict[tuple[Network, Identity], float](float)
-        for lora in loras:
-            self._may_go_on.wait()
-            file = self._lora_cache.get(lora)
-            files[file.identity] = file
-            weights[family.backbone, file.identity] += lora.unet_weight
-            for network in family.networks:
-                weights[network, file.identity] += lora.text_encoder_weight
-        if len(files) > 1 and any(file.depends_on_weights for file in files.values()):
-            differences.warn("mixed_loras")
-        applied = defaultdict[Network, list[AppliedLora]](list)
-        for (network, identity), weight in sorted(weights.items()):
-            deltas = files[identity].deltas[network]
-            if weight and deltas:
-                applied[network].append(AppliedLora(identity, deltas, weight))
-        return applied
+    def _read_loras(self, loras: Sequence[contract.Lora]) -> Applied:
+        return self._loras.read(loras, self._may_go_on.wait)
 
     def _with_bundled(
         self, named: Sequence[embeddings.Embedding], loras: Sequence[contract.Lora]
@@ -538,21 +518,8 @@ class RequestPreparer(Preparer):
                     vectors = embeddings.vectors_of(
                         file.embeddings[name],
                         self._widths,
-                        self._dtypes["text_encoder"],
+                        self._loras.dtypes["text_encoder"],
                     )
                 identity = f"{file.identity} {name}"
                 found[name] = embeddings.Embedding(name, identity, vectors)
         return [*found.values()]
-
-    def _pack(
-        self, loras: Mapping[Network, Sequence[AppliedLora]]
-    ) -> dict[Network, PackedLoras]:
-        """Each network's LoRAs for the device, where slots can hold them all."""
-        packs = {}
-        for network, found in loras.items():
-            packed = merge.pack(
-                found, self.groups[network], dtype=self._dtypes[network]
-            )
-            if packed is not None:
-                packs[network] = packed
-        return packs
