@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from imagefleet import errors
 from imagefleet.job.noise import Noise
 from worker.engine import contract
 
@@ -257,3 +258,95 @@ def test_a_lora_of_all_slots_is_merged_once(
     assert largest(image, expected(plain, {})) < 1e-5, "the weights are restored"
     assert engine.self_check is not None
     assert engine.self_check.find_fault() is None
+
+
+def lokr(
+    layer_rows: int, inputs: int, split: int, rank: int | None, seed: int
+) -> tuple[Tensors, torch.Tensor]:
+    """A LoKr's tensors, with its second half of a *rank* or whole, and the dense difference."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randn(split, 2, generator=generator) * 0.2
+    outer, inner = layer_rows // split, inputs // 2
+    tensors = {"lokr_w1": first}
+    if rank is None:
+        second = torch.randn(outer, inner, generator=generator) * 0.2
+        tensors["lokr_w2"] = second
+    else:
+        left = torch.randn(outer, rank, generator=generator) * 0.2
+        right = torch.randn(rank, inner, generator=generator) * 0.2
+        tensors |= {"lokr_w2_a": left, "lokr_w2_b": right}
+        second = left @ right
+    return tensors, torch.kron(first, second)
+
+
+@pytest.mark.parametrize("rank", [2, None])
+@pytest.mark.parametrize("split", [2, 3])
+def test_a_lokr_of_the_makers_names_changes_queries_keys_and_values_as_one(
+    rank: int | None,
+    split: int,
+    make_engine: Any,
+    layers: Any,
+    save: Any,
+    expected: Any,
+    request_of: Any,
+    draw_floats: Any,
+):
+    tensors, dense = {}, {}
+    for seed, (name, paths) in enumerate(adapted(layers).items()):
+        rows = sum(len(layers[path].weight) for path in paths)
+        if rows % split or "double" not in name:
+            continue
+        parts, whole = lokr(rows, layers[paths[0]].in_features, split, rank, seed)
+        tensors |= {
+            f"diffusion_model.{name}.{part}": each for part, each in parts.items()
+        }
+        dense |= dict(zip(paths, whole.chunk(len(paths)), strict=True))
+    styled = request_of(noise=CPU_NOISE, loras=(save("lokr", tensors),))
+    plain = request_of(noise=CPU_NOISE, seed=2)
+    drawn = draw_floats(make_engine(), styled, plain)
+    assert largest(drawn[0], expected(styled, dense)) < 1e-5
+    assert largest(drawn[1], expected(plain, {})) < 1e-5
+
+
+def test_lycoris_own_names_and_kinds_share_calls(
+    make_engine: Any,
+    layers: Any,
+    save: Any,
+    expected: Any,
+    request_of: Any,
+    draw_floats: Any,
+):
+    generator = torch.Generator().manual_seed(0)
+    loha, hadamard, kron, kronecker = {}, {}, {}, {}
+    for seed, (path, layer) in enumerate(layers.items()):
+        if "blocks" not in path:
+            continue
+        key = f"lycoris_{path.replace('.', '_')}"
+        halves = [factors(layer, 2, generator) for _ in range(2)]
+        for half, (up, down) in enumerate(halves, 1):
+            loha[f"{key}.hada_w{half}_a"], loha[f"{key}.hada_w{half}_b"] = up, down
+        loha[f"{key}.alpha"] = torch.tensor(2.0)
+        hadamard[path] = (halves[0][0] @ halves[0][1]) * (halves[1][0] @ halves[1][1])
+        parts, whole = lokr(*layer.weight.shape, 2, 2, seed)
+        kron |= {f"{key}.{part}": each for part, each in parts.items()}
+        kronecker[path] = whole
+    requests = [
+        request_of(noise=CPU_NOISE, seed=1, loras=(save("loha", loha, 4.0),)),
+        request_of(noise=CPU_NOISE, seed=2, loras=(save("lokr", kron),)),
+    ]
+    engine = make_engine()
+    drawn = draw_floats(engine, *requests)
+    strong = {path: 4.0 * each for path, each in hadamard.items()}
+    assert largest(drawn[0], expected(requests[0], strong)) < 1e-5
+    assert largest(drawn[1], expected(requests[1], kronecker)) < 1e-5
+    assert engine.weight_mode == "per_slot_convolutions"
+
+
+def test_a_lora_of_another_model_is_refused_by_what_does_not_fit(
+    make_engine: Any, save: Any, request_of: Any
+):
+    up, down = torch.zeros(64, 2), torch.zeros(2, 4096)
+    key = "transformer.transformer_blocks.0.attn.to_q"
+    wide = save("wide", {f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up})
+    with pytest.raises(errors.JobError, match=r"'wide' does not fit this model"):
+        make_engine().prepare(request_of(loras=(wide,)))
