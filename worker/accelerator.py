@@ -96,7 +96,9 @@ class Accelerator:
     def of_family(cls, family: str) -> Accelerator | None:
         """What the models of a family want themselves; None for most."""
         kind = OF_FAMILIES.get(family)
-        return kind and cls("", kind, families.find(family).steps)
+        if kind is None:
+            return None
+        return cls("", kind, families.find(family).steps)
 
     @property
     def usual(self) -> tuple[int, int]:

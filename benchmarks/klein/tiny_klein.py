@@ -56,11 +56,12 @@ def save(
     encoder: Qwen3ForCausalLM,
     *,
     is_distilled: bool,
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> None:
     transformer.save_pretrained(folder / "transformer")
     vae.save_pretrained(folder / "vae")
     encoder.save_pretrained(folder / "text_encoder")
-    make_tokenizer().save_pretrained(folder / "tokenizer")
+    (tokenizer or make_tokenizer()).save_pretrained(folder / "tokenizer")
     make_scheduler().save_pretrained(folder / "scheduler")
     index = {
         "_class_name": "Flux2KleinPipeline",

@@ -1,7 +1,8 @@
 """Parts of an engine for a transformer of flows: preparer and stager."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from cachetools import LRUCache
@@ -21,6 +22,7 @@ from worker.engine.lora.merge import NO_CHANGES, Groups
 from worker.engine.lora.shared import Merger
 from worker.engine.passes import begin
 from worker.engine.passes.images import ImageCoder
+from worker.engine.pixel import text_states
 from worker.engine.sampler import Schedule
 from worker.engine.slots import memory
 from worker.engine.slots.loras import LoraReader
@@ -32,8 +34,12 @@ from worker.engine.slots.staging import Stager
 #: Prompts whose states stay on the device: 7.9 MB each.
 _STATES_KEPT = 32
 
-#: Prompts that are encoded at once.
-_ENCODED_AT_ONCE = 4
+#: Prompts that are encoded at once: a layer that is copied for them is used as often.
+_ENCODED_AT_ONCE = 8
+
+#: Of the memory that the transformer leaves, a text encoder that stays on the device takes at most
+#: so much: klein's does on 24 GB, and not on 16.
+_TEXT_SHARE = 0.5
 
 
 class FlowPreparer(Preparer):
@@ -56,16 +62,39 @@ class FlowPreparer(Preparer):
             image = begin.prepare_image(init, own.factor)
         loras = self._loras.read(request.loras, self._may_go_on.wait)
         prompts = [str(request.prompt), str(request.negative_prompt)]
+        if own.family.is_distilled:
+            del prompts[1:]
         self._may_go_on.wait()
         return PreparedRequest(
             request,
             own.family,
             self._schedule(request, t_enc),
-            prompts=tuple(prompts[:1] if own.family.is_distilled else prompts),
+            prompts=tuple(prompts),
+            states=self._read_states(prompts, request.text_states),
             loras=loras,
             packs=self._loras.pack(loras),
             image=image,
         )
+
+    def _read_states(
+        self, prompts: Sequence[str], paths: Sequence[Path] | None
+    ) -> Tensor | None:
+        """The states of *prompts* that files have; None where the stager makes them."""
+        own = self._checkpoint
+        encoder = own.states_encoder
+        if encoder is None:
+            return None
+        if paths is None:
+            raise errors.JobError(
+                "the prompt's text states are missing, and this model has no text encoder:"
+                " `imagefleet files make text` makes them (docs/models.md)"
+            )
+        sizes = own.text_width, own.family.plain_tokens
+        states = [
+            text_states.read(path, prompt, encoder, *sizes)
+            for prompt, path in zip(prompts, paths, strict=False)
+        ]
+        return torch.stack(states)
 
     def _schedule(self, request: contract.ImageRequest, t_enc: int | None) -> Schedule:
         own = self._checkpoint
@@ -141,6 +170,13 @@ class FlowStager(Stager):
         return Staged(latents, vectors, noise, loras=copied, changes=changes)
 
 
+def _has_room(device: torch.device, text_bytes: int) -> bool:
+    """True if a text encoder may stay on the device beside the transformer."""
+    if device.type != "cuda":
+        return True
+    return text_bytes <= _TEXT_SHARE * memory.free_bytes(device)
+
+
 def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
     """The parts of an engine for a transformer of flows."""
     if settings.taesd is not None:
@@ -154,6 +190,7 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
         encoder = PromptEncoder(
             checkpoint.folder, family.text, device, checkpoint.unet.dtype
         )
+        encoder.place(may_stay=_has_room(device, encoder.size_bytes))
     network = family.slot_network(checkpoint.unet)
     weight_bytes = sum(each.nbytes for each in checkpoint.unet.parameters())
     keeps_on_cpu = memory.has_no_room_for_originals(device, weight_bytes)

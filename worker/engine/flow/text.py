@@ -4,8 +4,9 @@ A prompt is the user's turn of Qwen3's chat. The states of some of the encoder's
 side, for as many tokens whatever the prompt's length; the encoder's last layers are not loaded.
 """
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen3Config, Qwen3Model
 
 from imagefleet import errors
+from imagefleet.telemetry import logs
 from worker.engine.families import reading
+from worker.engine.pixel.text_states import CHAT_MARK
+
+log = logs.EventLog(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +45,12 @@ class PromptEncoder:
 
         Raises SetupError if one of them is missing or damaged.
         """
-        self.name = encoder_name(folder, rule)
-        self.width = 0
         self._rule = rule
         self._device = device
         self._lock = threading.Lock()
         self._encoder = _read_encoder(folder / "text_encoder", rule)
-        nn.Module.to(self._encoder, device=device, dtype=dtype)
+        nn.Module.to(self._encoder, dtype=dtype)
+        self.size_bytes = sum(each.nbytes for each in self._encoder.parameters())
         self._layers = _layers(self._encoder.config.num_hidden_layers, rule)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -63,6 +67,24 @@ class PromptEncoder:
                 f"the tokenizer of {str(folder)!r} belongs to another text encoder"
             )
 
+    def place(self, *, may_stay: bool) -> None:
+        """Moves the encoder to the device, or its layers only while each of them computes."""
+        if may_stay:
+            self._encoder.to(self._device)
+            return
+        log.info(
+            "the text encoder's layers are copied to the GPU for each batch of prompts",
+            action="text_streamed",
+        )
+        for part in (self._encoder.rotary_emb, self._encoder.norm):
+            part.to(self._device)
+        for layer in self._encoder.layers:
+            held = {each: _pinned(each.data) for each in layer.parameters()}
+            layer.register_forward_pre_hook(
+                functools.partial(_enter, held, self._device)
+            )
+            layer.register_forward_hook(functools.partial(_leave, held))
+
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Tensor:
         """The states of prompts [prompts, tokens, width] in the encoder's type, on its device.
@@ -77,10 +99,12 @@ class PromptEncoder:
                 max_length=self._rule.tokens,
                 truncation=True,
                 return_tensors="pt",
-            ).to(self._device)
+            )
+            embed = self._encoder.embed_tokens
+            words = embed(found.input_ids.to(embed.weight.device))
             output = self._encoder(
-                input_ids=found.input_ids,
-                attention_mask=found.attention_mask,
+                inputs_embeds=words.to(self._device),
+                attention_mask=found.attention_mask.to(self._device),
                 output_hidden_states=True,
                 use_cache=False,
             )
@@ -97,12 +121,29 @@ class PromptEncoder:
         return chat
 
 
+def _pinned(weight: Tensor) -> Tensor:
+    """A weight in page-locked memory where there is a GPU to copy it to."""
+    return weight.pin_memory() if torch.cuda.is_available() else weight
+
+
+def _enter(
+    held: Mapping[nn.Parameter, Tensor], device: torch.device, *_called: object
+) -> None:
+    for parameter, weight in held.items():
+        parameter.data = weight.to(device, non_blocking=True)
+
+
+def _leave(held: Mapping[nn.Parameter, Tensor], *_called: object) -> None:
+    for parameter, weight in held.items():
+        parameter.data = weight
+
+
 def encoder_name(folder: Path, rule: TextRule) -> str:
     """The name of a folder's text encoder and of what is taken of it, for text states."""
     config = _config(folder)
     named = str(config.get("_name_or_path") or "Qwen3").rstrip("/").rpartition("/")[2]
     layers = "-".join(map(str, rule.layers))
-    return f"{named} {config.get('hidden_size')} layers {layers}"
+    return f"{named} {config.get('hidden_size')}{CHAT_MARK}{layers}"
 
 
 def has_encoder(folder: Path) -> bool:
