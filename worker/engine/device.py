@@ -13,7 +13,7 @@ from worker.engine.files import safetensors
 
 log = logs.EventLog(__name__)
 
-Precision = Literal["auto", "float16", "bfloat16", "float32"]
+Precision = Literal["auto", "float16", "bfloat16", "float32", "int8"]
 
 #: Threads of torch's work on the CPU while a GPU draws (packing LoRAs, noise): several threads
 #: prepare jobs, and with all cores for each they wait for each other.
@@ -77,8 +77,10 @@ def find_dtype(
 ) -> torch.dtype:
     """The type of the weights; 'auto' is *on_gpu* on a GPU and float32 on a CPU.
 
-    Raises SetupError for bfloat16 on a GPU that has none.
+    Raises SetupError for int8, and for bfloat16 on a GPU that has none.
     """
+    if precision == "int8":
+        raise errors.SetupError("--precision int8 is for FLUX.2-klein alone")
     usual = on_gpu if device.type == "cuda" else "float32"
     dtype: torch.dtype = getattr(torch, usual if precision == "auto" else precision)
     if (

@@ -178,9 +178,11 @@ def _read_flow(
         raise errors.SetupError(
             f"the model is {family.name}, for which there is no accelerator or other VAE"
         )
-    dtype = devices.find_dtype(settings.precision, device, "bfloat16")
+    is_int8 = settings.precision == "int8"
+    precision = "auto" if is_int8 else settings.precision
+    dtype = devices.find_dtype(precision, device, "bfloat16")
     loaded = checkpoint.load_checkpoint(
-        settings.model, family, device, dtype, settings.config
+        settings.model, family, device, dtype, settings.config, is_int8=is_int8
     )
     devices.set_up(device, fp16_accumulate=False)
     return parts.of_flow(loaded, settings)

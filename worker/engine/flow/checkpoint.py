@@ -22,6 +22,7 @@ from worker.engine.families.table import Model
 from worker.engine.files import safetensors
 from worker.engine.flow import families, schedules, text
 from worker.engine.flow.families import FlowFamily
+from worker.engine.networks import int8
 
 #: How ComfyUI's files begin the names of a transformer.
 _PREFIX = "model.diffusion_model."
@@ -43,6 +44,7 @@ class FlowCheckpoint(Model):
     vae: AutoencoderKLFlux2
     scheduler: dict[str, Any]
     text_width: int
+    is_int8: bool
 
     @property
     def channels(self) -> int:
@@ -70,10 +72,13 @@ def load_checkpoint(
     device: torch.device,
     dtype: torch.dtype,
     config: Path | None = None,
+    *,
+    is_int8: bool = False,
 ) -> FlowCheckpoint:
     """Loads a checkpoint; raises SetupError if it lacks something, is damaged or built otherwise.
 
-    *config*: the folder with what a single file has not; by default that of its name beside it.
+    *is_int8*: most weights are held in int8. *config*: the folder with what a single file has not;
+    by default that of its name beside it.
     """
     if dtype not in _TYPES:
         raise errors.SetupError(
@@ -88,16 +93,23 @@ def load_checkpoint(
     scheduler = reading.read_json(folder / "scheduler" / "scheduler_config.json")
     scheduler = scheduler or dict(schedules.USUAL_CONFIG)
     schedules.check_config(scheduler, folder.name)
-    vae = reading.read_network(AutoencoderKLFlux2, folder / "vae")
+    vae = reading.read_network(family.vae, folder / "vae")
     width = text.states_width(folder, family.text)
-    _check_architecture(model, family, transformer, vae, width)
+    if not family.fits(transformer.config, vae.config, width):
+        raise errors.SetupError(
+            f"the parts of {str(model)!r} do not fit each other, or it is not {family.name}"
+        )
+    if is_int8:
+        int8.quantise(transformer, family.in_int8)
     networks = {family.backbone: transformer, "vae": vae}
     sums = checkpoint.place(networks, dict.fromkeys(networks, (device, dtype)))
     try:
         safetensors.refuse_damaged(checksums.named_parameters(networks))
     except UnusableError as error:
         raise errors.SetupError(f"{str(model)!r} is damaged: it {error}") from error
-    factor = 2 * checkpoint.vae_factor(vae)
+    # FLUX.2's latents are patches of 2x2 of its VAE's.
+    patch = 2 if isinstance(vae, AutoencoderKLFlux2) else 1
+    factor = patch * checkpoint.vae_factor(vae)
     side = int(vae.config.sample_size)
     encoder = text.encoder_name(folder, family.text)
     return FlowCheckpoint(
@@ -112,6 +124,7 @@ def load_checkpoint(
         text_width=width,
         states_encoder=None if text.has_encoder(folder) else encoder,
         weight_sums=sums,
+        is_int8=is_int8,
     )
 
 
@@ -161,22 +174,3 @@ def _in_plain_types(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             weight = exact.bfloat16()  # noqa: PLW2901 - the same in a type that computes
         plain[key] = weight
     return plain
-
-
-def _check_architecture(
-    model: Path,
-    family: FlowFamily,
-    transformer: Any,
-    vae: AutoencoderKLFlux2,
-    text_width: int,
-) -> None:
-    own = transformer.config
-    channels = 4 * vae.config.latent_channels
-    if (own.in_channels, own.joint_attention_dim) != (channels, text_width) or (
-        own.out_channels or channels
-    ) != channels:
-        raise errors.SetupError(
-            f"the parts of {str(model)!r} do not fit each other: its transformer takes"
-            f" {own.in_channels} channels and text of {own.joint_attention_dim}, and it has"
-            f" {channels} and {text_width}, or it is not {family.name}"
-        )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from diffusers import Flux2Transformer2DModel
+from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
 from diffusers.loaders.single_file_utils import (
     convert_flux2_transformer_checkpoint_to_diffusers,
 )
@@ -34,8 +34,14 @@ class FlowFamily(Family):
     text: TextRule
     convert: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
     """Gives a single file's tensors the names that diffusers has."""
+    fits: Callable[[Any, Any, int], bool]
+    """True if a transformer's configuration fits that of its VAE, and the width of the text."""
+    vae: type[Any]
+    """The VAE's class in diffusers."""
     mu: Callable[[int, int], float]
-    """The shift of the schedule of an image of so many patches, in so many steps."""
+    """The shift of the schedule of an image of so many of the latents' places, in so many steps."""
+    in_int8: str = "$^"
+    """A regular expression that finds the layers that may be held in int8, by their paths."""
     refuse: Callable[[Config], None] = field(default=lambda _: None)
     """Raises SetupError for a configuration of a model that is alike and not supported."""
     backbone: Any = "transformer"
@@ -55,6 +61,12 @@ def _refuse_others_of_flux2(config: Config) -> None:
         )
 
 
+def _fits_klein(transformer: Any, vae: Any, text_width: int) -> bool:
+    channels = 4 * vae.latent_channels
+    own = transformer.in_channels, transformer.out_channels or channels
+    return (*own, transformer.joint_attention_dim) == (channels, channels, text_width)
+
+
 KLEIN = FlowFamily(
     name="FLUX.2-klein-4B",
     slug="klein",
@@ -63,7 +75,11 @@ KLEIN = FlowFamily(
     slot_network=SlotKlein,
     text=TextRule(layers=(9, 18, 27)),
     convert=convert_flux2_transformer_checkpoint_to_diffusers,
+    fits=_fits_klein,
+    vae=AutoencoderKLFlux2,
     mu=compute_empirical_mu,
+    # Not what goes back to the stream of tokens, of a feed-forward's wide activations.
+    in_int8=r"attn\.(to_[qkv]|add_[qkv]_proj|to_out\.0|to_add_out|to_qkv_mlp_proj)$|linear_in$",
     refuse=_refuse_others_of_flux2,
     original_names=klein_names,
     unet_config={
@@ -80,7 +96,7 @@ KLEIN = FlowFamily(
     },
     cell=16,
     plain_tokens=512,
-    most_slots=8,
+    most_slots=4,
     is_distilled=True,
 )
 

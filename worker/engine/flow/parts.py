@@ -1,5 +1,6 @@
 """Parts of an engine for a transformer of flows: preparer and stager."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,12 @@ class FlowPreparer(Preparer):
             self._may_go_on.wait()
             image = begin.prepare_image(init, own.factor)
         loras = self._loras.read(request.loras, self._may_go_on.wait)
+        packs = self._loras.pack(loras)
+        if own.is_int8 and loras.keys() - packs.keys():
+            raise errors.JobError(
+                "a LoRA of the job is of a kind that is merged into the weights, and this worker"
+                " holds them in int8 (--precision): draw it on one that does not"
+            )
         prompts = [str(request.prompt), str(request.negative_prompt)]
         if own.family.is_distilled:
             del prompts[1:]
@@ -72,7 +79,7 @@ class FlowPreparer(Preparer):
             prompts=tuple(prompts),
             states=self._read_states(prompts, request.text_states),
             loras=loras,
-            packs=self._loras.pack(loras),
+            packs=packs,
             image=image,
         )
 
@@ -177,6 +184,13 @@ def _has_room(device: torch.device, text_bytes: int) -> bool:
     return text_bytes <= _TEXT_SHARE * memory.free_bytes(device)
 
 
+def _costs(checkpoint: FlowCheckpoint, *, keeps_on_cpu: bool) -> Costs:
+    """Guesses, until merging has been timed; nothing is merged into weights in int8."""
+    if checkpoint.is_int8:
+        return Costs(merge_seconds=math.inf)
+    return Costs(merge_seconds=1.0) if keeps_on_cpu else Costs()
+
+
 def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
     """The parts of an engine for a transformer of flows."""
     if settings.taesd is not None:
@@ -210,5 +224,5 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
         merger=Merger(checkpoint.unet, keeps_on_cpu=keeps_on_cpu),
         decoder=Decoder(checkpoint.vae, checkpoint.factor, pool=pool),
         pool=pool,
-        costs=Costs(merge_seconds=1.0) if keeps_on_cpu else Costs(),
+        costs=_costs(checkpoint, keeps_on_cpu=keeps_on_cpu),
     )

@@ -33,6 +33,8 @@ class TextRule:
     """Tokens that every prompt is padded to, or cut off at."""
     thinks: bool = False
     """True if the chat's answer may begin with thoughts."""
+    zeroes_padding: bool = False
+    """True for networks that see a prompt's own tokens alone: the states of others are zero."""
 
 
 class PromptEncoder:
@@ -51,7 +53,7 @@ class PromptEncoder:
         self._encoder = _read_encoder(folder / "text_encoder", rule)
         nn.Module.to(self._encoder, dtype=dtype)
         self.size_bytes = sum(each.nbytes for each in self._encoder.parameters())
-        self._layers = _layers(self._encoder.config.num_hidden_layers, rule)
+        self._layers = _layers(int(_config(folder)["num_hidden_layers"]), rule)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 folder / "tokenizer", local_files_only=True
@@ -109,7 +111,10 @@ class PromptEncoder:
                 use_cache=False,
             )
         taken = [output.hidden_states[layer] for layer in self._layers]
-        return torch.cat(taken, dim=-1)
+        states = torch.cat(taken, dim=-1)
+        if self._rule.zeroes_padding:
+            states *= found.attention_mask.to(states)[..., None]
+        return states
 
     def _chat(self, prompt: str) -> str:
         chat: str = self._tokenizer.apply_chat_template(

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
 from worker.engine.lora.merge import Group, StackedChange
+from worker.engine.networks import int8
 from worker.engine.networks.convolution import LowRankChange, SlotChanges
 from worker.engine.networks.linear import SlotLinear, WeightStack, stack_by_shape
 from worker.engine.networks.transformer import SlotNetwork
@@ -23,11 +24,15 @@ Rotation = tuple[Tensor, Tensor]
 class ThinLinear(nn.Module):
     """Linear layers of one shape and the same input as one product, with each slot's own change."""
 
+    scale: Tensor | None
+    """[outputs, 1], of weights in int8."""
+
     def __init__(self, layers: Mapping[str, nn.Linear]) -> None:
         """*layers* by path; their weights become views of this one's."""
         super().__init__()
         self.linear = SlotLinear(layers)
         self.linear.share()
+        self.register_buffer("scale", int8.scales_of(layers.values()), persistent=False)
         self.change = LowRankChange(layers)
 
     def forward(self, x: Tensor, slots: int) -> Tensor:
@@ -35,7 +40,10 @@ class ThinLinear(nn.Module):
 
         *slots* adds each slot's own change, 0 none.
         """
-        output: Tensor = self.linear(x, per_slot=False)
+        if self.scale is None:
+            output: Tensor = self.linear(x, per_slot=False)
+        else:
+            output = F.linear(x, self.linear.weight.to(x.dtype) * self.scale)
         down = self.change.down
         up = self.change.up
         if not slots or down is None or up is None:
@@ -97,14 +105,14 @@ class ThinNetwork(SlotNetwork):
 
 
 def rotation(positions: list[Tensor], widths: Iterable[int], theta: float) -> Rotation:
-    """The rotary embedding of *positions* [tokens] on each axis, of so many numbers of a head.
+    """The rotary embedding of *positions* [..., tokens] on each axis, of so many numbers of a head.
 
     Computed in float64, as diffusers does, and rounded once.
     """
     angles = []
     for position, width in zip(positions, widths, strict=True):
         steps = torch.arange(0, width, 2, dtype=torch.float64, device=position.device)
-        angles.append(position.double()[:, None] / theta ** (steps / width))
+        angles.append(position.double()[..., None] / theta ** (steps / width))
     whole = torch.cat(angles, dim=-1).repeat_interleave(2, dim=-1)
     return whole.cos().float(), whole.sin().float()
 
