@@ -14,7 +14,7 @@ from diffusers import AutoencoderKLFlux2
 from safetensors.torch import load_file
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files.safetensors import UnusableError
 from worker.engine import checkpoint, checksums
 from worker.engine.families import reading
@@ -81,7 +81,7 @@ def load_checkpoint(
     by default that of its name beside it.
     """
     if dtype not in _TYPES:
-        raise errors.SetupError(
+        raise SetupError(
             f"{family.name} was trained in bfloat16, and float16 may overflow: use --precision"
             " bfloat16 or float32"
         )
@@ -96,7 +96,7 @@ def load_checkpoint(
     vae = reading.read_network(family.vae, folder / "vae")
     width = text.states_width(folder, family.text)
     if not family.fits(transformer.config, vae.config, width):
-        raise errors.SetupError(
+        raise SetupError(
             f"the parts of {str(model)!r} do not fit each other, or it is not {family.name}"
         )
     if is_int8:
@@ -106,7 +106,7 @@ def load_checkpoint(
     try:
         safetensors.refuse_damaged(checksums.named_parameters(networks))
     except UnusableError as error:
-        raise errors.SetupError(f"{str(model)!r} is damaged: it {error}") from error
+        raise SetupError(f"{str(model)!r} is damaged: it {error}") from error
     # FLUX.2's latents are patches of 2x2 of its VAE's.
     patch = 2 if isinstance(vae, AutoencoderKLFlux2) else 1
     factor = patch * checkpoint.vae_factor(vae)
@@ -131,7 +131,7 @@ def load_checkpoint(
 def _require_folder(model: Path, folder: Path) -> None:
     for part in ("vae", "text_encoder"):
         if not (folder / part / "config.json").is_file():
-            raise errors.SetupError(
+            raise SetupError(
                 f"{str(model)!r} has a transformer alone, and {str(folder)!r} no {part}: give with"
                 " --config a folder in diffusers' format that has the parts vae, text_encoder and"
                 " tokenizer of the same model"
@@ -150,7 +150,7 @@ def _read_transformer(model: Path, folder: Path, family: FlowFamily) -> Any:
         transformer = reading.build(family.network, found)
         reading.assign(transformer, family.convert(_in_plain_types(weights)))
     except reading.LOADING_ERRORS as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(model)!r} cannot be loaded: {reading.brief(error)}"
         ) from error
     return transformer

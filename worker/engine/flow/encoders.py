@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from worker.engine import device as devices
 from worker.engine.flow import checkpoint, text
 from worker.engine.pixel import text_stage
@@ -25,7 +25,7 @@ def name_of(model: Path) -> str:
         text_stage.require_encoder(model)
         return text_stage.encoder_name(model)
     if not text.has_encoder(model):
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(model)!r} has no weights of a Qwen3 encoder (text_encoder/*.safetensors)"
         )
     return text.encoder_name(model, family.text)

@@ -12,7 +12,7 @@ from diffusers.loaders.single_file_utils import (
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files import contents
 from imagefleet.files.safetensors import MalformedError
 from worker.engine.families.table import Config, Family
@@ -53,9 +53,9 @@ class FlowFamily(Family):
 
 def _refuse_others_of_flux2(config: Config) -> None:
     if config.get("joint_attention_dim") == contents.KLEIN_9B_TEXT_WIDTH:
-        raise errors.SetupError(f"{contents.KLEIN_9B.name}: {contents.KLEIN_9B.advice}")
+        raise SetupError(f"{contents.KLEIN_9B.name}: {contents.KLEIN_9B.advice}")
     if config.get("guidance_embeds", True):
-        raise errors.SetupError(
+        raise SetupError(
             "the model is FLUX.2-dev or one like it, which takes its guidance as an input:"
             " imagefleet draws with FLUX.2-klein-4B"
         )

@@ -9,7 +9,7 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import JobError, SetupError
 from worker.engine import contract
 from worker.engine.contract import Settings
 from worker.engine.control.cache import ControlNets
@@ -64,7 +64,7 @@ class FlowPreparer(Preparer):
         loras = self._loras.read(request.loras, self._may_go_on.wait)
         packs = self._loras.pack(loras)
         if own.is_int8 and loras.keys() - packs.keys():
-            raise errors.JobError(
+            raise JobError(
                 "a LoRA of the job is of a kind that is merged into the weights, and this worker"
                 " holds them in int8 (--precision): draw it on one that does not"
             )
@@ -92,7 +92,7 @@ class FlowPreparer(Preparer):
         if encoder is None:
             return None
         if paths is None:
-            raise errors.JobError(
+            raise JobError(
                 "the prompt's text states are missing, and this model has no text encoder:"
                 " `imagefleet files make text` makes them (docs/models.md)"
             )
@@ -194,7 +194,7 @@ def _costs(checkpoint: FlowCheckpoint, *, keeps_on_cpu: bool) -> Costs:
 def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
     """The parts of an engine for a transformer of flows."""
     if settings.taesd is not None:
-        raise errors.SetupError(f"there is no TAESD for {checkpoint.family.name}")
+        raise SetupError(f"there is no TAESD for {checkpoint.family.name}")
     device = checkpoint.unet.device
     family = checkpoint.family
     if settings.packages is not None or device.type == "cuda":

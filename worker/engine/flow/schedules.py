@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from imagefleet import errors
+from imagefleet.errors import JobError, SetupError
 from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
 from worker.engine.sampler import LATENTS, Move, Schedule, towards
@@ -32,7 +32,7 @@ def check_config(config: dict[str, object], name: str) -> None:
     """Raises SetupError for the configuration of another scheduler."""
     kind = config.get("_class_name", _SCHEDULER)
     if kind != _SCHEDULER or config.get("stochastic_sampling"):
-        raise errors.SetupError(
+        raise SetupError(
             f"the scheduler of {name!r} is {str(kind)[:60]}; flows may have {_SCHEDULER} without"
             " noise of its own"
         )
@@ -53,9 +53,9 @@ def make_schedule(
     """
     sampler = samplers.SAMPLERS.get(name)
     if sampler is None:
-        raise errors.JobError(samplers.unknown(name))
+        raise JobError(samplers.unknown(name))
     if not sampler.draws_flows:
-        raise errors.JobError(
+        raise JobError(
             f"{sampler.name} does not work on this model, whose noise is a share of the image (flow"
             " matching) on a schedule of its own: use Euler with the scheduler Automatic"
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen3Config, Qwen3Model
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.telemetry import logs
 from worker.engine.families import reading
 from worker.engine.pixel.text_states import CHAT_MARK
@@ -59,13 +59,13 @@ class PromptEncoder:
                 folder / "tokenizer", local_files_only=True
             )
         except (*reading.LOADING_ERRORS, ImportError) as error:
-            raise errors.SetupError(
+            raise SetupError(
                 f"the tokenizer {str(folder / 'tokenizer')!r} cannot be loaded:"
                 f" {reading.brief(error)}"
             ) from error
         if len(self._tokenizer) > self._encoder.config.vocab_size:
             # On a GPU, a token id out of range is a device-side assert, which ends the process.
-            raise errors.SetupError(
+            raise SetupError(
                 f"the tokenizer of {str(folder)!r} belongs to another text encoder"
             )
 
@@ -175,7 +175,7 @@ def _read_encoder(folder: Path, rule: TextRule) -> Any:
     whole = int(config.get("num_hidden_layers", 0))
     layers = _layers(whole, rule) if whole else []
     if not layers or max(layers) > whole:
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(folder)!r} has {whole} layers, and the states of {rule.layers} are taken"
         )
     config = {**config, "num_hidden_layers": max(layers)}
