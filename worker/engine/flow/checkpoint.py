@@ -102,7 +102,11 @@ def load_checkpoint(
     if is_int8:
         int8.quantise(transformer, family.in_int8)
     networks = {family.backbone: transformer, "vae": vae}
-    sums = checkpoint.place(networks, dict.fromkeys(networks, (device, dtype)))
+    try:
+        sums = checkpoint.place(networks, dict.fromkeys(networks, (device, dtype)))
+    except SetupError as error:
+        advice = "" if is_int8 else "; try --precision int8"
+        raise SetupError(f"{error.message}{advice}") from error
     try:
         safetensors.refuse_damaged(checksums.named_parameters(networks))
     except UnusableError as error:
