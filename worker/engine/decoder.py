@@ -332,29 +332,16 @@ def decode(
     return to_pixels(to_images(vae, latents, in_stripes=in_stripes))
 
 
-def from_drawn(vae: Vae, latents: Tensor) -> Tensor:
-    """The VAE's latents of those that are drawn, which have its scale and shift.
-
-    FLUX.2's are patches of 2x2 in the channels, normalised by the VAE's statistics.
-    """
-    if isinstance(vae, AutoencoderKLFlux2):
-        deviation, mean = _statistics(vae)
-        return F.pixel_shuffle(latents * deviation + mean, 2)
-    scaled: Tensor = latents / vae.config.scaling_factor
-    if vae.config.shift_factor:
-        scaled = scaled + vae.config.shift_factor
-    return scaled
+def from_patches(vae: AutoencoderKLFlux2, patches: Tensor) -> Tensor:
+    """FLUX.2's latents of what is drawn: patches of 2x2, normalised by the VAE's statistics."""
+    deviation, mean = _statistics(vae)
+    return F.pixel_shuffle(patches * deviation + mean, 2)
 
 
-def to_drawn(vae: Vae, latents: Tensor) -> Tensor:
-    """The reverse of `from_drawn`."""
-    if isinstance(vae, AutoencoderKLFlux2):
-        deviation, mean = _statistics(vae)
-        return (F.pixel_unshuffle(latents, 2) - mean) / deviation
-    if vae.config.shift_factor:
-        latents = latents - vae.config.shift_factor
-    scaled: Tensor = latents * vae.config.scaling_factor
-    return scaled
+def to_patches(vae: AutoencoderKLFlux2, latents: Tensor) -> Tensor:
+    """The reverse of `from_patches`."""
+    deviation, mean = _statistics(vae)
+    return (F.pixel_unshuffle(latents, 2) - mean) / deviation
 
 
 def _statistics(vae: AutoencoderKLFlux2) -> tuple[Tensor, Tensor]:
@@ -369,7 +356,13 @@ def to_images(vae: Vae | None, latents: Tensor, *, in_stripes: bool = False) -> 
     """The VAE's images of latents [images, 4, height, width], from -1 to 1, in float32."""
     if vae is None:
         return latents
-    scaled = from_drawn(vae, latents).to(vae.dtype)
+    if isinstance(vae, AutoencoderKLFlux2):
+        scaled = from_patches(vae, latents)
+    else:
+        scaled = latents / vae.config.scaling_factor
+        if vae.config.shift_factor:
+            scaled = scaled + vae.config.shift_factor
+    scaled = scaled.to(vae.dtype)
     if getattr(vae, "post_quant_conv", None) is not None:
         scaled = vae.post_quant_conv(scaled)
     # A tiny one takes far less memory, and the rows of an image that tiles have no end.

@@ -26,9 +26,13 @@ from worker.engine.passes.images import ImageCoder
 from worker.engine.pixel import text_states
 from worker.engine.sampler import Schedule
 from worker.engine.slots import memory
-from worker.engine.slots.loras import LoraReader
 from worker.engine.slots.parts import Parts
-from worker.engine.slots.prepare import AssembledLoras, PreparedRequest, Preparer
+from worker.engine.slots.prepare import (
+    AssembledLoras,
+    LoraReader,
+    PreparedRequest,
+    Preparer,
+)
 from worker.engine.slots.queue import Costs, SlotJob, Staged
 from worker.engine.slots.staging import Stager
 

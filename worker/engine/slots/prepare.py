@@ -6,7 +6,8 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from worker.engine.families.table import Family
 from worker.engine.files import safetensors
 from worker.engine.files.network_cache import NetworkCache
 from worker.engine.files.safetensors import ReadOnce
+from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
-from worker.engine.lora.file import Network
-from worker.engine.lora.merge import PackedLoras
+from worker.engine.lora.file import LoraFile, Network
+from worker.engine.lora.merge import AppliedLora, PackedLoras
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
 from worker.engine.passes.checkpoints import CheckpointCache
@@ -37,7 +39,9 @@ from worker.engine.passes.images import Vaes
 from worker.engine.passes.upscaling import UpscalerCache, Upscaling
 from worker.engine.sampler import NoiseStream, Schedule
 from worker.engine.samplers import schedule as schedules
-from worker.engine.slots.loras import Applied, LoraReader
+
+#: LoRA files in memory: some 75 of rank 32.
+_LORA_CACHE_BYTES = 2 * 1024**3
 
 #: Memory for embeddings: some 3,000 of SD1.5 with eight vectors.
 _EMBEDDING_CACHE_BYTES = 64 * 2**20
@@ -45,6 +49,9 @@ _EMBEDDING_CACHE_BYTES = 64 * 2**20
 #: Most jobs of a campaign have the same; none of them is changed.
 _make_schedule = functools.lru_cache(maxsize=256)(schedules.make_schedule)
 
+
+Applied = Mapping[Network, Sequence[AppliedLora]]
+"""A request's LoRAs, by the network that they change."""
 
 AssembledLoras = Mapping[Network, Tensor]
 """A job's LoRAs in host memory, by the network that they change."""
@@ -220,6 +227,67 @@ class PreparedRequest:
         return self.family.context_tokens(longest * text.CONTEXT_TOKENS)
 
 
+class LoraReader:
+    """The LoRA files of one model; thread-safe."""
+
+    def __init__(
+        self,
+        family: Family,
+        networks: Mapping[str, Any],
+        groups: Mapping[Network, merge.Groups],
+    ) -> None:
+        """*networks*: the model's, by name; *groups*: of each, what slots hold changes of."""
+        self.groups = groups
+        self._family = family
+        # Diffusers looks through all of a network for its type.
+        self.dtypes: Mapping[Network, torch.dtype] = {
+            name: networks[name].dtype for name in groups
+        }
+        encoders = {name: networks[name] for name in family.networks}
+        layers = lora_file.Layers(
+            networks[family.backbone],
+            encoders,
+            family.backbone,
+            family.original_names,
+        )
+        self.cache = lora_file.LoraCache(layers, _LORA_CACHE_BYTES)
+
+    def read(
+        self, loras: Sequence[contract.Lora], wait: Callable[[], object]
+    ) -> Applied:
+        """Each network's LoRAs, if any; weights of one that is named twice add up, in any order.
+
+        *wait* is called before each file.
+        """
+        family = self._family
+        files: dict[Identity, LoraFile] = {}
+        weights = defaultdict[tuple[Network, Identity], float](float)
+        for lora in loras:
+            wait()
+            file = self.cache.get(lora)
+            files[file.identity] = file
+            weights[family.backbone, file.identity] += lora.unet_weight
+            for network in family.networks:
+                weights[network, file.identity] += lora.text_encoder_weight
+        if len(files) > 1 and any(file.depends_on_weights for file in files.values()):
+            differences.warn("mixed_loras")
+        applied = defaultdict[Network, list[AppliedLora]](list)
+        for (network, identity), weight in sorted(weights.items()):
+            deltas = files[identity].deltas[network]
+            if weight and deltas:
+                applied[network].append(AppliedLora(identity, deltas, weight))
+        return applied
+
+    def pack(self, loras: Applied) -> dict[Network, PackedLoras]:
+        """Each network's LoRAs for the device, where slots can hold them all."""
+        packs = {}
+        for network, found in loras.items():
+            packed = merge.pack(found, self.groups[network], dtype=self.dtypes[network])
+            if packed is not None:
+                packs[network] = packed
+        return packs
+
+
 class Preparer:
     """Prepares requests for one model; called from several threads."""
 
@@ -327,7 +395,7 @@ class RequestPreparer(Preparer):
             )
             for each in request.embeddings
         ]
-        loras = self._read_loras(request.loras)
+        loras = self._loras.read(request.loras, self._may_go_on.wait)
         rows = self._text_rows(request, named)
         self._may_go_on.wait()
         vae = request.vae
@@ -375,7 +443,11 @@ class RequestPreparer(Preparer):
                 "hr_checkpoint_name: SDXL's refiner only goes on with images"
             )
         schedule = self._schedule(request, *taken)
-        loras = first.loras if hires.loras is None else self._read_loras(hires.loras)
+        loras = (
+            first.loras
+            if hires.loras is None
+            else self._loras.read(hires.loras, self._may_go_on.wait)
+        )
         second = replace(
             first,
             request=request,
@@ -411,7 +483,7 @@ class RequestPreparer(Preparer):
             return drawn
         rest = replace(drawn, checkpoint=checkpoint, begins=at)
         if self._is_sdxls_refiner(checkpoint):
-            loras = self._read_loras(())
+            loras = self._loras.read((), self._may_go_on.wait)
             rest = replace(
                 rest,
                 text_rows=self._text_rows(replace(drawn.request, loras=()), ()),
@@ -502,9 +574,6 @@ class RequestPreparer(Preparer):
             raise errors.JobError(
                 f"clip_skip is {clip_skip}; this model's text encoder has {layers} layers"
             )
-
-    def _read_loras(self, loras: Sequence[contract.Lora]) -> Applied:
-        return self._loras.read(loras, self._may_go_on.wait)
 
     def _with_bundled(
         self, named: Sequence[embeddings.Embedding], loras: Sequence[contract.Lora]
