@@ -15,6 +15,8 @@ import itertools
 import json
 import logging
 import math
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +31,7 @@ import torch
 from evaluation.bench import machine, work
 from imagefleet import errors
 from imagefleet.pricing import families
-from klein import full_size, theirs
+from klein import full_size, theirs, tiny_klein
 from rows import groups
 from rows.groups import Figures, Measurement, quotient
 from rows.process import CAPS, Channel, Measure, decibels, limit_memory
@@ -112,9 +114,7 @@ def load_engine(
     arguments: argparse.Namespace, model: Path, **settings: object
 ) -> SlotEngine:
     how = {"compile": "auto" if arguments.compile else "off", **settings}
-    return load.load_engine(
-        load.EngineSettings(model, str(arguments.device), slots=arguments.slots, **how)
-    )
+    return load.load_engine(load.EngineSettings(model, str(arguments.device), **how))
 
 
 def write_loras(
@@ -175,7 +175,6 @@ def prepare_engine(arguments: argparse.Namespace) -> Measure:
         jobs = [replace(each, steps=4 + each.seed % 3) for each in some]
         figures["company_psnr_db"] = company(engine, jobs)
         figures["graphs"] = dict(engine.graphs)
-        figures["peak_memory_bytes"] = machine.peak_memory_bytes(arguments.device)
         return figures
 
     return measure
@@ -200,9 +199,6 @@ def prepare_bag(arguments: argparse.Namespace) -> Measure:
         )
         return {
             "bag_over_uniform": mixed.amount_per_second / uniform.amount_per_second,
-            "uniform_images_per_second": uniform.images_per_second,
-            "slots": engine.slots,
-            "graphs": dict(engine.graphs),
         }
 
     return measure
@@ -239,11 +235,11 @@ def prepare_diffusers(arguments: argparse.Namespace) -> Measure:
         ]
         drawn = work.draw(engine, requests)
         engine.close()
-        exact = theirs.read(model, arguments.device, torch.float32)
+        exact = tiny_klein.read_pipeline(model).to(arguments.device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         references = [theirs.draw(exact, [each])[0] for each in requests]
         del exact
-        pipeline = theirs.read(model, arguments.device, half)
+        pipeline = tiny_klein.read_pipeline(model, dtype=half).to(arguments.device)
         peft = theirs.lora_rate(pipeline, like, loras, seconds)
         compiled = theirs.compiled_rate(pipeline, like, seconds, compiles=on_gpu)
         return {
@@ -308,12 +304,9 @@ def prepare_int8(arguments: argparse.Namespace) -> Measure:
 def without_encoder(model: Path) -> Path:
     """The model as a card of 8 GB has it: without the weights of the text encoder."""
     folder = model.with_name(f"{model.name}-small")
-    for file in model.rglob("*"):
-        target = folder / file.relative_to(model)
-        is_encoders = "text_encoder" in file.parts and file.suffix == ".safetensors"
-        if file.is_file() and not is_encoders and not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.hardlink_to(file)
+    weights = shutil.ignore_patterns("model*.safetensors")
+    if not folder.exists():
+        shutil.copytree(model, folder, copy_function=os.link, ignore=weights)
     return folder
 
 
@@ -434,7 +427,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/imagefleet-klein"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--slots", type=int)
     parser.add_argument("--seconds", type=float, default=20.0, help="per measured rate")
     parser.add_argument(
         "--limit", type=float, default=500.0, help="seconds until a row is ready"

@@ -2,37 +2,15 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import (
-    AutoencoderKLFlux2,
-    FlowMatchEulerDiscreteScheduler,
-    Flux2KleinPipeline,
-    Flux2Transformer2DModel,
-)
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from worker.engine import contract
 
 #: Images of a call of the compiled pipeline.
 BATCH = 4
-
-
-def read(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    of_type = {"torch_dtype": dtype}
-    pipeline = Flux2KleinPipeline(
-        FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
-        AutoencoderKLFlux2.from_pretrained(folder / "vae", **of_type),
-        Qwen3ForCausalLM.from_pretrained(folder / "text_encoder", dtype=dtype),
-        PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
-        Flux2Transformer2DModel.from_pretrained(folder / "transformer", **of_type),
-        is_distilled=True,
-    ).to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 def draw(

@@ -56,12 +56,11 @@ def save(
     encoder: Qwen3ForCausalLM,
     *,
     is_distilled: bool,
-    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> None:
     transformer.save_pretrained(folder / "transformer")
     vae.save_pretrained(folder / "vae")
     encoder.save_pretrained(folder / "text_encoder")
-    (tokenizer or make_tokenizer()).save_pretrained(folder / "tokenizer")
+    make_tokenizer().save_pretrained(folder / "tokenizer")
     make_scheduler().save_pretrained(folder / "scheduler")
     index = {
         "_class_name": "Flux2KleinPipeline",
@@ -149,14 +148,17 @@ def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
     )
 
 
-def read_pipeline(folder: Path, *, is_distilled: bool = True) -> Flux2KleinPipeline:
-    """Diffusers' pipeline of a folder that `build` wrote, in float32."""
+def read_pipeline(
+    folder: Path, *, is_distilled: bool = True, dtype: torch.dtype = torch.float32
+) -> Flux2KleinPipeline:
+    """Diffusers' pipeline of a folder that `save` wrote."""
+    of_type = {"torch_dtype": dtype}
     pipeline = Flux2KleinPipeline(
         FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
-        AutoencoderKLFlux2.from_pretrained(folder / "vae"),
-        Qwen3ForCausalLM.from_pretrained(folder / "text_encoder"),
+        AutoencoderKLFlux2.from_pretrained(folder / "vae", **of_type),
+        Qwen3ForCausalLM.from_pretrained(folder / "text_encoder", dtype=dtype),
         PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
-        Flux2Transformer2DModel.from_pretrained(folder / "transformer"),
+        Flux2Transformer2DModel.from_pretrained(folder / "transformer", **of_type),
         is_distilled=is_distilled,
     )
     pipeline.set_progress_bar_config(disable=True)
