@@ -293,8 +293,6 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         told = self.model_dump(mode="json", include={*_OF_BLOB}, exclude_defaults=True)
         told |= {"job": self.id, "attempt": self.attempts, "campaign": self.campaign}
         told["worker"] = self.worker.encode("ascii", "replace").decode()
-        if self.scores:
-            told["scores"] = json.dumps(self.scores)
         if self.metadata:
             told["metadata"] = metadata_header(self.metadata)
         return {name: str(value) for name, value in told.items()}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from imagefleet.files import contents
 from imagefleet.files.safetensors import Header
+from imagefleet.validation import JSONObject
 from worker.engine import checksums, text
 from worker.engine.families import reading
 from worker.engine.families.reading import ImageNoise

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from imagefleet.errors import SetupError
-from imagefleet.validation import JSONDict
 from worker.engine import checkpoint
 from worker.engine.families import prompts, reading
 from worker.engine.families.table import Model

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from transformers import Qwen3Config, Qwen3Model
 
 from imagefleet.errors import SetupError

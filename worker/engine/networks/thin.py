@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Linear, Module
 
 from worker.engine.networks import int8
 from worker.engine.networks.convolution import LowRankChange, SlotChanges
@@ -20,13 +21,13 @@ Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of a rotary embedding [..., tokens, head width], each for two neighbours."""
 
 
-class ThinLinear(nn.Module):
+class ThinLinear(Module):
     """Linear layers of one shape and the same input as one product, with each slot's own change."""
 
     scale: Tensor | None
     """[outputs, 1], of weights in int8."""
 
-    def __init__(self, layers: Mapping[str, nn.Linear]) -> None:
+    def __init__(self, layers: Mapping[str, Linear]) -> None:
         """*layers* by path; their weights become views of this one's."""
         super().__init__()
         self.linear = SlotLinear(layers)
@@ -64,12 +65,12 @@ class ThinNetwork(SlotNetwork):
     A subclass makes its modules of the *network* that it is built from, and then calls `_join`.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: Module) -> None:
         super().__init__(next(network.parameters()))
         self._paths = {module: path for path, module in network.named_modules()}
         self.added_width = 0
 
-    def _thin(self, *layers: nn.Linear) -> ThinLinear:
+    def _thin(self, *layers: Linear) -> ThinLinear:
         return ThinLinear({self._paths[layer]: layer for layer in layers})
 
     def _join(self, *of_prompt: Linear) -> None:

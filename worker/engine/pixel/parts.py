@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job.prompt import Prompt
 from worker.engine import contract
 from worker.engine.contract import Settings
@@ -23,6 +24,7 @@ from worker.engine.passes import begin
 from worker.engine.passes.begin import LowResolution
 from worker.engine.pixel import schedules, text_states
 from worker.engine.pixel.checkpoint import PixelCheckpoint
+from worker.engine.pixel.text_stage import TextStage
 from worker.engine.pixel.unet import PixelUnet
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import AssembledLoras, PreparedRequest, Preparer
@@ -37,7 +39,7 @@ class StagePreparer(Preparer):
     def __init__(self, checkpoint: PixelCheckpoint) -> None:
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
-        self._stage = ReadOnce[text_stage.TextStage](1)
+        self._stage = ReadOnce[TextStage](1)
         self._states = ReadOnce[Tensor](_STATES_KEPT)
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
@@ -98,7 +100,7 @@ class StagePreparer(Preparer):
 
         return self._states.get(text_states.clean(prompt), read)
 
-    def _load_text_stage(self) -> text_stage.TextStage:
+    def _load_text_stage(self) -> TextStage:
         """The stage's own text encoder, on the CPU, from when it is needed."""
         folder = self._checkpoint.folder
         if not prompts.has_encoder(folder, "t5"):
@@ -106,7 +108,7 @@ class StagePreparer(Preparer):
                 "the prompt's text states are missing, and this stage has no text encoder:"
                 " `imagefleet files make text` makes them (docs/cascade.md)"
             )
-        return text_stage.TextStage(folder, torch.device("cpu"), torch.float32)
+        return TextStage(folder, torch.device("cpu"), torch.float32)
 
     def _read_image(self, init: contract.InitImage | None) -> LowResolution | None:
         """The image that is upscaled, as `IFSuperResolutionPipeline` does it, and its noise level.

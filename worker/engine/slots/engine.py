@@ -55,7 +55,7 @@ class SlotEngine:
         self.lora_lookups = parts.preparer.lora_lookups
         self.find_embeddings = parts.preparer.find_embeddings
         #: The last tick's.
-        self.weight_mode: WeightMode = "shared"
+        self.weight_mode: memory.WeightMode = "shared"
         #: Rows of the UNet's calls that images took.
         self.unet_rows = 0
         #: Sum of these rows' pixels: the work of images of unlike sizes.

@@ -28,10 +28,9 @@ from worker.engine.families.table import Family
 from worker.engine.files import safetensors
 from worker.engine.files.network_cache import NetworkCache
 from worker.engine.files.safetensors import ReadOnce
-from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
 from worker.engine.lora.file import LoraCache, LoraFile, Network
-from worker.engine.lora.merge import AppliedLora, Groups, LoraKey, PackedLoras
+from worker.engine.lora.merge import AppliedLora, PackedLoras
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
 from worker.engine.passes.checkpoints import CheckpointCache
@@ -252,7 +251,9 @@ class LoraReader:
         }
         self.cache = LoraCache(family.lora_layers(networks), _LORA_CACHE_BYTES)
 
-    def read(self, loras: Sequence[Lora], wait: Callable[[], object]) -> LoraFields:
+    def read(
+        self, loras: Sequence[contract.Lora], wait: Callable[[], object]
+    ) -> LoraFields:
         """Each network's LoRAs, if any; weights of one that is named twice add up, in any order.
 
         They are packed for the device where slots can hold them all. *wait* is called before each
