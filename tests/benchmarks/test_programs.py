@@ -129,7 +129,6 @@ ELSEWHERE = {
     "first_minute/row.py": "benchmarks/test_first_minute.py",  # `measure.py` starts it
     "rows/engine.py": "benchmarks/test_documented_commands.py",  # `engine.py` starts it
     "library/attacks.py": "benchmarks/test_programs.py",  # `strangers.py` starts it
-    "million/run.py": "worker/test_long_run.py",
     "packs.py": "benchmarks/test_packs.py",
     "overlap.py": "benchmarks/test_documented_commands.py",
     "scoring/fid_clip.py": "benchmarks/test_kept.py",

@@ -1,13 +1,9 @@
 """What a worker must not do more of with each job: lose one, keep files open, add metrics."""
 
 import asyncio
-import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
-import pytest
 from prometheus_client import generate_latest
 
 from evaluation.stand_in import StandInEngine
@@ -17,7 +13,6 @@ from messages import blobs, message
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "million" / "run.py"
 JOBS = 300
 
 
@@ -51,18 +46,3 @@ async def test_a_worker_keeps_no_file_open_and_adds_no_series_per_job(
     assert last[0] == series
     assert last[1] <= descriptors + 20
     assert last[2] <= threads + 8
-
-
-@pytest.mark.slow
-def test_the_benchmarks_worker_loses_no_job_and_draws_none_twice():
-    command = [sys.executable, str(BENCHMARK), "--jobs", "1000", "--processes", "1"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    figures = json.loads(done.stdout.splitlines()[-1])
-    ended = {
-        name: figures[name]
-        for name in ("stored", "left_in_queue", "lost", "done_twice")
-    }
-    assert ended == {"stored": 1000, "left_in_queue": 0, "lost": 0, "done_twice": 0}
-    assert figures["series_at_end"] == figures["series_at_start"]
-    assert figures["descriptors_at_end"] <= figures["descriptors_at_start"] + 20
-    assert figures["threads_at_end"] <= figures["threads_at_start"] + 8
