@@ -36,14 +36,20 @@ class Row(NamedTuple):
     idle_fraction: float
 
 
-def jobs(given: Given, *, with_loras: bool) -> Iterator[str]:
-    folder = given.loras
-    names = sorted(path.stem for path in folder.glob("*.safetensors")) if folder else []
-    for number in range(given.jobs):
+def prompts(count: int, loras: Path | None) -> Iterator[str]:
+    """Each with the next of the LoRAs in a folder, if there is one."""
+    names = sorted(path.stem for path in loras.glob("*.safetensors")) if loras else []
+    for number in range(count):
         prompt = f"a photo of a house, number {number}"
-        if with_loras:
+        if names:
             prompt += f" <lora:{names[number % len(names)]}:0.8>"
-        sizes = {"width": given.side, "height": given.side}
+        yield prompt
+
+
+def jobs(given: Given, *, with_loras: bool) -> Iterator[str]:
+    sizes = {"width": given.side, "height": given.side}
+    numbered = enumerate(prompts(given.jobs, given.loras if with_loras else None))
+    for number, prompt in numbered:
         yield json.dumps(
             {"prompt": prompt, "steps": 4, "cfg_scale": 1, "id": f"{number}", **sizes}
         )

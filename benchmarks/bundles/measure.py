@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "chaos"))
 
@@ -25,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import azurite
+from benchmarks import operations
 from benchmarks.bundles import gpu
 from evaluation.stand_in import StandInEngine
 from imagefleet.pricing import prices
@@ -80,24 +83,17 @@ def filled(storage: str, file: Path, jobs: int, bundle: int) -> Spent:
             return opened.operations
 
     began_at = time.process_time()
-    operations = asyncio.run(fill())
-    return Spent(time.process_time() - began_at, operations)
+    used = asyncio.run(fill())
+    return Spent(time.process_time() - began_at, used)
 
 
 def drawn(storage: str) -> Spent:
     """Draws the queue empty; a process of its own."""
-    opened: list[Storage] = []
-    open_one = process.open_storage
-
-    def noting(*given: Any, **named: Any) -> Storage:
-        opened.append(open_one(*given, **named))
-        return opened[-1]
-
-    process.open_storage = noting  # type: ignore[assignment]
     settings = WorkerSettings(storage=storage, model=Path("stand-in"), until_empty=True)
     load = lambda: StandInEngine(capacity=32, size=(64, 64))  # noqa: E731 - a short factory
     began_at = time.process_time()
-    report = asyncio.run(process.run_worker(settings, load=load))
+    with operations.opened() as opened:
+        report = asyncio.run(process.run_worker(settings, load=load))
     spent = time.process_time() - began_at
     if report.jobs.keys() - {"completed", "handed_back"}:
         sys.exit(f"not all jobs were drawn: {report.jobs}")
@@ -144,10 +140,6 @@ def queue_rate(storage: str, file: Path, jobs: int, per_message: int) -> float:
     return asyncio.run(run())
 
 
-def dollars(operations: Operations) -> float:
-    return prices.BUILT_IN.storage.dollars(operations)
-
-
 def measure(jobs: int, per_message: int) -> dict[str, float]:
     """Figures of one kind, per job or per million; 1 job a message: single jobs."""
     spawn = multiprocessing.get_context("spawn")
@@ -160,19 +152,14 @@ def measure(jobs: int, per_message: int) -> dict[str, float]:
         with spawn.Pool(1) as pool:
             rate = pool.apply(queue_rate, (storage, file, jobs, per_message))
     million = 1_000_000 / jobs
+    used = Counter(asdict(load.operations))
+    used.update(asdict(work.operations))
     return {
         "jobs_per_message": per_message,
-        "queue_operations_per_million": (load.operations.queue + work.operations.queue)
-        * million,
-        "blob_writes_per_million": (
-            load.operations.blob_writes + work.operations.blob_writes
-        )
-        * million,
-        "blob_reads_per_million": (
-            load.operations.blob_reads + work.operations.blob_reads
-        )
-        * million,
-        "dollars_per_million": (dollars(load.operations) + dollars(work.operations))
+        "queue_operations_per_million": used["queue"] * million,
+        "blob_writes_per_million": used["blob_writes"] * million,
+        "blob_reads_per_million": used["blob_reads"] * million,
+        "dollars_per_million": prices.BUILT_IN.storage.dollars(Operations(**used))
         * million,
         "load_cpu_seconds_per_million": load.cpu_seconds * million,
         "worker_cpu_seconds_per_million": work.cpu_seconds * million,

@@ -12,21 +12,17 @@ CPU, with meaningless figures.
 """
 
 import argparse
-import asyncio
 import contextlib
 import functools
-import json
-import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 
 import torch
 from filelock import FileLock
@@ -35,11 +31,10 @@ from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, random_model, work
 from families import lora_kinds, tiny_families
-from imagefleet import errors
-from rows import groups
-from rows.groups import Figures, Measurement, quotient
+from rows import program
+from rows.groups import Figures, quotient
 from rows.jobs import weaken
-from rows.process import Channel, Measure, decibels, limit_memory
+from rows.process import Measure, decibels, limit_memory
 from worker.engine import device as devices
 from worker.engine import load
 from worker.engine.families import table
@@ -231,7 +226,7 @@ def measure_company(arguments: argparse.Namespace) -> Figures:
     return {"psnr_db": min(figures.values()), "psnr_db_each": figures}
 
 
-ROWS: Mapping[str, Callable[[argparse.Namespace], Measure]] = {
+ROWS: program.Rows = {
     "limit": prepare_limit,
     "plain": prepare_plain,
     "sdxl": lambda arguments: prepare_rates(arguments, "sdxl"),
@@ -269,63 +264,11 @@ def summarise(rows: Mapping[str, Figures]) -> Figures:
     }
 
 
-def measure_row(arguments: argparse.Namespace) -> None:
-    """The process of a row: prepares it, and measures when it is asked to."""
-    channel = Channel()
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s {arguments.row}: %(message)s"
-    )
-    arguments.device = devices.find_device(arguments.device)
-    try:
-        measure = ROWS[arguments.row](arguments)
-    except errors.FleetError as error:
-        figures = {"error": error.message}
-        measure = lambda _: figures  # noqa: E731
-        if arguments.device.type == "cuda":
-            held = torch.cuda.memory_summary(arguments.device, abbreviated=True)
-            print(held, file=sys.stderr)
-    channel.serve({arguments.row: measure})
-
-
-async def run(arguments: argparse.Namespace) -> None:
-    given = [each for each in sys.argv[1:] if each != "--together"]
-    rows = [
-        Measurement(name, name, arguments.seconds, OVERHEAD_SECONDS)
-        for name in arguments.rows.split(",")
-    ]
-    for batch in [rows] if arguments.together else [[row] for row in rows]:
-        await groups.measure(
-            batch,
-            lambda name: groups.Group.start(Path(__file__), name, *given),
-            functools.partial(groups.add_row, arguments.out, summarise),
-            ready_seconds=arguments.limit,
-        )
-    print(json.dumps(summarise(groups.add_figures(arguments.out, {})["rows"])))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("row", nargs="?", choices=list(ROWS), help=argparse.SUPPRESS)
-    parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated")
-    parser.add_argument(
-        "--together", action="store_true", help="load and compile at once"
-    )
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/imagefleet-families"))
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
+    parser = program.options(__doc__, ROWS, "/tmp/imagefleet-families")
     parser.add_argument("--slots", type=int)
-    parser.add_argument("--seconds", type=float, default=30.0, help="per measured rate")
-    parser.add_argument(
-        "--limit", type=float, default=900.0, help="seconds until rows are ready"
-    )
     parser.add_argument("--slot-weights", choices=get_args(memory.SlotWeights))
-    parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--tiny", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.row:
-        measure_row(arguments)
-    else:
-        asyncio.run(run(arguments))
+    program.run(__file__, parser.parse_args(), ROWS, summarise, OVERHEAD_SECONDS)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.rows import groups
 from evaluation.stand_in import StandInEngine
 from imagefleet.signing import SigningKey
 from worker import process
@@ -88,9 +89,7 @@ def main() -> None:
             "cores": os.cpu_count(),
         },
     }
-    known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    text = json.dumps(known | figures, indent=2, sort_keys=True)
-    RESULT.write_text(text + "\n")
+    groups.add_figures(RESULT, figures)
     print(json.dumps(figures, indent=2))
 
 

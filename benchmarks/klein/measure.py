@@ -9,34 +9,28 @@ row, to those of earlier runs. `--tiny` tries all on a CPU, with meaningless fig
 """
 
 import argparse
-import asyncio
 import functools
 import itertools
-import json
-import logging
 import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 
 import torch
 
 from evaluation.bench import machine, work
-from imagefleet import errors
 from imagefleet.pricing import families
 from klein import full_size, theirs, tiny_klein
-from rows import groups
-from rows.groups import Figures, Measurement, quotient
-from rows.process import CAPS, Channel, Measure, decibels, limit_memory
+from rows import program
+from rows.groups import Figures, quotient
+from rows.process import CAPS, Measure, decibels, limit_memory
 from worker.engine import contract, load
-from worker.engine import device as devices
 from worker.engine.flow import text
 from worker.engine.flow.families import KLEIN
 from worker.engine.pixel import text_states
@@ -134,6 +128,17 @@ def warm(engine: SlotEngine, requests: Sequence[contract.ImageRequest]) -> None:
     work.draw(engine, requests)
 
 
+def rate(
+    engine: SlotEngine,
+    size: tuple[int, int],
+    seconds: float,
+    loras: Sequence[Sequence[contract.Lora]],
+) -> float:
+    """Images/s of one size, with the next LoRAs in each, after graphs for them are there."""
+    warm(engine, list(itertools.islice(requests_of(size, loras), 2 * engine.slots)))
+    return work.drive(engine, requests_of(size, loras), seconds).images_per_second
+
+
 def prepare_engine(arguments: argparse.Namespace) -> Measure:
     """The engine alone: rates of two sizes, company, prompts, and the card's limit."""
     model, kind = of_arguments(arguments)
@@ -161,10 +166,9 @@ def prepare_engine(arguments: argparse.Namespace) -> Measure:
         }
         for name, size in {"1024": native, "512": small}.items():
             for loras, word in ((((),), "no_lora"), (own, "mixed")):
-                some = itertools.islice(requests_of(size, loras), 2 * engine.slots)
-                warm(engine, list(some))
-                driven = work.drive(engine, requests_of(size, loras), seconds)
-                figures[f"{word}_{name}_images_per_second"] = driven.images_per_second
+                figures[f"{word}_{name}_images_per_second"] = rate(
+                    engine, size, seconds, loras
+                )
         unlike = (
             replace(each, prompt=f"a house of the colour {each.seed}")
             for each in requests_of(native)
@@ -225,10 +229,7 @@ def prepare_diffusers(arguments: argparse.Namespace) -> Measure:
     def measure(seconds: float) -> Figures:
         ours = {}
         for word, own in (("no_lora", ((),)), ("mixed", [(each,) for each in loras])):
-            some = itertools.islice(requests_of(native, own), 2 * engine.slots)
-            warm(engine, list(some))
-            driven = work.drive(engine, requests_of(native, own), seconds)
-            ours[f"{word}_images_per_second"] = driven.images_per_second
+            ours[f"{word}_images_per_second"] = rate(engine, native, seconds, own)
         shapes = (TINY_BAG if arguments.tiny else BAG)[:2]
         requests = [
             replace(like, width=width, height=height) for width, height in shapes
@@ -291,10 +292,9 @@ def prepare_int8(arguments: argparse.Namespace) -> Measure:
         figures: Figures = {}
         for precision in ("auto", "int8"):
             engine = load_engine(arguments, model, precision=precision)
-            some = itertools.islice(requests_of(native, own), 2 * engine.slots)
-            warm(engine, list(some))
-            driven = work.drive(engine, requests_of(native, own), seconds)
-            figures[f"{precision}_images_per_second"] = driven.images_per_second
+            figures[f"{precision}_images_per_second"] = rate(
+                engine, native, seconds, own
+            )
             engine.close()
         return figures
 
@@ -332,7 +332,7 @@ def stored_states(arguments: argparse.Namespace, model: Path) -> tuple[Path, Pat
     return paths[0], paths[1]
 
 
-ROWS: Mapping[str, Callable[[argparse.Namespace], Measure]] = {
+ROWS: program.Rows = {
     "engine": prepare_engine,
     "bag": prepare_bag,
     "diffusers": prepare_diffusers,
@@ -394,50 +394,9 @@ def summarise(rows: Mapping[str, Figures]) -> Figures:
     return summary
 
 
-def measure_row(arguments: argparse.Namespace) -> None:
-    """The process of a row: prepares it, and measures when it is asked to."""
-    channel = Channel()
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s {arguments.row}: %(message)s"
-    )
-    arguments.device = devices.find_device(arguments.device)
-    try:
-        measure = ROWS[arguments.row](arguments)
-    except errors.FleetError as error:
-        figures = {"error": error.message}
-        measure = lambda _: figures  # noqa: E731
-    channel.serve({arguments.row: measure})
-
-
-async def run(arguments: argparse.Namespace) -> None:
-    for name in arguments.rows.split(","):
-        await groups.measure(
-            [Measurement(name, name, arguments.seconds, OVERHEAD_SECONDS)],
-            lambda name: groups.Group.start(Path(__file__), name, *sys.argv[1:]),
-            functools.partial(groups.add_row, arguments.out, summarise),
-            ready_seconds=arguments.limit,
-        )
-    print(json.dumps(summarise(groups.add_figures(arguments.out, {})["rows"])))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("row", nargs="?", choices=list(ROWS), help=argparse.SUPPRESS)
-    parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/imagefleet-klein"))
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--seconds", type=float, default=20.0, help="per measured rate")
-    parser.add_argument(
-        "--limit", type=float, default=500.0, help="seconds until a row is ready"
-    )
-    parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--tiny", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.row:
-        measure_row(arguments)
-    else:
-        asyncio.run(run(arguments))
+    parser = program.options(__doc__, ROWS, "/tmp/imagefleet-klein")
+    program.run(__file__, parser.parse_args(), ROWS, summarise, OVERHEAD_SECONDS)
 
 
 if __name__ == "__main__":

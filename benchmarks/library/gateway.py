@@ -25,8 +25,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 
 import aiohttp
 
@@ -165,11 +164,7 @@ async def requests(arguments: argparse.Namespace, storage: str) -> Figures:
         for count in (FEW, MANY):
             while len(waiting) < count:
                 waiting.append(asyncio.create_task(ask(session)))
-
-            def queued() -> int:
-                return sum(each.facts is not None for each in gateway.desk.tickets)
-
-            while queued() < count:  # noqa: ASYNC110 - it tells nobody
+            while sum(bool(each.id) for each in gateway.desk.tickets) < count:  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.1)
             before, began_at = billed(fleet.storage.operations), time.monotonic()
             await asyncio.sleep(arguments.seconds)

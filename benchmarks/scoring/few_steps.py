@@ -24,8 +24,8 @@ from diffusers import EulerDiscreteScheduler
 from PIL import Image
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "demo_model" / "training"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [f"{ROOT}/demo_model/training", str(ROOT)]
 
 from demo_world import answers, world
 from evaluation.score import figures, metrics, reference

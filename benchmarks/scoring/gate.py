@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageFilter
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "demo_model" / "training"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [f"{ROOT}/demo_model/training", str(ROOT)]
 
 from demo_world import world
 from evaluation.gate import compare, verdict

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "demo_model" / "training"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [f"{ROOT}/demo_model/training", str(ROOT)]
 
 from demo_world import captions, world
 from demo_world.world import SceneOptions
@@ -20,7 +20,6 @@ from evaluation.score import metrics
 from evaluation.score.networks import load
 from evaluation.score.statistics import Statistics
 
-ROOT = Path(__file__).resolve().parents[2]
 PICTURES = 2_000
 SEED = 30_000
 BATCH = 50

@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "demo_model" / "training"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [f"{ROOT}/demo_model/training", str(ROOT)]
 
 from rich.console import Console
 from rich.table import Table

@@ -6,12 +6,12 @@ import importlib
 import io
 import json
 import os
-import queue
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from evaluation.bench import engine as bench_engine
 from in_process import as_it_was
 from rows import groups, process
+from rows import program as rows_program
 
 __all__ = ["as_it_was"]
 
@@ -31,8 +32,8 @@ class GroupHere(groups.Group):
     """A group of rows in a thread: what it is told and replies are those of a process."""
 
     def __init__(self) -> None:
-        self.asked = queue.SimpleQueue[bytes | None]()
-        self.told = queue.SimpleQueue[str]()
+        self.asked = SimpleQueue[bytes | None]()
+        self.told = SimpleQueue[str]()
         super().__init__(SimpleNamespace(stdin=SimpleNamespace(write=self.asked.put)))  # type: ignore[arg-type]
 
     @classmethod
@@ -45,7 +46,8 @@ class GroupHere(groups.Group):
         group.runs = asyncio.create_task(asyncio.to_thread(group.run, loaded))
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(sys, "argv", [str(script), *arguments])
-            patched.setattr(loaded, "Channel", ChannelHere)
+            module = loaded if hasattr(loaded, "Channel") else rows_program
+            patched.setattr(module, "Channel", ChannelHere)
             await super(cls, group).wait_until_ready()
         return group
 

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import inspect
-import io
 import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +86,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "figures.json",
     ),
     "fleet_sim.py": ("--warm-up",),
+    "klein/measure.py": (*TINY, "--folder", "models", "--seconds", "1"),
     "ladder/measure.py": (
         "--tiny",
         "--dollars-per-hour",
@@ -153,7 +154,7 @@ def start_here(
     command: Sequence[str], **_: Any
 ) -> contextlib.nullcontext[SimpleNamespace]:
     """The command in this process: it has ended at the second look."""
-    out, noted = io.StringIO(), io.StringIO()
+    out, noted = StringIO(), StringIO()
     with (
         pytest.MonkeyPatch.context() as patched,
         contextlib.redirect_stdout(out),
