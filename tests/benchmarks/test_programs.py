@@ -26,12 +26,9 @@ TINY = ("--tiny", "--device", "cpu", "--out", "figures.json")
 
 ONE_THREAD = ("--device", "cpu", "--threads", "1")
 
-OVERLAP = ("--", "benchmarks/overlap.py", "--jobs", "8")
-
 #: The programs and the arguments with which they take seconds.
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "likeness.py": ("--jobs", "2", "--steps", "2"),
-    "compare.py": (str(ROOT), "--pairs", "2", "--within", "0.99", *OVERLAP),
     "families/measure.py": (
         *TINY,
         "--folder",
