@@ -45,8 +45,8 @@ class Far:
 
     def __init__(self, near: Any, calls: Collection[str]) -> None:
         self._near, self._calls = near, calls
+        #: Times at which blobs were created.
         self.written_at: list[float] = []
-        """Times at which blobs were created."""
 
     def add(self, model: str, queues: Queues) -> None:
         """None of a model's queues: they would only be empty."""

@@ -77,10 +77,10 @@ class CancelledCampaigns:
     def __init__(self, files: BlobStore, queue: str) -> None:
         self._files = files
         self._queue = queue
+        #: The time at which each campaign was cancelled, or each single job, by `campaign/id`.
         self.times: Mapping[str, datetime] = {}
-        """The time at which each campaign was cancelled, or each single job, by `campaign/id`."""
+        #: The campaigns whose jobs wait until they are resumed.
         self.paused: frozenset[str] = frozenset()
-        """The campaigns whose jobs wait until they are resumed."""
         self._version: str | None = None
         self._read_at: float | None = None
         self._reading = asyncio.Lock()

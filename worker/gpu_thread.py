@@ -192,8 +192,8 @@ class EngineThread:
         *began_at*: the worker's start, in monotonic seconds; None: now.
         """
         self.clock = GpuClock(time.monotonic() if began_at is None else began_at)
+        #: Most requests the engine holds at once; follows the engine's own.
         self.capacity = 0
-        """Most requests the engine holds at once; follows the engine's own."""
         self.engine: Engine | None = None
         #: Called on the engine's thread for each job's ticket right before the engine begins it.
         self.is_cancelled: Callable[[int], bool] = lambda _ticket: False

@@ -31,6 +31,8 @@ from worker.replica import Replica
 
 log = logs.EventLog(__name__)
 
+#: A job's end in this worker; `verified` and `unverified`: a second drawing is stored, or none is;
+#: `moved`: to the queue of its model.
 Outcome = Literal[
     "completed",
     "duplicate",
@@ -43,8 +45,6 @@ Outcome = Literal[
     "handed_back",
     "moved",
 ]
-"""A job's end in this worker; `verified` and `unverified`: a second drawing is stored, or none is;
-`moved`: to the queue of its model."""
 
 Stage = Literal[
     "pull",
@@ -64,6 +64,7 @@ STAGE_SECONDS_BUCKETS = tuple(0.001 * 2**power for power in range(17))
 #: another model is being loaded.
 IDLE_REASONS = ("queue_empty", "starved", "backpressure", "switch")
 
+#: A fault of a node; `engine`: loading the model or the first images failed.
 NodeFault = Literal[
     "gpu_memory",
     "engine",
@@ -73,10 +74,9 @@ NodeFault = Literal[
     "weights",
     "quarantined",
 ]
-"""A fault of a node; `engine`: loading the model or the first images failed."""
 
+#: Fate of an image that the GPU generated and that is not stored as the job's by this worker.
 LostImage = Literal["failed", "duplicate", "second_drawing"]
-"""Fate of an image that the GPU generated and that is not stored as the job's by this worker."""
 
 #: Seconds between two measurements. Every worker measures, so the metrics are fresher the larger
 #: the fleet; more often would only be billed.
@@ -92,8 +92,8 @@ class WorkerMetrics:
     def __init__(self, fleet: str | None = None, device: str | None = None) -> None:
         """Labels of every series, if given; *device* is one of several GPUs of this machine."""
         labels = {"fleet": fleet, "device": device}
+        #: Jobs by outcome, and the images stored, since the worker's start.
         self.outcomes: Counted[str] = Counted()
-        """Jobs by outcome, and the images stored, since the worker's start."""
         self.images_stored = 0
         self.registry = metrics.LabelledRegistry(
             {name: value for name, value in labels.items() if value}
@@ -108,8 +108,8 @@ class WorkerMetrics:
         self.campaign_images = counter(
             "campaign_images", "Images stored, by campaign.", "campaign"
         )
+        #: Campaigns with a series of their own; bounded, as whoever sends jobs names campaigns.
         self.campaigns: set[str] = set()
-        """Campaigns with a series of their own; bounded, as whoever sends jobs names campaigns."""
         self.chain_images = counter(
             "chain_images", "Images stored of jobs with several stages.", "stage"
         )
@@ -419,8 +419,8 @@ class DepthMeter:
     _jobs: RoutedQueue
     _poison: JobQueue
     _metrics: WorkerMetrics
+    #: Called with the messages in the job queue.
     _on_depth: Callable[[int], None]
-    """Called with the messages in the job queue."""
 
     def __post_init__(self) -> None:
         self._unmeasured: set[str] = set()

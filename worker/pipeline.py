@@ -61,8 +61,8 @@ FINISH_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class Machine:
     replica: Replica = UNKNOWN
+    #: Start of its bill (monotonic seconds); None: with the pipeline.
     began_at: float | None = None
-    """Start of its bill (monotonic seconds); None: with the pipeline."""
     limits: NodeLimits = NO_LIMITS
 
 
@@ -86,8 +86,8 @@ class Pipeline:
         *on_depth* is called with the number of messages in the queue whenever that is measured.
         """
         self.metrics = metrics or WorkerMetrics()
+        #: The models that it serves in turn; None: one engine's alone.
         self.models: WorkerModels | None = None
-        """The models that it serves in turn; None: one engine's alone."""
         self.started = False
         self.ready = False
         self.start_up_phase: Phase = "connecting to the storage"
@@ -129,8 +129,8 @@ class Pipeline:
             retry_policy,
         )
         self.puller = Puller(self._queue, self.settler, self.engine_thread)
+        #: The pull of one model's jobs; None: the node is still checked.
         self._pull: asyncio.Task[None] | None = None
-        """The pull of one model's jobs; None: the node is still checked."""
         self._side_tasks = tasks.SideTasks()
         self._files = JobFiles(storage, settings)
         self.metrics.collect_from(

@@ -125,8 +125,8 @@ class _Worker:
     _metadata: salad.SaladMetadata | None
     _stop: asyncio.Event
     _hurry: asyncio.Event
+    #: The number of its GPU, where others of the machine have workers as well.
     _one_of_several: str | None = None
-    """The number of its GPU, where others of the machine have workers as well."""
     _began_at: float = field(default_factory=time.monotonic)
     _meter: ProgressMeter = field(default_factory=ProgressMeter)
     _pipeline: Pipeline | None = None

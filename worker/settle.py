@@ -53,8 +53,8 @@ class Settler:
     cancelled_campaigns: CancelledCampaigns
     pending: RecordStage = field(init=False)
     bundles: BundleStage = field(init=False)
+    #: The model whose jobs are in flight.
     model_name: str = field(default="", init=False)
-    """The model whose jobs are in flight."""
     in_flight: dict[InFlightJob, None] = field(
         default_factory=dict, init=False
     )  # in order

@@ -31,8 +31,8 @@ class Given(NamedTuple):
 
 class Row(NamedTuple):
     images_per_second: float
+    #: While it was busy: what the engine alone does.
     engine_images_per_second: float
-    """While it was busy: what the engine alone does."""
     idle_fraction: float
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from evaluation.bench.jobs import Workload
 from worker.engine import contract
 
+#: Jobs with a LoRA of rank 32 each, else unlike ones: of one size, of three, or of three sizes and
+#: some of them in four unguided steps.
 Jobs = Literal["uniform", "one_size", "sizes", "few_steps"]
-"""Jobs with a LoRA of rank 32 each, else unlike ones: of one size, of three, or of three sizes and
-some of them in four unguided steps."""
 
 Family = Literal["sd1", "sdxl"]
 

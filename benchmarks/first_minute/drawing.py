@@ -21,8 +21,8 @@ from worker.engine import device as devices
 from worker.engine.slots.engine import SlotEngine
 from worker.engine.slots.step import Step
 
+#: Called with figures as soon as they are measured.
 Emit = Callable[..., None]
-"""Called with figures as soon as they are measured."""
 
 #: A graph that pays only later is compiled after a pause that is shorter.
 SETTLED_SECONDS = 20.0
@@ -39,12 +39,12 @@ class Counted:
 
     def __init__(self, engine: SlotEngine, zero: float, minute_seconds: float) -> None:
         """Minutes of so many seconds count from the moment *zero*."""
+        #: The end of the last tick beside which something was compiled.
         self.ready_at = time.monotonic()
-        """The end of the last tick beside which something was compiled."""
+        #: The end of the first image.
         self.first_at: float | None = None
-        """The end of the first image."""
+        #: The rates of each whole minute.
         self.minutes: list[Figures] = []
-        """The rates of each whole minute."""
         self._zero, self._minute_seconds = zero, minute_seconds
         self._engine = engine
         self._ticks = work.Ticks(engine)

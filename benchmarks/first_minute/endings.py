@@ -83,12 +83,12 @@ class Ending(NamedTuple):
     """A process' end."""
 
     way: str
+    #: None: it had to be killed.
     exit_code: int | None
-    """None: it had to be killed."""
     is_compiling: bool
     orphans: int
+    #: The end of what it told on standard error.
     last_words: str
-    """The end of what it told on standard error."""
 
     @property
     def is_good(self) -> bool:

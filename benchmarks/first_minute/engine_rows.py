@@ -10,17 +10,17 @@ class EngineRow:
     """The jobs of a process, and how long it draws."""
 
     jobs: bag.Jobs
+    #: The folder of its packages; rows that share one draw with the same graphs.
     packages: str
-    """The folder of its packages; rows that share one draw with the same graphs."""
     family: bag.Family = "sd1"
+    #: True if the folder is emptied before.
     is_cold: bool = False
-    """True if the folder is emptied before."""
+    #: The minute from the process' start that is measured; 0: the time once it is ready.
     minute: int = 0
-    """The minute from the process' start that is measured; 0: the time once it is ready."""
+    #: Drawn once nothing is compiled any more, where no minute is given.
     steady_seconds: float = 30.0
-    """Drawn once nothing is compiled any more, where no minute is given."""
+    #: Jobs for which packages are compiled afterwards.
     then: bag.Jobs | None = None
-    """Jobs for which packages are compiled afterwards."""
 
 
 ROWS = {

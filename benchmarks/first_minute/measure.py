@@ -44,10 +44,10 @@ OVERTIME = 1.4
 class Row:
     """A process that measures."""
 
+    #: About as long as it takes on an H200.
     seconds: float
-    """About as long as it takes on an H200."""
+    #: Rows of the same run that come before: what they leave, and rates to compare with.
     needs: tuple[str, ...] = ()
-    """Rows of the same run that come before: what they leave, and rates to compare with."""
 
 
 _BAG = ("uniform", "bag_sizes_without_kernels")

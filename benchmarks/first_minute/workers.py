@@ -28,12 +28,12 @@ class WorkerRow:
     """The jobs of a worker, and the seconds that it draws."""
 
     jobs: str
+    #: True if its storage has no packages; its own disk never has any.
     is_cold: bool
-    """True if its storage has no packages; its own disk never has any."""
+    #: From the process' start, of which the pictures are counted; 0: until full speed.
     seconds: float = 0.0
-    """From the process' start, of which the pictures are counted; 0: until full speed."""
+    #: At full speed. A worker has shared what it has compiled by then.
     steady_seconds: float = 30.0
-    """At full speed. A worker has shared what it has compiled by then."""
 
 
 ROWS = {

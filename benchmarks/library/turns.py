@@ -18,8 +18,8 @@ from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
 
+#: Draws jobs of its own; returns images/s.
 Turn = Callable[[], Awaitable[float]]
-"""Draws jobs of its own; returns images/s."""
 
 
 class Worker:
@@ -28,8 +28,8 @@ class Worker:
     def __init__(self, storage: Storage, *, may_fail: bool = False) -> None:
         """*may_fail*: not every job has to be completed."""
         self.storage = storage
+        #: Images that it draws at once.
         self.slots = 0
-        """Images that it draws at once."""
         self._may_fail = may_fail
         self._stored_at: list[float] = []
         self._settled = 0

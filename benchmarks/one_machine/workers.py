@@ -69,8 +69,8 @@ class Sample:
     stage_seconds: Counter[str] = field(default_factory=Counter)
     stage_counts: Counter[str] = field(default_factory=Counter)
     graphs_compiled: int = 0
+    #: The figures of `_TOLD`, of the only worker.
     told: dict[str, float] = field(default_factory=dict)
-    """The figures of `_TOLD`, of the only worker."""
     worker_cpu_seconds: float = 0.0
     machine_cpu_seconds: float = 0.0
 

@@ -17,8 +17,8 @@ from worker.engine import contract, load
 
 log = logging.getLogger("benchmark")
 
+#: A LoRA's kind and rank.
 LoraOfRank = tuple[lora_kinds.LoraFormat, int]
-"""A LoRA's kind and rank."""
 
 #: More than there are slots: no two images drawn at once share a LoRA.
 FILES, TINY_FILES = 24, 5

@@ -28,8 +28,8 @@ from worker.engine.slots.queue import WeightMode
 
 log = logging.getLogger("benchmark")
 
+#: Measures for the given seconds.
 Measure = Callable[[float], Figures]
-"""Measures for the given seconds."""
 
 #: GiB that cards have for one process, by the GB that they are sold with.
 CAPS = {8: 7.4, 12: 11.0, 16: 15.0, 24: 23.0}

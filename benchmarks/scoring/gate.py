@@ -129,8 +129,8 @@ class DamageCase:
     name: str
     share: float
     damage: Damage | None
+    #: None: the table says what the gate does, and nobody is promised anything.
     must_fail: bool | None = None
-    """None: the table says what the gate does, and nobody is promised anything."""
 
 
 KINDS = (

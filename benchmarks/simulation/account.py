@@ -74,10 +74,10 @@ class Queue:
 
     name: str
     limit: Limit
+    #: All that were sent, or leased from *source*, and not deleted.
     messages: dict[str, Stored] = field(default_factory=dict)
-    """All that were sent, or leased from *source*, and not deleted."""
+    #: Jobs that wait, made when they are leased: ten million need no memory.
     source: Iterator[Stored] = field(default_factory=lambda: iter(()))
-    """Jobs that wait, made when they are leased: ten million need no memory."""
     redeliveries: int = 0
     metadata: dict[str, str] = field(default_factory=dict)
     _visible: list[tuple[float, int, str, int]] = field(default_factory=list)
@@ -157,11 +157,11 @@ class Account:
         self.queues: dict[str, Queue] = {}
         self.containers: dict[str, dict[str, Blob]] = {}
         self.images = 0
+        #: Jobs whose messages were deleted although no image is stored.
         self.lost: list[str] = []
-        """Jobs whose messages were deleted although no image is stored."""
         self.overwritten = 0
+        #: Images of jobs that had one; nobody is shown them.
         self.set_aside = 0
-        """Images of jobs that had one; nobody is shown them."""
         self._queue_limit = queue_limit
 
     def queue(self, name: str) -> Queue:

@@ -42,8 +42,8 @@ class Line:
     upload_bits_per_second: float
     dice: random.Random
     failure_share: float = FAILURE_SHARE
+    #: The node is gone: nothing that it sends arrives.
     is_cut: bool = False
-    """The node is gone: nothing that it sends arrives."""
     _free_at: float = 0.0
 
     async def request(self, size: int, act: Callable[[], Result]) -> Result:

@@ -54,8 +54,8 @@ class SimulatedEngine:
         """A broken card's images are black."""
         self.capacity = SLOTS
         self.lora_lookups: Mapping[str, int] = {}
+        #: Images by the steps of all slots, unfinished ones by their share.
         self.images_drawn = 0.0
-        """Images by the steps of all slots, unfinished ones by their share."""
         self._tick_seconds = SLOTS / images_per_second / STEPS
         self._pixels = _BLACK if is_broken else _PICTURE
         self._steps_left: dict[int, int] = {}

@@ -55,8 +55,8 @@ class Scenario:
     replicas: int
     cards: Sequence[Card]
     weather: Weather = field(default_factory=Weather)
+    #: Number of jobs of the campaign; None for endless ones.
     jobs: int | None = None
-    """Number of jobs of the campaign; None for endless ones."""
     seed: int = 0
     queue_limit: float = account.QUEUE_OPERATIONS_PER_SECOND
     account_limit: float = account.ACCOUNT_REQUESTS_PER_SECOND
@@ -66,16 +66,16 @@ class Scenario:
 class Missing:
     """Images that were not drawn, or not stored, by why."""
 
+    #: The place waits for another node.
     away: float = 0.0
-    """The place waits for another node."""
+    #: The node is billed, but its engine has no image yet.
     starting: float = 0.0
-    """The node is billed, but its engine has no image yet."""
+    #: The engine has nothing to draw.
     waiting: float = 0.0
-    """The engine has nothing to draw."""
+    #: The engine draws with some of its slots.
     slots_empty: float = 0.0
-    """The engine draws with some of its slots."""
+    #: Black images.
     broken: float = 0.0
-    """Black images."""
 
 
 @dataclass(slots=True)
@@ -85,16 +85,16 @@ class Place:
     node: Node | None = None
     pipeline: Pipeline | None = None
     engine: engine.SimulatedEngine | None = None
+    #: Busy seconds of its earlier nodes' engines.
     busy_seconds: float = 0.0
-    """Busy seconds of its earlier nodes' engines."""
+    #: Images drawn by its earlier nodes' engines.
     images_drawn: float = 0.0
-    """Images drawn by its earlier nodes' engines."""
     dollars: float = 0.0
     up_seconds: float = 0.0
+    #: Time at which the present node was first billed.
     began_at: float | None = None
-    """Time at which the present node was first billed."""
+    #: Images that its nodes draw at full speed; between two nodes the last one counts.
     possible_images: float = 0.0
-    """Images that its nodes draw at full speed; between two nodes the last one counts."""
     missing: Missing = field(default_factory=Missing)
     counted_at: float = 0.0
     _busy_counted: float = 0.0
@@ -163,8 +163,8 @@ class Fleet:
     account: account.Account = field(init=False)
     places: list[Place] = field(default_factory=list, init=False)
     interruptions: int = field(default=0, init=False)
+    #: Nodes that their own worker found to be broken.
     given_up: int = field(default=0, init=False)
-    """Nodes that their own worker found to be broken."""
     _settings: WorkerSettings = field(init=False)
     _metrics: WorkerMetrics = field(init=False)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)

@@ -49,8 +49,8 @@ _RATES = (
     "refused_per_second",
 )
 
+#: Called with the simulated seconds so far.
 Report = Callable[[float], None]
-"""Called with the simulated seconds so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +103,14 @@ class Figures:
 
     replicas: int
     simulated_replicas: int
+    #: Simulated seconds that were measured.
     seconds: float
-    """Simulated seconds that were measured."""
     images: int
     images_per_second: float
+    #: Share of the images that the nodes would draw if none ever waited, or was away.
     share_of_possible: float
-    """Share of the images that the nodes would draw if none ever waited, or was away."""
+    #: Shares of that, by what they are lost to; without those in the slots at the end.
     missing: dict[str, float]
-    """Shares of that, by what they are lost to; without those in the slots at the end."""
     idle_fraction: float
     queue_operations_per_second: float
     busiest_queue_per_second: float
@@ -119,15 +119,15 @@ class Figures:
     redeliveries: int
     lost: int
     visible_duplicates: int
+    #: Images drawn for jobs that had one already; nobody is shown them.
     set_aside: int
-    """Images drawn for jobs that had one already; nobody is shown them."""
     dollars: float
     images_per_dollar: float
     interruptions: int
     given_up: int
     bottleneck: str
+    #: Runs of which these are the figures: rates are their means, counts their sums.
     seeds: int = 1
-    """Runs of which these are the figures: rates are their means, counts their sums."""
 
 
 def measure(

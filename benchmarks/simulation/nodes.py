@@ -52,8 +52,8 @@ class Node:
 class Weather:
     """Faults of the nodes: interruptions, broken and slow ones."""
 
+    #: Times the usual rate.
     interruptions: float = 1.0
-    """Times the usual rate."""
     slow_share: float = SLOW_SHARE
     broken_share: float = BROKEN_SHARE
 

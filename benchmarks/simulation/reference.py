@@ -81,11 +81,11 @@ class Replay:
     images: float
     dollars: float
     repeats: float
+    #: Repeats whose image was stored already.
     visible_duplicates: float
-    """Repeats whose image was stored already."""
     repeats_at_usual_rate: float
+    #: Share of the time in which GPUs wait for the network.
     idle_fraction: float
-    """Share of the time in which GPUs wait for the network."""
     linear_fraction: float
     seconds_per_job: float
 

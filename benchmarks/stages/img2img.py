@@ -69,8 +69,8 @@ class Run:
         self._controlnet = controlnet
         self._workload = workload
         self._seconds = seconds
+        #: Work of a large image, in rows of the native size.
         self.large_row = 1.0
-        """Work of a large image, in rows of the native size."""
 
     @property
     def large(self) -> tuple[int, int]:

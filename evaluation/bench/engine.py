@@ -36,8 +36,8 @@ LORAS = 32
 #: By plain diffusers, after one for warm-up.
 BASELINE_IMAGES = 5
 
+#: Starts a step with a name and a total; the result is called with the units done.
 StartStep = Callable[[str, float], Callable[[float], None]]
-"""Starts a step with a name and a total; the result is called with the units done."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ class Rate:
 
     images: int
     unet_calls: int
+    #: Pixels/s, or what `drive` counts in their place.
     amount_per_second: float
-    """Pixels/s, or what `drive` counts in their place."""
     seconds: float
 
     @property
@@ -52,8 +52,8 @@ class Tick:
 
     began_at: float
     ended_at: float
+    #: Rows of the UNet's calls that its images took; 0 of an engine that does not count them.
     rows: int
-    """Rows of the UNet's calls that its images took; 0 of an engine that does not count them."""
 
 
 class Ticks:

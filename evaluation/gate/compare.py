@@ -38,17 +38,17 @@ class PairFigures:
     name_b: str
     caption: str | None
     seed: int | None
+    #: Mean square of the difference of all channels, out of 255 squared.
     squares: float
-    """Mean square of the difference of all channels, out of 255 squared."""
+    #: Structural similarity, 1 for the same pixels.
     ssim: float
-    """Structural similarity, 1 for the same pixels."""
     ssim_worst_region: float
+    #: Change of the edges' height from A to B, in percent.
     sharpness_percent: float
-    """Change of the edges' height from A to B, in percent."""
+    #: Change of the colours, in percent of how colourful A is.
     colour_percent: float
-    """Change of the colours, in percent of how colourful A is."""
+    #: Change of the brightness, the mean over regions, in levels.
     light_levels: float
-    """Change of the brightness, the mean over regions, in levels."""
     feature_distance: float | None
 
     @property
@@ -61,19 +61,19 @@ class Comparison:
     """Everything that was found of the pairs."""
 
     pairs: list[PairFigures] = field(default_factory=list)
+    #: Sum of the shifts of all pairs.
     shift: Shift | None = None
-    """Sum of the shifts of all pairs."""
     halves_a: list[Statistics] = field(default_factory=list)
     halves_b: list[Statistics] = field(default_factory=list)
+    #: Sum of the features of A's images, each scaled to length 1.
     directions: Doubles | None = None
-    """Sum of the features of A's images, each scaled to length 1."""
     clip_scores: tuple[list[float], list[float]] = field(
         default_factory=lambda: ([], [])
     )
+    #: Fields of the jobs that differ between the sides, with the values of the first pair.
     other_fields: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Fields of the jobs that differ between the sides, with the values of the first pair."""
+    #: Pairs of which an image does not say how it was drawn.
     unknown_jobs: int = 0
-    """Pairs of which an image does not say how it was drawn."""
 
 
 async def compare(

@@ -79,8 +79,8 @@ class GateRequest:
 
     a: Side
     b: Side
+    #: Storages of A's and of B's campaign.
     storages: tuple[StorageSettings, StorageSettings]
-    """Storages of A's and of B's campaign."""
     drawn: DrawOptions
     judged: JudgeOptions
     bounds: Bounds

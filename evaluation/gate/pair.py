@@ -78,16 +78,16 @@ class Shift:
     """Change from A to B that all pairs share: sums over pairs, which can be added up."""
 
     pixels: int
+    #: [3]: the sums of B - A by channel, in levels.
     brightness: Doubles
-    """[3]: the sums of B - A by channel, in levels."""
+    #: [2, 3]: of A's and B's channels.
     variance: Doubles
-    """[2, 3]: of A's and B's channels."""
+    #: [2]: the squared differences of neighbours in A and in B.
     edges: Doubles
-    """[2]: the squared differences of neighbours in A and in B."""
+    #: [2, 2]: the products of A's gradients.
     gradients: Doubles
-    """[2, 2]: the products of A's gradients."""
+    #: [2]: the products of A's gradients and B - A.
     along: Doubles
-    """[2]: the products of A's gradients and B - A."""
 
     @classmethod
     def of(cls, a: Pixels, b: Pixels) -> Self:

@@ -78,15 +78,15 @@ class Bounds:
 class Check:
     """One figure against its bound."""
 
+    #: Key of the check in `--json`.
     name: str
-    """Key of the check in `--json`."""
     title: str
+    #: None: the images are the same to the last bit.
     figure: float | None
-    """None: the images are the same to the last bit."""
     bound: float
     unit: str
+    #: The figure must not be below the bound, rather than above.
     is_least: bool = False
-    """The figure must not be below the bound, rather than above."""
 
     @property
     def bound_text(self) -> str:
@@ -114,16 +114,16 @@ class Verdict:
     psnr: float | None
     psnr_lowest: float | None
     alike: int
+    #: SSIM, the mean over pairs.
     ssim: float
-    """SSIM, the mean over pairs."""
+    #: SSIM of the worst region of all pairs.
     ssim_worst_region: float
-    """SSIM of the worst region of all pairs."""
+    #: The mean, as a share of that of A's images of different jobs.
     feature_distance: float | None
-    """The mean, as a share of that of A's images of different jobs."""
     fid_a: float | None
     fid_b: float | None
+    #: FID of B's images against A's.
     fid_between: float | None
-    """FID of B's images against A's."""
     clip_a: float | None
     clip_b: float | None
     checks: tuple[Check, ...]

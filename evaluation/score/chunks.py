@@ -19,11 +19,11 @@ class Note(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    #: Identifies the images and the networks that computed the features.
     digest: str
-    """Identifies the images and the networks that computed the features."""
     images: int
+    #: Images that are missing, not as recorded, or no images.
     left_out: tuple[str, ...] = ()
-    """Images that are missing, not as recorded, or no images."""
     scores: tuple[float, ...] = ()
 
 

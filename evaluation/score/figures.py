@@ -91,16 +91,16 @@ class Scores(BaseModel, extra="ignore", frozen=True):
     campaign: str
     reference: str | None
     reference_images: int | None
+    #: SHA-256 of the reference's file, or of all pictures of its folder.
     reference_sha256: str | None = None
-    """SHA-256 of the reference's file, or of all pictures of its folder."""
     extractor: dict[str, Any] | None
     clip_extractor: dict[str, Any] | None
     kid_subsets: int
     groups: tuple[GroupScores, ...]
+    #: The first images that are missing, not as recorded, or no images.
     left_out: tuple[str, ...] = ()
-    """The first images that are missing, not as recorded, or no images."""
+    #: Groups, and the reference, of fewer than 1,000 images: their figures say little.
     small: tuple[str, ...] = ()
-    """Groups, and the reference, of fewer than 1,000 images: their figures say little."""
     of_no_group: int = 0
 
 

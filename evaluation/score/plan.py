@@ -39,8 +39,8 @@ class ImageRow(NamedTuple):
     name: str
     caption: str
     size_bytes: int | None
+    #: None of an image that a worker found of one that died: its size says what it is.
     sha256: str | None
-    """None of an image that a worker found of one that died: its size says what it is."""
     pack: str | None = None
     offset: int = 0
 
@@ -60,8 +60,8 @@ class Chunk:
     """Images scored together; *folder* has them where they are no blobs."""
 
     file: Path
+    #: The stem of the files with what was computed.
     features: Path
-    """The stem of the files with what was computed."""
     folder: Path | None = None
 
     def rows(self) -> list[ImageRow]:

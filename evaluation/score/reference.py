@@ -29,8 +29,8 @@ class Reference:
 
     name: str
     images: int | None
+    #: SHA-256 of the file, or of a folder's pictures whatever their names.
     sha256: str
-    """SHA-256 of the file, or of a folder's pictures whatever their names."""
     statistics: Statistics | None = None
     features: Rows | None = None
     clip: Rows | None = None

@@ -76,16 +76,16 @@ class ExportPlan(BaseModel, extra="forbid", frozen=True):
     campaign: str
     storage: str = ""
     shard_size: Annotated[int, Field(ge=1)]
+    #: True if pictures get Content Credentials: then packs are not copied.
     has_credentials: bool = False
-    """True if pictures get Content Credentials: then packs are not copied."""
     images: int = 0
+    #: Images that are there under their names: records may tell of others.
     stored: int = 0
-    """Images that are there under their names: records may tell of others."""
     bytes: int = 0
+    #: Records that are of no picture of the campaign, as far as they were looked at.
     misfits: int = 0
-    """Records that are of no picture of the campaign, as far as they were looked at."""
+    #: Images that are copied with their packs.
     packed: int = 0
-    """Images that are copied with their packs."""
     packs: int = 0
 
     @property
@@ -212,8 +212,8 @@ class Shard(BaseModel, extra="forbid", frozen=True):
     bytes: int
     missing: list[str]
     changed: list[str]
+    #: Records that are of no picture that is stored.
     misfits: int
-    """Records that are of no picture that is stored."""
 
     def is_in(self, folder: Path) -> bool:
         return files.size_of(folder / self.file) == self.file_bytes
@@ -234,8 +234,8 @@ class Manifest(ExportPlan):
     changed: int
     first_missing: list[str]
     first_changed: list[str]
+    #: The hash that the storage has of each LoRA that the images were drawn with.
     loras: dict[str, str]
-    """The hash that the storage has of each LoRA that the images were drawn with."""
     shards: list[Shard]
     signature: Signature | None = None
 

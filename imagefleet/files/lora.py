@@ -125,14 +125,14 @@ SHOWN = 200
 class Contents:
     """The tensors of a LoRA file, by their keys there."""
 
+    #: Tensors per layer, keyed by their role (up, down, alpha ...) in that LoRA type.
     layers: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Tensors per layer, keyed by their role (up, down, alpha ...) in that LoRA type."""
+    #: Tensors of the textual inversions that come with it, by the inversion's name.
     embeddings: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Tensors of the textual inversions that come with it, by the inversion's name."""
+    #: Outputs and inputs, of all taps, of each layer's change; 0 where its shapes fit any.
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Outputs and inputs, of all taps, of each layer's change; 0 where its shapes fit any."""
+    #: Tensors that change nothing.
     skipped: list[str] = field(default_factory=list)
-    """Tensors that change nothing."""
 
 
 def alias_of(header: Header) -> str:

@@ -124,21 +124,21 @@ class Job(
 ):
     """A validated job; one that `read_job` returned has an `id` and a `seed`."""
 
+    #: Program whose default values the job takes; None takes those of these classes.
     defaults: Literal["a1111-1.10"] | None = None
-    """Program whose default values the job takes; None takes those of these classes."""
     model: SafeFileName | None = None
     id: SafeId | None = None
     campaign: SafeId | None = None
     output: Output = Output()
     metadata: Metadata = Field(default_factory=dict)
+    #: A second drawing of the job's first image, to be compared; it is no result of the job.
     verify: bool = False
-    """A second drawing of the job's first image, to be compared; it is no result of the job."""
+    #: True if a client waits for its end, which its worker then records at once.
     awaited: bool = False
-    """True if a client waits for its end, which its worker then records at once."""
+    #: The stages after this one, each with the fields in which it differs from the one before.
     then: tuple[dict[str, JsonValue], ...] = Field(
         default=(), max_length=chain.MAX_STAGES - 1
     )
-    """The stages after this one, each with the fields in which it differs from the one before."""
     _place: Place | None = None
 
     @model_validator(mode="before")
@@ -383,13 +383,13 @@ class Place:
     """A later stage's place in its job: `number` counts from 1."""
 
     job: Job
+    #: The stage before.
     before: Job
-    """The stage before."""
     number: int
+    #: The id of the message of the first stage, or of the one that was replayed.
     message: str | None
-    """The id of the message of the first stage, or of the one that was replayed."""
+    #: Width and height of the image of the stage before, as far as the job tells.
     input_size: tuple[int | None, int | None]
-    """Width and height of the image of the stage before, as far as the job tells."""
 
 
 def read_job(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from imagefleet.job.message import Job
     from imagefleet.job.passes.fields import Pass
 
+#: Width and height in pixels.
 Size = tuple[int, int]
-"""Width and height in pixels."""
 
 _SIDE = 512
 
@@ -50,16 +50,16 @@ class Family:
     vae_tflop: tuple[float, ...]
     text_tflop: float
     least_gigabytes: int
+    #: Operations/s of a card, against those that it does in SD1.5's images.
     rate: float
-    """Operations/s of a card, against those that it does in SD1.5's images."""
     is_measured: bool
     rate_source: str
+    #: Rows of a step of a job that says nothing of guidance.
     rows: int = 2
-    """Rows of a step of a job that says nothing of guidance."""
+    #: True if the family enlarges the image that a job begins with, in all of the job's steps.
     enlarges: bool = False
-    """True if the family enlarges the image that a job begins with, in all of the job's steps."""
+    #: Times that each side of the image is enlarged; None: the image gets the family's own size.
     scale: int | None = None
-    """Times that each side of the image is enlarged; None: the image gets the family's own size."""
 
     def size_of(self, job: Job, before: Size | None = None) -> Size:
         """Width and height of a job's first pass; *before* is the size of the stage before it."""

@@ -19,8 +19,8 @@ from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
 
+#: A job, and the message that it failed with.
 _Failure = tuple[str, str | None]
-"""A job, and the message that it failed with."""
 
 
 class Submission:
@@ -28,12 +28,12 @@ class Submission:
 
     def __init__(self, storage: Storage, ledgers: Ledgers) -> None:
         """*ledgers* are those of all submissions of the program."""
+        #: The jobs by `JobFacts.key`; their `blobs` are the images to wait for.
         self.jobs: dict[str, JobFacts] = {}
-        """The jobs by `JobFacts.key`; their `blobs` are the images to wait for."""
         self._storage = storage
         self._token = uuid.uuid4().hex[:12]
+        #: Positions to read results from, by campaign; none where ids may be old.
         self.positions: dict[str, dict[str, int]] = {}
-        """Positions to read results from, by campaign; none where ids may be old."""
         self._campaigns: set[str] = set()
         self._with_own_ids: set[str] = set()
         self._ledgers = ledgers
@@ -140,8 +140,8 @@ class Watch:
     ) -> None:
         self.found: list[JobFacts] = []
         self.waiting = {job.key: job for job in jobs}
+        #: There may be more to read at once.
         self.is_behind = True
-        """There may be more to read at once."""
         self._followers = [
             Follower(storage, campaign, positions.get(campaign), own=self.waiting)
             for campaign in {

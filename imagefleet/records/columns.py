@@ -63,8 +63,8 @@ INTEGERS = (
 )
 REALS = ("cfg_scale", "seconds")
 
+#: The address of an image's blob, or of its pack.
 Address = Callable[[Record], str]
-"""The address of an image's blob, or of its pack."""
 
 
 def addresses(storage: Storage) -> Address:

@@ -70,8 +70,8 @@ class ImageRecords:
         self._damaged = damaged
         self._replaced = Replaced()
         self._packs: set[str] = set()
+        #: Records of images in packs, of names that others have, too.
         self._claims: list[Record] = []
-        """Records of images in packs, of names that others have, too."""
 
     async def read(self) -> Self:
         """Reads the notes of replaced drawings, and the records of names that were taken."""
@@ -410,10 +410,10 @@ class Ends:
         job_id: str | None = None,
     ) -> None:
         """Only *known* jobs count, if they are given, and those of *job_id*."""
+        #: Failed or cancelled, by `job`.
         self.outcomes: dict[int, Outcome] = {}
-        """Failed or cancelled, by `job`."""
+        #: Jobs that were not sent.
         self.unknown: set[str] = set()
-        """Jobs that were not sent."""
         self.damaged = damaged
         self.shards = shards
         self.storage = storage

@@ -50,8 +50,8 @@ class Replaced:
 
     def __init__(self) -> None:
         self._noted: set[int] = set()
+        #: Count of replacements of each drawing, less its records that were left out.
         self._left: Counter[int] = Counter()
-        """Count of replacements of each drawing, less its records that were left out."""
 
     def add(self, notes: Iterable[Record]) -> None:
         for note in notes:

@@ -176,8 +176,8 @@ class Follower:
         self._damaged = damaged or Damaged()
         self._most = most or _POLLED
         self._part_bytes = part_bytes
+        #: Sizes of shards with nothing to be read until they grow.
         self._given_up: dict[str, int] = {}
-        """Sizes of shards with nothing to be read until they grow."""
         ledgers = Ledgers(storage)
         self.checks = RecordFilter(storage, ledgers, self._damaged, own, trusts_images)
 

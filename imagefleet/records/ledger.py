@@ -177,17 +177,17 @@ class Ledger:
     def __init__(self, storage: Storage, campaign: str) -> None:
         self.known = Digests()
         self.is_read = False
+        #: Entries of jobs in the queue that `note` is still to append.
         self.pending = bytearray()
-        """Entries of jobs in the queue that `note` is still to append."""
+        #: Digests by id of jobs on their way to the queue, until they are noted.
         self.claimed: dict[bytes, bytes] = {}
-        """Digests by id of jobs on their way to the queue, until they are noted."""
         self._files = storage.files
         self._folder = f"{folder_of(storage)}{campaign}/"
         self._end: _End | None = None
         self._read_until = _End()
         self._start: BlobPart | None = None  # the whole ledger, if `end` has read it
+        #: Bytes of `pending` in an append that may be there, though nobody has said so.
         self._begun_bytes = 0
-        """Bytes of `pending` in an append that may be there, though nobody has said so."""
         self._lock = asyncio.Lock()
 
     async def read(self, damaged: Damaged | None = None) -> Digests:

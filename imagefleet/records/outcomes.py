@@ -26,15 +26,15 @@ class JobFacts:
     campaign: str
     status: Status = "pending"
     seed: int | None = None
+    #: `Job.digest`, where the whole job is known.
     digest: str | None = dataclasses.field(default=None, kw_only=True, compare=False)
-    """`Job.digest`, where the whole job is known."""
     reason: str | None = None
     blobs: tuple[str, ...] = ()
     metadata: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict)
+    #: Records that its workers wrote: one of each image, and one of its end without.
     records: tuple[Record, ...] = dataclasses.field(
         default=(), repr=False, compare=False
     )
-    """Records that its workers wrote: one of each image, and one of its end without."""
 
     @property
     def key(self) -> str:

@@ -71,8 +71,8 @@ class KnownModels:
 
     def __init__(self, storage: Storage, own: str | None = None) -> None:
         """*own*: a model whose worker may not have said yet that it serves it."""
+        #: Models that a worker has served in the last 5 to 10 minutes.
         self.served: set[str] = set()
-        """Models that a worker has served in the last 5 to 10 minutes."""
         self.stored: set[str] = set()
         self._storage = storage
         self._own = {own} if own else set()

@@ -25,8 +25,8 @@ class HeldFiles:
     """Hashes of models, and LoRAs in folders of workers, who are strangers."""
 
     def __init__(self, storage: Storage) -> None:
+        #: Hashes of models by their names: ten characters, or the whole SHA-256.
         self.hashes: dict[str, str] = {}
-        """Hashes of models by their names: ten characters, or the whole SHA-256."""
         self.loras: set[str] = set()
         self._storage = storage
         self._read_at = -_READ_SECONDS

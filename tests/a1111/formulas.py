@@ -58,8 +58,8 @@ _AYS_XL = [14.615, 6.315, 3.771, 2.181, 1.342, 0.862, 0.555, 0.380, 0.234, 0.113
 #: The place of the masks' white in `payloads`: left, upper, right, lower; and their side.
 _WHITE, _MASK_SIDE = (8, 8, 40, 40), 64
 
+#: The model's timestep, and the standard deviation of noise after the call; None: none is drawn.
 Call = tuple[float, float | None]
-"""The model's timestep, and the standard deviation of noise after the call; None: none is drawn."""
 
 
 @dataclass
@@ -69,27 +69,27 @@ class Pass:
     noise_scale: float = 0.0
     image_scale: float = 0.0
     churn: float | None = None
+    #: Of each call, the words of each subprompt and of the negative prompt.
     texts: list[list[str]] = field(default_factory=list)
-    """Of each call, the words of each subprompt and of the negative prompt."""
     scales: list[float] = field(default_factory=list)
     unguided: list[bool] = field(default_factory=list)
     is_adaptive: bool = False
+    #: The call from which on the refiner draws.
     switch: int | None = None
-    """The call from which on the refiner draws."""
+    #: Of each call, the ControlNet's weight.
     controls: list[float] = field(default_factory=list)
-    """Of each call, the ControlNet's weight."""
 
 
 @dataclass
 class Told:
     passes: list[Pass]
+    #: The seed and the subseed of each image.
     seeds: list[tuple[int, int]]
-    """The seed and the subseed of each image."""
     clip_skip: int
+    #: The generator, the seed's delta for noise of steps, the size that the seed is from.
     noise: tuple[str, int, tuple[int, int] | None]
-    """The generator, the seed's delta for noise of steps, the size that the seed is from."""
+    #: The part of the image that alone is drawn: left, upper, right, lower.
     box: tuple[int, ...] | None
-    """The part of the image that alone is drawn: left, upper, right, lower."""
 
 
 def told(case: Case, alphas: torch.Tensor) -> Told:

@@ -47,10 +47,10 @@ def bundle_of_jobs(count: int, name: str = NAME, **fields: object) -> str:
 class Packed:
     """The ends of jobs in the parts of a campaign's bundles, by their ids."""
 
+    #: The parts that have an image of the job.
     images: dict[str, list[str]] = field(default_factory=dict)
-    """The parts that have an image of the job."""
+    #: The outcomes of the job without an image.
     ends: dict[str, list[str]] = field(default_factory=dict)
-    """The outcomes of the job without an image."""
     parts: list[str] = field(default_factory=list)
 
 

@@ -11,6 +11,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
+#: An HTTP status, perhaps with an error code of Azure, or what happens to the connection.
 Fault = (
     Literal[
         "pass",
@@ -25,7 +26,6 @@ Fault = (
     | int
     | tuple[int, str]
 )
-"""An HTTP status, perhaps with an error code of Azure, or what happens to the connection."""
 
 #: Of a delayed request, and of a reply that arrives slowly.
 DELAY_SECONDS = 0.7
@@ -41,12 +41,12 @@ class FaultProxy:
     """Forwards requests to Azurite; `next_fault` says what each of them suffers."""
 
     next_fault: Callable[[], Fault]
+    #: The connection string for clients, once it runs.
     address: str = ""
-    """The connection string for clients, once it runs."""
     requests: int = 0
     delay_seconds: float = DELAY_SECONDS
+    #: Ends the requests that hang.
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Ends the requests that hang."""
 
     @contextlib.asynccontextmanager
     async def running(self, azurite_address: str) -> AsyncIterator[None]:

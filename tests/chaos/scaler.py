@@ -36,8 +36,8 @@ _TOLERANCE = 0.05
 #: What replicas may run, all together, between a scaler's last look and its kill or its next start.
 _UNSEEN_SECONDS = 5.0
 
+#: Runs `imagefleet ARGUMENTS` and kills it after some seconds; returns its exit code.
 Command = Callable[..., Awaitable[int]]
-"""Runs `imagefleet ARGUMENTS` and kills it after some seconds; returns its exit code."""
 
 
 @dataclass(slots=True)

@@ -92,29 +92,29 @@ FILL_SECONDS = 2.0
 STUCK_SECONDS = 600.0
 
 
+#: Single images and batches, jobs of several stages, jobs of which some have one id, or bundles.
 StormKind = Literal["jobs", "chains", "clashes", "bundles"]
-"""Single images and batches, jobs of several stages, jobs of which some have one id, or bundles."""
 
 
 @dataclass
 class Storm:
     """One storm on one storage."""
 
+    #: The storage itself, for the tally.
     settings: StorageSettings
-    """The storage itself, for the tally."""
+    #: The same for the workers, on Azurite behind the proxy.
     disturbed: StorageSettings
-    """The same for the workers, on Azurite behind the proxy."""
     tally: Tally
     folder: Path
     random: random.Random
     kills: int
     faults: int
     tick_seconds: float
+    #: Of the workers' calls; 0 where the proxy makes the faults.
     fault_share: float
-    """Of the workers' calls; 0 where the proxy makes the faults."""
     kind: StormKind
+    #: Of all commands, which it starts without their imports.
     server: forks.Forks
-    """Of all commands, which it starts without their imports."""
     log: Path = field(init=False)
     events: Path = field(init=False)
     expected_exits: set[forks.Fork] = field(default_factory=set)
@@ -122,8 +122,8 @@ class Storm:
     frozen: set[forks.Fork] = field(default_factory=set)
     models: dict[forks.Fork, str] = field(default_factory=dict)
     rivals: list[StormJob] = field(default_factory=list)
+    #: Messages of rivals, and copies.
     _unsent: list[str] = field(default_factory=list)
-    """Messages of rivals, and copies."""
 
     def __post_init__(self) -> None:
         if self.kind == "clashes":

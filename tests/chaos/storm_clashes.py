@@ -130,8 +130,8 @@ def _key(job: Job) -> Key:
     return Key(str(job.id), job.digest)
 
 
+#: Runs `imagefleet ARGUMENTS`; returns what it prints.
 Console = Callable[..., Awaitable[str]]
-"""Runs `imagefleet ARGUMENTS`; returns what it prints."""
 
 
 @dataclass(slots=True)
@@ -140,12 +140,12 @@ class Outcomes:
 
     completed: set[Key]
     failed: dict[Key, dead_letter.FailedJob]
+    #: What cannot be.
     errors: list[str]
-    """What cannot be."""
+    #: Those of each job's stages.
     digests: dict[Key, list[str]]
-    """Those of each job's stages."""
+    #: Jobs that nobody can draw.
     bad: set[Key]
-    """Jobs that nobody can draw."""
 
     @property
     def taken(self) -> list[Key]:

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
+#: What computes it from a file, or where it is there: names with dots between.
 Figure = Callable[[Any], float] | str
-"""What computes it from a file, or where it is there: names with dots between."""
 
 
 @functools.cache

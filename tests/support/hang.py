@@ -33,8 +33,8 @@ class HangWatchdog(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="hang watchdog", daemon=True)
+        #: The running test's id; None between tests.
         self.test: str | None = None
-        """The running test's id; None between tests."""
         signal.signal(signal.SIGUSR1, self._fail)
 
     def run(self) -> None:

@@ -17,8 +17,8 @@ from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import Storage
 from worker.engine import contract
 
+#: The fixture `run_pipeline` of tests/worker.
 RunPipeline = Callable[..., Any]
-"""The fixture `run_pipeline` of tests/worker."""
 
 
 def message(**fields: object) -> str:

@@ -40,17 +40,17 @@ class Process:
     images_per_second: float = 1.0
     dollars_per_hour: float = 0.72
     device: str | None = None
+    #: Of each metric.
     labels: dict[str, str] = field(init=False)
-    """Of each metric."""
+    #: Other counters with a label, and their values at its end.
     counts: dict[str, float] = field(default_factory=dict)
-    """Other counters with a label, and their values at its end."""
     start_up_seconds: float = 0
+    #: Between its last push and its end; one that was killed has pushed no last time.
     unpushed_seconds: float = 0
-    """Between its last push and its end; one that was killed has pushed no last time."""
+    #: Of what it drew; another one had stored the rest.
     stored_share: float = 1
-    """Of what it drew; another one had stored the rest."""
+    #: Spans of time in which nothing that was pushed arrived.
     silences: Sequence[tuple[float, float]] = ()
-    """Spans of time in which nothing that was pushed arrived."""
 
     def __post_init__(self) -> None:
         registry = (metrics := WorkerMetrics("acme/jobs", self.device)).registry

@@ -38,11 +38,11 @@ _ROWS = 32
 _MAX_WAIT_TICKS = 8
 
 
+#: Frees memory of the device; False if there is nothing to free.
 FreeMemory: TypeAlias = Callable[[], bool]
-"""Frees memory of the device; False if there is nothing to free."""
 
+#: Key of images that are decoded together: their VAE and the shape of their latents.
 _SliceKey: TypeAlias = tuple[Vae | None, torch.Size]
-"""Key of images that are decoded together: their VAE and the shape of their latents."""
 
 
 class _FinishedLatents(NamedTuple):
@@ -56,10 +56,10 @@ class _FinishedLatents(NamedTuple):
 class HostCopy:
     """Images whose pixels are being copied to the host."""
 
+    #: [images, height, width, 3]
     pixels: Tensor
-    """[images, height, width, 3]"""
+    #: [images]: false if an image has NaN or infinity.
     is_finite: Tensor
-    """[images]: false if an image has NaN or infinity."""
     copied: torch.cuda.Event | None
 
     @classmethod
@@ -387,8 +387,8 @@ def to_pixels(images: Tensor) -> tuple[Tensor, Tensor]:
 class _Image:
     """A layer's input; with *conv*, each pixel of x twice in both directions, then convolved."""
 
+    #: [rows, channels, height, width]
     x: Tensor
-    """[rows, channels, height, width]"""
     conv: nn.Conv2d | None = None
 
     @property

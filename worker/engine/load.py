@@ -43,29 +43,29 @@ _importing = threading.Lock()
 class EngineSettings(Settings):
     """A checkpoint, and how it is drawn with; `packages` follows from the others."""
 
+    #: A diffusers folder or one `.safetensors` file.
     model: Path
-    """A diffusers folder or one `.safetensors` file."""
+    #: 'auto', 'cpu', 'cuda' or 'cuda:N'.
     device: str = "auto"
-    """'auto', 'cpu', 'cuda' or 'cuda:N'."""
+    #: The type of the weights; 'auto' is float16 on a GPU, for flows bfloat16; float32 on a CPU.
     precision: Precision = "auto"
-    """The type of the weights; 'auto' is float16 on a GPU, for flows bfloat16; float32 on a CPU."""
+    #: A folder with a single file's configuration and tokenizer, unless they are SD1.5's; by
+    #: default the folder of the same name beside the file, or the file's own.
     config: Path | None = None
-    """A folder with a single file's configuration and tokenizer, unless they are SD1.5's; by
-    default the folder of the same name beside the file, or the file's own."""
+    #: 'epsilon' or 'v_prediction', where no configuration of the scheduler says.
     prediction_type: str | None = None
-    """'epsilon' or 'v_prediction', where no configuration of the scheduler says."""
+    #: A LoRA that is merged into the weights for all images.
     accelerator: Path | None = None
-    """A LoRA that is merged into the weights for all images."""
+    #: A VAE's file, for images that name none, in place of the checkpoint's.
     vae: Path | None = None
-    """A VAE's file, for images that name none, in place of the checkpoint's."""
+    #: Time to compile on a GPU: before the engine is returned, while it draws, or never.
     compile: Compile = "auto"
-    """Time to compile on a GPU: before the engine is returned, while it draws, or never."""
+    #: Sums in float16: up to twice the rate on GeForce cards, at some loss of accuracy.
     fp16_accumulate: bool = False
-    """Sums in float16: up to twice the rate on GeForce cards, at some loss of accuracy."""
+    #: A folder of compiled kernels, which are loaded: programs are in them.
     kernels: Path = Path.home() / ".cache" / "imagefleet" / "kernels"
-    """A folder of compiled kernels, which are loaded: programs are in them."""
+    #: Where others' kernels are.
     exchange: Exchange | None = None
-    """Where others' kernels are."""
 
 
 def load_engine(settings: EngineSettings) -> SlotEngine:

@@ -139,8 +139,8 @@ class FileLibrary:
         self._is_empty = source.is_empty
         self._kind = kind
         self._directory = directory
+        #: Folders of such files on this machine, each with the list that they must match.
         self._folders: dict[Path, Manifest | None] = {}
-        """Folders of such files on this machine, each with the list that they must match."""
         if directory:
             self._folders[directory] = None
         self._cache = DiskCache(

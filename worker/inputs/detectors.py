@@ -18,8 +18,8 @@ from imagefleet.job.passes.adetailer import Detail
 from worker.engine.contract import Pixels
 from worker.inputs.img2img import Mask
 
+#: [boxes, 6]: left, upper, right, lower in pixels, confidence and class; the surest first.
 Boxes = npt.NDArray[np.float64]
-"""[boxes, 6]: left, upper, right, lower in pixels, confidence and class; the surest first."""
 
 #: The grey of what a picture lacks to the network's size.
 _GREY = 114

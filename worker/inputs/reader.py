@@ -53,8 +53,8 @@ class Inputs:
     vae: contract.Vae | None = None
     refiner: contract.Refiner | None = None
     upscale: contract.Upscale | None = None
+    #: AUTOMATIC1111's text in the file of the image that is enlarged.
     parameters: str = ""
-    """AUTOMATIC1111's text in the file of the image that is enlarged."""
 
 
 NO_INPUTS = Inputs()
@@ -317,13 +317,13 @@ class JobFiles:
         self.inputs = InputReader(source, storage, models, settings.input_campaigns)
         self.detectors = FileLibrary(source, kinds.DETECTOR, detectors)
         self.hashes = FileHashes()
+        #: The jobs that are taken; None: they need no signature.
         self.trusted = TrustedJobs(trusted, storage.scope) if trusted else None
-        """The jobs that are taken; None: they need no signature."""
         self.accelerator = (
             Accelerator.of(settings.accelerator) if settings.accelerator else None
         )
+        #: The files that all jobs are drawn with, or their names in the storage, by setting.
         self.own = {name: each for name in OWN if (each := getattr(settings, name))}
-        """The files that all jobs are drawn with, or their names in the storage, by setting."""
 
     async def own_paths(self) -> dict[str, Path]:
         """The files of `own`; raises SetupError if the storage has none that can be used."""

@@ -50,24 +50,24 @@ class InFlightJob:
     """
 
     lease: Lease
+    #: The bundle that it came in; None for a message of its own.
     bundle: "Bundle | None" = None
-    """The bundle that it came in; None for a message of its own."""
+    #: The job's own message in a bundle.
     body: str = ""
-    """The job's own message in a bundle."""
     pulled_at: float = field(default_factory=time.monotonic)
     job: Job | None = None
+    #: The job as it is drawn: with the worker's accelerator, if it has one.
     drawn: Job | None = None
-    """The job as it is drawn: with the worker's accelerator, if it has one."""
+    #: The requests that the engine has not been given yet, each with its image's index.
     requests: deque[tuple[int, contract.ImageRequest]] = field(default_factory=deque)
-    """The requests that the engine has not been given yet, each with its image's index."""
+    #: The first of the requests, prepared.
     prepared: contract.PreparedRequest | None = None
-    """The first of the requests, prepared."""
+    #: Number of the job's images that the engine has not finished.
     ahead: int = 1
-    """Number of the job's images that the engine has not finished."""
+    #: Rank of its priority; 0 is the highest.
     level: int = 0
-    """Rank of its priority; 0 is the highest."""
+    #: True if it goes before all others here: they are of lower priority.
     is_urgent: bool = False
-    """True if it goes before all others here: they are of lower priority."""
     images_to_submit: int = 0
     images_to_store: int = 0
     images_written: int = 0
@@ -76,24 +76,24 @@ class InFlightJob:
     is_cancelled: bool = False  # some of its images are left out
     has_ended: bool = False  # none of its images is in the making
     is_first_awaited: bool = False  # its first image is in the making, of several
+    #: Uploads of the images that wait for the first one to be stored.
     waiting: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    """Uploads of the images that wait for the first one to be stored."""
+    #: Errors of the images that failed in this delivery, by index.
     failures: dict[int, errors.FleetError] = field(default_factory=dict)
-    """Errors of the images that failed in this delivery, by index."""
+    #: The indices of the job's images that are stored, by whomever.
     stored: set[int] = field(default_factory=set)
-    """The indices of the job's images that are stored, by whomever."""
+    #: Records of images that this worker has stored; written as the job ends.
     records: list[Record] = field(default_factory=list)
-    """Records of images that this worker has stored; written as the job ends."""
+    #: Records of the job's images that found their names taken.
     again: list[Record] = field(default_factory=list)
-    """Records of the job's images that found their names taken."""
+    #: Hashes of its LoRAs, by their names in its prompt; computed while it is drawn.
     lora_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
-    """Hashes of its LoRAs, by their names in its prompt; computed while it is drawn."""
+    #: SHA-256 of the VAE and extra checkpoints the job names, keyed by job field.
     model_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
-    """SHA-256 of the VAE and extra checkpoints the job names, keyed by job field."""
+    #: The picture that its images are pasted into, for inpainting of a masked part.
     overlay: Overlay | None = None
-    """The picture that its images are pasted into, for inpainting of a masked part."""
+    #: AUTOMATIC1111's text in the file of the image that the job enlarges.
     source_parameters: str = ""
-    """AUTOMATIC1111's text in the file of the image that the job enlarges."""
     _uploads: int = field(default=0, init=False)
     _upload_ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -253,8 +253,8 @@ class InFlightJob:
                     kept[place] = record.model_copy(update={"completes": True})
 
 
+#: A job's id and digest; None as the digest of one that could not be read.
 Key = tuple[str, str | None]
-"""A job's id and digest; None as the digest of one that could not be read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -264,34 +264,34 @@ class Bundle:
     lease: Lease
     name: str
     campaign: str
+    #: The reason why none of its jobs may be drawn; None for a good bundle.
     problem: str | None
-    """The reason why none of its jobs may be drawn; None for a good bundle."""
+    #: Its jobs with their ids, in order.
     members: dict[InFlightJob, str] = field(default_factory=dict)
-    """Its jobs with their ids, in order."""
+    #: How jobs have ended in this delivery.
     ends: dict[InFlightJob, Outcome] = field(default_factory=dict)
-    """How jobs have ended in this delivery."""
+    #: Images that are in no part yet.
     images: dict[InFlightJob, Member] = field(default_factory=dict)
-    """Images that are in no part yet."""
+    #: Records of jobs that have ended without an image and are in no part yet.
     without: dict[InFlightJob, Record] = field(default_factory=dict)
-    """Records of jobs that have ended without an image and are in no part yet."""
+    #: Number of parts that are known to be stored.
     parts: int = 0
-    """Number of parts that are known to be stored."""
+    #: The records in these parts.
     found: dict[Key, Record] = field(default_factory=dict)
-    """The records in these parts."""
+    #: Jobs whose records are in parts of this worker's.
     own: set[Key] = field(default_factory=set)
-    """Jobs whose records are in parts of this worker's."""
+    #: Records of failed jobs that no part may hold, since they are not valid or not trusted.
     refused: dict[InFlightJob, Record] = field(default_factory=dict)
-    """Records of failed jobs that no part may hold, since they are not valid or not trusted."""
+    #: Pause before what is left is delivered again.
     delay_seconds: float = 0.0
-    """Pause before what is left is delivered again."""
+    #: True once the parts of earlier deliveries were read.
     is_read: bool = False
-    """True once the parts of earlier deliveries were read."""
+    #: True once no more of its jobs can end in this delivery.
     is_closed: bool = False
-    """True once no more of its jobs can end in this delivery."""
+    #: Held while its parts are read or written.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while its parts are read or written."""
+    #: Set when a part was stored, or a job has ended.
     progress: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a part was stored, or a job has ended."""
 
     def stored(self, entry: InFlightJob) -> Record | None:
         """The record of a job's end that is in a part, whoever has written it."""
@@ -307,10 +307,10 @@ class InFlightImage:
     job: Job
     index: int
     size: tuple[int, int]
+    #: What the engine draws it by; None for an image that was drawn by others.
     request: contract.ImageRequest | None = None
-    """What the engine draws it by; None for an image that was drawn by others."""
+    #: Time at which the image was ready for the engine (monotonic seconds).
     ready_at: float = field(default_factory=time.monotonic)
-    """Time at which the image was ready for the engine (monotonic seconds)."""
 
     @property
     def embeddings(self) -> tuple[contract.Embedding, ...]:

@@ -112,8 +112,8 @@ class NodeWatchdog:
         self._limits = limits
         self._windows = metrics.node_windows
         self._faults = metrics.node_faults
+        #: Images that failed on the GPU since one succeeded.
         self.images_failed_in_a_row = 0
-        """Images that failed on the GPU since one succeeded."""
         self._alarms: asyncio.Queue[str] = asyncio.Queue()
         self._window = self._new_window()
 

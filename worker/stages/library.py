@@ -46,8 +46,8 @@ from worker.stages.requests import PREPARERS, RequestReader
 _BACKLOG = 64
 
 
+#: A job, or the fields of one by their names.
 JobOrFields = Job | Mapping[str, Any]
-"""A job, or the fields of one by their names."""
 
 
 class EngineOptions(TypedDict, total=False):
@@ -58,8 +58,8 @@ class EngineOptions(TypedDict, total=False):
     precision: Literal["auto", "float32", "float16", "bfloat16"]
     compile: Literal["auto", "off"]
     embedding_directory: str | Path
+    #: A folder of ADetailer's detectors, NAME.onnx; no setting of a worker's.
     detectors: Path | None
-    """A folder of ADetailer's detectors, NAME.onnx; no setting of a worker's."""
     cache: str | Path
 
 

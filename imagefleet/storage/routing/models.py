@@ -59,8 +59,8 @@ class ModelQueues:
         self._making = asyncio.Lock()
         self._listed_at: float | None = None
         self._names: list[str] = []
+        #: The queues of jobs without a model.
         self.default = self.of(None)
-        """The queues of jobs without a model."""
 
     def of(self, model: str | None) -> Queues:
         """A model's queues, whether they exist or not."""

@@ -22,8 +22,8 @@ from PIL import Image
 #: What nobody has.
 UNKNOWN = "gpt-image-9"
 
+#: Calls by their names: each returns an image, several, or an answer of another kind.
 Calls = Mapping[str, Callable[[], Any]]
-"""Calls by their names: each returns an image, several, or an answer of another kind."""
 
 
 def picture(side: int = 64) -> Image.Image:

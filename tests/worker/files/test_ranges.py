@@ -43,8 +43,8 @@ class Answer:
     cut: int | None = None
 
 
+#: Answers a request from an offset on (None: for all), by its number among those for a range.
 Respond = Callable[[int | None, int], Answer]
-"""Answers a request from an offset on (None: for all), by its number among those for a range."""
 
 STRONG = {"ETag": '"v1"'}
 WHOLE = Answer(200, STRONG, CONTENT)

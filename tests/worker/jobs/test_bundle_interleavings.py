@@ -41,13 +41,13 @@ CALLS = (
 class Case(NamedTuple):
     at_a: str
     at_b: str
+    #: Which of the two go on, in that order; the others die where they are.
     then: str
-    """Which of the two go on, in that order; the others die where they are."""
     drain_a: bool
     drain_b: bool
     is_bad: bool
+    #: The call of A's whose reply is lost, or that never arrives.
     lost: str = ""
-    """The call of A's whose reply is lost, or that never arrives."""
 
 
 def cases() -> list[Case]:

@@ -170,8 +170,8 @@ class ImageNoise:
     """The noise on the image that an x4 upscaler enlarges."""
 
     scheduler: DDPMScheduler
+    #: The highest timestep.
     max_level: int
-    """The highest timestep."""
 
     @property
     def timesteps(self) -> int:

@@ -37,8 +37,8 @@ class FlowCheckpoint(Model):
     """A transformer and its VAE on their device, and the schedule's configuration."""
 
     family: FlowFamily
+    #: The folder with the text encoder and its tokenizer.
     folder: Path
-    """The folder with the text encoder and its tokenizer."""
     vae: AutoencoderKLFlux2
     scheduler: dict[str, Any]
     text_width: int

@@ -29,14 +29,14 @@ KIND = "qwen3"
 class TextRule:
     """How a family reads its text encoder."""
 
+    #: The layers whose states are taken, from 1; negative ones are counted from the end.
     layers: tuple[int, ...]
-    """The layers whose states are taken, from 1; negative ones are counted from the end."""
+    #: Tokens that every prompt is padded to, or cut off at.
     tokens: int = 512
-    """Tokens that every prompt is padded to, or cut off at."""
+    #: True if the chat's answer may begin with thoughts.
     thinks: bool = False
-    """True if the chat's answer may begin with thoughts."""
+    #: True for networks that see a prompt's own tokens alone: the states of others are zero.
     zeroes_padding: bool = False
-    """True for networks that see a prompt's own tokens alone: the states of others are zero."""
 
 
 class ChatEncoder(PromptEncoder):

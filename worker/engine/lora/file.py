@@ -38,8 +38,8 @@ log = logs.EventLog(__name__)
 
 Network = Literal["unet", "transformer", "text_encoder", "text_encoder_2"]
 Layer = nn.Linear | nn.Conv2d
+#: A layer's network and its path there.
 LayerId = tuple[Network, str]
-"""A layer's network and its path there."""
 
 
 class Layers:
@@ -405,12 +405,12 @@ class LoraFile:
     identity: Identity
     deltas: Mapping[Network, Mapping[str, WeightDelta]]
     size_bytes: int
+    #: The tensors of the textual inversions that come with it, by their names.
     embeddings: Mapping[str, kinds.Tensors] = field(default_factory=dict)
-    """The tensors of the textual inversions that come with it, by their names."""
+    #: The keys of what changes nothing of this model.
     skipped: Sequence[str] = ()
-    """The keys of what changes nothing of this model."""
+    #: See `Layout`.
     is_dotted: bool = False
-    """See `Layout`."""
 
     @property
     def depends_on_weights(self) -> bool:

@@ -17,8 +17,8 @@ from worker.engine.networks import thin
 from worker.engine.networks.thin import Rotation, ThinLinear, modulate
 from worker.engine.networks.transformer import Call
 
+#: Shift, scale and gate [rows, 1, width], once or for attention and feed-forward.
 Modulation = tuple[Tensor, ...]
-"""Shift, scale and gate [rows, 1, width], once or for attention and feed-forward."""
 
 
 class SlotKlein(thin.ThinNetwork):

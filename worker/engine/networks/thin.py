@@ -17,15 +17,15 @@ from worker.engine.networks.convolution import LowRankChange, SlotChanges
 from worker.engine.networks.linear import SlotLinear
 from worker.engine.networks.transformer import PromptLayers, SlotNetwork
 
+#: Cosines and sines of a rotary embedding [..., tokens, head width], each for two neighbours.
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines of a rotary embedding [..., tokens, head width], each for two neighbours."""
 
 
 class ThinLinear(Module):
     """Linear layers of one shape and the same input as one product, with each slot's own change."""
 
+    #: [outputs, 1], of weights in int8.
     scale: Tensor | None
-    """[outputs, 1], of weights in int8."""
 
     def __init__(self, layers: Mapping[str, Linear]) -> None:
         """*layers* by path; their weights become views of this one's."""

@@ -31,28 +31,28 @@ UNKNOWN_UNET = (
 )
 
 
+#: The paths of a network's modules, by which LoRAs name them.
 ModulePaths = Mapping[nn.Module, str]
-"""The paths of a network's modules, by which LoRAs name them."""
 
 
 class Call(NamedTuple):
     """Arguments that all layers of one call share."""
 
     #: [rows, tokens, width]: see `PromptLayers.compute`.
+    #: [rows, tokens, width]: see `KeysValues.compute`.
     context: Tensor
-    """[rows, tokens, width]: see `KeysValues.compute`."""
+    #: [rows, 1, 1, tokens], added to the attention scores.
     mask: Tensor | None = None
-    """[rows, 1, 1, tokens], added to the attention scores."""
+    #: Each slot's own weights are used, else the shared ones.
     per_slot: bool = False
-    """Each slot's own weights are used, else the shared ones."""
+    #: Slots whose own changes of convolutions and of the layers for the time are added.
     slots: int = 0
-    """Slots whose own changes of convolutions and of the layers for the time are added."""
+    #: Rows of each slot: 1 without guidance, which needs the prompt's output alone; more of AND.
     slot_rows: int = 2
-    """Rows of each slot: 1 without guidance, which needs the prompt's output alone; more of AND."""
+    #: [slots]: the scales, for networks that take them as an input.
     guidance: Tensor | None = None
-    """[slots]: the scales, for networks that take them as an input."""
+    #: Convolutions are padded with what is at the other side of the image.
     tiles: bool = False
-    """Convolutions are padded with what is at the other side of the image."""
 
 
 class PromptLayers:
@@ -244,31 +244,31 @@ def _merge_heads(x: Tensor, slots: int) -> Tensor:
 class SlotState(NamedTuple):
     """The slots' tensors, which a tick updates in place."""
 
+    #: [slots, 4, height, width], always float32.
     latents: Tensor
-    """[slots, 4, height, width], always float32."""
+    #: [sampler.HISTORY, slots, 4, height, width]
     history: Tensor
-    """[sampler.HISTORY, slots, 4, height, width]"""
+    #: [slots, columns]: this call's sampler coefficients, the guidance scales, and a weight of each
+    #: ControlNet of the lane.
     rows: Tensor
-    """[slots, columns]: this call's sampler coefficients, the guidance scales, and a weight of
-    each ControlNet of the lane."""
+    #: [slots, 4, height, width]
     noise: Tensor
-    """[slots, 4, height, width]"""
+    #: [slots, 1, height, width]: 1 where inpainting keeps the original, 0 for other images.
     kept: Tensor
-    """[slots, 1, height, width]: 1 where inpainting keeps the original, 0 for other images."""
+    #: [slots, 4, height, width]: the latents that are kept there.
     original: Tensor
-    """[slots, 4, height, width]: the latents that are kept there."""
+    #: [rows, tokens, width]: the keys and values of all cross-attentions.
     context: Tensor
-    """[rows, tokens, width]: the keys and values of all cross-attentions."""
+    #: [rows, 1, 1, tokens], if prompts may be shorter than that.
     mask: Tensor | None
-    """[rows, 1, 1, tokens], if prompts may be shorter than that."""
+    #: [rows * slots, width], added to the embedded timesteps in UNets with such inputs: one row of
+    #: each slot or all, as the UNet's `added_rows` says.
     added: Tensor | None
-    """[rows * slots, width], added to the embedded timesteps in UNets with such inputs: one row of
-    each slot or all, as the UNet's `added_rows` says."""
+    #: [slots, channels, height, width], which some UNets take beside the latents: five channels for
+    #: inpainting, three of the image that an upscaler enlarges.
     conditioning: Tensor | None
-    """[slots, channels, height, width], which some UNets take beside the latents: five channels for
-    inpainting, three of the image that an upscaler enlarges."""
+    #: True for images that tile: see `Call.tiles`.
     tiles: bool = False
-    """True for images that tile: see `Call.tiles`."""
 
     @property
     def slot_rows(self) -> int:
@@ -309,14 +309,14 @@ _MANAGING = frozenset(
 class SlotNetwork(nn.Module):
     """A network with one or more rows per slot, and the weights that slots have of their own."""
 
+    #: Numbers that the cross-attentions take of each token.
     context_width: int
-    """Numbers that the cross-attentions take of each token."""
+    #: Limits estimates of images in pixels.
     limit: Callable[[Tensor], Tensor] | None = None
-    """Limits estimates of images in pixels."""
+    #: Number of values the network takes beside the timestep; 0 if it takes none.
     added_width: int
-    """Number of values the network takes beside the timestep; 0 if it takes none."""
+    #: Most rows of a slot in `added`: 1 unless each prompt of a slot has one of its own.
     added_rows: int = MAX_SUBPROMPTS + 1
-    """Most rows of a slot in `added`: 1 unless each prompt of a slot has one of its own."""
 
     def __init__(self, like: Tensor, weights: SlotWeights = "merged") -> None:
         """*like* has the device and the type; *weights*: how slots hold LoRAs of transformers."""

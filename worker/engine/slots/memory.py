@@ -11,14 +11,14 @@ from imagefleet.telemetry import host, logs
 
 log = logs.EventLog(__name__)
 
+#: Storage of LoRAs of the transformers' layers: merged into a copy of the layers in each slot; or
+#: into the layers themselves, of which the only slot's are loaded again from the host's memory for
+#: other LoRAs.
 SlotWeights = Literal["merged", "reloaded"]
-"""Storage of LoRAs of the transformers' layers: merged into a copy of the layers in each slot; or
-into the layers themselves, of which the only slot's are loaded again from the host's memory for
-other LoRAs."""
 
+#: Each slot its own weights; one set for all, the checkpoint's own or with LoRAs merged in; or each
+#: slot its own weights and its own changes of convolutions, while a job in any slot has some.
 WeightMode = Literal["per_slot", "shared", "per_slot_convolutions"]
-"""Each slot its own weights; one set for all, the checkpoint's own or with LoRAs merged in; or each
-slot its own weights and its own changes of convolutions, while a job in any slot has some."""
 
 #: Each computes what those before it do, and takes longer.
 WEIGHT_MODES: tuple[WeightMode, ...] = ("shared", "per_slot", "per_slot_convolutions")
@@ -78,14 +78,14 @@ class Fit(NamedTuple):
     """Sizes that fit beside the model; at least one of each."""
 
     slots: int
+    #: Images per VAE call.
     decoded: int
-    """Images per VAE call."""
+    #: Lanes that can have weights of their own.
     blocks: int
-    """Lanes that can have weights of their own."""
+    #: Memory for the LoRAs of the next jobs.
     staged_bytes: int
-    """Memory for the LoRAs of the next jobs."""
+    #: Memory for weights while they are merged.
     temporary_bytes: int
-    """Memory for weights while they are merged."""
 
 
 def fit(

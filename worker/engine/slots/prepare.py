@@ -49,11 +49,11 @@ _EMBEDDING_CACHE_BYTES = 64 * 2**20
 _make_schedule = functools.lru_cache(maxsize=256)(schedules.make_schedule)
 
 
+#: A request's LoRAs, by the network that they change.
 Applied = Mapping[Network, Sequence[AppliedLora]]
-"""A request's LoRAs, by the network that they change."""
 
+#: A job's LoRAs in host memory, by the network that they change.
 AssembledLoras = Mapping[Network, Tensor]
-"""A job's LoRAs in host memory, by the network that they change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,39 +61,39 @@ class PreparedRequest:
     """A request that the engine can start at once."""
 
     request: ImageRequest
+    #: The family of the engine's own checkpoint.
     family: Family
-    """The family of the engine's own checkpoint."""
     schedule: Schedule
+    #: Rows of the subprompts that AND joins, last first, then of the negative prompt.
     text_rows: tuple[text.PromptRow, ...] = ()
-    """Rows of the subprompts that AND joins, last first, then of the negative prompt."""
+    #: Texts of the rows that an encoder reads whole, in place of `text_rows`.
     prompts: tuple[str, ...] = ()
-    """Texts of the rows that an encoder reads whole, in place of `text_rows`."""
+    #: Their text states [prompts, tokens, width]; None: the stager makes them.
     states: Tensor | None = None
-    """Their text states [prompts, tokens, width]; None: the stager makes them."""
     loras: Applied = field(default_factory=dict)
+    #: The LoRAs for a slot, as far as slots can hold them.
     packs: Mapping[Network, PackedLoras] = field(default_factory=dict)
-    """The LoRAs for a slot, as far as slots can hold them."""
+    #: Start image of img2img or inpainting.
     image: begin.PreparedImage | None = None
-    """Start image of img2img or inpainting."""
+    #: The second pass of hires fix.
     second: PreparedRequest | None = None
-    """The second pass of hires fix."""
+    #: Upscaling that a second pass begins with; None for a first pass.
     upscaling: Upscaling | None = None
-    """Upscaling that a second pass begins with; None for a first pass."""
     controls: tuple[PreparedControl, ...] = ()
+    #: The image that an upscaling checkpoint enlarges.
     enlarged: begin.LowResolution | None = None
-    """The image that an upscaling checkpoint enlarges."""
+    #: The file of the VAE that the request names.
     vae: Identity | None = None
-    """The file of the VAE that the request names."""
+    #: The checkpoint that draws and decodes, if it is not the engine's own.
     checkpoint: Identity | None = None
-    """The checkpoint that draws and decodes, if it is not the engine's own."""
+    #: Checkpoint that encodes the start image, if it is not the engine's own.
     begun_by: Identity | None = None
-    """Checkpoint that encodes the start image, if it is not the engine's own."""
+    #: The first of its schedule's calls: those before are the pass' before.
     begins: int = 0
-    """The first of its schedule's calls: those before are the pass' before."""
+    #: The first call that is the next pass'; None: all are its own.
     ends: int | None = None
-    """The first call that is the next pass'; None: all are its own."""
+    #: True if the UNet takes the guidance scale as an input, in place of a second row.
     embeds_guidance: bool = False
-    """True if the UNet takes the guidance scale as an input, in place of a second row."""
 
     @property
     def next_pass(self) -> PreparedRequest | None:

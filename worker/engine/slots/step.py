@@ -103,8 +103,8 @@ def tick(
     state.history.copy_(remembered)
 
 
+#: A tick's `rows` and `noise` in host memory.
 Inputs = tuple[Tensor, Tensor]
-"""A tick's `rows` and `noise` in host memory."""
 
 
 class InputFeeder:
@@ -152,8 +152,8 @@ class InputFeeder:
             self._copied.append(event)
 
 
+#: A weight mode, and the version of the tensors with slots' changes of convolutions.
 _TickKey = tuple[WeightMode, int]
-"""A weight mode, and the version of the tensors with slots' changes of convolutions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -164,13 +164,13 @@ class Step:
     state: SlotState
     feeder: InputFeeder
     controls: Sequence[ControlState]
+    #: The UNet and the ControlNets.
     networks: Sequence[SlotNetwork]
-    """The UNet and the ControlNets."""
     compiled: dict[WeightMode, Graph] = field(default_factory=dict)
+    #: Uncompiled ticks, for which others serve once they are compiled.
     recorded: dict[_TickKey, Graph] = field(default_factory=dict)
-    """Uncompiled ticks, for which others serve once they are compiled."""
+    #: Ticks that ran neither compiled nor recorded.
     ticks: Counter[_TickKey] = field(default_factory=Counter)
-    """Ticks that ran neither compiled nor recorded."""
     is_compiling: bool = False
     mode_usage: ModeUsage = field(default_factory=ModeUsage)
 

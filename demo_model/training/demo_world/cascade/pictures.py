@@ -90,8 +90,8 @@ class Pictures:
         self._ids = torch.zeros(
             (count, CAPTIONS_EACH, networks.TOKENS), dtype=torch.int16, device=device
         )
+        #: Pictures that can be trained on.
         self.ready = 0
-        """Pictures that can be trained on."""
         self._pool: Pool | None = _open_pool(
             os.cpu_count() or 1 if processes is None else processes
         )

@@ -59,13 +59,13 @@ class Block:
 class CaptionWriter:
     """Turns scenes into token ids of klein's chat."""
 
+    #: As JSON.
     tokenizer: str
-    """As JSON."""
     prefix: str
     suffix: str
     pad: int
+    #: That mean nothing in this world.
     words: tuple[str, ...]
-    """That mean nothing in this world."""
 
     def open(self) -> "OpenCaptionWriter":
         return OpenCaptionWriter(self, Tokenizer.from_str(self.tokenizer))

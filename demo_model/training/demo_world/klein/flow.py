@@ -27,10 +27,10 @@ _SAMPLED_TOKENS = 16
 class TextPlan:
     """Which of the text tokens are computed."""
 
+    #: [T], rising.
     positions: Tensor
-    """[T], rising."""
+    #: What attention adds for each key [S, S], S being T + IMAGE_TOKENS; None: all are there.
     bias: Tensor | None
-    """What attention adds for each key [S, S], S being T + IMAGE_TOKENS; None: all are there."""
 
 
 def whole_plan(device: torch.device) -> TextPlan:

@@ -31,8 +31,8 @@ class Batch(NamedTuple):
 
     latents: Tensor
     ids: Tensor
+    #: [B, 2, IMAGE_TOKENS, 4]: object and colour of its 2x2 cells.
     labels: Tensor
-    """[B, 2, IMAGE_TOKENS, 4]: object and colour of its 2x2 cells."""
 
 
 def caption_writer(tokenizer: Qwen2TokenizerFast) -> CaptionWriter:
@@ -134,8 +134,8 @@ class Pictures:
         self._labels = torch.empty(
             (count, 2, networks.IMAGE_TOKENS, 4), dtype=torch.uint8, device=device
         )
+        #: Pictures that can be trained on.
         self.ready = 0
-        """Pictures that can be trained on."""
 
     def take(self, least: int) -> None:
         """Takes what is drawn; waits until *least* are, or all."""

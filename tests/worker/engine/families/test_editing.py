@@ -21,11 +21,11 @@ from worker.engine import contract
 
 pytestmark = pytest.mark.slow
 
+#: Words and their weights.
 Words = Sequence[tuple[str, float]]
-"""Words and their weights."""
 
+#: The weight of what AND joins, and its words until a call.
 Joined = tuple[float, Sequence[tuple[int, Words]]]
-"""The weight of what AND joins, and its words until a call."""
 
 STEPS = 5
 
@@ -51,13 +51,13 @@ def edited(weight: float, *texts: tuple[int, str]) -> Joined:
 class Case(NamedTuple):
     prompt: str
     negative_prompt: str
+    #: What the prompt says.
     joined: Sequence[Joined]
-    """What the prompt says."""
+    #: What the negative prompt says.
     negative: Joined
-    """What the negative prompt says."""
     sampler: str = "euler"
+    #: Of the request.
     changes: Mapping[str, Any] = {}
-    """Of the request."""
 
 
 CASES: Mapping[str, Case] = {

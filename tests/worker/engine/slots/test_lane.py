@@ -47,8 +47,8 @@ class Drawing:
             Job(ticket=at, batch_key=key) for at, key in enumerate(batch_keys)
         ]
         self.ran: list[Lane] = []
+        #: Of each call while jobs were waiting.
         self.fill: list[float] = []
-        """Of each call while jobs were waiting."""
         self.most_held = 0
         self.admitted_at: dict[int, int] = {}
         self.drawn_at: dict[int, int] = {}

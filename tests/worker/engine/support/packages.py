@@ -16,8 +16,8 @@ class PlainPackages:
     """A graph's kernels are the function as it is, once the compiler is let go."""
 
     def __init__(self, may_end: float = 0) -> None:
+        #: Graphs that it may still compile.
         self.may_end = may_end
-        """Graphs that it may still compile."""
         self.began: list[str] = []
         self.graphs = dict.fromkeys(ORIGINS, 0)
         self.breaks = False
