@@ -7,8 +7,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import (
+    FleetError,
+    JobCancelled,
+    JobError,
+    LeaseLost,
+    NodeError,
+    SetupError,
+    TransientError,
+    UnsettledFileError,
+)
 from imagefleet.files import safetensors
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
@@ -35,8 +45,8 @@ LONGEST_RETRY_SECONDS = 120.0
 NOT_MOVED_SECONDS = 300.0
 
 #: After one of these a job is delivered again, or was.
-FAULTS = (errors.LeaseLost, errors.TransientError)
-Fault = errors.LeaseLost | errors.TransientError
+FAULTS = (LeaseLost, TransientError)
+Fault = LeaseLost | TransientError
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +191,7 @@ class Settler:
                 await self.bundles.ended(entry, "completed")
             return
 
-        async def finish(error: errors.TransientError | None) -> None:
+        async def finish(error: TransientError | None) -> None:
             if not entry.settle():
                 return
             outcome: Outcome = "completed" if entry.images_written else "duplicate"
@@ -199,9 +209,9 @@ class Settler:
         )
         try:
             await self.retry_policy.call(send)
-        except errors.JobCancelled:
+        except JobCancelled:
             await self.cancelled(entry)
-        except errors.FleetError as error:
+        except FleetError as error:
             # Unless it was handed back meanwhile, and its next worker sends it.
             if entry.settle():
                 await self._not_sent(entry, error)
@@ -211,7 +221,7 @@ class Settler:
     async def _not_sent(
         self,
         entry: InFlightJob,
-        error: errors.FleetError,
+        error: FleetError,
         why: str = "is drawn, but its next stage cannot be sent; it",
     ) -> None:
         """A job, or its next stage, could not be sent: it comes again, here or elsewhere."""
@@ -242,14 +252,14 @@ class Settler:
         self, entry: InFlightJob, error: Exception, image: InFlightImage | None = None
     ) -> None:
         """An *image* of a job, or the job itself, failed; an *error* not of the job is raised."""
-        if isinstance(error, (errors.NodeError, errors.SetupError)):
+        if isinstance(error, (NodeError, SetupError)):
             raise error
-        if isinstance(error, errors.JobCancelled):
+        if isinstance(error, JobCancelled):
             await self.cancelled(entry)
             return
         if entry.settled:
             return
-        if isinstance(error, errors.LeaseLost):
+        if isinstance(error, LeaseLost):
             entry.settle()
             await self._lose(entry, error)
             return
@@ -263,17 +273,15 @@ class Settler:
         if not entry.images_to_store:
             await self.images_ended(entry)
 
-    async def _fail(
-        self, entry: InFlightJob, failures: list[errors.FleetError]
-    ) -> None:
+    async def _fail(self, entry: InFlightJob, failures: list[FleetError]) -> None:
         """Ends a job as one of its failures says: one that another attempt cannot mend, if any."""
         error = next(
-            (each for each in failures if isinstance(each, errors.JobError)),
+            (each for each in failures if isinstance(each, JobError)),
             failures[0],
         )
         attempts = entry.deliveries.failed + 1
-        waits = isinstance(error, errors.UnsettledFileError)
-        is_bad = isinstance(error, errors.JobError)
+        waits = isinstance(error, UnsettledFileError)
+        is_bad = isinstance(error, JobError)
         is_final = is_bad or (attempts >= self.settings.max_attempts and not waits)
         if is_final and entry.is_second_drawing:
             # Not a failed job: whoever waits for the job must not be told that it failed.
@@ -322,7 +330,7 @@ class Settler:
 
         try:
             await self.retry_policy.call(send)
-        except errors.FleetError as error:
+        except FleetError as error:
             await self._not_sent(entry, error, "asks for another model and")
         else:
             entry.log(
@@ -342,11 +350,11 @@ class Settler:
         )
         await self._end(entry, "unverified")
 
-    async def _dead_letter(self, entry: InFlightJob, error: errors.FleetError) -> None:
+    async def _dead_letter(self, entry: InFlightJob, error: FleetError) -> None:
         await entry.uploads_end()  # so that their records are there
         try:
             entry.lease.check()
-        except errors.LeaseLost as lost:
+        except LeaseLost as lost:
             await self._lose(entry, lost)
             return
         reason, kind = entry.reason(error), type(error).__name__
@@ -387,7 +395,7 @@ class Settler:
         await self.pending.put(entry, finish, record)
 
     async def _retry(
-        self, entry: InFlightJob, error: errors.FleetError, attempts: int
+        self, entry: InFlightJob, error: FleetError, attempts: int
     ) -> None:
         delay_seconds = concurrency.backoff(
             attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
@@ -439,7 +447,7 @@ class Settler:
         self._ended(entry, outcome)
         return outcome
 
-    async def _lose(self, entry: InFlightJob, error: errors.LeaseLost) -> None:
+    async def _lose(self, entry: InFlightJob, error: LeaseLost) -> None:
         if entry.bundle is not None:
             await self.bundles.ended(entry, "lost")
         else:
@@ -447,7 +455,7 @@ class Settler:
 
     def _lost(self, entry: InFlightJob, error: Fault) -> Outcome:
         """The job is delivered again, or was; what is stored stays stored."""
-        if isinstance(error, errors.TransientError):
+        if isinstance(error, TransientError):
             entry.log(
                 logging.WARNING,
                 f"will be delivered again: the storage does not answer: {error}",

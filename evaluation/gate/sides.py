@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from cli import target
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 
 #: The words for an engine's settings, and what each sets of `worker.engine.load.load_engine`.
 WORDS: Mapping[str, Mapping[str, Any]] = {
@@ -83,7 +84,7 @@ def _settings(words: list[str]) -> dict[str, Any]:
     for word in words:
         for name, value in _setting(word).items():
             if name in settings:
-                raise errors.SetupError(
+                raise SetupError(
                     f"{','.join(words)}: {word} sets what another word has set"
                 )
             settings[name] = value
@@ -94,10 +95,10 @@ def _setting(word: str) -> Mapping[str, Any]:
     if word.startswith(SLOTS):
         number = word.removeprefix(SLOTS)
         if not (number.isdecimal() and 1 <= int(number) <= _MOST_SLOTS):
-            raise errors.SetupError(f"{word}: give a number from 1 to {_MOST_SLOTS}")
+            raise SetupError(f"{word}: give a number from 1 to {_MOST_SLOTS}")
         return {"slots": int(number)}
     if word not in WORDS:
         known = [*WORDS, SLOTS + "4"]
         hint = validation.suggestion(word, known) or f"; known are {', '.join(known)}"
-        raise errors.SetupError(f"{word[:40]!r} is no setting of the engine{hint}")
+        raise SetupError(f"{word[:40]!r} is no setting of the engine{hint}")
     return WORDS[word]

@@ -12,7 +12,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from evaluation.score.statistics import Features
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 
 #: The extractor that needs no file.
 DEMO = "demo"
@@ -88,7 +89,7 @@ def finite(extractor: Extractor, images: Sequence[Image.Image]) -> Features:
     """The features, of which one that is not finite would make all figures unknown."""
     features = extractor.features(images)
     if not np.isfinite(features).all():
-        raise errors.SetupError(
+        raise SetupError(
             f"{extractor.facts.name} gives features that are not finite: its input may be scaled"
             f" otherwise, which {extractor.facts.name}.json beside it can say"
         )
@@ -103,9 +104,9 @@ def read_preparation(path: Path) -> Preparation | None:
     try:
         return TypeAdapter(Preparation).validate_json(beside.read_bytes())
     except ValidationError as error:
-        raise errors.SetupError(f"{beside}: {validation.sentence(error)}") from None
+        raise SetupError(f"{beside}: {validation.sentence(error)}") from None
     except OSError as error:
-        raise errors.SetupError(f"cannot read {beside}: {error}") from None
+        raise SetupError(f"cannot read {beside}: {error}") from None
 
 
 def sha256_of(path: Path) -> str:
@@ -114,9 +115,7 @@ def sha256_of(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise errors.SetupError(
-            f"cannot read {path}: {error.strerror or error}"
-        ) from None
+        raise SetupError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def clean_fid(image: Image.Image, size: int) -> Features:

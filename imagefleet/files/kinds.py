@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files import contents, embedding, lora
 from imagefleet.files.contents import Content
 from imagefleet.files.safetensors import Header, UnusableError
@@ -204,11 +204,11 @@ def check(kind: FileKind, path: str, header: Header) -> str:
     """Describes a file, as in 'SDXL LoRA'; SetupError if it is no usable one of the *kind*."""
     content = contents.identify(header)
     if not accepts(kind, content):
-        raise errors.SetupError(refusal(path, content))
+        raise SetupError(refusal(path, content))
     try:
         return kind.describe(header, content)
     except UnusableError as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"the {kind.noun} {kind.stem(PurePath(path).name)!r} {error}"
         ) from None
 

@@ -22,7 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import InvalidMessageError
 from imagefleet.job import chain, settings_table, sizes
 from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import img2img
@@ -244,10 +245,10 @@ class Job(
 
     def stage_of_message(self, field: object) -> Job:
         """The stage that a message asks for in its *field* `stage`; raises InvalidMessageError."""
-        with validation.as_error(errors.InvalidMessageError, f"{chain.STAGE_FIELD}: "):
+        with validation.as_error(InvalidMessageError, f"{chain.STAGE_FIELD}: "):
             asked = chain.StageField.model_validate(field)
         if asked.number > len(self.then) + 1:
-            raise errors.InvalidMessageError(
+            raise InvalidMessageError(
                 f"{chain.STAGE_FIELD}: the job has no stage {asked.number} (it has"
                 f" {self.stages})"
             )
@@ -408,9 +409,9 @@ def read_job(
         fields = message_fields(body)
     except (ValueError, RecursionError) as error:
         reason = f"is not JSON: {error}" if body.strip() else "is empty"
-        raise errors.InvalidMessageError(f"the message {reason}") from None
+        raise InvalidMessageError(f"the message {reason}") from None
     if not isinstance(fields, dict):
-        raise errors.InvalidMessageError("the message is JSON, but no object")
+        raise InvalidMessageError("the message is JSON, but no object")
     fields.pop(DELIVERIES_FIELD, None)
     signature = fields.pop(SIGNATURE_FIELD, None)
     stage = fields.pop(chain.STAGE_FIELD, None)
@@ -422,7 +423,7 @@ def read_job(
     try:
         job = Job.model_validate(fields)
     except ValidationError as error:
-        raise errors.InvalidMessageError(
+        raise InvalidMessageError(
             validation.sentence(error, Job.model_fields)
         ) from None
     if job.then and stage is None:
@@ -430,12 +431,12 @@ def read_job(
         signed = {} if signature is None else {SIGNATURE_FIELD: signature}
         most = sizes.MAX_MESSAGE_BYTES - sizes.STAGE_BYTES
         if sizes.message_bytes(message_text(fields | signed)) > most:
-            raise errors.InvalidMessageError(
+            raise InvalidMessageError(
                 f"the job with its stages takes more than {most:,} bytes"
             )
     job = job.identified(message_id)
     if digest is not None and digest != job.digest:
-        raise errors.InvalidMessageError(
+        raise InvalidMessageError(
             f"{DIGEST_FIELD}: it is of another job than this one; a job that was changed goes"
             " without it"
         )

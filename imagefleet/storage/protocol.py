@@ -16,7 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import JobError, TransientError, UnusableFileError
 from imagefleet.job import sizes
 from imagefleet.telemetry.logs import log
 
@@ -288,7 +289,7 @@ class BlobStore(Protocol):
             ):
                 return
             await asyncio.sleep(concurrency.jitter(0.2))
-        raise errors.TransientError(
+        raise TransientError(
             f"{name} is being changed by others: try again in a moment"
         )
 
@@ -350,7 +351,7 @@ def check_blob_name(name: str) -> None:
     """Raises JobError unless the name is a plain relative path, without dots at the start."""
     is_plain = all(map(_BLOB_NAME_PART.fullmatch, name.split("/")))
     if not is_plain or len(name) > sizes.MAX_BLOB_NAME:
-        raise errors.JobError(
+        raise JobError(
             f"{name[:80]!r} is not a valid blob name: give a relative path with / between its"
             ' parts, none of which begins with a dot or has any of \\ : * ? " < > | in it'
         )
@@ -359,7 +360,7 @@ def check_blob_name(name: str) -> None:
 def check_blob_size(name: str, size: int, max_bytes: int | None) -> None:
     """Raises UnusableFileError for a file larger than *max_bytes*."""
     if max_bytes is not None and size > max_bytes:
-        raise errors.UnusableFileError(
+        raise UnusableFileError(
             f"{name} is too large: it has {size:,} bytes, and at most {max_bytes:,} are allowed"
         )
 
@@ -373,7 +374,7 @@ def check_metadata(metadata: Metadata) -> None:
             and value.isascii()
             and value.isprintable()
         ):
-            raise errors.JobError(
+            raise JobError(
                 f"the metadata {name[:80]!r} is not valid: names must be ASCII identifiers,"
                 " values printable ASCII"
             )

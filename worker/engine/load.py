@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from imagefleet import errors
+from imagefleet.errors import (
+    SetupError,
+    TransientError,
+    UnsettledFileError,
+    UnusableFileError,
+)
 from imagefleet.files import safetensors
 from imagefleet.files.safetensors import rested, whole
 from imagefleet.telemetry import logs
@@ -113,7 +118,7 @@ def _parts(settings: EngineSettings, device: torch.device) -> Parts:
         try:
             with _whole(settings.model):
                 return _read(settings, device)
-        except errors.UnsettledFileError as error:
+        except UnsettledFileError as error:
             log.info(f"the model waits: {error}", action="model_waits")
             time.sleep(safetensors.REST_SECONDS)
 
@@ -141,7 +146,7 @@ def _read(settings: EngineSettings, device: torch.device) -> Parts:
     dtype = devices.find_dtype(settings.precision, device)
     if table.pipeline_of(settings.model) in pixel_checkpoint.FAMILIES:
         if settings.accelerator or settings.vae or settings.taesd:
-            raise errors.SetupError(
+            raise SetupError(
                 "the model is a stage of IF, for which there is no accelerator, VAE or TAESD"
             )
         stage = pixel_checkpoint.load_checkpoint(settings.model, device, dtype)
@@ -175,7 +180,7 @@ def _read_flow(
     from worker.engine.flow import checkpoint, parts
 
     if settings.accelerator or settings.vae:
-        raise errors.SetupError(
+        raise SetupError(
             f"the model is {family.name}, for which there is no accelerator or other VAE"
         )
     is_int8 = settings.precision == "int8"
@@ -209,7 +214,7 @@ def _read_like(
         )
     refines = takes_refiner and weights.may_refine(other, like)
     if not (refines or weights.is_alike(like, other)):
-        raise errors.SetupError(f"{other.name!r} is not of the kind of {like.name!r}")
+        raise SetupError(f"{other.name!r} is not of the kind of {like.name!r}")
     return other
 
 
@@ -227,8 +232,8 @@ def _use_own(
         if settings.vae is not None:
             overflows = family.overflows_in_float16
             images.load_for_good(settings.vae, networks["vae"], overflows=overflows)
-    except (errors.UnusableFileError, errors.TransientError) as error:
-        raise errors.SetupError(error.message) from error
+    except (UnusableFileError, TransientError) as error:
+        raise SetupError(error.message) from error
 
 
 def read_beside(engine: Engine, settings: EngineSettings) -> Callable[[], bool] | None:
@@ -246,7 +251,7 @@ def read_beside(engine: Engine, settings: EngineSettings) -> Callable[[], bool] 
         return None
     try:
         read = [_read_like(settings, engine.checkpoint)]
-    except (errors.SetupError, errors.UnsettledFileError):
+    except (SetupError, UnsettledFileError):
         return None
     # Popped, so that the host's memory is free again.
     return lambda: engine.take_weights(read.pop())
@@ -261,7 +266,7 @@ def import_libraries() -> None:
             import worker.engine.slots.engine  # noqa: F401 - it imports all
         logs.take_over_libraries()
     except ModuleNotFoundError as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"the worker needs {error.name}, which is not installed: pip install .[worker]"
         ) from error
     finally:

@@ -10,8 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import FleetError, JobError, TransientError
 from imagefleet.files.marks import Mark
 from imagefleet.files.pack import Member
 from imagefleet.job.message import DEFAULT_CAMPAIGN, DELIVERIES_FIELD, Job
@@ -24,7 +25,7 @@ from imagefleet.storage.deliveries import (
 from imagefleet.storage.protocol import LeasedMessage
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.metrics import MAX_MODELS, OTHER_MODELS
-from worker.engine import contract
+from worker.engine.contract import Embedding, ImageRequest, PreparedRequest
 from worker.inputs.img2img import Overlay
 from worker.leases import Lease
 from worker.metrics import Outcome, WorkerMetrics
@@ -59,9 +60,9 @@ class InFlightJob:
     #: The job as it is drawn: with the worker's accelerator, if it has one.
     drawn: Job | None = None
     #: The requests that the engine has not been given yet, each with its image's index.
-    requests: deque[tuple[int, contract.ImageRequest]] = field(default_factory=deque)
+    requests: deque[tuple[int, ImageRequest]] = field(default_factory=deque)
     #: The first of the requests, prepared.
-    prepared: contract.PreparedRequest | None = None
+    prepared: PreparedRequest | None = None
     #: Number of the job's images that the engine has not finished.
     ahead: int = 1
     #: Rank of its priority; 0 is the highest.
@@ -79,7 +80,7 @@ class InFlightJob:
     #: Uploads of the images that wait for the first one to be stored.
     waiting: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     #: Errors of the images that failed in this delivery, by index.
-    failures: dict[int, errors.FleetError] = field(default_factory=dict)
+    failures: dict[int, FleetError] = field(default_factory=dict)
     #: The indices of the job's images that are stored, by whomever.
     stored: set[int] = field(default_factory=set)
     #: Records of images that this worker has stored; written as the job ends.
@@ -107,7 +108,7 @@ class InFlightJob:
             self._uploads -= 1
             self._upload_ended.set()
 
-    def take_image(self) -> tuple["InFlightImage", contract.PreparedRequest]:
+    def take_image(self) -> tuple["InFlightImage", PreparedRequest]:
         """Removes and returns the next image for the engine."""
         assert self.drawn is not None  # noqa: S101 - it was prepared
         index, request = self.requests.popleft()
@@ -211,28 +212,28 @@ class InFlightJob:
         self.settled = True
         return first
 
-    def image_failed(self, index: int, error: errors.FleetError) -> None:
+    def image_failed(self, index: int, error: FleetError) -> None:
         """The others go on, unless they would fail as well, or may not be stored without it."""
         self.failures[index] = error
         self.images_to_store -= 1
         most = max(FAILED_IMAGES, len(self.stored) // STORED_PER_FAILED)
-        ends_others = isinstance(error, errors.JobError) or (
+        ends_others = isinstance(error, JobError) or (
             not index and self.is_first_awaited
         )
         if ends_others or len(self.failures) > most:
             self.is_stopping = True
 
-    def fault_of(self, error: Exception) -> errors.FleetError:
+    def fault_of(self, error: Exception) -> FleetError:
         """*error*; for a bug of ours one that is retried, as that could end all workers."""
-        if isinstance(error, errors.FleetError):
+        if isinstance(error, FleetError):
             return error
         self.log(logging.ERROR, "hit a bug", "job_defect", exc_info=error)
-        return errors.TransientError(f"{type(error).__name__}: {error}")
+        return TransientError(f"{type(error).__name__}: {error}")
 
     def log(self, level: int, text: str, action: str, **fields: Any) -> None:
         log.log(level, f"job {self.id} {text}", action=action, job_id=self.id, **fields)
 
-    def reason(self, error: errors.FleetError) -> str:
+    def reason(self, error: FleetError) -> str:
         """A failed job's reason; of several images also which one failed, and which are stored."""
         if self.job is None or self.job.images_to_draw == 1:
             if self.job is None or self.job.stages == 1:
@@ -308,12 +309,12 @@ class InFlightImage:
     index: int
     size: tuple[int, int]
     #: What the engine draws it by; None for an image that was drawn by others.
-    request: contract.ImageRequest | None = None
+    request: ImageRequest | None = None
     #: Time at which the image was ready for the engine (monotonic seconds).
     ready_at: float = field(default_factory=time.monotonic)
 
     @property
-    def embeddings(self) -> tuple[contract.Embedding, ...]:
+    def embeddings(self) -> tuple[Embedding, ...]:
         """The embeddings that the job's prompts name."""
         return () if self.request is None else self.request.embeddings
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, CLIPModel
 from evaluation.score import extractors
 from evaluation.score.extractors import ExtractorFacts, Preparation
 from evaluation.score.statistics import Features
-from imagefleet import errors
+from imagefleet.errors import SetupError
 
 _WEIGHTS = "model.safetensors"
 _PREPROCESSOR = "preprocessor_config.json"
@@ -31,7 +31,7 @@ class ClipExtractor:
 
     def __init__(self, folder: Path, device: str) -> None:
         if not (folder / _WEIGHTS).is_file():
-            raise errors.SetupError(
+            raise SetupError(
                 f"the extractor {folder} has no {_WEIGHTS}: it should be a folder with a CLIP model"
                 " as transformers saves it"
             )
@@ -54,7 +54,7 @@ class ClipExtractor:
             SafetensorError,
         ) as error:
             line = str(error).strip().splitlines()[0]
-            raise errors.SetupError(
+            raise SetupError(
                 f"the CLIP model in {folder} cannot be read: {line}"
             ) from None
         self._model.eval().to(device)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 
 #: What the libraries raise for missing, truncated or mismatched files.
 LOADING_ERRORS = (
@@ -55,9 +55,7 @@ def read_network(
         made = build(network, config or read_json(folder / "config.json"))
         assign(made, weights)
     except LOADING_ERRORS as error:
-        raise errors.SetupError(
-            f"{str(folder)!r} cannot be loaded: {brief(error)}"
-        ) from error
+        raise SetupError(f"{str(folder)!r} cannot be loaded: {brief(error)}") from error
     return made
 
 
@@ -110,9 +108,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise errors.SetupError(f"{str(path)!r} is not JSON: {brief(error)}") from error
+        raise SetupError(f"{str(path)!r} is not JSON: {brief(error)}") from error
     if not isinstance(found, dict):
-        raise errors.SetupError(f"{str(path)!r} is not a JSON object")
+        raise SetupError(f"{str(path)!r} is not a JSON object")
     return found
 
 
@@ -137,7 +135,7 @@ def _files(folder: Path, stem: str) -> list[Path]:
         "weight_map"
     )
     if not isinstance(parts, dict):
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(folder)!r} has neither {whole} nor an index of its parts"
         )
     names = sorted({Path(str(name)).name for name in parts.values()})
@@ -202,7 +200,7 @@ def prediction_type(
         return "v_prediction"
     found = scheduler.get("prediction_type", stated)
     if found not in {None, "epsilon", "v_prediction"}:
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(model)!r} predicts {str(found)[:40]!r}; imagefleet generates with checkpoints"
             " that predict epsilon or v_prediction"
         )
@@ -219,7 +217,7 @@ def alphas_cumprod(
     Raises SetupError if the checkpoint has another one.
     """
     if scheduler.get("beta_schedule", "scaled_linear") != "scaled_linear":
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(model)!r} does not have Stable Diffusion's noise schedule"
         )
     start = scheduler.get("beta_start", 0.00085)

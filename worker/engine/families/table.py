@@ -21,6 +21,7 @@ from worker.engine.families import reading
 from worker.engine.families.reading import ImageNoise
 from worker.engine.lora.file import Layers, Network
 from worker.engine.lora.original_names import OriginalNames, unet_names
+from worker.engine.text import Rules
 
 Config = Mapping[str, Any]
 
@@ -32,7 +33,7 @@ class TextEncoder:
     #: The encoder's name, which is that of its folder in diffusers' format.
     network: Network
     config: Config
-    rules: text.Rules
+    rules: Rules
     #: The prefix of its keys in single files that have OpenCLIP's names, not transformers'.
     open_clip: str = ""
 
@@ -172,7 +173,7 @@ _CLIP = TextEncoder(
         "num_attention_heads": 12,
         "projection_dim": 768,
     },
-    rules=text.Rules(),
+    rules=Rules(),
 )
 SD1 = Family(
     name="Stable Diffusion 1.x",
@@ -238,7 +239,7 @@ SD2 = Family(
             },
             open_clip="cond_stage_model.model.",
             # AUTOMATIC1111 ignores clip_skip here.
-            rules=text.Rules(padding=OPEN_CLIP_PADDING, layer=1),
+            rules=Rules(padding=OPEN_CLIP_PADDING, layer=1),
         ),
     ),
     find_prediction=find_prediction,
@@ -247,7 +248,7 @@ SD2 = Family(
 
 #: Both text encoders give their penultimate layer as it is, whatever `clip_skip` says, as in
 #: AUTOMATIC1111.
-_SDXL_RULES = text.Rules(layer=2, is_normalised=False)
+_SDXL_RULES = Rules(layer=2, is_normalised=False)
 
 SDXL = Family(
     name="SDXL",

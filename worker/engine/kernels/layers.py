@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers.models.upsampling import Upsample2D
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Conv2d, GroupNorm, Module
 
 from imagefleet.telemetry.logs import log
 
@@ -31,7 +32,7 @@ except ImportError:  # torch for CPUs comes without Triton
     programs = None  # type: ignore[assignment]
 
 
-AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
+AnyNetwork = TypeVar("AnyNetwork", bound=Module)
 
 #: Pixels per partial sum: enough sums to keep a GPU busy, few compared with the tensor.
 _PIXELS = 256
@@ -48,8 +49,8 @@ def time_convolutions(*, lasting: bool) -> None:
     torch.backends.cudnn.benchmark = lasting
 
 
-class ChannelsLastGroupNorm(nn.GroupNorm):
-    """nn.GroupNorm with the same parameters; on a GPU, its sums are ordered by channel.
+class ChannelsLastGroupNorm(GroupNorm):
+    """GroupNorm with the same parameters; on a GPU, its sums are ordered by channel.
 
     torch's own kernel leaves most of a GPU idle for one image, and reorders it twice.
     """
@@ -64,7 +65,7 @@ class ChannelsLastGroupNorm(nn.GroupNorm):
         return super().forward(input)
 
 
-def normalise(x: Tensor, norm: nn.GroupNorm) -> Tensor:
+def normalise(x: Tensor, norm: GroupNorm) -> Tensor:
     """Group norm of x [rows, channels, height, width], in float32 inside.
 
     The variance is E[x^2] - E[x]^2: in float32 accurate to 1e-4 while a group's mean is less than
@@ -94,7 +95,7 @@ def normalise(x: Tensor, norm: nn.GroupNorm) -> Tensor:
 
 def normalise_and_activate(
     x: Tensor,
-    norm: nn.GroupNorm,
+    norm: GroupNorm,
     *,
     added: Tensor | None = None,
     activates: bool = False,
@@ -175,9 +176,9 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
 
 
-def group_norm(norm: nn.Module) -> ChannelsLastGroupNorm | None:
+def group_norm(norm: Module) -> ChannelsLastGroupNorm | None:
     """A replacement of an affine group norm with its parameters, for `replace_modules`."""
-    if type(norm) is not nn.GroupNorm or not norm.affine:
+    if type(norm) is not GroupNorm or not norm.affine:
         return None
     with torch.device("meta"):
         ours = ChannelsLastGroupNorm(norm.num_groups, norm.num_channels, norm.eps)
@@ -202,7 +203,7 @@ def fold(weight: Tensor) -> Tensor:
     return by_row.flatten(0, 2).to(weight.dtype)
 
 
-def convolve(conv: nn.Conv2d, x: Tensor, *, tiles: bool) -> Tensor:
+def convolve(conv: Conv2d, x: Tensor, *, tiles: bool) -> Tensor:
     """The convolution; of an image that *tiles*, its padding is what is at the other side.
 
     As `apply_circular` (AUTOMATIC1111 1.10), for kernels of one or three pixels.
@@ -223,7 +224,7 @@ def tiling(network: AnyNetwork) -> AnyNetwork:
     own = {id(each): each for each in (*network.parameters(), *network.buffers())}
     twin = copy.deepcopy(network, own)
     for module in twin.modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, Conv2d):
             module.padding_mode = "circular"
     return twin
 
@@ -251,7 +252,7 @@ def upsample(
     return pixels.permute(0, 3, 1, 2)
 
 
-class Upsampler(nn.Module):
+class Upsampler(Module):
     """diffusers' Upsample2D with a convolution; the same parameters."""
 
     folded: Tensor | None
@@ -295,7 +296,7 @@ class Upsampler(nn.Module):
         return doubled[..., :height, :width]
 
 
-def upsampler(original: nn.Module) -> Upsampler | None:
+def upsampler(original: Module) -> Upsampler | None:
     """A folded replacement of diffusers' Upsample2D with a convolution, for `replace_modules`."""
     if (
         not isinstance(original, Upsample2D)
@@ -308,9 +309,7 @@ def upsampler(original: nn.Module) -> Upsampler | None:
     return ours
 
 
-def replace_modules(
-    network: nn.Module, *finds: Callable[[nn.Module], nn.Module | None]
-) -> None:
+def replace_modules(network: Module, *finds: Callable[[Module], Module | None]) -> None:
     """Replaces each submodule by what one of *finds* returns for it; None keeps the module."""
     for parent, find in itertools.product(list(network.modules()), finds):
         for name, child in list(parent.named_children()):

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module, ModuleList
 
 from imagefleet import errors
 from imagefleet.job.prompt import MAX_SUBPROMPTS
@@ -32,7 +33,7 @@ UNKNOWN_UNET = (
 
 
 #: The paths of a network's modules, by which LoRAs name them.
-ModulePaths = Mapping[nn.Module, str]
+ModulePaths = Mapping[Module, str]
 
 
 class Call(NamedTuple):
@@ -111,12 +112,12 @@ class PromptLayers:
         return out
 
 
-class Transformer(nn.Module):
+class Transformer(Module):
     def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
         self.norm = original.norm
         self.proj_in = _linear(paths, original.proj_in)
-        self.blocks = nn.ModuleList(
+        self.blocks = ModuleList(
             _Block(block, paths) for block in original.transformer_blocks
         )
         self.proj_out = _linear(paths, original.proj_out)
@@ -140,7 +141,7 @@ class Transformer(nn.Module):
         return output
 
 
-class _Block(nn.Module):
+class _Block(Module):
     def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
         gate = original.ff.net[0]
@@ -176,7 +177,7 @@ class _Block(nn.Module):
         return output
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Module):
     def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
         self.heads = original.heads
@@ -193,7 +194,7 @@ class SelfAttention(nn.Module):
         return output
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(Module):
     #: The slices of keys and of values in the context's last dimension.
     keys: slice
     values: slice
@@ -306,7 +307,7 @@ _MANAGING = frozenset(
 )
 
 
-class SlotNetwork(nn.Module):
+class SlotNetwork(Module):
     """A network with one or more rows per slot, and the weights that slots have of their own."""
 
     #: Numbers that the cross-attentions take of each token.

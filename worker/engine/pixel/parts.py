@@ -13,8 +13,7 @@ from torch import Tensor
 from imagefleet import errors
 from imagefleet.errors import JobError
 from imagefleet.job.prompt import Prompt
-from worker.engine import contract
-from worker.engine.contract import Settings
+from worker.engine.contract import ImageRequest, InitImage, Settings
 from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.families import prompts
@@ -42,7 +41,7 @@ class StagePreparer(Preparer):
         self._stage = ReadOnce[TextStage](1)
         self._states = ReadOnce[Tensor](_STATES_KEPT)
 
-    def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
+    def prepare(self, request: ImageRequest) -> PreparedRequest:
         self._refuse_unsupported(request)
         noise = self._checkpoint.noise
         schedule = schedules.make_schedule(
@@ -65,7 +64,7 @@ class StagePreparer(Preparer):
             enlarged=self._read_image(request.init),
         )
 
-    def _refuse_unsupported(self, request: contract.ImageRequest) -> None:
+    def _refuse_unsupported(self, request: ImageRequest) -> None:
         size = self._checkpoint.default_size
         if (request.width, request.height) != size:
             raise errors.JobError(
@@ -110,7 +109,7 @@ class StagePreparer(Preparer):
             )
         return TextStage(folder, torch.device("cpu"), torch.float32)
 
-    def _read_image(self, init: contract.InitImage | None) -> LowResolution | None:
+    def _read_image(self, init: InitImage | None) -> LowResolution | None:
         """The image that is upscaled, as `IFSuperResolutionPipeline` does it, and its noise level.
 
         The level is the denoising strength as a share of all timesteps: IF's own, 250, is 0.25.

@@ -19,7 +19,7 @@ from imagefleet import errors
 from imagefleet.telemetry import logs
 from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
-from worker.engine.contract import Finished
+from worker.engine.contract import Finished, ImageRequest
 from worker.engine.families.table import Model
 from worker.engine.files.network_cache import KEPT_BYTES
 from worker.engine.lora.merge import NO_CHANGES
@@ -29,6 +29,7 @@ from worker.engine.self_check import SelfCheck
 from worker.engine.slots import memory, weights
 from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
+from worker.engine.slots.memory import Savings, WeightMode
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob
@@ -55,7 +56,7 @@ class SlotEngine:
         self.lora_lookups = parts.preparer.lora_lookups
         self.find_embeddings = parts.preparer.find_embeddings
         #: The last tick's.
-        self.weight_mode: memory.WeightMode = "shared"
+        self.weight_mode: WeightMode = "shared"
         #: Rows of the UNet's calls that images took.
         self.unet_rows = 0
         #: Sum of these rows' pixels: the work of images of unlike sizes.
@@ -111,8 +112,8 @@ class SlotEngine:
         return self._compilation.is_under_way
 
     @property
-    def savings(self) -> memory.Savings:
-        return memory.Savings(
+    def savings(self) -> Savings:
+        return Savings(
             self._unet.weights,
             self._decoder.is_striped,
             self.checkpoint.has_text_on_cpu,
@@ -123,7 +124,7 @@ class SlotEngine:
         """Images of two rows drawn in one call; reduced when the memory runs out."""
         return self._runner.slots
 
-    def slots_for(self, request: contract.ImageRequest) -> int:
+    def slots_for(self, request: ImageRequest) -> int:
         """Images like this one drawn in one call."""
         return self._lanes.slots_of(BatchKey.of(self._preparer.prepare(request)))
 
@@ -144,9 +145,7 @@ class SlotEngine:
             or self._compilation.is_due
         )
 
-    def prepare(
-        self, request: contract.ImageRequest
-    ) -> PreparedRequest | PreparedUpscale:
+    def prepare(self, request: ImageRequest) -> PreparedRequest | PreparedUpscale:
         """See `Preparer.prepare` and `UpscalerCache.prepare`."""
         if request.decoder == "TAESD" and not self._decoder.has_tiny:
             raise errors.JobError(
@@ -210,7 +209,7 @@ class SlotEngine:
         finished += self._decoder.collect(wait=not self._lanes.jobs and not finished)
         return finished
 
-    def warm_up(self, request: contract.ImageRequest | None = None) -> None:
+    def warm_up(self, request: ImageRequest | None = None) -> None:
         """Compiles, records and times all that requests like this one need, or ordinary ones.
 
         That is its size, prompts' length and ControlNets; a minute or two on a GPU. Ordinary ones

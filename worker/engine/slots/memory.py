@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.telemetry import host, logs
 
 log = logs.EventLog(__name__)
@@ -114,13 +114,13 @@ def fit(
     try:
         tick_bytes, decode_bytes = (_peak_bytes(device, work) for work in (run, decode))
     except torch.cuda.OutOfMemoryError as error:
-        raise errors.SetupError(
+        raise SetupError(
             "the GPU's memory is too short for one image at the model's native size: use a GPU with"
             " more memory, or a smaller model"
         ) from error
     free = free_bytes(device)
     if must_fit and (needed := slot_bytes + max(tick_bytes, decode_bytes)) > free:
-        raise errors.SetupError(
+        raise SetupError(
             f"the GPU has {free / 2**30:.1f} GiB left beside the model, and one image at its native"
             f" size takes {needed / 2**30:.1f} GiB: use a GPU with more memory, or a smaller model"
         )
@@ -211,7 +211,7 @@ def choose_weights(
     needed = layer_bytes + _HOST_BYTES
     found = host.free_memory_bytes() or needed
     if found < needed:
-        raise errors.SetupError(
+        raise SetupError(
             "the GPU's memory is too short for a copy of the model's layers, which LoRAs are merged"
             f" into, and this machine has {found / 2**30:.1f} GiB of free memory of the"
             f" {needed / 2**30:.1f} GiB that reloading them takes: use a GPU or a machine with more"

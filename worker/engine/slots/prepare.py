@@ -15,22 +15,23 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.files.safetensors import Identity
 from imagefleet.job import differences, samplers
 from imagefleet.job.clip import Chunk
 from imagefleet.job.prompt import Prompt
-from worker.engine import contract, embeddings, text
+from worker.engine import embeddings, text
 from worker.engine.checkpoint import Checkpoint
-from worker.engine.contract import ImageRequest
+from worker.engine.contract import HiresPass, ImageRequest, Lora
 from worker.engine.control.cache import ControlNets
+from worker.engine.embeddings import Embedding
 from worker.engine.families.table import Family
 from worker.engine.files import safetensors
 from worker.engine.files.network_cache import NetworkCache
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.lora import merge
 from worker.engine.lora.file import LoraCache, LoraFile, Network
-from worker.engine.lora.merge import AppliedLora, PackedLoras
+from worker.engine.lora.merge import AppliedLora, Groups, LoraKey, PackedLoras
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
 from worker.engine.passes.checkpoints import CheckpointCache
@@ -38,6 +39,7 @@ from worker.engine.passes.images import Vaes
 from worker.engine.passes.upscaling import UpscalerCache, Upscaling
 from worker.engine.sampler import NoiseStream, Schedule
 from worker.engine.samplers import schedule as schedules
+from worker.engine.text import PromptRow, Tokenizer
 
 #: LoRA files in memory: some 75 of rank 32.
 _LORA_CACHE_BYTES = 2 * 1024**3
@@ -65,7 +67,7 @@ class PreparedRequest:
     family: Family
     schedule: Schedule
     #: Rows of the subprompts that AND joins, last first, then of the negative prompt.
-    text_rows: tuple[text.PromptRow, ...] = ()
+    text_rows: tuple[PromptRow, ...] = ()
     #: Texts of the rows that an encoder reads whole, in place of `text_rows`.
     prompts: tuple[str, ...] = ()
     #: Their text states [prompts, tokens, width]; None: the stager makes them.
@@ -107,12 +109,12 @@ class PreparedRequest:
         )
 
     @property
-    def lora_key(self) -> merge.LoraKey:
+    def lora_key(self) -> LoraKey:
         """LoRAs of the network that draws; () for none."""
         return merge.key_of(self.loras.get(self.family.backbone, ()))
 
     @property
-    def text_key(self) -> merge.LoraKey:
+    def text_key(self) -> LoraKey:
         """LoRAs of the text encoders; () for none."""
         texts = (self.loras.get(network, ()) for network in self.family.networks)
         return merge.key_of(itertools.chain.from_iterable(texts))
@@ -240,7 +242,7 @@ class LoraReader:
         self,
         family: Family,
         networks: Mapping[str, Any],
-        groups: Mapping[Network, merge.Groups],
+        groups: Mapping[Network, Groups],
     ) -> None:
         """*networks*: the model's, by name; *groups*: of each, what slots hold changes of."""
         self.groups = groups
@@ -251,9 +253,7 @@ class LoraReader:
         }
         self.cache = LoraCache(family.lora_layers(networks), _LORA_CACHE_BYTES)
 
-    def read(
-        self, loras: Sequence[contract.Lora], wait: Callable[[], object]
-    ) -> LoraFields:
+    def read(self, loras: Sequence[Lora], wait: Callable[[], object]) -> LoraFields:
         """Each network's LoRAs, if any; weights of one that is named twice add up, in any order.
 
         They are packed for the device where slots can hold them all. *wait* is called before each
@@ -321,7 +321,7 @@ class Preparer:
     def find_embeddings(
         self, _prompts: Iterable[Prompt | str], _names: Collection[str]
     ) -> tuple[str, ...]:
-        """See `text.Tokenizer.find_names`; none without CLIP, for which embeddings are made."""
+        """See `Tokenizer.find_names`; none without CLIP, for which embeddings are made."""
         return ()
 
 
@@ -329,7 +329,7 @@ class RequestPreparer(Preparer):
     def __init__(
         self,
         checkpoint: Checkpoint,
-        groups: Mapping[Network, merge.Groups],
+        groups: Mapping[Network, Groups],
         control_nets: ControlNets,
         vaes: Vaes | None = None,
         checkpoints: CheckpointCache | None = None,
@@ -341,14 +341,14 @@ class RequestPreparer(Preparer):
         self.groups = groups
         self._control_nets = control_nets
         self._loras = LoraReader(checkpoint.family, checkpoint.networks, groups)
-        self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
+        self.tokenizer = Tokenizer(checkpoint.tokenizer)
         self._widths = {
             embeddings.NAMES[network]: text_encoder.get_input_embeddings().weight.shape[
                 1
             ]
             for network, text_encoder in checkpoint.text_encoders.items()
         }
-        self._embeddings = ReadOnce[embeddings.Embedding](
+        self._embeddings = ReadOnce[Embedding](
             _EMBEDDING_CACHE_BYTES, lambda embedding: embedding.size_bytes
         )
         self._lora_cache = self._loras.cache
@@ -356,7 +356,7 @@ class RequestPreparer(Preparer):
 
     def use(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
+        self.tokenizer = Tokenizer(checkpoint.tokenizer)
         if self._checkpoints is not None:
             self._checkpoints.stand_beside(checkpoint)
 
@@ -417,8 +417,8 @@ class RequestPreparer(Preparer):
     def _second_pass(
         self,
         first: PreparedRequest,
-        hires: contract.HiresPass,
-        named: Sequence[embeddings.Embedding],
+        hires: HiresPass,
+        named: Sequence[Embedding],
     ) -> PreparedRequest:
         """Prepares the second pass, with the first pass' LoRAs if it has no own."""
         own = first.request
@@ -435,7 +435,7 @@ class RequestPreparer(Preparer):
         taken = begin.second_pass(request.steps, hires.denoising_strength)
         checkpoint = self._check_checkpoint(hires.checkpoint)
         if self._is_sdxls_refiner(checkpoint):
-            raise errors.JobError(
+            raise JobError(
                 "hr_checkpoint_name: SDXL's refiner only goes on with images"
             )
         schedule = self._schedule(request, *taken)
@@ -495,8 +495,8 @@ class RequestPreparer(Preparer):
         )
 
     def _text_rows(
-        self, request: ImageRequest, named: Sequence[embeddings.Embedding]
-    ) -> tuple[text.PromptRow, ...]:
+        self, request: ImageRequest, named: Sequence[Embedding]
+    ) -> tuple[PromptRow, ...]:
         """The rows of a pass, whose words are also those that its own LoRAs bundle."""
         named = self._with_bundled(named, request.loras)
         rows = self.tokenizer.rows(request.prompt, named)
@@ -504,13 +504,11 @@ class RequestPreparer(Preparer):
             len(rows) > 1
             and self._checkpoint.unet.config.time_cond_proj_dim is not None
         ):
-            raise errors.JobError(
+            raise JobError(
                 "this model takes its guidance as an input: it does not draw AND"
             )
         if len(rows) > 1 and request.controls and request.sampler_options.s_min_uncond:
-            raise errors.JobError(
-                "AND with s_min_uncond and ControlNets is not supported"
-            )
+            raise JobError("AND with s_min_uncond and ControlNets is not supported")
         return (*rows, *self.tokenizer.rows(request.negative_prompt, named))
 
     def _controls(
@@ -520,7 +518,7 @@ class RequestPreparer(Preparer):
         if not request.controls:
             return ()
         if schedule.extend is not None:
-            raise errors.JobError(
+            raise JobError(
                 "DPM adaptive cannot be controlled: it has no number of steps"
             )
         self._may_go_on.wait()
@@ -562,13 +560,13 @@ class RequestPreparer(Preparer):
             any(each.rules.layer is None for each in encoders)
             and not 1 <= clip_skip <= layers
         ):
-            raise errors.JobError(
+            raise JobError(
                 f"clip_skip is {clip_skip}; this model's text encoder has {layers} layers"
             )
 
     def _with_bundled(
-        self, named: Sequence[embeddings.Embedding], loras: Sequence[contract.Lora]
-    ) -> Sequence[embeddings.Embedding]:
+        self, named: Sequence[Embedding], loras: Sequence[Lora]
+    ) -> Sequence[Embedding]:
         """Embeddings, and those in LoRAs' files; *named* ones go first, as in AUTOMATIC1111."""
         found = {each.name: each for each in named}
         for file in map(self._lora_cache.get, dict.fromkeys(loras)):
@@ -581,5 +579,5 @@ class RequestPreparer(Preparer):
                         self._loras.dtypes["text_encoder"],
                     )
                 identity = f"{file.identity} {name}"
-                found[name] = embeddings.Embedding(name, identity, vectors)
+                found[name] = Embedding(name, identity, vectors)
         return [*found.values()]
