@@ -111,8 +111,7 @@ def one_builds(arguments: argparse.Namespace) -> Iterator[None]:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with FileLock(arguments.folder / "lock"):
         yield
-    if arguments.device.type == "cuda":
-        torch.cuda.empty_cache()
+    machine.free_memory(arguments.device)
 
 
 def load_engine(
