@@ -266,6 +266,20 @@ async def test_hundreds_that_wait_cost_the_storage_what_ten_do(
     await asyncio.gather(*map(leave, waiting))
 
 
+async def test_what_a_worker_of_this_process_has_ended_is_answered_without_a_poll(
+    serve: Serve, monkeypatch
+):
+    monkeypatch.setattr(desk, "_POLL_SECONDS_BESIDE_WORKER", 3600)
+    served = await serve(model="stand-in")
+    waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
+    await until(lambda: counts_of(served), lambda counts: counts.images == 1)
+    assert not waiting.done()
+
+    served.gateway.desk.look_soon()
+
+    assert (await waiting)[0] == 200
+
+
 async def test_jobs_that_come_together_are_sent_together(serve: Serve):
     served = await serve(works=False)
     jobs = [
