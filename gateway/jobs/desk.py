@@ -36,7 +36,7 @@ from imagefleet.withdrawal import Withdrawals
 #: Seconds between two looks at the records; on Azure a look is two billed listings.
 _LOCAL_POLL_SECONDS, _REMOTE_POLL_SECONDS = 0.015, 0.5
 
-#: The same where a worker of this process says what it has ended, and each look takes from its
+#: The first where a worker of this process says what it has ended, and each look takes from its
 #: drawing: for what others have drawn.
 _POLL_SECONDS_BESIDE_WORKER = 0.1
 
@@ -101,10 +101,10 @@ class Desk:
         self.seconds_per_step = 0.0
         self._worker_seconds = worker_seconds
         self._fleet = fleet
-        is_local = fleet.storage.settings.is_local
-        self._poll_seconds = _LOCAL_POLL_SECONDS if is_local else _REMOTE_POLL_SECONDS
-        if has_worker:
-            self._poll_seconds = max(self._poll_seconds, _POLL_SECONDS_BESIDE_WORKER)
+        self._poll_seconds = _REMOTE_POLL_SECONDS
+        if fleet.storage.settings.is_local:
+            beside, alone = _POLL_SECONDS_BESIDE_WORKER, _LOCAL_POLL_SECONDS
+            self._poll_seconds = beside if has_worker else alone
         self._ledgers = Ledgers(fleet.storage)
         self._cancelled = CancelledCampaigns(
             fleet.storage.files, fleet.storage.queue.name
@@ -414,8 +414,9 @@ class Desk:
             await self._pause()
 
     def look_soon(self) -> None:
-        """Ends the pause between two looks: there are new records."""
-        self._has_news.set()
+        """Ends the pause between two looks, unless each look is billed: there are new records."""
+        if self.storage.settings.is_local:
+            self._has_news.set()
 
     async def _pause(self) -> None:
         with contextlib.suppress(TimeoutError):
