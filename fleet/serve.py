@@ -5,6 +5,7 @@ import sys
 
 from cli import console, options
 from gateway import server
+from gateway.jobs.desk import Desk
 from gateway.settings import GatewaySettings
 from imagefleet import aio, concurrency
 from imagefleet.http import bodies
@@ -33,8 +34,7 @@ async def command(settings: GatewaySettings) -> None:
     imagefleet serve --host 0.0.0.0 --clients clients.yaml
     """
     logs.configure(settings.log_format)
-    works = [] if settings.model is None else [_work(settings)]
-    if not works:
+    if settings.model is None:
         _serve_alone()
     async with aio.Fleet(open_storage(settings), settings.keys()) as fleet:
         await fleet.storage.create()
@@ -44,7 +44,10 @@ async def command(settings: GatewaySettings) -> None:
                 f"serving {fleet.storage.url} at {url}; its API: {url}/docs",
                 action="start",
             )
-            await console.until_stopped(concurrency.gather(gateway.desk.run(), *works))
+            tasks = [gateway.desk.run()]
+            if settings.model is not None:
+                tasks.append(_work(settings, gateway.desk))
+            await console.until_stopped(concurrency.gather(*tasks))
 
 
 def _serve_alone() -> None:
@@ -53,12 +56,15 @@ def _serve_alone() -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
-async def _work(settings: GatewaySettings) -> None:
+async def _work(settings: GatewaySettings, desk: Desk) -> None:
     """Runs a worker in this process; a signal ends it, and then the gateway."""
     require_libraries()
     from worker import process  # needs the extra `worker`
 
     shared = {name: getattr(settings, name) for name in _SHARED}
     of_metrics = {"host": "127.0.0.1", "port": 0}
-    await process.run_worker(options.read(WorkerSettings, shared | of_metrics))
+    await process.run_worker(
+        options.read(WorkerSettings, shared | of_metrics),
+        on_settled=lambda _: desk.look_soon(),
+    )
     raise asyncio.CancelledError

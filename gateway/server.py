@@ -85,6 +85,7 @@ class Gateway:
             models,
             wait_seconds=settings.wait_seconds,
             worker_seconds=settings.worker_seconds,
+            has_worker=settings.model is not None,
         )
         registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
         waiting = Gauge(

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from imagefleet import concurrency, errors
@@ -280,7 +281,8 @@ class Pipeline:
         settler, watchdog = self.settler, self._checks.watchdog
         settler.model_name = settler.bundles.model_name = engine.model_name
         upload = UploadStage(settler, watchdog)
-        encode = EncodeStage(settler, watchdog, self._hash_model(), upload)
+        model_hash = self._hash_model()
+        encode = EncodeStage(settler, watchdog, model_hash, upload)
         generate = GenerateStage(
             engine,
             self.engine_thread,
@@ -291,7 +293,7 @@ class Pipeline:
             self._files.detectors,
         )
         prepare = PrepareStage(engine, self._files, settler, self.puller, generate)
-        self._side_tasks = self._start_side_tasks()
+        self._side_tasks = self._start_side_tasks(model_hash)
         self._side_tasks.start("generate", generate.run())
         self._side_tasks.start("record", settler.pending.run())
         for name, run, count in (
@@ -363,7 +365,7 @@ class Pipeline:
                 return True
         return False
 
-    def _start_side_tasks(self) -> SideTasks:
+    def _start_side_tasks(self, model_hash: Future[str | None]) -> SideTasks:
         side_tasks = SideTasks()
         side_tasks.start("keep leases", self._keeper.run())
         for name, watch in self._checks.watches().items():
@@ -372,20 +374,23 @@ class Pipeline:
             "watch cancelled campaigns", self._cancelled.watch(self.settler.in_flight)
         )
         side_tasks.start("measure queues", self._depths.run())
-        noting = note_served(self._storage.models, self._served, self._held)
+        held = partial(self._held, model_hash)
+        noting = note_served(self._storage.models, self._served, held)
         side_tasks.start("note models", noting)
         return side_tasks
 
     def _served(self) -> list[str]:
         return self.models.names if self.models else [self.settler.model_name]
 
-    async def _held(self) -> tuple[str, dict[str, object]]:
+    async def _held(
+        self, model_hash: Future[str | None]
+    ) -> tuple[str, dict[str, object]]:
         """The model that draws now; its hash, if it has one, and LoRAs of the worker's own."""
-        name, hashing = self.settler.model_name, self._hash_model()
+        name = self.settler.model_name
         folder = self._settings.lora_directory
         loras = await asyncio.to_thread(library.names, folder) if folder else []
         # Images wait for the hash as well: it goes on if this task ends.
-        found = await asyncio.shield(asyncio.wrap_future(hashing))
+        found = await asyncio.shield(asyncio.wrap_future(model_hash))
         return name, {"hash": found, "loras": loras}
 
     async def _stop_pulling(self) -> None:

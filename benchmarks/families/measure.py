@@ -24,7 +24,6 @@ from typing import get_args
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 
-import torch
 from filelock import FileLock
 
 from evaluation.bench import engine as bench_engine
@@ -106,8 +105,7 @@ def one_builds(arguments: argparse.Namespace) -> Iterator[None]:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with FileLock(arguments.folder / "lock"):
         yield
-    if arguments.device.type == "cuda":
-        torch.cuda.empty_cache()
+    machine.free_memory(arguments.device)
 
 
 def load_engine(

@@ -10,7 +10,6 @@ compile. `--tiny` tries it on a CPU, with meaningless figures.
 """
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -82,7 +81,7 @@ class Ladder:
         yield from self._engine()
 
     def _plain(self, dtype: torch.dtype) -> baseline.PlainDiffusers:
-        self._free()
+        machine.free_memory(self.device)
         return baseline.PlainDiffusers(self.model, self.device, dtype)
 
     def _one_by_one(
@@ -101,7 +100,7 @@ class Ladder:
         return Rung(name, statistics.median(times[2:]))
 
     def _engine(self) -> Iterator[Rung]:
-        self._free()
+        machine.free_memory(self.device)
         slots = 2 if self.is_tiny else None
         settings = load.EngineSettings(self.model, str(self.device), slots=slots)
         engine = load.load_engine(settings)
@@ -118,11 +117,6 @@ class Ladder:
             rate = work.drive(engine, requests, self.seconds, width=width)
             yield Rung(name, 1 / rate.images_per_second)
         engine.close()
-
-    def _free(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _compile(pipeline: Any, mode: str) -> None:

@@ -230,7 +230,7 @@ def main() -> None:
         "--seconds", type=float, default=30, help="for which clients wait"
     )
     parser.add_argument(
-        "--pictures", type=int, default=40, help="whose time is measured"
+        "--pictures", type=int, default=200, help="whose time is measured"
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

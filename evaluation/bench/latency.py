@@ -68,7 +68,7 @@ def measure(setup: Setup, asked: BenchOptions, step: StartStep) -> dict[str, Any
             seconds[images] = _median_seconds(draw, workload, images)
         engine.close()
         del engine
-        _free(device)
+        machine.free_memory(device)
     of_diffusers = _of_diffusers(setup, device, workload, step)
     width, height = workload.sizes[0]
     return {
@@ -117,8 +117,3 @@ def _median_seconds(
     draw(requests)
     times = timeit.repeat(lambda: draw(requests), number=1, repeat=repeats)
     return statistics.median(times)
-
-
-def _free(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -1,5 +1,6 @@
 """The machine that a measurement runs on, and its limit: the rate of its matrix products."""
 
+import gc
 import itertools
 import platform
 import resource
@@ -49,6 +50,13 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue  # a checkout is not a distribution, and a CPU has no Triton
     return found
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives back the GPU memory of what nothing holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -61,9 +61,6 @@ _PROMPTS = ("prompt", "negative_prompt")
 
 _SOURCE_TYPES = "http://cv.iptc.org/newscodes/digitalsourcetype/"
 
-#: Characters of a picture's text in which hashes are looked for.
-_MAX_TEXT = 2**20
-
 _SETTINGS = {
     "builder": {"thumbnail": {"enabled": False}},
     "verify": {"verify_after_sign": False},
@@ -116,7 +113,7 @@ class Credentials:
         try:
             with picture.opened(data) as image:
                 kind = str(image.format).lower()
-                hashes = picture.lora_hashes(picture.parameters(image, _MAX_TEXT))
+                hashes = picture.lora_hashes(image)
             manifest = json.dumps(self._manifest(record, hashes))
             signed = BytesIO()
             with c2pa.Builder(manifest, self._context) as builder:

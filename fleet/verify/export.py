@@ -194,7 +194,6 @@ class Verifier:
         is_sealed: bool,
     ) -> None:
         """Raises _FaultError or JobError if a picture is not the one that its record is of."""
-        data = b""
         parts = [place.name.partition(".")[2] for place in files]
         suffix = str(record.blob).rpartition(".")[2]
         if parts not in ([suffix, "json"], [suffix, "txt", "json"]):
@@ -228,10 +227,10 @@ class Verifier:
         """Raises _FaultError if a picture was drawn with another LoRA than the fleet's."""
         try:
             with picture.opened(data) as image:
-                text = picture.parameters(image, _MAX_TEXT_BYTES)
+                found = picture.lora_hashes(image)
         except picture.DamagedImageError as error:
             raise _FaultError(f"its file {error}") from None
-        for name, sha256 in picture.lora_hashes(text).items():
+        for name, sha256 in found.items():
             if (known := self._loras.get(name, sha256)) != sha256:
                 raise _FaultError(
                     f"was drawn with another LoRA {name}: its hash is {sha256}, and that of the"
@@ -255,8 +254,7 @@ def _by_key(lines: bytes) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for line in filter(None, lines.split(b"\n")):
         fields = _object(line)
-        stem = str(fields.get("blob", "")).rpartition("/")[2].rpartition(".")[0]
-        key = str(fields.get("key", stem.replace(".", "%2E")))
+        key = str(fields.get("key", pack.key_of(str(fields.get("blob", "")))))
         if key in found:
             raise _FaultError(f"has several records of {key!r}")
         if key:  # or it is the end of a job without a picture

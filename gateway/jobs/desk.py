@@ -5,6 +5,7 @@ new; so a thousand that wait cost the storage what one does, and none that waits
 """
 
 import asyncio
+import contextlib
 import time
 from asyncio import Event, Lock
 from collections.abc import Collection
@@ -34,6 +35,10 @@ from imagefleet.withdrawal import Withdrawals
 
 #: Seconds between two looks at the records; on Azure a look is two billed listings.
 _LOCAL_POLL_SECONDS, _REMOTE_POLL_SECONDS = 0.015, 0.5
+
+#: The first where a worker of this process says what it has ended, and each look takes from its
+#: drawing: for what others have drawn.
+_POLL_SECONDS_BESIDE_WORKER = 0.1
 
 #: Seconds between two looks for what has been cancelled, or deleted, or has no worker.
 _LOOK_SECONDS = 5.0
@@ -82,10 +87,12 @@ class Desk:
         *,
         wait_seconds: float,
         worker_seconds: float,
+        has_worker: bool = False,
     ) -> None:
         """*wait_seconds*: the longest wait for an image, and the age of a queue that is full.
 
-        *worker_seconds*: the longest wait for a worker while none is there.
+        *worker_seconds*: the longest wait for a worker while none is there. *has_worker*: one of
+        this process calls `look_soon` for each job that it has ended.
         """
         self.storage = fleet.storage
         self.models = models
@@ -94,8 +101,10 @@ class Desk:
         self.seconds_per_step = 0.0
         self._worker_seconds = worker_seconds
         self._fleet = fleet
-        is_local = fleet.storage.settings.is_local
-        self._poll_seconds = _LOCAL_POLL_SECONDS if is_local else _REMOTE_POLL_SECONDS
+        self._poll_seconds = _REMOTE_POLL_SECONDS
+        if fleet.storage.settings.is_local:
+            beside, alone = _POLL_SECONDS_BESIDE_WORKER, _LOCAL_POLL_SECONDS
+            self._poll_seconds = beside if has_worker else alone
         self._ledgers = Ledgers(fleet.storage)
         self._cancelled = CancelledCampaigns(
             fleet.storage.files, fleet.storage.queue.name
@@ -108,7 +117,7 @@ class Desk:
         self._sending: list[Ticket] = []
         self._tickets: dict[str, Ticket] = {}  # by the key of the job
         self._watches: dict[str, Watch] = {}  # by campaign
-        self._has_unsent, self._has_waiting = Event(), Event()
+        self._has_unsent, self._has_waiting, self._has_news = Event(), Event(), Event()
         self._looking = Lock()
         self._look_at = self._looked_at = 0.0  # the next thorough look, and the last
         self._ages: dict[str, tuple[float, float]] = {}  # time and age, by queue
@@ -395,14 +404,24 @@ class Desk:
             while not self._is_reading:
                 self._has_waiting.clear()
                 await self._has_waiting.wait()
-                await asyncio.sleep(self._poll_seconds)
+                await self._pause()
             try:
                 await self._look()
             except FleetError as error:
                 log.warning(
                     f"records are not read: {error.message}", action="records_unread"
                 )
-            await asyncio.sleep(self._poll_seconds)
+            await self._pause()
+
+    def look_soon(self) -> None:
+        """Ends the pause between two looks, unless each look is billed: there are new records."""
+        if self.storage.settings.is_local:
+            self._has_news.set()
+
+    async def _pause(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._has_news.wait(), self._poll_seconds)
+        self._has_news.clear()
 
     @property
     def _is_reading(self) -> bool:

@@ -63,6 +63,11 @@ def name_of(campaign: str, bundle: str, part: int) -> str:
     return name
 
 
+def key_of(blob: str) -> str:
+    """The key of a picture in a pack: its name without the suffix, and without dots."""
+    return blob.rpartition("/")[2].rpartition(".")[0].replace(".", "%2E")
+
+
 def campaign_of(name: str) -> str | None:
     """The campaign of a pack's blob; None for another blob."""
     match = _NAME.fullmatch(name)
@@ -153,8 +158,8 @@ def _laid_out(
 
         add(HEAD, bytes(room), (*records, *ends)[0])
         for (record, data), sample in zip(members, samples, strict=True):
-            stem, _, suffix = str(record.blob).rpartition("/")[2].rpartition(".")
-            key = stem.replace(".", "%2E")
+            file = str(record.blob).rpartition("/")[2]
+            key, suffix = key_of(file), file.rpartition(".")[2]
             add(f"{key}.{suffix}", data, record)
             offsets.append(tar.offset - len(data) - (-len(data) % tarfile.BLOCKSIZE))
             add(f"{key}.json", sample, record)

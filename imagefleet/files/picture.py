@@ -57,13 +57,15 @@ OWN_FIELDS = img2img.OWN_FIELDS | {
 #: JSON in ASCII takes three times the bytes of a message at most (`\ud83d\ude00` for four bytes).
 MAX_MESSAGE_BYTES = 3 * sizes.MAX_MESSAGE_BYTES
 
+#: Characters of an image's text in which hashes of LoRAs are looked for.
+_MAX_TEXT = 2**20
+
 #: The code that precedes AUTOMATIC1111's text in Exif data.
 _UNICODE = b"UNICODE\0"
 
 
 #: A name and its value in the last line of an image's text, as A1111 reads it.
 _PARAMETER = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])*"|[^,]*)(?:,|$)')
-
 
 #: A LoRA's name and its hash in an image's text.
 _LORA_HASH = re.compile(r"([^,:]+): ([0-9a-f]+)")
@@ -229,7 +231,7 @@ def parsed_parameters(text: str) -> dict[str, str]:
     } | found
 
 
-def lora_hashes(text: str) -> dict[str, str]:
-    """The hashes of the LoRAs that an image was drawn with, by their names in its text."""
-    told = parsed_parameters(text).get("Lora hashes", "")
+def lora_hashes(image: Image.Image) -> dict[str, str]:
+    """The hashes of the LoRAs that an open image was drawn with, by their names in its text."""
+    told = parsed_parameters(parameters(image, _MAX_TEXT)).get("Lora hashes", "")
     return {name.strip(): sha256 for name, sha256 in _LORA_HASH.findall(told)}

@@ -266,6 +266,30 @@ async def test_hundreds_that_wait_cost_the_storage_what_ten_do(
     await asyncio.gather(*map(leave, waiting))
 
 
+@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+async def test_what_a_worker_of_this_process_has_ended_is_answered_without_a_poll(
+    serve: Serve, monkeypatch
+):
+    monkeypatch.setattr(desk, "_POLL_SECONDS_BESIDE_WORKER", 3600)
+    served = await serve(model="stand-in")
+    waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
+    await until(lambda: counts_of(served), lambda counts: counts.images == 1)
+    assert not waiting.done()
+
+    served.gateway.desk.look_soon()
+
+    assert (await waiting)[0] == 200
+
+
+@pytest.mark.parametrize("storage_settings", ["azurite"], indirect=True)
+async def test_a_worker_of_many_jobs_a_second_makes_no_more_looks_that_are_billed(
+    serve: Serve,
+):
+    served = await serve(works=False, model="stand-in")
+    served.gateway.desk.look_soon()
+    assert not served.gateway.desk._has_news.is_set()
+
+
 async def test_jobs_that_come_together_are_sent_together(serve: Serve):
     served = await serve(works=False)
     jobs = [
