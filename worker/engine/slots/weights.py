@@ -171,14 +171,16 @@ class Weights:
     def make_room(self, lane: Lane, held: Iterable[SlotJob]) -> None:
         """Makes room for a lane's changes of convolutions; if it grows, all are loaded again.
 
-        Then for those of all jobs *held*, so that less often is compiled anew.
+        Then for those of all jobs *held*, so that less often is compiled anew. The first one makes
+        room before its turn: the first graph is compiled by then, and has to serve it.
         """
-        needed = [each for job in lane.active.values() for each in job.ranks.items()]
-        if self._unet.changes.has_room(needed):
+        jobs = list(held)
+        changes = self._unet.changes
+        needing = lane.active.values() if changes.exist else jobs
+        if changes.has_room(each for job in needing for each in job.ranks.items()):
             return
         self._runner.drop_convolutions()
-        jobs = list(held)
-        self._unet.changes.grow(each for job in jobs for each in job.ranks.items())
+        changes.grow(each for job in jobs for each in job.ranks.items())
         self._held = None
         for job in jobs:
             job.has_weights = job.has_weights and not job.ranks

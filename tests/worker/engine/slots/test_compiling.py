@@ -293,11 +293,13 @@ def graphs_of(compiler: PlainPackages) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("every", "mode"),
+    ("changing", "mode"),
     [
-        pytest.param(3, "per_slot_convolutions", marks=pytest.mark.slow),
-        (0, "per_slot"),
+        pytest.param((0, 3), "per_slot_convolutions", marks=pytest.mark.slow),
+        pytest.param((1, 4), "per_slot_convolutions", marks=pytest.mark.slow),
+        (None, "per_slot"),
     ],
+    ids=["both_sizes", "second_size", "none"],
 )
 def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_draws_alone(
     make_slot_engine: Any,
@@ -305,7 +307,7 @@ def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_dra
     slow_compiler: PlainPackages,
     styles: list[contract.Lora],
     tmp_path,
-    every: int,
+    changing: tuple[int, int] | None,
     mode: str,
 ):
     """Jobs that change convolutions are in it, and do not cost those a product that have none."""
@@ -315,12 +317,14 @@ def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_dra
     locons = [
         write_locon(tmp_path / f"{rank}.safetensors", engine, rank) for rank in (2, 20)
     ]
+    first, every = changing or (24, 1)
+    with_locon = range(first, 24, every)
     requests = []
     for at in range(24):
         loras = [(), styles[:1], styles[1:], styles[2:]][at // 2 % 4]
         loras = (
             *loras,
-            *(locons[at // 3 % 2 :][:1] if every and at % every == 0 else ()),
+            *(locons[at // 3 % 2 :][:1] if at in with_locon else ()),
         )
         sizes = {"width": 96 if at % 2 else 64, "steps": 1 + at % 3}
         requests.append(make_request(seed=at, loras=loras, **sizes))
