@@ -1,5 +1,7 @@
 """An accelerator: a LoRA with which a model draws in few steps, merged for all of a worker's jobs.
 
+A model that was distilled itself, or has a schedule of its own, is treated alike.
+
 Each kind wants its own sampler, steps and guidance. A job that leaves them out, or has the usual
 ones of all jobs, is drawn with those; it stays the same job, and its image tells how it was drawn.
 """
@@ -14,6 +16,7 @@ from imagefleet.errors import JobError, SetupError
 from imagefleet.job import samplers
 from imagefleet.job.message import Job
 from imagefleet.job.samplers import Sampler
+from imagefleet.pricing import families
 from imagefleet.validation import JSONDict
 from worker.settings import WorkerSettings
 
@@ -52,6 +55,16 @@ KINDS = (
     AcceleratorKind("few steps", r"few[-_ ]?steps", ("Euler",), (1, 8)),  # the demo's
 )
 
+#: Models that want their own, by their family. klein's prompts are text, which weighs nothing.
+OF_FAMILIES = {
+    "klein": AcceleratorKind(
+        "FLUX.2-klein", "", ("Euler",), (1, 50), schedule="Automatic"
+    ),
+    "klein_base": AcceleratorKind(
+        "FLUX.2-klein base", "", ("Euler",), (1, 150), (4.0, 10.0), "Automatic"
+    ),
+}
+
 #: Where a file's name says nothing like "4step".
 _USUAL_STEPS = 4
 _STEPS = re.compile(r"(\d+)[-_ ]?steps?")
@@ -60,6 +73,7 @@ _STEPS = re.compile(r"(\d+)[-_ ]?steps?")
 @dataclass(frozen=True, slots=True)
 class Accelerator:
     name: str
+    """The LoRA's name; '' for what a model itself wants."""
     kind: AcceleratorKind
     steps: int
 
@@ -77,6 +91,14 @@ class Accelerator:
             f"--accelerator {name[:40]!r}: its name tells no kind; it should hold lcm, lightning,"
             " hyper, dmd2, pcm or few-steps"
         )
+
+    @classmethod
+    def of_family(cls, family: str) -> Accelerator | None:
+        """What the models of a family want themselves; None for most."""
+        kind = OF_FAMILIES.get(family)
+        if kind is None:
+            return None
+        return cls("", kind, families.find(family).steps)
 
     @property
     def usual(self) -> tuple[int, int]:
@@ -98,7 +120,10 @@ class Accelerator:
         scale = given.get("cfg_scale", kind.guidance[0])
         self._check("cfg_scale", scale, kind.guidance)
         weight = scale * sum(job.parsed_prompt.weights)
-        self._check("cfg_scale times the prompt's own weight", weight, kind.guidance)
+        if self.name:
+            self._check(
+                "cfg_scale times the prompt's own weight", weight, kind.guidance
+            )
         fields: JSONDict = {
             "sampler_name": sampler.title,
             "scheduler": kind.schedule,
@@ -148,9 +173,14 @@ class Accelerator:
             raise self._refusal(f"{field} is {value:g}", taken)
 
     def _refusal(self, given: str, taken: str) -> JobError:
+        what = f"draws with {self.kind.title}"
+        if self.name:
+            what = (
+                f"draws with {self.name[:40]!r}, an accelerator of the kind"
+                f" {self.kind.title}"
+            )
         return JobError(
-            f"{given}, and this worker draws with {self.name[:40]!r}, an accelerator of the kind"
-            f" {self.kind.title}, which takes {taken}: leave it out of the job"
+            f"{given}, and this worker {what}, which takes {taken}: leave it out of the job"
         )
 
 

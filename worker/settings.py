@@ -122,9 +122,10 @@ class WorkerSettings(TelemetrySettings):
         " family's usual one: the folder with them; by default a folder next to it with the file's"
         " name.",
     )
-    precision: Literal["auto", "float16", "bfloat16", "float32"] = Field(
+    precision: Literal["auto", "float16", "bfloat16", "float32", "int8"] = Field(
         default="auto",
-        description="Precision of the weights; auto is float16 on a GPU, float32 on a CPU.",
+        description="Precision of the weights; auto is float16 on a GPU, for FLUX.2-klein bfloat16,"
+        " and float32 on a CPU. int8 is for FLUX.2-klein on cards of 8 GB.",
     )
     accelerator: FileOrName | None = Field(
         default=None,

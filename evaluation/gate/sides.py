@@ -13,6 +13,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
     "float32": {"precision": "float32"},
     "float16": {"precision": "float16"},
     "bfloat16": {"precision": "bfloat16"},
+    "int8": {"precision": "int8"},
     "compiled": {"compile": "auto"},
     "uncompiled": {"compile": "off"},
     "fp16-accumulate": {"fp16_accumulate": True},

@@ -47,6 +47,7 @@ _LEAST_INDEX = b'{"_class_name": "StableDiffusionPipeline"}'
 #: What the worker reads of a folder: no safety checker, no pickles, no pictures.
 _PARTS = (
     "unet",
+    "transformer",
     "vae",
     "text_encoder",
     "text_encoder_2",
@@ -54,7 +55,7 @@ _PARTS = (
     "tokenizer_2",
     "scheduler",
 )
-_SUFFIXES = frozenset({".json", ".txt", ".safetensors"})
+_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".safetensors"})
 
 UPLOADS = 8
 

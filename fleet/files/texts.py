@@ -52,11 +52,9 @@ def make(
 ) -> None:
     """Makes and stores what the storage lacks; raises a FleetError if it cannot."""
     require_libraries()
-    from worker.engine.pixel import text_stage
+    from worker.engine.flow import encoders
 
-    model = Path(settings.model)
-    text_stage.require_encoder(model)
-    encoder = text_stage.encoder_name(model)
+    encoder = encoders.name_of(Path(settings.model))
     prompts: dict[str, str] = {}
     count = 0
 
@@ -65,7 +63,7 @@ def make(
         count += 1
         for stage in job.stages_left():
             for prompt in (stage.parsed_prompt, stage.parsed_negative_prompt):
-                text = text_states.clean(str(prompt))
+                text = text_states.read_by(encoder, str(prompt))
                 prompts[text_states.stem(text, encoder)] = text
 
     with reading(Path(jobs), "reading", is_shown=not as_json):
@@ -102,7 +100,7 @@ async def _make(
 ) -> tuple[list[str], bool]:
     """Returns the stems of what was lacking, and whether it is listed now."""
     from worker.engine import device
-    from worker.engine.pixel import text_stage
+    from worker.engine.flow import encoders
 
     is_listed = False
     async with open_storage(settings) as storage:
@@ -114,8 +112,7 @@ async def _make(
         if dry_run or not lacking:
             return lacking, False
         found = device.find_device(settings.device)
-        dtype = device.find_dtype("auto", found)
-        stage = text_stage.TextStage(Path(settings.model), found, dtype)
+        stage = encoders.open_encoder(Path(settings.model), found)
 
         def write(folder: str, stem: str) -> Ready:
             # One by one, so that they do not depend on which prompts come together.

@@ -98,13 +98,14 @@ def add_stages(
     """
     before: families.Size | None = None
     for stage in job.stages_left():
-        if models.accelerator is not None and not stage.only_upscales:
-            stage = models.accelerator.fit(stage)  # noqa: PLW2901 - as the worker does
         work = found.get(stage.model)
         if work is None:
             work = found[stage.model] = ModelJobs(
                 stage.model, models.family_of(stage.model)
             )
+        usual = models.accelerator or Accelerator.of_family(work.family.slug)
+        if usual is not None and not stage.only_upscales:
+            stage = usual.fit(stage)  # noqa: PLW2901 - as the worker does
         size = work.family.size_of(stage, before)
         passes = stage.passes(*size, enlarges=work.family.enlarges)
         images = jobs * stage.images

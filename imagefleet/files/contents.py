@@ -2,14 +2,16 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from imagefleet.files.safetensors import Header
+from imagefleet.files.safetensors import Header, read_header
 
 #: The key in a file's metadata under which diffusers writes peft's configuration of each network.
 ADAPTER_METADATA = "lora_adapter_metadata"
 
 _ONLY_THESE = (
-    "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL"
+    "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL, and with"
+    " FLUX.2-klein-4B"
 )
 _WHOLE = "use the version of the checkpoint that has everything in one file"
 
@@ -33,11 +35,29 @@ SD1 = Content("a Stable Diffusion 1.x checkpoint", use="model", family="SD 1.x")
 SD2 = Content("a Stable Diffusion 2.x checkpoint", use="model", family="SD 2.x")
 SDXL = Content("an SDXL checkpoint", use="model", family="SDXL")
 X4_UPSCALER = Content("an x4 upscaler checkpoint", use="model", family="SD x4 upscaler")
+KLEIN = Content("a FLUX.2-klein-4B checkpoint", use="model", family="FLUX.2-klein")
+KLEIN_BASE = Content(
+    "a FLUX.2-klein-base-4B checkpoint", use="model", family="FLUX.2-klein base"
+)
 SD1_LORA = Content("a LoRA for Stable Diffusion 1.x", use="lora", family="SD 1.x")
 SD2_LORA = Content("a LoRA for Stable Diffusion 2.x", use="lora", family="SD 2.x")
 SDXL_LORA = Content("a LoRA for SDXL", use="lora", family="SDXL")
 
-_LORA_ADVICE = "imagefleet uses LoRAs for Stable Diffusion 1.x, 2.x and SDXL"
+KLEIN_LORA = Content("a LoRA for FLUX.2-klein-4B", use="lora", family="FLUX.2-klein")
+
+#: Its licence, the FLUX Non-Commercial License, has no room for a fleet that serves a product.
+KLEIN_9B = Content(
+    "FLUX.2-klein-9B",
+    "its weights are for non-commercial use alone (FLUX Non-Commercial License): use"
+    " FLUX.2-klein-4B, which is Apache-2.0",
+)
+_FLUX2_DEV = Content(
+    "FLUX.2-dev or another large FLUX.2", "imagefleet draws with FLUX.2-klein-4B"
+)
+
+_LORA_ADVICE = (
+    "imagefleet uses LoRAs for Stable Diffusion 1.x, 2.x, SDXL and FLUX.2-klein-4B"
+)
 _OTHER_LORA = Content(
     "a LoRA for another architecture (Flux, SD3 or similar)", _LORA_ADVICE
 )
@@ -110,6 +130,10 @@ _TELLING_NAMES: tuple[tuple[Content, str], ...] = (
     ),
     (Content("a HunyuanVideo checkpoint"), r"(^|\.)txt_in\.individual_token_refiner\."),
     (
+        KLEIN,
+        r"^(model\.diffusion_model\.)?double_stream_modulation_img\.lin",
+    ),
+    (
         Content("a Flux checkpoint"),
         r"^(model\.diffusion_model\.)?(double_blocks\.|single_transformer_blocks\.)",
     ),
@@ -175,6 +199,10 @@ _EDITING_INPUTS, _UPSCALER_INPUTS = 8, 7
 #: The first layer of a VAE's decoder, and the channels of the latents that it takes.
 _VAE_INPUT, _LATENTS = re.compile(r"decoder\.conv_in\.weight$"), 4
 
+#: FLUX.2's layer that takes the text in, and the width of that of klein-9B.
+_TEXT_INPUT = re.compile(r"(^|\.)txt_in\.weight$")
+KLEIN_9B_TEXT_WIDTH = 12288
+
 _INPUTS = "model.diffusion_model.input_blocks.0.0.weight"
 _CROSS_ATTENTION = re.compile(r"\.attn2\.to_k\.weight$")
 _LORA_CROSS_ATTENTION = re.compile(
@@ -190,6 +218,16 @@ _OTHER_LORA_NAME = re.compile(
     r"|^(diffusion_model|lora_unet)[._](blocks|layers|transformer_blocks)[._]",
     re.MULTILINE,
 )
+
+#: Layers of FLUX.2 by diffusers' names; and by its makers' those whose rows are more than FLUX.1's.
+_KLEIN_NAME = re.compile(
+    r"to_qkv_mlp_proj|ff(_context)?[._]linear_(in|out)"
+    r"|(double|single)_stream_modulation|(lora_unet|lycoris)_single_transformer_blocks"
+)
+_KLEIN_UP = re.compile(
+    r"(linear1|_mlp[._]0)[._].*(lora_up|lora_B|hada_w1_a)\b", re.MULTILINE
+)
+_KLEIN_ROWS = {18432, 27648}
 
 #: How training tools name the base model of a LoRA (ss_base_model_version).
 _LORA_BY_BASE = (("sdxl", SDXL_LORA), ("sd_v2", SD2_LORA), ("sd_v1", SD1_LORA))
@@ -226,6 +264,18 @@ def identify(header: Header) -> Content:
         if first is None
         else f"no known kind of model (its first tensor is {first[:60]!r})"
     )
+
+
+def of_file(path: Path) -> Content:
+    """Identifies a file by its header and its name; raises as `safetensors.read_header`."""
+    with path.open("rb") as file:
+        return named(identify(read_header(file)), path.stem)
+
+
+def named(content: Content, name: str) -> Content:
+    """What a file of a *name* holds: klein's base has the tensors of the distilled model."""
+    is_base = content is KLEIN and "base" in name.lower()
+    return KLEIN_BASE if is_base else content
 
 
 def prediction_type(header: Header) -> str | None:
@@ -276,7 +326,7 @@ def _has(names: str, pattern: str) -> bool:
 
 def _lora(header: Header, names: str) -> Content:
     if _OTHER_LORA_NAME.search(names):
-        return _OTHER_LORA
+        return _of_transformer(header, names)
     width = _size(header, _LORA_CROSS_ATTENTION, axis=1)
     if width in _LORA_BY_CONTEXT:
         return _LORA_BY_CONTEXT[width]
@@ -293,6 +343,20 @@ def _lora(header: Header, names: str) -> Content:
     )
 
 
+def _of_transformer(header: Header, names: str) -> Content:
+    """Klein's LoRAs, by the layers that FLUX.1 has not or not so wide."""
+    wide = _size(header, _KLEIN_UP, axis=0) in _KLEIN_ROWS
+    return KLEIN_LORA if wide or _KLEIN_NAME.search(names) else _OTHER_LORA
+
+
+def _flux2(header: Header, _names: str) -> Content:
+    """FLUX.2's models, by the width of the text that they take."""
+    width = _size(header, _TEXT_INPUT, axis=1)
+    if width == KLEIN_9B_TEXT_WIDTH:
+        return KLEIN_9B
+    return _FLUX2_DEV if width > KLEIN_9B_TEXT_WIDTH else KLEIN
+
+
 def _vae(header: Header, _names: str) -> Content:
     return VAE if _size(header, _VAE_INPUT, axis=1) == _LATENTS else _OTHER_VAE
 
@@ -302,6 +366,7 @@ _BY_SHAPES = {
     SD1_LORA: _lora,
     **dict.fromkeys((SD1, SDXL, REFINER), _with_unet),
     VAE: _vae,
+    KLEIN: _flux2,
 }
 
 

@@ -45,7 +45,7 @@ PEFT_PREFIX = "base_model."
 PEFT_LAYER_PREFIX = f"{PEFT_PREFIX}model."
 
 #: The networks that LoRAs change, by their names in diffusers.
-NETWORKS = ("unet", "text_encoder", "text_encoder_2")
+NETWORKS = ("unet", "transformer", "text_encoder", "text_encoder_2")
 
 #: Tensors of any kind: DoRA's norms by LyCORIS' and peft's name, and single numbers.
 NORMS = frozenset({"dora_scale", "magnitude"})
@@ -93,9 +93,17 @@ _TODAYS_GLORA = {"a1": "up_a", "a2": "down_a", "b1": "up_b", "b2": "down_b"}
 
 _EMBEDDING = re.compile(r"bundle_emb\.([^.]+)\.(.+)")
 
-#: How names of layers of Stable Diffusion's networks begin, in any program's way.
+#: How names of layers of FLUX.2's transformer begin, in diffusers and in its makers' code.
+_OF_TRANSFORMER = (
+    r"(?:(?:(?:lora_|lycoris_)?transformer|lycoris)[._])?(?:(?:single_)?transformer_blocks"
+    r"|sformer_blocks|(?:double|single)_blocks|(?:img|txt|time)_in|final_layer|proj_out|norm_out"
+    r"|(?:x|context)_embedder|time_guidance_embed|(?:double|single)_stream_modulation)(?:[._]|$)"
+)
+
+#: How names of layers of Stable Diffusion's networks begin, in any program's way, or those.
 _LAYER = re.compile(
-    r"(?:base_model\.model\.)?(?:(?:lora_|oft_)?unet[_.]|diffusion_model\.|(?:lora_)?te?[12]?_"
+    rf"(?:base_model\.model\.)?{_OF_TRANSFORMER}"
+    r"|(?:base_model\.model\.)?(?:(?:lora_|oft_)?unet[_.]|diffusion_model\.|(?:lora_)?te?[12]?_"
     r"|text_encoders?(?:_2)?[_.]|text_model[_.])|(?:base_model\.model\.)?"
     r"(?:(?:down|up|mid|input|output|middle)_blocks?|conv_(?:in|out)|time_embed(?:ding)?)[_.]"
 )

@@ -107,6 +107,8 @@ class Sampler:
     """The eta that infotexts leave out."""
     draws_pixels: bool = False
     """True if models of pixels take it as well."""
+    draws_flows: bool = False
+    """True if models of flows take it, on their own schedule."""
 
     @property
     def key(self) -> str:
@@ -145,7 +147,14 @@ _BARE = (
         options=("eta",),
         draws_pixels=True,
     ),
-    Sampler("euler", "Euler", ("k_euler",), options=_CHURN, draws_pixels=True),
+    Sampler(
+        "euler",
+        "Euler",
+        ("k_euler",),
+        options=_CHURN,
+        draws_pixels=True,
+        draws_flows=True,
+    ),
     Sampler(
         "dpmpp_2m",
         "DPM++ 2M",
@@ -277,7 +286,13 @@ def _with_schedules(bare: Sampler) -> Iterator[Sampler]:
         if schedule == bare.schedule:
             yield replace(bare, aliases=(*bare.aliases, *names))
         else:
-            yield replace(bare, schedule=schedule, aliases=tuple(names), is_bare=False)
+            yield replace(
+                bare,
+                schedule=schedule,
+                aliases=tuple(names),
+                is_bare=False,
+                draws_flows=False,
+            )
 
 
 #: Samplers of models of latents, by their keys.

@@ -46,14 +46,16 @@ class Family:
     width: int
     height: int
     steps: int
-    unet_tflop: tuple[float, float]
-    vae_tflop: tuple[float, float]
+    unet_tflop: tuple[float, ...]
+    vae_tflop: tuple[float, ...]
     text_tflop: float
     least_gigabytes: int
     rate: float
     """Operations/s of a card, against those that it does in SD1.5's images."""
     is_measured: bool
     rate_source: str
+    rows: int = 2
+    """Rows of a step of a job that says nothing of guidance."""
     enlarges: bool = False
     """True if the family enlarges the image that a job begins with, in all of the job's steps."""
     scale: int | None = None
@@ -76,9 +78,10 @@ class Family:
         width: int | None = None,
         height: int | None = None,
         steps: int | None = None,
-        rows: int = 2,
+        rows: int | None = None,
     ) -> float:
         """The operations of one image of so many rows a step (1: no guidance), in 10^12."""
+        rows = rows or self.rows
         call, decoding = self._per_call(
             (width or self.width) * (height or self.height) / _SIDE**2
         )
@@ -122,13 +125,13 @@ class Family:
     def _per_call(self, pixels: float) -> tuple[float, float]:
         """TFLOP of one row of the UNet, and of decoding; *pixels* in units of 512x512."""
         call, decoding = (
-            linear * pixels + quadratic * pixels**2
-            for linear, quadratic in (self.unet_tflop, self.vae_tflop)
+            linear * pixels + quadratic * pixels**2 + sum(constant)
+            for linear, quadratic, *constant in (self.unet_tflop, self.vae_tflop)
         )
         return call, decoding
 
     def images_per_second(
-        self, of_sd1: float, steps: int | None = None, rows: int = 2
+        self, of_sd1: float, steps: int | None = None, rows: int | None = None
     ) -> float:
         """The speed of a card that draws so many of SD1.5's images per second."""
         tflop = self.taken_tflop(self.image_tflop(steps=steps, rows=rows))

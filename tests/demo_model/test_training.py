@@ -9,6 +9,8 @@ import torch
 
 from demo_world import make_tokenizer
 from demo_world.cascade import measure, train
+from demo_world.klein import measure as measure_klein
+from demo_world.klein import train as train_klein
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +35,26 @@ def test_the_cascade_is_trained_and_goes_on_from_its_state(tmp_path, capsys):
     measure.main(["--model", str(tmp_path), *steps, "--device", "cpu"])
     printed = capsys.readouterr().out
     assert json.loads(printed.splitlines()[-1])["captions"] == 3
+
+
+@pytest.mark.slow
+def test_the_klein_is_trained_and_goes_on_from_its_state(tmp_path, capsys):
+    torch.set_num_threads(1)
+    state, model = tmp_path / "state", tmp_path / "model"
+    small = ["--toy", "--out", str(model), "--state", str(state), "--processes", "0"]
+
+    train_klein.main([*small, "--steps", "1"])
+    train_klein.main([*small, "--steps", "2"])
+
+    for stage in train_klein.STAGES:
+        found = torch.load(state / f"{stage}.pt", weights_only=True)
+        assert found["step"] == 2, stage
+    for lora in ("outline-style", "outline-style-lokr"):
+        path = str(model / "loras" / f"{lora}.safetensors")
+        drawn = ["--model", str(model), "--captions", "2", "--lora", path]
+        measure_klein.main([*drawn, "--steps", "1"])
+        printed = capsys.readouterr().out
+        assert json.loads(printed.splitlines()[-1])["captions"] == 2
 
 
 def test_the_tokenizer_is_made_of_its_vocabulary(tmp_path):

@@ -167,3 +167,18 @@ async def test_images_and_records_tell_how_a_job_was_drawn(
     )
     (record,) = await records(storage, "spring")
     assert (record.steps, record.cfg_scale, record.digest) == (4, 1.0, job.digest)
+
+
+@pytest.mark.parametrize(
+    ("family", "steps", "guidance"), [("klein", 4, 1.0), ("klein_base", 50, 4.0)]
+)
+def test_a_model_with_a_schedule_of_its_own_wants_settings_without_an_accelerator(
+    family: str, steps: int, guidance: float
+):
+    own = Accelerator.of_family(family)
+    assert own is not None
+    drawn = own.fit(job_of(prompt="a ratio of 3:2"))
+    assert (drawn.steps, drawn.cfg_scale, drawn.sampler) == (steps, guidance, "euler")
+    with pytest.raises(errors.JobError, match=r"Euler a Karras, .* Euler with Auto"):
+        own.fit(job_of(sampler_name="Euler a Karras"))
+    assert Accelerator.of_family("sdxl") is None

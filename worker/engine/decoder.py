@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from diffusers import AutoencoderKL, AutoencoderTiny
+from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderTiny
 from torch import Tensor, nn
 
 from imagefleet import errors
@@ -23,7 +23,7 @@ from worker.engine.kernels.layers import time_convolutions
 
 log = logs.EventLog(__name__)
 
-Vae: TypeAlias = AutoencoderKL | AutoencoderTiny
+Vae: TypeAlias = AutoencoderKL | AutoencoderKLFlux2 | AutoencoderTiny
 
 #: Pixels per VAE call: it needs far more memory per pixel than the UNet.
 _SLICE_PIXELS = 1024 * 1024
@@ -332,18 +332,41 @@ def decode(
     return to_pixels(to_images(vae, latents, in_stripes=in_stripes))
 
 
+def from_patches(vae: AutoencoderKLFlux2, patches: Tensor) -> Tensor:
+    """FLUX.2's latents of what is drawn: patches of 2x2, normalised by the VAE's statistics."""
+    deviation, mean = _statistics(vae)
+    return F.pixel_shuffle(patches * deviation + mean, 2)
+
+
+def to_patches(vae: AutoencoderKLFlux2, latents: Tensor) -> Tensor:
+    """The reverse of `from_patches`."""
+    deviation, mean = _statistics(vae)
+    return (F.pixel_unshuffle(latents, 2) - mean) / deviation
+
+
+def _statistics(vae: AutoencoderKLFlux2) -> tuple[Tensor, Tensor]:
+    """Standard deviation and mean of each channel of the patches."""
+    own = vae.bn
+    deviation = (own.running_var.float() + own.eps).sqrt()
+    shape = (1, -1, 1, 1)
+    return deviation.view(shape), own.running_mean.float().view(shape)
+
+
 def to_images(vae: Vae | None, latents: Tensor, *, in_stripes: bool = False) -> Tensor:
     """The VAE's images of latents [images, 4, height, width], from -1 to 1, in float32."""
     if vae is None:
         return latents
-    scaled = latents / vae.config.scaling_factor
-    if vae.config.shift_factor:
-        scaled = scaled + vae.config.shift_factor
+    if isinstance(vae, AutoencoderKLFlux2):
+        scaled = from_patches(vae, latents)
+    else:
+        scaled = latents / vae.config.scaling_factor
+        if vae.config.shift_factor:
+            scaled = scaled + vae.config.shift_factor
     scaled = scaled.to(vae.dtype)
     if getattr(vae, "post_quant_conv", None) is not None:
         scaled = vae.post_quant_conv(scaled)
     # A tiny one takes far less memory, and the rows of an image that tiles have no end.
-    in_stripes = in_stripes and isinstance(vae, AutoencoderKL)
+    in_stripes = in_stripes and not isinstance(vae, AutoencoderTiny)
     in_stripes = in_stripes and vae.decoder.conv_in.padding_mode == "zeros"
     images: Tensor
     images = (

@@ -13,7 +13,7 @@ from worker.engine.files import safetensors
 
 log = logs.EventLog(__name__)
 
-Precision = Literal["auto", "float16", "bfloat16", "float32"]
+Precision = Literal["auto", "float16", "bfloat16", "float32", "int8"]
 
 #: Threads of torch's work on the CPU while a GPU draws (packing LoRAs, noise): several threads
 #: prepare jobs, and with all cores for each they wait for each other.
@@ -29,6 +29,9 @@ _SWITCH_SECONDS = 0.0001
 
 #: Memory in segments that grow, of which less is lost to fragments: with SDXL on 8 GB, a GiB.
 _ALLOCATOR = "expandable_segments:True"
+
+#: The compute capability of the first GPUs with bfloat16, Ampere's.
+_BFLOAT16_SINCE = (8, 0)
 
 #: Side of the matrices whose product checks a GPU.
 _CHECK_SIDE = 256
@@ -69,10 +72,26 @@ def find_device(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0)
 
 
-def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """The type of the weights; 'auto' is float16 on a GPU and float32 on a CPU."""
-    usual = "float16" if device.type == "cuda" else "float32"
+def find_dtype(
+    precision: Precision, device: torch.device, on_gpu: Precision = "float16"
+) -> torch.dtype:
+    """The type of the weights; 'auto' is *on_gpu* on a GPU and float32 on a CPU.
+
+    Raises SetupError for int8, and for bfloat16 on a GPU that has none.
+    """
+    if precision == "int8":
+        raise errors.SetupError("--precision int8 is for FLUX.2-klein alone")
+    usual = on_gpu if device.type == "cuda" else "float32"
     dtype: torch.dtype = getattr(torch, usual if precision == "auto" else precision)
+    if (
+        dtype == torch.bfloat16
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) < _BFLOAT16_SINCE
+    ):
+        raise errors.SetupError(
+            "this GPU does not compute in bfloat16, which the model needs: use one of the RTX 30"
+            " series or newer"
+        )
     return dtype
 
 

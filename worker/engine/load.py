@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from worker.engine.contract import Engine
     from worker.engine.device import Precision
     from worker.engine.families.table import Family
+    from worker.engine.flow.families import FlowFamily
     from worker.engine.kernels.packages import Exchange
     from worker.engine.slots.engine import SlotEngine
     from worker.engine.slots.parts import Parts
@@ -47,7 +48,7 @@ class EngineSettings(Settings):
     device: str = "auto"
     """'auto', 'cpu', 'cuda' or 'cuda:N'."""
     precision: Precision = "auto"
-    """The type of the weights; 'auto' is float16 on a GPU, float32 on a CPU."""
+    """The type of the weights; 'auto' is float16 on a GPU, for flows bfloat16; float32 on a CPU."""
     config: Path | None = None
     """A folder with a single file's configuration and tokenizer, unless they are SD1.5's; by
     default the folder of the same name beside the file, or the file's own."""
@@ -68,7 +69,7 @@ class EngineSettings(Settings):
 
 
 def load_engine(settings: EngineSettings) -> SlotEngine:
-    """Loads a checkpoint of latents or of pixels, and the engine on it.
+    """Loads a checkpoint of latents, of flows or of pixels, and the engine on it.
 
     No network is used. The same seed gives the same bytes on the same hardware only, and on a CPU
     with the same number of threads only. A stage of a cascade in pixels has no use for the settings
@@ -131,9 +132,12 @@ def _read(settings: EngineSettings, device: torch.device) -> Parts:
     from worker.engine import checkpoint
     from worker.engine import device as devices
     from worker.engine.families import latents, table
+    from worker.engine.flow import checkpoint as flow_checkpoint
     from worker.engine.pixel import checkpoint as pixel_checkpoint
     from worker.engine.pixel import parts as pixels
 
+    if (flow := flow_checkpoint.family_of(settings.model)) is not None:
+        return _read_flow(settings, flow, device)
     dtype = devices.find_dtype(settings.precision, device)
     if table.pipeline_of(settings.model) in pixel_checkpoint.FAMILIES:
         if settings.accelerator or settings.vae or settings.taesd:
@@ -162,6 +166,26 @@ def _read(settings: EngineSettings, device: torch.device) -> Parts:
         return _read_like(its, like, takes_refiner=True)
 
     return latents.of_latents(loaded, settings, read)
+
+
+def _read_flow(
+    settings: EngineSettings, family: FlowFamily, device: torch.device
+) -> Parts:
+    from worker.engine import device as devices
+    from worker.engine.flow import checkpoint, parts
+
+    if settings.accelerator or settings.vae:
+        raise errors.SetupError(
+            f"the model is {family.name}, for which there is no accelerator or other VAE"
+        )
+    is_int8 = settings.precision == "int8"
+    precision = "auto" if is_int8 else settings.precision
+    dtype = devices.find_dtype(precision, device, "bfloat16")
+    loaded = checkpoint.load_checkpoint(
+        settings.model, family, device, dtype, settings.config, is_int8=is_int8
+    )
+    devices.set_up(device, fp16_accumulate=False)
+    return parts.of_flow(loaded, settings)
 
 
 def _read_like(

@@ -52,6 +52,9 @@ _CASCADE = {
     "IFSuperResolutionPipeline": "DeepFloyd IF super-resolution",
 }
 
+#: Transformers of flows by the class of their pipeline: the distilled one, and the guided one.
+_FLOWS = {"Flux2KleinPipeline": (contents.KLEIN, contents.KLEIN_BASE)}
+
 #: Starts of the classes of a folder's scheduler that have other noise than Stable Diffusion's.
 _OTHER_NOISE = ("EDM", "FlowMatch")
 
@@ -69,7 +72,7 @@ _REFINER_WIDTH = 1280
 
 _ONLY_THESE = (
     "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL, with its x4"
-    " upscaler, and with stages of DeepFloyd IF"
+    " upscaler, with FLUX.2-klein-4B, and with stages of DeepFloyd IF"
 )
 
 
@@ -131,18 +134,25 @@ def check_path(path: Path, kind: kinds.FileKind = kinds.MODEL) -> None:
 def family(path: Path) -> str:
     """A checkpoint's family by its title, as in 'SD 1.x'; raises as `read_header`."""
     if not path.is_dir():
-        return contents.identify(read_header(path)).family
-    pipeline = str(_read_json(path / "model_index.json").get("_class_name", ""))
+        return contents.named(contents.identify(read_header(path)), path.stem).family
+    index = _read_json(path / "model_index.json")
+    pipeline = str(index.get("_class_name", ""))
     if pipeline in _CASCADE:
         return _CASCADE[pipeline]
-    unet = _read_json(path / "unet" / "config.json")
-    if unet.get("cross_attention_dim") == _REFINER_WIDTH:
+    if pipeline in _FLOWS:
+        is_guided = not index.get("is_distilled", False)
+        return _FLOWS[pipeline][is_guided].family
+    return _family_of_unet(_read_json(path / "unet" / "config.json"))
+
+
+def _family_of_unet(unet: Mapping[str, Any]) -> str:
+    width = unet.get("cross_attention_dim")
+    if width == _REFINER_WIDTH:
         return contents.REFINER.family
     if _is_sdxl(unet):
         return contents.SDXL.family
     if unet.get("num_class_embeds") is not None:
         return contents.X4_UPSCALER.family
-    width = unet.get("cross_attention_dim")
     by_width = {1024: contents.SD2, 2048: contents.SDXL}
     return next(
         (found for each, found in by_width.items() if each == width), contents.SD1
@@ -253,8 +263,10 @@ def _value(content: object, keys: str) -> str:
 
 def _check_folder(folder: Path, kind: kinds.FileKind) -> None:
     pipeline = str(_read_json(folder / "model_index.json").get("_class_name", ""))
-    if pipeline in _CASCADE:
-        _check_part(folder / "unet")
+    own_parts = _parts_by_pipeline().get(pipeline, ())
+    for part in own_parts:
+        _check_part(folder / part)
+    if own_parts:
         return
     unet = _read_json(folder / "unet" / "config.json")
     is_refiner = unet.get("cross_attention_dim") == _REFINER_WIDTH
@@ -279,6 +291,12 @@ def _check_folder(folder: Path, kind: kinds.FileKind) -> None:
     for part in (*_PARTS, "text_encoder_2") if _is_sdxl(unet) else _PARTS:
         if part != "text_encoder" or not is_refiner:
             _check_part(folder / part)
+
+
+def _parts_by_pipeline() -> Mapping[str, tuple[str, ...]]:
+    """What folders that are no Stable Diffusion's must have: text encoders may be elsewhere."""
+    of_cascade = dict.fromkeys(_CASCADE, ("unet",))
+    return {**of_cascade, **dict.fromkeys(_FLOWS, ("transformer", "vae"))}
 
 
 def _check_part(folder: Path) -> None:

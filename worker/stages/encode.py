@@ -93,6 +93,7 @@ class EncodeStage:
             embeddings=image.embeddings,
             is_cut_out=owner.overlay is not None and owner.overlay.box is not None,
             decoder=image.job.sd_vae_decode_method or usual,
+            weights=settings.precision if settings.precision == "int8" else None,
         )
 
     async def _encode(self, image: InFlightImage, pixels: Pixels) -> None:

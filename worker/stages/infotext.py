@@ -47,13 +47,14 @@ def parameters(
     embeddings: Sequence[Embedding] = (),
     is_cut_out: bool = False,
     decoder: VaeDecoder | None = None,
+    weights: str | None = None,
 ) -> str:
     """The `parameters` of image *index* of a job; *size* is (width, height) in pixels.
 
     *is_cut_out*: only the masked part of the image that it was given was drawn, in that size.
     *decoder*: what decoded it; None for the VAE. *vae*: the worker's own, if it has one.
     *model_hashes*: that of the model itself, as "model", and those of the VAE and of other
-    checkpoints, by the fields that name them.
+    checkpoints, by the fields that name them. *weights*: their type, if that is no usual one.
 
     'RNG: CPU' makes AUTOMATIC1111 draw the same noise; its default, the GPU's, is not written.
     """
@@ -97,6 +98,7 @@ def parameters(
     facts |= _options(job, sampler)
     facts |= _etas(job)
     facts["Downcast alphas_cumprod"] = "True" if job.use_downcasted_alpha_bar else None
+    facts["Weights"] = weights
     facts["VAE Decoder"] = decoder if decoder != "Full" else None
     if lora_hashes:
         facts["Lora hashes"] = ", ".join(

@@ -13,6 +13,7 @@ from cachetools import FIFOCache
 from imagefleet import cancelled, concurrency, errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key, read_job
 from imagefleet.storage.deliveries import Deliveries
+from worker.accelerator import Accelerator
 from worker.engine import contract
 from worker.inputs.reader import JobFiles
 from worker.jobs import stored
@@ -76,6 +77,7 @@ class PrepareStage:
     ) -> None:
         self._own_models = {None, engine.model_name}
         self._files = files
+        self._usual = files.accelerator or Accelerator.of_family(engine.family)
         self._settler = settler
         self._puller = puller
         self._generate = generate
@@ -189,8 +191,8 @@ class PrepareStage:
                 entry, job, job.place.before
             ):
                 return
-            if self._files.accelerator is not None and not job.only_upscales:
-                job = self._files.accelerator.fit(job)
+            if self._usual is not None and not job.only_upscales:
+                job = self._usual.fit(job)
             requests = await self._requests(entry, job, images)
             loop = asyncio.get_running_loop()
             prepare = self._reader.engine.prepare

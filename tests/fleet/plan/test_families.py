@@ -63,6 +63,7 @@ def plan(imagefleet: Imagefleet, *arguments: str) -> dict[str, Any]:
 def test_every_family_that_the_worker_loads_has_its_operations():
     loaded = {kind.family for kind in (contents.SD1, contents.SD2, contents.SDXL)}
     loaded |= {"DeepFloyd IF", "DeepFloyd IF super-resolution", "SD x4 upscaler"}
+    loaded |= {contents.KLEIN.family, contents.KLEIN_BASE.family}
     assert {each.title for each in families.FAMILIES.values()} == loaded
     assert families.SD1.image_tflop() == pytest.approx(26.64, rel=1e-3), (
         "as benchmarks/results"

@@ -37,17 +37,22 @@ _TODAYS = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out
 #: A level that some versions of transformers give a text encoder, and files of all of them have.
 _LEVEL = "text_model."
 
+#: The level of a language model's layers in files that have its last layer, too.
+_CAUSAL_LEVEL = "model."
 
-def read_network(network: type[Any], folder: Path) -> Any:
+
+def read_network(
+    network: type[Any], folder: Path, config: Mapping[str, Any] | None = None
+) -> Any:
     """A network of diffusers or transformers on the CPU, in the types of its files.
 
-    Raises SetupError if it is missing or damaged.
+    *config*, if given, goes before the folder's own. Raises SetupError if it is missing or damaged.
     """
     stem = "diffusion_pytorch_model" if issubclass(network, ModelMixin) else "model"
     files = _files(folder, stem)
     try:
         weights = {key: each for path in files for key, each in load_file(path).items()}
-        made = build(network, read_json(folder / "config.json"))
+        made = build(network, config or read_json(folder / "config.json"))
         assign(made, weights)
     except LOADING_ERRORS as error:
         raise errors.SetupError(
@@ -81,7 +86,12 @@ def assign(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     network.load_state_dict(named, strict=False, assign=True)
     if isinstance(network, PreTrainedModel):
         network.tie_weights()
-    missing = sorted(name for name, each in network.named_parameters() if each.is_meta)
+    tensors = network.state_dict()  # statistics of a VAE as well
+    missing = sorted(
+        name
+        for name, each in tensors.items()
+        if each.is_meta and each.is_floating_point()
+    )
     if missing:
         raise ValueError(
             f"it lacks {len(missing)} of its weights, for example {missing[0]}"
@@ -139,6 +149,7 @@ def _name_in(own: Collection[str], key: str) -> str:
     others = (
         key.removeprefix(_LEVEL),
         _LEVEL + key,
+        key.removeprefix(_CAUSAL_LEVEL),
         _OLDER.sub(lambda found: f"{found[1]}{_TODAYS[found[2]]}{found[3]}", key),
     )
     return next((each for each in (key, *others) if each in own), key)

@@ -19,6 +19,7 @@ from worker.engine import checksums, text
 from worker.engine.families import reading
 from worker.engine.families.reading import ImageNoise
 from worker.engine.lora.file import Network
+from worker.engine.lora.original_names import OriginalNames, unet_names
 
 Config = Mapping[str, Any]
 
@@ -75,6 +76,14 @@ class Family:
     """The noise where the scheduler has no configuration; empty for SD's usual one."""
     native_sides: Mapping[str, int] = field(default_factory=dict)
     """Pixels, by what the UNet predicts; otherwise the UNet's configuration says."""
+    is_distilled: bool = False
+    """It draws one row without guidance, whatever `cfg_scale` and the negative prompt say."""
+    has_slot_weights: bool = True
+    """Slots have copies of the linear layers; else LoRAs are thin products beside them."""
+    most_slots: int = 16
+    """Images of the native size in a call, above which it is no faster."""
+    original_names: OriginalNames = field(default=unet_names)
+    """The layers' names in LoRAs that are not diffusers'."""
 
     @cached_property
     def networks(self) -> tuple[Network, ...]:

@@ -32,11 +32,11 @@ from worker.engine import contract
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import Place, ReadOnce
 from worker.engine.lora import adapters, kinds
-from worker.engine.lora.original_names import original_names
+from worker.engine.lora.original_names import OriginalNames, unet_names
 
 log = logs.EventLog(__name__)
 
-Network = Literal["unet", "text_encoder", "text_encoder_2"]
+Network = Literal["unet", "transformer", "text_encoder", "text_encoder_2"]
 Layer = nn.Linear | nn.Conv2d
 LayerId = tuple[Network, str]
 """A layer's network and its path there."""
@@ -50,9 +50,12 @@ class Layers:
         unet: nn.Module,
         text_encoders: Mapping[Network, Any],
         backbone: Network = "unet",
+        names: OriginalNames = unet_names,
     ) -> None:
-        """*backbone* is the name of the network that draws."""
+        """*backbone* is the name of the network that draws, with its layers' original *names*."""
         self.shapes: dict[LayerId, torch.Size] = {}
+        self.members: dict[LayerId, tuple[str, ...]] = {}
+        """The paths of the layers that one of an original name is, with the rows of all."""
         self._by_name: dict[str, LayerId] = {}
         self._layouts = functools.lru_cache(_MAX_LAYOUTS)(self._make)
         self.text_encoders = tuple(text_encoders)
@@ -61,13 +64,21 @@ class Layers:
             for each in text_encoders.values()
         )
         layers = self._weights(backbone, unet)
-        originals = original_names(layers)
+        dotted, underlined = _PREFIXES[backbone]
         for path in layers:
-            dotted = {path, path.removesuffix(".0")}  # `to_out.0` was once `to_out`
-            original = originals.get(path, path)
-            self._name(backbone, path, ("", "unet.", "lora_unet."), dotted)
-            self._name(backbone, path, ("diffusion_model.",), [original])
-            self._name(backbone, path, ("lora_unet_", "oft_unet_"), {path, original})
+            short = path.removesuffix(".0")  # `to_out.0` was once `to_out`
+            self._name(backbone, path, dotted, {path, short})
+            self._name(backbone, path, underlined, {path})
+        for original, members in names(layers).items():
+            path = members[0]
+            if len(members) > 1:
+                path = "+".join(members)
+                rows, *rest = self.shapes[backbone, members[0]]
+                layer = backbone, path
+                self.shapes[layer] = torch.Size((len(members) * rows, *rest))
+                self.members[layer] = members
+            self._name(backbone, path, _ORIGINAL_PREFIXES[backbone], {original})
+            self._name(backbone, path, underlined, {original})
         for network, text_encoder in text_encoders.items():
             for path in self._weights(network, text_encoder):
                 # transformers 5.6 dropped the level; files may have it.
@@ -76,12 +87,12 @@ class Layers:
                 both = (
                     f"{short}.{old.rpartition('.')[2]}"  # of some versions of diffusers
                 )
-                names = {
+                spellings = {
                     level + name
                     for level in ("", "text_model.")
                     for name in (short, old, both)
                 }
-                self._name(network, path, _TEXT_PREFIXES[network], names)
+                self._name(network, path, _TEXT_PREFIXES[network], spellings)
 
     def _weights(self, network: Network, module: nn.Module) -> list[str]:
         """Notes the shapes of a network's weights and biases; returns the paths of its layers."""
@@ -119,6 +130,19 @@ class Layers:
         plain = name.removeprefix("base_model.model.").replace(".processor.", ".")
         return self._by_name.get(plain)
 
+
+#: How names of the layers of networks that draw begin, with dots between a path's parts or without.
+_PREFIXES: Mapping[Network, tuple[Sequence[str], Sequence[str]]] = {
+    "unet": (("", "unet.", "lora_unet."), ("lora_unet_", "oft_unet_")),
+    "transformer": (
+        ("", "transformer.", "diffusion_model."),
+        ("lora_unet_", "lora_transformer_", "lycoris_"),
+    ),
+}
+_ORIGINAL_PREFIXES: Mapping[Network, Sequence[str]] = {
+    "unet": ("diffusion_model.",),
+    "transformer": ("", "diffusion_model.", "transformer."),
+}
 
 #: How names of the text encoders' layers begin; after an underscore they have no dots.
 _TEXT_PREFIXES: Mapping[Network, Sequence[str]] = {
@@ -344,6 +368,36 @@ def make_delta(
     return WeightDelta(own, factor)
 
 
+def split_rows(delta: WeightDelta, parts: int) -> list[WeightDelta]:
+    """The change of several layers of one shape, whose rows a file has as one layer's.
+
+    Raises UnusableError for kinds whose change of some rows depends on the others.
+    """
+    tensors = delta.tensors
+    rowed = tensors.keys() & (kinds.ROWS | lora.NORMS)
+    divides = all(len(tensors[name]) % parts == 0 for name in rowed)
+    if not divides and "lokr_w1" in " ".join(tensors):
+        # Kronecker's blocks of rows do not end where a layer does.
+        whole = kinds.compute_alone(tensors, delta.scale)
+        return [WeightDelta({"diff": each}, 1.0) for each in whole.chunk(parts)]
+    others = kinds.OF_WEIGHTS - lora.NORMS
+    if not (rowed and divides) or tensors.keys() & others:
+        raise UnusableError(
+            "does not fit this model: queries, keys and values are one layer in it, which is"
+            " changed by a kind that cannot be taken apart"
+        )
+    return [
+        WeightDelta(
+            {
+                name: each.chunk(parts)[part] if name in rowed else each
+                for name, each in tensors.items()
+            },
+            delta.scale,
+        )
+        for part in range(parts)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class LoraFile:
     """A LoRA's weight changes, by network and layer path."""
@@ -390,9 +444,15 @@ def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
         config = configs[network]
         alpha = tensors.pop("alpha", None)
         strength = config.alpha_of(layer) if alpha is None else float(alpha)
-        deltas[network][layer] = make_delta(
-            tensors, strength, by_root=config.use_rslora
-        )
+        delta = make_delta(tensors, strength, by_root=config.use_rslora)
+        members = layers.members.get((network, layer))
+        parts = [delta] if members is None else split_rows(delta, len(members))
+        for own, part in zip(members or (layer,), parts, strict=True):
+            if own in deltas[network]:
+                raise UnusableError(
+                    f"changes {network} {own} twice, by itself and with others"
+                )
+            deltas[network][own] = part
     embeddings = {
         name: {part: layout.places[key].of(content.data) for part, key in parts.items()}
         for name, parts in layout.embeddings.items()

@@ -79,7 +79,9 @@ class Merger:
 def merge_for_good(path: Path, family: Family, networks: Mapping[str, Any]) -> None:
     """Merges a LoRA into a checkpoint just read, not summed yet; raises as `safetensors.named`."""
     encoders = {name: networks[name] for name in family.networks}
-    layers = Layers(networks[family.backbone], encoders, family.backbone)
+    layers = Layers(
+        networks[family.backbone], encoders, family.backbone, family.original_names
+    )
     with safetensors.named(f"the accelerator {path.name!r}"):
         found = read_lora(path, identify(path), layers)
     if not found.deltas.get(family.backbone):

@@ -299,6 +299,7 @@ _MANAGING = frozenset(
     {
         "changes",
         "keys_values",
+        "prompt_stacks",
         "temporary_bytes",
         "weights",
         "_block",

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from cachetools import LRUCache
-from diffusers import AutoencoderKL, AutoencoderTiny
+from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderTiny
 from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 from torch import Tensor, nn
 
@@ -200,6 +200,8 @@ def _encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
     if vae.quant_conv is not None:
         moments = vae.quant_conv(moments)
     mean, _ = moments.float().chunk(2, dim=1)
+    if isinstance(vae, AutoencoderKLFlux2):
+        return decoder.to_patches(vae, mean)[0]
     if vae.config.shift_factor:
         mean = mean - vae.config.shift_factor
     latents: Tensor = (mean * vae.config.scaling_factor)[0]

@@ -58,6 +58,7 @@ class StagePreparer(Preparer):
             request,
             self._checkpoint.family,
             schedule,
+            prompts=prompts,
             states=torch.stack(states),
             enlarged=self._read_image(request.init),
         )

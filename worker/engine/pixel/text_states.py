@@ -1,8 +1,9 @@
 """Text states as files: what a text encoder says of a prompt, for all stages of a cascade.
 
 DeepFloyd IF's encoder, T5-XXL, takes 9.5 GB in float16; the states of a prompt take 631 kB. So they
-are computed once, by `text_stage`. A file has the tensor `states` [77, width] in float16, the
-encoder's name and the SHA-256 of the prompt; its own name is the SHA-256 of both. Imports no torch
+are computed once, by `text_stage`. A file has the tensor `states` [tokens, width] in float16, or
+for chat models, whose states take 7.9 MB, in int8 with a scale for each token; the encoder's name
+and the SHA-256 of the prompt. Its own name is the SHA-256 of both. Imports no torch
 until states are read or written: whoever fills the queue knows their names.
 """
 
@@ -21,12 +22,22 @@ if TYPE_CHECKING:
 #: DeepFloyd IF was trained with no more, though T5 takes any number.
 TOKENS = 77
 
-_TENSOR = "states"
+_TENSOR, _SCALES = "states", "scales"
+
+#: In the names of chat models' encoders (`flow.text.encoder_name`): prompts are read as they stand.
+CHAT_MARK = " layers "
+
+_MOST = 127  # of int8
 
 
 def stem(prompt: str, encoder: str) -> str:
     """The name of the file with a prompt's states by the *encoder* of that name, unsuffixed."""
-    return _sha256(f"{encoder}\n{clean(prompt)}")
+    return _sha256(f"{encoder}\n{read_by(encoder, prompt)}")
+
+
+def read_by(encoder: str, prompt: str) -> str:
+    """A prompt as the *encoder* of that name tells it from others."""
+    return prompt if CHAT_MARK in encoder else clean(prompt)
 
 
 def clean(prompt: str) -> str:
@@ -38,23 +49,32 @@ def clean(prompt: str) -> str:
 
 
 def content(prompt: str, encoder: str, states: torch.Tensor) -> bytes:
-    """The file with a prompt's states [77, width]."""
+    """The file with a prompt's states [tokens, width]."""
     import torch
     from safetensors.torch import save
 
     metadata = {
         "format": TEXT_STATES_FORMAT,
         "encoder": encoder,
-        "prompt_sha256": _sha256(clean(prompt)),
+        "prompt_sha256": _sha256(read_by(encoder, prompt)),
     }
-    data: bytes = save(
-        {_TENSOR: states.to("cpu", torch.float16).contiguous()}, metadata
-    )
+    states = states.cpu()
+    tensors = {_TENSOR: states.half()}
+    if CHAT_MARK in encoder:
+        exact = states.float()
+        largest = exact.abs().amax(dim=1, keepdim=True)
+        scales = largest.clamp_min(torch.finfo(torch.float32).tiny) / _MOST
+        rounded = (exact / scales).round().to(torch.int8)
+        tensors = {_TENSOR: rounded, _SCALES: scales}
+    contiguous = {name: each.contiguous() for name, each in tensors.items()}
+    data: bytes = save(contiguous, metadata)
     return data
 
 
-def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:
-    """The states [77, *width*] of a prompt in a file.
+def read(
+    path: Path, prompt: str, encoder: str, width: int, tokens: int = TOKENS
+) -> torch.Tensor:
+    """The states [*tokens*, *width*] of a prompt in a file.
 
     Raises JobError if they are of another prompt or encoder, or not finite, and TransientError if
     the file cannot be read.
@@ -65,6 +85,8 @@ def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             states: torch.Tensor = file.get_tensor(_TENSOR).clone()
+            if _SCALES in file.keys():  # noqa: SIM118 - it is no mapping
+                states = states * file.get_tensor(_SCALES)
     except (OSError, SafetensorError) as error:
         raise TransientError(
             f"the text states {path.name!r} cannot be read: {error}"
@@ -74,14 +96,14 @@ def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:
         metadata.get("encoder"),
         metadata.get("prompt_sha256"),
     )
-    if found != (TEXT_STATES_FORMAT, encoder, _sha256(clean(prompt))):
+    if found != (TEXT_STATES_FORMAT, encoder, _sha256(read_by(encoder, prompt))):
         raise JobError(
             f"{path.name!r} does not have the text states of this prompt by {encoder!r}"
         )
-    if tuple(states.shape) != (TOKENS, width) or not states.isfinite().all():
+    if tuple(states.shape) != (tokens, width) or not states.isfinite().all():
         raise JobError(
             f"the text states {path.name!r} are damaged: {list(states.shape)} instead of"
-            f" [{TOKENS}, {width}], or not finite"
+            f" [{tokens}, {width}], or not finite"
         )
     return states
 

@@ -526,6 +526,7 @@ class SlotEngine:
             is_compiled=self._runner.may_compile,
             weights=self._unet.weights,
             must_fit=self.checkpoint.family.must_fit,
+            most_slots=self.checkpoint.family.most_slots,
         )
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height

@@ -100,6 +100,7 @@ def fit(
     is_compiled: bool = False,
     weights: SlotWeights = "merged",
     must_fit: bool = False,
+    most_slots: int = MAX_SLOTS,
 ) -> Fit:
     """Measures what fits; *slots*, if given, is taken as it is.
 
@@ -107,7 +108,8 @@ def fit(
     more once jobs change convolutions, in blocks after the first; *run* is a tick of one slot and
     *decode* a VAE call with one image, whose peak memory is measured. *is_compiled*: ticks will be
     compiled. *weights* that are reloaded are one slot's. *must_fit* refuses a GPU on which one
-    image of the native size would fail. Raises SetupError if one image does not fit.
+    image of the native size would fail; *most_slots* are enough. Raises SetupError if one image
+    does not fit.
     """
     try:
         tick_bytes, decode_bytes = (_peak_bytes(device, work) for work in (run, decode))
@@ -137,7 +139,7 @@ def fit(
         taken = 2 * max(work) if is_compiled else sum(work)
         return free * (1 - _MARGIN) - slots * slot_bytes - taken
 
-    numbers = range(MAX_SLOTS, 1, -1)
+    numbers = range(most_slots, 1, -1)
     slots = slots or next(
         (each for each in numbers if left_by(each) >= sizes_to_come(each)), 1
     )

@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from worker.engine.files.network_cache import NetworkCache
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
-from worker.engine.lora.file import Network
+from worker.engine.lora.file import LoraFile, Network
 from worker.engine.lora.merge import AppliedLora, PackedLoras
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
@@ -50,6 +50,9 @@ _EMBEDDING_CACHE_BYTES = 64 * 2**20
 _make_schedule = functools.lru_cache(maxsize=256)(schedules.make_schedule)
 
 
+Applied = Mapping[Network, Sequence[AppliedLora]]
+"""A request's LoRAs, by the network that they change."""
+
 AssembledLoras = Mapping[Network, Tensor]
 """A job's LoRAs in host memory, by the network that they change."""
 
@@ -64,9 +67,11 @@ class PreparedRequest:
     schedule: Schedule
     text_rows: tuple[text.PromptRow, ...] = ()
     """Rows of the subprompts that AND joins, last first, then of the negative prompt."""
+    prompts: tuple[str, ...] = ()
+    """Texts of the rows that an encoder reads whole, in place of `text_rows`."""
     states: Tensor | None = None
-    """Text states of both prompts [2, tokens, width], in place of their rows."""
-    loras: Mapping[Network, Sequence[AppliedLora]] = field(default_factory=dict)
+    """Their text states [prompts, tokens, width]; None: the stager makes them."""
+    loras: Applied = field(default_factory=dict)
     packs: Mapping[Network, PackedLoras] = field(default_factory=dict)
     """The LoRAs for a slot, as far as slots can hold them."""
     image: begin.PreparedImage | None = None
@@ -130,7 +135,9 @@ class PreparedRequest:
     def weights(self) -> tuple[float, ...]:
         """Factors of the guidance scale for each row but the negative prompt's."""
         prompt = self.request.prompt
-        return prompt.weights[::-1] if isinstance(prompt, Prompt) else (1.0,)
+        if self.family.is_distilled or not isinstance(prompt, Prompt):
+            return (1.0,)
+        return prompt.weights[::-1]
 
     def scales(self, call: int) -> tuple[float, ...]:
         """Guidance weights of all rows but the negative prompt's in a UNet call.
@@ -138,6 +145,8 @@ class PreparedRequest:
         Without guidance, AUTOMATIC1111 takes the first prompt that AND joins for it, at a scale of
         1 (`CFGDenoiser.forward`).
         """
+        if self.family.is_distilled:
+            return self.weights
         if self.embeds_guidance:
             return (self.request.cfg_scale * self.weights[0],)
         if any(self.schedule.unguided[call : call + 1]):
@@ -149,6 +158,8 @@ class PreparedRequest:
     def rows(self, call: int) -> int:
         """The rows of a UNet call: the prompt's, and with guidance the negative prompt's."""
         count = len(self.weights)
+        if self.family.is_distilled:
+            return count
         if self.embeds_guidance or any(self.schedule.unguided[call : call + 1]):
             return count
         needs_all = self.schedule.guidance_share != 1  # DDIM CFG++, at any scale
@@ -163,8 +174,8 @@ class PreparedRequest:
 
     def texts_at(self, call: int) -> list[int]:
         """The numbers of each row's text in a call, of `texts` or of the states."""
-        if self.states is not None:
-            return list(range(len(self.states)))
+        if self.prompts:
+            return list(range(len(self.prompts)))
         at = 0
         numbers = []
         for row in self.text_rows:
@@ -210,10 +221,71 @@ class PreparedRequest:
     @property
     def tokens(self) -> int:
         """The context of its calls: the shortest that holds its longer prompt."""
-        if self.states is not None:
-            return self.states.shape[1]
+        if self.prompts:
+            return self.family.plain_tokens
         longest = max(length for _, length in self.texts)
         return self.family.context_tokens(longest * text.CONTEXT_TOKENS)
+
+
+class LoraReader:
+    """The LoRA files of one model; thread-safe."""
+
+    def __init__(
+        self,
+        family: Family,
+        networks: Mapping[str, Any],
+        groups: Mapping[Network, merge.Groups],
+    ) -> None:
+        """*networks*: the model's, by name; *groups*: of each, what slots hold changes of."""
+        self.groups = groups
+        self._family = family
+        # Diffusers looks through all of a network for its type.
+        self.dtypes: Mapping[Network, torch.dtype] = {
+            name: networks[name].dtype for name in groups
+        }
+        encoders = {name: networks[name] for name in family.networks}
+        layers = lora_file.Layers(
+            networks[family.backbone],
+            encoders,
+            family.backbone,
+            family.original_names,
+        )
+        self.cache = lora_file.LoraCache(layers, _LORA_CACHE_BYTES)
+
+    def read(
+        self, loras: Sequence[contract.Lora], wait: Callable[[], object]
+    ) -> Applied:
+        """Each network's LoRAs, if any; weights of one that is named twice add up, in any order.
+
+        *wait* is called before each file.
+        """
+        family = self._family
+        files: dict[Identity, LoraFile] = {}
+        weights = defaultdict[tuple[Network, Identity], float](float)
+        for lora in loras:
+            wait()
+            file = self.cache.get(lora)
+            files[file.identity] = file
+            weights[family.backbone, file.identity] += lora.unet_weight
+            for network in family.networks:
+                weights[network, file.identity] += lora.text_encoder_weight
+        if len(files) > 1 and any(file.depends_on_weights for file in files.values()):
+            differences.warn("mixed_loras")
+        applied = defaultdict[Network, list[AppliedLora]](list)
+        for (network, identity), weight in sorted(weights.items()):
+            deltas = files[identity].deltas[network]
+            if weight and deltas:
+                applied[network].append(AppliedLora(identity, deltas, weight))
+        return applied
+
+    def pack(self, loras: Applied) -> dict[Network, PackedLoras]:
+        """Each network's LoRAs for the device, where slots can hold them all."""
+        packs = {}
+        for network, found in loras.items():
+            packed = merge.pack(found, self.groups[network], dtype=self.dtypes[network])
+            if packed is not None:
+                packs[network] = packed
+        return packs
 
 
 class Preparer:
@@ -271,8 +343,7 @@ class RequestPreparer(Preparer):
         self._checkpoints = checkpoints
         self.groups = groups
         self._control_nets = control_nets
-        # Diffusers looks through all of a network for its type.
-        self._dtypes = {name: each.dtype for name, each in checkpoint.networks.items()}
+        self._loras = LoraReader(checkpoint.family, checkpoint.networks, groups)
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
         self._widths = {
             embeddings.NAMES[network]: text_encoder.get_input_embeddings().weight.shape[
@@ -283,10 +354,7 @@ class RequestPreparer(Preparer):
         self._embeddings = ReadOnce[embeddings.Embedding](
             _EMBEDDING_CACHE_BYTES, lambda embedding: embedding.size_bytes
         )
-        layers = lora_file.Layers(
-            checkpoint.unet, checkpoint.text_encoders, checkpoint.family.backbone
-        )
-        self._lora_cache = lora_file.LoraCache(layers, _LORA_CACHE_BYTES)
+        self._lora_cache = self._loras.cache
         self.lora_lookups = self._lora_cache.lookups
 
     def use(self, checkpoint: Checkpoint) -> None:
@@ -319,7 +387,7 @@ class RequestPreparer(Preparer):
             steps = taken.t_enc + 1
             self._may_go_on.wait()
             image = begin.prepare_image(init, self._checkpoint.factor)
-        dtype = self._dtypes["text_encoder"]
+        dtype = self._loras.dtypes["text_encoder"]
         named = [
             self._embeddings.get(
                 each.sha256,
@@ -327,7 +395,7 @@ class RequestPreparer(Preparer):
             )
             for each in request.embeddings
         ]
-        loras = self._read_loras(request.loras)
+        loras = self._loras.read(request.loras, self._may_go_on.wait)
         rows = self._text_rows(request, named)
         self._may_go_on.wait()
         vae = request.vae
@@ -337,7 +405,7 @@ class RequestPreparer(Preparer):
             schedule,
             rows,
             loras=loras,
-            packs=self._pack(loras),
+            packs=self._loras.pack(loras),
             image=image,
             controls=self._controls(request, schedule, steps),
             enlarged=enlarged,
@@ -375,14 +443,18 @@ class RequestPreparer(Preparer):
                 "hr_checkpoint_name: SDXL's refiner only goes on with images"
             )
         schedule = self._schedule(request, *taken)
-        loras = first.loras if hires.loras is None else self._read_loras(hires.loras)
+        loras = (
+            first.loras
+            if hires.loras is None
+            else self._loras.read(hires.loras, self._may_go_on.wait)
+        )
         second = replace(
             first,
             request=request,
             checkpoint=checkpoint,
             begun_by=checkpoint,
             loras=loras,
-            packs=first.packs if hires.loras is None else self._pack(loras),
+            packs=first.packs if hires.loras is None else self._loras.pack(loras),
             text_rows=self._text_rows(request, named),
             schedule=schedule,
             upscaling=upscaling.find(
@@ -411,12 +483,12 @@ class RequestPreparer(Preparer):
             return drawn
         rest = replace(drawn, checkpoint=checkpoint, begins=at)
         if self._is_sdxls_refiner(checkpoint):
-            loras = self._read_loras(())
+            loras = self._loras.read((), self._may_go_on.wait)
             rest = replace(
                 rest,
                 text_rows=self._text_rows(replace(drawn.request, loras=()), ()),
                 loras=loras,
-                packs=self._pack(loras),
+                packs=self._loras.pack(loras),
                 controls=(),
             )
         if at:
@@ -503,29 +575,6 @@ class RequestPreparer(Preparer):
                 f"clip_skip is {clip_skip}; this model's text encoder has {layers} layers"
             )
 
-    def _read_loras(
-        self, loras: Sequence[contract.Lora]
-    ) -> Mapping[Network, Sequence[AppliedLora]]:
-        """Each network's LoRAs, if any; weights of one that is named twice add up, in any order."""
-        family = self._checkpoint.family
-        files = {}
-        weights = defaultdict[tuple[Network, Identity], float](float)
-        for lora in loras:
-            self._may_go_on.wait()
-            file = self._lora_cache.get(lora)
-            files[file.identity] = file
-            weights[family.backbone, file.identity] += lora.unet_weight
-            for network in family.networks:
-                weights[network, file.identity] += lora.text_encoder_weight
-        if len(files) > 1 and any(file.depends_on_weights for file in files.values()):
-            differences.warn("mixed_loras")
-        applied = defaultdict[Network, list[AppliedLora]](list)
-        for (network, identity), weight in sorted(weights.items()):
-            deltas = files[identity].deltas[network]
-            if weight and deltas:
-                applied[network].append(AppliedLora(identity, deltas, weight))
-        return applied
-
     def _with_bundled(
         self, named: Sequence[embeddings.Embedding], loras: Sequence[contract.Lora]
     ) -> Sequence[embeddings.Embedding]:
@@ -538,21 +587,8 @@ class RequestPreparer(Preparer):
                     vectors = embeddings.vectors_of(
                         file.embeddings[name],
                         self._widths,
-                        self._dtypes["text_encoder"],
+                        self._loras.dtypes["text_encoder"],
                     )
                 identity = f"{file.identity} {name}"
                 found[name] = embeddings.Embedding(name, identity, vectors)
         return [*found.values()]
-
-    def _pack(
-        self, loras: Mapping[Network, Sequence[AppliedLora]]
-    ) -> dict[Network, PackedLoras]:
-        """Each network's LoRAs for the device, where slots can hold them all."""
-        packs = {}
-        for network, found in loras.items():
-            packed = merge.pack(
-                found, self.groups[network], dtype=self._dtypes[network]
-            )
-            if packed is not None:
-                packs[network] = packed
-        return packs

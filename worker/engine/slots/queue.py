@@ -66,9 +66,9 @@ class BatchKey(NamedTuple):
     def at(self, prepared: PreparedRequest, call: int) -> BatchKey:
         """The key of a later call, which may take another number of rows."""
         rows = prepared.rows(call)
-        return self._replace(
-            slot_rows=rows, is_plain=rows == 1 and not prepared.lora_key
-        )
+        has_own = prepared.family.has_slot_weights
+        is_plain = rows == 1 and has_own and not prepared.lora_key
+        return self._replace(slot_rows=rows, is_plain=is_plain)
 
     @property
     def is_rare(self) -> bool:

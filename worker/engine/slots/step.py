@@ -216,7 +216,8 @@ class StepRunner:
         """The key whose jobs need the memory: nothing is compiled while there are some."""
         size = parts.model.default_size
         tokens = parts.model.family.plain_tokens
-        rows, is_plain = (1, True) if parts.settings.is_unguided else (2, False)
+        rows = 1 if parts.settings.is_unguided else 2
+        is_plain = rows == 1 and parts.model.family.has_slot_weights
         self.native = BatchKey(*size, tokens, None, None, (), rows, is_plain)
         """The key of ordinary jobs, whose rows the first one shows."""
         self.outlook = Outlook(parts.settings.queue_seconds)

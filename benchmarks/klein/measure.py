@@ -1,0 +1,444 @@
+"""Measures FLUX.2-klein-4B at full size with random weights: speed, limits, small cards, exactness.
+
+    python benchmarks/klein/measure.py --out benchmarks/results/klein.json
+    python benchmarks/klein/measure.py --rows engine,capped_7 --out F.json
+
+Each row has a process of its own, as its memory may be limited; they run one after the other. All
+that is compared is measured by one row, or by two of one run. The results are written after each
+row, to those of earlier runs. `--tiny` tries all on a CPU, with meaningless figures.
+"""
+
+import argparse
+import asyncio
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from evaluation.bench import machine, work
+from imagefleet import errors
+from imagefleet.pricing import families
+from klein import full_size, theirs, tiny_klein
+from rows import groups
+from rows.groups import Figures, Measurement, quotient
+from rows.process import CAPS, Channel, Measure, decibels, limit_memory
+from worker.engine import contract, load
+from worker.engine import device as devices
+from worker.engine.flow import text
+from worker.engine.flow.families import KLEIN
+from worker.engine.pixel import text_states
+from worker.engine.slots.engine import SlotEngine
+
+#: More than there are slots: no two images drawn at once share a LoRA.
+FILES, TINY_FILES = 20, 5
+
+#: Sides of the native image, of a small one and of those of a bag, on a GPU and in a trial.
+NATIVE, SMALL = (1024, 1024), (512, 512)
+BAG = ((1024, 1024), (832, 1216), (768, 768))
+TINY_NATIVE, TINY_SMALL = (64, 64), (32, 32)
+TINY_BAG = ((64, 64), (48, 80), (48, 48))
+
+#: The LoRAs of the bag's jobs, in turn, and their steps.
+BAG_LORAS: Sequence[Sequence[full_size.Kind]] = (
+    [("lora", 4)],
+    [("lora", 128)],
+    [("lokr", 8)],
+    [("lora", 32), ("lora", 16)],
+    [("lora", 64)],
+)
+BAG_STEPS = (4, 6, 5, 8, 4, 7, 4)
+
+OVERHEAD_SECONDS = 400.0
+
+
+def of_arguments(arguments: argparse.Namespace) -> tuple[Path, full_size.Kind]:
+    folder: Path = arguments.folder / ("tiny" if arguments.tiny else "klein")
+    model = full_size.build(folder, arguments.device, is_tiny=arguments.tiny)
+    if arguments.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return model, ("lora", 32)
+
+
+def sizes(arguments: argparse.Namespace) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (TINY_NATIVE, TINY_SMALL) if arguments.tiny else (NATIVE, SMALL)
+
+
+def requests_of(
+    size: tuple[int, int], loras: Sequence[Sequence[contract.Lora]] = ((),)
+) -> Iterator[contract.ImageRequest]:
+    """Requests without end, each with the next LoRAs and a seed of its own."""
+    width, height = size
+    for number, own in enumerate(itertools.cycle(loras)):
+        yield full_size.request(
+            width=width, height=height, loras=tuple(own), seed=number
+        )
+
+
+def bag(
+    arguments: argparse.Namespace, loras: Mapping[full_size.Kind, Sequence[Path]]
+) -> Iterator[contract.ImageRequest]:
+    """Unlike LoRAs, steps and sizes, shuffled by cycles of unlike lengths."""
+    kinds, steps = itertools.cycle(BAG_LORAS), itertools.cycle(BAG_STEPS)
+    shapes = itertools.cycle(TINY_BAG if arguments.tiny else BAG)
+    for number, (own, count, shape) in enumerate(
+        zip(kinds, steps, shapes, strict=False)
+    ):
+        found = [loras[kind][number % len(loras[kind])] for kind in own]
+        yield full_size.request(
+            width=shape[0],
+            height=shape[1],
+            steps=count,
+            seed=number,
+            loras=tuple(map(full_size.lora_of, found)),
+        )
+
+
+def row_pixels(request: contract.ImageRequest) -> float:
+    return request.width * request.height * request.steps
+
+
+def load_engine(
+    arguments: argparse.Namespace, model: Path, **settings: object
+) -> SlotEngine:
+    how = {"compile": "auto" if arguments.compile else "off", **settings}
+    return load.load_engine(load.EngineSettings(model, str(arguments.device), **how))
+
+
+def write_loras(
+    arguments: argparse.Namespace, model: Path, kind: full_size.Kind
+) -> list[Path]:
+    count = TINY_FILES if arguments.tiny else FILES
+    return full_size.write_loras(
+        model.with_name("loras"), model, kind, count, arguments.device
+    )
+
+
+def warm(engine: SlotEngine, requests: Sequence[contract.ImageRequest]) -> None:
+    """Draws a round, so that graphs for what its jobs have are compiled and recorded."""
+    work.draw(engine, [*requests, *requests])
+    for request in requests[:1]:
+        engine.warm_up(request)
+    work.draw(engine, requests)
+
+
+def prepare_engine(arguments: argparse.Namespace) -> Measure:
+    """The engine alone: rates of two sizes, company, prompts, and the card's limit."""
+    model, kind = of_arguments(arguments)
+    native, small = sizes(arguments)
+    paths = write_loras(arguments, model, kind)
+    began_at = time.monotonic()
+    engine = load_engine(arguments, model)
+    ready = time.monotonic() - began_at
+    work.draw(engine, [full_size.request(width=native[0], height=native[1])])
+    first = time.monotonic() - began_at
+    own = [(full_size.lora_of(path),) for path in paths]
+
+    def measure(seconds: float) -> Figures:
+        figures: Figures = {
+            "ready_seconds": ready,
+            "first_picture_seconds": first,
+            "slots": engine.slots,
+            "matrix_flops_per_second": machine.measure_matrix_rate(
+                arguments.device, engine.checkpoint.unet.dtype
+            ),
+            "flops_per_image": 1e12
+            * families.find("klein").image_tflop(*native, steps=4),
+            "hardware": machine.hardware(arguments.device),
+            "versions": machine.versions(),
+        }
+        for name, size in {"1024": native, "512": small}.items():
+            for loras, word in ((((),), "no_lora"), (own, "mixed")):
+                some = itertools.islice(requests_of(size, loras), 2 * engine.slots)
+                warm(engine, list(some))
+                driven = work.drive(engine, requests_of(size, loras), seconds)
+                figures[f"{word}_{name}_images_per_second"] = driven.images_per_second
+        unlike = (
+            replace(each, prompt=f"a house of the colour {each.seed}")
+            for each in requests_of(native)
+        )
+        driven = work.drive(engine, unlike, seconds)
+        figures["unlike_prompts_images_per_second"] = driven.images_per_second
+        some = itertools.islice(requests_of(native, own), 2 * engine.slots)
+        jobs = [replace(each, steps=4 + each.seed % 3) for each in some]
+        figures["company_psnr_db"] = company(engine, jobs)
+        figures["graphs"] = dict(engine.graphs)
+        return figures
+
+    return measure
+
+
+def prepare_bag(arguments: argparse.Namespace) -> Measure:
+    """Unlike LoRAs, steps and sizes against uniform jobs with a LoRA each."""
+    model, kind = of_arguments(arguments)
+    native, _ = sizes(arguments)
+    own = [(full_size.lora_of(path),) for path in write_loras(arguments, model, kind)]
+    kinds = {each for some in BAG_LORAS for each in some}
+    of_bag = {each: write_loras(arguments, model, each) for each in sorted(kinds)}
+    engine = load_engine(arguments, model)
+    jobs = list(itertools.islice(bag(arguments, of_bag), 8 * engine.slots))
+    for shape in TINY_BAG if arguments.tiny else BAG:
+        warm(engine, [each for each in jobs if (each.width, each.height) == shape])
+
+    def measure(seconds: float) -> Figures:
+        mixed, uniform = (
+            work.drive(engine, requests, seconds, amount_of=row_pixels)
+            for requests in (itertools.cycle(jobs), requests_of(native, own))
+        )
+        return {
+            "bag_over_uniform": mixed.amount_per_second / uniform.amount_per_second,
+        }
+
+    return measure
+
+
+def company(engine: SlotEngine, jobs: Sequence[contract.ImageRequest]) -> float:
+    """PSNR of images among unlike ones against the same alone, the lowest."""
+    together = work.draw(engine, jobs)
+    alone = (work.draw(engine, [job])[0] for job in jobs[:4])
+    return min(itertools.starmap(decibels, zip(alone, together, strict=False)))
+
+
+def prepare_diffusers(arguments: argparse.Namespace) -> Measure:
+    """The engine and diffusers in one process: compiled, with peft, and against float32."""
+    model, kind = of_arguments(arguments)
+    native, _ = sizes(arguments)
+    paths = write_loras(arguments, model, kind)[:4]
+    loras = [full_size.lora_of(path) for path in paths]
+    engine = load_engine(arguments, model)
+    like = full_size.request(width=native[0], height=native[1])
+    on_gpu = arguments.device.type == "cuda"
+    half = torch.bfloat16 if on_gpu else torch.float32
+
+    def measure(seconds: float) -> Figures:
+        ours = {}
+        for word, own in (("no_lora", ((),)), ("mixed", [(each,) for each in loras])):
+            some = itertools.islice(requests_of(native, own), 2 * engine.slots)
+            warm(engine, list(some))
+            driven = work.drive(engine, requests_of(native, own), seconds)
+            ours[f"{word}_images_per_second"] = driven.images_per_second
+        shapes = (TINY_BAG if arguments.tiny else BAG)[:2]
+        requests = [
+            replace(like, width=width, height=height) for width, height in shapes
+        ]
+        drawn = work.draw(engine, requests)
+        engine.close()
+        exact = tiny_klein.read_pipeline(model).to(arguments.device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        references = [theirs.draw(exact, [each])[0] for each in requests]
+        del exact
+        pipeline = tiny_klein.read_pipeline(model, dtype=half).to(arguments.device)
+        peft = theirs.lora_rate(pipeline, like, loras, seconds)
+        compiled = theirs.compiled_rate(pipeline, like, seconds, compiles=on_gpu)
+        return {
+            **ours,
+            "peft_images_per_second": peft,
+            "compiled_images_per_second": compiled,
+            "psnr_db": min(map(decibels, drawn, references)),
+        }
+
+    return measure
+
+
+def prepare_capped(arguments: argparse.Namespace, gigabytes: int) -> Measure:
+    """Another LoRA a job with the GPU's memory limited; 8 GB: in int8, from stored states."""
+    model, kind = of_arguments(arguments)
+    native, _ = sizes(arguments)
+    own = [(full_size.lora_of(path),) for path in write_loras(arguments, model, kind)]
+    jobs = requests_of(native, own)
+    settings: dict[str, object] = {}
+    if gigabytes == min(CAPS):
+        settings["precision"] = "int8"
+        folder = without_encoder(model)
+        states = stored_states(arguments, model)
+        model = folder
+        jobs = (replace(each, text_states=states) for each in jobs)
+    limit_memory(arguments.device, gigabytes)
+    engine = load_engine(arguments, model, **settings)
+
+    def measure(seconds: float) -> Figures:
+        warm(engine, list(itertools.islice(jobs, 2 * engine.slots)))
+        driven = work.drive(engine, jobs, seconds)
+        return {
+            "images_per_second": driven.images_per_second,
+            "slots": engine.slots,
+            **engine.savings._asdict(),
+            "peak_memory_bytes": machine.peak_memory_bytes(arguments.device),
+        }
+
+    return measure
+
+
+def prepare_int8(arguments: argparse.Namespace) -> Measure:
+    """Weights in int8 and in bfloat16, one engine after the other."""
+    model, kind = of_arguments(arguments)
+    native, _ = sizes(arguments)
+    own = [(full_size.lora_of(path),) for path in write_loras(arguments, model, kind)]
+
+    def measure(seconds: float) -> Figures:
+        figures: Figures = {}
+        for precision in ("auto", "int8"):
+            engine = load_engine(arguments, model, precision=precision)
+            some = itertools.islice(requests_of(native, own), 2 * engine.slots)
+            warm(engine, list(some))
+            driven = work.drive(engine, requests_of(native, own), seconds)
+            figures[f"{precision}_images_per_second"] = driven.images_per_second
+            engine.close()
+        return figures
+
+    return measure
+
+
+def without_encoder(model: Path) -> Path:
+    """The model as a card of 8 GB has it: without the weights of the text encoder."""
+    folder = model.with_name(f"{model.name}-small")
+    weights = shutil.ignore_patterns("model*.safetensors")
+    if not folder.exists():
+        shutil.copytree(model, folder, copy_function=os.link, ignore=weights)
+    return folder
+
+
+def stored_states(arguments: argparse.Namespace, model: Path) -> tuple[Path, Path]:
+    """Files of the states of both prompts of all requests."""
+    name = text.encoder_name(model, KLEIN.text)
+    prompts = str(full_size.request().prompt), ""
+    paths = [
+        model.with_name(f"{text_states.stem(each, name)}.safetensors")
+        for each in prompts
+    ]
+    if not all(path.exists() for path in paths):
+        on_gpu = arguments.device.type == "cuda"
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        encoder = text.PromptEncoder(model, KLEIN.text, arguments.device, dtype)
+        encoder.place(may_stay=True)
+        for prompt, path in zip(prompts, paths, strict=True):
+            (states,) = encoder.encode([prompt])
+            path.write_bytes(text_states.content(prompt, name, states))
+        del encoder, states
+        if on_gpu:
+            torch.cuda.empty_cache()
+    return paths[0], paths[1]
+
+
+ROWS: Mapping[str, Callable[[argparse.Namespace], Measure]] = {
+    "engine": prepare_engine,
+    "bag": prepare_bag,
+    "diffusers": prepare_diffusers,
+    "int8": prepare_int8,
+    **{
+        f"capped_{math.floor(limit)}": functools.partial(
+            prepare_capped, gigabytes=gigabytes
+        )
+        for gigabytes, limit in sorted(CAPS.items())
+    },
+}
+
+
+def summarise(rows: Mapping[str, Figures]) -> Figures:
+    """The main figures; None for what was not measured."""
+
+    def found(row: str, key: str = "images_per_second") -> float | None:
+        value: float | None = rows.get(row, {}).get(key)
+        return value
+
+    none = found("engine", "no_lora_1024_images_per_second")
+    mixed = found("engine", "mixed_1024_images_per_second")
+    limit = quotient(
+        found("engine", "matrix_flops_per_second"), found("engine", "flops_per_image")
+    )
+    ours, plain = (
+        found("diffusers", f"{word}_images_per_second") for word in ("mixed", "no_lora")
+    )
+    summary: Figures = {
+        "klein_1024_images_per_second": none,
+        "klein_512_images_per_second": found("engine", "no_lora_512_images_per_second"),
+        "klein_matrix_limit_fraction": quotient(none, limit),
+        "klein_mixed_over_no_lora": quotient(mixed, none),
+        "klein_mixed_over_no_lora_512": quotient(
+            found("engine", "mixed_512_images_per_second"),
+            found("engine", "no_lora_512_images_per_second"),
+        ),
+        "klein_bag_over_uniform": found("bag", "bag_over_uniform"),
+        "klein_over_diffusers_compiled": quotient(
+            plain, found("diffusers", "compiled_images_per_second")
+        ),
+        "klein_over_diffusers_peft": quotient(
+            ours, found("diffusers", "peft_images_per_second")
+        ),
+        "klein_int8_over_bf16": quotient(
+            found("int8", "int8_images_per_second"),
+            found("int8", "auto_images_per_second"),
+        ),
+        "klein_psnr_db": found("diffusers", "psnr_db"),
+        "klein_company_psnr_db": found("engine", "company_psnr_db"),
+        "klein_unlike_over_same_prompts": quotient(
+            found("engine", "unlike_prompts_images_per_second"), none
+        ),
+        "klein_demo_right": found("demo", "both_right"),
+    }
+    for row in ROWS:
+        if row.startswith("capped"):
+            summary[f"klein_{row}"] = quotient(found(row), mixed)
+    return summary
+
+
+def measure_row(arguments: argparse.Namespace) -> None:
+    """The process of a row: prepares it, and measures when it is asked to."""
+    channel = Channel()
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s {arguments.row}: %(message)s"
+    )
+    arguments.device = devices.find_device(arguments.device)
+    try:
+        measure = ROWS[arguments.row](arguments)
+    except errors.FleetError as error:
+        figures = {"error": error.message}
+        measure = lambda _: figures  # noqa: E731
+    channel.serve({arguments.row: measure})
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    for name in arguments.rows.split(","):
+        await groups.measure(
+            [Measurement(name, name, arguments.seconds, OVERHEAD_SECONDS)],
+            lambda name: groups.Group.start(Path(__file__), name, *sys.argv[1:]),
+            functools.partial(groups.add_row, arguments.out, summarise),
+            ready_seconds=arguments.limit,
+        )
+    print(json.dumps(summarise(groups.add_figures(arguments.out, {})["rows"])))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("row", nargs="?", choices=list(ROWS), help=argparse.SUPPRESS)
+    parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/imagefleet-klein"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seconds", type=float, default=20.0, help="per measured rate")
+    parser.add_argument(
+        "--limit", type=float, default=500.0, help="seconds until a row is ready"
+    )
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.row:
+        measure_row(arguments)
+    else:
+        asyncio.run(run(arguments))
+
+
+if __name__ == "__main__":
+    main()

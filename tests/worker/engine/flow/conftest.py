@@ -1,0 +1,106 @@
+"""A tiny FLUX.2-klein, engines on it, and diffusers' pipeline."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drawing import draw, make_request
+from klein import tiny_klein
+from worker.engine import contract
+from worker.engine.contract import Settings
+from worker.engine.flow import checkpoint as checkpoints
+from worker.engine.flow.parts import of_flow
+from worker.engine.slots.engine import SlotEngine
+
+
+@pytest.fixture(scope="session")
+def klein(tmp_path_factory) -> Callable[..., Path]:
+    """The folder of a tiny klein, distilled or not."""
+    torch.set_num_threads(1)
+
+    @cache
+    def build(*, is_distilled: bool = True) -> Path:
+        folder = tmp_path_factory.mktemp("flow") / "tiny-klein"
+        return tiny_klein.build(folder, is_distilled=is_distilled)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def pipeline(klein: Any) -> Callable[..., Any]:
+    """Diffusers' pipeline of the same weights."""
+
+    @cache
+    def read(*, is_distilled: bool = True) -> Any:
+        folder = klein(is_distilled=is_distilled)
+        return tiny_klein.read_pipeline(folder, is_distilled=is_distilled)
+
+    return read
+
+
+@pytest.fixture
+def make_engine(klein: Any) -> Iterator[Callable[..., SlotEngine]]:
+    made = []
+
+    def make(
+        model: Path | None = None,
+        *,
+        slots: int = 3,
+        packages: Any = None,
+        config: Path | None = None,
+    ) -> SlotEngine:
+        path = model or klein()
+        family = checkpoints.family_of(path)
+        assert family is not None
+        loaded = checkpoints.load_checkpoint(
+            path, family, torch.device("cpu"), torch.float32, config
+        )
+        settings = Settings(slots=slots, packages=packages)
+        made.append(SlotEngine(of_flow(loaded, settings)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def request_of() -> Callable[..., contract.ImageRequest]:
+    def make(**changes: Any) -> contract.ImageRequest:
+        fields = {"sampler": "euler", "negative_prompt": ""}
+        return make_request(**{**fields, **changes})
+
+    return make
+
+
+@pytest.fixture
+def draw_floats(monkeypatch) -> Callable[..., list[torch.Tensor]]:
+    """Draws requests; returns their images [3, height, width] before they are rounded."""
+
+    def run(engine: SlotEngine, *requests: contract.ImageRequest) -> list[torch.Tensor]:
+        found = {}
+        decoder = engine._decoder
+        add = decoder.add
+
+        def note(ticket: int, latents: torch.Tensor, *others: object) -> None:
+            found[ticket] = latents.clone()
+            add(ticket, latents, *others)
+
+        monkeypatch.setattr(decoder, "add", note)
+        outcomes = draw(engine, *requests)
+        monkeypatch.undo()
+        assert all(isinstance(each, np.ndarray) for each in outcomes), outcomes
+        from worker.engine.decoder import to_images
+
+        with torch.no_grad():
+            return [
+                to_images(engine.checkpoint.vae, found[ticket][None])[0]
+                for ticket in range(len(requests))
+            ]
+
+    return run

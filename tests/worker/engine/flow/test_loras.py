@@ -1,0 +1,352 @@
+"""A LoRA of its own in each slot, in every format, against diffusers or the dense difference."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from imagefleet import errors
+from imagefleet.job.noise import Noise
+from worker.engine import contract
+
+pytestmark = pytest.mark.slow
+
+CPU_NOISE = Noise(source="CPU")
+
+Tensors = dict[str, torch.Tensor]
+
+#: Layers by their names in diffusers, and what Black Forest Labs' code calls them.
+DOUBLE = {
+    "attn.to_out.0": "img_attn.proj",
+    "attn.to_add_out": "txt_attn.proj",
+    "ff.linear_in": "img_mlp.0",
+    "ff.linear_out": "img_mlp.2",
+    "ff_context.linear_in": "txt_mlp.0",
+    "ff_context.linear_out": "txt_mlp.2",
+}
+FUSED = {
+    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+}
+SINGLE = {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}
+OUTSIDE = {
+    "x_embedder": "img_in",
+    "context_embedder": "txt_in",
+    "time_guidance_embed.timestep_embedder.linear_1": "time_in.in_layer",
+    "double_stream_modulation_img.linear": "double_stream_modulation_img.lin",
+    "single_stream_modulation.linear": "single_stream_modulation.lin",
+    "proj_out": "final_layer.linear",
+}
+
+
+def factors(layer: Any, rank: int, generator: torch.Generator) -> tuple[Any, Any]:
+    """Up and down, of which the product is as large as the layer's weight."""
+    outer, inner = layer.weight.shape
+    up = torch.randn(outer, rank, generator=generator) / rank**0.5
+    return up * 0.5, torch.randn(rank, inner, generator=generator) / inner**0.5
+
+
+@pytest.fixture(scope="session")
+def layers(pipeline: Any) -> dict[str, Any]:
+    network = pipeline().transformer
+    linear = torch.nn.Linear
+    return {
+        path: each for path, each in network.named_modules() if isinstance(each, linear)
+    }
+
+
+def adapted(layers: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The layers of one name in Black Forest Labs' code, by it."""
+    found: dict[str, tuple[str, ...]] = {name: (own,) for own, name in OUTSIDE.items()}
+    for number in range(2):
+        double, single = f"double_blocks.{number}", f"single_blocks.{number}"
+        block = f"transformer_blocks.{number}"
+        for own, name in DOUBLE.items():
+            found[f"{double}.{name}"] = (f"{block}.{own}",)
+        for name, parts in FUSED.items():
+            found[f"{double}.{name}"] = tuple(f"{block}.{each}" for each in parts)
+        for own, name in SINGLE.items():
+            found[f"{single}.{name}"] = (f"single_{block}.{own}",)
+    assert {path for paths in found.values() for path in paths} <= layers.keys()
+    return found
+
+
+def change_all(
+    layers: Mapping[str, Any], rank: int, seed: int
+) -> tuple[dict[str, tuple[Any, Any]], Tensors]:
+    """Factors by the makers' names, and the dense differences by diffusers'."""
+    generator = torch.Generator().manual_seed(seed)
+    made, dense = {}, {}
+    for name, paths in adapted(layers).items():
+        up_and_down = [factors(layers[path], rank, generator) for path in paths]
+        down = up_and_down[0][1]
+        up = torch.cat([each for each, _ in up_and_down])
+        made[name] = up, down
+        for path, part in zip(paths, up.chunk(len(paths)), strict=True):
+            dense[path] = part @ down
+    return made, dense
+
+
+def in_format(kind: str, made: Mapping[str, tuple[Any, Any]], layers: Any) -> Tensors:
+    """A file's tensors in a format's names; alpha is half of the rank where one is written."""
+    names = adapted(layers)
+    tensors: Tensors = {}
+    for name, (up, down) in made.items():
+        paths = names[name]
+        parts = up.chunk(len(paths))
+        if kind in {"diffusers", "bare", "base_model"}:
+            prefix = {"diffusers": "transformer.", "bare": ""}.get(
+                kind, "base_model.model."
+            )
+            for path, part in zip(paths, parts, strict=True):
+                tensors[f"{prefix}{path}.lora_A.weight"] = down.clone()
+                tensors[f"{prefix}{path}.lora_B.weight"] = part.clone()
+        elif kind == "ai-toolkit":
+            tensors[f"diffusion_model.{name}.lora_A.weight"] = down
+            tensors[f"diffusion_model.{name}.lora_B.weight"] = up
+        elif kind == "kohya":
+            key = f"lora_unet_{name.replace('.', '_')}"
+            tensors[f"{key}.lora_down.weight"] = down * 2
+            tensors[f"{key}.lora_up.weight"] = up
+            tensors[f"{key}.alpha"] = torch.tensor(len(down) / 2)
+        else:  # by its export, with diffusers' names below ComfyUI's prefix, the first cut off
+            for path, part in zip(paths, parts, strict=True):
+                cut = path.removeprefix("tran") if path.startswith("transf") else path
+                tensors[f"diffusion_model.{cut}.lora_A.weight"] = down.clone()
+                tensors[f"diffusion_model.{cut}.lora_B.weight"] = part.clone()
+    return tensors
+
+
+@pytest.fixture
+def save(tmp_path) -> Callable[[str, Tensors], contract.Lora]:
+    def write(name: str, tensors: Tensors, weight: float = 1.0) -> contract.Lora:
+        path = tmp_path / f"{name}.safetensors"
+        own = {key: each.contiguous().clone() for key, each in tensors.items()}
+        save_file(own, path)
+        return contract.Lora(name, path, weight, weight)
+
+    return write
+
+
+@pytest.fixture
+def expected(pipeline: Any) -> Callable[..., torch.Tensor]:
+    """Diffusers' picture of a request with dense differences added to the weights."""
+
+    def draw(request: Any, dense: Tensors, weight: float = 1.0) -> torch.Tensor:
+        found = pipeline()
+        network = found.transformer
+        originals = {key: each.clone() for key, each in network.state_dict().items()}
+        with torch.no_grad():
+            for path, difference in dense.items():
+                network.get_submodule(path).weight += weight * difference
+        try:
+            image = found(
+                prompt=str(request.prompt),
+                width=request.width,
+                height=request.height,
+                num_inference_steps=request.steps,
+                generator=torch.Generator().manual_seed(request.seed),
+                output_type="pt",
+            ).images[0]
+        finally:
+            network.load_state_dict(originals)
+        return 2 * image - 1
+
+    return draw
+
+
+def largest(image: torch.Tensor, other: torch.Tensor) -> float:
+    return float((image.clamp(-1, 1) - other).abs().max())
+
+
+@pytest.mark.parametrize(
+    "kind", ["diffusers", "bare", "base_model", "ai-toolkit", "kohya", "cut off"]
+)
+def test_each_format_changes_what_its_tensors_say(
+    kind: str,
+    make_engine: Any,
+    layers: Any,
+    save: Any,
+    expected: Any,
+    request_of: Any,
+    draw_floats: Any,
+):
+    made, dense = change_all(layers, 4, seed=1)
+    lora = save("style", in_format(kind, made, layers))
+    engine = make_engine()
+    plain = request_of(noise=CPU_NOISE)
+    styled = request_of(noise=CPU_NOISE, loras=(lora,))
+    # Two unlike ones, so that neither is merged for all.
+    drawn = draw_floats(engine, plain, styled)
+    assert largest(drawn[0], expected(plain, {})) < 1e-5
+    assert largest(drawn[1], expected(styled, dense)) < 1e-5
+    assert largest(drawn[0], drawn[1].clamp(-1, 1)) > 0.1
+    assert engine.weight_mode == "per_slot_convolutions"
+
+
+def test_unlike_loras_ranks_strengths_and_steps_share_calls(
+    make_engine: Any,
+    layers: Any,
+    save: Any,
+    expected: Any,
+    request_of: Any,
+    draw_floats: Any,
+):
+    requests, differences = [], []
+    for number, (rank, weight, steps) in enumerate(
+        [(4, 1.0, 4), (8, 0.35, 6), (0, 1.0, 5), (128, -0.5, 3), (16, 1.0, 8)]
+    ):
+        made, dense = change_all(layers, rank or 4, seed=number)
+        lora = save(f"lora-{number}", in_format("ai-toolkit", made, layers), weight)
+        requests.append(
+            request_of(
+                noise=CPU_NOISE,
+                seed=number,
+                steps=steps,
+                loras=(lora,) if rank else (),
+            )
+        )
+        scaled = {path: weight * each for path, each in dense.items()}
+        differences.append(scaled if rank else {})
+    drawn = draw_floats(make_engine(slots=3), *requests)
+    for request, dense, image in zip(requests, differences, drawn, strict=True):
+        assert largest(image, expected(request, dense)) < 1e-5
+
+
+def test_two_loras_of_a_job_add_up(
+    make_engine: Any,
+    layers: Any,
+    save: Any,
+    expected: Any,
+    request_of: Any,
+    draw_floats: Any,
+):
+    one, first = change_all(layers, 4, seed=1)
+    other, second = change_all(layers, 8, seed=2)
+    both = (
+        save("one", in_format("diffusers", one, layers), 0.5),
+        save("other", in_format("kohya", other, layers), 0.3),
+    )
+    engine = make_engine()
+    styled = request_of(noise=CPU_NOISE, loras=both)
+    image, _ = draw_floats(engine, styled, request_of(seed=2))
+    dense = {path: 0.5 * first[path] + 0.3 * second[path] for path in first}
+    assert largest(image, expected(styled, dense)) < 1e-5
+
+
+def test_a_lora_of_all_slots_is_merged_once(
+    make_engine: Any,
+    layers: Any,
+    save: Any,
+    expected: Any,
+    request_of: Any,
+    draw_floats: Any,
+):
+    made, dense = change_all(layers, 4, seed=1)
+    lora = save("style", in_format("kohya", made, layers))
+    engine = make_engine()
+    styled = [
+        request_of(noise=CPU_NOISE, seed=seed, loras=(lora,)) for seed in range(3)
+    ]
+    for request, image in zip(styled, draw_floats(engine, *styled), strict=True):
+        assert largest(image, expected(request, dense)) < 1e-5
+    assert engine.weight_mode == "shared"
+    plain = request_of(noise=CPU_NOISE)
+    (image,) = draw_floats(engine, plain)
+    assert largest(image, expected(plain, {})) < 1e-5, "the weights are restored"
+    assert engine.self_check is not None
+    assert engine.self_check.find_fault() is None
+
+
+def lokr(
+    layer_rows: int, inputs: int, split: int, rank: int | None, seed: int
+) -> tuple[Tensors, torch.Tensor]:
+    """A LoKr's tensors, with its second half of a *rank* or whole, and the dense difference."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randn(split, 2, generator=generator) * 0.2
+    outer, inner = layer_rows // split, inputs // 2
+    tensors = {"lokr_w1": first}
+    if rank is None:
+        second = torch.randn(outer, inner, generator=generator) * 0.2
+        tensors["lokr_w2"] = second
+    else:
+        left = torch.randn(outer, rank, generator=generator) * 0.2
+        right = torch.randn(rank, inner, generator=generator) * 0.2
+        tensors |= {"lokr_w2_a": left, "lokr_w2_b": right}
+        second = left @ right
+    return tensors, torch.kron(first, second)
+
+
+@pytest.mark.parametrize("rank", [2, None])
+@pytest.mark.parametrize("split", [2, 3])
+def test_a_lokr_of_the_makers_names_changes_queries_keys_and_values_as_one(
+    rank: int | None,
+    split: int,
+    make_engine: Any,
+    layers: Any,
+    save: Any,
+    expected: Any,
+    request_of: Any,
+    draw_floats: Any,
+):
+    tensors, dense = {}, {}
+    for seed, (name, paths) in enumerate(adapted(layers).items()):
+        rows = sum(len(layers[path].weight) for path in paths)
+        if rows % split or "double" not in name:
+            continue
+        parts, whole = lokr(rows, layers[paths[0]].in_features, split, rank, seed)
+        tensors |= {
+            f"diffusion_model.{name}.{part}": each for part, each in parts.items()
+        }
+        dense |= dict(zip(paths, whole.chunk(len(paths)), strict=True))
+    styled = request_of(noise=CPU_NOISE, loras=(save("lokr", tensors),))
+    plain = request_of(noise=CPU_NOISE, seed=2)
+    drawn = draw_floats(make_engine(), styled, plain)
+    assert largest(drawn[0], expected(styled, dense)) < 1e-5
+    assert largest(drawn[1], expected(plain, {})) < 1e-5
+
+
+def test_lycoris_own_names_and_kinds_share_calls(
+    make_engine: Any,
+    layers: Any,
+    save: Any,
+    expected: Any,
+    request_of: Any,
+    draw_floats: Any,
+):
+    generator = torch.Generator().manual_seed(0)
+    loha, hadamard, kron, kronecker = {}, {}, {}, {}
+    for seed, (path, layer) in enumerate(layers.items()):
+        if "blocks" not in path:
+            continue
+        key = f"lycoris_{path.replace('.', '_')}"
+        halves = [factors(layer, 2, generator) for _ in range(2)]
+        for half, (up, down) in enumerate(halves, 1):
+            loha[f"{key}.hada_w{half}_a"], loha[f"{key}.hada_w{half}_b"] = up, down
+        loha[f"{key}.alpha"] = torch.tensor(2.0)
+        hadamard[path] = (halves[0][0] @ halves[0][1]) * (halves[1][0] @ halves[1][1])
+        parts, whole = lokr(*layer.weight.shape, 2, 2, seed)
+        kron |= {f"{key}.{part}": each for part, each in parts.items()}
+        kronecker[path] = whole
+    requests = [
+        request_of(noise=CPU_NOISE, seed=1, loras=(save("loha", loha, 4.0),)),
+        request_of(noise=CPU_NOISE, seed=2, loras=(save("lokr", kron),)),
+    ]
+    engine = make_engine()
+    drawn = draw_floats(engine, *requests)
+    strong = {path: 4.0 * each for path, each in hadamard.items()}
+    assert largest(drawn[0], expected(requests[0], strong)) < 1e-5
+    assert largest(drawn[1], expected(requests[1], kronecker)) < 1e-5
+    assert engine.weight_mode == "per_slot_convolutions"
+
+
+def test_a_lora_of_another_model_is_refused_by_what_does_not_fit(
+    make_engine: Any, save: Any, request_of: Any
+):
+    up, down = torch.zeros(64, 2), torch.zeros(2, 4096)
+    key = "transformer.transformer_blocks.0.attn.to_q"
+    wide = save("wide", {f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up})
+    with pytest.raises(errors.JobError, match=r"'wide' does not fit this model"):
+        make_engine().prepare(request_of(loras=(wide,)))

@@ -1,0 +1,232 @@
+"""Parts of an engine for a transformer of flows: preparer and stager."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from cachetools import LRUCache
+from torch import Tensor
+
+from imagefleet.errors import JobError, SetupError
+from worker.engine import contract
+from worker.engine.contract import Settings
+from worker.engine.control.cache import ControlNets
+from worker.engine.decoder import Decoder
+from worker.engine.flow import schedules
+from worker.engine.flow.checkpoint import FlowCheckpoint
+from worker.engine.flow.text import PromptEncoder
+from worker.engine.kernels import layers
+from worker.engine.kernels.graph import GraphPool
+from worker.engine.lora.merge import NO_CHANGES, Groups
+from worker.engine.lora.shared import Merger
+from worker.engine.passes import begin
+from worker.engine.passes.images import ImageCoder
+from worker.engine.pixel import text_states
+from worker.engine.sampler import Schedule
+from worker.engine.slots import memory
+from worker.engine.slots.parts import Parts
+from worker.engine.slots.prepare import (
+    AssembledLoras,
+    LoraReader,
+    PreparedRequest,
+    Preparer,
+)
+from worker.engine.slots.queue import Costs, SlotJob, Staged
+from worker.engine.slots.staging import Stager
+
+#: Prompts whose states stay on the device: 7.9 MB each.
+_STATES_KEPT = 32
+
+#: Prompts that are encoded at once: a layer that is copied for them is used as often.
+_ENCODED_AT_ONCE = 8
+
+#: Of the memory that the transformer leaves, a text encoder that stays on the device takes at most
+#: so much: klein's does on 24 GB, and not on 16.
+_TEXT_SHARE = 0.5
+
+
+class FlowPreparer(Preparer):
+    def __init__(self, checkpoint: FlowCheckpoint, groups: Groups) -> None:
+        super().__init__(checkpoint.unet.device)
+        self._checkpoint = checkpoint
+        family = checkpoint.family
+        self._loras = LoraReader(family, checkpoint.networks, {family.backbone: groups})
+        self.lora_lookups = self._loras.cache.lookups
+
+    def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
+        own = self._checkpoint
+        begin.refuse_unsupported(request, f"is {own.family.name}")
+        init = request.init
+        image = None
+        t_enc = None
+        if init is not None:
+            _, t_enc = begin.img2img(request.steps, init.denoising_strength)
+            self._may_go_on.wait()
+            image = begin.prepare_image(init, own.factor)
+        loras = self._loras.read(request.loras, self._may_go_on.wait)
+        packs = self._loras.pack(loras)
+        if own.is_int8 and loras.keys() - packs.keys():
+            raise JobError(
+                "a LoRA of the job is of a kind that is merged into the weights, and this worker"
+                " holds them in int8 (--precision): draw it on one that does not"
+            )
+        prompts = [str(request.prompt), str(request.negative_prompt)]
+        if own.family.is_distilled:
+            del prompts[1:]
+        self._may_go_on.wait()
+        return PreparedRequest(
+            request,
+            own.family,
+            self._schedule(request, t_enc),
+            prompts=tuple(prompts),
+            states=self._read_states(prompts, request.text_states),
+            loras=loras,
+            packs=packs,
+            image=image,
+        )
+
+    def _read_states(
+        self, prompts: Sequence[str], paths: Sequence[Path] | None
+    ) -> Tensor | None:
+        """The states of *prompts* that files have; None where the stager makes them."""
+        own = self._checkpoint
+        encoder = own.states_encoder
+        if encoder is None:
+            return None
+        if paths is None:
+            raise JobError(
+                "the prompt's text states are missing, and this model has no text encoder:"
+                " `imagefleet files make text` makes them (docs/models.md)"
+            )
+        sizes = own.text_width, own.family.plain_tokens
+        states = [
+            text_states.read(path, prompt, encoder, *sizes)
+            for prompt, path in zip(prompts, paths, strict=False)
+        ]
+        return torch.stack(states)
+
+    def _schedule(self, request: contract.ImageRequest, t_enc: int | None) -> Schedule:
+        own = self._checkpoint
+        patches = request.width // own.factor * (request.height // own.factor)
+        return schedules.make_schedule(
+            request.sampler,
+            request.steps,
+            own.scheduler,
+            own.family.mu(patches, request.steps),
+            request.sampler_options,
+            t_enc,
+        )
+
+
+class FlowStager(Stager):
+    """Encodes prompts, several at once, and images to begin with."""
+
+    def __init__(
+        self,
+        checkpoint: FlowCheckpoint,
+        control_nets: ControlNets,
+        encoder: PromptEncoder | None,
+    ) -> None:
+        super().__init__(checkpoint, control_nets)
+        self._dtype = checkpoint.unet.dtype
+        self._images = ImageCoder(checkpoint.vae)
+        self._encoder = encoder
+        self._states: LRUCache[str, Tensor] = LRUCache(_STATES_KEPT)
+
+    @torch.no_grad()
+    def _encode_together(self, jobs: Iterable[SlotJob]) -> None:
+        prepared = [job.prepared for job in jobs if job.prepared.states is None]
+        self._find_states([prompt for each in prepared for prompt in each.prompts])
+
+    def _find_states(self, prompts: Iterable[str]) -> dict[str, Tensor]:
+        """The states [tokens, width] of *prompts*, which may be more than are kept."""
+        found = {}
+        missing = []
+        for prompt in dict.fromkeys(prompts):
+            known = self._states.get(prompt)
+            if known is None:
+                missing.append(prompt)
+            else:
+                found[prompt] = known
+        for at in range(0, len(missing), _ENCODED_AT_ONCE):
+            if self._encoder is None:
+                raise RuntimeError("text states come with a request, or are encoded")
+            part = missing[at : at + _ENCODED_AT_ONCE]
+            states = self._encoder.encode(part).to(self._device, self._dtype)
+            for prompt, own in zip(part, states, strict=True):
+                # A view would keep those of the whole call in memory.
+                found[prompt] = self._states[prompt] = own.clone()
+        return found
+
+    @torch.no_grad()
+    def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
+        prepared = job.prepared
+        copied = None
+        changes = NO_CHANGES
+        if prepared.pack is not None:
+            copied = self._copy(loras[prepared.family.backbone])
+            changes = prepared.pack.of(copied)
+        if prepared.states is not None:
+            vectors = self._copy(prepared.states).to(self._dtype)
+        else:
+            states = self._find_states(prepared.prompts)
+            vectors = torch.stack([states[prompt] for prompt in prepared.prompts])
+        noise = prepared.noise(self._channels, self._factor)
+        latents = self._copy(prepared.first_latents(noise))
+        if prepared.image is not None:
+            original = self._images.encode_init(prepared.image)
+            latents = latents + prepared.schedule.image_scale * original
+        return Staged(latents, vectors, noise, loras=copied, changes=changes)
+
+
+def _has_room(device: torch.device, text_bytes: int) -> bool:
+    """True if a text encoder may stay on the device beside the transformer."""
+    if device.type != "cuda":
+        return True
+    return text_bytes <= _TEXT_SHARE * memory.free_bytes(device)
+
+
+def _costs(checkpoint: FlowCheckpoint, *, keeps_on_cpu: bool) -> Costs:
+    """Guesses, until merging has been timed; nothing is merged into weights in int8."""
+    if checkpoint.is_int8:
+        return Costs(merge_seconds=math.inf)
+    return Costs(merge_seconds=1.0) if keeps_on_cpu else Costs()
+
+
+def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
+    """The parts of an engine for a transformer of flows."""
+    if settings.taesd is not None:
+        raise SetupError(f"there is no TAESD for {checkpoint.family.name}")
+    device = checkpoint.unet.device
+    family = checkpoint.family
+    if settings.packages is not None or device.type == "cuda":
+        layers.replace_modules(checkpoint.vae, layers.group_norm, layers.upsampler)
+    encoder = None
+    if checkpoint.states_encoder is None:
+        encoder = PromptEncoder(
+            checkpoint.folder, family.text, device, checkpoint.unet.dtype
+        )
+        encoder.place(may_stay=_has_room(device, encoder.size_bytes))
+    network = family.slot_network(checkpoint.unet)
+    weight_bytes = sum(each.nbytes for each in checkpoint.unet.parameters())
+    keeps_on_cpu = memory.has_no_room_for_originals(device, weight_bytes)
+    control_nets = ControlNets(checkpoint.unet, has_own_layers=False)
+    pool = GraphPool(device) if device.type == "cuda" else None
+    return Parts(
+        model=checkpoint,
+        settings=replace(
+            settings, is_unguided=family.is_distilled, compiled_modes=("shared",)
+        ),
+        unet=network,
+        preparer=FlowPreparer(checkpoint, {**network.groups, **network.changes.groups}),
+        control_nets=control_nets,
+        caches=[control_nets],
+        checkpoints=None,
+        stager=FlowStager(checkpoint, control_nets, encoder),
+        merger=Merger(checkpoint.unet, keeps_on_cpu=keeps_on_cpu),
+        decoder=Decoder(checkpoint.vae, checkpoint.factor, pool=pool),
+        pool=pool,
+        costs=_costs(checkpoint, keeps_on_cpu=keeps_on_cpu),
+    )

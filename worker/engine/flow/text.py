@@ -1,0 +1,189 @@
+"""Text states of a chat model: what its encoder says of a prompt, read whole and as it stands.
+
+A prompt is the user's turn of Qwen3's chat. The states of some of the encoder's layers lie side by
+side, for as many tokens whatever the prompt's length; the encoder's last layers are not loaded.
+"""
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, Qwen3Config, Qwen3Model
+
+from imagefleet.errors import SetupError
+from imagefleet.telemetry import logs
+from worker.engine.families import reading
+from worker.engine.pixel.text_states import CHAT_MARK
+
+log = logs.EventLog(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TextRule:
+    """How a family reads its text encoder."""
+
+    layers: tuple[int, ...]
+    """The layers whose states are taken, from 1; negative ones are counted from the end."""
+    tokens: int = 512
+    """Tokens that every prompt is padded to, or cut off at."""
+    thinks: bool = False
+    """True if the chat's answer may begin with thoughts."""
+    zeroes_padding: bool = False
+    """True for networks that see a prompt's own tokens alone: the states of others are zero."""
+
+
+class PromptEncoder:
+    """A Qwen3 encoder with its tokenizer; for any thread."""
+
+    def __init__(
+        self, folder: Path, rule: TextRule, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """*folder* has the subfolders `text_encoder` and `tokenizer`.
+
+        Raises SetupError if one of them is missing or damaged.
+        """
+        self._rule = rule
+        self._device = device
+        self._lock = threading.Lock()
+        self._encoder = _read_encoder(folder / "text_encoder", rule)
+        nn.Module.to(self._encoder, dtype=dtype)
+        self.size_bytes = sum(each.nbytes for each in self._encoder.parameters())
+        self._layers = _layers(int(_config(folder)["num_hidden_layers"]), rule)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder / "tokenizer", local_files_only=True
+            )
+        except (*reading.LOADING_ERRORS, ImportError) as error:
+            raise SetupError(
+                f"the tokenizer {str(folder / 'tokenizer')!r} cannot be loaded:"
+                f" {reading.brief(error)}"
+            ) from error
+        if len(self._tokenizer) > self._encoder.config.vocab_size:
+            # On a GPU, a token id out of range is a device-side assert, which ends the process.
+            raise SetupError(
+                f"the tokenizer of {str(folder)!r} belongs to another text encoder"
+            )
+
+    def place(self, *, may_stay: bool) -> None:
+        """Moves the encoder to the device, or its layers only while each of them computes."""
+        if may_stay:
+            self._encoder.to(self._device)
+            return
+        log.info(
+            "the text encoder's layers are copied to the GPU for each batch of prompts",
+            action="text_streamed",
+        )
+        for part in (self._encoder.rotary_emb, self._encoder.norm):
+            part.to(self._device)
+        for layer in self._encoder.layers:
+            held = {each: _pinned(each.data) for each in layer.parameters()}
+            layer.register_forward_pre_hook(
+                functools.partial(_enter, held, self._device)
+            )
+            layer.register_forward_hook(functools.partial(_leave, held))
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Tensor:
+        """The states of prompts [prompts, tokens, width] in the encoder's type, on its device.
+
+        As by diffusers' `Flux2KleinPipeline.encode_prompt`.
+        """
+        with self._lock:
+            chats = [self._chat(each) for each in prompts]
+            found = self._tokenizer(
+                chats,
+                padding="max_length",
+                max_length=self._rule.tokens,
+                truncation=True,
+                return_tensors="pt",
+            )
+            embed = self._encoder.embed_tokens
+            words = embed(found.input_ids.to(embed.weight.device))
+            output = self._encoder(
+                inputs_embeds=words.to(self._device),
+                attention_mask=found.attention_mask.to(self._device),
+                output_hidden_states=True,
+                use_cache=False,
+            )
+        taken = [output.hidden_states[layer] for layer in self._layers]
+        states = torch.cat(taken, dim=-1)
+        if self._rule.zeroes_padding:
+            states *= found.attention_mask.to(states)[..., None]
+        return states
+
+    def _chat(self, prompt: str) -> str:
+        chat: str = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=self._rule.thinks,
+        )
+        return chat
+
+
+def _pinned(weight: Tensor) -> Tensor:
+    """A weight in page-locked memory where there is a GPU to copy it to."""
+    return weight.pin_memory() if torch.cuda.is_available() else weight
+
+
+def _enter(
+    held: Mapping[nn.Parameter, Tensor], device: torch.device, *_called: object
+) -> None:
+    for parameter, weight in held.items():
+        parameter.data = weight.to(device, non_blocking=True)
+
+
+def _leave(held: Mapping[nn.Parameter, Tensor], *_called: object) -> None:
+    for parameter, weight in held.items():
+        parameter.data = weight
+
+
+def encoder_name(folder: Path, rule: TextRule) -> str:
+    """The name of a folder's text encoder and of what is taken of it, for text states."""
+    config = _config(folder)
+    named = str(config.get("_name_or_path") or "Qwen3").rstrip("/").rpartition("/")[2]
+    layers = "-".join(map(str, rule.layers))
+    return f"{named} {config.get('hidden_size')}{CHAT_MARK}{layers}"
+
+
+def has_encoder(folder: Path) -> bool:
+    """True if a folder has the weights of its text encoder."""
+    is_qwen = _config(folder).get("model_type") == "qwen3"
+    return is_qwen and any((folder / "text_encoder").glob("*.safetensors"))
+
+
+def states_width(folder: Path, rule: TextRule) -> int:
+    return len(rule.layers) * int(_config(folder).get("hidden_size", 0))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return reading.read_json(folder / "text_encoder" / "config.json")
+
+
+def _layers(count: int, rule: TextRule) -> list[int]:
+    return [layer % (count + 1) for layer in rule.layers]
+
+
+def _read_encoder(folder: Path, rule: TextRule) -> Any:
+    """The encoder without the layers and the norm after the last one that is taken."""
+    config = reading.read_json(folder / "config.json")
+    whole = int(config.get("num_hidden_layers", 0))
+    layers = _layers(whole, rule) if whole else []
+    if not layers or max(layers) > whole:
+        raise SetupError(
+            f"{str(folder)!r} has {whole} layers, and the states of {rule.layers} are taken"
+        )
+    config = {**config, "num_hidden_layers": max(layers)}
+    config.pop("layer_types", None)
+    config.pop("max_window_layers", None)
+    encoder = reading.read_network(Qwen3Model, folder, config)
+    if max(layers) < whole:
+        encoder.norm = nn.Identity()
+    # Its frequencies were made without memory, and no file has them.
+    encoder.rotary_emb = type(encoder.rotary_emb)(Qwen3Config.from_dict(config))
+    return encoder
