@@ -143,10 +143,26 @@ def build_tiny_lora(
         for name, module in network.named_modules()
         if name.endswith(ADAPTED_SUFFIXES)
     }
-    random_model.write_lora(
-        path, layers, rank, alpha, torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    write_lora_of(layers, path, rank, alpha, generator)
     return path
+
+
+def write_lora_of(
+    layers: Mapping[str, Any],
+    path: Path,
+    rank: int,
+    alpha: float,
+    generator: torch.Generator,
+) -> None:
+    """Writes a random LoRA in kohya's format for layers given by key, in float32."""
+    tensors = {}
+    for key, layer in layers.items():
+        shape = tuple(layer.weight.shape)
+        for part, tensor in random_model.lora(shape, rank, generator).items():
+            tensors[f"{key}.{part}"] = tensor.cpu().contiguous()
+        tensors[f"{key}.alpha"] = torch.tensor(alpha)
+    save_file(tensors, path)
 
 
 def _tokenizer() -> CLIPTokenizer:

@@ -36,6 +36,7 @@ OUTSIDE = {
             "deploy/kubernetes/README.md",
             "deploy/salad/README.md",
             "deploy/skypilot/README.md",
+            "deploy/slurm/README.md",
         )
     },
 }

@@ -7,17 +7,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from imagefleet import errors
+from imagefleet.errors import FleetError, JobError, TransientError
 from imagefleet.job import sizes
 from imagefleet.job.prompt import Prompt
-from worker.engine import contract
+from worker.engine.contract import (
+    Finished,
+    ImageRequest,
+    Pixels,
+    PreparedRequest,
+    SelfCheck,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StandInPrepared:
     """A stand-in for a prepared request: only the request."""
 
-    request: contract.ImageRequest
+    request: ImageRequest
 
 
 class StandInEngine:
@@ -38,15 +44,15 @@ class StandInEngine:
         capacity: int = 4,
         tick_seconds: float = 0.0,
         size: tuple[int, int] = (16, 16),
-        draw: Callable[[contract.ImageRequest], contract.Pixels] | None = None,
+        draw: Callable[[ImageRequest], Pixels] | None = None,
     ) -> None:
         self.capacity = capacity
         self.default_size = size
         self.lora_lookups: Mapping[str, int] = {}
-        self.self_check: contract.SelfCheck | None = None
+        self.self_check: SelfCheck | None = None
         self._tick_seconds = tick_seconds
         self._draw = draw or draw_noise
-        self._admitted: deque[tuple[int, contract.ImageRequest]] = deque()
+        self._admitted: deque[tuple[int, ImageRequest]] = deque()
 
     @property
     def free(self) -> int:
@@ -64,22 +70,22 @@ class StandInEngine:
         found = [name for name in names if name.lower() in text]
         return tuple(sorted(found, key=lambda name: text.index(name.lower())))
 
-    def prepare(self, request: contract.ImageRequest) -> StandInPrepared:
+    def prepare(self, request: ImageRequest) -> StandInPrepared:
         return StandInPrepared(request)
 
     def admit(
         self,
         ticket: int,
-        prepared: contract.PreparedRequest,
+        prepared: PreparedRequest,
         *,
         is_urgent: bool = False,  # noqa: ARG002 - all are drawn in the next tick
     ) -> None:
         self._admitted.append((ticket, prepared.request))
 
-    def tick(self) -> list[contract.Finished]:
+    def tick(self) -> list[Finished]:
         time.sleep(self._tick_seconds)
         finished = [
-            contract.Finished(ticket, self._outcome(request))
+            Finished(ticket, self._outcome(request))
             for ticket, request in self._admitted
         ]
         self._admitted.clear()
@@ -88,16 +94,14 @@ class StandInEngine:
     def close(self) -> None:
         self._admitted.clear()
 
-    def _outcome(
-        self, request: contract.ImageRequest
-    ) -> contract.Pixels | errors.FleetError:
+    def _outcome(self, request: ImageRequest) -> Pixels | FleetError:
         try:
             return self._draw(request)
-        except (errors.JobError, errors.TransientError) as error:
+        except (JobError, TransientError) as error:
             return error
 
 
-def draw_noise(request: contract.ImageRequest) -> contract.Pixels:
+def draw_noise(request: ImageRequest) -> Pixels:
     """Noise of the size of the request's last pass, determined by its seed."""
     last = request.upscale or request.hires or request
     width, height = last.width, last.height

@@ -40,7 +40,7 @@ COMMANDS: Mapping[str, str] = {
     "report": "Writes a campaign's report: throughput, cost, failures.",
     "score": "Scores a campaign's images: FID, KID, CLIP score, CMMD.",
     "gallery": "Shows a campaign's images in the browser, as they arrive.",
-    "verify": "Names workers that draw wrong, by second drawings of jobs.",
+    "verify": "Names workers that draw wrong, or checks an export offline.",
     "gate": "Compares images of the same jobs that were drawn in two ways.",
     "redo": "Has images drawn again, and replaces them.",
     "scale": "Scales a fleet on SaladCloud by its queue, within a budget.",

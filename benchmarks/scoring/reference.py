@@ -37,16 +37,18 @@ def main() -> None:
     parser.add_argument(
         "--reference", type=Path, default=ROOT / "evaluation/score/demo/reference.npz"
     )
+    parser.add_argument("--count", type=int, default=0, help="of pictures")
     arguments = parser.parse_args()
+    count = arguments.count or PICTURES
     rng = random.Random(SEED)
     options = SceneOptions(held_out=True, emphasis_share=0)
-    scenes = [world.sample_scene(rng, options) for _ in range(PICTURES)]
+    scenes = [world.sample_scene(rng, options) for _ in range(count)]
     lines = [captions.plain_caption(scene, rng) for scene in scenes]
     arguments.captions.write_text("\n".join(lines) + "\n", encoding="utf-8")
     extractor = load.load_extractor("demo")
     clip = load.load_text_extractor("demo")
     features, seen = [], []
-    for first in range(0, PICTURES, BATCH):
+    for first in range(0, count, BATCH):
         pictures = [world.draw_scene(scene) for scene in scenes[first : first + BATCH]]
         features.append(extractor.features(pictures))
         seen.append(clip.features(pictures))
@@ -54,7 +56,7 @@ def main() -> None:
     statistics = Statistics.of(rows)
     np.savez_compressed(
         arguments.reference,
-        count=PICTURES,
+        count=count,
         mu=statistics.mean,
         sigma=statistics.covariance,
         features=rows.astype(STORED),
@@ -63,7 +65,7 @@ def main() -> None:
         clip_extractor=clip.facts.sha256,
     )
     scores = metrics.clip_score(np.concatenate(seen), clip.text_features(lines))
-    print(f"{PICTURES} pictures; their score with their captions: {scores.mean():.2f}")
+    print(f"{count} pictures; their score with their captions: {scores.mean():.2f}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers.utils import logging as transformers_logging
 
 from imagefleet import errors
-from worker.engine import checkpoint, contract
+from worker.engine import checkpoint
+from worker.engine.contract import ImageRequest, Lora, Pixels
 
 #: With Stable Diffusion's options. PLMS takes one step more than AUTOMATIC1111's and the engine's.
 _SCHEDULERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
@@ -75,7 +76,7 @@ class PlainDiffusers:
             )
         self.pipeline.set_progress_bar_config(disable=True)
 
-    def use_loras(self, loras: Sequence[contract.Lora]) -> None:
+    def use_loras(self, loras: Sequence[Lora]) -> None:
         """Activates exactly these LoRAs; used ones stay in memory.
 
         Without any, all are unloaded and the model is as if there never were any.
@@ -100,7 +101,7 @@ class PlainDiffusers:
         ]
         self.pipeline.set_adapters(names, weights)
 
-    def draw(self, requests: Sequence[contract.ImageRequest]) -> list[contract.Pixels]:
+    def draw(self, requests: Sequence[ImageRequest]) -> list[Pixels]:
         """Draws requests that differ only in prompts and seeds, with the active LoRAs.
 
         Prompts are truncated to 77 tokens and have no weights, as in diffusers.

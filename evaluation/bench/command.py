@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -68,7 +68,7 @@ def _measure_latency(asked: BenchOptions) -> dict[str, Any]:
     from evaluation.bench import latency
 
     with (
-        tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name,
+        TemporaryDirectory(prefix="imagefleet-bench-") as name,
         _steps() as step,
     ):
         step("creating the model", 1)
@@ -101,7 +101,7 @@ def _measure(asked: BenchOptions) -> dict[str, Any]:
         asked.price_per_hour, asked.gpu, asked.priority, machine.hardware(torch_device)
     )
     with (
-        tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name,
+        TemporaryDirectory(prefix="imagefleet-bench-") as name,
         _steps() as step,
     ):
         step(

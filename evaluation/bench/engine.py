@@ -13,12 +13,14 @@ import torch
 
 from evaluation.bench import baseline, machine, random_model, work
 from evaluation.bench import jobs as bench_jobs
+from evaluation.bench.jobs import Workload
 from evaluation.bench.options import BenchOptions
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files import demo
 from imagefleet.pricing import families
-from worker.engine import contract, load
 from worker.engine import device as devices
+from worker.engine import load
+from worker.engine.contract import Engine
 from worker.engine.families import table
 from worker.engine.slots.engine import SlotEngine
 from worker.files import check
@@ -43,7 +45,7 @@ class Setup:
     """A checkpoint, its jobs, and a folder for temporary files."""
 
     model: Path
-    workload: bench_jobs.Workload
+    workload: Workload
     folder: Path
 
 
@@ -63,7 +65,7 @@ def prepare(
     """
     known = {each.slug: each for each in table.FAMILIES}
     if family not in known:
-        raise errors.SetupError(
+        raise SetupError(
             f"--family {family!r} is unknown; known are {', '.join(known)}"
         )
     torch_device = devices.find_device(device)
@@ -76,21 +78,19 @@ def prepare(
             folder / name, torch_device, known[family], prediction_type=kind
         )
     elif model is None and family != "sd1":
-        raise errors.SetupError(
-            f"--family {family} is for GPUs: give a --model on a CPU"
-        )
+        raise SetupError(f"--family {family} is for GPUs: give a --model on a CPU")
     elif model is None:
         model = demo.find_checkpoint()
     directory = folder / "loras"
     names = random_model.build_random_loras(directory, model, loras, torch_device)
     words, negative = bench_jobs.reference_words()
-    workload = bench_jobs.Workload(
+    workload = Workload(
         words, negative, ((0, 0),), directory, tuple((name,) for name in names)
     )
     return Setup(model, workload, folder)
 
 
-def draw_a_round(engine: contract.Engine, workload: bench_jobs.Workload) -> None:
+def draw_a_round(engine: Engine, workload: Workload) -> None:
     """Warms up: reads each LoRA and fills the engine once."""
     with ThreadPoolExecutor(PREPARERS) as threads:
         requests = map(workload.request, range(len(workload.loras)))
@@ -103,7 +103,7 @@ def draw_a_round(engine: contract.Engine, workload: bench_jobs.Workload) -> None
 def measure_baseline(
     model: Path,
     device: torch.device,
-    workload: bench_jobs.Workload,
+    workload: Workload,
     images: int = BASELINE_IMAGES,
 ) -> float:
     """Images/s of plain diffusers, one at a time, with its LoRAs in memory."""
@@ -195,7 +195,7 @@ class _EngineRun:
     def on_images(self, images: float) -> None:
         self._show(images)
 
-    def load(self) -> tuple[contract.Engine, list[str]]:
+    def load(self) -> tuple[Engine, list[str]]:
         asked = self._asked
         began_at = time.monotonic()
         self._step("loading and compiling the model", 1)
@@ -226,9 +226,7 @@ class _EngineRun:
         self._show = self._step("whole worker, from queue to stored image", jobs)
         return engine, [self.workload.message(number) for number in range(jobs)]
 
-    def _drive(
-        self, engine: SlotEngine, name: str, workload: bench_jobs.Workload
-    ) -> work.Rate:
+    def _drive(self, engine: SlotEngine, name: str, workload: Workload) -> work.Rate:
         seconds, width = self._seconds, engine.slots_for(workload.request(0))
         progress = self._step(name, seconds)
         return work.drive(engine, workload.requests(), seconds, progress, width=width)

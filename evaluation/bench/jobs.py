@@ -10,7 +10,7 @@ from pathlib import Path
 from imagefleet.files import demo
 from imagefleet.job import samplers
 from imagefleet.job.prompt import Prompt, read_prompt
-from worker.engine import contract
+from worker.engine.contract import ImageRequest, Lora
 
 #: Steps of mixed jobs, all equally frequent.
 MIXED_STEPS = range(10, 41)
@@ -42,11 +42,11 @@ class Workload:
     cfg_scales: tuple[float, ...] = (7.0,)
     forms: tuple[str, ...] = ()
 
-    def requests(self) -> Iterator[contract.ImageRequest]:
+    def requests(self) -> Iterator[ImageRequest]:
         """All jobs, as requests to an engine."""
         return map(self.request, itertools.count())
 
-    def request(self, number: int) -> contract.ImageRequest:
+    def request(self, number: int) -> ImageRequest:
         width, height = self.sizes[number % len(self.sizes)]
         words = [self.words] * self.repeats[number % len(self.repeats)]
         steps = self.steps[number * _STRIDE % len(self.steps)]
@@ -54,7 +54,7 @@ class Workload:
         if self.forms:
             form = self.forms[number % len(self.forms)]
             prompt = read_prompt(form.format(prompt), steps=steps)
-        return contract.ImageRequest(
+        return ImageRequest(
             prompt=prompt,
             negative_prompt=self.negative_prompt,
             loras=tuple(self._loras(number)),
@@ -70,14 +70,14 @@ class Workload:
         """Queue message of the job that `request` gives for this number."""
         return message(number, self.request(number))
 
-    def _loras(self, number: int) -> Iterator[contract.Lora]:
+    def _loras(self, number: int) -> Iterator[Lora]:
         if not self.loras:
             return
         rounds, at = divmod(number, len(self.loras))
         strength = _STRENGTHS[(rounds + at) % len(_STRENGTHS)]
         for name in self.loras[at]:
             file = self.lora_directory / f"{name}.safetensors"
-            yield contract.Lora(name, file, strength, strength)
+            yield Lora(name, file, strength, strength)
 
 
 def reference_words() -> tuple[str, str]:
@@ -86,7 +86,7 @@ def reference_words() -> tuple[str, str]:
     return _LORA_TAG.sub("", message["prompt"]), message["negative_prompt"]
 
 
-def message(number: int, request: contract.ImageRequest) -> str:
+def message(number: int, request: ImageRequest) -> str:
     """Queue message of a plain request, with the number as the job's id."""
     tags = "".join(f" <lora:{lora.name}:{lora.unet_weight}>" for lora in request.loras)
     job = {

@@ -11,8 +11,8 @@ import torch
 
 from evaluation.bench import baseline, machine, work
 from evaluation.bench import engine as bench_engine
-from evaluation.bench import jobs as bench_jobs
-from evaluation.bench.engine import StartStep
+from evaluation.bench.engine import Setup, StartStep
+from evaluation.bench.jobs import Workload
 from evaluation.bench.options import BenchOptions
 from imagefleet.pricing import families
 from worker.engine import contract, load
@@ -35,9 +35,7 @@ _REPEATS = 3
 Draw = Callable[[Sequence[contract.ImageRequest]], object]
 
 
-def measure(
-    setup: bench_engine.Setup, asked: BenchOptions, step: StartStep
-) -> dict[str, Any]:
+def measure(setup: Setup, asked: BenchOptions, step: StartStep) -> dict[str, Any]:
     """The figures of `--json`; raises FleetError if an image failed.
 
     PLMS with guidance and no LoRA, from before a prompt is encoded to after its image is decoded.
@@ -93,9 +91,9 @@ def measure(
 
 
 def _of_diffusers(
-    setup: bench_engine.Setup,
+    setup: Setup,
     device: torch.device,
-    workload: bench_jobs.Workload,
+    workload: Workload,
     step: StartStep,
 ) -> dict[int, float]:
     plain = baseline.PlainDiffusers(
@@ -112,7 +110,7 @@ def _of_diffusers(
 
 
 def _median_seconds(
-    draw: Draw, workload: bench_jobs.Workload, images: int, repeats: int = _REPEATS
+    draw: Draw, workload: Workload, images: int, repeats: int = _REPEATS
 ) -> float:
     """Median time of a draw of so many images, after one that is not counted."""
     requests = [workload.request(number) for number in range(images)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import save_file
-from torch import nn
+from torch import Generator, Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 from transformers.utils import logging
 
@@ -33,7 +33,7 @@ ADAPTED_SUFFIXES = (
 _PIXELS_PER_LATENT = 8
 
 Shape = tuple[int, ...]
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 
 def build_random_checkpoint(
@@ -82,7 +82,7 @@ def build_random_loras(
     They change the linear layers of its transformers, 192 in SD1.5: 27 MB each at rank 32.
     """
 
-    def make(_path: str, layer: Any, generator: torch.Generator) -> tuple[Tensors, int]:
+    def make(_path: str, layer: Any, generator: Generator) -> tuple[Tensors, int]:
         return lora(tuple(layer.weight.shape), rank, generator), rank
 
     return write_loras(
@@ -106,11 +106,11 @@ def write_loras(
     name: str,
     count: int,
     layers: Mapping[str, Any],
-    make: Callable[[str, Any, torch.Generator], tuple[Tensors, int]],
+    make: Callable[[str, Any, Generator], tuple[Tensors, int]],
     device: torch.device,
 ) -> list[str]:
     """Writes LoRAs of what *make* gives for each layer, with its rank; returns their names."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = Generator(device).manual_seed(0)
     names = [f"{name}-{number:03}" for number in range(count)]
     for file in names:
         tensors = {}
@@ -124,12 +124,12 @@ def write_loras(
     return names
 
 
-def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
-def lora(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:
+def lora(shape: Shape, rank: int, generator: Generator) -> Tensors:
     outer, inner, *kernel = shape
     ones = [1] * len(kernel)
     inputs = inner * math.prod(kernel)
@@ -139,7 +139,7 @@ def lora(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:
     }
 
 
-def noise(generator: torch.Generator, *shape: int) -> torch.Tensor:
+def noise(generator: Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device=generator.device)
 
 

@@ -10,9 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from imagefleet import errors
+from imagefleet.errors import FleetError, NodeError, SetupError
 from imagefleet.storage.open import Storage, open_storage
-from worker.engine import contract
+from worker.engine.contract import (
+    Engine,
+    Finished,
+    ImageRequest,
+    Pixels,
+    PreparedRequest,
+)
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
 from worker.stages.requests import PREPARERS
@@ -53,7 +59,7 @@ class Tick:
 class Ticks:
     """Times all ticks of an engine from now on."""
 
-    def __init__(self, engine: contract.Engine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.all: list[Tick] = []
         self._engine = engine
         self._tick = engine.tick
@@ -74,7 +80,7 @@ class Ticks:
         seconds = between[-1].ended_at - between[0].began_at
         return max(0.0, 1 - busy / seconds)
 
-    def _run(self) -> list[contract.Finished]:
+    def _run(self) -> list[Finished]:
         rows = self._rows()
         began_at = time.monotonic()
         finished = self._tick()
@@ -85,37 +91,33 @@ class Ticks:
         return int(getattr(self._engine, "unet_rows", 0))
 
 
-def images_at_once(engine: contract.Engine) -> int:
+def images_at_once(engine: Engine) -> int:
     """Images that finish together if all jobs are alike; at most the capacity."""
     return int(getattr(engine, "slots", engine.capacity))
 
 
-def draw(
-    engine: contract.Engine, requests: Sequence[contract.ImageRequest]
-) -> list[contract.Pixels]:
+def draw(engine: Engine, requests: Sequence[ImageRequest]) -> list[Pixels]:
     """Draws images as fast as the engine takes them; raises FleetError if one failed."""
     waiting = deque(enumerate(requests))
-    images: dict[int, contract.Pixels] = {}
+    images: dict[int, Pixels] = {}
     while waiting or engine.busy:
         while waiting and engine.free:
             ticket, request = waiting.popleft()
             engine.admit(ticket, engine.prepare(request))
         for finished in engine.tick():
-            if isinstance(finished.outcome, errors.FleetError):
+            if isinstance(finished.outcome, FleetError):
                 raise finished.outcome
             images[finished.ticket] = finished.outcome
     return [images[ticket] for ticket in range(len(requests))]
 
 
 def drive(
-    engine: contract.Engine,
-    requests: Iterator[contract.ImageRequest],
+    engine: Engine,
+    requests: Iterator[ImageRequest],
     seconds: float,
     on_progress: Callable[[float], None] = lambda _: None,
     *,
-    amount_of: Callable[[contract.ImageRequest], float] = lambda each: (
-        each.width * each.height
-    ),
+    amount_of: Callable[[ImageRequest], float] = lambda each: each.width * each.height,
     width: int | None = None,
 ) -> Rate:
     """Keeps *engine* full for *seconds*; *on_progress* is called with the seconds so far.
@@ -128,7 +130,7 @@ def drive(
         FleetError: an image failed.
     """
     width = width or images_at_once(engine)
-    drawn: list[contract.ImageRequest] = []
+    drawn: list[ImageRequest] = []
     finished_at: list[float] = []
     for finished in draw_on(engine, requests, width):
         drawn += finished
@@ -144,8 +146,8 @@ def drive(
 
 
 def draw_on(
-    engine: contract.Engine, requests: Iterator[contract.ImageRequest], width: int
-) -> Generator[list[contract.ImageRequest], None, None]:
+    engine: Engine, requests: Iterator[ImageRequest], width: int
+) -> Generator[list[ImageRequest], None, None]:
     """Keeps *engine* full; yields, after each tick, the requests whose images are done.
 
     *width*: how many images are there before it waits for the preparation of no other.
@@ -153,8 +155,8 @@ def draw_on(
     Raises:
         FleetError: an image failed.
     """
-    preparing: deque[Future[contract.PreparedRequest]] = deque()
-    admitted: list[contract.ImageRequest] = []
+    preparing: deque[Future[PreparedRequest]] = deque()
+    admitted: list[ImageRequest] = []
     with ThreadPoolExecutor(PREPARERS) as threads:
         while True:
             while engine.free:
@@ -168,7 +170,7 @@ def draw_on(
                 admitted.append(prepared.request)
             finished = []
             for one in engine.tick():
-                if isinstance(one.outcome, errors.FleetError):
+                if isinstance(one.outcome, FleetError):
                     raise one.outcome
                 finished.append(admitted[one.ticket])
             yield finished
@@ -188,7 +190,7 @@ def rate_of(
     """
     counted = (len(finished_at) - width) // width * width
     if counted <= 0:
-        raise errors.SetupError(f"too few images to measure a rate: {len(finished_at)}")
+        raise SetupError(f"too few images to measure a rate: {len(finished_at)}")
     end = width + counted
     seconds = finished_at[end - 1] - finished_at[width - 1]
     drawn = amounts[width:end]
@@ -214,10 +216,10 @@ def _slope(finished_at: Sequence[float], amounts: Sequence[float]) -> float:
 
 async def work(
     settings: WorkerSettings,
-    load: Callable[[], tuple[contract.Engine, Sequence[str]]],
+    load: Callable[[], tuple[Engine, Sequence[str]]],
     *,
     wrap: Callable[[Storage], Storage] = lambda storage: storage,
-    width_of: Callable[[contract.Engine], int] = images_at_once,
+    width_of: Callable[[Engine], int] = images_at_once,
     on_images: Callable[[float], None] = lambda _: None,
 ) -> tuple[Rate, float]:
     """A whole worker's rate, from the queue to the stored image, and the engine's idle fraction.
@@ -247,7 +249,7 @@ async def work(
     async with open_storage(settings) as storage:
         await storage.create()
 
-        def load_and_fill() -> contract.Engine:
+        def load_and_fill() -> Engine:
             nonlocal width
             engine, messages = load()
             asyncio.run_coroutine_threadsafe(
@@ -263,7 +265,7 @@ async def work(
         await pipeline.run(asyncio.Event(), asyncio.Event())
     if others:
         ends = ", ".join(f"{count} {outcome}" for outcome, count in others.items())
-        raise errors.NodeError(f"not every job was completed: {ends}")
+        raise NodeError(f"not every job was completed: {ends}")
     rate = rate_of(completed_at[: len(completed_at) - width], width)
     idle_seconds = pipeline.engine_thread.clock.idle_seconds
     idle = ", ".join(

@@ -12,12 +12,19 @@ from pathlib import Path
 
 from cli import console
 from evaluation.gate.sides import GPU_ONLY, Engine
-from imagefleet import errors
+from imagefleet.errors import (
+    FleetError,
+    JobError,
+    MissingFileError,
+    SetupError,
+    TransientError,
+)
 from imagefleet.job.message import Job, text_for_image
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract, load
 from worker.engine import device as devices
+from worker.engine.contract import ImageRequest, Pixels
 from worker.inputs.img2img import Overlay
 from worker.inputs.reader import JobFiles
 from worker.settings import WorkerSettings
@@ -41,7 +48,7 @@ class _Image:
 
     job: Job
     index: int
-    request: contract.ImageRequest
+    request: ImageRequest
     overlay: Overlay | None
 
 
@@ -50,7 +57,7 @@ def check(sides: Iterable[Engine], device: str) -> None:
     if devices.find_device(device).type == "cpu":
         words = {word for side in sides for word in side.text.split(",")}
         if without_effect := ", ".join(sorted(GPU_ONLY & words)):
-            raise errors.SetupError(
+            raise SetupError(
                 f"{without_effect} changes nothing on a CPU: compare on a GPU"
             )
 
@@ -78,7 +85,7 @@ def draw(
 
 def _drawn(
     images: Sequence[_Image], engine: contract.Engine
-) -> Iterator[tuple[_Image, contract.Pixels]]:
+) -> Iterator[tuple[_Image, Pixels]]:
     """The images as they are finished; the engine is kept full."""
     with ThreadPoolExecutor(PREPARERS, "prepare") as threads:
         to_prepare = iter(images)
@@ -97,12 +104,12 @@ def _drawn(
             for finished in engine.tick():
                 image = images[finished.ticket]
                 with _naming(image.job):
-                    if isinstance(finished.outcome, errors.FleetError):
+                    if isinstance(finished.outcome, FleetError):
                         raise finished.outcome
                 yield image, finished.outcome
 
 
-def _write(image: _Image, pixels: contract.Pixels, model: str, folder: Path) -> None:
+def _write(image: _Image, pixels: Pixels, model: str, folder: Path) -> None:
     job, request, overlay = image.job, image.request, image.overlay
     if overlay is not None:
         pixels = overlay.put_over(pixels)
@@ -151,10 +158,10 @@ def _naming(job: Job) -> Iterator[None]:
     """Errors of a job as SetupErrors that name it."""
     try:
         yield
-    except (errors.JobError, errors.TransientError) as error:
+    except (JobError, TransientError) as error:
         hint = ""
-        if isinstance(error, errors.MissingFileError):
+        if isinstance(error, MissingFileError):
             hint = " (--lora-directory and --embedding-directory name their folders)"
-        raise errors.SetupError(
+        raise SetupError(
             f"job {job.id} cannot be drawn: {error.message}{hint}"
         ) from error

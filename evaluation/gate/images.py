@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evaluation.score import plan
-from imagefleet import errors
+from imagefleet.errors import SetupError, UnusableFileError
 from imagefleet.files import picture
 from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job
@@ -38,7 +38,7 @@ _NOT_COMPARED = {
 }
 
 
-class NotComparableError(errors.SetupError):
+class NotComparableError(SetupError):
     """The two sides are not drawings of the same jobs."""
 
 
@@ -65,7 +65,7 @@ class FolderImages:
 
     async def names(self) -> list[str]:
         if not await asyncio.to_thread(self._path.is_dir):
-            raise errors.SetupError(f"the folder {str(self._path)!r} does not exist")
+            raise SetupError(f"the folder {str(self._path)!r} does not exist")
         return await asyncio.to_thread(plan.pictures, self._path)
 
     async def read(self, name: str) -> bytes | None:
@@ -77,9 +77,7 @@ class FolderImages:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise errors.SetupError(
-                f"cannot read {path}: {error.strerror or error}"
-            ) from None
+            raise SetupError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 class CampaignImages:
@@ -117,7 +115,7 @@ class CampaignImages:
         try:
             spot = self._packed.get(name, Spot(self._folder + name))
             return await pictures.read(self._storage, spot)
-        except errors.UnusableFileError:  # too large for an image
+        except UnusableFileError:  # too large for an image
             return None
 
 

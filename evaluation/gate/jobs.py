@@ -4,7 +4,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from evaluation.gate import images
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import SetupError
 from imagefleet.files import demo
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import img2img
@@ -27,7 +28,7 @@ def of_file(path: Path | None, count: int | None, steps: int | None) -> list[Job
         if body is not None
     ]
     if not jobs:
-        raise errors.SetupError(f"{name} has no captions")
+        raise SetupError(f"{name} has no captions")
     return _distinct([_to_draw(each, steps) for each in jobs])
 
 
@@ -61,7 +62,7 @@ def _to_draw(job: Job, steps: int | None) -> Job:
     elif files:
         reason = f"needs a file of a storage, {files[0]}"
     if reason is not None:
-        raise errors.SetupError(
+        raise SetupError(
             f"job {job.id} {reason}: the gate draws jobs of one stage without such files; have"
             " workers draw two campaigns, and compare these"
         )
@@ -75,6 +76,6 @@ def _distinct(jobs: list[Job]) -> list[Job]:
     seen: set[str] = set()
     for job in jobs:
         if str(job.id) in seen:
-            raise errors.SetupError(f"two of the captions have the id {job.id}")
+            raise SetupError(f"two of the captions have the id {job.id}")
         seen.add(str(job.id))
     return jobs

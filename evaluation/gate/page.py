@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-import jinja2
 import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
 from evaluation.gate.compare import Comparison, Measures, PairFigures
@@ -97,11 +97,11 @@ def picture(pair: PairFigures, a: Drawing, b: Drawing) -> Picture:
 
 def render(result: Result, made_at: datetime) -> str:
     """The page as one file: pictures inline, no scripts."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("evaluation.gate", ""),
+    environment = Environment(
+        loader=PackageLoader("evaluation.gate", ""),
         autoescape=True,
         trim_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        undefined=StrictUndefined,
     )
     environment.filters["figure"] = figure
     return environment.get_template("page.html.jinja").render(

@@ -25,7 +25,8 @@ from evaluation.score import extractors
 from evaluation.score import reference as references
 from evaluation.score.networks import load
 from evaluation.score.statistics import Statistics
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import SetupError
 from imagefleet.files import demo
 from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage
@@ -58,17 +59,17 @@ def _check(plan: GateRequest) -> None:
     both = len(plan.engines) == 2  # noqa: PLR2004
     for flag, value in (("--jobs", plan.drawn.jobs), ("--steps", plan.drawn.steps)):
         if value is not None and not both:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{flag} is for two settings that are drawn here; the jobs are those of the images"
                 " there are"
             )
     for flag, value in (("--model", plan.drawn.model), ("--keep", plan.drawn.keep)):
         if value is not None and not plan.engines:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{flag} is for settings that are drawn here; there are none"
             )
     if plan.a == plan.b and plan.storages[0] == plan.storages[1]:
-        raise errors.SetupError(f"A and B are the same: {plan.a}")
+        raise SetupError(f"A and B are the same: {plan.a}")
     with load.needs_extra():
         importlib.import_module("skimage")  # before what takes minutes is drawn
     if plan.drawn.model is not None:
@@ -88,7 +89,7 @@ def _measures(plan: GateRequest) -> Measures:
     texts = None if clip == NONE else load.load_text_extractor(clip, device)
     if found is None:
         if plan.judged.reference is not None:
-            raise errors.SetupError("--reference needs an --extractor")
+            raise SetupError("--reference needs an --extractor")
         return Measures(None, texts, None)
     reference = plan.judged.reference or (
         extractors.DEMO if name == extractors.DEMO else None
@@ -115,9 +116,7 @@ async def _statistics(folder: Images, extractor: extractors.Extractor) -> Statis
         features = extractor.features([Image.fromarray(each.pixels) for each in drawn])
         found += Statistics.of(np.asarray(features))
     if found.count < 2:  # noqa: PLR2004
-        raise errors.SetupError(
-            f"{folder.label}: the reference needs at least two images"
-        )
+        raise SetupError(f"{folder.label}: the reference needs at least two images")
     return found
 
 
@@ -129,7 +128,7 @@ def _folders(plan: GateRequest) -> Iterator[tuple[Path, Path]]:
         folders = root / "a", root / "b"
         for at in plan.engines:
             if folders[at].exists() and any(folders[at].iterdir()):
-                raise errors.SetupError(
+                raise SetupError(
                     f"{folders[at]} has files already: choose another --keep"
                 )
             folders[at].mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,8 @@ import numpy as np
 
 from evaluation.gate.compare import Comparison, Measures, PairFigures
 from evaluation.score.metrics import frechet_distance, psnr
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 
 #: Pairs that are listed and shown, unless --limit says otherwise.
 WORST = 8
@@ -52,7 +53,7 @@ class Bounds:
                 hint = (
                     validation.suggestion(name, fields) or f": use {', '.join(fields)}"
                 )
-                raise errors.SetupError(
+                raise SetupError(
                     f"--set {text[:80]}: there is no bound {name[:40]!r}{hint}"
                 )
             try:
@@ -60,9 +61,7 @@ class Bounds:
             except ValueError:
                 value = math.nan
             if not 0 <= value <= (100 if name == "alike" else math.inf):
-                raise errors.SetupError(
-                    f"--set {text[:80]}: give a number, such as {name}=1"
-                )
+                raise SetupError(f"--set {text[:80]}: give a number, such as {name}=1")
         return cls(**changes)
 
     def are_alike(self, pair: PairFigures) -> bool:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
 from evaluation.score.statistics import Doubles, Features, Rows, Statistics, blocks
-from imagefleet import errors
+from imagefleet.errors import SetupError
 
 #: As torch-fidelity has them, whose subsets are drawn the same way.
 KID_SUBSETS = 100
@@ -62,7 +62,7 @@ class Kid:
     subset_size: int
 
 
-def mean_square(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
+def mean_square(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> float:
     """The mean square of the difference of all channels, out of 255 squared."""
     difference = a.astype(np.int16) - b
     return float(np.square(difference, dtype=np.int32).mean())
@@ -76,7 +76,7 @@ def psnr(square: float) -> float | None:
 def frechet_distance(a: Statistics, b: Statistics) -> float:
     """The Fréchet distance of two sets of features: FID (Heusel et al., 2017) of Inception's."""
     if a.mean.shape != b.mean.shape:
-        raise errors.SetupError(
+        raise SetupError(
             f"one side has {len(a.mean):,} features an image, the other {len(b.mean):,}: both must"
             " come from the same extractor"
         )
@@ -131,7 +131,7 @@ def kid(
     """
     size = min(subset_size, a.shape[0], b.shape[0])
     if size < 2:  # noqa: PLR2004
-        raise errors.SetupError("KID needs at least two images on each side")
+        raise SetupError("KID needs at least two images on each side")
     # This generator and this order draw the subsets of torch-fidelity.
     random = np.random.RandomState(_KID_SEED)
     are_whole = a.shape[0] == b.shape[0] == size

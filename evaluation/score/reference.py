@@ -13,7 +13,7 @@ from evaluation.score import chunks, extractors
 from evaluation.score.extractors import DEMO, ExtractorFacts
 from evaluation.score.plan import Chunk
 from evaluation.score.statistics import UNREADABLE, Rows, Statistics
-from imagefleet import errors
+from imagefleet.errors import SetupError
 
 #: 2,000 pictures of the drawn world; `benchmarks/scoring/reference.py` makes it.
 _DEMO_FILE = Path(__file__).with_name(DEMO) / "reference.npz"
@@ -52,7 +52,7 @@ def of_chunks(
         )
     images = sum(note.images for note in notes)
     if images < _LEAST:
-        raise errors.SetupError(
+        raise SetupError(
             f"the reference {folder} has fewer than {_LEAST} pictures to read"
         )
     rows = (
@@ -79,12 +79,12 @@ def read(
     """Statistics of pytorch-fid, clean-fid or `write`; raises SetupError for other ones."""
     file = _DEMO_FILE if path == DEMO else Path(path)
     if not file.is_file():
-        raise errors.SetupError(f"the reference {path!r} does not exist")
+        raise SetupError(f"the reference {path!r} does not exist")
     statistics = None
     if extractor:
         statistics = Statistics.read(file)
         if (dimensions := len(statistics.mean)) != extractor.dimensions:
-            raise errors.SetupError(
+            raise SetupError(
                 f"the reference {path} has {dimensions:,} features an image, and {extractor.name}"
                 f" {extractor.dimensions:,}: they are of another extractor"
             )
@@ -93,7 +93,7 @@ def read(
             images = int(stored["count"]) if "count" in stored else None
             for which, facts in (("extractor", extractor), ("clip_extractor", clip)):
                 if facts and which in stored and str(stored[which]) != facts.sha256:
-                    raise errors.SetupError(
+                    raise SetupError(
                         f"the reference {path} was made with another {which.replace('_', ' ')}"
                         f" than {facts.name}: its SHA-256 is {stored[which]}"
                     )
@@ -104,9 +104,7 @@ def read(
                 stored["clip_features"] if clip and "clip_features" in stored else None
             )
     except UNREADABLE as error:
-        raise errors.SetupError(
-            f"the reference {path} cannot be read: {error}"
-        ) from None
+        raise SetupError(f"the reference {path} cannot be read: {error}") from None
     return Reference(
         path, images, extractors.sha256_of(file), statistics, features, seen
     )

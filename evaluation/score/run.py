@@ -21,7 +21,8 @@ from evaluation.score.extractors import Extractor, ExtractorFacts, TextExtractor
 from evaluation.score.networks import load
 from evaluation.score.plan import Chunk, ImageRow
 from evaluation.score.statistics import Features
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import FleetError, UnusableFileError
 from imagefleet.files import picture
 from imagefleet.records import pictures
 from imagefleet.storage.open import Storage, open_storage
@@ -147,7 +148,7 @@ def _in_processes(works: Sequence[FeatureTask], on_images: OnImages) -> None:
                     running.remove(connection)
                     _check_ended(children[connection])
                     continue
-                if isinstance(said, errors.FleetError):
+                if isinstance(said, FleetError):
                     raise said
                 on_images(said)
     finally:
@@ -159,7 +160,7 @@ def _in_processes(works: Sequence[FeatureTask], on_images: OnImages) -> None:
 def _check_ended(child: BaseProcess) -> None:
     child.join()
     if child.exitcode:
-        raise errors.FleetError(
+        raise FleetError(
             f"a scoring process ended with exit code {child.exitcode} (-9: out of memory?); the"
             " same command goes on, perhaps with fewer --processes"
         )
@@ -171,7 +172,7 @@ def _child(work: FeatureTask, connection: Connection) -> None:
         asyncio.run(_extract(work, connection.send))
     except BrokenPipeError:
         return  # the parent was killed
-    except errors.FleetError as error:
+    except FleetError as error:
         connection.send(error)
 
 
@@ -286,5 +287,5 @@ async def _read_blob(row: ImageRow, storage: Storage) -> bytes | None:
     """None for what is missing."""
     try:
         return await RETRIES.call(lambda: pictures.read(storage, row.spot))
-    except errors.UnusableFileError:  # larger than any image
+    except UnusableFileError:  # larger than any image
         return None

@@ -14,6 +14,7 @@ from evaluation.score.figures import Scores
 from evaluation.score.networks import load
 from evaluation.score.plan import ScorePlan
 from evaluation.score.reference import Reference
+from evaluation.score.run import Done, FeatureTask, NetworkPair
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.follower import Follower, follow
@@ -77,8 +78,8 @@ def run(asked: ScoreRequest) -> Scores:
     """The figures; raises FleetError for unusable sources."""
     networks = asked.networks
     device = load.find_device((networks.extractor, networks.clip), networks.device)
-    pair = running.NetworkPair(networks.extractor, networks.clip, device)
-    work = running.FeatureTask(asked.settings, (), pair)
+    pair = NetworkPair(networks.extractor, networks.clip, device)
+    work = FeatureTask(asked.settings, (), pair)
     extractor, clip = pair.facts
     compared = _compared(asked, work, extractor, clip)
     if asked.write_reference and compared:
@@ -98,7 +99,7 @@ def run(asked: ScoreRequest) -> Scores:
 
 def _compared(
     asked: ScoreRequest,
-    work: running.FeatureTask,
+    work: FeatureTask,
     extractor: ExtractorFacts | None,
     clip: ExtractorFacts | None,
 ) -> Reference | None:
@@ -140,9 +141,9 @@ async def _plan(asked: ScoreRequest) -> ScorePlan:
             return await plan.make(storage, asked.campaign, asked.folder, on_records)
 
 
-def _extract(asked: ScoreRequest, work: running.FeatureTask, verb: str) -> None:
+def _extract(asked: ScoreRequest, work: FeatureTask, verb: str) -> None:
     """Computes the features that are not there yet, with a bar and the speed."""
-    done = running.Done()
+    done = Done()
     processes = asked.computing.processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
     began_at = time.monotonic()
     images = sum(len(chunk.rows()) for chunk in work.chunks)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Protocol, Self
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 
-Features = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
+Features = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 
 #: Rows multiplied at once: 16 MB of 2,048 features.
 BLOCK_ROWS = 1024
@@ -33,7 +33,7 @@ class Rows(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Images, and features of each."""
 
-    def __getitem__(self, indices: npt.NDArray[np.int64], /) -> Features: ...
+    def __getitem__(self, indices: NDArray[np.int64], /) -> Features: ...
 
 
 def blocks(rows: Rows, size: int = BLOCK_ROWS) -> Iterable[Features]:
@@ -82,7 +82,7 @@ class Statistics:
     def covariance(self) -> Doubles:
         """Raises SetupError for a single image, which has none."""
         if self.count < 2:  # noqa: PLR2004
-            raise errors.SetupError("FID needs at least two images on each side")
+            raise SetupError("FID needs at least two images on each side")
         return self.scatter / (self.count - 1)
 
     @classmethod
@@ -94,12 +94,12 @@ class Statistics:
                 covariance = np.asarray(stored["sigma"], np.float64)
                 count = int(stored["count"]) if "count" in stored else 0
         except UNREADABLE as error:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{path} has no statistics: it should be an .npz with `mu` and `sigma` ({error})"
             ) from None
         is_whole = np.isfinite(mean).all() and np.isfinite(covariance).all()
         if mean.ndim != 1 or covariance.shape != 2 * mean.shape or not is_whole:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{path}: `mu` should be a vector of finite numbers and `sigma` a square matrix of"
                 f" its size, not {mean.shape} and {covariance.shape}"
             )

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import typer
 from rich import filesize
@@ -112,8 +111,8 @@ async def _export(
         with files.writing(folder):
             found = Manifest.read(folder)
             if found is None:
-                terms = _Terms(folder, wanted, fleet.keys.signing, signs)
-                found = await _make(storage, terms, quiet=quiet)
+                keys = fleet.keys.signing, signs
+                found = await _make(storage, folder, wanted, keys, quiet=quiet)
             else:
                 _check_same(found, wanted, folder)
                 stored = (await reader.counts(storage, wanted.campaign)).images
@@ -126,18 +125,16 @@ async def _export(
         return found
 
 
-class _Terms(NamedTuple):
-    """An export as it is asked for: its folder, and the keys that sign it and its pictures."""
-
-    folder: Path
-    wanted: ExportPlan
-    key: SigningKey | None
-    signs: Credentials | None
-
-
-async def _make(storage: Storage, terms: _Terms, *, quiet: bool) -> Manifest:
-    """Goes on with an export, or begins one."""
-    folder, wanted, key, signs = terms
+async def _make(
+    storage: Storage,
+    folder: Path,
+    wanted: ExportPlan,
+    keys: tuple[SigningKey | None, Credentials | None],
+    *,
+    quiet: bool,
+) -> Manifest:
+    """Goes on with the export in *folder*, or begins one; *keys* sign it, and its pictures."""
+    key, signs = keys
     if not (folder / WORK_FOLDER).exists():
         await target.check_campaign(storage, wanted.campaign)
         counts = await reader.counts(storage, wanted.campaign)

@@ -13,6 +13,7 @@ from fleet.plan.work import ModelJobs
 from imagefleet import redaction, validation
 from imagefleet.errors import SetupError
 from imagefleet.pricing import families, prices
+from imagefleet.pricing.prices import PriceTable, Priority
 from imagefleet.storage.protocol import Operations
 
 DEFAULT_GPU = "RTX 3060 Ti"
@@ -129,7 +130,7 @@ class BatchPlan:
 def make_plan(
     works: Sequence[ModelJobs],
     mix: Sequence[Part],
-    table: prices.PriceTable = prices.BUILT_IN,
+    table: PriceTable = prices.BUILT_IN,
     bundle: int = 1,
 ) -> BatchPlan:
     """The plan of a batch on *mix*, whose parts share the work by their speed.
@@ -219,7 +220,7 @@ def sources(part: Part) -> list[str]:
     ]
 
 
-def old_prices(mix: Sequence[Part], table: prices.PriceTable, today: date) -> list[str]:
+def old_prices(mix: Sequence[Part], table: PriceTable, today: date) -> list[str]:
     """A sentence for each listed price that is older than `prices.MAX_AGE_DAYS`."""
     days = {
         part.gpu: table.gpus[part.gpu].as_of
@@ -271,7 +272,7 @@ class _Report(BaseModel):
     model: str
 
 
-def read_bench(path: Path, table: prices.PriceTable) -> Bench:
+def read_bench(path: Path, table: PriceTable) -> Bench:
     """Raises SetupError if the file is not such a report."""
     report = validation.read_file(
         _Report, path, "is not the JSON of `imagefleet bench --json-file FILE`"
@@ -359,7 +360,7 @@ def find_speed(
 
 
 def find_price(
-    gpu: str, priority: prices.Priority, given: float | None, table: prices.PriceTable
+    gpu: str, priority: Priority, given: float | None, table: PriceTable
 ) -> Input:
     """$/h of one *gpu*, given or listed; raises SetupError if neither is known."""
     if given is not None:

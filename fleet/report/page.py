@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-import jinja2
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import filesize
 
 from cli.console import counted, significant
@@ -67,11 +67,11 @@ def render(
     made_at: datetime,
 ) -> str:
     """The page; *samples* are shown as thumbnails with their jobs' ids, prompts and LoRAs."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fleet.report", ""),
+    environment = Environment(
+        loader=PackageLoader("fleet.report", ""),
         autoescape=True,
         trim_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        undefined=StrictUndefined,
     )
     filters = {name: _or_unknown(show) for name, show in _FILTERS.items()}
     environment.filters.update(filters | {"gpu_name": gpu_name})

@@ -16,6 +16,7 @@ from imagefleet.files import pack
 from imagefleet.files.pack import Member
 from imagefleet.records import pictures
 from imagefleet.records.catalog import Damaged
+from imagefleet.records.pictures import Fault
 from imagefleet.records.record import Record, hashed
 from imagefleet.storage.open import Storage
 from imagefleet.submit import RETRIES
@@ -75,11 +76,11 @@ class Download:
     bytes: int = 0
     already_there: int = 0
     #: Images by name that none of their records fits.
-    undelivered: dict[str, pictures.Fault] = field(default_factory=dict)
+    undelivered: dict[str, Fault] = field(default_factory=dict)
     #: Images that are in the folder as a record has them: 60 bytes for each name.
     _delivered: set[int] = field(default_factory=set)
 
-    def named(self, fault: pictures.Fault) -> list[str]:
+    def named(self, fault: Fault) -> list[str]:
         return [name for name, why in self.undelivered.items() if why == fault]
 
     async def run(
@@ -165,7 +166,7 @@ class Download:
 
 async def copy_pack(
     storage: Storage, records: Sequence[Record], path: Path, *, others: bool = False
-) -> tuple[int, Mapping[str, pictures.Fault]]:
+) -> tuple[int, Mapping[str, Fault]]:
     """Stores the pack of *records* as a file; with *others*, also pictures that none of them is of.
 
     Returns the bytes that were stored, 0 if the file is there already; and, by name, the images

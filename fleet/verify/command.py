@@ -6,11 +6,12 @@ from collections.abc import Container, Sequence
 from dataclasses import asdict, astuple
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
-import typer
+from typer import Argument, Exit
 
 from cli import console, options, target
-from cli.options import argument, option
+from cli.options import option
 from fleet.export.plan import MANIFEST
 from fleet.verify import export, pairs
 from fleet.verify.pairs import Pair
@@ -21,14 +22,19 @@ from worker.node import quarantine as quarantining
 _NOBODY = "(none: no worker's record)"
 
 
+_JobsOrExport = Annotated[
+    str | None,
+    Argument(
+        metavar="CAMPAIGN[/ID]|EXPORT",
+        help="Only this campaign, or this one of its jobs; or the folder of an export.",
+    ),
+]
+
+
 @options.flat
 async def command(
     settings: SignerSettings,
-    job: str | None = argument(
-        "Only this campaign, or this one of its jobs; or the folder of an export.",
-        None,
-        metavar="CAMPAIGN[/ID]|EXPORT",
-    ),
+    job: _JobsOrExport = None,
     since: datetime | None = options.moment("Only what was stored since then"),
     quarantine: bool = option(
         "Add those of which no drawing is alike to quarantine.json: they lease no more jobs.",
@@ -37,7 +43,7 @@ async def command(
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Names workers that draw wrong, by second drawings of jobs; or checks an export offline.
+    """Names workers that draw wrong, or checks an export offline.
 
     `imagefleet load --verify-share` has some jobs drawn by two workers; a drawing whose name was
     taken is kept, too. A worker is named when pairs with two others speak against it: a single
@@ -112,7 +118,7 @@ async def command(
                     f"{console.counted(kept, 'worker')} not added: others draw some images alike"
                 )
     if different:
-        raise typer.Exit(console.EXIT_IMAGES_WRONG)
+        raise Exit(console.EXIT_IMAGES_WRONG)
 
 
 def _folder_of(text: str | None, *, is_only: bool) -> Path | None:
@@ -158,7 +164,7 @@ async def _verify_export(
             "without --trusted-key: the files agree with each other, whoever made them"
         )
     if verdict.fault_count:
-        raise typer.Exit(console.EXIT_IMAGES_WRONG)
+        raise Exit(console.EXIT_IMAGES_WRONG)
 
 
 def _show_counts(counts: Counter[pairs.Result]) -> None:

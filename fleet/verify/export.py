@@ -5,14 +5,15 @@ with them, and nothing is written.
 """
 
 import hashlib
-import io
 import itertools
 import json
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from io import BufferedReader
 from pathlib import Path
+from tarfile import TarError, TarFile, TarInfo
 from typing import NamedTuple
 
 from fleet.export.formats import Sample
@@ -79,14 +80,14 @@ class _Place(NamedTuple):
     size: int
 
 
-class _Header(tarfile.TarInfo):
+class _Header(TarInfo):
     """A header as exports have them: no links, and names alone in headers of their own."""
 
-    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+    def _proc_member(self, tar: TarFile) -> TarInfo:
         is_name = self.type == tarfile.XHDTYPE and self.size <= _MAX_TEXT_BYTES
         if not (is_name or self.type == tarfile.REGTYPE):
             raise _FaultError(f"its member {self.name!r} is a link, or no file")
-        found: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]
+        found: TarInfo = super()._proc_member(tar)  # type: ignore[misc]
         return found
 
 
@@ -126,7 +127,7 @@ class Verifier:
         for name, shard in shards.items():
             try:
                 self._verify(name, shard)
-            except (_FaultError, OSError, tarfile.TarError) as error:
+            except (_FaultError, OSError, TarError) as error:
                 self.verdict.add(name, None, str(error))
         return self.verdict
 
@@ -161,7 +162,7 @@ class Verifier:
         if verdict.pictures - pictures != shard.images:
             raise _FaultError(f"has not the {shard.images:,} pictures of {MANIFEST}")
 
-    def _look(self, name: str, file: io.BufferedReader, *, is_sealed: bool) -> None:
+    def _look(self, name: str, file: BufferedReader, *, is_sealed: bool) -> None:
         heads = [place for place in _places(file) if place.name == pack.HEAD]
         records = _by_key(
             b"".join(_read(file, each, _MAX_RECORDS_BYTES) for each in heads)
@@ -188,7 +189,7 @@ class Verifier:
         key: str,
         record: Record,
         files: list[_Place],
-        file: io.BufferedReader,
+        file: BufferedReader,
         *,
         is_sealed: bool,
     ) -> None:
@@ -238,7 +239,7 @@ class Verifier:
                 )
 
 
-def _places(file: io.BufferedReader) -> Iterator[_Place]:
+def _places(file: BufferedReader) -> Iterator[_Place]:
     """The members of a tar; nothing of it is unpacked, and nothing remembered."""
     file.seek(0)
     with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
@@ -263,7 +264,7 @@ def _by_key(lines: bytes) -> dict[str, bytes]:
     return found
 
 
-def _read(file: io.BufferedReader, place: _Place, most: int) -> bytes:
+def _read(file: BufferedReader, place: _Place, most: int) -> bytes:
     if place.size > most:
         raise _FaultError(f"its {place.name!r} has {place.size:,} bytes, over {most:,}")
     file.seek(place.offset)

@@ -133,6 +133,7 @@ ELSEWHERE = {
     "million/run.py": "worker/test_long_run.py",
     "packs.py": "benchmarks/test_packs.py",
     "overlap.py": "benchmarks/test_documented_commands.py",
+    "scoring/fid_clip.py": "benchmarks/test_kept.py",
     "scoring/gate.py": "evaluation/gate/test_power.py",
     "scoring/reference.py": "benchmarks/test_programs.py",
     "store.py": "benchmarks/test_documented_commands.py",

@@ -19,7 +19,7 @@ from imagefleet.storage.protocol import Clock, Operations
 from messages import RunPipeline, message
 from worker import metrics, process
 from worker.engine import contract
-from worker.gpu_clock import GpuClock
+from worker.gpu_thread import GpuClock
 from worker.metrics import CostMeter
 from worker.replica import Replica
 from worker.settings import WorkerSettings

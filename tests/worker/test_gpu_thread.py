@@ -411,7 +411,7 @@ async def test_a_starved_worker_and_one_that_hardly_warmed_up_have_no_such_speed
     monkeypatch, capacity: int, images: int
 ):
     engine = WarmingUp(monkeypatch, capacity)
-    monkeypatch.setattr("worker.gpu_clock.LEAST_WARM_UP_SECONDS", 6.0)
+    monkeypatch.setattr("worker.gpu_thread.LEAST_WARM_UP_SECONDS", 6.0)
     async with engine_thread_with(engine) as engine_thread:
         await draw_in_turn(engine_thread, images)
         engine.is_compiling = False

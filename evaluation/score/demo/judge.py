@@ -9,35 +9,35 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
+from torch.nn import Conv2d, GroupNorm, Module, Sequential, SiLU, functional
 
 WEIGHTS_FILE = Path(__file__).parent / "judge.safetensors"
 IMAGE_PX = 128
 
 
-def _block(channels_in: int, channels_out: int, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(channels_in, channels_out, 3, stride, 1),
-        nn.GroupNorm(8, channels_out),
-        nn.SiLU(),
+def _block(channels_in: int, channels_out: int, stride: int = 1) -> Sequential:
+    return Sequential(
+        Conv2d(channels_in, channels_out, 3, stride, 1),
+        GroupNorm(8, channels_out),
+        SiLU(),
     )
 
 
-class Judge(nn.Module):
+class Judge(Module):
     """Images [B, 3, 128, 128] in 0..1 -> object logits [B, 1 + objects, 32, 32], colour logits."""
 
     def __init__(self, shapes: tuple[str, ...], colours: tuple[str, ...]) -> None:
         super().__init__()
         self.shapes = shapes
         self.colours = colours
-        self.to_32 = nn.Sequential(_block(3, 24, 2), _block(24, 40, 2), _block(40, 40))
-        self.to_16 = nn.Sequential(_block(40, 64, 2), _block(64, 64))
-        self.to_8 = nn.Sequential(_block(64, 80, 2), _block(80, 80), _block(80, 80))
+        self.to_32 = Sequential(_block(3, 24, 2), _block(24, 40, 2), _block(40, 40))
+        self.to_16 = Sequential(_block(40, 64, 2), _block(64, 64))
+        self.to_8 = Sequential(_block(64, 80, 2), _block(80, 80), _block(80, 80))
         self.up_16 = _block(64 + 80, 64)
         self.up_32 = _block(40 + 64, 48)
-        self.object_head = nn.Conv2d(48, 1 + len(shapes), 1)
-        self.colour_head = nn.Conv2d(48, len(colours), 1)
+        self.object_head = Conv2d(48, 1 + len(shapes), 1)
+        self.colour_head = Conv2d(48, len(colours), 1)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         _, at_32 = self.maps(images)

@@ -37,9 +37,6 @@ FindMore = Callable[[], Awaitable[None]]
 #: The queues of one model's jobs, or of those without one, by priority.
 Queues = Mapping[Priority, StoredQueue]
 
-#: The answers of plain queues in a receive: how many messages they had, or an error.
-Answers = dict[Route, int | FleetError]
-
 
 class RoutedQueue:
     """Queues drained as one. Messages are sent to the *main* one, and only that must exist.
@@ -108,7 +105,11 @@ class RoutedQueue:
 
     def seconds_until_due(self, above: int) -> float:
         """Until a `receive` of that kind asks a queue; infinity where there is none above."""
-        dues = [route.due_at for route in self._wanted_routes() if route.level < above]
+        dues = [
+            route.due_at
+            for route in self.routes.values()
+            if route.level < above and self._is_wanted(route)
+        ]
         return max(0.0, min(dues, default=math.inf) - self.clock())
 
     async def receive(
@@ -120,7 +121,8 @@ class RoutedQueue:
         queues that were empty are asked as seldom as beside others that have jobs.
         """
         received: list[LeasedMessage] = []
-        answers: Answers = {}
+        failures: dict[Route, FleetError] = {}
+        empty: list[Route] = []
         for route in self._in_turn(above):
             try:
                 messages = await route.queue.receive(
@@ -130,17 +132,29 @@ class RoutedQueue:
                 is_fatal = route is self.main and isinstance(error, SetupError)
                 if is_fatal and not received:
                     raise
-                answers[route] = error
+                failures[route] = error
                 continue
-            answers[route] = len(messages)
-            received += messages
+            route.is_missing = False
+            if messages:
+                route.empty_receives, route.due_at = 0, 0.0
+                route.last_receive = self._receives + 1
+                received += messages
+            else:
+                empty.append(route)
             if len(received) == max_messages:
                 break
+        # After an outage none must wait for long. A queue that is not there is none.
+        is_outage = self.main in failures or not (received or empty)
+        for route, failure in failures.items():
+            if is_outage and isinstance(failure, TransientError):
+                empty.append(route)
+            else:
+                route.set_missing(failure)
         self._receives += bool(received)
-        self._pause(answers, is_idle=not received and above is None)
-        for answer in answers.values():
-            if not received and isinstance(answer, TransientError):
-                raise answer
+        self._pause(empty, is_idle=not received and above is None)
+        for failure in failures.values():
+            if not received and isinstance(failure, TransientError):
+                raise failure
         return received
 
     async def renew(
@@ -204,71 +218,48 @@ class RoutedQueue:
             await self._find_more()
         return list(self.routes.values())
 
-    def _wanted_routes(self) -> list[Route]:
-        """The plain queues of the models that are wanted."""
-        wanted = self._wanted
-        return [
-            route
-            for route in self.routes.values()
-            if wanted is None or route.model in wanted
-        ]
+    def _is_wanted(self, route: Route) -> bool:
+        return self._wanted is None or route.model in self._wanted
 
     def _in_turn(self, above: int | None) -> list[Route]:
-        """The plain queues to ask now, in this order."""
-        # Of one priority, first the queue that has waited longest.
-        routes = sorted(
-            self._wanted_routes(), key=lambda route: (route.level, route.last_receive)
+        """The plain queues to ask now, in this order; those of normal priority are each time."""
+        now, main, due = self.clock(), self.main, []
+        for route in self.routes.values():
+            is_normal = route.level == main.level and not route.is_missing
+            is_due = route.due_at <= now
+            if above is not None:
+                is_due = is_due and route.level < above
+            elif route is main or is_normal:
+                is_due = True
+            if is_due and self._is_wanted(route):
+                due.append(route)
+        # Of one priority, first the queue that has waited longest. With two that are never empty
+        # above it, the lowest would get nothing from the turns of the lower queues.
+        is_fair = self._receives % rule.FAIR_EVERY == rule.FAIR_EVERY - 1
+        by_level = above is not None or not is_fair
+        return sorted(
+            due,
+            key=lambda route: (
+                route.level if by_level else route.level == 0,
+                route.last_receive,
+                route.level,
+            ),
         )
-        if above is not None:
-            now = self.clock()
-            return [
-                route for route in routes if route.level < above and route.due_at <= now
-            ]
-        if self._receives % rule.FAIR_EVERY == rule.FAIR_EVERY - 1:
-            # With two that are never empty above it, the lowest would get nothing from the turns of
-            # the lower queues.
-            routes.sort(key=lambda route: (route.level == 0, route.last_receive))
-        return [route for route in routes if self._is_due(route)]
 
-    def _is_due(self, route: Route) -> bool:
-        """True if it is asked in this receive, as queues of normal priority are each time."""
-        is_normal = route.level == self.main.level and not route.is_missing
-        return route is self.main or is_normal or route.due_at <= self.clock()
-
-    def _pause(self, answers: Answers, *, is_idle: bool) -> None:
-        """Sets when each queue is asked again, by what it answered: messages, none or an error."""
-        failures = {
-            route: answer
-            for route, answer in answers.items()
-            if isinstance(answer, FleetError)
-        }
-        # After an outage none must wait for long. A queue that is not there is none.
-        is_outage = self.main in failures or (
-            len(failures) == len(answers)
-            and not all(isinstance(each, SetupError) for each in failures.values())
-        )
-        now, longest = self.clock(), rule.LONGEST_PAUSE_SECONDS
+    def _pause(self, empty: Iterable[Route], *, is_idle: bool) -> None:
+        """Sets when queues without messages are asked again."""
+        longest = rule.LONGEST_PAUSE_SECONDS
         if is_idle:
             longest = rule.LONGEST_IDLE_PAUSE_SECONDS
-        for route, answer in answers.items():
-            if route in failures and not is_outage:
-                route.set_missing(failures[route])
-                continue
-            route.is_missing = route.is_missing and route in failures
-            if answer and route not in failures:
-                route.empty_receives, route.due_at = 0, 0.0
-                route.last_receive = self._receives
-            else:
-                pause = rule.FIRST_PAUSE_SECONDS * 2.0 ** min(route.empty_receives, 30)
-                if route.queue.is_local:
-                    pause = rule.LOCAL_PAUSE_SECONDS
-                route.due_at = now + min(pause, longest)
-                route.empty_receives += 1
-        if is_idle:
-            return
-        latest = now + longest
+        latest = self.clock() + longest
+        for route in empty:
+            pause = rule.FIRST_PAUSE_SECONDS * 2.0 ** min(route.empty_receives, 30)
+            if route.queue.is_local:
+                pause = rule.LOCAL_PAUSE_SECONDS
+            route.due_at = min(self.clock() + pause, latest)
+            route.empty_receives += 1
         for route in self.routes.values():
-            if not route.is_missing:
+            if not (is_idle or route.is_missing):
                 route.due_at = min(route.due_at, latest)
 
     @contextlib.contextmanager

@@ -9,9 +9,8 @@ from safetensors.torch import save_file
 
 from diffusers_pipelines import draw_in_diffusers
 from drawing import ROUNDING, difference, draw, make_request
-from evaluation.bench import random_model
 from families import lora_kinds
-from tiny_model import ADAPTED_SUFFIXES
+from tiny_model import ADAPTED_SUFFIXES, write_lora_of
 from worker.engine import contract
 from worker.engine.lora.file import adaptable_layers
 from worker.engine.lora.original_names import original_names
@@ -55,7 +54,7 @@ def write_lora(path: Path, checkpoint: Any, spelling: str, *, seed: int = 0) -> 
                 layers[prefix + short.replace(".", "_")] = layer
     generator = torch.Generator().manual_seed(seed)
     if spelling != "diffusers":
-        random_model.write_lora(path, layers, 4, 2.0, generator)
+        write_lora_of(layers, path, 4, 2.0, generator)
         return path
     tensors = {}
     for key, layer in layers.items():
