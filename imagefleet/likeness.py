@@ -7,10 +7,10 @@ A job comes out a little different on another GPU, in another precision or among
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
 #: [16, 16, 4]: each cell's mean red, green and blue, and its roughness; all out of 255.
-Fingerprint = npt.NDArray[np.float32]
+Fingerprint = NDArray[np.float32]
 
 #: Cells of a fingerprint in each direction.
 SIDE = 16
@@ -30,7 +30,7 @@ _SMOOTH_CELLS = SIDE * SIDE // 4
 _ROUGHNESS_WEIGHT = 10.0
 
 
-def fingerprint(pixels: npt.NDArray[np.uint8]) -> Fingerprint:
+def fingerprint(pixels: NDArray[np.uint8]) -> Fingerprint:
     """The fingerprint of an image [height, width, 3]; images of any size can be compared."""
     for axis in (0, 1):
         side = pixels.shape[axis]
@@ -54,7 +54,7 @@ def distance(a: Fingerprint, b: Fingerprint) -> float:
     return float(max(worst.mean(), _ROUGHNESS_WEIGHT * roughness))
 
 
-def _cell_means(values: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
+def _cell_means(values: NDArray[np.integer]) -> NDArray[np.float32]:
     """The means of [height, width, channels] in SIDE x SIDE cells, as equal as can be."""
     height, width, _ = values.shape
     borders = np.arange(SIDE + 1)

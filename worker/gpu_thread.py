@@ -7,18 +7,19 @@ uploads block the GPU before they fill the memory. The thread measures busy and 
 import asyncio
 import contextlib
 import itertools
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Condition, Semaphore, Thread
 from typing import Any, TypeVar
 
 from imagefleet.errors import FleetError, JobCancelled, NodeError
 from imagefleet.storage.routing.route import FAIR_EVERY
 from imagefleet.telemetry.logs import log
 from worker.engine import contract, phases
+from worker.engine.contract import Engine, PreparedRequest
 
 Result = TypeVar("Result")
 
@@ -94,7 +95,7 @@ class GpuClock:
             return 0.0
         return max(0.0, 1 - self.busy_seconds / (self.last_at - self.first_at))
 
-    def note_image(self, engine: contract.Engine, now: float) -> None:
+    def note_image(self, engine: Engine, now: float) -> None:
         """Notes a job's first image, and its first at full speed; not to be called after that."""
         after = f"{now - self.began_at:.1f} s after the start"
         is_compiling = getattr(engine, "is_compiling", False)
@@ -111,9 +112,7 @@ class GpuClock:
                 phases=phases.seconds.copy(),
             )
 
-    def note_full_tick(
-        self, engine: contract.Engine, row_pixels: int, seconds: float
-    ) -> None:
+    def note_full_tick(self, engine: Engine, row_pixels: int, seconds: float) -> None:
         """Adds a tick that drew with a full engine; not needed while nothing is measured."""
         if self.paces is None:
             return
@@ -155,9 +154,9 @@ Take = Callable[[], bool]
 class _Wanted:
     """A model to draw with from now on."""
 
-    load: Callable[[], contract.Engine]
+    load: Callable[[], Engine]
     take: Take | None
-    loaded: Future[contract.Engine]
+    loaded: Future[Engine]
 
     def is_taken(self) -> bool:
         """Gives the engine this model if it can take it; False: it has to be loaded anew."""
@@ -175,7 +174,7 @@ class _Line:
     """Requests that wait for the engine in their order, and after them those who bring more."""
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[int, contract.PreparedRequest]] = deque()
+        self.waiting: deque[tuple[int, PreparedRequest]] = deque()
         self.in_order = asyncio.Lock()
         self.fewer_wait = asyncio.Event()
 
@@ -195,7 +194,7 @@ class EngineThread:
         self.clock = GpuClock(time.monotonic() if began_at is None else began_at)
         self.capacity = 0
         """Most requests the engine holds at once; follows the engine's own."""
-        self.engine: contract.Engine | None = None
+        self.engine: Engine | None = None
         #: Called on the engine's thread for each job's ticket right before the engine begins it.
         self.is_cancelled: Callable[[int], bool] = lambda _ticket: False
         #: Called on the engine's thread after each wait for work: an idle engine's reason.
@@ -207,25 +206,25 @@ class EngineThread:
         self._calls: deque[_Call] = deque()
         self._drawing: dict[int, Future[Delivery | None]] = {}
         self._drawn_tickets = itertools.count(-1, -1)  # see `_is_jobs`
-        self._wake = threading.Condition()
+        self._wake = Condition()
         self._wanted: _Wanted | None = None
         self._accepting = True
         self._stopping = False
-        self._room = threading.Semaphore(backlog)
+        self._room = Semaphore(backlog)
         self._finished: asyncio.Queue[Delivery] = asyncio.Queue()
         self._admitted_at: dict[int, float] = {}
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._thread = Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
-    async def start(self, load: Callable[[], contract.Engine]) -> contract.Engine:
+    async def start(self, load: Callable[[], Engine]) -> Engine:
         """Loads the engine on its thread; raises what loading raised."""
         self._thread.start()
         return await self._attach(load)
 
     async def replace(
-        self, load: Callable[[], contract.Engine], take: Take | None = None
-    ) -> contract.Engine:
+        self, load: Callable[[], Engine], take: Take | None = None
+    ) -> Engine:
         """Closes the engine, then loads another on its thread; what the first held is lost.
 
         *take*, if given, is called before: if it returns True, the engine stays, and has another
@@ -242,8 +241,8 @@ class EngineThread:
         return engine
 
     async def _attach(
-        self, load: Callable[[], contract.Engine], take: Take | None = None
-    ) -> contract.Engine:
+        self, load: Callable[[], Engine], take: Take | None = None
+    ) -> Engine:
         wanted = _Wanted(load, take, _answer())
         with self._wake:
             self._wanted = wanted
@@ -260,7 +259,7 @@ class EngineThread:
     async def submit(
         self,
         ticket: int,
-        prepared: contract.PreparedRequest,
+        prepared: PreparedRequest,
         *,
         is_urgent: bool = False,
     ) -> bool:
@@ -279,7 +278,7 @@ class EngineThread:
                 self._wake.notify()
         return self._accepting
 
-    async def draw(self, prepared: contract.PreparedRequest) -> Delivery | None:
+    async def draw(self, prepared: PreparedRequest) -> Delivery | None:
         """Draws a request in its turn and returns its outcome; None: the worker drains.
 
         The outcome is not among those of `finished`.
@@ -354,7 +353,7 @@ class EngineThread:
             self._ended.exception()  # retrieved: `watch` has raised it
 
     def _run(self) -> None:
-        engine: contract.Engine | None = None
+        engine: Engine | None = None
         ended_at: float | None = None  # of the work with the model before
         try:
             while (wanted := self._next_wanted()) is not None:
@@ -394,7 +393,7 @@ class EngineThread:
             wanted, self._wanted = self._wanted, None
         return None if self._stopping else wanted
 
-    def _work(self, engine: contract.Engine) -> None:
+    def _work(self, engine: Engine) -> None:
         while self._admit(engine):
             self.tick_began_at = began_at = time.monotonic()
             if self.clock.first_at is None and self._admitted_at:
@@ -421,12 +420,12 @@ class EngineThread:
         while self._drawing:
             self._drawing.popitem()[1].set_result(None)
 
-    def _admit(self, engine: contract.Engine) -> bool:
+    def _admit(self, engine: Engine) -> bool:
         """Fills the engine; waits while there is nothing to do. False: stop, or it is replaced."""
         while not (self._stopping or self._wanted):
             if self._calls:
                 self._answer_calls()
-            admitted: list[tuple[int, contract.PreparedRequest, bool]] = []
+            admitted: list[tuple[int, PreparedRequest, bool]] = []
             cancelled: list[contract.Finished] = []
             with self._wake:
                 while len(admitted) < engine.free:

@@ -13,8 +13,7 @@ from imagefleet.job.message import images_of, is_bundle
 from imagefleet.storage import bundle
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.telemetry import logs
-from imagefleet.telemetry.logs import log
+from imagefleet.telemetry.logs import Occasion, log
 from worker import tasks
 from worker.gpu_thread import EngineThread
 from worker.jobs import bundles
@@ -60,7 +59,7 @@ class Puller:
     _images_per_message: float = bundle.MAX_JOBS  # of those received last
     _less_ahead: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _stopped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _warning: logs.Occasion = field(default_factory=logs.Occasion, init=False)
+    _warning: Occasion = field(default_factory=Occasion, init=False)
 
     def __post_init__(self) -> None:
         self.engine_thread.why_idle = self.why_idle

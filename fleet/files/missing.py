@@ -150,9 +150,10 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
             if not wanted:
                 continue
             kind = NAMED[noun]
-            own, there = elsewhere.names(kind), await stored(storage, kind)
-            there |= await aliases(storage, keys, there) if kind is LORA else set()
-            deeper = await in_folders(storage, kind) if kind is not IMAGE else {}
+            own, rows = elsewhere.names(kind), await rows_of(storage, kind)
+            there, deeper = names_of(kind, rows), in_folders(kind, rows)
+            if kind is LORA:
+                there |= await aliases(storage, keys, there)
             if settings.is_local and kind is not MODEL:
                 there |= deeper.keys()
             listed = there
@@ -211,17 +212,16 @@ async def rows_of(storage: Storage, kind: FileKind) -> list[StoredFile]:
     return await read(storage, kind) if may_exist(storage) else []
 
 
-async def stored(storage: Storage, kind: FileKind) -> set[str]:
+def names_of(kind: FileKind, rows: Iterable[StoredFile]) -> set[str]:
     """The names by which jobs find what a storage has."""
-    rows = await rows_of(storage, kind)
     return {kind.stem(row.name) for row in rows if kind is IMAGE or "/" not in row.name}
 
 
-async def in_folders(storage: Storage, kind: FileKind) -> dict[str, str]:
+def in_folders(kind: FileKind, rows: Iterable[StoredFile]) -> dict[str, str]:
     """The blobs of a kind in folders within its own, by the names that they would have in it."""
-    rows = await rows_of(storage, kind)
     paths = (PurePosixPath(row.name) for row in rows if "/" in row.name)
-    return {kind.stem(path.name): f"{kind.folder}/{path}" for path in paths}
+    found = {kind.stem(path.name): f"{kind.folder}/{path}" for path in paths}
+    return {} if kind is IMAGE else found
 
 
 def may_exist(storage: Storage) -> bool:

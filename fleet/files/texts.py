@@ -141,5 +141,5 @@ async def _stored(listing: Listing, stems: Collection[str]) -> set[str]:
     if not missing.may_exist(listing.storage):
         return set()
     listed = await listing.check(stems)
-    stored = await missing.stored(listing.storage, TEXT)
+    stored = missing.names_of(TEXT, await missing.rows_of(listing.storage, TEXT))
     return stored & listed.keys() if listing.keys.signing else stored

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, signer_of
 from imagefleet.storage.proofs import machine_of
-from imagefleet.storage.protocol import BlobRecord, BlobStore
+from imagefleet.storage.protocol import BlobRecord, BlobStore, Metadata
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from imagefleet.validation import JSONDict
 from loadgen import sources
@@ -34,7 +34,6 @@ from worker.node import quarantine
 #: The longest record of suspect images; a worker's is far shorter.
 _MAX_RECORD_BYTES = 2**16
 
-Metadata = Mapping[str, str]
 
 #: Fields of the record of an image in a pack that the metadata of other images have.
 _TOLD = {"worker", "started_at", "digest", "sha256"}

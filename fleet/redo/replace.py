@@ -26,7 +26,7 @@ from imagefleet.records.record import Spot
 from imagefleet.storage.dead_letter import Check
 from imagefleet.storage.dead_letter_queue import NO_CHECK
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.storage.protocol import BlobStore, Metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Entry:
 
     name: str
     copy: str
-    metadata: Mapping[str, str]
+    metadata: Metadata
     #: The job's message; None for a duplicate, which is only put aside.
     message: str | None
 
@@ -228,7 +228,7 @@ async def _replace(
 
 
 async def _prepare(
-    storage: Storage, spot: Spot, metadata: Mapping[str, str], finder: JobFinder
+    storage: Storage, spot: Spot, metadata: Metadata, finder: JobFinder
 ) -> Entry | str:
     """Keeps a marked copy of the image once its job is known; or says why the image stays."""
     name = spot.blob

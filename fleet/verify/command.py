@@ -15,7 +15,7 @@ from cli.options import option
 from fleet.export.plan import MANIFEST
 from fleet.verify import export, pairs
 from fleet.verify.pairs import Pair
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.storage.settings import SignerSettings
 from worker.node import quarantine as quarantining
 
@@ -132,7 +132,7 @@ def _folder_of(text: str | None, *, is_only: bool) -> Path | None:
     if not (text.startswith(("/", ".", "~")) or (folder / MANIFEST).is_file()):
         return None
     if not is_only:
-        raise errors.SetupError(
+        raise SetupError(
             f"{text} is an export: --since and --quarantine are not for it"
         )
     return folder

@@ -6,10 +6,11 @@ readers of data sets skip, has the records of all pictures, and of the jobs that
 """
 
 import hashlib
-import io
 import re
 import tarfile
 from collections.abc import Callable, Sequence
+from io import BytesIO
+from tarfile import TarError, TarInfo
 from typing import NamedTuple
 
 from imagefleet.errors import JobError
@@ -91,13 +92,13 @@ def read(name: str, data: bytes) -> Contents:
     Whoever may store pictures may store a pack: its records are as untrusted as any.
     """
     try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+        with tarfile.open(fileobj=BytesIO(data), mode="r:") as tar:
             places = [(tar_file.offset_data, tar_file.size) for tar_file in tar]
         parts = [data[offset : offset + size] for offset, size in places]
         found = _records_in(name, parts[0])
         members = list(map(Member, found.records, parts[1::2]))
         made = _laid_out(name, members, parts[2::2], found.ends, lambda record: record)
-    except (ValueError, LookupError, tarfile.TarError):
+    except (ValueError, LookupError, TarError):
         return Contents()
     return found if made == (data, found.records) else Contents()
 
@@ -112,12 +113,12 @@ async def head(packs: BlobStore, name: str) -> Contents | None:
         return None
     try:
         block = part.data[: tarfile.BLOCKSIZE]
-        size = tarfile.TarInfo.frombuf(block, "ascii", "strict").size
+        size = TarInfo.frombuf(block, "ascii", "strict").size
         end = min(tarfile.BLOCKSIZE + size, MAX_PACK_BYTES)
         if end > len(part.data):
             part = await packs.read_part(name, 0, end) or part
         return _records_in(name, part.data[tarfile.BLOCKSIZE : end])
-    except (ValueError, tarfile.TarError):
+    except (ValueError, TarError):
         return Contents()
 
 
@@ -141,14 +142,14 @@ def _laid_out(
     _check(name, records, ends)
     drafts = [record.model_copy(update=_NO_PLACE) for record in records]
     room = sum(len(record.line()) for record in (*drafts, *ends))
-    packed, offsets = io.BytesIO(), []
+    packed, offsets = BytesIO(), []
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
 
         def add(file: str, data: bytes, record: Record) -> None:
-            member = tarfile.TarInfo(file)
+            member = TarInfo(file)
             member.size = len(data)
             member.mtime = int(record.at.timestamp())
-            tar.addfile(member, io.BytesIO(data))
+            tar.addfile(member, BytesIO(data))
 
         add(HEAD, bytes(room), (*records, *ends)[0])
         for (record, data), sample in zip(members, samples, strict=True):

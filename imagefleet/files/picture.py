@@ -4,12 +4,12 @@ PNG has its job in a text chunk, JPEG and WebP in the Exif data.
 """
 
 import contextlib
-import io
 import json
 import re
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +88,7 @@ def opened(file: bytes | Path, also: Collection[str] = ()) -> Iterator[Image.Ima
     That of a path, whose header alone is read, may be of any size. *also* are more of Pillow's
     formats than those that workers store.
     """
-    source = io.BytesIO(file) if isinstance(file, bytes) else file
+    source = BytesIO(file) if isinstance(file, bytes) else file
     if isinstance(file, bytes) and len(file) > MAX_IMAGE_BYTES:
         raise DamagedImageError(
             f"has {len(file):,} bytes; {MAX_IMAGE_BYTES:,} at most are read"
@@ -130,7 +130,7 @@ def accepted(data: bytes) -> tuple[bytes, str]:
         kind = str(image.format).lower()
         if kind in SUFFIXES:
             return data, SUFFIXES[kind]
-        made = io.BytesIO()
+        made = BytesIO()
         upright = ImageOps.exif_transpose(image)
         mode = "RGBA" if upright.has_transparency_data else "RGB"
         upright.convert(mode).save(made, "PNG")

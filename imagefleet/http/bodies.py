@@ -11,12 +11,13 @@ import contextlib
 import ctypes
 import email.parser
 import json
-import weakref
+from asyncio import Semaphore
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
-from aiohttp import web
+from aiohttp.web import Request
 
 from imagefleet.http.refused import Refused
 from imagefleet.validation import JSONDict, JSONObject
@@ -81,17 +82,17 @@ class Bodies:
     """Reads the bodies of all requests."""
 
     def __init__(self) -> None:
-        self._large: weakref.WeakValueDictionary[Hashable, asyncio.Semaphore]
-        self._small: weakref.WeakValueDictionary[Hashable, asyncio.Semaphore]
-        self._large = weakref.WeakValueDictionary()
-        self._small = weakref.WeakValueDictionary()
+        self._large: WeakValueDictionary[Hashable, Semaphore]
+        self._small: WeakValueDictionary[Hashable, Semaphore]
+        self._large = WeakValueDictionary()
+        self._small = WeakValueDictionary()
         self._large_thread = ThreadPoolExecutor(1, "large-body")
         self._small_threads = ThreadPoolExecutor(_SMALL_THREADS, "small-body")
 
     @contextlib.asynccontextmanager
     async def read(
         self,
-        request: web.Request,
+        request: Request,
         client: Hashable,
         parse: Callable[[bytearray, str], _Parsed],
     ) -> AsyncIterator[_Parsed]:
@@ -104,7 +105,7 @@ class Bodies:
         places, most, threads = self._small, _SMALL_AT_ONCE, self._small_threads
         if length is None or length > _LARGE_BYTES:
             places, most, threads = self._large, 1, self._large_thread
-        place = places.setdefault(client, asyncio.Semaphore(most))
+        place = places.setdefault(client, Semaphore(most))
         async with place:
             body = await _received(request)
             content_type = request.headers.get("Content-Type", "")
@@ -112,7 +113,7 @@ class Bodies:
             yield await loop.run_in_executor(threads, parse, body, content_type)
 
 
-def _check_header(request: web.Request) -> None:
+def _check_header(request: Request) -> None:
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise Refused(415, "Content-Encoding: compressed bodies are not read")
     if (request.charset or "").lower() not in _CHARSETS:
@@ -125,7 +126,7 @@ def _too_large() -> Refused:
     return Refused(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
 
 
-async def _received(request: web.Request) -> bytearray:
+async def _received(request: Request) -> bytearray:
     body = bytearray()
     try:
         async with asyncio.timeout(_SECONDS):

@@ -5,6 +5,7 @@ import contextlib
 import os
 import socket
 import time
+from asyncio import BaseProtocol, TimerHandle
 from collections.abc import Iterator
 
 from aiohttp import web
@@ -37,10 +38,10 @@ class Connections:
     def __init__(self, most: int | None = None) -> None:
         self.most = _most_files() if most is None else most
         self.server: web.Server | None = None
-        self._idle_since: dict[asyncio.BaseProtocol, float] = {}  # the oldest first
-        self._busy: set[asyncio.BaseProtocol] = set()
+        self._idle_since: dict[BaseProtocol, float] = {}  # the oldest first
+        self._busy: set[BaseProtocol] = set()
 
-    def accept(self) -> asyncio.BaseProtocol:
+    def accept(self) -> BaseProtocol:
         """The protocol of a new connection, for which there is room then."""
         if self.server is None:
             raise RuntimeError("the server has not started")
@@ -73,7 +74,7 @@ class Connections:
         finally:
             self._timer.cancel()
 
-    def _next_sweep(self) -> asyncio.TimerHandle:
+    def _next_sweep(self) -> TimerHandle:
         return asyncio.get_running_loop().call_later(_SWEEP_SECONDS, self._sweep)
 
     def _sweep(self) -> None:
@@ -84,7 +85,7 @@ class Connections:
             if connection not in known or since < latest:
                 self._close(connection)
 
-    def _close(self, connection: asyncio.BaseProtocol) -> None:
+    def _close(self, connection: BaseProtocol) -> None:
         self._idle_since.pop(connection, None)
         transport = getattr(connection, "transport", None)
         if transport is not None:

@@ -5,13 +5,13 @@ import inspect
 import json
 import re
 
-from aiohttp import web
+from aiohttp.web import Application
 from pydantic import BaseModel
 
 from imagefleet.validation import JSONDict
 
 
-def page(app: web.Application) -> str:
+def page(app: Application) -> str:
     """An application's API as a page."""
     rows = "".join(
         f"<tr><td><code>{method} {html.escape(path)}</code><td>{html.escape(summary)}"
@@ -21,7 +21,7 @@ def page(app: web.Application) -> str:
     return f"{title}<table>{rows}</table>"
 
 
-def openapi(app: web.Application, payload: type[BaseModel]) -> str:
+def openapi(app: Application, payload: type[BaseModel]) -> str:
     """The same as an OpenAPI document; *payload*: the body of paths that draw images."""
     answers = {"200": {"description": "done"}, "default": {"description": "refused"}}
     paths: dict[str, JSONDict] = {}
@@ -55,7 +55,7 @@ def openapi(app: web.Application, payload: type[BaseModel]) -> str:
     return json.dumps(document)
 
 
-def _operations(app: web.Application) -> list[tuple[str, str, str]]:
+def _operations(app: Application) -> list[tuple[str, str, str]]:
     """Each method and path, and what it does in a sentence."""
     return [
         (route.method, route.resource.canonical, str(inspect.getdoc(route.handler)))

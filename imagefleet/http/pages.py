@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from aiohttp import web
+from aiohttp.web import Request
 
 from imagefleet.http.refused import Refused
 
@@ -14,7 +14,7 @@ class Pages:
         """*origins*: as `https://example.com`, or `*` for all without saved credentials."""
         self._origins = frozenset(origins)
 
-    def cors(self, request: web.Request) -> dict[str, str]:
+    def cors(self, request: Request) -> dict[str, str]:
         """The headers by which a browser lets the page of a request read its answer."""
         origin = request.headers.get("Origin")
         if origin is None or self._origins.isdisjoint({origin, "*"}):
@@ -32,7 +32,7 @@ class Pages:
             "Access-Control-Allow-Credentials": "true",
         }
 
-    def check(self, request: web.Request) -> None:
+    def check(self, request: Request) -> None:
         """Refuses pages of other sites in a browser, which may send a saved key of its user's."""
         origin = request.headers.get("Origin")
         if origin is None:

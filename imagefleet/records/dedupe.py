@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from datetime import datetime
 
 from pydantic import ValidationError
@@ -11,6 +11,7 @@ from imagefleet.errors import JobError
 from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.names import ASIDE
 from imagefleet.records.record import Record, hashed
+from imagefleet.storage.protocol import Metadata
 
 #: How the line of an image's record begins.
 _BEFORE_NAME = b'{"outcome":"completed","blob":"'
@@ -22,9 +23,7 @@ _IN_PACK = re.compile(rb'"pack":"([^"]+)"')
 _COUNTS = re.compile(rb'"(?:images|stages)":\d+')
 
 
-def note(
-    name: str, metadata: Mapping[str, str], source: str, at: datetime
-) -> Record | None:
+def note(name: str, metadata: Metadata, source: str, at: datetime) -> Record | None:
     """The note, once for each *source*, that a drawing with this *metadata* was replaced."""
     if name.startswith(ASIDE):
         return None

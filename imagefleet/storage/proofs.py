@@ -9,10 +9,11 @@ import functools
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from imagefleet.signing import CANONICAL
+from imagefleet.storage.protocol import Metadata
 
 #: The metadata of the container of files with the fleet's secrets: tokens are for what is in a
 #: container, and read nothing of itself.
@@ -88,7 +89,7 @@ class Proofs:
         )
         return any(hmac.compare_digest(code.encode(), given) for code in codes)
 
-    def author(self, blob: str, metadata: Mapping[str, str], data: bytes) -> str | None:
+    def author(self, blob: str, metadata: Metadata, data: bytes) -> str | None:
         """The worker that has stored a blob of these *metadata* and *data*; None: not proven.
 
         Metadata may come back with another file, once a blob's name is free again.
@@ -99,7 +100,7 @@ class Proofs:
         return worker if is_proven and is_file else None
 
 
-def _claims(blob: str, metadata: Mapping[str, str]) -> bytes:
+def _claims(blob: str, metadata: Metadata) -> bytes:
     return CANONICAL.encode([blob, *map(metadata.get, _PROVEN)]).encode("ascii")
 
 

@@ -20,6 +20,9 @@ from imagefleet import concurrency, errors
 from imagefleet.job import sizes
 from imagefleet.telemetry.logs import log
 
+#: A blob's metadata: names and texts in ASCII.
+Metadata = Mapping[str, str]
+
 #: Azure's limit for one receive.
 MAX_RECEIVE = 32
 
@@ -199,7 +202,7 @@ class BlobRecord:
     name: str
     size_bytes: int
     created_at: datetime
-    metadata: Mapping[str, str]
+    metadata: Metadata
     #: The time of its last change; None: as it was created.
     modified_at: datetime | None = None
 
@@ -232,7 +235,7 @@ class BlobStore(Protocol):
         name: str,
         data: bytes,
         content_type: str,
-        metadata: Mapping[str, str],
+        metadata: Metadata,
         on_doubt: Callable[[], None] = lambda: None,
     ) -> bool:
         """Writes a blob durably; returns False if the name is taken (If-None-Match: *).
@@ -248,7 +251,7 @@ class BlobStore(Protocol):
         name: str,
         file: Path,
         content_type: str,
-        metadata: Mapping[str, str],
+        metadata: Metadata,
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> bool:
         """Creates a blob from a file too large for memory; a reader sees all of it or nothing.
@@ -306,7 +309,7 @@ class BlobStore(Protocol):
     async def record(self, name: str) -> BlobRecord | None:
         """A blob without its content; None if it does not exist. Lists nothing."""
 
-    async def metadata(self, name: str) -> Mapping[str, str] | None:
+    async def metadata(self, name: str) -> Metadata | None:
         """A blob's metadata; None if it does not exist."""
         found = await self.record(name)
         return None if found is None else found.metadata
@@ -361,7 +364,7 @@ def check_blob_size(name: str, size: int, max_bytes: int | None) -> None:
         )
 
 
-def check_metadata(metadata: Mapping[str, str]) -> None:
+def check_metadata(metadata: Metadata) -> None:
     """Raises JobError for metadata that HTTP headers cannot carry, as Azure requires."""
     for name, value in metadata.items():
         if not (

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import MutableMapping
 from datetime import UTC, datetime
+from logging import LoggerAdapter, LogRecord, StreamHandler
 from typing import Any, Literal
 
 from imagefleet import redaction
@@ -32,7 +33,7 @@ _ARGUMENTS = {"exc_info", "stack_info", "stacklevel"}
 _VERBOSE = ("azure", "aiohttp.access")
 
 
-class EventLog(logging.LoggerAdapter[logging.Logger]):
+class EventLog(LoggerAdapter[logging.Logger]):
     """A logger of events: a call's keywords, its `action` first, are fields of the record."""
 
     def __init__(self, name: str) -> None:
@@ -48,7 +49,7 @@ class EventLog(logging.LoggerAdapter[logging.Logger]):
 class JsonLines(logging.Formatter):
     """JSON lines: time, severity, an `action` that is never reworded, message, and `extra`."""
 
-    def format(self, record: logging.LogRecord) -> str:
+    def format(self, record: LogRecord) -> str:
         extra = {
             name: value for name, value in vars(record).items() if name not in _STANDARD
         }
@@ -85,17 +86,17 @@ class TextLines(logging.Formatter):
             "%(asctime)s %(levelname)s %(origin)s%(message)s", defaults={"origin": ""}
         )
 
-    def format(self, record: logging.LogRecord) -> str:
+    def format(self, record: LogRecord) -> str:
         if device := getattr(record, "device", None):
             record.origin = f"GPU {device}: "
         text = redaction.printable(redaction.message(super().format(record)))
         return text.replace("\n", "\n  ")
 
 
-class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]  # generic for mypy only
+class _StandardError(StreamHandler):  # type: ignore[type-arg]  # generic for mypy only
     """Leaves out what cannot be written: a full disk or a closed pipe ends no worker."""
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+    def handleError(self, record: LogRecord) -> None:  # noqa: N802 - logging's name
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 
@@ -139,7 +140,7 @@ def name_device(device: str) -> None:
     """Names the GPU in each record of this process: a machine's workers share one log."""
     make = logging.getLogRecordFactory()
 
-    def make_named(*arguments: Any, **fields: Any) -> logging.LogRecord:
+    def make_named(*arguments: Any, **fields: Any) -> LogRecord:
         record = make(*arguments, **fields)
         record.device = device
         return record

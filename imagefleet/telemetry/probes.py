@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp.web import Application, AppRunner, Request, Response
 from prometheus_client import CollectorRegistry
 from yarl import URL
 
@@ -31,11 +31,11 @@ async def serving(
     SetupError as `listening`.
     """
 
-    async def scraped(_: web.Request) -> web.Response:
+    async def scraped(_: Request) -> Response:
         body = metrics.render(registry)
-        return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
+        return Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
 
-    app = web.Application()
+    app = Application()
     app.router.add_get("/metrics", scraped)
     app.router.add_get(
         "/started",
@@ -49,12 +49,12 @@ async def serving(
 
 @contextlib.asynccontextmanager
 async def listening(
-    app: web.Application, host: str, port: int, what: str, **terms: Any
+    app: Application, host: str, port: int, what: str, **terms: Any
 ) -> AsyncIterator[int]:
     """Serves *app* by aiohttp's *terms*; yields the port, or raises SetupError if it is in use."""
     open_connections = connections.Connections()
     app.middlewares.insert(0, open_connections.count)
-    runner = web.AppRunner(app, access_log=None, **terms)
+    runner = AppRunner(app, access_log=None, **terms)
     try:
         await runner.setup()
         open_connections.server = runner.server
@@ -92,10 +92,10 @@ def is_loopback(authority: str) -> bool:
 
 def _probe(
     check: Callable[[], bool], yes: str, no: str
-) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def answer(_: web.Request) -> web.Response:
+) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(_: Request) -> Response:
         passed = check()
-        return web.Response(
+        return Response(
             text=(yes if passed else no) + "\n", status=200 if passed else 503
         )
 

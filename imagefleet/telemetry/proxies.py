@@ -4,7 +4,7 @@ import os
 import urllib.request
 from typing import Any
 
-import aiohttp
+from aiohttp import ClientConnectorCertificateError, ClientSession
 
 from imagefleet import redaction
 from imagefleet.errors import FleetError, SetupError, TransientError
@@ -31,11 +31,11 @@ def through_proxy() -> bool:
 
 def unreachable(message: str, error: Exception) -> FleetError:
     """Error of a failed request: SetupError for a certificate, as no retry mends it."""
-    is_refused = isinstance(error, aiohttp.ClientConnectorCertificateError)
+    is_refused = isinstance(error, ClientConnectorCertificateError)
     kind = SetupError if is_refused else TransientError
     return kind(f"{message}: {redaction.reason(error)}")
 
 
-def session(**options: Any) -> aiohttp.ClientSession:
+def session(**options: Any) -> ClientSession:
     """A session through the environment's proxies; without any, none is looked for."""
-    return aiohttp.ClientSession(trust_env=through_proxy(), **options)
+    return ClientSession(trust_env=through_proxy(), **options)

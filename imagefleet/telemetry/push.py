@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-import aiohttp
+from aiohttp import ClientError, ClientSession, ClientTimeout
 from prometheus_client import CollectorRegistry
 from yarl import URL
 
@@ -51,7 +51,7 @@ async def pushing(
         return
     token = settings.push_token.get_secret_value() if settings.push_token else None
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
+    timeout = ClientTimeout(total=TIMEOUT_SECONDS)
     async with proxies.session(headers=headers, timeout=timeout) as client:
         labels = f"job={job}", f"instance={uuid.uuid4().hex[:12]}"
         url = URL(settings.push_url).extend_query(
@@ -69,7 +69,7 @@ async def pushing(
 class Pusher:
     """Pushes one registry to one address; logs the first of several failures, and the recovery."""
 
-    _client: aiohttp.ClientSession
+    _client: ClientSession
     _registry: CollectorRegistry
     _url: URL
     _retry_policy: concurrency.RetryPolicy = RETRY_POLICY
@@ -114,7 +114,7 @@ class Pusher:
                 self._url, data=body, headers=headers, allow_redirects=False
             ) as answer:
                 status, reason = answer.status, answer.reason
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (ClientError, TimeoutError) as error:
             raise proxies.unreachable(f"{where} does not answer", error) from None
         if status < 300:  # noqa: PLR2004
             return

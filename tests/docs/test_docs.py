@@ -35,7 +35,7 @@ PAGES = [
     ),
     *(
         ROOT / "deploy" / name / "README.md"
-        for name in ("kubernetes", "salad", "skypilot")
+        for name in ("kubernetes", "salad", "skypilot", "slurm")
     ),
     ROOT / "dashboards" / "README.md",
     ROOT / "demo_model" / "README.md",

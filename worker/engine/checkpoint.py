@@ -21,7 +21,8 @@ from diffusers.loaders.single_file_utils import (
     convert_open_clip_checkpoint,
 )
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
@@ -155,7 +156,7 @@ def load_checkpoint(
         unet.register_to_config(sample_size=side // factor)
     if family.overflows_in_float16:
         # A file's float16 has too few digits to scale.
-        nn.Module.to(vae, dtype=torch.float32)
+        Module.to(vae, dtype=torch.float32)
         scale_down(vae)
     change(family, networks)
     placed = _placements(family, networks, device, dtype)
@@ -215,14 +216,14 @@ def place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Su
     """
     for name, network in networks.items():
         # diffusers' own to() warns about modules to keep in float32, even if there are none.
-        nn.Module.to(network, dtype=placed[name][1])
+        Module.to(network, dtype=placed[name][1])
     # On the CPU, before any of them is on the device.
     weight_sums = checksums.sum_bits(checksums.named_parameters(networks))
     try:
         for name, network in networks.items():
             device, _ = placed[name]
             with phases.timed("move"):
-                nn.Module.to(network, device=device)
+                Module.to(network, device=device)
             if device.type == "cpu":
                 # Not mapped from the file: truncating it would kill the process.
                 for parameter in network.parameters():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
 from imagefleet.errors import FleetError
 from imagefleet.files.safetensors import Identity
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from worker.engine.slots.memory import SlotWeights, WeightMode
 
 #: One image: [height, width, 3], RGB.
-Pixels = npt.NDArray[np.uint8]
+Pixels = NDArray[np.uint8]
 
 #: The result of a request: its pixels, or its error.
 Outcome = Pixels | FleetError
@@ -106,7 +106,7 @@ class InitImage:
     #: The noise's strength; of an enlarged image, its level as a share of all timesteps.
     denoising_strength: float
     #: [height, width]: 255 is drawn anew, 0 stays; blurred already. None: all is drawn anew.
-    mask: npt.NDArray[np.uint8] | None = None
+    mask: NDArray[np.uint8] | None = None
     #: Initial content below the mask, as AUTOMATIC1111's `inpainting_fill`.
     masked_content: Literal["fill", "original", "latent noise", "latent nothing"] = (
         "original"

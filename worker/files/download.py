@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 
-import aiohttp
+from aiohttp import (
+    ClientConnectorCertificateError,
+    ClientError,
+    ClientResponse,
+    ClientTimeout,
+)
 from pydantic import BaseModel
 from yarl import URL
 
@@ -18,8 +23,8 @@ from imagefleet import concurrency, redaction
 from imagefleet.errors import SetupError, TransientError
 from imagefleet.files.kinds import BY_FOLDER, MODEL
 from imagefleet.storage.protocol import BlobPart, BlobStore
-from imagefleet.telemetry import logs, proxies
-from imagefleet.telemetry.logs import log
+from imagefleet.telemetry import proxies
+from imagefleet.telemetry.logs import Occasion, log
 from worker.files.disk_cache import DiskCache
 from worker.files.library import rested_blob
 
@@ -74,26 +79,24 @@ class HttpSource:
             headers["Range"] = f"bytes={offset}-"
             if version is not None:
                 headers["If-Range"] = version
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=10, sock_read=STALL_SECONDS
-        )
+        timeout = ClientTimeout(total=None, sock_connect=10, sock_read=STALL_SECONDS)
         try:
             async with (
                 proxies.session(timeout=timeout) as session,
                 session.get(self._url, headers=headers) as response,
             ):
                 yield self._answer(response, offset)
-        except aiohttp.ClientConnectorCertificateError as error:
+        except ClientConnectorCertificateError as error:
             raise proxies.unreachable(
                 f"{self.label} cannot be fetched", error
             ) from None
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (ClientError, TimeoutError, OSError) as error:
             # Without its cause, whose text may contain the address with its token.
             raise TransientError(
                 f"the download of {self.label} broke off: {type(error).__name__}"
             ) from None
 
-    def _answer(self, response: aiohttp.ClientResponse, offset: int) -> Opened:
+    def _answer(self, response: ClientResponse, offset: int) -> Opened:
         hops = (*response.history, response)
         if self._requires_https and any(hop.url.scheme != "https" for hop in hops):
             raise SetupError(
@@ -214,7 +217,7 @@ class Download:
     file_name: str | None = field(default=None, init=False)
     _is_head_checked: bool = False
     _furthest_bytes: int = 0
-    _occasion: logs.Occasion = field(default_factory=lambda: logs.Occasion(seconds=10))
+    _occasion: Occasion = field(default_factory=lambda: Occasion(seconds=10))
 
     def __post_init__(self) -> None:
         self.part = self.cache.folder / f"{self.name}.part"

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imagefleet import concurrency
+from imagefleet.concurrency import RetryPolicy
 from imagefleet.errors import FleetError, MissingFileError, SetupError
 from imagefleet.files import kernels
 from imagefleet.files.kinds import KERNELS
@@ -27,7 +27,7 @@ from worker.files.manifest import Manifest
 from worker.settings import WorkerSettings
 
 #: Fewer than for a model: without it, the worker compiles.
-RETRIES = concurrency.RetryPolicy(tries=3, give_up_seconds=30)
+RETRIES = RetryPolicy(tries=3, give_up_seconds=30)
 
 #: What a signature is for, and the blob's metadata that hold it and what `files list` shows.
 _PURPOSE = "kernels"
@@ -44,7 +44,7 @@ class KernelExchange:
     _trusted: TrustedKeys | None = None
     _signing: SigningKey | None = None
     shares: bool = False
-    retry_policy: concurrency.RetryPolicy = RETRIES
+    retry_policy: RetryPolicy = RETRIES
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     @classmethod

@@ -27,7 +27,14 @@ from imagefleet.errors import (
 )
 from imagefleet.files import lora, safetensors
 from imagefleet.files.kinds import EMBEDDING, LORA, FileKind
-from imagefleet.files.safetensors import Identity, identify, rested, whole
+from imagefleet.files.safetensors import (
+    Identity,
+    MalformedError,
+    TruncatedError,
+    identify,
+    rested,
+    whole,
+)
 from imagefleet.job.prompt import SAFE_NAMES, is_safe_name
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
@@ -82,9 +89,9 @@ def check_content(
     try:
         if has_header:
             expected = safetensors.read_header(file).file_bytes
-    except safetensors.TruncatedError:
+    except TruncatedError:
         expected = None
-    except safetensors.MalformedError as error:
+    except MalformedError as error:
         raise UnusableFileError(f"{what} is not a safetensors file") from error
     if expected is None or size < expected:
         raise TransientError(
@@ -486,7 +493,7 @@ def aliases(folder: Path) -> dict[str, set[str]]:
         for path in walked(folder):
             if path.suffix != SUFFIX:
                 continue
-            with contextlib.suppress(OSError, safetensors.MalformedError):
+            with contextlib.suppress(OSError, MalformedError):
                 for name in (
                     unicodedata.normalize("NFC", path.stem),
                     _alias(identify(path)),

@@ -29,7 +29,7 @@ from imagefleet.errors import (
 )
 from imagefleet.files import safetensors
 from imagefleet.files.kinds import FileKind
-from imagefleet.files.safetensors import Identity, identify, whole
+from imagefleet.files.safetensors import Identity, MalformedError, identify, whole
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry.logs import log
@@ -110,7 +110,7 @@ def _try(
     try:
         with whole(identity) if identity else contextlib.nullcontext():
             return read(path)
-    except (OSError, safetensors.MalformedError, UnsettledFileError) as error:
+    except (OSError, MalformedError, UnsettledFileError) as error:
         if isinstance(error, UnsettledFileError) and read is hash_lora:
             raise  # its images are drawn anew, with the LoRA that is there then
         why = str(error) or "it is damaged"
@@ -131,7 +131,7 @@ def hash_lora(path: Path) -> str:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(safetensors.LENGTH_BYTES), "little")
         if size > safetensors.MAX_HEADER_BYTES:
-            raise safetensors.MalformedError
+            raise MalformedError
         named = _NAMED.search(file.read(size))
         sha256 = (
             named[1].decode()

@@ -10,10 +10,12 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from tarfile import TarError, TarFile, TarInfo
 
-from imagefleet import concurrency
+from imagefleet.concurrency import RetryPolicy
 from imagefleet.errors import MissingFileError, SetupError
 from imagefleet.files import kinds, safetensors
+from imagefleet.files.kinds import FileKind
 from imagefleet.signing import trusted_keys
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry.logs import log
@@ -25,7 +27,7 @@ from worker.files.manifest import Manifest
 from worker.settings import WorkerSettings
 
 #: A few minutes without a byte, on average.
-STORAGE_RETRIES = concurrency.RetryPolicy(tries=15, longest_wait_seconds=30)
+STORAGE_RETRIES = RetryPolicy(tries=15, longest_wait_seconds=30)
 
 _UNPACKING = "unpacking"
 
@@ -57,9 +59,9 @@ def has_known_name(settings: WorkerSettings) -> bool:
 async def fetch(
     settings: WorkerSettings,
     blobs: BlobStore,
-    retry_policy: concurrency.RetryPolicy = STORAGE_RETRIES,
+    retry_policy: RetryPolicy = STORAGE_RETRIES,
     *,
-    wanted: kinds.FileKind = kinds.MODEL,
+    wanted: FileKind = kinds.MODEL,
 ) -> WorkerSettings:
     """Fetches the model unless it is on this machine; cancelled, it resumes the next time.
 
@@ -98,7 +100,7 @@ async def fetch(
 async def _pinned(
     settings: WorkerSettings,
     blobs: BlobStore,
-    retry_policy: concurrency.RetryPolicy,
+    retry_policy: RetryPolicy,
 ) -> WorkerSettings:
     """The settings with the hash that a signed manifest gives, where the model's is to be known."""
     trusted = trusted_keys(settings.trusted_key)
@@ -119,9 +121,9 @@ async def fetch_to(
     address: Address,
     sha256: str | None,
     blobs: BlobStore | None,
-    retry_policy: concurrency.RetryPolicy = STORAGE_RETRIES,
+    retry_policy: RetryPolicy = STORAGE_RETRIES,
     *,
-    wanted: kinds.FileKind,
+    wanted: FileKind,
     on_progress: Callable[[int, int | None], None] = lambda _so_far, _total: None,
 ) -> Path:
     """Downloads a file of the *wanted* kind into *folder*, one process at a time; returns its path.
@@ -202,9 +204,7 @@ def _final_name(address: Address, sent_name: str | None, *, is_tar: bool) -> str
     return name.removesuffix(".tar")
 
 
-def _check_part(
-    part: Path, label: str, wanted: kinds.FileKind, *, is_whole: bool
-) -> None:
+def _check_part(part: Path, label: str, wanted: FileKind, *, is_whole: bool) -> None:
     """Raises SetupError if what has arrived so far cannot become a file of that kind."""
     if check.is_tar(part):
         if ".tar" not in wanted.suffixes:
@@ -218,7 +218,7 @@ def _check_part(
         return
 
 
-def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+def _extract(tar: TarFile, member: TarInfo, folder: Path) -> None:
     """Extracts a file or a folder; raises TarError for anything else, and for what leads outside.
 
     Links are refused: several in a row lead out of the folder past the checks of older Pythons.
@@ -226,13 +226,11 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> Non
     shown = repr(member.name[:80])
     name = PurePosixPath(member.name)
     if name.is_absolute() or ".." in name.parts:
-        raise tarfile.TarError(f"{shown} leads outside")
+        raise TarError(f"{shown} leads outside")
     if member.issym() or member.islnk():
-        raise tarfile.TarError(
-            f"{shown} is a link; `tar --dereference` packs the file instead"
-        )
+        raise TarError(f"{shown} is a link; `tar --dereference` packs the file instead")
     if not member.isfile() and not member.isdir():
-        raise tarfile.TarError(f"{shown} is neither a file nor a folder")
+        raise TarError(f"{shown} is neither a file nor a folder")
     target = folder / name
     try:
         (target if member.isdir() else target.parent).mkdir(parents=True, exist_ok=True)
@@ -241,10 +239,10 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> Non
             with source, target.open("xb") as file:
                 shutil.copyfileobj(source, file)
     except (FileExistsError, IsADirectoryError, NotADirectoryError, ValueError):
-        raise tarfile.TarError(f"{shown} is no name, or there twice") from None
+        raise TarError(f"{shown} is no name, or there twice") from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise tarfile.TarError(f"{shown}... is too long") from None
+            raise TarError(f"{shown}... is too long") from None
         raise
 
 
@@ -256,7 +254,7 @@ def _unpack(archive: Path, path: Path, cache: DiskCache) -> None:
         with tarfile.open(archive, "r:") as tar:
             for member in tar:
                 _extract(tar, member, folder)
-    except tarfile.TarError as error:
+    except TarError as error:
         archive.unlink()
         raise SetupError(
             f"{path.name}.tar cannot be unpacked as a .tar: {error}"

@@ -6,10 +6,11 @@ where they grow, as there. Its OpenCV has another cubic, and thins the lines of 
 and white once more: a picture in the job's size is not touched, there or here.
 """
 
-import io
+from io import BytesIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.Image import DecompressionBombError, DecompressionBombWarning, Resampling
 
 from imagefleet.errors import JobError
 from imagefleet.files import picture
@@ -48,7 +49,7 @@ def read(what: str, data: bytes) -> Image.Image:
         raise
     except UnidentifiedImageError:
         raise JobError(f"{what} is not a PNG, JPEG or WebP image") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+    except (DecompressionBombError, DecompressionBombWarning):
         raise JobError(f"{what} has more than {MAX_PIXELS:,} pixels") from None
     except MemoryError:
         raise
@@ -59,7 +60,7 @@ def read(what: str, data: bytes) -> Image.Image:
 
 
 def _read(what: str, data: bytes) -> Image.Image:
-    with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+    with Image.open(BytesIO(data), formats=_FORMATS) as image:
         width, height = image.size
         if width * height > MAX_PIXELS:  # before the pixels take memory
             raise JobError(
@@ -85,7 +86,7 @@ def _turned(image: Image.Image) -> Image.Image:
 def parameters(data: bytes) -> str:
     """AUTOMATIC1111's text in the file of an image that was read; empty if there is none."""
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with Image.open(BytesIO(data), formats=_FORMATS) as image:
             return picture.parameters(image, MAX_TEXT).replace("\0", "")
     except Exception:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds, and it is no loss
         return ""
@@ -156,13 +157,13 @@ def refuse_too_long(image_size: Size, inner: Size, size: Size) -> None:
 
 
 def _stretched(image: Image.Image, size: Size) -> Image.Image:
-    return image.resize(size, Image.Resampling.LANCZOS)
+    return image.resize(size, Resampling.LANCZOS)
 
 
 def _resampled(
     image: Image.Image, size: Size, box: tuple[float, float, float, float]
 ) -> Image.Image:
-    return image.resize(size, Image.Resampling.BICUBIC, box)
+    return image.resize(size, Resampling.BICUBIC, box)
 
 
 def control(image: Image.Image, mode: int, size: Size) -> Pixels:
@@ -207,9 +208,9 @@ def _stretched_map(image: Image.Image, size: Size) -> Image.Image:
     if image.size == size:
         return image
     if _FEWEST < len(image.getcolors(_MANY) or ()) < _MANY:
-        how = Image.Resampling.NEAREST
+        how = Resampling.NEAREST
     elif size[0] * size[1] < image.width * image.height:
-        how = Image.Resampling.BOX
+        how = Resampling.BOX
     else:
-        how = Image.Resampling.BICUBIC
+        how = Resampling.BICUBIC
     return image.resize(size, how)

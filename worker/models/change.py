@@ -30,7 +30,7 @@ from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import host
 from imagefleet.telemetry.logs import log
 from worker import tasks
-from worker.engine import contract
+from worker.engine.contract import Engine
 from worker.files import model as model_files
 from worker.gpu_thread import THREAD_NAME, Take
 from worker.metrics import WorkerMetrics
@@ -121,7 +121,7 @@ class WorkerModels:
 
     checkpoints: InitVar[Sequence[Checkpoint]]
     _fetch: Callable[[Checkpoint], Coroutine[Any, Any, Checkpoint]]
-    load: Callable[[Checkpoint], contract.Engine]
+    load: Callable[[Checkpoint], Engine]
     read: Callable[[Checkpoint], Take | None] = lambda _: None
 
     def __post_init__(self, checkpoints: Sequence[Checkpoint]) -> None:
@@ -172,7 +172,7 @@ class WorkerModels:
         self.current = self._checkpoints[checkpoint.name] = checkpoint
         self._choice = ModelChoice(checkpoint.name)
 
-    def load_current(self) -> contract.Engine:
+    def load_current(self) -> Engine:
         """Loads the current model, or the default if it cannot be; on the engine's thread."""
         try:
             return self.load(self.current)

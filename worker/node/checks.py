@@ -24,7 +24,7 @@ from imagefleet import concurrency
 from imagefleet.errors import FleetError, NodeError
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry.logs import log
-from worker.engine import contract
+from worker.engine.contract import Engine
 from worker.gpu_thread import EngineThread
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node import suspects
@@ -65,7 +65,7 @@ class NodeChecks:
         self._retry_policy = retry_policy
         self._metrics = metrics
         self._engine_thread = engine_thread
-        self._engine: contract.Engine | None = None
+        self._engine: Engine | None = None
         self._fault: str | None = None
         self._good(time.monotonic())
         self._one_at_a_time = asyncio.Lock()
@@ -76,7 +76,7 @@ class NodeChecks:
             self._metrics.node_faults.labels("quarantined").inc()
             raise NodeError(f"this node is quarantined: {reason}")
 
-    async def begin(self, engine: contract.Engine) -> None:
+    async def begin(self, engine: Engine) -> None:
         """Checks the weights of an engine before its first job; raises NodeError."""
         self._engine, self._fault = engine, None
         self._good(time.monotonic())

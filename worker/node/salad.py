@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import aiohttp
+from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar
 from prometheus_client import Counter
 
 from imagefleet import concurrency, redaction
@@ -58,7 +58,7 @@ class SaladMetadata:
         self, address: str = ADDRESS, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> None:
         self._address = address.rstrip("/")
-        self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+        self._timeout = ClientTimeout(total=timeout_seconds)
 
     async def token(self) -> str:
         """A JWT that identifies this container, valid for 2 to 5 minutes."""
@@ -106,8 +106,8 @@ class SaladMetadata:
         try:
             # By default a session ignores proxies in the environment.
             async with (
-                aiohttp.ClientSession(
-                    timeout=self._timeout, cookie_jar=aiohttp.DummyCookieJar()
+                ClientSession(
+                    timeout=self._timeout, cookie_jar=DummyCookieJar()
                 ) as client,
                 client.request(
                     method,
@@ -119,7 +119,7 @@ class SaladMetadata:
             ):
                 status, reason = answer.status, answer.reason
                 content = await answer.content.read(_MAX_ANSWER_BYTES)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (ClientError, TimeoutError, OSError) as error:
             raise TransientError(
                 f"SaladCloud's metadata service does not answer: {type(error).__name__}"
                 f" {redaction.reason(error)}"

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from imagefleet.errors import NodeError
 from imagefleet.telemetry.logs import log
-from worker.engine import contract
+from worker.engine.contract import Engine, ImageRequest
 from worker.inputs import img2img
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node.watchdog import NodeLimits
@@ -33,7 +33,7 @@ class StartUpCheck:
         self._fault: NodeFault = "engine"  # unless a check below fails
         self._began_at = time.monotonic()
 
-    def load(self, load: Callable[[], contract.Engine]) -> contract.Engine:
+    def load(self, load: Callable[[], Engine]) -> Engine:
         """Loads the engine after a check of the GPU; raises NodeError."""
         self._check_gpu()
         return load()
@@ -92,13 +92,13 @@ class StartUpCheck:
             )
 
 
-def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:
+def plain_request(engine: Engine, seed: int) -> ImageRequest:
     """An image that every healthy node can generate: the checkpoint's own size, no LoRA.
 
     It takes one row a step where the engine compiles for that.
     """
     width, height = engine.default_size
-    return contract.ImageRequest(
+    return ImageRequest(
         prompt=_PROMPT,
         negative_prompt="",
         loras=(),

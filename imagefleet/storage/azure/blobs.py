@@ -4,7 +4,7 @@ import asyncio
 import base64
 import hashlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
@@ -22,7 +22,7 @@ from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.roles import ANY_PERMISSION
-from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Clock
+from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Clock, Metadata
 from imagefleet.validation import JSONDict
 
 #: Who asks for names mostly stops at the first.
@@ -67,7 +67,7 @@ class AzureBlobs(BlobStore):
     async def create_container(self) -> None:
         await self._found("", self._client.create_container, {"ContainerAlreadyExists"})
 
-    async def container_metadata(self) -> Mapping[str, str]:
+    async def container_metadata(self) -> Metadata:
         """Of the container itself, which takes the account's key; raises SetupError."""
         found = await self._call("", self._client.get_container_properties)
         return dict(found.metadata or {})
@@ -88,7 +88,7 @@ class AzureBlobs(BlobStore):
         name: str,
         data: bytes,
         content_type: str,
-        metadata: Mapping[str, str],
+        metadata: Metadata,
         on_doubt: Callable[[], None] = lambda: None,
     ) -> bool:
         blob = self._blob(name)
@@ -102,7 +102,7 @@ class AzureBlobs(BlobStore):
         name: str,
         file: Path,
         content_type: str,
-        metadata: Mapping[str, str],
+        metadata: Metadata,
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> bool:
         """Uploads blocks, of which a commit makes the blob; Azure removes others after a week."""
@@ -343,7 +343,7 @@ def _over(etag: str) -> JSONDict:
     }
 
 
-def _properties(content_type: str, metadata: Mapping[str, str]) -> JSONDict:
+def _properties(content_type: str, metadata: Metadata) -> JSONDict:
     settings = ContentSettings(content_type=content_type)
     return {"content_settings": settings, "metadata": dict(metadata)}
 

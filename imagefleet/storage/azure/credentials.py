@@ -23,6 +23,7 @@ from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure import roles
 from imagefleet.storage.azure import sas as sas_tokens
 from imagefleet.storage.azure.account import AzureAddress
+from imagefleet.storage.azure.errors import Credential, RefusedError
 from imagefleet.storage.proofs import Prover
 from imagefleet.storage.settings import Resource, StorageSettings
 from imagefleet.telemetry.logs import log
@@ -79,13 +80,13 @@ class Access:
             try:
                 with azure_errors.translated(self.what, used, permission):
                     result = await request()
-            except azure_errors.RefusedError as refusal:
+            except RefusedError as refusal:
                 await self._renew(used.token, refusal)
             else:
                 self._accepted = True
                 return result
 
-    async def _renew(self, refused: str, refusal: azure_errors.RefusedError) -> None:
+    async def _renew(self, refused: str, refusal: RefusedError) -> None:
         if self._tokens is None or not isinstance(self.credential, AzureSasCredential):
             raise refusal
         if await self._tokens.renew(self.credential, refused):
@@ -97,12 +98,12 @@ class Access:
             ) from None
         raise SetupError(f"{refusal.message} (the token came from {source})") from None
 
-    def _in_use(self) -> azure_errors.Credential:
+    def _in_use(self) -> Credential:
         credential = self.credential
         token = (
             credential.signature if isinstance(credential, AzureSasCredential) else ""
         )
-        return azure_errors.Credential(
+        return Credential(
             self._resource,
             token,
             is_identity=credential is not None and not token,

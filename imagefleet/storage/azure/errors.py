@@ -10,8 +10,19 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from urllib.parse import parse_qs
 
-import aiohttp
-from azure.core import exceptions
+from aiohttp import (
+    ClientConnectorCertificateError,
+    ClientConnectorDNSError,
+    ClientConnectorError,
+    ClientError,
+    ClientResponseError,
+    ConnectionTimeoutError,
+)
+from azure.core.exceptions import (
+    AzureError,
+    ClientAuthenticationError,
+    HttpResponseError,
+)
 
 from imagefleet import concurrency
 from imagefleet.errors import (
@@ -109,9 +120,9 @@ def translated(
     """
     try:
         yield
-    except exceptions.HttpResponseError as error:
+    except HttpResponseError as error:
         raise _from_response(error, what, credential, permission) from None
-    except (exceptions.AzureError, aiohttp.ClientError, OSError) as error:
+    except (AzureError, ClientError, OSError) as error:
         raise _from_connection(error, what) from None
     except (ValueError, TypeError, AttributeError, LookupError, SyntaxError) as error:
         # The SDK does not check that a success has the answer of Azure: a proxy may have sent it.
@@ -129,35 +140,35 @@ def tolerated(codes: Collection[str]) -> Iterator[None]:
     """Ends the block without an error if the answer has one of these error codes."""
     try:
         yield
-    except exceptions.HttpResponseError as error:
+    except HttpResponseError as error:
         if code_of(error) not in codes:
             raise
 
 
-def code_of(error: exceptions.HttpResponseError) -> str:
+def code_of(error: HttpResponseError) -> str:
     """Azure's error code, from the SDK's enumeration or as text."""
     code = getattr(error, "error_code", None)
     return str(getattr(code, "value", code) or _NO_CODE)
 
 
-def _headers(error: exceptions.HttpResponseError) -> Mapping[str, str]:
+def _headers(error: HttpResponseError) -> Mapping[str, str]:
     return getattr(error.response, "headers", {})
 
 
-def is_azurites_overwrite(error: exceptions.HttpResponseError) -> bool:
+def is_azurites_overwrite(error: HttpResponseError) -> bool:
     """True for what Azurite may answer where Azure answers UnauthorizedBlobOverwrite."""
     server = _headers(error).get("Server", "")
     return server.startswith("Azurite") and code_of(error) in LESS_PERMISSION
 
 
 def _from_response(
-    error: exceptions.HttpResponseError,
+    error: HttpResponseError,
     what: str,
     credential: Credential,
     permission: str,
 ) -> FleetError:
     status, code = error.status_code, code_of(error)
-    if isinstance(error, exceptions.ClientAuthenticationError) and code == _NO_CODE:
+    if isinstance(error, ClientAuthenticationError) and code == _NO_CODE:
         reason = f"the account key for {what} is malformed"
         if credential.is_identity:
             cause = error.message.strip().partition("\n")[0]
@@ -199,21 +210,17 @@ def _is_of_the_sdk(error: Exception) -> bool:
 
 def _from_connection(error: Exception, what: str) -> FleetError:
     cause = getattr(error, "inner_exception", None) or error
-    if isinstance(cause, aiohttp.ClientConnectorDNSError):
+    if isinstance(cause, ClientConnectorDNSError):
         return TransientError(
             f"cannot reach {what}: there is no host {cause.host!r}; check the account's name in"
             " --storage, and the network"
         )
-    if isinstance(cause, aiohttp.ClientConnectorCertificateError):
+    if isinstance(cause, ClientConnectorCertificateError):
         return proxies.unreachable(f"cannot reach {what}", cause)
     # The text of a ClientResponseError ends in the URL.
-    text = (
-        cause.message if isinstance(cause, aiohttp.ClientResponseError) else str(cause)
-    )
+    text = cause.message if isinstance(cause, ClientResponseError) else str(cause)
     message = f"cannot reach {what}: {type(cause).__name__} {text}".rstrip()
-    if isinstance(
-        cause, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-    ):
+    if isinstance(cause, (ClientConnectorError, ConnectionTimeoutError)):
         return TransientError(message)
     return ReplyLostError(message)
 

@@ -6,7 +6,7 @@ message object it sends the whole body again; messages expire after seven days b
 """
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from imagefleet.storage.protocol import (
     Clock,
     LeasedMessage,
     Message,
+    Metadata,
     QueueDepth,
 )
 
@@ -71,7 +72,7 @@ class AzureQueue:
 
         await self._call(ANY_PERMISSION, request)
 
-    async def metadata(self) -> Mapping[str, str]:
+    async def metadata(self) -> Metadata:
         return (await self._call("r", self._client.get_queue_properties)).metadata or {}
 
     async def send(self, bodies: Iterable[str]) -> list[LeasedMessage]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Self, get_args
 from urllib.parse import parse_qs
 
-import aiohttp
+from aiohttp import ClientConnectorCertificateError, ClientError, ClientTimeout
 from pydantic import (
     AfterValidator,
     AwareDatetime,
@@ -191,7 +191,7 @@ class TokenBroker:
         """New tokens, and how long they are valid, in seconds."""
         try:
             identity_token = await self._identity_token()
-        except (FleetError, aiohttp.ClientError, OSError) as error:
+        except (FleetError, ClientError, OSError) as error:
             raise TransientError(
                 "cannot get this node's identity token for the broker:"
                 f" {redaction.reason(error)}"
@@ -200,7 +200,7 @@ class TokenBroker:
             "Authorization": f"Bearer {identity_token}",
             "Accept": "application/json",
         }
-        timeout = aiohttp.ClientTimeout(total=20)
+        timeout = ClientTimeout(total=20)
         try:
             async with (
                 proxies.session(timeout=timeout) as session,
@@ -219,9 +219,9 @@ class TokenBroker:
                     seconds=_UNKNOWN_LIFE_SECONDS
                 )
                 return tokens, (ends_at - now).total_seconds()
-        except (aiohttp.ClientError, OSError) as error:
+        except (ClientError, OSError) as error:
             why = type(error).__name__
-            if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            if isinstance(error, ClientConnectorCertificateError):
                 why = redaction.reason(
                     error
                 )  # which does not end a worker whose tokens are valid

@@ -4,7 +4,18 @@ import logging
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-import aiohttp
+from aiohttp import (
+    ClientConnectionError,
+    ClientConnectorError,
+    ClientHandlerType,
+    ClientOSError,
+    ClientRequest,
+    ClientResponse,
+    ClientSession,
+    DummyCookieJar,
+    ServerDisconnectedError,
+    TCPConnector,
+)
 from azure.core.pipeline import PipelineRequest
 from azure.core.pipeline.transport import AioHttpTransport
 
@@ -41,8 +52,8 @@ logging.getLogger("azure.storage").setLevel(logging.ERROR)
 
 
 async def surface_lost_replies(
-    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
-) -> aiohttp.ClientResponse:
+    request: ClientRequest, handler: ClientHandlerType
+) -> ClientResponse:
     """Middleware that keeps aiohttp from retrying PUT and DELETE when a connection breaks.
 
     If the first renewal succeeded, Azure would refuse the second for its stale receipt, as if
@@ -50,12 +61,10 @@ async def surface_lost_replies(
     """
     try:
         return await handler(request)
-    except aiohttp.ClientConnectorError:
+    except ClientConnectorError:
         raise
-    except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-        raise aiohttp.ClientConnectionError(
-            str(error) or type(error).__name__
-        ) from error
+    except (ServerDisconnectedError, ClientOSError) as error:
+        raise ClientConnectionError(str(error) or type(error).__name__) from error
 
 
 class _ClockReader:
@@ -66,8 +75,8 @@ class _ClockReader:
         self._last: str | None = None
 
     async def __call__(
-        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
-    ) -> aiohttp.ClientResponse:
+        self, request: ClientRequest, handler: ClientHandlerType
+    ) -> ClientResponse:
         asked_at = self._clock.machine()
         response = await handler(request)
         date = response.headers.get("Date")
@@ -186,9 +195,9 @@ class AzureStorage:
             await part.check()
 
     async def __aenter__(self) -> Self:
-        self._transport.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS),
-            cookie_jar=aiohttp.DummyCookieJar(),
+        self._transport.session = ClientSession(
+            connector=TCPConnector(limit=MAX_CONNECTIONS),
+            cookie_jar=DummyCookieJar(),
             auto_decompress=False,
             trust_env=self._through_proxy,
             middlewares=[surface_lost_replies, _ClockReader(self._clock)],

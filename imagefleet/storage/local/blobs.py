@@ -11,7 +11,7 @@ import fcntl
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -35,6 +35,7 @@ from imagefleet.storage.protocol import (
     BlobRecord,
     BlobStore,
     Clock,
+    Metadata,
     Operations,
 )
 
@@ -99,7 +100,7 @@ class LocalBlobs(BlobStore):
         name: str,
         data: bytes,
         content_type: str,
-        metadata: Mapping[str, str],
+        metadata: Metadata,
         on_doubt: Callable[[], None] = lambda: None,  # noqa: ARG002 - a disk leaves none
     ) -> bool:
         return await self._create(
@@ -111,7 +112,7 @@ class LocalBlobs(BlobStore):
         name: str,
         file: Path,
         content_type: str,
-        metadata: Mapping[str, str],
+        metadata: Metadata,
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> bool:
         return await self._create(
@@ -254,7 +255,7 @@ class LocalBlobs(BlobStore):
         name: str,
         write: Callable[[BinaryIO], object],
         content_type: str,
-        metadata: Mapping[str, str],
+        metadata: Metadata,
     ) -> bool:
         protocol.check_blob_name(name)
         protocol.check_metadata(metadata)

@@ -9,10 +9,10 @@ their tensors tell.
 import inspect
 import itertools
 import re
-import weakref
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from diffusers import ControlNetModel
@@ -73,9 +73,7 @@ class ControlNets(NetworkCache[SlotControlNet]):
         super().__init__("ControlNet", unet.device, unet.dtype)
         self._config = dict(unet.config)
         self._has_own_layers = has_own_layers
-        self._hints: weakref.WeakKeyDictionary[PreparedControl, Tensor] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._hints: WeakKeyDictionary[PreparedControl, Tensor] = WeakKeyDictionary()
 
     def embed(self, control: PreparedControl) -> Tensor:
         """A request's embedded image; remembered for the other images of its job."""

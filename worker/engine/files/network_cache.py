@@ -9,7 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from cachetools import LRUCache
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from imagefleet.files.safetensors import Identity, UnusableError, identify
 from imagefleet.telemetry.logs import log
@@ -149,7 +150,7 @@ class NetworkCache(Generic[Network]):
             original = self._read.pop(identity, None)
             if original is None:
                 original = self.load(identity)
-        nn.Module.to(original, device=self._device)
+        Module.to(original, device=self._device)
         if self._device.type == "cuda":
             original.to(memory_format=torch.channels_last)
         network = self.finish(original, path)
@@ -159,7 +160,7 @@ class NetworkCache(Generic[Network]):
         return network
 
 
-def assign(network: nn.Module, tensors: Weights, dtype: torch.dtype) -> None:
+def assign(network: Module, tensors: Weights, dtype: torch.dtype) -> None:
     """Gives a network built without memory all of a file's tensors; raises UnusableError."""
     wanted = network.state_dict()
     found = {}

@@ -5,16 +5,17 @@ compiled from one is found by the hash of it. Whatever the compiler can see is i
 settings, the kernels that they were given, and each tensor's type, shape, strides and alignment.
 """
 
-import io
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import torch
 from diffusers.configuration_utils import FrozenDict
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn import Module, Parameter
 
 #: Compiled kernels read whole words of so many bytes, where the tensors that they were compiled for
 #: begin at one.
@@ -40,7 +41,7 @@ class Description:
 
 def imitate(content: bytes) -> tuple[Call, list[Tensor]]:
     """The call that was described, with fake tensors, and these in their order."""
-    reader = _Reader(io.BytesIO(content))
+    reader = _Reader(BytesIO(content))
     call: Call = reader.load()
     return call, reader.tensors
 
@@ -53,7 +54,7 @@ class _Writer(pickle._Pickler):  # noqa: SLF001
     """
 
     def __init__(self) -> None:
-        self.file = io.BytesIO()
+        self.file = BytesIO()
         self.tensors: list[Tensor] = []
         self._places: dict[int, int] = {}
         super().__init__(self.file, protocol=4)
@@ -64,7 +65,7 @@ class _Writer(pickle._Pickler):  # noqa: SLF001
         place = self._places.setdefault(id(value), len(self.tensors))
         if place == len(self.tensors):
             self.tensors.append(value)
-        is_parameter = isinstance(value, nn.Parameter)
+        is_parameter = isinstance(value, Parameter)
         return (place, is_parameter, *layout(value))
 
     def reducer_override(self, value: object) -> Any:
@@ -77,12 +78,12 @@ class _Writer(pickle._Pickler):  # noqa: SLF001
         return NotImplemented
 
     def memoize(self, value: object) -> None:
-        if isinstance(value, (nn.Module, dict, list, type, Callable)):  # type: ignore[arg-type]
+        if isinstance(value, (Module, dict, list, type, Callable)):  # type: ignore[arg-type]
             super().memoize(value)  # type: ignore[misc]  # it is there
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: BytesIO) -> None:
         self.tensors: list[Tensor] = []
         self._mode = FakeTensorMode()
         super().__init__(file)
@@ -93,7 +94,7 @@ class _Reader(pickle.Unpickler):
         if place == len(self.tensors):
             fake = self._imitate(*described_layout)
             if is_parameter:
-                fake = nn.Parameter(fake, requires_grad=False)
+                fake = Parameter(fake, requires_grad=False)
             self.tensors.append(fake)
         return self.tensors[place]
 

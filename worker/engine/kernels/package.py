@@ -7,11 +7,11 @@ a file where workers find it can run programs there.
 import functools
 import hashlib
 import platform
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ def _compile(content: bytes, target: Path) -> None:
                 options={"config_patches": _INDUCTOR_OPTIONS},
                 aot=True,
             )
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        with TemporaryDirectory(dir=target.parent) as folder:
             saved = Path(folder) / _ARTIFACT
             artifact.save(path=str(saved))
             part = Path(folder) / target.name
@@ -130,7 +130,7 @@ class Package:
         try:
             header, content = kernels.read(path)
             prepare()
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            with TemporaryDirectory(dir=path.parent) as folder:
                 artifact = Path(folder) / _ARTIFACT
                 artifact.write_bytes(content)
                 loaded = torch._inductor.CompiledArtifact.load(path=str(artifact))  # type: ignore[attr-defined]  # noqa: SLF001

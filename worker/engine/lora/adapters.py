@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Conv2d, Linear, Module, Parameter
 
 from imagefleet.files import lora
+from imagefleet.files.lora import PeftConfig
 from imagefleet.files.safetensors import UnusableError
 from worker.engine.lora import kinds
 
@@ -46,7 +48,7 @@ Adapted = Mapping[str, Mapping[str, Tensor]]
 
 
 def read(
-    config: lora.PeftConfig,
+    config: PeftConfig,
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, torch.Size],
 ) -> Adapted:
@@ -93,7 +95,7 @@ class _PeftLayers:
 
     def __init__(
         self,
-        config: lora.PeftConfig,
+        config: PeftConfig,
         tensors: Mapping[str, Tensor],
         shapes: Mapping[str, torch.Size],
         seed: int,
@@ -101,7 +103,7 @@ class _PeftLayers:
         import peft  # it takes seconds, and few files need it
 
         self._generator = torch.Generator().manual_seed(seed)
-        network = nn.Module()
+        network = Module()
         for name, shape in shapes.items():
             self._add_layer(network, name, shape)
         # peft draws what the adapter replaces, and what a seed of its own decides.
@@ -114,18 +116,18 @@ class _PeftLayers:
         model.eval().requires_grad_(requires_grad=False)
         self._layers = {name: network.get_submodule(name) for name in shapes}
 
-    def _add_layer(self, network: nn.Module, name: str, shape: torch.Size) -> None:
+    def _add_layer(self, network: Module, name: str, shape: torch.Size) -> None:
         *parents, own = name.split(".")
         for parent in parents:
             if not hasattr(network, parent):
-                network.add_module(parent, nn.Module())
+                network.add_module(parent, Module())
             network = network.get_submodule(parent)
         outputs, inputs, *kernel = shape
-        layer: nn.Linear | nn.Conv2d = nn.Linear(inputs, outputs, device="meta")
+        layer: Linear | Conv2d = Linear(inputs, outputs, device="meta")
         if kernel:
-            layer = nn.Conv2d(inputs, outputs, kernel[0], device="meta")
-        layer.weight = nn.Parameter(self._random(shape), requires_grad=False)
-        layer.bias = nn.Parameter(torch.zeros(outputs), requires_grad=False)
+            layer = Conv2d(inputs, outputs, kernel[0], device="meta")
+        layer.weight = Parameter(self._random(shape), requires_grad=False)
+        layer.bias = Parameter(torch.zeros(outputs), requires_grad=False)
         network.add_module(own, layer)
 
     def _random(self, shape: torch.Size) -> Tensor:
@@ -184,7 +186,7 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
     return merged.float()
 
 
-def _peft_config(config: lora.PeftConfig, names: list[str]) -> Any:
+def _peft_config(config: PeftConfig, names: list[str]) -> Any:
     """The configuration as peft's own class; raises UnusableError for what is not taken."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 

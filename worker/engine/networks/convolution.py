@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Conv2d, Module
 
 from imagefleet import errors
 from worker.engine.kernels.layers import Upsampler, convolve
@@ -34,7 +35,7 @@ _KERNEL = 3
 _CHANGING = 0.25
 
 
-class LowRankChange(nn.Module):
+class LowRankChange(Module):
     """Each slot's own change of layers of one shape with the same input."""
 
     down: Tensor | None
@@ -42,7 +43,7 @@ class LowRankChange(nn.Module):
     up: Tensor | None
     """[slots, layers, rank, out]"""
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[str, Module]) -> None:
         """*layers* by path."""
         super().__init__()
         self.paths = list(layers)
@@ -67,14 +68,14 @@ class LowRankChange(nn.Module):
         return F.pad(changed, (0, 0, 0, len(x) - rows))
 
 
-class SlotConv(nn.Module):
+class SlotConv(Module):
     """A convolution, also one that upsamples, with shared weights and each slot's own change."""
 
-    def __init__(self, layer: nn.Module, path: str) -> None:
+    def __init__(self, layer: Module, path: str) -> None:
         """*path* is that of the convolution itself."""
         super().__init__()
         conv = layer.conv if isinstance(layer, Upsampler) else layer
-        if not isinstance(conv, nn.Conv2d) or not _is_usual(conv):
+        if not isinstance(conv, Conv2d) or not _is_usual(conv):
             raise errors.SetupError(
                 f"{path} is not one of Stable Diffusion's convolutions"
             )
@@ -142,7 +143,7 @@ def _add_taps(
     return total
 
 
-def _is_usual(conv: nn.Conv2d) -> bool:
+def _is_usual(conv: Conv2d) -> bool:
     """True if `_add_taps` computes the same as the convolution."""
     usual = [((1, 1), (0, 0)), ((_KERNEL, _KERNEL), (1, 1))]
     return (

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from imagefleet import errors
 from worker.engine.files import safetensors
@@ -29,7 +30,7 @@ _MAX_PART_BYTES = 2**31
 _MOST_SLOTS = 32
 
 
-class SlotLinear(nn.Module):
+class SlotLinear(Module):
     """Linear or 1x1 layers of one shape and the same input, as one product.
 
     The layers' weights become views of this one's: merging into them merges here.
@@ -241,7 +242,7 @@ def join_biases(layers: Iterable[Layer]) -> Tensor | None:
     return joined
 
 
-def group_by_shape(network: nn.Module) -> dict[Group, list[str]]:
+def group_by_shape(network: Module) -> dict[Group, list[str]]:
     """Paths of a network's weights that LoRAs can change, by shape; vectors count as [out, 1]."""
     groups: dict[Group, list[str]] = {}
     for path, parameter in adaptable(network).items():
@@ -250,7 +251,7 @@ def group_by_shape(network: nn.Module) -> dict[Group, list[str]]:
     return groups
 
 
-def transformer_bytes(unet: nn.Module) -> int:
+def transformer_bytes(unet: Module) -> int:
     """Size of the layers that slots have copies of: those of transformers but for the prompts'."""
     return sum(
         layer.weight.nbytes
@@ -262,7 +263,7 @@ def transformer_bytes(unet: nn.Module) -> int:
 class TextEncoderLoras:
     """Merges packed LoRAs into a text encoder while some prompts are encoded."""
 
-    def __init__(self, text_encoder: nn.Module) -> None:
+    def __init__(self, text_encoder: Module) -> None:
         self.device = next(text_encoder.parameters()).device
         weights = adaptable(text_encoder)
         self._weights = {

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module, ModuleList
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from worker.engine.kernels.layers import Upsampler, normalise_and_activate
 from worker.engine.lora.merge import Group, StackedChange
 from worker.engine.networks.convolution import LowRankChange, SlotChanges, SlotConv
@@ -66,7 +67,7 @@ class SlotEncoder(SlotNetwork):
         if not takes_sizes:
             self.added_rows = 1
         self.conv_in = _conv(paths, original.conv_in)
-        self.down = nn.ModuleList(_Down(block, paths) for block in original.down_blocks)
+        self.down = ModuleList(_Down(block, paths) for block in original.down_blocks)
         self.mid = _Layers(original.mid_block, original.mid_block.resnets[1:], paths)
         self.mid_first = _Resnet(original.mid_block.resnets[0], paths)
 
@@ -134,7 +135,7 @@ class SlotUnet(SlotEncoder):
         """*weights*: how slots hold LoRAs of transformers; "reloaded" is for one slot."""
         paths = {module: path for path, module in unet.named_modules()}
         super().__init__(unet, paths, weights)
-        self.up = nn.ModuleList(_Up(block, paths) for block in unet.up_blocks)
+        self.up = ModuleList(_Up(block, paths) for block in unet.up_blocks)
         self.norm_out = unet.conv_norm_out
         self.conv_out = _conv(paths, unet.conv_out)
         linears = [
@@ -195,11 +196,11 @@ class SlotUnet(SlotEncoder):
         super().close()
 
 
-class _TimeEmbedding(nn.Module):
+class _TimeEmbedding(Module):
     def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
         if original.post_act is not None:
-            raise errors.SetupError(UNKNOWN_UNET)
+            raise SetupError(UNKNOWN_UNET)
         self.embed_guidance = original.cond_proj
         self.first = original.linear_1
         self.act = original.act
@@ -231,7 +232,7 @@ def _sines(scales: Tensor, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
-class _AddedEmbedding(nn.Module):
+class _AddedEmbedding(Module):
     """SDXL's second part of the timestep's embedding: the prompt as one vector, and the sizes."""
 
     def __init__(self, unet: Any) -> None:
@@ -247,7 +248,7 @@ class _AddedEmbedding(nn.Module):
         return embedded
 
 
-class _TimeProjections(nn.Module):
+class _TimeProjections(Module):
     """The time projections of all resnets as one product."""
 
     weight: Tensor
@@ -259,7 +260,7 @@ class _TimeProjections(nn.Module):
         resnets = sorted(resnets, key=lambda resnet: len(resnet.time_emb_proj.weight))
         layers = [resnet.time_emb_proj for resnet in resnets]
         by_outputs = itertools.groupby(layers, key=lambda layer: len(layer.weight))
-        self.changes = nn.ModuleList(
+        self.changes = ModuleList(
             LowRankChange({paths[layer]: layer for layer in alike})
             for _, alike in by_outputs
         )
@@ -283,7 +284,7 @@ class _TimeProjections(nn.Module):
         return projected
 
 
-class _Resnet(nn.Module):
+class _Resnet(Module):
     #: The block's columns of the output of `_TimeProjections`.
     time: slice
 
@@ -293,7 +294,7 @@ class _Resnet(nn.Module):
             original.time_embedding_norm != "default"
             or original.output_scale_factor != 1
         ):
-            raise errors.SetupError(UNKNOWN_UNET)
+            raise SetupError(UNKNOWN_UNET)
         self.norm1 = original.norm1
         self.norm2 = original.norm2
         self.conv1 = _conv(paths, original.conv1)
@@ -317,21 +318,21 @@ class _Resnet(nn.Module):
         return summed
 
 
-class _Layers(nn.Module):
+class _Layers(Module):
     def __init__(self, block: Any, resnets: Any, paths: ModulePaths) -> None:
         super().__init__()
         attentions = getattr(block, "attentions", None) or ()
-        self.resnets = nn.ModuleList(_Resnet(resnet, paths) for resnet in resnets)
-        self.attentions = nn.ModuleList(Transformer(each, paths) for each in attentions)
+        self.resnets = ModuleList(_Resnet(resnet, paths) for resnet in resnets)
+        self.attentions = ModuleList(Transformer(each, paths) for each in attentions)
 
-    def pairs(self) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    def pairs(self) -> Iterator[tuple[Module, Module | None]]:
         return itertools.zip_longest(self.resnets, self.attentions)
 
 
 class _Down(_Layers):
     def __init__(self, block: Any, paths: ModulePaths) -> None:
         super().__init__(block, block.resnets, paths)
-        self.samplers = nn.ModuleList(
+        self.samplers = ModuleList(
             _conv(paths, each.conv) for each in block.downsamplers or ()
         )
 
@@ -352,7 +353,7 @@ class _Down(_Layers):
 class _Up(_Layers):
     def __init__(self, block: Any, paths: ModulePaths) -> None:
         super().__init__(block, block.resnets, paths)
-        self.samplers = nn.ModuleList(
+        self.samplers = ModuleList(
             SlotConv(Upsampler(sampler), paths[sampler.conv])
             for sampler in block.upsamplers or ()
         )
@@ -370,5 +371,5 @@ class _Up(_Layers):
         return x
 
 
-def _conv(paths: ModulePaths, layer: nn.Module) -> SlotConv:
+def _conv(paths: ModulePaths, layer: Module) -> SlotConv:
     return SlotConv(layer, paths[layer])

@@ -22,7 +22,7 @@ from imagefleet.job.passes.controlnet import MOST_CONTROLS
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.sizes import MAX_SIDE, MIN_SIDE
 from worker.engine import contract
-from worker.engine.contract import Pixels
+from worker.engine.contract import ImageRequest, InitImage, Pixels
 from worker.engine.families.reading import ImageNoise
 from worker.engine.sampler import NoiseStream
 
@@ -68,7 +68,7 @@ class PreparedImage:
     #: else 0; None without a mask, when they see nothing of it.
     hidden: Tensor | None = None
 
-    def with_content(self, latents: Tensor, request: contract.ImageRequest) -> Tensor:
+    def with_content(self, latents: Tensor, request: ImageRequest) -> Tensor:
         """The image's latents [4, height, width] with noise or nothing below the mask, if so asked.
 
         The noise is the first of a seed, whatever its subseed.
@@ -87,7 +87,7 @@ class PreparedImage:
         return latents * kept + stream.first().to(latents.device) * (1 - kept)
 
 
-def prepare_image(init: contract.InitImage, factor: int) -> PreparedImage:
+def prepare_image(init: InitImage, factor: int) -> PreparedImage:
     """Prepares the image of a request; *factor*: pixels for each of the latents' rows."""
     if init.mask is None:
         return PreparedImage(init.pixels, None, init.masked_content)
@@ -138,7 +138,7 @@ class LowResolution:
         return noisy[0]
 
 
-def refuse_unsupported(request: contract.ImageRequest, what: str) -> None:
+def refuse_unsupported(request: ImageRequest, what: str) -> None:
     """Raises JobError for what no model supports that is *what*, such as "enlarges an image"."""
     prompts = [
         p for p in (request.prompt, request.negative_prompt) if isinstance(p, Prompt)
@@ -160,7 +160,7 @@ def refuse_unsupported(request: contract.ImageRequest, what: str) -> None:
 
 
 def prepare_enlarged(
-    request: contract.ImageRequest, noise: ImageNoise, factor: int
+    request: ImageRequest, noise: ImageNoise, factor: int
 ) -> LowResolution:
     """Checks and prepares the image of a request whose sides are *factor* times the image's.
 

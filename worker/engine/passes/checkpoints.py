@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from cachetools import LRUCache
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module, ModuleList
 
 from imagefleet.errors import SetupError, TransientError
 from imagefleet.files.safetensors import Identity, UnusableError
@@ -85,7 +86,7 @@ class CachedCheckpoint:
         )
 
     @torch.no_grad()
-    def exchange(self, unet: nn.Module) -> None:
+    def exchange(self, unet: Module) -> None:
         """Exchanges its UNet's weights and those of *unet*; once more, and they are as before.
 
         Raises torch.cuda.OutOfMemoryError before anything is changed.
@@ -142,7 +143,7 @@ class CheckpointCache(NetworkCache[CachedCheckpoint]):
                 "predicts otherwise than this worker's model, or of other noise"
             )
         texts = () if own.has_text_on_cpu else found.text_encoders.values()
-        on_device: Any = nn.ModuleList([found.vae, *texts])
+        on_device: Any = ModuleList([found.vae, *texts])
         if found.family is table.REFINER:
             self._refiners.add(identity)
             on_device.append(found.unet)
@@ -150,7 +151,7 @@ class CheckpointCache(NetworkCache[CachedCheckpoint]):
         on_device.checkpoint = found
         return on_device
 
-    def _refuse_large(self, name: str, network: nn.Module) -> None:
+    def _refuse_large(self, name: str, network: Module) -> None:
         """Raises TransientError if a GPU has no room for such a network beside the engine's own."""
         if self._device.type != "cuda":
             return

@@ -21,18 +21,18 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from numpy.typing import NDArray
 from PIL import Image
+from PIL.Image import Resampling
 from torch import Tensor
 
 from imagefleet.errors import JobError
 from imagefleet.files.safetensors import Identity, UnusableError, identify
 from imagefleet.telemetry.logs import log
-from worker.engine import contract
 from worker.engine import errors as engine_errors
-from worker.engine.contract import Pixels
+from worker.engine.contract import HiresPass, ImageRequest, Pixels, Upscale
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce
 
@@ -56,15 +56,15 @@ _MOST_TIMES = 3
 _ALIGNMENT = 8
 
 
-def _resample(how: Image.Resampling, pixels: Pixels, scale: float) -> Pixels:
+def _resample(how: Resampling, pixels: Pixels, scale: float) -> Pixels:
     height, width = pixels.shape[:2]
     return _resize(pixels, int(width * scale), int(height * scale), how)
 
 
 #: Upscalers of images; any other, such as "None", is Lanczos in a single step.
 IMAGE_UPSCALERS: Mapping[str, Enlarge] = {
-    "Lanczos": functools.partial(_resample, Image.Resampling.LANCZOS),
-    "Nearest": functools.partial(_resample, Image.Resampling.NEAREST),
+    "Lanczos": functools.partial(_resample, Resampling.LANCZOS),
+    "Nearest": functools.partial(_resample, Resampling.NEAREST),
 }
 
 
@@ -100,7 +100,7 @@ class Upscaling:
                 for side in pixels.shape[1::-1]
             )
             pixels = _apply(self.enlarge, pixels, scale, *aligned)
-        return _resize(pixels, width, height, Image.Resampling.LANCZOS)
+        return _resize(pixels, width, height, Resampling.LANCZOS)
 
     def crop(self, latents: Tensor, factor: int) -> Tensor:
         """Cuts latents [4, height, width] of the size down to the target.
@@ -115,9 +115,7 @@ class Upscaling:
         return latents[:, rows, columns]
 
 
-def enlarge(
-    pixels: Pixels, upscale: contract.Upscale, upscalers: Sequence[Enlarge]
-) -> Pixels:
+def enlarge(pixels: Pixels, upscale: Upscale, upscalers: Sequence[Enlarge]) -> Pixels:
     """An image as AUTOMATIC1111's extras enlarge it, by one or both of the *upscalers*.
 
     One that is large enough is only resized, but by a network at a scale of 1, which may restore.
@@ -129,7 +127,7 @@ def enlarge(
         if is_smaller or upscale.scale == 1:
             found.append(_apply(upscaler, pixels, upscale.scale, *upscale.whole))
         else:
-            found.append(_resize(pixels, *upscale.whole, Image.Resampling.LANCZOS))
+            found.append(_resize(pixels, *upscale.whole, Resampling.LANCZOS))
     image = Image.fromarray(found[0])
     for other in found[1:]:
         image = Image.blend(image, Image.fromarray(other), upscale.blend)
@@ -144,7 +142,7 @@ def enlarge(
     )
 
 
-def find(hires: contract.HiresPass, load: Callable[[Path], Enlarge]) -> Upscaling:
+def find(hires: HiresPass, load: Callable[[Path], Enlarge]) -> Upscaling:
     """The upscaling of a first pass; *load* reads upscalers' files, and raises JobError."""
     target = hires.width, hires.height
     size = hires.whole or target
@@ -167,19 +165,17 @@ def _apply(
             pixels.shape[0] >= height and pixels.shape[1] >= width
         ):
             break
-    return _resize(pixels, width, height, Image.Resampling.LANCZOS)
+    return _resize(pixels, width, height, Resampling.LANCZOS)
 
 
-def _resize(
-    pixels: Pixels, width: int, height: int, resampling: Image.Resampling
-) -> Pixels:
+def _resize(pixels: Pixels, width: int, height: int, resampling: Resampling) -> Pixels:
     if pixels.shape[:2] == (height, width):
         return pixels
     return np.asarray(Image.fromarray(pixels).resize((width, height), resampling))
 
 
 #: Enlarges a tile; returns levels from 0 to 1, and beyond where the network does.
-Network = Callable[[Pixels], npt.NDArray[np.float32]]
+Network = Callable[[Pixels], NDArray[np.float32]]
 
 #: AUTOMATIC1111's settings `ESRGAN_tile`, `DAT_tile`, `SWIN_tile` and their `_tile_overlap`: pixels
 #: on a tile's side, and those that two tiles share at least.
@@ -229,7 +225,7 @@ def in_tiles(
     return np.ascontiguousarray(_joined(joined, tops, height, scale).transpose(1, 0, 2))
 
 
-def _pixels(levels: npt.NDArray[np.floating[Any]]) -> Pixels:
+def _pixels(levels: NDArray[np.floating[Any]]) -> Pixels:
     return np.around(levels.clip(0, 1) * 255).astype(np.uint8)
 
 
@@ -342,14 +338,12 @@ class Upscaler:
         return enlarged
 
     @torch.inference_mode()
-    def _run(self, tile: Pixels) -> npt.NDArray[np.float32]:
+    def _run(self, tile: Pixels) -> NDArray[np.float32]:
         image = (
             torch.from_numpy(tile[..., ::-1].copy()).to(self._device).permute(2, 0, 1)
         )
         levels = self._network(image[None].to(self._dtype) / 255)[0].float()
-        found: npt.NDArray[np.float32] = (
-            levels.permute(1, 2, 0).cpu().numpy()[..., ::-1]
-        )
+        found: NDArray[np.float32] = levels.permute(1, 2, 0).cpu().numpy()[..., ::-1]
         return found
 
 
@@ -357,7 +351,7 @@ class Upscaler:
 class PreparedUpscale:
     """A request that only enlarges an image, which is done."""
 
-    request: contract.ImageRequest
+    request: ImageRequest
     pixels: Pixels
 
 
@@ -372,7 +366,7 @@ class UpscalerCache:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._enlarging = threading.Lock()
 
-    def prepare(self, request: contract.ImageRequest) -> PreparedUpscale:
+    def prepare(self, request: ImageRequest) -> PreparedUpscale:
         """Enlarges a request's image, one at a time if networks do, beside the ticks.
 
         Raises JobError if an upscaler's file cannot be used, or one colour is left, TransientError

@@ -8,14 +8,14 @@ last bits: of 160,000 numbers one then has another last bit in float32.
 import math
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Shape = tuple[int, ...]
 
-_Numbers = npt.NDArray[np.float32]
-_Words = npt.NDArray[np.uint64]
+_Numbers = NDArray[np.float32]
+_Words = NDArray[np.uint64]
 """32-bit words, each in 64 bits."""
 
 _ROUNDS = 10

@@ -16,7 +16,7 @@ import torch
 from diffusers.schedulers.scheduling_utils import AysSchedules
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job import samplers
 from imagefleet.job.samplers import Options, Sampler
 from worker.engine.sampler import LATENTS, BrownianNoise, Move, Schedule
@@ -51,7 +51,7 @@ def make_schedule(
     """
     sampler = samplers.SAMPLERS.get(name)
     if sampler is None:
-        raise errors.JobError(samplers.unknown(name))
+        raise JobError(samplers.unknown(name))
     if sampler.schedule is not None:
         alphas_cumprod = alphas_cumprod.float()
         rounded = alphas_cumprod.half() if options.is_downcast else alphas_cumprod
@@ -94,7 +94,7 @@ def _of_sigmas(
         del whole[-2]
     sigmas = whole if t_enc is None else whole[steps - t_enc - 1 :]
     if not sigmas:  # of LCM's fifty timesteps, say; there it is an error as well
-        raise errors.JobError(
+        raise JobError(
             f"{sampler.title} with the schedule {samplers.SCHEDULES[schedule]} has"
             f" {len(whole) - 1} steps at most, and this pass would be the last {t_enc} of {steps}:"
             " use another schedule, or a larger denoising_strength"

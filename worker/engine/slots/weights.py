@@ -21,6 +21,7 @@ from worker.engine import checksums
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.families import table
 from worker.engine.lora import merge
+from worker.engine.lora.merge import AppliedLora, LoraKey
 from worker.engine.networks.transformer import SlotNetwork
 from worker.engine.passes.checkpoints import CachedCheckpoint
 from worker.engine.slots import queue
@@ -36,9 +37,9 @@ _UNIMPORTANT = frozenset(
 
 
 class _Held(NamedTuple):
-    shared: merge.LoraKey | None
+    shared: LoraKey | None
     """Merged into what was loaded."""
-    own: merge.LoraKey
+    own: LoraKey
     """Merged after that, in the slot."""
 
 
@@ -46,7 +47,7 @@ class Weights:
     """Brings the weights into the state that a lane's tick needs."""
 
     def __init__(self, parts: Parts, runner: StepRunner) -> None:
-        self.merged: merge.LoraKey | None = ()
+        self.merged: LoraKey | None = ()
         """LoRAs merged into the shared weights; None if unknown."""
         self._unet = unet = parts.unet
         self._original = parts.model.unet
@@ -71,7 +72,7 @@ class Weights:
         """True if the next job should start as soon as a slot is free, not with the next tick."""
 
     @property
-    def preferred(self) -> merge.LoraKey | None:
+    def preferred(self) -> LoraKey | None:
         """The LoRAs that the next job need not wait for, if any are merged."""
         if self._is_reloaded:
             return (self._held and self._held.own) or None
@@ -145,7 +146,7 @@ class Weights:
         if lane.weight_mode != "shared":
             to_merge = ()
         if to_merge != self.merged:
-            loras: Sequence[merge.AppliedLora] = ()
+            loras: Sequence[AppliedLora] = ()
             if to_merge:
                 prepared = next(iter(jobs)).prepared
                 loras = prepared.loras[prepared.family.backbone]
@@ -280,7 +281,7 @@ class Weights:
         self._loaded.clear()
         self._held = None
 
-    def _merge_and_time(self, loras: Sequence[merge.AppliedLora]) -> None:
+    def _merge_and_time(self, loras: Sequence[AppliedLora]) -> None:
         """Merges LoRAs into the shared weights; none restores the checkpoint's own."""
         device = self._unet.device
         is_timed = device.type == "cuda" and bool(loras)
