@@ -39,6 +39,7 @@ Outcome = Literal[
     "retried",
     "failed",
     "cancelled",
+    "dropped",
     "lost",
     "handed_back",
     "moved",
@@ -75,7 +76,7 @@ NodeFault = Literal[
 ]
 """A fault of a node; `engine`: loading the model or the first images failed."""
 
-LostImage = Literal["failed", "duplicate", "second_drawing"]
+LostImage = Literal["failed", "duplicate", "second_drawing", "dropped"]
 """Fate of an image that the GPU generated and that is not stored as the job's by this worker."""
 
 #: Seconds between two measurements. Every worker measures, so the metrics are fresher the larger
@@ -103,6 +104,9 @@ class WorkerMetrics:
             return Counter(f"imagefleet_{name}", what, labels, registry=self.registry)
 
         self.images = counter("images", "Images stored.")
+        self.dropped_images = counter(
+            "dropped_images", "Images that were judged and not stored."
+        )
         self.jobs = counter("jobs", "Jobs by outcome.", "outcome")
         self.model_images = counter("model_images", "Images stored.", "model")
         self.campaign_images = counter(

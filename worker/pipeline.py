@@ -41,6 +41,7 @@ from worker.settings import WorkerSettings, version
 from worker.settle import Settler
 from worker.stages.encode import ENCODING, EncodeStage
 from worker.stages.generate import DETAILED, GenerateStage
+from worker.stages.judge import JudgeStage
 from worker.stages.prepare import URGENT_PREPARERS, PrepareStage
 from worker.stages.requests import PREPARERS
 from worker.stages.upload import STORAGE_RETRIES, UPLOADS, UploadStage
@@ -282,6 +283,9 @@ class Pipeline:
         settler.model_name = settler.bundles.model_name = engine.model_name
         upload = UploadStage(settler, watchdog)
         encode = EncodeStage(settler, watchdog, self._hash_model(), upload)
+        judge = JudgeStage(
+            settler, watchdog, self.engine_thread, self._files.judges, encode
+        )
         generate = GenerateStage(
             engine,
             self.engine_thread,
@@ -289,6 +293,7 @@ class Pipeline:
             watchdog,
             self.puller,
             encode,
+            judge,
             self._files.detectors,
         )
         prepare = PrepareStage(engine, self._files, settler, self.puller, generate)
@@ -299,6 +304,7 @@ class Pipeline:
             ("prepare", prepare.run, PREPARERS),
             ("prepare urgent", prepare.run_urgent, URGENT_PREPARERS),
             ("details", generate.draw_details, DETAILED),
+            ("judge", judge.run, 1),
             ("encode", encode.run, ENCODING),
             ("upload", upload.run, UPLOADS),
             ("pack", settler.bundles.run, PACKS),

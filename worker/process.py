@@ -47,7 +47,15 @@ PROGRESS_SECONDS = 60.0
 OBJECTS_PER_COLLECTION = 10_000
 
 #: Outcomes after which a job is no longer in the queue.
-_ENDED = ("completed", "duplicate", "failed", "cancelled", "verified", "unverified")
+_ENDED = (
+    "completed",
+    "duplicate",
+    "failed",
+    "cancelled",
+    "dropped",
+    "verified",
+    "unverified",
+)
 
 
 async def run_worker(
@@ -299,6 +307,7 @@ class _Worker:
             + recording,
             failed_jobs=self._metrics.outcomes["failed"],
             cancelled_jobs=self._metrics.outcomes["cancelled"],
+            dropped_jobs=self._metrics.outcomes["dropped"],
             jobs_in_flight=max(0, in_flight - recording),
             dollars=dollars,
         )

@@ -40,6 +40,7 @@ class Counts:
     """Out of the queue, whatever the outcome."""
     failed_jobs: int = 0
     cancelled_jobs: int = 0
+    dropped_jobs: int = 0
     jobs_in_flight: int = 0
     dollars: float | None = None
 
@@ -80,6 +81,8 @@ class Progress(Counts):
             shown.append(f"{self.failed_jobs:,} failed")
         if self.cancelled_jobs:
             shown.append(f"{self.cancelled_jobs:,} cancelled")
+        if self.dropped_jobs:
+            shown.append(f"{self.dropped_jobs:,} dropped")
         if self.images_per_second is not None and (
             is_generating or self.images_per_second
         ):

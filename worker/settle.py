@@ -51,6 +51,8 @@ class Settler:
     retry_policy: concurrency.RetryPolicy
     on_settled: Callable[[InFlightJob, Outcome], None]
     cancelled_campaigns: CancelledCampaigns
+    #: Stores what is kept of a job whose images are judged.
+    on_judged: Callable[[InFlightJob], Awaitable[None]] = field(init=False)
     pending: RecordStage = field(init=False)
     bundles: BundleStage = field(init=False)
     model_name: str = field(default="", init=False)
@@ -146,6 +148,8 @@ class Settler:
             await self.cancelled(entry)
         elif entry.failures:
             await self._fail(entry, [*entry.failures.values()])
+        elif entry.judged:
+            await self.on_judged(entry)
         elif not entry.is_all_stored:  # some are left to its next delivery
             await self.hand_back(entry)
         elif not entry.has_next_stage:
@@ -171,6 +175,8 @@ class Settler:
         found, taken = await self.retry_policy.call(look)
         entry.again += found
         entry.stored.update(each.index for each in found)
+        if job.keep is not None and found:
+            entry.note_kept(job)
         if taken is not None:
             raise taken
 
@@ -231,12 +237,22 @@ class Settler:
         if entry.is_second_drawing:
             await self.unverified(entry, "its campaign was cancelled")
         elif entry.settle():
-            record = self.record(entry, "cancelled")
-            if entry.bundle is not None:
-                await self.bundles.ended(entry, "cancelled", record)
-                return
-            finish = partial(self._end, entry, "cancelled")
-            await self.pending.put(entry, finish, record)
+            await self._end_without_image(entry, self.record(entry, "cancelled"))
+
+    async def dropped(self, entry: InFlightJob, **facts: Any) -> None:
+        """Acknowledges a job that keeps no image; its record has its message, to draw it again."""
+        if entry.settle():
+            body = dead_letter.replayable(entry.message, entry.job)
+            record = self.record(entry, "dropped", body=body, **facts)
+            await self._end_without_image(entry, record)
+
+    async def _end_without_image(self, entry: InFlightJob, record: Record) -> None:
+        outcome: Outcome = "dropped" if record.outcome == "dropped" else "cancelled"
+        if entry.bundle is not None:
+            await self.bundles.ended(entry, outcome, record)
+            return
+        finish = partial(self._end, entry, outcome)
+        await self.pending.put(entry, finish, record)
 
     async def failed(
         self, entry: InFlightJob, error: Exception, image: InFlightImage | None = None
@@ -254,9 +270,8 @@ class Settler:
             await self._lose(entry, error)
             return
         error = entry.fault_of(error)
-        if (
-            image is None or entry.has_ended
-        ):  # at its end no image is left that could be awaited
+        # At its end no image is left that could be awaited; a judgement needs all of them.
+        if image is None or entry.has_ended or entry.is_being_judged:
             await self._fail(entry, [error])
             return
         entry.image_failed(image.index, error)

@@ -25,6 +25,7 @@ from pydantic import BaseModel, Field
 
 from cli import files
 from imagefleet import errors, validation
+from imagefleet.keeping.rule import Keep
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import Record
 from imagefleet.signing import SigningKey, TrustedKeys
@@ -38,7 +39,9 @@ _MOST_RECORDS = 8
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS plan(json TEXT);
-CREATE TABLE IF NOT EXISTS listed(blob TEXT, at REAL, sha256 TEXT, line BLOB, pack TEXT);
+CREATE TABLE IF NOT EXISTS listed(
+    blob TEXT, at REAL, sha256 TEXT, line BLOB, pack TEXT, rank REAL
+);
 CREATE TABLE IF NOT EXISTS stored(blob TEXT PRIMARY KEY, size INTEGER, sha256 TEXT);
 CREATE TABLE IF NOT EXISTS images(place INTEGER PRIMARY KEY, blob TEXT UNIQUE, pack TEXT);
 CREATE TABLE IF NOT EXISTS done(shard INTEGER PRIMARY KEY, json TEXT);
@@ -49,7 +52,7 @@ CREATE TABLE IF NOT EXISTS loras(name TEXT PRIMARY KEY);
 _IMAGES = """
 INSERT INTO images(blob, pack) SELECT
     blob, iif(count(DISTINCT coalesce(pack, '')) = 1, max(pack), NULL) AS only
-FROM listed GROUP BY blob ORDER BY only IS NOT NULL, only, blob
+FROM listed GROUP BY blob ORDER BY only IS NOT NULL, only, min(rank), blob
 """
 
 _SORT = (
@@ -76,6 +79,8 @@ class ExportPlan(BaseModel, extra="forbid", frozen=True):
     campaign: str
     storage: str = ""
     shard_size: Annotated[int, Field(ge=1)]
+    #: The rule by which images are chosen and sorted; None: all, by their names.
+    keep: Keep | None = None
     has_credentials: bool = False
     """True if pictures get Content Credentials: then packs are not copied."""
     images: int = 0
@@ -123,7 +128,7 @@ class PlanDatabase:
         with self._db:  # commits, or rolls back
             self._db.execute("BEGIN")
             async for batch in records:
-                await asyncio.to_thread(self._list, batch)
+                await asyncio.to_thread(self._list, batch, plan.keep)
                 on_records(len(batch))
             # Records are untrusted: what an image takes is what the storage says.
             for listing in stored:
@@ -179,12 +184,19 @@ class PlanDatabase:
         row = [number, shard.model_dump_json()]
         self._db.execute("INSERT OR REPLACE INTO done VALUES(?, ?)", row)
 
-    def _list(self, records: Sequence[Record]) -> None:
+    def _list(self, records: Sequence[Record], rule: Keep | None) -> None:
         rows = (
-            (each.blob, each.at.timestamp(), each.sha256, each.line(), each.pack)
+            (
+                each.blob,
+                each.at.timestamp(),
+                each.sha256,
+                each.line(),
+                each.pack,
+                0.0 if rule is None else rule.rank(each.scores),
+            )
             for each in records
         )
-        self._db.executemany("INSERT INTO listed VALUES(?, ?, ?, ?, ?)", rows)
+        self._db.executemany("INSERT INTO listed VALUES(?, ?, ?, ?, ?, ?)", rows)
         names = {(lora.name,) for each in records for lora in each.loras}
         self._db.executemany("INSERT OR IGNORE INTO loras VALUES(?)", names)
 

@@ -29,6 +29,7 @@ from imagefleet.job.passes import img2img
 from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, Metadata
+from imagefleet.keeping.rule import MAX_JUDGED, Keep
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
 
 #: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.
@@ -43,7 +44,8 @@ JOBS_FIELD = "jobs"
 #: A message's digest of its job, `Job.digest`: one that was changed on its way is refused.
 DIGEST_FIELD = "digest"
 
-#: Names of a job, and what is only handed through: two that differ in these draw the same pictures.
+#: Names of a job, what is only handed through, and what is kept: two that differ in these draw the
+#: same pictures.
 _NOT_IN_DIGEST = chain.OF_JOB | {"metadata"}
 
 #: What is computed of a job's fields, and of those of a copy anew.
@@ -133,6 +135,8 @@ class Job(
     metadata: Metadata = Field(default_factory=dict)
     verify: bool = False
     """A second drawing of the job's first image, to be compared; it is no result of the job."""
+    #: The rule by which its images are judged before they are stored; None stores all.
+    keep: Keep | None = None
     awaited: bool = False
     """True if a client waits for its end, which its worker then records at once."""
     then: tuple[dict[str, JsonValue], ...] = Field(
@@ -179,6 +183,8 @@ class Job(
 
     @model_validator(mode="after")
     def _stages_are_jobs(self) -> Self:
+        if self.keep is not None:
+            self._check_judged(self.keep)
         if not self.then:
             return self
         if self.images > 1:
@@ -193,6 +199,28 @@ class Job(
             )
         self.at_stage(len(self.then) + 1)
         return self
+
+    def _check_judged(self, rule: Keep) -> None:
+        """Raises ValueError for a job that its rule cannot judge."""
+        if self.then or self.verify:
+            raise ValueError(
+                "keep: images of a chain (then) or a second drawing (verify) are not judged"
+            )
+        if self.images > MAX_JUDGED:
+            raise ValueError(
+                f"keep: {self.images} images of a job: {MAX_JUDGED} at most are judged together"
+            )
+        if rule.distinct is not None and self.kept_at_most > 1:
+            raise ValueError(
+                "keep: near-duplicates (distinct) are told apart where a job keeps one image: give"
+                " best=1"
+            )
+
+    @property
+    def kept_at_most(self) -> int:
+        """The most of its images that are stored."""
+        most = None if self.keep is None else self.keep.best
+        return self.images if most is None else min(most, self.images)
 
     def identified(self, job_id: str, campaign: str | None = None) -> Self:
         """The job with *job_id*, a seed derived from its id, *campaign*, where it has none."""

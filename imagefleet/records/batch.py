@@ -57,8 +57,11 @@ class Submission:
                 job.campaign or DEFAULT_CAMPAIGN,
                 seed=last.seed,
                 digest=job.digest,
-                blobs=tuple(last.blob_name(index) for index in range(last.images)),
+                blobs=tuple(
+                    last.blob_name(index) for index in range(last.kept_at_most)
+                ),
                 metadata=last.metadata,
+                is_judged=last.keep is not None,
             )
             if facts.key in self.jobs:
                 first = list(self.jobs).index(facts.key) + 1
@@ -226,7 +229,10 @@ class Watch:
         elif record.blob in job.blobs:  # records are untrusted
             images = self._images.setdefault(job.key, {})
             images[str(record.blob)] = record
-            if len(images) == len(job.blobs):
+            wanted = len(job.blobs)
+            if job.is_judged:
+                wanted = min(wanted, record.images)
+            if len(images) == wanted:
                 del self._images[job.key], self.waiting[job.key]
                 self.found.append(job.completed(images.values()))
 

@@ -33,6 +33,8 @@ COLUMNS = (
     "width",
     "height",
     "mark",
+    "scores",
+    "dropped",
     "worker",
     "gpu",
     "seconds",
@@ -80,12 +82,20 @@ def row(record: Record, address: Address) -> dict[str, Any]:
     result: dict[str, Any] = {name: getattr(record, name, None) for name in COLUMNS}
     result["loras"] = [lora._asdict() for lora in record.loras]
     result["embeddings"] = [embedding._asdict() for embedding in record.embeddings]
+    result["dropped"] = [image._asdict() for image in record.dropped]
     result["address"] = address(record) if record.blob is not None else None
     return result
 
 
 #: What a picture's file tells beside it: the place of a picture changes, and it has no reason.
-_OF_SAMPLE = {*COLUMNS} - {"pack", "offset", "address", "error", "reason"}
+_OF_SAMPLE = {*COLUMNS} - {
+    "dropped",
+    "pack",
+    "offset",
+    "address",
+    "error",
+    "reason",
+}
 
 
 def sample(record: Record) -> dict[str, str | int | float]:
@@ -116,7 +126,7 @@ _TYPES = {
     **dict.fromkeys(COLUMNS, "string"),
     **dict.fromkeys(INTEGERS, "Int64"),
     **dict.fromkeys(REALS, "float64"),
-    **dict.fromkeys(("loras", "embeddings", "metadata"), "object"),
+    **dict.fromkeys(("loras", "embeddings", "scores", "dropped", "metadata"), "object"),
     "at": "datetime64[us, UTC]",
 }
 

@@ -411,7 +411,7 @@ class Ends:
     ) -> None:
         """Only *known* jobs count, if they are given, and those of *job_id*."""
         self.outcomes: dict[int, Outcome] = {}
-        """Failed or cancelled, by `job`."""
+        """Failed, cancelled or dropped, by `job`."""
         self.unknown: set[str] = set()
         """Jobs that were not sent."""
         self.damaged = damaged
@@ -524,7 +524,7 @@ class Ends:
         return found
 
     def add(self, records: list[Record]) -> list[Record]:
-        """The first end of each job that has failed or was cancelled, and not been settled."""
+        """The first end of each job that ended without an image, and was not settled."""
         new = []
         for record in records:
             is_asked_for = self._job_id in {None, record.id}

@@ -26,8 +26,11 @@ from imagefleet.records.record import Outcome, Record
 from imagefleet.storage.protocol import BlobStore
 
 #: `again` are images whose names were taken; most of them have a record in `images`. `settled` are
-#: failures that were replayed or discarded; an empty shard `cancelled` says that a campaign was.
-ShardKind = Literal["again", "cancelled", "images", "jobs", "replaced", "settled"]
+#: failures that were replayed or discarded; an empty shard `cancelled` says that a campaign was, an
+#: empty one `distinct` that near-duplicates among its images do not count.
+ShardKind = Literal[
+    "again", "cancelled", "distinct", "images", "jobs", "replaced", "settled"
+]
 
 #: The kinds that only the operator writes. They lie among the files, where workers have no token.
 OPERATORS: frozenset[ShardKind] = frozenset({"cancelled", "replaced", "settled"})
@@ -36,6 +39,7 @@ KINDS: Mapping[Outcome, ShardKind] = {
     "completed": "images",
     "failed": "jobs",
     "cancelled": "jobs",
+    "dropped": "jobs",
     "replayed": "settled",
     "discarded": "settled",
     "replaced": "replaced",
@@ -176,6 +180,9 @@ class RecordLog:
             is_again = again and record.outcome == "completed"
             kind: ShardKind = "again" if is_again else KINDS[record.outcome]
             grouped.setdefault((record.campaign, kind), []).append(record)
+            distinct: tuple[str, ShardKind] = (record.campaign, "distinct")
+            if record.phash and distinct not in self._shards:
+                grouped.setdefault(distinct, [])
         await concurrency.gather(*(self._append(*each) for each in grouped.items()))
 
     async def open(self, campaign: str, kind: ShardKind) -> None:

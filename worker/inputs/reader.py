@@ -31,6 +31,7 @@ from worker.files.manifest import FileHashes
 from worker.inputs import img2img, pictures
 from worker.inputs.img2img import Overlay
 from worker.inputs.pictures import Size
+from worker.judges.networks import Judges
 from worker.models.checkpoints import OtherModels
 from worker.settings import WorkerSettings
 
@@ -316,6 +317,7 @@ class JobFiles:
         models = OtherModels(settings, storage.files)
         self.inputs = InputReader(source, storage, models, settings.input_campaigns)
         self.detectors = FileLibrary(source, kinds.DETECTOR, detectors)
+        self.judges = Judges(source, settings.device)
         self.hashes = FileHashes()
         self.trusted = TrustedJobs(trusted, storage.scope) if trusted else None
         """The jobs that are taken; None: they need no signature."""

@@ -290,7 +290,8 @@ class BundleStage:
         if record is None:
             return "handed_back" if outcome in {"completed", "lost"} else outcome
         if record.outcome != "completed":
-            return "failed" if record.outcome == "failed" else "cancelled"
+            known: dict[str, Outcome] = {"failed": "failed", "dropped": "dropped"}
+            return known.get(record.outcome, "cancelled")
         is_own = (record.id, record.digest) in bundle.own
         return "completed" if is_own else "duplicate"
 

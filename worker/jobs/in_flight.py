@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.files.marks import Mark
 from imagefleet.files.pack import Member
 from imagefleet.job.message import DEFAULT_CAMPAIGN, DELIVERIES_FIELD, Job
-from imagefleet.records.record import Record
+from imagefleet.records.record import DroppedImage, Record
 from imagefleet.storage.deliveries import (
     SUSPECT_AFTER,
     Deliveries,
@@ -74,6 +74,12 @@ class InFlightJob:
     settled: bool = False
     is_stopping: bool = False  # no more of its images are begun, since some have failed
     is_cancelled: bool = False  # some of its images are left out
+    #: Images with their scores that wait for the job's others.
+    judged: "list[JudgedImage]" = field(default_factory=list)
+    #: How many of its images are stored; None of a job that is not judged yet, or never.
+    kept: int | None = None
+    #: How many an earlier delivery has kept, and stored some of; None: it is not known.
+    kept_before: int | None = None
     has_ended: bool = False  # none of its images is in the making
     is_first_awaited: bool = False  # its first image is in the making, of several
     waiting: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
@@ -115,7 +121,7 @@ class InFlightJob:
         if request is not prepared.request:
             prepared = replace(prepared, request=request)
         size = request.width, request.height
-        image = InFlightImage(self, self.drawn, index, size, request)
+        image = InFlightImage(self, self.drawn, index, size, request, drawn_index=index)
         return image, prepared
 
     def image_written(self, metrics: WorkerMetrics, model: str) -> None:
@@ -190,7 +196,27 @@ class InFlightJob:
 
     @property
     def is_all_stored(self) -> bool:
-        return self.job is not None and len(self.stored) >= self.job.images_to_draw
+        if self.job is None:
+            return False
+        return len(self.stored) >= (self.kept or self.job.images_to_draw)
+
+    @property
+    def is_being_judged(self) -> bool:
+        """True for a judged job of which it is not known yet what is kept."""
+        is_judged = self.job is not None and self.job.keep is not None
+        return is_judged and self.kept is None
+
+    def note_kept(self, job: Job) -> None:
+        """Notes how many images an earlier delivery has kept, as far as they tell it.
+
+        A job that has dropped some is drawn again even if all are stored: for their scores.
+        """
+        first = self.again[0]
+        if first.sha256 is None:  # nobody may read what is stored
+            return
+        self.kept_before = first.images
+        if len(self.again) == first.images == job.images_to_draw:
+            self.kept = first.images
 
     @property
     def id(self) -> str:
@@ -311,11 +337,25 @@ class InFlightImage:
     """What the engine draws it by; None for an image that was drawn by others."""
     ready_at: float = field(default_factory=time.monotonic)
     """Time at which the image was ready for the engine (monotonic seconds)."""
+    #: Its position among the images that are drawn; `index` is that among those stored.
+    drawn_index: int = 0
+    scores: dict[str, float] = field(default_factory=dict)
+    #: The job's images that are not stored, of its first image.
+    dropped: tuple[DroppedImage, ...] = ()
+    phash: str | None = None
 
     @property
     def embeddings(self) -> tuple[contract.Embedding, ...]:
         """The embeddings that the job's prompts name."""
         return () if self.request is None else self.request.embeddings
+
+
+class JudgedImage(NamedTuple):
+    """An image that waits until its job's other images have their scores, too."""
+
+    image: InFlightImage
+    pixels: contract.Pixels
+    scores: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,9 +184,10 @@ class AsyncEngine:
             return Drawn(job, error=error)
 
     def _check(self, job: Job) -> None:
-        if job.then or job.model not in {None, self._engine.model_name}:
+        if job.then or job.keep or job.model not in {None, self._engine.model_name}:
             raise errors.JobError(
-                "stages (then) and other models need a queue and its workers"
+                "stages (then), rules of what to keep, and other models need a queue and its"
+                " workers"
             )
 
     async def _pixels(

@@ -183,6 +183,9 @@ class PrepareStage:
             if job.verify and await self._left_to_others(entry, job):
                 return
             images = sorted({*range(job.images_to_draw)} - entry.stored)
+            if job.keep is not None and entry.stored:  # they are judged together
+                is_over = entry.kept or entry.bundle is not None
+                images = [] if is_over else list(range(job.images_to_draw))
             self._puller.not_ahead(entry, entry.ahead - len(images))
             if not images:
                 await self._settler.images_ended(entry)
@@ -200,7 +203,7 @@ class PrepareStage:
         if entry.settled:
             return  # handed back meanwhile
         entry.images_to_submit = entry.images_to_store = len(images)
-        entry.is_first_awaited = job.images > 1 and 0 in images
+        entry.is_first_awaited = job.images > 1 and 0 in images and job.keep is None
         entry.drawn, entry.prepared = job, prepared
         entry.requests.extend(zip(images, requests, strict=True))
 

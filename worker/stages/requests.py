@@ -52,6 +52,8 @@ class RequestReader:
         for detail in job.details:  # or it would be missed once the image is drawn
             resolve = partial(self.files.detectors.resolve, detail.ad_model)
             await concurrency.UNTIL_ACCESS.call(resolve)
+        if job.keep is not None:
+            await concurrency.gather(*map(self.files.judges.find, job.keep.scores))
         loras: dict[LoraTag, contract.Lora] = {}
         if tags := job.loras:
             found = await concurrency.gather(*map(self._find_lora, tags))

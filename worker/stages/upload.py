@@ -1,6 +1,7 @@
 """The upload stage: stores files as blobs, each name once, and adds their records to the job."""
 
 import asyncio
+import json
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -171,20 +172,24 @@ class UploadStage:
     ) -> Record:
         """The record of an image; *sha256* is of the file that is stored, as far as it is known."""
         width, height = file.size
+        images = image.owner.kept or image.job.images
         return self.settler.record(
             image.owner,
             "completed",
-            **of_job(image.job),
+            **of_job(image.job) | {"images": images},
             blob=name,
             size_bytes=len(file.data),
             sha256=sha256,
             index=image.index,
-            completes=False if image.job.images > 1 else None,
-            seed=image.job.image_seed(image.index),
+            completes=False if images > 1 else None,
+            seed=image.job.image_seed(image.drawn_index),
             model=self.settler.model_name[:MAX_NAME_CHARACTERS],
             width=width,
             height=height,
             mark=file.mark,
+            scores=image.scores,
+            dropped=image.dropped,
+            phash=image.phash,
             embeddings=tuple(map(attrgetter("name", "sha256"), image.embeddings)),
             seconds=round(time.monotonic() - image.owner.pulled_at, 3),
         )
@@ -195,16 +200,20 @@ class UploadStage:
             "job": str(image.job.id),
             "digest": image.job.stage_digest,
             "sha256": file.sha256,
-            "seed": str(image.job.image_seed(image.index)),
+            "seed": str(image.job.image_seed(image.drawn_index)),
             "worker": self.settler.settings.name.encode("ascii", "replace").decode(),
             "attempt": str(image.owner.lease.message.delivery_count),
             "seconds": f"{time.monotonic() - image.owner.pulled_at:.3f}",
             **self.settler.cost.record,
         }
-        if image.job.images > 1:
-            facts["images"] = str(image.job.images)
+        if (images := image.owner.kept or image.job.images) > 1:
+            facts["images"] = str(images)
         if image.job.stages > 1:
             facts |= {"stage": str(image.job.stage), "stages": str(image.job.stages)}
+        if image.scores:
+            facts["scores"] = json.dumps(image.scores)
+        if image.phash:
+            facts["phash"] = image.phash
         if image.job.campaign:
             facts["campaign"] = image.job.campaign
         if image.job.metadata:

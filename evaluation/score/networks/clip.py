@@ -12,9 +12,10 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, CLIPModel
 
 from evaluation.score import extractors
-from evaluation.score.extractors import ExtractorFacts, Preparation
+from evaluation.score.extractors import ExtractorFacts
 from evaluation.score.statistics import Features
 from imagefleet import errors
+from worker.judges.preparation import Preparation
 
 _WEIGHTS = "model.safetensors"
 _PREPROCESSOR = "preprocessor_config.json"

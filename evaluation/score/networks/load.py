@@ -13,11 +13,11 @@ from evaluation.score.extractors import (
     DEMO,
     Extractor,
     ExtractorFacts,
-    Preparation,
     TextExtractor,
 )
 from evaluation.score.statistics import Features
 from imagefleet import errors
+from worker.judges.preparation import Preparation, read_preparation
 
 _TORCHSCRIPT = frozenset({".pt", ".pth", ".jit", ".ts", ".torchscript"})
 
@@ -91,7 +91,7 @@ class OnnxExtractor:
     def __init__(self, path: Path) -> None:
         import onnxruntime
 
-        self._preparation = extractors.read_preparation(path) or Preparation()
+        self._preparation = read_preparation(path) or Preparation()
         options = onnxruntime.SessionOptions()
         # Several processes share the machine, and several threads might round differently.
         options.intra_op_num_threads = options.inter_op_num_threads = 1

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from evaluation.score import chunks, metrics
-from evaluation.score.extractors import Preparation
 from evaluation.score.plan import Chunk
 from evaluation.score.statistics import Statistics
 from imagefleet import errors
+from worker.judges.preparation import Preparation
 
 pytestmark = pytest.mark.slow
 
