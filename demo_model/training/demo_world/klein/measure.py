@@ -46,7 +46,7 @@ def draw(
 ) -> list[np.ndarray]:
     """Images [128, 128, 3] of 0..255; the seed of each is its number."""
     kind = torch.bfloat16 if options.bfloat16 else torch.float32
-    pipeline = Flux2KleinPipeline.from_pretrained(model, torch_dtype=kind)
+    pipeline = Flux2KleinPipeline.from_pretrained(model, dtype=kind)
     pipeline.to(options.device)
     pipeline.set_progress_bar_config(disable=True)
     if options.lora:
