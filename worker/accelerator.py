@@ -72,8 +72,8 @@ _STEPS = re.compile(r"(\d+)[-_ ]?steps?")
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
+    #: The LoRA's name; '' for what a model itself wants.
     name: str
-    """The LoRA's name; '' for what a model itself wants."""
     kind: AcceleratorKind
     steps: int
 

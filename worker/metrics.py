@@ -20,17 +20,19 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from imagefleet import concurrency, errors
+from imagefleet.errors import FleetError, JobError, TransientError
 from imagefleet.files import kernels
 from imagefleet.storage.protocol import Clock, JobQueue, Operations
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.telemetry import logs, metrics
+from imagefleet.telemetry import metrics
+from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.metrics import QueueGauges
 from worker.files.library import FileLibrary
 from worker.gpu_thread import EngineThread
 from worker.replica import Replica
 
-log = logs.EventLog(__name__)
-
+#: A job's end in this worker; `verified` and `unverified`: a second drawing is stored, or none is;
+#: `moved`: to the queue of its model.
 Outcome = Literal[
     "completed",
     "duplicate",
@@ -44,8 +46,6 @@ Outcome = Literal[
     "handed_back",
     "moved",
 ]
-"""A job's end in this worker; `verified` and `unverified`: a second drawing is stored, or none is;
-`moved`: to the queue of its model."""
 
 Stage = Literal[
     "pull",
@@ -65,6 +65,7 @@ STAGE_SECONDS_BUCKETS = tuple(0.001 * 2**power for power in range(17))
 #: another model is being loaded.
 IDLE_REASONS = ("queue_empty", "starved", "backpressure", "switch")
 
+#: A fault of a node; `engine`: loading the model or the first images failed.
 NodeFault = Literal[
     "gpu_memory",
     "engine",
@@ -74,10 +75,9 @@ NodeFault = Literal[
     "weights",
     "quarantined",
 ]
-"""A fault of a node; `engine`: loading the model or the first images failed."""
 
+#: Fate of an image that the GPU generated and that is not stored as the job's by this worker.
 LostImage = Literal["failed", "duplicate", "second_drawing", "dropped"]
-"""Fate of an image that the GPU generated and that is not stored as the job's by this worker."""
 
 #: Seconds between two measurements. Every worker measures, so the metrics are fresher the larger
 #: the fleet; more often would only be billed.
@@ -216,9 +216,7 @@ class WorkerMetrics:
             for value in values:
                 metric.labels(value)
         for name, each in vars(errors).items():  # that end in the poison queue
-            if isinstance(each, type) and issubclass(
-                each, errors.JobError | errors.TransientError
-            ):
+            if isinstance(each, type) and issubclass(each, JobError | TransientError):
                 self.failed_jobs.labels(name)
 
 
@@ -423,8 +421,8 @@ class DepthMeter:
     _jobs: RoutedQueue
     _poison: JobQueue
     _metrics: WorkerMetrics
+    #: Called with the messages in the job queue.
     _on_depth: Callable[[int], None]
-    """Called with the messages in the job queue."""
 
     def __post_init__(self) -> None:
         self._unmeasured: set[str] = set()
@@ -445,7 +443,7 @@ class DepthMeter:
         for queue in (self._jobs, self._poison):
             try:
                 depth = await queue.depth()
-            except errors.FleetError as error:
+            except FleetError as error:
                 # A worker's token may not allow it, and no job depends on it.
                 if queue.name not in self._unmeasured:
                     self._unmeasured.add(queue.name)

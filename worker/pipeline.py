@@ -13,12 +13,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import NodeError, SetupError
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker import leases, tasks
-from worker.engine import contract
+from worker.engine.contract import Engine
 from worker.files import library, model
 from worker.gpu_thread import EngineThread
 from worker.inputs.reader import JobFiles
@@ -45,8 +46,7 @@ from worker.stages.judge import JudgeStage
 from worker.stages.prepare import URGENT_PREPARERS, PrepareStage
 from worker.stages.requests import PREPARERS
 from worker.stages.upload import STORAGE_RETRIES, UPLOADS, UploadStage
-
-log = logs.EventLog(__name__)
+from worker.tasks import SideTasks
 
 #: Finished images that may wait to be encoded before the engine blocks.
 ENCODE_BACKLOG = 64
@@ -62,8 +62,8 @@ FINISH_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class Machine:
     replica: Replica = UNKNOWN
+    #: Start of its bill (monotonic seconds); None: with the pipeline.
     began_at: float | None = None
-    """Start of its bill (monotonic seconds); None: with the pipeline."""
     limits: NodeLimits = NO_LIMITS
 
 
@@ -73,7 +73,7 @@ class Pipeline:
     def __init__(
         self,
         storage: Storage,
-        load: Callable[[], contract.Engine] | None,
+        load: Callable[[], Engine] | None,
         settings: WorkerSettings,
         *,
         on_settled: Callable[[Outcome], None] | None = None,
@@ -132,7 +132,7 @@ class Pipeline:
         self.puller = Puller(self._queue, self.settler, self.engine_thread)
         self._pull: asyncio.Task[None] | None = None
         """The pull of one model's jobs; None: the node is still checked."""
-        self._side_tasks = tasks.SideTasks()
+        self._side_tasks = SideTasks()
         self._files = JobFiles(storage, settings)
         self.metrics.collect_from(
             EngineCollector(self.engine_thread, self._files.loras),
@@ -176,7 +176,7 @@ class Pipeline:
             self._files.hashes.close()
             await self.engine_thread.stop()
 
-    async def _start_up(self) -> contract.Engine:
+    async def _start_up(self) -> Engine:
         """Loads the engine and checks the node."""
         self._hash_model()
         async with self._checks.start_up.limited():
@@ -191,7 +191,7 @@ class Pipeline:
             model.local_path(settings), settings.model_sha256
         )
 
-    def _load(self) -> contract.Engine:
+    def _load(self) -> Engine:
         load = self._load_engine
         if load is None:
             if self.models is None:
@@ -202,7 +202,7 @@ class Pipeline:
         return engine
 
     async def _work(
-        self, engine: contract.Engine, stop: asyncio.Event, hurry: asyncio.Event
+        self, engine: Engine, stop: asyncio.Event, hurry: asyncio.Event
     ) -> None:
         self.cost.ready()
         names = self.models.names if self.models else [engine.model_name]
@@ -223,15 +223,13 @@ class Pipeline:
                 return
             engine = replacing.result()
 
-    async def _replace(
-        self, models: WorkerModels, following: Following
-    ) -> contract.Engine:
+    async def _replace(self, models: WorkerModels, following: Following) -> Engine:
         """The engine of the following model; of the present one, if that cannot be loaded."""
         try:
             engine = await self.engine_thread.replace(
                 lambda: models.load(following.checkpoint), following.take
             )
-        except (errors.SetupError, errors.NodeError) as error:
+        except (SetupError, NodeError) as error:
             models.drop(following.checkpoint, error, self._queue)
             return await self.engine_thread.replace(models.load_current)
         models.current = following.checkpoint
@@ -239,7 +237,7 @@ class Pipeline:
 
     async def _serve(
         self,
-        engine: contract.Engine,
+        engine: Engine,
         changed_at: float | None,
         stop: asyncio.Event,
         hurry: asyncio.Event,
@@ -274,7 +272,7 @@ class Pipeline:
 
     @contextlib.asynccontextmanager
     async def _stages(
-        self, engine: contract.Engine
+        self, engine: Engine
     ) -> AsyncIterator[tuple[PrepareStage, GenerateStage]]:
         """Stages and side tasks for *engine*; at the end, jobs in flight are handed back."""
         if self.models:
@@ -370,8 +368,8 @@ class Pipeline:
                 return True
         return False
 
-    def _start_side_tasks(self) -> tasks.SideTasks:
-        side_tasks = tasks.SideTasks()
+    def _start_side_tasks(self) -> SideTasks:
+        side_tasks = SideTasks()
         side_tasks.start("keep leases", self._keeper.run())
         for name, watch in self._checks.watches().items():
             side_tasks.start(name, watch)

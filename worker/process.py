@@ -3,22 +3,24 @@
 import asyncio
 import contextlib
 import gc
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from signal import Signals
 from typing import NoReturn
 
-from imagefleet import errors
+from imagefleet.errors import MissingResourceError, NodeError, NoTokenError
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.proofs import Prover, machine_of
 from imagefleet.storage.protocol import BlobStore
-from imagefleet.telemetry import logs, probes, push
+from imagefleet.telemetry import probes, push
+from imagefleet.telemetry.logs import log
 from worker import progress, replica, tasks
 from worker.accelerator import is_unguided
-from worker.engine import contract, load, phases
+from worker.engine import load, phases
+from worker.engine.contract import Engine
 from worker.files import check, model
 from worker.files.kernels import KernelExchange
 from worker.gpu_thread import THREAD_NAME, Take
@@ -33,8 +35,6 @@ from worker.node.watchdog import limits_of
 from worker.pipeline import Machine, Pipeline
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
 from worker.settings import WorkerSettings
-
-log = logs.EventLog(__name__)
 
 #: Seconds between two samples of a worker's figures, each a few additions.
 SAMPLE_SECONDS = 1.0
@@ -61,7 +61,7 @@ _ENDED = (
 async def run_worker(
     settings: WorkerSettings,
     *,
-    load: Callable[[], contract.Engine] | None = None,
+    load: Callable[[], Engine] | None = None,
     on_settled: Callable[[Outcome], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     gpu: str | None = None,
@@ -104,9 +104,9 @@ async def _check_files(files: BlobStore) -> None:
     """Goes on without a container of files, which jobs need only for what they name in it."""
     try:
         await files.check()
-    except errors.NoTokenError:
+    except NoTokenError:
         raise
-    except errors.MissingResourceError as error:
+    except MissingResourceError as error:
         files.may_be_missing = True
         log.warning(
             f"no files, and no list of what is cancelled: {error}", action="no_files"
@@ -127,14 +127,14 @@ class _Worker:
     """One process: one port and one set of metrics; a new pipeline for every attempt."""
 
     _settings: WorkerSettings
-    _load: Callable[[], contract.Engine] | None
+    _load: Callable[[], Engine] | None
     _on_settled: Callable[[Outcome], None] | None
     _on_progress: Callable[[Progress], None] | None
     _metadata: salad.SaladMetadata | None
     _stop: asyncio.Event
     _hurry: asyncio.Event
+    #: The number of its GPU, where others of the machine have workers as well.
     _one_of_several: str | None = None
-    """The number of its GPU, where others of the machine have workers as well."""
     _began_at: float = field(default_factory=time.monotonic)
     _meter: ProgressMeter = field(default_factory=ProgressMeter)
     _pipeline: Pipeline | None = None
@@ -143,7 +143,7 @@ class _Worker:
     _port: int = 0
     _gpu: str = replica.NO_GPU
     _kernels: KernelExchange | None = None
-    _engine: contract.Engine | None = None
+    _engine: Engine | None = None
     _own_files: Mapping[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ class _Worker:
                     self._pipeline is not None and self._pipeline.started
                 ),
             )
-        except errors.NodeError as error:
+        except NodeError as error:
             requests = self._metrics.reallocations
             if self._container and await self._container.leave(error.message, requests):
                 self._waiting_for = "waiting for another node"
@@ -359,7 +359,7 @@ class _Worker:
             storage_dollars=cost.storage_dollars,
         )
 
-    def _load_engine(self, checkpoint: Checkpoint) -> contract.Engine:
+    def _load_engine(self, checkpoint: Checkpoint) -> Engine:
         settings = checkpoint.settings
         check.check_path(model.local_path(settings))
         if self._one_of_several and settings.device != "cpu":
@@ -410,16 +410,16 @@ def engine_settings(
 def _signals(
     *,
     is_one_of_several: bool,
-) -> Iterator[tuple[asyncio.Event, asyncio.Event, list[signal.Signals]]]:
+) -> Iterator[tuple[asyncio.Event, asyncio.Event, list[Signals]]]:
     """The first SIGTERM or SIGINT sets *stop*, the second *hurry*; the list has those received.
 
     *is_one_of_several*: SIGTERM stops and SIGINT hurries, as the parent sends them; a supervisor
     may send SIGTERM to both.
     """
     stop, hurry = asyncio.Event(), asyncio.Event()
-    received: list[signal.Signals] = []
+    received: list[Signals] = []
 
-    def on_signal(number: signal.Signals) -> None:
+    def on_signal(number: Signals) -> None:
         hurries = number is HURRY if is_one_of_several else stop.is_set()
         if stop.is_set() and not hurries:
             return

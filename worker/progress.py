@@ -5,12 +5,11 @@ import signal
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.metrics import QueueFlow
-
-log = logs.EventLog(__name__)
+from imagefleet.validation import JSONDict
 
 Phase = Literal[
     "connecting to the storage",
@@ -36,8 +35,8 @@ class Counts:
     """A worker's counts since its start; *dollars* None where its price is unknown."""
 
     images: int = 0
+    #: Out of the queue, whatever the outcome.
     ended_jobs: int = 0
-    """Out of the queue, whatever the outcome."""
     failed_jobs: int = 0
     cancelled_jobs: int = 0
     dropped_jobs: int = 0
@@ -52,16 +51,16 @@ class Progress(Counts):
     phase: Phase
     why_waiting: str | None
     seconds: float
+    #: Images per second over the last minute.
     images_per_second: float | None
-    """Images per second over the last minute."""
+    #: Images per dollar, all in, since the start.
     images_per_dollar: float | None
-    """Images per dollar, all in, since the start."""
+    #: Jobs left in the queue, those in flight on any worker included.
     jobs_left: int | None
-    """Jobs left in the queue, those in flight on any worker included."""
+    #: Seconds until the queue is empty, at the pace it shrinks at, whoever draws from it.
     seconds_left: float | None
-    """Seconds until the queue is empty, at the pace it shrinks at, whoever draws from it."""
+    #: True if `seconds_left` is at this worker's pace alone: the queue was measured only once.
     is_own_pace: bool
-    """True if `seconds_left` is at this worker's pace alone: the queue was measured only once."""
 
     @property
     def state(self) -> str:
@@ -112,8 +111,8 @@ class WorkerReport:
     engine_idle_fraction: float = 0.0
     gpu_dollars: float | None = None
     storage_dollars: float = 0.0
+    #: The signal that ended a run with `until_empty` before the queue was empty.
     stopped_by: signal.Signals | None = None
-    """The signal that ended a run with `until_empty` before the queue was empty."""
 
     @property
     def failed_jobs(self) -> int:
@@ -243,7 +242,7 @@ def log_report(report: WorkerReport) -> None:
     )
 
 
-def _rounded(fields: Mapping[str, object]) -> dict[str, Any]:
+def _rounded(fields: Mapping[str, object]) -> JSONDict:
     return {
         name: round(value, 3) if isinstance(value, float) else value
         for name, value in fields.items()

@@ -7,8 +7,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import (
+    FleetError,
+    JobCancelled,
+    JobError,
+    LeaseLost,
+    NodeError,
+    SetupError,
+    TransientError,
+    UnsettledFileError,
+)
 from imagefleet.files import safetensors
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
@@ -18,6 +28,7 @@ from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import priority_of
+from imagefleet.validation import JSONDict
 from worker.jobs import chains, stored
 from worker.jobs.bundles import BundleStage
 from worker.jobs.in_flight import InFlightImage, InFlightJob
@@ -35,8 +46,8 @@ LONGEST_RETRY_SECONDS = 120.0
 NOT_MOVED_SECONDS = 300.0
 
 #: After one of these a job is delivered again, or was.
-FAULTS = (errors.LeaseLost, errors.TransientError)
-Fault = errors.LeaseLost | errors.TransientError
+FAULTS = (LeaseLost, TransientError)
+Fault = LeaseLost | TransientError
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +66,8 @@ class Settler:
     on_judged: Callable[[InFlightJob], Awaitable[None]] = field(init=False)
     pending: RecordStage = field(init=False)
     bundles: BundleStage = field(init=False)
+    #: The model whose jobs are in flight.
     model_name: str = field(default="", init=False)
-    """The model whose jobs are in flight."""
     in_flight: dict[InFlightJob, None] = field(
         default_factory=dict, init=False
     )  # in order
@@ -119,9 +130,7 @@ class Settler:
     ) -> Record:
         """The record of an image, or of a job that ended without; *facts* besides its own."""
         message = entry.lease.message
-        known: dict[str, Any] = (
-            {"id": message.id} if entry.job is None else of_job(entry.job)
-        )
+        known: JSONDict = {"id": message.id} if entry.job is None else of_job(entry.job)
         if entry.job is not None and outcome != "completed":
             known["digest"] = entry.job.digest
         known |= {
@@ -187,7 +196,7 @@ class Settler:
                 await self.bundles.ended(entry, "completed")
             return
 
-        async def finish(error: errors.TransientError | None) -> None:
+        async def finish(error: TransientError | None) -> None:
             if not entry.settle():
                 return
             outcome: Outcome = "completed" if entry.images_written else "duplicate"
@@ -205,9 +214,9 @@ class Settler:
         )
         try:
             await self.retry_policy.call(send)
-        except errors.JobCancelled:
+        except JobCancelled:
             await self.cancelled(entry)
-        except errors.FleetError as error:
+        except FleetError as error:
             # Unless it was handed back meanwhile, and its next worker sends it.
             if entry.settle():
                 await self._not_sent(entry, error)
@@ -217,7 +226,7 @@ class Settler:
     async def _not_sent(
         self,
         entry: InFlightJob,
-        error: errors.FleetError,
+        error: FleetError,
         why: str = "is drawn, but its next stage cannot be sent; it",
     ) -> None:
         """A job, or its next stage, could not be sent: it comes again, here or elsewhere."""
@@ -258,14 +267,14 @@ class Settler:
         self, entry: InFlightJob, error: Exception, image: InFlightImage | None = None
     ) -> None:
         """An *image* of a job, or the job itself, failed; an *error* not of the job is raised."""
-        if isinstance(error, (errors.NodeError, errors.SetupError)):
+        if isinstance(error, (NodeError, SetupError)):
             raise error
-        if isinstance(error, errors.JobCancelled):
+        if isinstance(error, JobCancelled):
             await self.cancelled(entry)
             return
         if entry.settled:
             return
-        if isinstance(error, errors.LeaseLost):
+        if isinstance(error, LeaseLost):
             entry.settle()
             await self._lose(entry, error)
             return
@@ -278,17 +287,15 @@ class Settler:
         if not entry.images_to_store:
             await self.images_ended(entry)
 
-    async def _fail(
-        self, entry: InFlightJob, failures: list[errors.FleetError]
-    ) -> None:
+    async def _fail(self, entry: InFlightJob, failures: list[FleetError]) -> None:
         """Ends a job as one of its failures says: one that another attempt cannot mend, if any."""
         error = next(
-            (each for each in failures if isinstance(each, errors.JobError)),
+            (each for each in failures if isinstance(each, JobError)),
             failures[0],
         )
         attempts = entry.deliveries.failed + 1
-        waits = isinstance(error, errors.UnsettledFileError)
-        is_bad = isinstance(error, errors.JobError)
+        waits = isinstance(error, UnsettledFileError)
+        is_bad = isinstance(error, JobError)
         is_final = is_bad or (attempts >= self.settings.max_attempts and not waits)
         if is_final and entry.is_second_drawing:
             # Not a failed job: whoever waits for the job must not be told that it failed.
@@ -337,7 +344,7 @@ class Settler:
 
         try:
             await self.retry_policy.call(send)
-        except errors.FleetError as error:
+        except FleetError as error:
             await self._not_sent(entry, error, "asks for another model and")
         else:
             entry.log(
@@ -357,11 +364,11 @@ class Settler:
         )
         await self._end(entry, "unverified")
 
-    async def _dead_letter(self, entry: InFlightJob, error: errors.FleetError) -> None:
+    async def _dead_letter(self, entry: InFlightJob, error: FleetError) -> None:
         await entry.uploads_end()  # so that their records are there
         try:
             entry.lease.check()
-        except errors.LeaseLost as lost:
+        except LeaseLost as lost:
             await self._lose(entry, lost)
             return
         reason, kind = entry.reason(error), type(error).__name__
@@ -402,7 +409,7 @@ class Settler:
         await self.pending.put(entry, finish, record)
 
     async def _retry(
-        self, entry: InFlightJob, error: errors.FleetError, attempts: int
+        self, entry: InFlightJob, error: FleetError, attempts: int
     ) -> None:
         delay_seconds = concurrency.backoff(
             attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
@@ -454,7 +461,7 @@ class Settler:
         self._ended(entry, outcome)
         return outcome
 
-    async def _lose(self, entry: InFlightJob, error: errors.LeaseLost) -> None:
+    async def _lose(self, entry: InFlightJob, error: LeaseLost) -> None:
         if entry.bundle is not None:
             await self.bundles.ended(entry, "lost")
         else:
@@ -462,7 +469,7 @@ class Settler:
 
     def _lost(self, entry: InFlightJob, error: Fault) -> Outcome:
         """The job is delivered again, or was; what is stored stays stored."""
-        if isinstance(error, errors.TransientError):
+        if isinstance(error, TransientError):
             entry.log(
                 logging.WARNING,
                 f"will be delivered again: the storage does not answer: {error}",

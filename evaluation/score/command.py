@@ -15,7 +15,7 @@ from evaluation.score.extractors import DEMO
 from evaluation.score.figures import Scores, facts
 from evaluation.score.sample import Sample, take
 from evaluation.score.session import Computing, Networks
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.keeping.rule import Keep
 from imagefleet.storage.settings import StorageSettings
 
@@ -137,16 +137,16 @@ def _check(
 ) -> None:
     """Raises SetupError for options that cannot go together."""
     if extractor is None and clip is None:
-        raise errors.SetupError(
+        raise SetupError(
             "nothing to score with: give --extractor for FID and KID, --clip for CLIP score and"
             " CMMD, or --extractor demo for the demo checkpoint"
         )
     if extractor is not None and reference is None:
-        raise errors.SetupError(
+        raise SetupError(
             "FID compares with pictures: give their folder with --reference"
         )
     if write_reference is not None and not (reference and Path(reference).is_dir()):
-        raise errors.SetupError(
+        raise SetupError(
             "--write-reference needs --reference with a folder of pictures"
         )
 
@@ -160,7 +160,7 @@ def _show(
     if curve is not None:
         drawn = drawing.svg(scores)
         if not drawn:
-            raise errors.SetupError(
+            raise SetupError(
                 "--output needs FID and CLIP score: give --extractor and --clip"
             )
         console.write_file(curve, drawn)

@@ -4,13 +4,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
 
 from evaluation.score.statistics import Features
-from imagefleet import errors
+from imagefleet.errors import SetupError
+from imagefleet.validation import JSONDict
 from worker.judges.preparation import Preparation
 
 #: The extractor that needs no file.
@@ -33,7 +34,7 @@ class ExtractorFacts:
     dimensions: int
     preparation: Preparation
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JSONDict:
         """The facts as the JSON of a command has them."""
         facts = asdict(self) | asdict(self.preparation)
         del facts["preparation"]
@@ -62,7 +63,7 @@ def finite(extractor: Extractor, images: Sequence[Image.Image]) -> Features:
     """The features, of which one that is not finite would make all figures unknown."""
     features = extractor.features(images)
     if not np.isfinite(features).all():
-        raise errors.SetupError(
+        raise SetupError(
             f"{extractor.facts.name} gives features that are not finite: its input may be scaled"
             f" otherwise, which {extractor.facts.name}.json beside it can say"
         )
@@ -75,6 +76,4 @@ def sha256_of(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise errors.SetupError(
-            f"cannot read {path}: {error.strerror or error}"
-        ) from None
+        raise SetupError(f"cannot read {path}: {error.strerror or error}") from None

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import Record, hashed
 from imagefleet.storage.open import Storage
 from imagefleet.submit import RETRIES
+from imagefleet.validation import JSONDict
 from worker.files.library import Source
 from worker.judges.networks import Drawn, Judges
 
@@ -117,8 +117,8 @@ class Sample:
         title = f"What minimum scores keep of {self.campaign}"
         return plot(lines, title, "minimum", "share kept")
 
-    def figures(self, rule: Keep | None) -> dict[str, Any]:
-        found: dict[str, Any] = {
+    def figures(self, rule: Keep | None) -> JSONDict:
+        found: JSONDict = {
             "campaign": self.campaign,
             "images": len(self.scores),
             "dollars_per_image": self.dollars_per_image,

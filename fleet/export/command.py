@@ -21,7 +21,7 @@ from fleet.export.shards import Exporter
 from fleet.files import stored
 from fleet.results import credentials, download
 from fleet.results.credentials import Credentials
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files import kinds
 from imagefleet.keeping.rule import Keep
 from imagefleet.records import reader
@@ -140,16 +140,14 @@ async def _make(
         counts = await reader.counts(storage, wanted.campaign)
         if not counts.images:
             name = wanted.campaign
-            raise errors.SetupError(
-                f"campaign {name} has no images yet: nothing to export"
-            )
+            raise SetupError(f"campaign {name} has no images yet: nothing to export")
         if counts.pending:
             console.print_warning(
                 f"{console.counted(counts.pending, 'job')} of {wanted.campaign} still to do: their"
                 " images will not be in this export"
             )
         if await asyncio.to_thread(lambda: folder.exists() and any(folder.iterdir())):
-            raise errors.SetupError(
+            raise SetupError(
                 f"{folder} is not empty: choose another folder for the export"
             )
         (folder / WORK_FOLDER).mkdir(parents=True)
@@ -171,7 +169,7 @@ async def _hashes(storage: Storage, names: set[str]) -> dict[str, str]:
     """The hashes of those LoRAs that are in the storage, where it can be read."""
     try:
         found = await stored.read(storage, kinds.LORA)
-    except errors.SetupError:
+    except SetupError:
         return {}
     by_name = {kinds.LORA.stem(lora.name): lora.short_hash for lora in found}
     return {
@@ -195,7 +193,7 @@ async def _plan(
     if damaged.count:
         console.print_warning(str(damaged))
     if folder and _needed(made) > (free := shutil.disk_usage(folder).free):
-        raise errors.SetupError(
+        raise SetupError(
             f"{folder} has {filesize.decimal(free)} of free space, and the export takes about"
             f" {filesize.decimal(_needed(made))}: free some, or choose another folder"
         )
@@ -207,7 +205,7 @@ def _check_same(begun: ExportPlan | Manifest, wanted: ExportPlan, folder: Path) 
     for name in ("campaign", "storage", "shard_size", "keep", "has_credentials"):
         has, asked = getattr(begun, name), getattr(wanted, name)
         if has != asked:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{folder} has an export with the {name.replace('_', ' ')} {has}, not {asked}:"
                 " choose another folder"
             )

@@ -19,17 +19,19 @@ from collections.abc import (
 )
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field
 
 from cli import files
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 from imagefleet.keeping.rule import Keep
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import Record
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.protocol import BlobRecord
+from imagefleet.validation import JSONDict
 
 #: The subfolder of an export until it is done.
 WORK_FOLDER = ".export"
@@ -81,16 +83,16 @@ class ExportPlan(BaseModel, extra="forbid", frozen=True):
     shard_size: Annotated[int, Field(ge=1)]
     #: The rule by which images are chosen and sorted; None: all, by their names.
     keep: Keep | None = None
+    #: True if pictures get Content Credentials: then packs are not copied.
     has_credentials: bool = False
-    """True if pictures get Content Credentials: then packs are not copied."""
     images: int = 0
+    #: Images that are there under their names: records may tell of others.
     stored: int = 0
-    """Images that are there under their names: records may tell of others."""
     bytes: int = 0
+    #: Records that are of no picture of the campaign, as far as they were looked at.
     misfits: int = 0
-    """Records that are of no picture of the campaign, as far as they were looked at."""
+    #: Images that are copied with their packs.
     packed: int = 0
-    """Images that are copied with their packs."""
     packs: int = 0
 
     @property
@@ -224,8 +226,8 @@ class Shard(BaseModel, extra="forbid", frozen=True):
     bytes: int
     missing: list[str]
     changed: list[str]
+    #: Records that are of no picture that is stored.
     misfits: int
-    """Records that are of no picture that is stored."""
 
     def is_in(self, folder: Path) -> bool:
         return files.size_of(folder / self.file) == self.file_bytes
@@ -246,8 +248,8 @@ class Manifest(ExportPlan):
     changed: int
     first_missing: list[str]
     first_changed: list[str]
+    #: The hash that the storage has of each LoRA that the images were drawn with.
     loras: dict[str, str]
-    """The hash that the storage has of each LoRA that the images were drawn with."""
     shards: list[Shard]
     signature: Signature | None = None
 
@@ -286,7 +288,7 @@ class Manifest(ExportPlan):
         return made.model_copy(update={"signature": signature})
 
     @property
-    def _signed(self) -> dict[str, Any]:
+    def _signed(self) -> JSONDict:
         return self.model_dump(mode="json", exclude={"signature"})
 
     def is_signed_with(self, keys: TrustedKeys) -> bool:
@@ -304,7 +306,7 @@ class Manifest(ExportPlan):
         )
         for shard in found.shards if found else []:
             if not shard.is_in(folder):
-                raise errors.SetupError(
+                raise SetupError(
                     f"{folder / shard.file} is not as {MANIFEST} says: export into another folder"
                 )
         return found

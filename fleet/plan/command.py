@@ -10,9 +10,11 @@ from cli.options import argument, option
 from fleet.filling import reading
 from fleet.plan import estimate
 from fleet.plan import kept as keeping
+from fleet.plan.estimate import BatchPlan, Bench, Input, ModelSpeed, Part
 from fleet.plan.work import ModelJobs, of_count, of_source, read_models
 from imagefleet.errors import SetupError
 from imagefleet.pricing import families, prices
+from imagefleet.pricing.prices import PriceTable, Priority
 from imagefleet.storage import bundle as bundles
 from loadgen import sources
 
@@ -81,7 +83,7 @@ class Machines:
 def command(
     batch: Batch,
     machines: Machines,
-    priority: prices.Priority = option("SaladCloud priority.", "batch"),
+    priority: Priority = option("SaladCloud priority.", "batch"),
     deadline: float | None = option(
         "Plan enough replicas to finish in so many hours.", min=0.01, metavar="HOURS"
     ),
@@ -142,10 +144,10 @@ def _show_kept(judged: keeping.KeptPlan) -> None:
 def planned(
     works: Sequence[ModelJobs],
     machines: Machines,
-    priority: prices.Priority = "batch",
+    priority: Priority = "batch",
     deadline: float | None = None,
     bundle: int | None = 1,
-) -> tuple[estimate.BatchPlan, prices.PriceTable]:
+) -> tuple[BatchPlan, PriceTable]:
     """The plan, and its prices; raises SetupError for what is not known."""
     table = prices.read_table(machines.prices_path)
     mix = _mix_of(machines, works, table, priority)
@@ -160,9 +162,9 @@ def planned(
 def _mix_of(
     machines: Machines,
     works: Sequence[ModelJobs],
-    table: prices.PriceTable,
-    priority: prices.Priority,
-) -> list[estimate.Part]:
+    table: PriceTable,
+    priority: Priority,
+) -> list[Part]:
     """The GPU classes with their speeds and prices; raises SetupError for what is not known."""
     benches = [estimate.read_bench(path, table) for path in machines.bench or []]
     named = _named(machines.gpu, benches)
@@ -190,17 +192,15 @@ def _mix_of(
             families.refuse_small(gpu, work.family)
             bench = estimate.bench_of(gpu, benches, work)
             speed = estimate.find_speed(gpu, rate, bench, work)
-            speeds.append(
-                estimate.ModelSpeed(work.model, work.family.slug, work.images, speed)
-            )
+            speeds.append(ModelSpeed(work.model, work.family.slug, work.images, speed))
         price = estimate.find_price(gpu, priority, dollars, table)
         made_on = estimate.bench_of(gpu, benches, works[0])
         start_up = made_on.start_up if made_on else estimate.ASSUMED_START_UP
         given = machines.start_up_seconds
         if given is not None:
-            start_up = estimate.Input(given, "given", "--start-up-seconds")
+            start_up = Input(given, "given", "--start-up-seconds")
         mean = estimate.mean_speed(speeds)
-        mix.append(estimate.Part(gpu, count, mean, price, start_up, speeds))
+        mix.append(Part(gpu, count, mean, price, start_up, speeds))
     return mix
 
 
@@ -215,9 +215,7 @@ def _works(batch: Batch, accelerator: str | None) -> list[ModelJobs]:
         return of_source(sources.open_source(batch.file, count=batch.jobs), models)
 
 
-def _named(
-    names: list[str] | None, benches: Sequence[estimate.Bench]
-) -> list[tuple[str, int]]:
+def _named(names: list[str] | None, benches: Sequence[Bench]) -> list[tuple[str, int]]:
     """GPU classes as given, and the replicas of each."""
     named = []
     measured = dict.fromkeys(bench.gpu for bench in benches)
@@ -229,7 +227,7 @@ def _named(
     return named
 
 
-def show(plan: estimate.BatchPlan, table: prices.PriceTable) -> None:
+def show(plan: BatchPlan, table: PriceTable) -> None:
     done = plan.storage_operations
 
     def per_million(count: int) -> str:

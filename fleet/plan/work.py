@@ -10,6 +10,7 @@ from imagefleet.errors import JobError, SetupError
 from imagefleet.job.message import Job
 from imagefleet.job.prompt import LoraTag
 from imagefleet.pricing import families
+from imagefleet.pricing.families import Family
 from loadgen.sources import Source
 from worker.accelerator import Accelerator
 
@@ -22,7 +23,7 @@ class ModelJobs:
     """All jobs of one model; *model* is None for those that name none."""
 
     model: str | None
-    family: families.Family
+    family: Family
     jobs: int = 0
     images: int = 0
     #: TFLOP of all images together, with those that take as long as the rest does.
@@ -57,12 +58,12 @@ def of_count(jobs: int, models: Models) -> list[ModelJobs]:
 class Models:
     """The family of each model's jobs; *others* is that of models that nothing else tells."""
 
-    by_name: Mapping[str, families.Family]
-    others: families.Family | None
+    by_name: Mapping[str, Family]
+    others: Family | None
     #: Settings that all jobs are drawn with.
     accelerator: Accelerator | None = None
 
-    def family_of(self, model: str | None) -> families.Family:
+    def family_of(self, model: str | None) -> Family:
         """Raises SetupError for a model whose family nothing tells."""
         family = self.others if model is None else self.by_name.get(model, self.others)
         if model is not None and family is None:

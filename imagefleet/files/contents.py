@@ -24,10 +24,10 @@ class Content:
     """A type of file content: its name for messages, with the article, and its use."""
 
     name: str
+    #: Advice for a file that has no use here.
     advice: str = _ONLY_THESE
-    """Advice for a file that has no use here."""
+    #: The name of the kind of file (`imagefleet.files.kinds`) that it can be stored as.
     use: str | None = None
-    """The name of the kind of file (`imagefleet.files.kinds`) that it can be stored as."""
     family: str = ""
 
 

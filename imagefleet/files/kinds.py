@@ -5,48 +5,48 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files import contents, embedding, lora
 from imagefleet.files.contents import Content
 from imagefleet.files.safetensors import Header, UnusableError
 
+#: Describes a file as lists show it, by its header and what that holds; raises UnusableError.
 Describe = Callable[[Header, Content], str]
-"""Describes a file as lists show it, by its header and what that holds; raises UnusableError."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
     """A kind of file: its names, its place in the storage, its form and its limits."""
 
+    #: Word for the kind on the command line.
     name: str
-    """Word for the kind on the command line."""
     noun: str
     folder: str
+    #: Clause that ends a sentence: the way in which jobs or workers use stored files.
     use: str
-    """Clause that ends a sentence: the way in which jobs or workers use stored files."""
+    #: Format of the words by which jobs or workers name a file: of its stem, name and SHA-256.
     handle: str = "{stem}"
-    """Format of the words by which jobs or workers name a file: of its stem, name and SHA-256."""
     describe: Describe = lambda _header, content: content.name
     suffixes: tuple[str, ...] = (".safetensors",)
     max_bytes: int | None = None
+    #: The most files that a worker fetches at once; they are in memory meanwhile.
     fetched_at_once: int = 8
-    """The most files that a worker fetches at once; they are in memory meanwhile."""
+    #: The most that a worker keeps on disk, where its settings allow more.
     cached_bytes: int = sys.maxsize
-    """The most that a worker keeps on disk, where its settings allow more."""
+    #: True if workers use only what the folder's manifest lists, signed or not.
     needs_list: bool = False
-    """True if workers use only what the folder's manifest lists, signed or not."""
+    #: True if a worker with a trusted key stops, and fails no job, where there is no manifest.
     stops_without_list: bool = False
-    """True if a worker with a trusted key stops, and fails no job, where there is no manifest."""
+    #: True if the manifest has names with their suffix.
     lists_suffixes: bool = False
-    """True if the manifest has names with their suffix."""
+    #: True if `files make` makes them, under names that follow from their content.
     is_made: bool = False
-    """True if `files make` makes them, under names that follow from their content."""
+    #: True if files pass whose tensors are of no known kind.
     takes_unknown: bool = False
-    """True if files pass whose tensors are of no known kind."""
+    #: False for files that are no safetensors, of which only the size and the hash are checked.
     has_header: bool = True
-    """False for files that are no safetensors, of which only the size and the hash are checked."""
+    #: True if SDXL's refiner passes, which draws no image from the beginning.
     takes_refiner: bool = False
-    """True if SDXL's refiner passes, which draws no image from the beginning."""
 
     @property
     def add_command(self) -> str:
@@ -219,11 +219,11 @@ def check(kind: FileKind, path: str, header: Header) -> str:
     """Describes a file, as in 'SDXL LoRA'; SetupError if it is no usable one of the *kind*."""
     content = contents.identify(header)
     if not accepts(kind, content):
-        raise errors.SetupError(refusal(path, content))
+        raise SetupError(refusal(path, content))
     try:
         return kind.describe(header, content)
     except UnusableError as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"the {kind.noun} {kind.stem(PurePath(path).name)!r} {error}"
         ) from None
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 from imagefleet.files import contents, embedding
 from imagefleet.files.safetensors import Header, UnusableError
 from imagefleet.job.prompt import is_safe_name
+from imagefleet.validation import JSONDict
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -125,14 +126,14 @@ SHOWN = 200
 class Contents:
     """The tensors of a LoRA file, by their keys there."""
 
+    #: Tensors per layer, keyed by their role (up, down, alpha ...) in that LoRA type.
     layers: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Tensors per layer, keyed by their role (up, down, alpha ...) in that LoRA type."""
+    #: Tensors of the textual inversions that come with it, by the inversion's name.
     embeddings: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Tensors of the textual inversions that come with it, by the inversion's name."""
+    #: Outputs and inputs, of all taps, of each layer's change; 0 where its shapes fit any.
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Outputs and inputs, of all taps, of each layer's change; 0 where its shapes fit any."""
+    #: Tensors that change nothing.
     skipped: list[str] = field(default_factory=list)
-    """Tensors that change nothing."""
 
 
 def alias_of(header: Header) -> str:
@@ -313,9 +314,7 @@ def peft_type(configs: Mapping[str, PeftConfig]) -> str | None:
 def peft_configs(metadata: Mapping[str, str]) -> dict[str, PeftConfig]:
     """Each network's peft configuration, which diffusers writes into the header."""
     try:
-        stated: dict[str, Any] = json.loads(
-            metadata.get(contents.ADAPTER_METADATA, "{}")
-        )
+        stated: JSONDict = json.loads(metadata.get(contents.ADAPTER_METADATA, "{}"))
         return {
             network: PeftConfig.model_validate(
                 {

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -22,7 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import InvalidMessageError
 from imagefleet.job import chain, settings_table, sizes
 from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import img2img
@@ -31,6 +32,7 @@ from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, Metadata
 from imagefleet.keeping.rule import MAX_JUDGED, Keep
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
+from imagefleet.validation import JSONDict, JSONObject
 
 #: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.
 DELIVERIES_FIELD = "deliveries"
@@ -126,23 +128,23 @@ class Job(
 ):
     """A validated job; one that `read_job` returned has an `id` and a `seed`."""
 
+    #: Program whose default values the job takes; None takes those of these classes.
     defaults: Literal["a1111-1.10"] | None = None
-    """Program whose default values the job takes; None takes those of these classes."""
     model: SafeFileName | None = None
     id: SafeId | None = None
     campaign: SafeId | None = None
     output: Output = Output()
     metadata: Metadata = Field(default_factory=dict)
+    #: A second drawing of the job's first image, to be compared; it is no result of the job.
     verify: bool = False
-    """A second drawing of the job's first image, to be compared; it is no result of the job."""
     #: The rule by which its images are judged before they are stored; None stores all.
     keep: Keep | None = None
+    #: True if a client waits for its end, which its worker then records at once.
     awaited: bool = False
-    """True if a client waits for its end, which its worker then records at once."""
+    #: The stages after this one, each with the fields in which it differs from the one before.
     then: tuple[dict[str, JsonValue], ...] = Field(
         default=(), max_length=chain.MAX_STAGES - 1
     )
-    """The stages after this one, each with the fields in which it differs from the one before."""
     _place: Place | None = None
 
     @model_validator(mode="before")
@@ -157,9 +159,7 @@ class Job(
 
     @field_validator("then")
     @classmethod
-    def _read_stages(
-        cls, stages: tuple[dict[str, Any], ...]
-    ) -> tuple[dict[str, Any], ...]:
+    def _read_stages(cls, stages: tuple[JSONDict, ...]) -> tuple[JSONDict, ...]:
         return tuple(
             chain.fields_of_stage(number, each) for number, each in enumerate(stages, 2)
         )
@@ -227,8 +227,8 @@ class Job(
         missing = self._missing(job_id, campaign)
         return self.model_copy(update=missing) if missing else self
 
-    def _missing(self, job_id: str, campaign: str | None = None) -> dict[str, Any]:
-        missing: dict[str, Any] = {}
+    def _missing(self, job_id: str, campaign: str | None = None) -> JSONDict:
+        missing: JSONDict = {}
         known_id = self.id or job_id
         if self.id != known_id:
             missing["id"] = known_id
@@ -242,7 +242,7 @@ class Job(
         return missing
 
     def model_copy(
-        self, *, update: Mapping[str, Any] | None = None, deep: bool = False
+        self, *, update: JSONObject | None = None, deep: bool = False
     ) -> Self:
         """A copy, in which all that is computed of the fields is computed anew."""
         copy = super().model_copy(update=update, deep=deep)
@@ -272,10 +272,10 @@ class Job(
 
     def stage_of_message(self, field: object) -> Job:
         """The stage that a message asks for in its *field* `stage`; raises InvalidMessageError."""
-        with validation.as_error(errors.InvalidMessageError, f"{chain.STAGE_FIELD}: "):
+        with validation.as_error(InvalidMessageError, f"{chain.STAGE_FIELD}: "):
             asked = chain.StageField.model_validate(field)
         if asked.number > len(self.then) + 1:
-            raise errors.InvalidMessageError(
+            raise InvalidMessageError(
                 f"{chain.STAGE_FIELD}: the job has no stage {asked.number} (it has"
                 f" {self.stages})"
             )
@@ -315,11 +315,11 @@ class Job(
             yield self.whole.at_stage(number)
 
     @property
-    def stage_field(self) -> dict[str, Any]:
+    def stage_field(self) -> JSONDict:
         """The field `stage` of a message that asks for a later stage as if nobody had before."""
         return {"number": self.stage}
 
-    def next_stage_field(self, message_id: str) -> dict[str, Any]:
+    def next_stage_field(self, message_id: str) -> JSONDict:
         """The field `stage` of the message for the stage after this one, which a message had."""
         return {"number": self.stage + 1, "message": self.source(message_id)}
 
@@ -361,14 +361,14 @@ class Job(
         return hashlib.sha256(text).hexdigest()
 
     @functools.cached_property
-    def given_fields(self) -> dict[str, Any]:
+    def given_fields(self) -> JSONDict:
         """The fields that differ from their defaults, as JSON has them."""
         return self.model_dump(
             mode="json", include=self.model_fields_set, exclude_defaults=True
         )
 
     @property
-    def defaults_denied(self) -> dict[str, Any]:
+    def defaults_denied(self) -> JSONDict:
         """The fields for which it has its own defaults in spite of `defaults`, as JSON has them.
 
         A message tells them: left out, they would have the others' values.
@@ -411,13 +411,13 @@ class Place:
     """A later stage's place in its job: `number` counts from 1."""
 
     job: Job
+    #: The stage before.
     before: Job
-    """The stage before."""
     number: int
+    #: The id of the message of the first stage, or of the one that was replayed.
     message: str | None
-    """The id of the message of the first stage, or of the one that was replayed."""
+    #: Width and height of the image of the stage before, as far as the job tells.
     input_size: tuple[int | None, int | None]
-    """Width and height of the image of the stage before, as far as the job tells."""
 
 
 def read_job(
@@ -436,9 +436,9 @@ def read_job(
         fields = message_fields(body)
     except (ValueError, RecursionError) as error:
         reason = f"is not JSON: {error}" if body.strip() else "is empty"
-        raise errors.InvalidMessageError(f"the message {reason}") from None
+        raise InvalidMessageError(f"the message {reason}") from None
     if not isinstance(fields, dict):
-        raise errors.InvalidMessageError("the message is JSON, but no object")
+        raise InvalidMessageError("the message is JSON, but no object")
     fields.pop(DELIVERIES_FIELD, None)
     signature = fields.pop(SIGNATURE_FIELD, None)
     stage = fields.pop(chain.STAGE_FIELD, None)
@@ -450,7 +450,7 @@ def read_job(
     try:
         job = Job.model_validate(fields)
     except ValidationError as error:
-        raise errors.InvalidMessageError(
+        raise InvalidMessageError(
             validation.sentence(error, Job.model_fields)
         ) from None
     if job.then and stage is None:
@@ -458,12 +458,12 @@ def read_job(
         signed = {} if signature is None else {SIGNATURE_FIELD: signature}
         most = sizes.MAX_MESSAGE_BYTES - sizes.STAGE_BYTES
         if sizes.message_bytes(message_text(fields | signed)) > most:
-            raise errors.InvalidMessageError(
+            raise InvalidMessageError(
                 f"the job with its stages takes more than {most:,} bytes"
             )
     job = job.identified(message_id)
     if digest is not None and digest != job.digest:
-        raise errors.InvalidMessageError(
+        raise InvalidMessageError(
             f"{DIGEST_FIELD}: it is of another job than this one; a job that was changed goes"
             " without it"
         )
@@ -481,13 +481,13 @@ def message_fields(body: str) -> Any:
     )
 
 
-def message_text(fields: Mapping[str, Any]) -> str:
+def message_text(fields: JSONObject) -> str:
     """The text of a message; its fields may be of no valid job."""
     # Half of a surrogate pair, in a field that no job reads, goes on as its sender escaped it.
     return _for_xml(_TEXT.encode(fields)).encode(errors="backslashreplace").decode()
 
 
-def compact_text(fields: Mapping[str, Any]) -> str:
+def compact_text(fields: JSONObject) -> str:
     """The text of a valid job's message, much faster than `message_text`."""
     return _for_xml(pydantic_core.to_json(fields).decode())
 
@@ -535,7 +535,7 @@ def is_signed(body: str) -> bool:
     return SIGNATURE_FIELD in fields_if_any(body)
 
 
-def fields_if_any(body: str) -> dict[str, Any]:
+def fields_if_any(body: str) -> JSONDict:
     """The fields of a message, none if they cannot be read."""
     try:
         fields = message_fields(body)

@@ -20,20 +20,20 @@ from imagefleet import validation
 class Options:
     """AUTOMATIC1111's options of samplers; each sampler has some of them and ignores the others."""
 
+    #: Noise of ancestral and SDE samplers (default 1), of DDIM (0) and of TCD (0.3).
     eta: float | None = None
-    """Noise of ancestral and SDE samplers (default 1), of DDIM (0) and of TCD (0.3)."""
+    #: This and the next two: Euler, Heun and DPM2 (Karras et al. 2022, algorithm 2).
     s_churn: float = 0.0
-    """This and the next two: Euler, Heun and DPM2 (Karras et al. 2022, algorithm 2)."""
     s_tmin: float = 0.0
     s_tmax: float = math.inf
+    #: Scale of the noise of these and of most ancestral and SDE samplers.
     s_noise: float = 1.0
-    """Scale of the noise of these and of most ancestral and SDE samplers."""
+    #: The sigma below which every other step goes without the negative prompt, for all samplers.
     s_min_uncond: float = 0.0
-    """The sigma below which every other step goes without the negative prompt, for all samplers."""
+    #: Share of noise that is added to the first noise of a pass that begins with an image.
     extra_noise: float = 0.0
-    """Share of noise that is added to the first noise of a pass that begins with an image."""
+    #: True if the noise schedule and its sigmas are rounded to half precision.
     is_downcast: bool = False
-    """True if the noise schedule and its sigmas are rounded to half precision."""
 
 
 DEFAULT_OPTIONS = Options()
@@ -68,47 +68,47 @@ _SHORT = {"karras": "ka", "exponential": "exp"}
 class Sampler:
     """A sampler with a schedule: its names, and all that jobs and the engine ask of it."""
 
+    #: The sampler's key without its schedule.
     method: str
-    """The sampler's key without its schedule."""
     title: str
+    #: Other names; the first one of a sampler of sigmas is k-diffusion's.
     aliases: tuple[str, ...] = ()
-    """Other names; the first one of a sampler of sigmas is k-diffusion's."""
+    #: A key of SCHEDULES; None for a sampler that has its own timesteps.
     schedule: str | None = "uniform"
-    """A key of SCHEDULES; None for a sampler that has its own timesteps."""
+    #: True if its name goes without that of its schedule.
     is_bare: bool = True
-    """True if its name goes without that of its schedule."""
+    #: The schedule that AUTOMATIC1111's 'Automatic' is for it.
     automatic: str = "uniform"
-    """The schedule that AUTOMATIC1111's 'Automatic' is for it."""
+    #: The fields of `Options` that it has.
     options: tuple[str, ...] = ()
-    """The fields of `Options` that it has."""
+    #: UNet calls of a step.
     calls: int = 1
-    """UNet calls of a step."""
+    #: UNet calls of an image, roughly, if the image decides how many there are; else 0.
     calls_in_all: int = 0
-    """UNet calls of an image, roughly, if the image decides how many there are; else 0."""
+    #: 2 if the last of its timesteps takes no step: one step would draw nothing but noise.
     least_steps: int = 1
-    """2 if the last of its timesteps takes no step: one step would draw nothing but noise."""
+    #: True if it asks for one sigma more, and leaves the last but one out.
     skips_next_to_last: bool = False
-    """True if it asks for one sigma more, and leaves the last but one out."""
+    #: True if it takes steps of its own between the ends of a schedule.
     is_between_ends: bool = False
-    """True if it takes steps of its own between the ends of a schedule."""
+    #: The UNet is called at every so many-th timestep alone, on which it was distilled.
     distilled_stride: int = 1
-    """The UNet is called at every so many-th timestep alone, on which it was distilled."""
+    #: Estimates that its moves weigh: denoised images, noise, or a consistency model's images.
     estimates: Literal["image", "noise", "consistency"] = "image"
-    """Estimates that its moves weigh: denoised images, noise, or a consistency model's images."""
+    #: The share of `cfg_scale` that guides it.
     guidance_share: float = 1.0
-    """The share of `cfg_scale` that guides it."""
+    #: True if it takes the negative prompt at any `cfg_scale`, at 1 as well.
     needs_negative: bool = False
-    """True if it takes the negative prompt at any `cfg_scale`, at 1 as well."""
+    #: AUTOMATIC1111's setting that gives its eta, where a payload has no `eta`.
     eta_setting: str = "eta_ancestral"
-    """AUTOMATIC1111's setting that gives its eta, where a payload has no `eta`."""
+    #: AUTOMATIC1111's word for its eta in infotexts.
     eta_word: str = "Eta"
-    """AUTOMATIC1111's word for its eta in infotexts."""
+    #: The eta that infotexts leave out.
     usual_eta: float = 1.0
-    """The eta that infotexts leave out."""
+    #: True if models of pixels take it as well.
     draws_pixels: bool = False
-    """True if models of pixels take it as well."""
+    #: True if models of flows take it, on their own schedule.
     draws_flows: bool = False
-    """True if models of flows take it, on their own schedule."""
 
     @property
     def key(self) -> str:

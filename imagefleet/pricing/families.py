@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 
 if TYPE_CHECKING:
     from imagefleet.job.message import Job
     from imagefleet.job.passes.fields import Pass
 
+#: Width and height in pixels.
 Size = tuple[int, int]
-"""Width and height in pixels."""
 
 _SIDE = 512
 
@@ -50,16 +51,16 @@ class Family:
     vae_tflop: tuple[float, ...]
     text_tflop: float
     least_gigabytes: int
+    #: Operations/s of a card, against those that it does in SD1.5's images.
     rate: float
-    """Operations/s of a card, against those that it does in SD1.5's images."""
     is_measured: bool
     rate_source: str
+    #: Rows of a step of a job that says nothing of guidance.
     rows: int = 2
-    """Rows of a step of a job that says nothing of guidance."""
+    #: True if the family enlarges the image that a job begins with, in all of the job's steps.
     enlarges: bool = False
-    """True if the family enlarges the image that a job begins with, in all of the job's steps."""
+    #: Times that each side of the image is enlarged; None: the image gets the family's own size.
     scale: int | None = None
-    """Times that each side of the image is enlarged; None: the image gets the family's own size."""
 
     def size_of(self, job: Job, before: Size | None = None) -> Size:
         """Width and height of a job's first pass; *before* is the size of the stage before it."""
@@ -164,7 +165,7 @@ def refuse_small(gpu: str, family: Family) -> None:
     """Raises SetupError if a GPU class has too little memory for a family, by the class's name."""
     memory = _MEMORY.search(gpu)
     if memory is not None and int(memory[1]) < family.least_gigabytes:
-        raise errors.SetupError(
+        raise SetupError(
             f"the {gpu} has too little memory for {family.name}, which takes a GPU of"
             f" {family.least_gigabytes} GB at least: choose another class"
         )

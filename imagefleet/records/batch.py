@@ -5,7 +5,8 @@ import itertools
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import FleetError, JobError, NameTakenError, SetupError
 from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, fields_if_any, job_key
 from imagefleet.records import reader
@@ -15,12 +16,10 @@ from imagefleet.records.outcomes import JobFacts
 from imagefleet.records.record import Record
 from imagefleet.signing import JobSigner
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 
-log = logs.EventLog(__name__)
-
+#: A job, and the message that it failed with.
 _Failure = tuple[str, str | None]
-"""A job, and the message that it failed with."""
 
 
 class Submission:
@@ -47,7 +46,7 @@ class Submission:
         for number, given in enumerate(jobs, start=1):
             job = given.identified(f"{self._token}-{number:06}", campaign)
             if job.verify:
-                raise errors.JobError(
+                raise JobError(
                     f"job {job_key(job.campaign, job.id)} is a second drawing (verify), which has"
                     " no result to wait for"
                 )
@@ -65,10 +64,10 @@ class Submission:
             )
             if facts.key in self.jobs:
                 first = list(self.jobs).index(facts.key) + 1
-                raise errors.JobError(
+                raise JobError(
                     f"two jobs have the id {facts.key}: numbers {first} and {number}"
                 )
-            with validation.as_error(errors.JobError, f"job {facts.key}: "):
+            with validation.as_error(JobError, f"job {facts.key}: "):
                 (body,) = sizes.checked_messages([job.to_message(signer)])
             self.jobs[facts.key] = facts
             self._campaigns.add(facts.campaign)
@@ -82,13 +81,13 @@ class Submission:
         try:
             for ledger in read.values():
                 await ledger.read()
-        except errors.SetupError:
+        except SetupError:
             return  # credentials that only add jobs: a worker says so, and the job fails
         for job in self.jobs.values():
             known, entry = read.get(job.campaign), _entry(job)
             if known is not None and known.compare(entry) == "changed":
                 before = known.digest_of(entry) or b""
-                raise errors.NameTakenError(
+                raise NameTakenError(
                     f"job {job.key} is not the one that was sent with this id before: its digest is"
                     f" {str(job.digest)[:16]}, and that one's {before.hex()}; nothing was sent:"
                     " give it another id"
@@ -99,7 +98,7 @@ class Submission:
         for campaign in self._campaigns:
             found: dict[str, int] = {}
             # Credentials that only add jobs: whoever asks for results is told so.
-            with contextlib.suppress(errors.SetupError):
+            with contextlib.suppress(SetupError):
                 found = await reader.end(self._storage, campaign)
             if campaign in self._with_own_ids:
                 found = {
@@ -118,8 +117,8 @@ class Submission:
         for campaign in self._campaigns - self._refused:
             try:
                 await self._ledgers.of(campaign).note()
-            except errors.FleetError as error:
-                if isinstance(error, errors.SetupError):
+            except FleetError as error:
+                if isinstance(error, SetupError):
                     self._refused.add(campaign)
                     self._ledgers.of(campaign).pending.clear()
                 log.warning(
@@ -195,7 +194,7 @@ class Watch:
         """
         if record.outcome != "failed":
             return False
-        with contextlib.suppress(errors.SetupError):  # credentials that only add jobs
+        with contextlib.suppress(SetupError):  # credentials that only add jobs
             async for message, is_leased in self._storage.queue.find(record.id):
                 fields = fields_if_any(message.body) or {}
                 named = fields.get("id"), fields.get("campaign") or DEFAULT_CAMPAIGN
@@ -209,7 +208,7 @@ class Watch:
         others, self._others = self._others, []
         ledgers = {each.campaign: self._ledgers.of(each.campaign) for each in others}
         for ledger in ledgers.values():
-            with contextlib.suppress(errors.SetupError):
+            with contextlib.suppress(SetupError):
                 await ledger.read()
         return [
             each

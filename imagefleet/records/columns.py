@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,8 +66,8 @@ INTEGERS = (
 )
 REALS = ("cfg_scale", "seconds")
 
+#: The address of an image's blob, or of its pack.
 Address = Callable[[Record], str]
-"""The address of an image's blob, or of its pack."""
 
 
 def addresses(storage: Storage) -> Address:
@@ -78,8 +79,8 @@ def addresses(storage: Storage) -> Address:
     return address
 
 
-def row(record: Record, address: Address) -> dict[str, Any]:
-    result: dict[str, Any] = {name: getattr(record, name, None) for name in COLUMNS}
+def row(record: Record, address: Address) -> JSONDict:
+    result: JSONDict = {name: getattr(record, name, None) for name in COLUMNS}
     result["loras"] = [lora._asdict() for lora in record.loras]
     result["embeddings"] = [embedding._asdict() for embedding in record.embeddings]
     result["dropped"] = [image._asdict() for image in record.dropped]
@@ -136,8 +137,6 @@ async def frame(records: AsyncIterator[Record], address: Address) -> pd.DataFram
     try:
         import pandas as pd
     except ImportError:
-        raise errors.SetupError(
-            "a data frame needs pandas: pip install '.[pandas]'"
-        ) from None
+        raise SetupError("a data frame needs pandas: pip install '.[pandas]'") from None
     rows = [tuple(row(record, address).values()) async for record in records]
     return pd.DataFrame(rows, columns=[*COLUMNS], dtype="object").astype(_TYPES)

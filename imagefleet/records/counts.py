@@ -13,18 +13,18 @@ class Counts:
 
     sent: int | None
     images: int
+    #: Jobs of which every image is stored.
     completed: int
-    """Jobs of which every image is stored."""
     failed: int
     cancelled: int
+    #: The time at which the first process began to write records.
     first_at: datetime | None
-    """The time at which the first process began to write records."""
     last_at: datetime | None
     discarded: int = 0
     #: Jobs that kept none of their images.
     dropped: int = 0
+    #: Jobs with records that nobody has noted as sent, where others were; in no other number.
     unknown: int = 0
-    """Jobs with records that nobody has noted as sent, where others were; in no other number."""
 
     @property
     def pending(self) -> int | None:

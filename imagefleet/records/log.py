@@ -20,7 +20,8 @@ from typing import Literal, NamedTuple, get_args
 
 from cachetools import LRUCache
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import TransientError
 from imagefleet.job.message import RECORDS
 from imagefleet.records.record import Outcome, Record
 from imagefleet.storage.protocol import BlobStore
@@ -221,9 +222,7 @@ class RecordLog:
                 to.totals = totals
                 return
             to.begin(self._blobs.clock.now())
-        raise errors.TransientError(
-            f"somebody else writes to the records in {to.folder}"
-        )
+        raise TransientError(f"somebody else writes to the records in {to.folder}")
 
     async def _append_once(self, to: _Shard, data: bytes, is_in_doubt: bool) -> bool:
         return await self._blobs.append(to.name, data, to.position) or is_in_doubt

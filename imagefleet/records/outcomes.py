@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import JsonValue
 
@@ -14,6 +14,7 @@ from imagefleet.records import reader
 from imagefleet.records.decisions import are_all, job_images
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 
 Status = Literal["pending", "completed", "failed", "cancelled", "dropped", "unknown"]
 
@@ -28,8 +29,8 @@ class JobFacts:
     campaign: str
     status: Status = "pending"
     seed: int | None = None
+    #: `Job.digest`, where the whole job is known.
     digest: str | None = dataclasses.field(default=None, kw_only=True, compare=False)
-    """`Job.digest`, where the whole job is known."""
     reason: str | None = None
     blobs: tuple[str, ...] = ()
     metadata: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict)
@@ -37,16 +38,16 @@ class JobFacts:
     is_judged: bool = dataclasses.field(
         default=False, kw_only=True, repr=False, compare=False
     )
+    #: Records that its workers wrote: one of each image, and one of its end without.
     records: tuple[Record, ...] = dataclasses.field(
         default=(), repr=False, compare=False
     )
-    """Records that its workers wrote: one of each image, and one of its end without."""
 
     @property
     def key(self) -> str:
         return job_key(self.campaign, self.id)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JSONDict:
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(JobFacts)

@@ -18,7 +18,8 @@ from imagefleet.keeping.rule import Keep
 from imagefleet.records import catalog, decisions, ledger
 from imagefleet.records.catalog import Damaged, StoredShard
 from imagefleet.records.counts import CachedCounts, Counts
-from imagefleet.records.decisions import ImageRecords
+from imagefleet.records.decisions import Ends, ImageRecords
+from imagefleet.records.ledger import Digests, Ledger
 from imagefleet.records.log import ShardName, Totals
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
@@ -66,9 +67,7 @@ async def drawings(
     Without near-duplicates, and with a *rule* those that it keeps by their scores.
     """
     shards = await catalog.shards_of(storage, campaign, damaged)
-    near = await _near_duplicates(
-        decisions.Ends(storage, shards, None, Damaged()), shards
-    )
+    near = await _near_duplicates(Ends(storage, shards, None, Damaged()), shards)
 
     def kept(records: list[Record]) -> list[Record]:
         found = [record for record in records if record.id not in near]
@@ -101,7 +100,7 @@ async def counts(
     """
     damaged = damaged or Damaged()
     shards = await catalog.shards_of(storage, campaign, damaged)
-    return await _counts(storage, ledger.Ledger(storage, campaign), shards, damaged)
+    return await _counts(storage, Ledger(storage, campaign), shards, damaged)
 
 
 async def all_counts(
@@ -124,7 +123,7 @@ async def all_counts(
         listed = [*blobs, *(shard.blob for shard in shards)]
         of_campaign = before.get(campaign)
         if of_campaign is None or of_campaign.listed != listed:
-            of = ledger.Ledger(storage, campaign) if blobs else None
+            of = Ledger(storage, campaign) if blobs else None
             counts = await _counts(storage, of, shards, unfit)
             of_campaign = CachedCounts(listed, counts, unfit.count)
             damaged.include(unfit)
@@ -142,7 +141,7 @@ async def all_counts(
 
 async def _counts(
     storage: Storage,
-    noted: ledger.Ledger | None,
+    noted: Ledger | None,
     shards: list[StoredShard],
     damaged: Damaged,
 ) -> Counts:
@@ -157,7 +156,7 @@ async def _counts(
             sent = len(
                 known
             )  # writers that have not read each other count some jobs twice
-        ends = decisions.Ends(storage, shards, known, unfit := Damaged())
+        ends = Ends(storage, shards, known, unfit := Damaged())
         images = ImageRecords(storage, shards, unfit)
         add = _recounted if is_exact else _counted
         total = await add(ends, images)
@@ -187,7 +186,7 @@ async def image_parts(
     campaign: str,
     damaged: Damaged | None = None,
     *,
-    known: ledger.Digests | None = None,
+    known: Digests | None = None,
     ended: set[int] | None = None,
 ) -> AsyncGenerator[list[Record]]:
     """Each stored image of a campaign once; a listing, and a read for each 4 MiB of records.
@@ -197,7 +196,7 @@ async def image_parts(
     """
     damaged = damaged or Damaged()
     shards = await catalog.shards_of(storage, campaign, damaged)
-    ends = await decisions.Ends(storage, shards, known, Damaged()).read()
+    ends = await Ends(storage, shards, known, Damaged()).read()
     ends.damaged = damaged
     ended = set() if ended is None else ended
     ended.update(ends.outcomes)
@@ -219,7 +218,7 @@ async def ended_parts(
     damaged: Damaged | None = None,
     *,
     job_id: str | None = None,
-    known: ledger.Digests | None = None,
+    known: Digests | None = None,
 ) -> AsyncGenerator[list[Record]]:
     """The jobs that ended without an image, and were not replayed, discarded or completed since.
 
@@ -227,7 +226,7 @@ async def ended_parts(
     """
     damaged = damaged or Damaged()
     shards = await catalog.shards_of(storage, campaign, damaged)
-    ends = decisions.Ends(storage, shards, known, damaged, job_id)
+    ends = Ends(storage, shards, known, damaged, job_id)
     await ends.read_settled()
     async for records in ends.records():
         yield records
@@ -246,7 +245,7 @@ async def ended_parts(
 
 
 async def _near_duplicates(
-    ends: decisions.Ends, shards: Sequence[StoredShard]
+    ends: Ends, shards: Sequence[StoredShard]
 ) -> dict[str, Record]:
     """The ends of a campaign's jobs whose images are near-duplicates of better ones, by their ids.
 
@@ -285,7 +284,7 @@ def _singly(
 images, ended = _singly(image_parts), _singly(ended_parts)
 
 
-async def _counted(ends: decisions.Ends, images: ImageRecords) -> Totals:
+async def _counted(ends: Ends, images: ImageRecords) -> Totals:
     """The images and completed jobs by the ends of shards, and by the records of taken names."""
     await ends.read()
     ends.damaged.saw_images |= bool(catalog.of_kind(ends.shards, "again"))
@@ -310,7 +309,7 @@ async def _counted(ends: decisions.Ends, images: ImageRecords) -> Totals:
     return Totals(count, jobs)
 
 
-async def _recounted(ends: decisions.Ends, images: ImageRecords) -> Totals:
+async def _recounted(ends: Ends, images: ImageRecords) -> Totals:
     """Images and completed jobs by all records; of jobs that ended otherwise, by what is stored."""
     await ends.read_settled()
     async for records in catalog.records_of(ends.shards, "jobs", ends.damaged):

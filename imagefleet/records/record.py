@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import (
     AwareDatetime,
@@ -20,7 +20,8 @@ from pydantic import (
     ValidationError,
 )
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import JobError, NameTakenError
 from imagefleet.files.marks import Mark
 from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.message import (
@@ -41,6 +42,7 @@ from imagefleet.job.sizes import (
 )
 from imagefleet.keeping.duplicates import Hashed
 from imagefleet.keeping.rule import MAX_JUDGED, Keep
+from imagefleet.validation import JSONDict, JSONObject
 
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600
@@ -63,6 +65,7 @@ _Moment = Annotated[
 _Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
+#: `completed` and `replaced` are of one image, the others of a job: the last two an operator's.
 Outcome = Literal[
     "completed",
     "failed",
@@ -72,7 +75,6 @@ Outcome = Literal[
     "discarded",
     "replaced",
 ]
-"""`completed` and `replaced` are of one image, the others of a job: the last two an operator's."""
 
 #: How jobs end, as their workers say it.
 ENDS: tuple[Outcome, ...] = ("completed", "failed", "cancelled", "dropped")
@@ -165,40 +167,40 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
 
     outcome: Outcome
     blob: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
+    #: The job's id; that of its message where the job could not be read.
     id: SafeId
-    """The job's id; that of its message where the job could not be read."""
+    #: `Job.stage_digest` of an image, else `Job.digest`; None of what could not be read.
     digest: _Sha256 | None = None
-    """`Job.stage_digest` of an image, else `Job.digest`; None of what could not be read."""
     campaign: SafeId = DEFAULT_CAMPAIGN
+    #: The time at which the image was stored, or the job ended; by the storage's clock.
     at: _Moment
-    """The time at which the image was stored, or the job ended; by the storage's clock."""
+    #: The id of the message that carried the job.
     source: _Name | None = None
-    """The id of the message that carried the job."""
+    #: Deliveries of the message; of a failed job, how often it was tried.
     attempts: int = Field(default=1, ge=1, le=1_000_000)
-    """Deliveries of the message; of a failed job, how often it was tried."""
     worker: _Name = UNKNOWN_WORKER
     gpu: _Name | None = None
     started_at: _Moment | None = None
     start_up_seconds: _Seconds = 0
+    #: US dollars.
     price_per_hour: float | None = Field(default=None, ge=0, le=1_000)
-    """US dollars."""
 
     size_bytes: _Size | None = None
+    #: SHA-256 (hex) of the image's file.
     sha256: _Sha256 | None = None
-    """SHA-256 (hex) of the image's file."""
+    #: The blob of the pack that the image is in, which then has none of its own.
     pack: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
-    """The blob of the pack that the image is in, which then has none of its own."""
+    #: Where the image's file begins in its pack; it has `size_bytes`.
     offset: _Size | None = None
-    """Where the image's file begins in its pack; it has `size_bytes`."""
+    #: The image's position among the job's images, from 0.
     index: int = Field(default=0, ge=0, lt=MAX_IMAGES_PER_JOB)
-    """The image's position among the job's images, from 0."""
     images: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
+    #: A job of several images is complete with this one.
     completes: bool | None = None
-    """A job of several images is complete with this one."""
+    #: Seconds from the pull of the job to the image's upload.
     seconds: _Seconds | None = None
-    """Seconds from the pull of the job to the image's upload."""
+    #: The stage of a job with `then` that this record is of.
     stage: int = Field(default=1, ge=1, le=MAX_STAGES)
-    """The stage of a job with `then` that this record is of."""
     stages: int = Field(default=1, ge=1, le=MAX_STAGES)
 
     prompt: _Text | None = None
@@ -213,8 +215,8 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     height: _Number | None = None
     loras: tuple[Lora, ...] = ()
     embeddings: tuple[Embedding, ...] = ()
+    #: What the image's file says of its origin; None: nothing, or it is not known.
     mark: Mark | None = None
-    """What the image's file says of its origin; None: nothing, or it is not known."""
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
     #: The rule by which the job's images were judged.
@@ -228,10 +230,10 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
 
     error: _Name | None = None
     reason: _Text | None = None
+    #: The message that replays a failed job.
     body: _Text | None = None
-    """The message that replays a failed job."""
+    #: Signature of `claims` by the machine of its worker.
     proof: Annotated[str, StringConstraints(pattern=r"^[\w-]{22}$")] | None = None
-    """Signature of `claims` by the machine of its worker."""
 
     @property
     def key(self) -> str:
@@ -318,7 +320,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         failed = {
             "outcome": "failed",
             "blob": None,
-            "error": errors.NameTakenError.__name__,
+            "error": NameTakenError.__name__,
         }
         return self.model_copy(update={**failed, "reason": reason})
 
@@ -328,13 +330,13 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         try:
             return cls.model_validate_json(line)
         except ValidationError as error:
-            raise errors.JobError(validation.sentence(error)) from None
+            raise JobError(validation.sentence(error)) from None
 
     @classmethod
-    def of_blob(cls, known: Mapping[str, Any], metadata: Mapping[str, str]) -> Self:
+    def of_blob(cls, known: JSONObject, metadata: Mapping[str, str]) -> Self:
         """The record of an image, of which *known* is certain, from the *metadata* of its blob."""
         try:
-            told: dict[str, Any] = {
+            told: JSONDict = {
                 name: metadata[name] for name in _OF_BLOB if name in metadata
             }
             if "attempt" in metadata:

@@ -10,18 +10,16 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderTiny
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Conv2d, GroupNorm
 
-from imagefleet import errors
+from imagefleet.errors import TransientError
 from imagefleet.job.passes.first import VaeDecoder
-from imagefleet.telemetry import logs
-from worker.engine import contract
+from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
-from worker.engine.contract import Finished
+from worker.engine.contract import Finished, Outcome, Pixels
 from worker.engine.kernels.graph import Graph, GraphPool
 from worker.engine.kernels.layers import time_convolutions
-
-log = logs.EventLog(__name__)
 
 Vae: TypeAlias = AutoencoderKL | AutoencoderKLFlux2 | AutoencoderTiny
 
@@ -38,11 +36,11 @@ _ROWS = 32
 _MAX_WAIT_TICKS = 8
 
 
+#: Frees memory of the device; False if there is nothing to free.
 FreeMemory: TypeAlias = Callable[[], bool]
-"""Frees memory of the device; False if there is nothing to free."""
 
+#: Key of images that are decoded together: their VAE and the shape of their latents.
 _SliceKey: TypeAlias = tuple[Vae | None, torch.Size]
-"""Key of images that are decoded together: their VAE and the shape of their latents."""
 
 
 class _FinishedLatents(NamedTuple):
@@ -56,10 +54,10 @@ class _FinishedLatents(NamedTuple):
 class HostCopy:
     """Images whose pixels are being copied to the host."""
 
+    #: [images, height, width, 3]
     pixels: Tensor
-    """[images, height, width, 3]"""
+    #: [images]: false if an image has NaN or infinity.
     is_finite: Tensor
-    """[images]: false if an image has NaN or infinity."""
     copied: torch.cuda.Event | None
 
     @classmethod
@@ -79,11 +77,11 @@ class HostCopy:
     def is_done(self) -> bool:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
 
-    def wait(self) -> list[contract.Pixels | None]:
+    def wait(self) -> list[Pixels | None]:
         """The images, once they have reached the host; None for one with NaN or infinity."""
         if self.copied is not None:
             self.copied.synchronize()
-        images: list[contract.Pixels | None] = list(self.pixels.numpy())
+        images: list[Pixels | None] = list(self.pixels.numpy())
         for at in (~self.is_finite).nonzero():
             images[at] = None
         return images
@@ -262,7 +260,7 @@ class Decoder:
         try:
             self._copies.append((part, self._decode(part)))
             return  # noqa: TRY300 - the rest handles the failure
-        except Exception as error:  # any failure is this slice's outcome
+        except Exception as error:  # noqa: BLE001 - any failure is this slice's outcome
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
             log.warning(
@@ -304,11 +302,11 @@ class Decoder:
             pixels, is_finite = self.decode(latents, vae)
         return HostCopy.begin(pixels, is_finite, len(part))
 
-    def _retry_in_float32(self, drawn: _FinishedLatents) -> contract.Outcome:
+    def _retry_in_float32(self, drawn: _FinishedLatents) -> Outcome:
         """Decodes in float32, from then on, with a VAE that overflows in float16 as some do."""
         vae, _ = drawn.slice_key
         if vae is None:
-            return errors.TransientError("the image is NaN")
+            return TransientError("the image is NaN")
         if vae.dtype == torch.float16 and drawn.latents.isfinite().all():
             log.warning(
                 "the VAE overflows in float16: it decodes in float32 from now on",
@@ -322,7 +320,7 @@ class Decoder:
             (again,) = self._decode([drawn]).wait()
             if again is not None:
                 return again
-        return errors.TransientError("the image is NaN")
+        return TransientError("the image is NaN")
 
 
 def decode(
@@ -387,9 +385,9 @@ def to_pixels(images: Tensor) -> tuple[Tensor, Tensor]:
 class _Image:
     """A layer's input; with *conv*, each pixel of x twice in both directions, then convolved."""
 
+    #: [rows, channels, height, width]
     x: Tensor
-    """[rows, channels, height, width]"""
-    conv: nn.Conv2d | None = None
+    conv: Conv2d | None = None
 
     @property
     def height(self) -> int:
@@ -466,7 +464,7 @@ def _join(parts: Iterator[tuple[int, Tensor]], image: _Image) -> Tensor:
 
 
 def _normalise_and_convolve(
-    norm: nn.GroupNorm, conv: nn.Conv2d, image: _Image
+    norm: GroupNorm, conv: Conv2d, image: _Image
 ) -> Iterator[tuple[int, Tensor]]:
     """A 3x3 convolution of the activated group norm: stripes and the rows that they begin at."""
     scale, shift = _scale_and_shift(norm, image)
@@ -488,13 +486,13 @@ def _stripes(image: _Image) -> Iterator[tuple[int, int]]:
         yield top, min(top + _ROWS, image.height)
 
 
-def _convolve(conv: nn.Conv2d, part: Tensor, is_first: bool, is_last: bool) -> Tensor:
+def _convolve(conv: Conv2d, part: Tensor, is_first: bool, is_last: bool) -> Tensor:
     """*part* has a row more at each end inside the image."""
     part = F.pad(part, (0, 0, int(is_first), int(is_last)))
     return F.conv2d(part, conv.weight, conv.bias, padding=(0, 1))
 
 
-def _scale_and_shift(norm: nn.GroupNorm, image: _Image) -> tuple[Tensor, Tensor]:
+def _scale_and_shift(norm: GroupNorm, image: _Image) -> tuple[Tensor, Tensor]:
     """The norm of the whole image as a product and a sum in float32 [rows, channels, 1, 1].
 
     The sums of all stripes are in float64, in which the squares' mean less the mean's square has

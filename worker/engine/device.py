@@ -7,11 +7,9 @@ from typing import Literal
 
 import torch
 
-from imagefleet import concurrency, errors
-from imagefleet.telemetry import logs
+from imagefleet import concurrency
+from imagefleet.errors import NodeError, SetupError
 from worker.engine.files import safetensors
-
-log = logs.EventLog(__name__)
 
 Precision = Literal["auto", "float16", "bfloat16", "float32", "int8"]
 
@@ -43,20 +41,18 @@ def find_device(name: str) -> torch.device:
     Raises SetupError if there is no such device, or NVIDIA's driver is too old for torch.
     """
     if name != "cpu" and (problem := _driver_problem()):
-        raise errors.SetupError(
+        raise SetupError(
             f"{problem}\nUpdate the driver, or use a torch for an older CUDA version (in the image:"
             " the build argument CUDA), or the CPU (--device cpu)"
         )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
-        raise errors.SetupError(
-            f"{name!r} is not a device: use auto, cpu, cuda or cuda:N"
-        )
+        raise SetupError(f"{name!r} is not a device: use auto, cpu, cuda or cuda:N")
     device = torch.device(name)
     gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise errors.SetupError(
+        raise SetupError(
             f"the device {name!r} does not exist; torch finds {gpus} CUDA GPUs"
         )
     if device.type == "cpu":
@@ -80,7 +76,7 @@ def find_dtype(
     Raises SetupError for int8, and for bfloat16 on a GPU that has none.
     """
     if precision == "int8":
-        raise errors.SetupError("--precision int8 is for FLUX.2-klein alone")
+        raise SetupError("--precision int8 is for FLUX.2-klein alone")
     usual = on_gpu if device.type == "cuda" else "float32"
     dtype: torch.dtype = getattr(torch, usual if precision == "auto" else precision)
     if (
@@ -88,7 +84,7 @@ def find_dtype(
         and device.type == "cuda"
         and torch.cuda.get_device_capability(device) < _BFLOAT16_SINCE
     ):
-        raise errors.SetupError(
+        raise SetupError(
             "this GPU does not compute in bfloat16, which the model needs: use one of the RTX 30"
             " series or newer"
         )
@@ -120,22 +116,20 @@ def free_gpu_bytes(name: str) -> int:
     Raises NodeError if there is no GPU, its driver is too old, or it fails or miscalculates.
     """
     if problem := _driver_problem():
-        raise errors.NodeError(problem)
+        raise NodeError(problem)
     if not torch.cuda.is_available():
-        raise errors.NodeError("torch finds no CUDA GPU it can use on this node")
+        raise NodeError("torch finds no CUDA GPU it can use on this node")
     device = torch.device("cuda" if name == "auto" else name)
     try:
         ones = torch.ones(_CHECK_SIDE, _CHECK_SIDE, dtype=torch.float16, device=device)
         total = (ones @ ones).float().sum().item()
         free_bytes, _ = torch.cuda.mem_get_info(device)
     except RuntimeError as error:
-        raise errors.NodeError(
+        raise NodeError(
             f"the GPU fails a matrix product: {str(error)[:300]}"
         ) from error
     if total != _CHECK_SIDE**3:
-        raise errors.NodeError(
-            f"the GPU miscalculates: {total:g} instead of {_CHECK_SIDE**3}"
-        )
+        raise NodeError(f"the GPU miscalculates: {total:g} instead of {_CHECK_SIDE**3}")
     return int(free_bytes)
 
 

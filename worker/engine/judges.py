@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
@@ -47,7 +47,7 @@ def _tokenizer() -> Any:
     return CLIPTokenizer.from_pretrained(clip.TOKENIZER, local_files_only=True)
 
 
-def tokens(texts: Sequence[str]) -> npt.NDArray[np.int64]:
+def tokens(texts: Sequence[str]) -> NDArray[np.int64]:
     """CLIP's tokens of texts, [n, 77]; the end of a longer one is cut off."""
     found = _tokenizer()(
         list(texts),
@@ -74,8 +74,8 @@ class Networks:
         self,
         clip_path: Path,
         path: Path,
-        images: npt.NDArray[np.float32],
-        tokens: npt.NDArray[np.int64],
+        images: NDArray[np.float32],
+        tokens: NDArray[np.int64],
     ) -> list[float]:
         """The score of each image [n, 3, side, side], as CLIP takes it, and of its prompt's tokens.
 

@@ -7,15 +7,22 @@ import functools
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from imagefleet import errors
+from imagefleet.errors import (
+    SetupError,
+    TransientError,
+    UnsettledFileError,
+    UnusableFileError,
+)
 from imagefleet.files import safetensors
 from imagefleet.files.safetensors import rested, whole
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
+from imagefleet.validation import JSONObject
 from worker.engine import phases
 from worker.engine.contract import Settings
 
@@ -31,7 +38,6 @@ if TYPE_CHECKING:
     from worker.engine.slots.engine import SlotEngine
     from worker.engine.slots.parts import Parts
 
-log = logs.EventLog(__name__)
 
 Compile = Literal["auto", "background", "off"]
 
@@ -43,29 +49,29 @@ _importing = threading.Lock()
 class EngineSettings(Settings):
     """A checkpoint, and how it is drawn with; `packages` follows from the others."""
 
+    #: A diffusers folder or one `.safetensors` file.
     model: Path
-    """A diffusers folder or one `.safetensors` file."""
+    #: 'auto', 'cpu', 'cuda' or 'cuda:N'.
     device: str = "auto"
-    """'auto', 'cpu', 'cuda' or 'cuda:N'."""
+    #: The type of the weights; 'auto' is float16 on a GPU, for flows bfloat16; float32 on a CPU.
     precision: Precision = "auto"
-    """The type of the weights; 'auto' is float16 on a GPU, for flows bfloat16; float32 on a CPU."""
+    #: A folder with a single file's configuration and tokenizer, unless they are SD1.5's; by
+    #: default the folder of the same name beside the file, or the file's own.
     config: Path | None = None
-    """A folder with a single file's configuration and tokenizer, unless they are SD1.5's; by
-    default the folder of the same name beside the file, or the file's own."""
+    #: 'epsilon' or 'v_prediction', where no configuration of the scheduler says.
     prediction_type: str | None = None
-    """'epsilon' or 'v_prediction', where no configuration of the scheduler says."""
+    #: A LoRA that is merged into the weights for all images.
     accelerator: Path | None = None
-    """A LoRA that is merged into the weights for all images."""
+    #: A VAE's file, for images that name none, in place of the checkpoint's.
     vae: Path | None = None
-    """A VAE's file, for images that name none, in place of the checkpoint's."""
+    #: Time to compile on a GPU: before the engine is returned, while it draws, or never.
     compile: Compile = "auto"
-    """Time to compile on a GPU: before the engine is returned, while it draws, or never."""
+    #: Sums in float16: up to twice the rate on GeForce cards, at some loss of accuracy.
     fp16_accumulate: bool = False
-    """Sums in float16: up to twice the rate on GeForce cards, at some loss of accuracy."""
+    #: A folder of compiled kernels, which are loaded: programs are in them.
     kernels: Path = Path.home() / ".cache" / "imagefleet" / "kernels"
-    """A folder of compiled kernels, which are loaded: programs are in them."""
+    #: Where others' kernels are.
     exchange: Exchange | None = None
-    """Where others' kernels are."""
 
 
 def load_engine(settings: EngineSettings) -> SlotEngine:
@@ -113,7 +119,7 @@ def _parts(settings: EngineSettings, device: torch.device) -> Parts:
         try:
             with _whole(settings.model):
                 return _read(settings, device)
-        except errors.UnsettledFileError as error:
+        except UnsettledFileError as error:
             log.info(f"the model waits: {error}", action="model_waits")
             time.sleep(safetensors.REST_SECONDS)
 
@@ -141,7 +147,7 @@ def _read(settings: EngineSettings, device: torch.device) -> Parts:
     dtype = devices.find_dtype(settings.precision, device)
     if table.pipeline_of(settings.model) in pixel_checkpoint.FAMILIES:
         if settings.accelerator or settings.vae or settings.taesd:
-            raise errors.SetupError(
+            raise SetupError(
                 "the model is a stage of IF, for which there is no accelerator, VAE or TAESD"
             )
         stage = pixel_checkpoint.load_checkpoint(settings.model, device, dtype)
@@ -175,7 +181,7 @@ def _read_flow(
     from worker.engine.flow import checkpoint, parts
 
     if settings.accelerator or settings.vae:
-        raise errors.SetupError(
+        raise SetupError(
             f"the model is {family.name}, for which there is no accelerator or other VAE"
         )
     is_int8 = settings.precision == "int8"
@@ -209,13 +215,11 @@ def _read_like(
         )
     refines = takes_refiner and weights.may_refine(other, like)
     if not (refines or weights.is_alike(like, other)):
-        raise errors.SetupError(f"{other.name!r} is not of the kind of {like.name!r}")
+        raise SetupError(f"{other.name!r} is not of the kind of {like.name!r}")
     return other
 
 
-def _use_own(
-    settings: EngineSettings, family: Family, networks: Mapping[str, Any]
-) -> None:
+def _use_own(settings: EngineSettings, family: Family, networks: JSONObject) -> None:
     """Gives a checkpoint that was just read the accelerator and the VAE of the settings."""
     from worker.engine.families import table
     from worker.engine.lora import shared
@@ -227,8 +231,8 @@ def _use_own(
         if settings.vae is not None:
             overflows = family.overflows_in_float16
             images.load_for_good(settings.vae, networks["vae"], overflows=overflows)
-    except (errors.UnusableFileError, errors.TransientError) as error:
-        raise errors.SetupError(error.message) from error
+    except (UnusableFileError, TransientError) as error:
+        raise SetupError(error.message) from error
 
 
 def read_beside(engine: Engine, settings: EngineSettings) -> Callable[[], bool] | None:
@@ -246,7 +250,7 @@ def read_beside(engine: Engine, settings: EngineSettings) -> Callable[[], bool] 
         return None
     try:
         read = [_read_like(settings, engine.checkpoint)]
-    except (errors.SetupError, errors.UnsettledFileError):
+    except (SetupError, UnsettledFileError):
         return None
     # Popped, so that the host's memory is free again.
     return lambda: engine.take_weights(read.pop())
@@ -261,7 +265,7 @@ def import_libraries() -> None:
             import worker.engine.slots.engine  # noqa: F401 - it imports all
         logs.take_over_libraries()
     except ModuleNotFoundError as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"the worker needs {error.name}, which is not installed: pip install .[worker]"
         ) from error
     finally:

@@ -9,10 +9,11 @@ import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from imagefleet import errors, yaml_file
+from imagefleet import yaml_file
+from imagefleet.errors import SetupError, UnsettledFileError
 from imagefleet.files import contents, kinds, safetensors
+from imagefleet.validation import JSONObject
 from worker.files import addresses
 from worker.settings import WorkerSettings
 
@@ -76,22 +77,20 @@ _ONLY_THESE = (
 )
 
 
-class CutOffError(errors.SetupError):
+class CutOffError(SetupError):
     """The file ends before its last tensor does."""
 
 
 def check(settings: WorkerSettings) -> None:
     """Raises SetupError if the worker could never load its model; no network is used."""
     if settings.config is not None and not settings.config.expanduser().is_dir():
-        raise errors.SetupError(f"--config {str(settings.config)!r} is not a folder")
+        raise SetupError(f"--config {str(settings.config)!r} is not a folder")
     if addresses.of_model(settings) is None:
         path = Path(settings.model).expanduser()
         try:
             check_path(path)
         except CutOffError:
-            with contextlib.suppress(
-                errors.UnsettledFileError
-            ):  # the engine waits for it
+            with contextlib.suppress(UnsettledFileError):  # the engine waits for it
                 safetensors.rested(path)
                 raise
 
@@ -99,7 +98,7 @@ def check(settings: WorkerSettings) -> None:
 def check_path(path: Path, kind: kinds.FileKind = kinds.MODEL) -> None:
     """Raises SetupError unless *path* is a checkpoint that the engine can load, of this *kind*."""
     if re.match(r"\w{2,}:/", str(path)):  # it is not quoted, as it may hold a token
-        raise errors.SetupError(
+        raise SetupError(
             "the model is an address where a path is needed, or one of another kind than https://"
         )
     try:
@@ -107,26 +106,24 @@ def check_path(path: Path, kind: kinds.FileKind = kinds.MODEL) -> None:
         if stat.S_ISDIR(mode):
             _check_folder(path, kind)
         elif path.suffix.lower() in addresses.PICKLE_SUFFIXES:
-            raise errors.SetupError(
-                f"{str(path)!r} is {addresses.pickle_advice(str(path))}"
-            )
+            raise SetupError(f"{str(path)!r} is {addresses.pickle_advice(str(path))}")
         else:
             kinds.check(kind, str(path), read_header(path))
             for suffix in _VAE_SUFFIXES:
                 if (vae := path.with_suffix(suffix)).is_file():
-                    raise errors.SetupError(
+                    raise SetupError(
                         f"{str(vae)!r} lies beside the checkpoint: AUTOMATIC1111 decodes with it."
                         " Move it away; --vae gives it to a worker (see 'A VAE of its own' in"
                         " docs/models.md)"
                     )
     except FileNotFoundError:
         advice = addresses.hub_advice(str(path))
-        raise errors.SetupError(
+        raise SetupError(
             f"the model {str(path)!r} does not exist"
             + (f"; {advice}" if advice else "")
         ) from None
     except OSError as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"the model {str(path)!r} cannot be read: {error.strerror or error}"
         ) from error
 
@@ -145,7 +142,7 @@ def family(path: Path) -> str:
     return _family_of_unet(_read_json(path / "unet" / "config.json"))
 
 
-def _family_of_unet(unet: Mapping[str, Any]) -> str:
+def _family_of_unet(unet: JSONObject) -> str:
     width = unet.get("cross_attention_dim")
     if width == _REFINER_WIDTH:
         return contents.REFINER.family
@@ -159,7 +156,7 @@ def _family_of_unet(unet: Mapping[str, Any]) -> str:
     ).family
 
 
-def _is_sdxl(unet: Mapping[str, Any]) -> bool:
+def _is_sdxl(unet: JSONObject) -> bool:
     """Tells SDXL by the configuration of its UNet, which takes the image's size."""
     return unet.get("addition_embed_type") is not None
 
@@ -175,7 +172,7 @@ def read_header(
     """
     name, size = name or str(path), path.stat().st_size
     if other := _what_else(path, name):
-        raise errors.SetupError(f"{name!r} is {other}")
+        raise SetupError(f"{name!r} is {other}")
     with path.open("rb") as file:
         try:
             header = safetensors.read_header(file)
@@ -184,7 +181,7 @@ def read_header(
                 raise
             expected = ""
         except safetensors.MalformedError:
-            raise errors.SetupError(
+            raise SetupError(
                 f"{name!r} is damaged: its header is not one of a safetensors file"
             ) from None
         else:
@@ -244,7 +241,7 @@ def _parameterization(path: Path) -> str | None:
     try:
         content = yaml_file.parse(_read(path, _MAX_YAML_BYTES))
     except (OSError, ValueError):
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(path)!r} beside the checkpoint is not a readable configuration"
         ) from None
     stated = _value(content, "model.params.parameterization")
@@ -285,9 +282,9 @@ def _check_folder(folder: Path, kind: kinds.FileKind) -> None:
     elif noise.startswith(_OTHER_NOISE):
         other = f"a checkpoint of other noise ({noise[:60]})"
     if other is not None:
-        raise errors.SetupError(f"{str(folder)!r} is {other}; {_ONLY_THESE}")
+        raise SetupError(f"{str(folder)!r} is {other}; {_ONLY_THESE}")
     if not any((folder / part).is_dir() for part in _PARTS):
-        raise errors.SetupError(_not_a_checkpoint(folder))
+        raise SetupError(_not_a_checkpoint(folder))
     for part in (*_PARTS, "text_encoder_2") if _is_sdxl(unet) else _PARTS:
         if part != "text_encoder" or not is_refiner:
             _check_part(folder / part)
@@ -301,14 +298,14 @@ def _parts_by_pipeline() -> Mapping[str, tuple[str, ...]]:
 
 def _check_part(folder: Path) -> None:
     if not (folder / "config.json").is_file():
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(folder.parent)!r} is not a checkpoint in diffusers format: it has no"
             f" {folder.name}/config.json"
         )
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickles = [each.name for each in folder.iterdir() if _is_pickle(each)]
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(folder)!r} has no .safetensors file"
             + (
                 f", only {pickles[0]}, a pickle, and pickles are never loaded"
@@ -342,13 +339,13 @@ def _is_pickle(path: Path) -> bool:
     return path.suffix.lower() in addresses.PICKLE_SUFFIXES
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _read_json(path: Path) -> JSONObject:
     try:
         content = json.loads(_read(path, _MAX_JSON_BYTES))
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError):
-        raise errors.SetupError(f"{str(path)!r} is not JSON") from None
+        raise SetupError(f"{str(path)!r} is not JSON") from None
     return content if isinstance(content, dict) else {}
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 from PIL import Image, ImageChops, ImageDraw
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.files.safetensors import Identity
 from imagefleet.job.passes.adetailer import Detail
 from worker.engine.contract import Pixels
 from worker.inputs.img2img import Mask
 
-Boxes = npt.NDArray[np.float64]
-"""[boxes, 6]: left, upper, right, lower in pixels, confidence and class; the surest first."""
+#: [boxes, 6]: left, upper, right, lower in pixels, confidence and class; the surest first.
+Boxes = NDArray[np.float64]
 
 #: The grey of what a picture lacks to the network's size.
 _GREY = 114
@@ -49,7 +49,7 @@ def session(path: Path, what: str, _: Identity | None) -> Any:
     try:
         import onnxruntime
     except ImportError:
-        raise errors.JobError(
+        raise JobError(
             f"{what} needs onnxruntime, which this worker has not: pip install '.[detectors]'"
         ) from None
     options = onnxruntime.SessionOptions()
@@ -60,7 +60,7 @@ def session(path: Path, what: str, _: Identity | None) -> Any:
             path, options, providers=["CPUExecutionProvider"]
         )
     except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
-        raise errors.JobError(f"{what} is no ONNX file: {str(error)[:200]}") from None
+        raise JobError(f"{what} is no ONNX file: {str(error)[:200]}") from None
 
 
 def find(
@@ -75,9 +75,9 @@ def find(
     (given,) = network.get_inputs()[:1]
     sides = [side if isinstance(side, int) else _USUAL_SIDE for side in given.shape[2:]]
     if len(sides) != len("hw"):
-        raise errors.JobError(f"the detector {name!r} takes no pictures")
+        raise JobError(f"the detector {name!r} takes no pictures")
     if len(network.get_outputs()) > 1:
-        raise errors.JobError(
+        raise JobError(
             f"the detector {name!r} finds outlines: only those of boxes are supported"
         )
     height, width = sides
@@ -85,7 +85,7 @@ def find(
     try:
         output = np.asarray(network.run(None, {given.name: image})[0], np.float64)
     except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
-        raise errors.JobError(
+        raise JobError(
             f"the detector {name!r} does not take the picture: {str(error)[:200]}"
         ) from None
     boxes = _boxes(output, name)
@@ -98,7 +98,7 @@ def find(
 
 def _fitted(
     pixels: Pixels, width: int, height: int
-) -> tuple[npt.NDArray[np.float32], float, int, int]:
+) -> tuple[NDArray[np.float32], float, int, int]:
     """The picture in the middle of the network's input, with its scale and its corner there."""
     scale = min(width / pixels.shape[1], height / pixels.shape[0])
     size = round(pixels.shape[1] * scale), round(pixels.shape[0] * scale)
@@ -111,10 +111,10 @@ def _fitted(
     return levels, scale, left, upper
 
 
-def _boxes(output: npt.NDArray[np.float64], name: str) -> Boxes:
+def _boxes(output: NDArray[np.float64], name: str) -> Boxes:
     """The boxes of an output, [1, 4 + classes, boxes] or, cleaned already, [1, boxes, 6]."""
     if output.ndim != len("bcn") or output.shape[0] != 1 or output.shape[1] < _LEAST:
-        raise errors.JobError(f"the detector {name!r} is no YOLO of ultralytics'")
+        raise JobError(f"the detector {name!r} is no YOLO of ultralytics'")
     if output.shape[2] == _CLEANED and output.shape[1] > _CLEANED:
         # A class for each, so that all stay.
         return np.column_stack([output[0, :, :5], np.arange(output.shape[1])])
@@ -155,7 +155,7 @@ def masks(detail: Detail, boxes: Boxes, size: tuple[int, int]) -> list[Mask]:
     return [mask for mask in found if mask.any()]
 
 
-def _mask(detail: Detail, box: npt.NDArray[np.float64], size: tuple[int, int]) -> Mask:
+def _mask(detail: Detail, box: NDArray[np.float64], size: tuple[int, int]) -> Mask:
     image = Image.new("L", size, 0)
     corners = [(float(box[0]), float(box[1])), (float(box[2]), float(box[3]))]
     ImageDraw.Draw(image).rectangle(corners, fill=255)

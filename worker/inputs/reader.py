@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import JobError, MissingFileError, SetupError, UnusableFileError
 from imagefleet.files import kinds
 from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, MAX_IMAGE_BYTES, Job
@@ -25,6 +26,15 @@ from imagefleet.signing import TrustedJobs, trusted_keys
 from imagefleet.storage.open import Storage
 from worker.accelerator import Accelerator
 from worker.engine import contract
+from worker.engine.contract import (
+    Engine,
+    HiresPass,
+    InitImage,
+    Pixels,
+    Refiner,
+    Upscale,
+    Vae,
+)
 from worker.engine.pixel import text_states
 from worker.files.library import EmbeddingLibrary, FileLibrary, Source, read_whole
 from worker.files.manifest import FileHashes
@@ -46,16 +56,16 @@ OWN = ("accelerator", "vae")
 class Inputs:
     """Inputs of a job's requests beside its prompts, and the overlay of their images."""
 
-    init: contract.InitImage | None = None
-    hires: contract.HiresPass | None = None
+    init: InitImage | None = None
+    hires: HiresPass | None = None
     text_states: tuple[Path, Path] | None = None
     controls: tuple[contract.Control, ...] = ()
     overlay: Overlay | None = None
-    vae: contract.Vae | None = None
-    refiner: contract.Refiner | None = None
-    upscale: contract.Upscale | None = None
+    vae: Vae | None = None
+    refiner: Refiner | None = None
+    upscale: Upscale | None = None
+    #: AUTOMATIC1111's text in the file of the image that is enlarged.
     parameters: str = ""
-    """AUTOMATIC1111's text in the file of the image that is enlarged."""
 
 
 NO_INPUTS = Inputs()
@@ -88,7 +98,7 @@ class InputReader:
         self,
         job: Job,
         size: Size,
-        engine: contract.Engine,
+        engine: Engine,
         *,
         is_enlarged: bool = False,
     ) -> Inputs:
@@ -110,10 +120,10 @@ class InputReader:
                 [await self._control(job, at, size) for at in range(len(job.controls))]
             ),
             overlay=overlay,
-            vae=contract.Vae(job.sd_vae, await self._resolve(self.vaes, job.sd_vae))
+            vae=Vae(job.sd_vae, await self._resolve(self.vaes, job.sd_vae))
             if job.sd_vae
             else None,
-            refiner=contract.Refiner(
+            refiner=Refiner(
                 await self._models.find(job.refiner_checkpoint, engine.model_name),
                 job.refiner_switch_at,
                 job.refiner_switch_by_sample_steps,
@@ -126,13 +136,13 @@ class InputReader:
         """The image of a job that only enlarges it, and how; raises as `read`."""
         data = await self._file(job, "init_images", job.init_images[0])
 
-        def prepare() -> tuple[contract.Pixels, str]:
+        def prepare() -> tuple[Pixels, str]:
             image = pictures.read("init_images: the image", data).convert("RGB")
-            pixels: contract.Pixels = np.asarray(image)
+            pixels: Pixels = np.asarray(image)
             if (
                 pixels == pixels[0, 0]
             ).all():  # which would look like an engine's failure
-                raise errors.JobError("init_images: the image is all one colour")
+                raise JobError("init_images: the image is all one colour")
             return pixels, pictures.parameters(data)
 
         async with self._room:
@@ -145,7 +155,7 @@ class InputReader:
             else None
             for name in job.upscalers
         ]
-        upscale = contract.Upscale(
+        upscale = Upscale(
             width,
             height,
             whole,
@@ -153,18 +163,18 @@ class InputReader:
             tuple(zip(job.upscalers, paths, strict=True)),
             job.extras_upscaler_2_visibility,
         )
-        init = contract.InitImage(pixels, denoising_strength=0.0)
+        init = InitImage(pixels, denoising_strength=0.0)
         return Inputs(init=init, upscale=upscale, parameters=parameters)
 
     async def _begin(
         self, job: Job, size: Size | None
-    ) -> tuple[contract.InitImage | None, Overlay | None]:
+    ) -> tuple[InitImage | None, Overlay | None]:
         if not job.init_images:
             return None, None
         image = await self._file(job, "init_images", job.init_images[0])
         mask = None if job.mask is None else await self._file(job, "mask", job.mask)
 
-        def prepare() -> tuple[contract.InitImage, Overlay | None]:
+        def prepare() -> tuple[InitImage, Overlay | None]:
             return img2img.begin(
                 job,
                 pictures.read("init_images: the image", image),
@@ -175,9 +185,7 @@ class InputReader:
         async with self._room:
             return await asyncio.to_thread(prepare)
 
-    async def _hires(
-        self, job: Job, size: Size, own_model: str
-    ) -> contract.HiresPass | None:
+    async def _hires(self, job: Job, size: Size, own_model: str) -> HiresPass | None:
         if not job.enable_hr:
             return None
         whole, (width, height) = hires.sizes_after(job, size)
@@ -187,7 +195,7 @@ class InputReader:
         checkpoint = await self._models.find(job.hr_checkpoint_name, own_model)
         prompt, negative_prompt = job.hires_prompts
         sampler = hires.sampler(job)
-        return contract.HiresPass(
+        return HiresPass(
             width,
             height,
             job.denoising_strength,
@@ -226,8 +234,8 @@ class InputReader:
                 return await self._resolve(
                     self._text_states, text_states.stem(prompt, encoder)
                 )
-            except errors.MissingFileError as error:
-                raise errors.MissingFileError(
+            except MissingFileError as error:
+                raise MissingFileError(
                     f"the text states of the {which} by {encoder!r} are not in the storage, and"
                     " this model has no text encoder of its own: `imagefleet files make text JOBS"
                     f" --model FOLDER` makes and stores those of a file of jobs ({error.message})"
@@ -241,7 +249,7 @@ class InputReader:
     def _refuse_others(self, job: Job, field: str, source: str, campaign: str) -> None:
         own = job.campaign or DEFAULT_CAMPAIGN
         if campaign != own and self._campaigns.isdisjoint({campaign, "*"}):
-            raise errors.JobError(
+            raise JobError(
                 f"{field}: {source!r} is an image of the campaign {campaign!r}, and the job is of"
                 f" {own!r}: give workers --input-campaigns {campaign}, or store the image in"
                 f" {given.INPUTS} of the container of files"
@@ -267,23 +275,23 @@ class InputReader:
             )
             if data is None and place.container == "images":
                 # Tokens that may not list records find none in a pack.
-                with contextlib.suppress(errors.SetupError):
+                with contextlib.suppress(SetupError):
                     data = await read_packed(self._storage, place.blob)
             if data is None:
                 await blobs.check()  # without its container, the job is not at fault
-        except errors.UnusableFileError as error:
-            raise errors.UnusableFileError(f"{field}: {error.message}") from None
-        except errors.SetupError as error:
+        except UnusableFileError as error:
+            raise UnusableFileError(f"{field}: {error.message}") from None
+        except SetupError as error:
             if place.container == "files":
                 raise
             # A worker's token allows to create images, not to read them.
-            raise errors.JobError(
+            raise JobError(
                 f"{field}: {source!r} cannot be read with this worker's credentials: give it tokens"
                 f" of `imagefleet keys mint worker --chains`, or store the image in"
                 f" {given.INPUTS} of the container of files ({error.message})"
             ) from None
         if data is None:
-            raise errors.MissingFileError(
+            raise MissingFileError(
                 f"{field}: there is no {place.blob!r} in the container {blobs.name!r}"
             )
         return data
@@ -336,6 +344,6 @@ class JobFiles:
                 paths[name] = (
                     Path(source) if is_file else await libraries[name].resolve(source)
                 )
-            except errors.JobError as error:  # of which no job is to fail
-                raise errors.SetupError(f"--{name}: {error.message}") from None
+            except JobError as error:  # of which no job is to fail
+                raise SetupError(f"--{name}: {error.message}") from None
         return paths

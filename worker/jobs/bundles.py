@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import FleetError, LeaseLost, TransientError, UnusableFileError
 from imagefleet.files import pack
 from imagefleet.records.record import Record
 from imagefleet.storage import bundle as bundles
@@ -23,14 +24,12 @@ from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import Deliveries, without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import priority_of
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.jobs.in_flight import Bundle, InFlightJob
 from worker.jobs.stored import proven
 from worker.leases import Lease, LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
 from worker.stages.record import PendingRecords, RecordStage
-
-log = logs.EventLog(__name__)
 
 #: Packs in flight: one of 13 MB takes seconds from far away. With those that wait, the memory that
 #: an outage fills before it holds up the engine.
@@ -47,7 +46,7 @@ _RECORDS = 3
 #: Seconds until a bundle that could not be moved to its model's queue is delivered again.
 NOT_MOVED_SECONDS = 300.0
 
-_FAULTS = (errors.LeaseLost, errors.TransientError)
+_FAULTS = (LeaseLost, TransientError)
 
 
 def entries_of(lease: Lease) -> list[InFlightJob]:
@@ -150,7 +149,7 @@ class BundleStage:
         try:
             while bundle.images or bundle.without:
                 await self._store_part(bundle)
-        except (errors.TransientError, ValueError) as error:
+        except (TransientError, ValueError) as error:
             text = f"what is drawn of the bundle {bundle.name} is not stored: {error}"
             log.warning(text, action="pack_not_stored")
             for _ in bundle.images:
@@ -173,7 +172,7 @@ class BundleStage:
         )
         if not await self._create(bundle, name, packed.data):
             if not await self._read_part(bundle):
-                raise errors.TransientError(f"{name} was there, and is gone")
+                raise TransientError(f"{name} was there, and is gone")
             return
         bundle.parts += 1
         for record in (*packed.records, *without.values()):
@@ -202,7 +201,7 @@ class BundleStage:
                 return await self.storage.packs.create(
                     name, data, "application/x-tar", metadata, on_doubt=doubt.set
                 )
-            except errors.FleetError:
+            except FleetError:
                 self.on_upload_failed()
                 raise
 
@@ -216,7 +215,7 @@ class BundleStage:
         read = partial(self.storage.packs.read, name, pack.MAX_PACK_BYTES)
         try:
             data = await self.retry_policy.call(read)
-        except errors.UnusableFileError:  # a stranger's
+        except UnusableFileError:  # a stranger's
             data = b""
         if data is None:
             return False
@@ -262,7 +261,7 @@ class BundleStage:
         bundle: Bundle,
         left: list[InFlightJob],
         records: list[Record],
-        fault: errors.FleetError | None,
+        fault: FleetError | None,
     ) -> None:
         try:
             if fault is not None:
@@ -277,7 +276,7 @@ class BundleStage:
                 await self._release(bundle)
         except _FAULTS as error:
             fault = error
-            if isinstance(error, errors.TransientError):
+            if isinstance(error, TransientError):
                 text = f"the bundle {bundle.name} will be delivered again: {error}"
                 log.warning(text, action="job_abandoned")
             self.keeper.drop(bundle.lease)
@@ -325,7 +324,7 @@ class BundleStage:
             await self.retry_policy.call(send)
         except _FAULTS:
             raise
-        except errors.FleetError as error:
+        except FleetError as error:
             text = f"the bundle {bundle.name} stays in the queue {message.queue}: {error.message}"
             log.log(logging.WARNING, text, action="job_not_moved")
             bundle.delay_seconds = NOT_MOVED_SECONDS

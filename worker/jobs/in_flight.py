@@ -10,8 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import FleetError, JobError, TransientError
 from imagefleet.files.marks import Mark
 from imagefleet.files.pack import Member
 from imagefleet.job.message import DEFAULT_CAMPAIGN, DELIVERIES_FIELD, Job
@@ -22,14 +23,12 @@ from imagefleet.storage.deliveries import (
     shown_images,
 )
 from imagefleet.storage.protocol import LeasedMessage
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.metrics import MAX_MODELS, OTHER_MODELS
-from worker.engine import contract
+from worker.engine.contract import Embedding, ImageRequest, Pixels, PreparedRequest
 from worker.inputs.img2img import Overlay
 from worker.leases import Lease
 from worker.metrics import Outcome, WorkerMetrics
-
-log = logs.EventLog(__name__)
 
 #: A delivery begins no more images once more than these have failed, and more than a tenth of those
 #: stored: what the job, or the node, gets wrong each time is not tried a thousand times.
@@ -50,24 +49,24 @@ class InFlightJob:
     """
 
     lease: Lease
+    #: The bundle that it came in; None for a message of its own.
     bundle: "Bundle | None" = None
-    """The bundle that it came in; None for a message of its own."""
+    #: The job's own message in a bundle.
     body: str = ""
-    """The job's own message in a bundle."""
     pulled_at: float = field(default_factory=time.monotonic)
     job: Job | None = None
+    #: The job as it is drawn: with the worker's accelerator, if it has one.
     drawn: Job | None = None
-    """The job as it is drawn: with the worker's accelerator, if it has one."""
-    requests: deque[tuple[int, contract.ImageRequest]] = field(default_factory=deque)
-    """The requests that the engine has not been given yet, each with its image's index."""
-    prepared: contract.PreparedRequest | None = None
-    """The first of the requests, prepared."""
+    #: The requests that the engine has not been given yet, each with its image's index.
+    requests: deque[tuple[int, ImageRequest]] = field(default_factory=deque)
+    #: The first of the requests, prepared.
+    prepared: PreparedRequest | None = None
+    #: Number of the job's images that the engine has not finished.
     ahead: int = 1
-    """Number of the job's images that the engine has not finished."""
+    #: Rank of its priority; 0 is the highest.
     level: int = 0
-    """Rank of its priority; 0 is the highest."""
+    #: True if it goes before all others here: they are of lower priority.
     is_urgent: bool = False
-    """True if it goes before all others here: they are of lower priority."""
     images_to_submit: int = 0
     images_to_store: int = 0
     images_written: int = 0
@@ -82,24 +81,24 @@ class InFlightJob:
     kept_before: int | None = None
     has_ended: bool = False  # none of its images is in the making
     is_first_awaited: bool = False  # its first image is in the making, of several
+    #: Uploads of the images that wait for the first one to be stored.
     waiting: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    """Uploads of the images that wait for the first one to be stored."""
-    failures: dict[int, errors.FleetError] = field(default_factory=dict)
-    """Errors of the images that failed in this delivery, by index."""
+    #: Errors of the images that failed in this delivery, by index.
+    failures: dict[int, FleetError] = field(default_factory=dict)
+    #: The indices of the job's images that are stored, by whomever.
     stored: set[int] = field(default_factory=set)
-    """The indices of the job's images that are stored, by whomever."""
+    #: Records of images that this worker has stored; written as the job ends.
     records: list[Record] = field(default_factory=list)
-    """Records of images that this worker has stored; written as the job ends."""
+    #: Records of the job's images that found their names taken.
     again: list[Record] = field(default_factory=list)
-    """Records of the job's images that found their names taken."""
+    #: Hashes of its LoRAs, by their names in its prompt; computed while it is drawn.
     lora_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
-    """Hashes of its LoRAs, by their names in its prompt; computed while it is drawn."""
+    #: SHA-256 of the VAE and extra checkpoints the job names, keyed by job field.
     model_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
-    """SHA-256 of the VAE and extra checkpoints the job names, keyed by job field."""
+    #: The picture that its images are pasted into, for inpainting of a masked part.
     overlay: Overlay | None = None
-    """The picture that its images are pasted into, for inpainting of a masked part."""
+    #: AUTOMATIC1111's text in the file of the image that the job enlarges.
     source_parameters: str = ""
-    """AUTOMATIC1111's text in the file of the image that the job enlarges."""
     _uploads: int = field(default=0, init=False)
     _upload_ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -113,7 +112,7 @@ class InFlightJob:
             self._uploads -= 1
             self._upload_ended.set()
 
-    def take_image(self) -> tuple["InFlightImage", contract.PreparedRequest]:
+    def take_image(self) -> tuple["InFlightImage", PreparedRequest]:
         """Removes and returns the next image for the engine."""
         assert self.drawn is not None  # noqa: S101 - it was prepared
         index, request = self.requests.popleft()
@@ -237,28 +236,28 @@ class InFlightJob:
         self.settled = True
         return first
 
-    def image_failed(self, index: int, error: errors.FleetError) -> None:
+    def image_failed(self, index: int, error: FleetError) -> None:
         """The others go on, unless they would fail as well, or may not be stored without it."""
         self.failures[index] = error
         self.images_to_store -= 1
         most = max(FAILED_IMAGES, len(self.stored) // STORED_PER_FAILED)
-        ends_others = isinstance(error, errors.JobError) or (
+        ends_others = isinstance(error, JobError) or (
             not index and self.is_first_awaited
         )
         if ends_others or len(self.failures) > most:
             self.is_stopping = True
 
-    def fault_of(self, error: Exception) -> errors.FleetError:
+    def fault_of(self, error: Exception) -> FleetError:
         """*error*; for a bug of ours one that is retried, as that could end all workers."""
-        if isinstance(error, errors.FleetError):
+        if isinstance(error, FleetError):
             return error
         self.log(logging.ERROR, "hit a bug", "job_defect", exc_info=error)
-        return errors.TransientError(f"{type(error).__name__}: {error}")
+        return TransientError(f"{type(error).__name__}: {error}")
 
     def log(self, level: int, text: str, action: str, **fields: Any) -> None:
         log.log(level, f"job {self.id} {text}", action=action, job_id=self.id, **fields)
 
-    def reason(self, error: errors.FleetError) -> str:
+    def reason(self, error: FleetError) -> str:
         """A failed job's reason; of several images also which one failed, and which are stored."""
         if self.job is None or self.job.images_to_draw == 1:
             if self.job is None or self.job.stages == 1:
@@ -279,8 +278,8 @@ class InFlightJob:
                     kept[place] = record.model_copy(update={"completes": True})
 
 
+#: A job's id and digest; None as the digest of one that could not be read.
 Key = tuple[str, str | None]
-"""A job's id and digest; None as the digest of one that could not be read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -290,34 +289,34 @@ class Bundle:
     lease: Lease
     name: str
     campaign: str
+    #: The reason why none of its jobs may be drawn; None for a good bundle.
     problem: str | None
-    """The reason why none of its jobs may be drawn; None for a good bundle."""
+    #: Its jobs with their ids, in order.
     members: dict[InFlightJob, str] = field(default_factory=dict)
-    """Its jobs with their ids, in order."""
+    #: How jobs have ended in this delivery.
     ends: dict[InFlightJob, Outcome] = field(default_factory=dict)
-    """How jobs have ended in this delivery."""
+    #: Images that are in no part yet.
     images: dict[InFlightJob, Member] = field(default_factory=dict)
-    """Images that are in no part yet."""
+    #: Records of jobs that have ended without an image and are in no part yet.
     without: dict[InFlightJob, Record] = field(default_factory=dict)
-    """Records of jobs that have ended without an image and are in no part yet."""
+    #: Number of parts that are known to be stored.
     parts: int = 0
-    """Number of parts that are known to be stored."""
+    #: The records in these parts.
     found: dict[Key, Record] = field(default_factory=dict)
-    """The records in these parts."""
+    #: Jobs whose records are in parts of this worker's.
     own: set[Key] = field(default_factory=set)
-    """Jobs whose records are in parts of this worker's."""
+    #: Records of failed jobs that no part may hold, since they are not valid or not trusted.
     refused: dict[InFlightJob, Record] = field(default_factory=dict)
-    """Records of failed jobs that no part may hold, since they are not valid or not trusted."""
+    #: Pause before what is left is delivered again.
     delay_seconds: float = 0.0
-    """Pause before what is left is delivered again."""
+    #: True once the parts of earlier deliveries were read.
     is_read: bool = False
-    """True once the parts of earlier deliveries were read."""
+    #: True once no more of its jobs can end in this delivery.
     is_closed: bool = False
-    """True once no more of its jobs can end in this delivery."""
+    #: Held while its parts are read or written.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while its parts are read or written."""
+    #: Set when a part was stored, or a job has ended.
     progress: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a part was stored, or a job has ended."""
 
     def stored(self, entry: InFlightJob) -> Record | None:
         """The record of a job's end that is in a part, whoever has written it."""
@@ -333,10 +332,10 @@ class InFlightImage:
     job: Job
     index: int
     size: tuple[int, int]
-    request: contract.ImageRequest | None = None
-    """What the engine draws it by; None for an image that was drawn by others."""
+    #: What the engine draws it by; None for an image that was drawn by others.
+    request: ImageRequest | None = None
+    #: Time at which the image was ready for the engine (monotonic seconds).
     ready_at: float = field(default_factory=time.monotonic)
-    """Time at which the image was ready for the engine (monotonic seconds)."""
     #: Its position among the images that are drawn; `index` is that among those stored.
     drawn_index: int = 0
     scores: dict[str, float] = field(default_factory=dict)
@@ -345,7 +344,7 @@ class InFlightImage:
     phash: str | None = None
 
     @property
-    def embeddings(self) -> tuple[contract.Embedding, ...]:
+    def embeddings(self) -> tuple[Embedding, ...]:
         """The embeddings that the job's prompts name."""
         return () if self.request is None else self.request.embeddings
 
@@ -354,7 +353,7 @@ class JudgedImage(NamedTuple):
     """An image that waits until its job's other images have their scores, too."""
 
     image: InFlightImage
-    pixels: contract.Pixels
+    pixels: Pixels
     scores: dict[str, float]
 
 

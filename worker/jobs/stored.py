@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import NameTakenError, SetupError
 from imagefleet.job.message import Job
 from imagefleet.records.record import UNKNOWN_WORKER, Record, of_job
 from imagefleet.storage.proofs import Prover, machine_of
@@ -31,9 +32,7 @@ async def look_up(blobs: BlobStore, job: Job, index: int) -> BlobRecord | None:
     name = job.blob_name(index)
     try:
         found = await blobs.record(name)
-    except (
-        errors.SetupError
-    ):  # a worker's token allows to create images, not to read them
+    except SetupError:  # a worker's token allows to create images, not to read them
         if not await blobs.exists(name):
             return None
         return BlobRecord(name, 0, blobs.clock.now(), NOT_READ)
@@ -41,7 +40,7 @@ async def look_up(blobs: BlobStore, job: Job, index: int) -> BlobRecord | None:
         return None
     # A job of fewer stages draws the same images as another does on its way.
     if _digest_and_stages(found) != (job.stage_digest, str(job.stages)):
-        raise errors.NameTakenError(_taken_by(job, found))
+        raise NameTakenError(_taken_by(job, found))
     return found
 
 
@@ -60,9 +59,9 @@ def _taken_by(job: Job, other: BlobRecord) -> str:
     )
 
 
-def taken_unseen(job: Job, index: int) -> errors.NameTakenError:
+def taken_unseen(job: Job, index: int) -> NameTakenError:
     """The error of a job that is new, where nobody may see whose image has its name."""
-    return errors.NameTakenError(
+    return NameTakenError(
         f"the name {job.blob_name(index)} is taken, and this worker's token cannot read by which"
         f" job; this job is {_shown(job)}. If it is the same, `imagefleet replay` settles it; else"
         f" {_HOW_TO_MEND}"
@@ -96,20 +95,20 @@ def proven(record: Record, prover: Prover) -> Record:
 
 async def find_stored(
     blobs: BlobStore, job: Job, source: str, images: Iterable[int]
-) -> tuple[list[Record], errors.NameTakenError | None]:
+) -> tuple[list[Record], NameTakenError | None]:
     """Records of those *images* that are stored, and the error of a name that another job's has.
 
     *source* is the job's message. A name that is taken by nobody may see whom counts as stored: by
     an earlier delivery of that message.
     """
     found: dict[int, Record] = {}
-    taken: list[errors.NameTakenError] = []
+    taken: list[NameTakenError] = []
 
     async def look(index: int) -> None:
         try:
             if (image := await look_up(blobs, job, index)) is not None:
                 found[index] = stored_record(job, source, index, image)
-        except errors.NameTakenError as error:
+        except NameTakenError as error:
             taken.append(error)
 
     await concurrency.for_each(images, look, _LOOKS_AT_ONCE)

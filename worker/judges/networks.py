@@ -21,6 +21,7 @@ from PIL import Image
 from imagefleet import concurrency
 from imagefleet.errors import JobError, MissingFileError
 from imagefleet.files import kinds
+from imagefleet.validation import JSONDict
 from worker.engine.contract import Pixels
 from worker.files.library import FileLibrary, Source
 from worker.inputs import detectors
@@ -141,7 +142,7 @@ def _run(session: Any, name: str, drawn: Sequence[Drawn]) -> list[float]:
         )
     preparation = Preparation(side, (0.0,) * 3, (255.0,) * 3, "clip")
     images = [Image.fromarray(each.pixels) for each in drawn]
-    given: dict[str, Any] = {inputs[0].name: preparation.array(images)}
+    given: JSONDict = {inputs[0].name: preparation.array(images)}
     if len(inputs) > 1:
         from worker.engine import judges  # which needs transformers
 

@@ -8,12 +8,12 @@ as large to install, and write no text; fpng (0.7 ms) has no licence.
 
 import asyncio
 import hashlib
-import io
 import struct
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from isal import isal_zlib
 from PIL import ExifTags, Image, PngImagePlugin
 
-from imagefleet import errors
+from imagefleet.errors import TransientError
 from imagefleet.files import marks
 from imagefleet.files.marks import Mark
 from imagefleet.files.picture import PNG_KEYWORD
@@ -106,7 +106,7 @@ class EncodeStage:
                 is_marked = not self.settler.settings.no_marks
                 mark = marks.mark_of(image.job) if is_marked else None
                 file = await loop.run_in_executor(self._threads, encode, *drawn, mark)
-        except errors.TransientError as error:
+        except TransientError as error:
             # An image of one colour is the engine's failure.
             if not image.owner.failures:
                 self.watchdog.image_failed(error)
@@ -158,9 +158,7 @@ def encode(
 def refuse_one_colour(pixels: Pixels) -> None:
     """Raises TransientError for an image of one colour, which no working engine generates."""
     if (pixels[0] == pixels[0, 0]).all() and (pixels == pixels[0, 0]).all():
-        raise errors.TransientError(
-            "the image came out all one colour; it is not stored"
-        )
+        raise TransientError("the image came out all one colour; it is not stored")
 
 
 def _png(pixels: Pixels, parameters: str, job: str, mark: Mark | None) -> bytes:
@@ -172,7 +170,7 @@ def _png(pixels: Pixels, parameters: str, job: str, mark: Mark | None) -> bytes:
         texts.add_text(PNG_KEYWORD, job)
     if mark:
         texts.add_itxt("XML:com.adobe.xmp", marks.xmp(mark))
-    file = io.BytesIO()
+    file = BytesIO()
     file.write(b"\x89PNG\r\n\x1a\n")
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
     PngImagePlugin.putchunk(file, b"IHDR", header)
@@ -204,7 +202,7 @@ def _with_pillow(
     if output.format == "jpeg" and len(exif.tobytes()) > sizes.JPEG_EXIF_BYTES:
         exif = _exif(parameters, "")
         sizes.check_jpeg_text("", len(exif.tobytes()))
-    buffer = io.BytesIO()
+    buffer = BytesIO()
     xmp = marks.xmp(mark).encode() if mark else b""
     image.save(buffer, output.format, quality=output.quality, exif=exif, xmp=xmp)
     return buffer.getvalue()

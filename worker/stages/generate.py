@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from imagefleet import errors
+from imagefleet.errors import FleetError, JobCancelled
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families
-from worker.engine import contract
+from worker.engine.contract import Engine, ImageRequest, Pixels, PreparedRequest
 from worker.files.library import FileLibrary
 from worker.gpu_thread import Delivery, EngineThread
 from worker.jobs.in_flight import InFlightImage, InFlightJob
@@ -33,7 +33,7 @@ class _DrainingError(Exception):
 class GenerateStage:
     """Matches the engine's tickets with images; the engine's thread does the waiting."""
 
-    engine: contract.Engine
+    engine: Engine
     engine_thread: EngineThread
     settler: Settler
     watchdog: NodeWatchdog
@@ -44,9 +44,7 @@ class GenerateStage:
 
     def __post_init__(self) -> None:
         # Without a limit: the engine must go on while parts of images wait for it.
-        self._detailed: asyncio.Queue[tuple[InFlightImage, contract.Pixels]] = (
-            asyncio.Queue()
-        )
+        self._detailed: asyncio.Queue[tuple[InFlightImage, Pixels]] = asyncio.Queue()
         self.nothing_at_engine = asyncio.Event()
         self._tickets = itertools.count()
         self._at_engine: dict[int, InFlightImage] = {}
@@ -61,9 +59,7 @@ class GenerateStage:
         self.puller.not_ahead(entry, images)
         await self.settler.less_to_store(entry, images)
 
-    async def submit(
-        self, image: InFlightImage, request: contract.PreparedRequest
-    ) -> bool:
+    async def submit(self, image: InFlightImage, request: PreparedRequest) -> bool:
         """Waits until the engine's thread accepts the request; False: the worker drains."""
         ticket = next(self._tickets)
         self._at_engine[ticket] = image
@@ -100,7 +96,7 @@ class GenerateStage:
             delivery = await self.engine_thread.finished()
             image = self._take(delivery.finished.ticket)
             entry = image.owner
-            if isinstance(delivery.finished.outcome, errors.JobCancelled):  # not begun
+            if isinstance(delivery.finished.outcome, JobCancelled):  # not begun
                 await self.settler.attempt(entry, partial(self.leave_out, entry, 1))
                 if not image.index:
                     await entry.first_ended()
@@ -136,7 +132,7 @@ class GenerateStage:
 
     async def _pass_on(self, image: InFlightImage, delivery: Delivery) -> None:
         outcome = delivery.finished.outcome
-        if isinstance(outcome, errors.FleetError):
+        if isinstance(outcome, FleetError):
             if not image.owner.failures:  # one bad job is not a broken node
                 self.watchdog.image_failed(outcome)
             raise outcome
@@ -153,7 +149,7 @@ class GenerateStage:
             work = partial(self._detail, image, pixels)
             await self.settler.attempt(image.owner, work, image)
 
-    async def _detail(self, image: InFlightImage, pixels: contract.Pixels) -> None:
+    async def _detail(self, image: InFlightImage, pixels: Pixels) -> None:
         request = image.request
         assert request is not None  # noqa: S101 - it was drawn here
         passes = image.job.detail_passes(request.width, request.height)
@@ -169,8 +165,8 @@ class GenerateStage:
             await following.queue.put((image, pixels))
 
     async def _draw(
-        self, passes: Sequence[Pass], request: contract.ImageRequest, at: int
-    ) -> contract.Pixels:
+        self, passes: Sequence[Pass], request: ImageRequest, at: int
+    ) -> Pixels:
         """Draws a part of an image, beside all else."""
         prepared = await asyncio.to_thread(self.engine.prepare, request)
         delivery = await self.engine_thread.draw(prepared)
@@ -178,6 +174,6 @@ class GenerateStage:
             raise _DrainingError
         self.watchdog.image_generated(self.engine.family, [passes[at]])
         outcome = delivery.finished.outcome
-        if isinstance(outcome, errors.FleetError):
+        if isinstance(outcome, FleetError):
             raise outcome
         return outcome

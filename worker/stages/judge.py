@@ -10,13 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from imagefleet import sweep
 from imagefleet.errors import TransientError
 from imagefleet.job.message import Job
 from imagefleet.keeping.rule import DIGITS, Keep
 from imagefleet.records.record import DroppedImage
+from imagefleet.validation import JSONDict
 from worker.engine.contract import Pixels
 from worker.gpu_thread import EngineThread
 from worker.jobs.in_flight import InFlightImage, InFlightJob, JudgedImage
@@ -143,7 +144,7 @@ class JudgeStage:
         for at, record in enumerate(entry.again):
             if record.index < entry.kept:
                 image = kept[record.index].image
-                facts: dict[str, Any] = {"scores": image.scores, "images": entry.kept}
+                facts: JSONDict = {"scores": image.scores, "images": entry.kept}
                 facts |= {"dropped": image.dropped, "phash": image.phash}
                 entry.again[at] = record.model_copy(update=facts)
         entry.has_ended = False

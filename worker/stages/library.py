@@ -11,7 +11,7 @@ import os
 import tempfile
 import threading
 import uuid
-import weakref
+from asyncio import Task
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -23,14 +23,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict, Unpack
+from weakref import WeakSet
 
 from PIL import Image
 
-from imagefleet import concurrency, errors, validation
+from imagefleet import concurrency, validation
 from imagefleet.client import LoopThread
+from imagefleet.errors import (
+    FleetError,
+    JobError,
+    NodeError,
+    SetupError,
+    TransientError,
+)
 from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict, JSONObject
 from worker import tasks
 from worker.engine import contract, load
 from worker.files import check
@@ -45,8 +54,8 @@ from worker.stages.requests import PREPARERS, RequestReader
 _BACKLOG = 64
 
 
-JobOrFields = Job | Mapping[str, Any]
-"""A job, or the fields of one by their names."""
+#: A job, or the fields of one by their names.
+JobOrFields = Job | JSONObject
 
 
 class EngineOptions(TypedDict, total=False):
@@ -57,8 +66,8 @@ class EngineOptions(TypedDict, total=False):
     precision: Literal["auto", "float32", "float16", "bfloat16"]
     compile: Literal["auto", "off"]
     embedding_directory: str | Path
+    #: A folder of ADetailer's detectors, NAME.onnx; no setting of a worker's.
     detectors: Path | None
-    """A folder of ADetailer's detectors, NAME.onnx; no setting of a worker's."""
     cache: str | Path
 
 
@@ -68,7 +77,7 @@ class Drawn:
 
     job: Job
     images: tuple[Image.Image, ...] = ()
-    error: errors.FleetError | None = None
+    error: FleetError | None = None
 
 
 class AsyncEngine:
@@ -84,8 +93,8 @@ class AsyncEngine:
         self._exit = contextlib.AsyncExitStack()
         self._process = os.getpid()
         self._folder = options.pop("detectors", None)
-        given: dict[str, Any] = {**options, "model": model, "lora_directory": loras}
-        with validation.as_error(errors.SetupError, known=WorkerSettings.model_fields):
+        given: JSONDict = {**options, "model": model, "lora_directory": loras}
+        with validation.as_error(SetupError, known=WorkerSettings.model_fields):
             self._settings = WorkerSettings(**given)
         check.check_path(Path(self._settings.model))
 
@@ -133,11 +142,11 @@ class AsyncEngine:
             given = await anext(source, None)
             return None if given is None else _job(given)
 
-        fetching: asyncio.Task[Job | None] | None = asyncio.create_task(following())
-        drawing: set[asyncio.Task[Drawn]] = set()
+        fetching: Task[Job | None] | None = asyncio.create_task(following())
+        drawing: set[Task[Drawn]] = set()
         try:
             while fetching is not None or drawing:
-                awaited: set[asyncio.Task[Any]] = {*drawing}
+                awaited: set[Task[Any]] = {*drawing}
                 if fetching is not None and len(drawing) < 2 * self._engine.capacity:
                     awaited.add(fetching)
                 done, _ = await asyncio.wait(
@@ -161,7 +170,7 @@ class AsyncEngine:
     def refuse_forks(self) -> None:
         """Raises SetupError in another process than the one that loaded the model."""
         if os.getpid() != self._process:
-            raise errors.SetupError(
+            raise SetupError(
                 f"this engine is one of process {self._process}, and a fork has neither its GPU nor"
                 " its threads: make an engine in the process that draws"
             )
@@ -180,12 +189,12 @@ class AsyncEngine:
                 )
                 drawn = await concurrency.gather(*detailed)
             return Drawn(job, tuple(map(Image.fromarray, drawn)))
-        except (errors.JobError, errors.TransientError) as error:
+        except (JobError, TransientError) as error:
             return Drawn(job, error=error)
 
     def _check(self, job: Job) -> None:
         if job.then or job.keep or job.model not in {None, self._engine.model_name}:
-            raise errors.JobError(
+            raise JobError(
                 "stages (then), rules of what to keep, and other models need a queue and its"
                 " workers"
             )
@@ -201,8 +210,8 @@ class AsyncEngine:
             drawing, asyncio.shield(self._watching)
         )  # which raises NodeError
         if (delivery := drawing.result()) is None:
-            raise errors.NodeError("the engine is closed")
-        if isinstance(outcome := delivery.finished.outcome, errors.FleetError):
+            raise NodeError("the engine is closed")
+        if isinstance(outcome := delivery.finished.outcome, FleetError):
             raise outcome
         return outcome
 
@@ -212,10 +221,10 @@ def _job(given: JobOrFields) -> Job:
     if isinstance(given, Job):
         return given
     if not isinstance(given, Mapping):
-        raise errors.JobError(
+        raise JobError(
             f"draw takes jobs or their fields, and not {type(given).__name__!r}"
         )
-    with validation.as_error(errors.JobError, known=Job.model_fields):
+    with validation.as_error(JobError, known=Job.model_fields):
         return Job.model_validate(dict(given))
 
 
@@ -278,7 +287,7 @@ class Engine:
             self._loop.run(leave())
 
 
-_open: weakref.WeakSet[Engine] = weakref.WeakSet()
+_open: WeakSet[Engine] = WeakSet()
 
 
 def _close_all() -> None:

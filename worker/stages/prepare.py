@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from asyncio import Queue, Semaphore
 from collections.abc import AsyncIterator, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -10,7 +11,14 @@ from typing import NoReturn
 
 from cachetools import FIFOCache
 
-from imagefleet import cancelled, concurrency, errors
+from imagefleet import cancelled, concurrency
+from imagefleet.errors import (
+    InvalidMessageError,
+    JobCancelled,
+    JobError,
+    NameTakenError,
+    UnknownStageError,
+)
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key, read_job
 from imagefleet.storage.deliveries import Deliveries
 from worker.accelerator import Accelerator
@@ -53,7 +61,7 @@ class Isolation:
     """A lock that many hold at once as `shared`, or one as `alone`, in the order of their calls."""
 
     def __init__(self) -> None:
-        self.shared = asyncio.Semaphore(PREPARERS + URGENT_PREPARERS)
+        self.shared = Semaphore(PREPARERS + URGENT_PREPARERS)
         self._one_alone = asyncio.Lock()
 
     @contextlib.asynccontextmanager
@@ -82,8 +90,8 @@ class PrepareStage:
         self._puller = puller
         self._generate = generate
         # Jobs in turns: one with images left waits behind the others for its next.
-        self._ordinary: asyncio.Queue[InFlightJob] = asyncio.Queue()
-        self._urgent: asyncio.Queue[InFlightJob] = asyncio.Queue()
+        self._ordinary: Queue[InFlightJob] = Queue()
+        self._urgent: Queue[InFlightJob] = Queue()
         self._isolation = Isolation()
         self._own_hashes: Mapping[str, Future[str | None]] | None = None
         self._drawn_here: FIFOCache[str, None] = FIFOCache(REMEMBERED)
@@ -101,7 +109,7 @@ class PrepareStage:
         """Jobs that do not wait for those that wait for the engine."""
         await self._run(self._urgent)
 
-    async def _run(self, queue: asyncio.Queue[InFlightJob]) -> NoReturn:
+    async def _run(self, queue: Queue[InFlightJob]) -> NoReturn:
         while True:
             entry = await queue.get()
             work = self._go_on
@@ -159,7 +167,7 @@ class PrepareStage:
         known = entry.deliveries
         if entry.bundle is not None:  # its other jobs are drawn
             await self._rewrite(entry, known.model_copy(update={"lost_alone": 0}))
-        raise errors.JobError(
+        raise JobError(
             f"the workers that had the job died or lost their leases {known.lost} times,"
             f" {known.lost_alone} of them while they generated nothing else"
         )
@@ -244,12 +252,12 @@ class PrepareStage:
         Workers send a stage once that is; but its number is not signed, and anybody may write it.
         """
         look = partial(stored.look_up, self._settler.storage.blobs, before, 0)
-        with contextlib.suppress(errors.NameTakenError):  # by another job's image
+        with contextlib.suppress(NameTakenError):  # by another job's image
             if await self._settler.retry_policy.call(look) is not None:
                 return False
         if not await self._hand_back(entry):
             entry.job = None  # which has its end by a message of its own
-            raise errors.UnknownStageError(
+            raise UnknownStageError(
                 f"stage {job.stage} of job {job_key(job.campaign, job.id)} begins with the image"
                 f" {before.blob_name(0)!r}, which is not stored as that job's: if it was deleted,"
                 " send the job again"
@@ -271,7 +279,7 @@ class PrepareStage:
         cancelled_campaigns = self._settler.cancelled_campaigns
         await cancelled_campaigns.refresh(MAX_LIST_AGE_SECONDS)
         if entry.bundle is not None and entry.bundle.problem is not None:
-            raise errors.InvalidMessageError(entry.bundle.problem)
+            raise InvalidMessageError(entry.bundle.problem)
         job = read_job(message.body, message.id, self._files.trusted)
         # From here on, a failure is recorded with the job's id and campaign.
         entry.job = job
@@ -280,7 +288,7 @@ class PrepareStage:
         if entry.is_of(cancelled_campaigns) and not entry.is_all_stored:
             # Others are pulled while it is acknowledged.
             self._puller.not_ahead(entry)
-            raise errors.JobCancelled
+            raise JobCancelled
         if not job.verify and job.model in self._own_models:
             self._drawn_here[job_key(job.campaign, job.id)] = None
         return job

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import UnsettledFileError
 from imagefleet.files import safetensors
 from imagefleet.job import differences
 from imagefleet.job.message import Job
 from imagefleet.job.prompt import LoraTag
 from imagefleet.pricing import families
-from worker.engine import contract
+from worker.engine.contract import Embedding, Engine, ImageRequest, Lora
 from worker.inputs.reader import NO_INPUTS, Inputs, JobFiles
 
 #: Jobs prepared at once: one that waits for its LoRA's download must not hold up the others.
@@ -26,8 +27,8 @@ PREPARERS = 8
 class JobRequests(NamedTuple):
     """The requests of a job's images, and what they were made of."""
 
-    requests: list[contract.ImageRequest]
-    loras: Sequence[contract.Lora] = ()
+    requests: list[ImageRequest]
+    loras: Sequence[Lora] = ()
     inputs: Inputs = NO_INPUTS
 
 
@@ -35,7 +36,7 @@ class JobRequests(NamedTuple):
 class RequestReader:
     """Makes requests of jobs, with the files that these name."""
 
-    engine: contract.Engine
+    engine: Engine
     files: JobFiles
     threads: ThreadPoolExecutor
 
@@ -54,7 +55,7 @@ class RequestReader:
             await concurrency.UNTIL_ACCESS.call(resolve)
         if job.keep is not None:
             await concurrency.gather(*map(self.files.judges.find, job.keep.scores))
-        loras: dict[LoraTag, contract.Lora] = {}
+        loras: dict[LoraTag, Lora] = {}
         if tags := job.loras:
             found = await concurrency.gather(*map(self._find_lora, tags))
             loras.update(zip(tags, found, strict=True))
@@ -80,15 +81,15 @@ class RequestReader:
     async def read_rested(self, job: Job) -> JobRequests:
         """`read`, once nobody writes the files any more."""
         while True:
-            with contextlib.suppress(errors.UnsettledFileError):
+            with contextlib.suppress(UnsettledFileError):
                 return await self.read(job)
             await asyncio.sleep(safetensors.REST_SECONDS)
 
-    async def _find_lora(self, tag: LoraTag) -> contract.Lora:
+    async def _find_lora(self, tag: LoraTag) -> Lora:
         library = self.files.loras
         resolve = partial(library.resolve, tag.name)
         path = await concurrency.UNTIL_ACCESS.call(resolve)
-        return contract.Lora(
+        return Lora(
             name=tag.name,
             path=path,
             text_encoder_weight=tag.text_encoder_weight,
@@ -96,7 +97,7 @@ class RequestReader:
             identity=library.identity(path),
         )
 
-    async def _find_embeddings(self, job: Job) -> tuple[contract.Embedding, ...]:
+    async def _find_embeddings(self, job: Job) -> tuple[Embedding, ...]:
         """The embeddings that the prompts name."""
         names = await concurrency.UNTIL_ACCESS.call(self.files.embeddings.names)
         if not names:
@@ -105,20 +106,20 @@ class RequestReader:
         found = await asyncio.get_running_loop().run_in_executor(self.threads, find)
         return await concurrency.gather(*map(self._find_embedding, found))
 
-    async def _find_embedding(self, name: str) -> contract.Embedding:
+    async def _find_embedding(self, name: str) -> Embedding:
         resolve = partial(self.files.embeddings.resolve_hashed, name)
         path, sha256 = await concurrency.UNTIL_ACCESS.call(resolve)
-        return contract.Embedding(name, path, sha256)
+        return Embedding(name, path, sha256)
 
 
 def requests_of(
     job: Job,
     size: tuple[int, int],
-    loras: tuple[contract.Lora, ...],
-    embeddings: tuple[contract.Embedding, ...],
+    loras: tuple[Lora, ...],
+    embeddings: tuple[Embedding, ...],
     images: Collection[int] | None = None,
     inputs: Inputs = NO_INPUTS,
-) -> list[contract.ImageRequest]:
+) -> list[ImageRequest]:
     """A job's *images*, by default all, of *size* (width, height), with its prompts' files."""
     width, height = size
     if inputs.upscale is not None and inputs.init is not None:
@@ -127,7 +128,7 @@ def requests_of(
         differences.warn(name)
     requests = []
     for index in range(job.images_to_draw) if images is None else images:
-        request = contract.ImageRequest(
+        request = ImageRequest(
             prompt=job.parsed_prompt,
             negative_prompt=job.parsed_negative_prompt,
             loras=loras,

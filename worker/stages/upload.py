@@ -8,12 +8,14 @@ from functools import partial
 from operator import attrgetter
 from typing import NoReturn
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import FleetError, TransientError
 from imagefleet.files.pack import Member
 from imagefleet.job.names import duplicate_name
 from imagefleet.job.sizes import metadata_header
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.jobs import stored
 from worker.jobs.in_flight import EncodedImage, InFlightImage
 from worker.node.watchdog import NodeWatchdog
@@ -26,13 +28,11 @@ UPLOADS = 32
 WAITING_PER_UPLOAD = 2
 
 
-log = logs.EventLog(__name__)
-
 #: Limits the warnings of an outage, in which every upload in flight fails again and again.
 _outage_warning = logs.Occasion()
 
 
-def _log_outage(error: errors.TransientError) -> None:
+def _log_outage(error: TransientError) -> None:
     if _outage_warning.is_due():
         log.warning(f"the storage does not answer: {error}", action="storage_outage")
 
@@ -104,7 +104,7 @@ class UploadStage:
                     name, file.data, file.content_type, metadata, on_doubt=doubt.set
                 ):
                     return True
-            except errors.FleetError:
+            except FleetError:
                 self.watchdog.upload_failed()
                 raise
             # A name taken after a reply was lost is most likely taken by this very image.
@@ -138,9 +138,7 @@ class UploadStage:
         entry, job = image.owner, image.job
         look = partial(stored.look_up, self.settler.storage.blobs, job, image.index)
         if (found := await self.settler.retry_policy.call(look)) is None:
-            raise errors.TransientError(
-                "an image that had its name was removed meanwhile"
-            )
+            raise TransientError("an image that had its name was removed meanwhile")
         is_unread = found.metadata is stored.NOT_READ
         if is_unread and not (entry.is_redelivered or is_in_doubt):
             raise stored.taken_unseen(job, image.index)

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, CLIPModel
 from evaluation.score import extractors
 from evaluation.score.extractors import ExtractorFacts
 from evaluation.score.statistics import Features
-from imagefleet import errors
+from imagefleet.errors import SetupError
+from imagefleet.validation import JSONDict
 from worker.judges.preparation import Preparation
 
 _WEIGHTS = "model.safetensors"
@@ -32,7 +33,7 @@ class ClipExtractor:
 
     def __init__(self, folder: Path, device: str) -> None:
         if not (folder / _WEIGHTS).is_file():
-            raise errors.SetupError(
+            raise SetupError(
                 f"the extractor {folder} has no {_WEIGHTS}: it should be a folder with a CLIP model"
                 " as transformers saves it"
             )
@@ -55,7 +56,7 @@ class ClipExtractor:
             SafetensorError,
         ) as error:
             line = str(error).strip().splitlines()[0]
-            raise errors.SetupError(
+            raise SetupError(
                 f"the CLIP model in {folder} cannot be read: {line}"
             ) from None
         self._model.eval().to(device)
@@ -95,7 +96,7 @@ def _array(found: torch.Tensor) -> Features:
 
 
 def _preparation(folder: Path, model: Any) -> Preparation:
-    stated: dict[str, Any] = {}
+    stated: JSONDict = {}
     if (folder / _PREPROCESSOR).is_file():
         stated = json.loads((folder / _PREPROCESSOR).read_text(encoding="utf-8"))
     size = model.config.vision_config.image_size

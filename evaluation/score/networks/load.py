@@ -16,7 +16,7 @@ from evaluation.score.extractors import (
     TextExtractor,
 )
 from evaluation.score.statistics import Features
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from worker.judges.preparation import Preparation, read_preparation
 
 _TORCHSCRIPT = frozenset({".pt", ".pth", ".jit", ".ts", ".torchscript"})
@@ -28,7 +28,7 @@ def needs_extra() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise errors.SetupError(
+        raise SetupError(
             f"{error.name} is not installed; to judge images: pip install '.[evaluation]'"
         ) from None
 
@@ -52,7 +52,7 @@ def load_extractor(path: str | Path, device: str = "cpu") -> Extractor:
         return DemoExtractor(device)
     place = Path(path)
     if not place.exists():
-        raise errors.SetupError(f"the extractor {str(path)!r} does not exist")
+        raise SetupError(f"the extractor {str(path)!r} does not exist")
     if place.is_dir():
         from evaluation.score.networks.clip import ClipExtractor
 
@@ -63,7 +63,7 @@ def load_extractor(path: str | Path, device: str = "cpu") -> Extractor:
         from evaluation.score.networks.torchscript import TorchScriptExtractor
 
         return TorchScriptExtractor(place, device)
-    raise errors.SetupError(
+    raise SetupError(
         f"the extractor {str(path)!r} should be a TorchScript file (.pt), an ONNX file (.onnx) or a"
         " folder with a CLIP model of transformers"
     )
@@ -78,7 +78,7 @@ def load_text_extractor(path: str | Path, device: str = "cpu") -> TextExtractor:
         return DemoTextExtractor(device)
     found = load_extractor(path, device)
     if not isinstance(found, TextExtractor):
-        raise errors.SetupError(
+        raise SetupError(
             f"the extractor {str(path)!r} has no features of texts: give a folder with a CLIP model"
             " of transformers"
         )
@@ -104,7 +104,7 @@ class OnnxExtractor:
             dimensions = self.features([Image.new("RGB", (size, size))]).shape[1]
         except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
             line = str(error).strip().splitlines()[0]
-            raise errors.SetupError(
+            raise SetupError(
                 f"{path} cannot be used as an ONNX extractor: {line}"
             ) from None
         self.facts = ExtractorFacts(

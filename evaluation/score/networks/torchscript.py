@@ -12,7 +12,7 @@ from PIL import Image
 from evaluation.score import extractors
 from evaluation.score.extractors import ExtractorFacts
 from evaluation.score.statistics import Features
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from worker.judges.preparation import Preparation, read_preparation
 
 
@@ -28,7 +28,7 @@ class TorchScriptExtractor:
             dimensions = self.features([blank]).shape[1]
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             line = str(error).strip().splitlines()[-1]
-            raise errors.SetupError(
+            raise SetupError(
                 f"{path}: the network fails on one image of {preparation.size} pixels ({line});"
                 f" {path.name}.json beside it can name another size"
             ) from None
@@ -49,7 +49,7 @@ class TorchScriptExtractor:
                 network = torch.jit.load(str(path), map_location=self._device).eval()  # type: ignore[no-untyped-call]
         except (RuntimeError, ValueError, OSError) as error:
             line = str(error).strip().splitlines()[0]
-            raise errors.SetupError(f"{path} is no TorchScript file: {line}") from None
+            raise SetupError(f"{path} is no TorchScript file: {line}") from None
         if stated is None and hasattr(network, "layers"):
             # As a whole, that file resizes without antialiasing; clean-fid takes this part of it.
             network = network.layers

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
+from imagefleet.validation import JSONDict, JSONObject
 
 #: What the libraries raise for missing, truncated or mismatched files.
 LOADING_ERRORS = (
@@ -42,7 +43,7 @@ _CAUSAL_LEVEL = "model."
 
 
 def read_network(
-    network: type[Any], folder: Path, config: Mapping[str, Any] | None = None
+    network: type[Any], folder: Path, config: JSONObject | None = None
 ) -> Any:
     """A network of diffusers or transformers on the CPU, in the types of its files.
 
@@ -55,13 +56,11 @@ def read_network(
         made = build(network, config or read_json(folder / "config.json"))
         assign(made, weights)
     except LOADING_ERRORS as error:
-        raise errors.SetupError(
-            f"{str(folder)!r} cannot be loaded: {brief(error)}"
-        ) from error
+        raise SetupError(f"{str(folder)!r} cannot be loaded: {brief(error)}") from error
     return made
 
 
-def build(network: type[Any], config: Mapping[str, Any]) -> Any:
+def build(network: type[Any], config: JSONObject) -> Any:
     """A network without memory for its weights, but for what checkpoints need not contain."""
     with torch.device("meta"):
         if issubclass(network, ModelMixin):
@@ -99,20 +98,20 @@ def assign(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     network.requires_grad_(requires_grad=False).eval()
 
 
-def network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:
+def network_config(folder: Path, default: Mapping[str, object]) -> JSONDict:
     return read_json(folder / "config.json") or dict(default)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JSONDict:
     """A configuration; nothing without its file. Raises SetupError if it is no JSON object."""
     if not path.is_file():
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise errors.SetupError(f"{str(path)!r} is not JSON: {brief(error)}") from error
+        raise SetupError(f"{str(path)!r} is not JSON: {brief(error)}") from error
     if not isinstance(found, dict):
-        raise errors.SetupError(f"{str(path)!r} is not a JSON object")
+        raise SetupError(f"{str(path)!r} is not a JSON object")
     return found
 
 
@@ -137,7 +136,7 @@ def _files(folder: Path, stem: str) -> list[Path]:
         "weight_map"
     )
     if not isinstance(parts, dict):
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(folder)!r} has neither {whole} nor an index of its parts"
         )
     names = sorted({Path(str(name)).name for name in parts.values()})
@@ -170,8 +169,8 @@ class ImageNoise:
     """The noise on the image that an x4 upscaler enlarges."""
 
     scheduler: DDPMScheduler
+    #: The highest timestep.
     max_level: int
-    """The highest timestep."""
 
     @property
     def timesteps(self) -> int:
@@ -179,9 +178,7 @@ class ImageNoise:
         return int(self.scheduler.config.num_train_timesteps)
 
 
-def image_noise(
-    index: Mapping[str, Any], scheduler: Mapping[str, Any], levels: int
-) -> ImageNoise:
+def image_noise(index: JSONObject, scheduler: JSONObject, levels: int) -> ImageNoise:
     """Reads it from a folder's configurations; *levels*: how many the UNet knows."""
     made = DDPMScheduler.from_config(dict(scheduler))
     level = int(index.get("max_noise_level", _MAX_LEVEL))
@@ -191,7 +188,7 @@ def image_noise(
 
 
 def prediction_type(
-    model: Path, scheduler: Mapping[str, Any], stated: str | None, keys: Collection[str]
+    model: Path, scheduler: JSONObject, stated: str | None, keys: Collection[str]
 ) -> str | None:
     """Prediction type by the scheduler's configuration, else as *stated*, else by the file's keys.
 
@@ -202,7 +199,7 @@ def prediction_type(
         return "v_prediction"
     found = scheduler.get("prediction_type", stated)
     if found not in {None, "epsilon", "v_prediction"}:
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(model)!r} predicts {str(found)[:40]!r}; imagefleet generates with checkpoints"
             " that predict epsilon or v_prediction"
         )
@@ -211,15 +208,13 @@ def prediction_type(
     return str(found)
 
 
-def alphas_cumprod(
-    model: Path, scheduler: Mapping[str, Any], keys: Collection[str]
-) -> Tensor:
+def alphas_cumprod(model: Path, scheduler: JSONObject, keys: Collection[str]) -> Tensor:
     """SD's 'scaled_linear' schedule: betas with evenly spaced square roots.
 
     Raises SetupError if the checkpoint has another one.
     """
     if scheduler.get("beta_schedule", "scaled_linear") != "scaled_linear":
-        raise errors.SetupError(
+        raise SetupError(
             f"{str(model)!r} does not have Stable Diffusion's noise schedule"
         )
     start = scheduler.get("beta_start", 0.00085)

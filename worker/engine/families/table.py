@@ -15,25 +15,27 @@ from torch import Tensor
 
 from imagefleet.files import contents
 from imagefleet.files.safetensors import Header
+from imagefleet.validation import JSONDict, JSONObject
 from worker.engine import checksums, text
 from worker.engine.families import reading
 from worker.engine.families.reading import ImageNoise
 from worker.engine.lora.file import Network
 from worker.engine.lora.original_names import OriginalNames, unet_names
+from worker.engine.text import Rules
 
-Config = Mapping[str, Any]
+Config = JSONObject
 
 
 @dataclass(frozen=True, slots=True)
 class TextEncoder:
     """One of a family's text encoders: a CLIPTextModel, or one with a projection."""
 
+    #: The encoder's name, which is that of its folder in diffusers' format.
     network: Network
-    """The encoder's name, which is that of its folder in diffusers' format."""
     config: Config
-    rules: text.Rules
+    rules: Rules
+    #: The prefix of its keys in single files that have OpenCLIP's names, not transformers'.
     open_clip: str = ""
-    """The prefix of its keys in single files that have OpenCLIP's names, not transformers'."""
 
 
 @dataclass(frozen=True)
@@ -41,49 +43,49 @@ class Family:
     """One row of the table of model families; the rest of the engine is the same for all."""
 
     name: str
+    #: The family's name for programs.
     slug: str
-    """The family's name for programs."""
     unet_config: Config = field(default_factory=dict)
     vae_config: Config = field(default_factory=dict)
     text_encoders: tuple[TextEncoder, ...] = ()
+    #: The name of the network that draws, which is that of its folder in diffusers' format.
     backbone: Network = "unet"
-    """The name of the network that draws, which is that of its folder in diffusers' format."""
+    #: Pixels by which images are wide and high: other sizes are rounded down.
     cell: int = 8
-    """Pixels by which images are wide and high: other sizes are rounded down."""
+    #: The context of ordinary prompts.
     plain_tokens: int = text.PLAIN_TOKENS
-    """The context of ordinary prompts."""
+    #: Contexts of longer prompts, which are masked; the last holds the longest prompt.
     long_tokens: tuple[int, ...] = text.LONG_TOKENS
-    """Contexts of longer prompts, which are masked; the last holds the longest prompt."""
+    #: A GPU without room for one image of the native size is refused at the start.
     must_fit: bool = False
-    """A GPU without room for one image of the native size is refused at the start."""
+    #: The schedule Align Your Steps has the steps that were found for SDXL, not for SD1.5.
     has_sdxl_steps: bool = False
-    """The schedule Align Your Steps has the steps that were found for SDXL, not for SD1.5."""
+    #: The UNet takes the image's size and the last text encoder's pooled vector.
     has_size_ids: bool = False
-    """The UNet takes the image's size and the last text encoder's pooled vector."""
+    #: Aesthetic scores that the UNet takes, of prompts and of negative ones, if it takes them.
     scores: tuple[float, float] | None = None
-    """Aesthetic scores that the UNet takes, of prompts and of negative ones, if it takes them."""
+    #: An empty negative prompt is zeros, as AUTOMATIC1111 has it, not the encoding of no words.
     zeroes_empty_negative: bool = False
-    """An empty negative prompt is zeros, as AUTOMATIC1111 has it, not the encoding of no words."""
+    #: The VAE's activations exceed float16: they are computed at a fraction of their size.
     overflows_in_float16: bool = False
-    """The VAE's activations exceed float16: they are computed at a fraction of their size."""
+    #: A copy of all linear layers per slot fits large GPUs only; on others much has to be saved.
     has_large_layers: bool = False
-    """A copy of all linear layers per slot fits large GPUs only; on others much has to be saved."""
+    #: Finds the prediction type of a UNet, where nothing states it.
     find_prediction: Callable[[Any], str] = field(default=lambda _: "epsilon")
-    """Finds the prediction type of a UNet, where nothing states it."""
+    #: The UNet takes an image in the size of the latents, with noise, and that noise's level.
     enlarges_image: bool = False
-    """The UNet takes an image in the size of the latents, with noise, and that noise's level."""
+    #: The noise where the scheduler has no configuration; empty for SD's usual one.
     scheduler_config: Config = field(default_factory=dict)
-    """The noise where the scheduler has no configuration; empty for SD's usual one."""
+    #: Pixels, by what the UNet predicts; otherwise the UNet's configuration says.
     native_sides: Mapping[str, int] = field(default_factory=dict)
-    """Pixels, by what the UNet predicts; otherwise the UNet's configuration says."""
+    #: It draws one row without guidance, whatever `cfg_scale` and the negative prompt say.
     is_distilled: bool = False
-    """It draws one row without guidance, whatever `cfg_scale` and the negative prompt say."""
+    #: Slots have copies of the linear layers; else LoRAs are thin products beside them.
     has_slot_weights: bool = True
-    """Slots have copies of the linear layers; else LoRAs are thin products beside them."""
+    #: Images of the native size in a call, above which it is no faster.
     most_slots: int = 16
-    """Images of the native size in a call, above which it is no faster."""
+    #: The layers' names in LoRAs that are not diffusers'.
     original_names: OriginalNames = field(default=unet_names)
-    """The layers' names in LoRAs that are not diffusers'."""
 
     @cached_property
     def networks(self) -> tuple[Network, ...]:
@@ -111,18 +113,18 @@ class Model:
 
     name: str
     family: Family
+    #: diffusers' UNet2DConditionModel.
     unet: Any
-    """diffusers' UNet2DConditionModel."""
+    #: The native width and height in pixels.
     default_size: tuple[int, int]
-    """The native width and height in pixels."""
+    #: Pixels for each row of what is drawn.
     factor: int
-    """Pixels for each row of what is drawn."""
+    #: The noise that families which enlarge an image add to it; None for other families.
     image_noise: ImageNoise | None = None
-    """The noise that families which enlarge an image add to it; None for other families."""
+    #: The encoder whose states of the prompts come with each request; None: none do.
     states_encoder: str | None = None
-    """The encoder whose states of the prompts come with each request; None: none do."""
+    #: Checksums of the networks' weights as they were on the CPU; None: they are not checked.
     weight_sums: checksums.Sums | None = None
-    """Checksums of the networks' weights as they were on the CPU; None: they are not checked."""
 
     @property
     def channels(self) -> int:
@@ -134,7 +136,7 @@ class Model:
         return int(self.unet.config.in_channels) - self.channels
 
     @property
-    def networks(self) -> dict[str, Any]:
+    def networks(self) -> JSONDict:
         return {self.family.backbone: self.unet}
 
     @property
@@ -162,7 +164,7 @@ _CLIP = TextEncoder(
         "num_attention_heads": 12,
         "projection_dim": 768,
     },
-    rules=text.Rules(),
+    rules=Rules(),
 )
 SD1 = Family(
     name="Stable Diffusion 1.x",
@@ -228,7 +230,7 @@ SD2 = Family(
             },
             open_clip="cond_stage_model.model.",
             # AUTOMATIC1111 ignores clip_skip here.
-            rules=text.Rules(padding=OPEN_CLIP_PADDING, layer=1),
+            rules=Rules(padding=OPEN_CLIP_PADDING, layer=1),
         ),
     ),
     find_prediction=find_prediction,
@@ -237,7 +239,7 @@ SD2 = Family(
 
 #: Both text encoders give their penultimate layer as it is, whatever `clip_skip` says, as in
 #: AUTOMATIC1111.
-_SDXL_RULES = text.Rules(layer=2, is_normalised=False)
+_SDXL_RULES = Rules(layer=2, is_normalised=False)
 
 SDXL = Family(
     name="SDXL",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from imagefleet.errors import SetupError
 from imagefleet.files.safetensors import UnusableError
+from imagefleet.validation import JSONDict
 from worker.engine import checkpoint, checksums
 from worker.engine.families import reading
 from worker.engine.families.table import Model
@@ -39,10 +40,10 @@ class FlowCheckpoint(Model):
     """A transformer and its VAE on their device, and the schedule's configuration."""
 
     family: FlowFamily
+    #: The folder with the text encoder and its tokenizer.
     folder: Path
-    """The folder with the text encoder and its tokenizer."""
     vae: AutoencoderKLFlux2
-    scheduler: dict[str, Any]
+    scheduler: JSONDict
     text_width: int
     is_int8: bool
 
@@ -55,7 +56,7 @@ class FlowCheckpoint(Model):
         return 0
 
     @property
-    def networks(self) -> dict[str, Any]:
+    def networks(self) -> JSONDict:
         return {self.family.backbone: self.unet, "vae": self.vae}
 
 

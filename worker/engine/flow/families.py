@@ -26,24 +26,24 @@ from worker.engine.networks.thin import ThinNetwork
 class FlowFamily(Family):
     """One row of the table of transformers; see `Family` for what all families have."""
 
+    #: The class of its pipeline in a folder's model_index.json.
     pipeline: str
-    """The class of its pipeline in a folder's model_index.json."""
+    #: The transformer's class in diffusers.
     network: type[Any]
-    """The transformer's class in diffusers."""
     slot_network: Callable[[Any], ThinNetwork]
     text: TextRule
+    #: Gives a single file's tensors the names that diffusers has.
     convert: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
-    """Gives a single file's tensors the names that diffusers has."""
+    #: True if a transformer's configuration fits that of its VAE, and the width of the text.
     fits: Callable[[Any, Any, int], bool]
-    """True if a transformer's configuration fits that of its VAE, and the width of the text."""
+    #: The VAE's class in diffusers.
     vae: type[Any]
-    """The VAE's class in diffusers."""
+    #: The shift of the schedule of an image of so many of the latents' places, in so many steps.
     mu: Callable[[int, int], float]
-    """The shift of the schedule of an image of so many of the latents' places, in so many steps."""
+    #: A regular expression that finds the layers that may be held in int8, by their paths.
     in_int8: str = "$^"
-    """A regular expression that finds the layers that may be held in int8, by their paths."""
+    #: Raises SetupError for a configuration of a model that is alike and not supported.
     refuse: Callable[[Config], None] = field(default=lambda _: None)
-    """Raises SetupError for a configuration of a model that is alike and not supported."""
     backbone: Any = "transformer"
     must_fit: bool = True
     has_large_layers: bool = True
@@ -105,10 +105,10 @@ KLEIN_BASE = replace(
     KLEIN, name="FLUX.2-klein-base-4B", slug="klein_base", is_distilled=False
 )
 
+#: The distilled family and the guided one, by the class of their pipeline.
 FAMILIES: Mapping[str, tuple[FlowFamily, FlowFamily]] = {
     KLEIN.pipeline: (KLEIN, KLEIN_BASE)
 }
-"""The distilled family and the guided one, by the class of their pipeline."""
 
 _OF_FILES = {contents.KLEIN: KLEIN, contents.KLEIN_BASE: KLEIN_BASE}
 

@@ -10,8 +10,7 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from imagefleet.errors import JobError, SetupError
-from worker.engine import contract
-from worker.engine.contract import Settings
+from worker.engine.contract import ImageRequest, Settings
 from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.flow import schedules
@@ -55,7 +54,7 @@ class FlowPreparer(Preparer):
         self._loras = LoraReader(family, checkpoint.networks, {family.backbone: groups})
         self.lora_lookups = self._loras.cache.lookups
 
-    def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
+    def prepare(self, request: ImageRequest) -> PreparedRequest:
         own = self._checkpoint
         begin.refuse_unsupported(request, f"is {own.family.name}")
         init = request.init
@@ -107,7 +106,7 @@ class FlowPreparer(Preparer):
         ]
         return torch.stack(states)
 
-    def _schedule(self, request: contract.ImageRequest, t_enc: int | None) -> Schedule:
+    def _schedule(self, request: ImageRequest, t_enc: int | None) -> Schedule:
         own = self._checkpoint
         patches = request.width // own.factor * (request.height // own.factor)
         return schedules.make_schedule(

@@ -9,8 +9,8 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 from diffusers import FlowMatchEulerDiscreteScheduler
+from numpy.typing import NDArray
 
 from imagefleet.errors import JobError, SetupError
 from imagefleet.job import samplers
@@ -86,12 +86,12 @@ def make_schedule(
 
 def make_sigmas(
     steps: int, config: dict[str, object], mu: float
-) -> npt.NDArray[np.float32]:
+) -> NDArray[np.float32]:
     """The sigmas of so many steps and of their end, in float32."""
     if steps == 0:
         return np.zeros(1, np.float32)
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
     even = np.linspace(1.0, 1 / steps, steps)
     scheduler.set_timesteps(sigmas=even, mu=mu)
-    found: npt.NDArray[np.float32] = scheduler.sigmas.numpy()
+    found: NDArray[np.float32] = scheduler.sigmas.numpy()
     return found

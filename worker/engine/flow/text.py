@@ -13,28 +13,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Module, Parameter
 from transformers import AutoTokenizer, Qwen3Config, Qwen3Model
 
 from imagefleet.errors import SetupError
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
+from imagefleet.validation import JSONDict
 from worker.engine.families import reading
 from worker.engine.pixel.text_states import CHAT_MARK
-
-log = logs.EventLog(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TextRule:
     """How a family reads its text encoder."""
 
+    #: The layers whose states are taken, from 1; negative ones are counted from the end.
     layers: tuple[int, ...]
-    """The layers whose states are taken, from 1; negative ones are counted from the end."""
+    #: Tokens that every prompt is padded to, or cut off at.
     tokens: int = 512
-    """Tokens that every prompt is padded to, or cut off at."""
+    #: True if the chat's answer may begin with thoughts.
     thinks: bool = False
-    """True if the chat's answer may begin with thoughts."""
+    #: True for networks that see a prompt's own tokens alone: the states of others are zero.
     zeroes_padding: bool = False
-    """True for networks that see a prompt's own tokens alone: the states of others are zero."""
 
 
 class PromptEncoder:
@@ -51,7 +51,7 @@ class PromptEncoder:
         self._device = device
         self._lock = threading.Lock()
         self._encoder = _read_encoder(folder / "text_encoder", rule)
-        nn.Module.to(self._encoder, dtype=dtype)
+        Module.to(self._encoder, dtype=dtype)
         self.size_bytes = sum(each.nbytes for each in self._encoder.parameters())
         self._layers = _layers(int(_config(folder)["num_hidden_layers"]), rule)
         try:
@@ -132,13 +132,13 @@ def _pinned(weight: Tensor) -> Tensor:
 
 
 def _enter(
-    held: Mapping[nn.Parameter, Tensor], device: torch.device, *_called: object
+    held: Mapping[Parameter, Tensor], device: torch.device, *_called: object
 ) -> None:
     for parameter, weight in held.items():
         parameter.data = weight.to(device, non_blocking=True)
 
 
-def _leave(held: Mapping[nn.Parameter, Tensor], *_called: object) -> None:
+def _leave(held: Mapping[Parameter, Tensor], *_called: object) -> None:
     for parameter, weight in held.items():
         parameter.data = weight
 
@@ -161,7 +161,7 @@ def states_width(folder: Path, rule: TextRule) -> int:
     return len(rule.layers) * int(_config(folder).get("hidden_size", 0))
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path) -> JSONDict:
     return reading.read_json(folder / "text_encoder" / "config.json")
 
 

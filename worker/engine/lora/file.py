@@ -22,24 +22,24 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Conv2d, GroupNorm, LayerNorm, Linear, Module, Parameter
 
 from imagefleet.files import contents, lora
 from imagefleet.files.safetensors import Identity, UnusableError, identify, parse
 from imagefleet.job import differences
-from imagefleet.telemetry import logs
-from worker.engine import contract
+from imagefleet.telemetry.logs import log
+from worker.engine.contract import Lora
 from worker.engine.files import safetensors
-from worker.engine.files.safetensors import Place, ReadOnce
+from worker.engine.files.safetensors import Content, Place, ReadOnce
 from worker.engine.lora import adapters, kinds
+from worker.engine.lora.kinds import Tensors
 from worker.engine.lora.original_names import OriginalNames, unet_names
 
-log = logs.EventLog(__name__)
-
 Network = Literal["unet", "transformer", "text_encoder", "text_encoder_2"]
-Layer = nn.Linear | nn.Conv2d
+Layer = Linear | Conv2d
+#: A layer's network and its path there.
 LayerId = tuple[Network, str]
-"""A layer's network and its path there."""
 
 
 class Layers:
@@ -47,7 +47,7 @@ class Layers:
 
     def __init__(
         self,
-        unet: nn.Module,
+        unet: Module,
         text_encoders: Mapping[Network, Any],
         backbone: Network = "unet",
         names: OriginalNames = unet_names,
@@ -94,7 +94,7 @@ class Layers:
                 }
                 self._name(network, path, _TEXT_PREFIXES[network], spellings)
 
-    def _weights(self, network: Network, module: nn.Module) -> list[str]:
+    def _weights(self, network: Network, module: Module) -> list[str]:
         """Notes the shapes of a network's weights and biases; returns the paths of its layers."""
         found = adaptable(module)
         # SDXL's text projection is no layer of AUTOMATIC1111's: LoRAs do not change it there.
@@ -109,7 +109,7 @@ class Layers:
             own = name.replace(".", "_") if prefix.endswith("_") else name
             self._by_name[prefix + own] = (network, path)
 
-    def layout_of(self, content: safetensors.Content) -> Layout:
+    def layout_of(self, content: Content) -> Layout:
         """The layout of a file, which those of one program share; for `safetensors.named`."""
         find = (
             self._layouts if len(content.header) <= _MAX_KEPT_CHARACTERS else self._make
@@ -161,19 +161,19 @@ _TEXT_PREFIXES: Mapping[Network, Sequence[str]] = {
 }
 
 
-def adaptable_layers(network: nn.Module) -> dict[str, Layer]:
+def adaptable_layers(network: Module) -> dict[str, Layer]:
     """The linear layers and convolutions, by path."""
     return {
         path: each for path, each in network.named_modules() if isinstance(each, Layer)
     }
 
 
-def adaptable(network: nn.Module) -> dict[str, nn.Parameter]:
+def adaptable(network: Module) -> dict[str, Parameter]:
     """All that LoRAs can change, by path: of a layer's weight the layer's, then `.bias`."""
     return {
         f"{path}.{name}".removesuffix(".weight"): parameter
         for path, layer in network.named_modules()
-        if isinstance(layer, Layer | nn.GroupNorm | nn.LayerNorm)
+        if isinstance(layer, Layer | GroupNorm | LayerNorm)
         for name, parameter in layer.named_parameters(recurse=False)
     }
 
@@ -330,7 +330,7 @@ class WeightDelta:
     The tensors are on the CPU in the file's type; their names depend on the kind.
     """
 
-    tensors: kinds.Tensors
+    tensors: Tensors
     scale: float
 
     def compute(self, weight: Tensor) -> Tensor:
@@ -342,7 +342,7 @@ class WeightDelta:
 
 
 def make_delta(
-    tensors: kinds.Tensors, alpha: float | None, *, by_root: bool = False
+    tensors: Tensors, alpha: float | None, *, by_root: bool = False
 ) -> WeightDelta:
     """The change that a layer's tensors describe, which `Layout` has checked.
 
@@ -405,12 +405,12 @@ class LoraFile:
     identity: Identity
     deltas: Mapping[Network, Mapping[str, WeightDelta]]
     size_bytes: int
-    embeddings: Mapping[str, kinds.Tensors] = field(default_factory=dict)
-    """The tensors of the textual inversions that come with it, by their names."""
+    #: The tensors of the textual inversions that come with it, by their names.
+    embeddings: Mapping[str, Tensors] = field(default_factory=dict)
+    #: The keys of what changes nothing of this model.
     skipped: Sequence[str] = ()
-    """The keys of what changes nothing of this model."""
+    #: See `Layout`.
     is_dotted: bool = False
-    """See `Layout`."""
 
     @property
     def depends_on_weights(self) -> bool:
@@ -468,7 +468,7 @@ def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
 
 
 def _read_adapter(
-    content: safetensors.Content,
+    content: Content,
     identity: Identity,
     configs: Mapping[str, lora.PeftConfig],
     layers: Layers,
@@ -530,13 +530,13 @@ class LoraCache:
         self.lookups = self._files.lookups
         self._told: set[Identity] = set()
 
-    def get(self, named: contract.Lora) -> LoraFile:
+    def get(self, named: Lora) -> LoraFile:
         """Reads a file, unless it is cached or another thread is reading it; raises as `named`."""
         with safetensors.named(f"the LoRA {named.name!r}"):
             identity = named.identity or identify(named.path)
             return self._files.get(identity, lambda: self._read(named, identity))
 
-    def _read(self, named: contract.Lora, identity: Identity) -> LoraFile:
+    def _read(self, named: Lora, identity: Identity) -> LoraFile:
         """Warns once of a LoRA that changes less than it has, or is drawn otherwise elsewhere."""
         file = read_lora(named.path, identity, self._layers)
         if identity in self._told:

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Callable, Collection, Mapping
 
+#: Gives, for the paths of a network's layers in diffusers, each original name's own: several are
+#: one layer there, with the rows of all.
 OriginalNames = Callable[[Collection[str]], Mapping[str, tuple[str, ...]]]
-"""Gives, for the paths of a network's layers in diffusers, each original name's own: several are
-one layer there, with the rows of all."""
 
 _OUTER = {
     "time_embedding.linear_1": "time_embed.0",

@@ -6,13 +6,13 @@ rounding in the next image.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files.safetensors import identify
+from imagefleet.validation import JSONObject
 from worker.engine.families.table import Family
 from worker.engine.files import safetensors
 from worker.engine.lora.file import Layers, adaptable, read_lora
@@ -76,7 +76,7 @@ class Merger:
 
 
 @torch.no_grad()
-def merge_for_good(path: Path, family: Family, networks: Mapping[str, Any]) -> None:
+def merge_for_good(path: Path, family: Family, networks: JSONObject) -> None:
     """Merges a LoRA into a checkpoint just read, not summed yet; raises as `safetensors.named`."""
     encoders = {name: networks[name] for name in family.networks}
     layers = Layers(
@@ -85,9 +85,7 @@ def merge_for_good(path: Path, family: Family, networks: Mapping[str, Any]) -> N
     with safetensors.named(f"the accelerator {path.name!r}"):
         found = read_lora(path, identify(path), layers)
     if not found.deltas.get(family.backbone):
-        raise errors.SetupError(
-            f"the accelerator {path.name!r} changes nothing of the UNet"
-        )
+        raise SetupError(f"the accelerator {path.name!r} changes nothing of the UNet")
     for network, deltas in found.deltas.items():
         changed = adaptable(networks[network]) if deltas else {}
         for name, delta in deltas.items():

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Linear, Module, Parameter
 
 _MOST = 127
 
@@ -17,21 +18,21 @@ SCALE = "weight_scale"
 
 
 @torch.no_grad()
-def quantise(network: nn.Module, paths: str) -> None:
+def quantise(network: Module, paths: str) -> None:
     """Rounds the weights of the layers that a regular expression finds by their paths; in place."""
     for path, layer in network.named_modules():
-        if not isinstance(layer, nn.Linear) or not re.search(paths, path):
+        if not isinstance(layer, Linear) or not re.search(paths, path):
             continue
         exact = layer.weight.float()
         largest = exact.abs().amax(dim=1, keepdim=True)
         # In bfloat16's digits, so that nothing is lost where the scale is moved to that type.
         scale = (largest.clamp_min(1e-30) / _MOST).bfloat16().float()
         rounded = (exact / scale).round().clamp(-_MOST, _MOST).to(torch.int8)
-        layer.weight = nn.Parameter(rounded, requires_grad=False)
+        layer.weight = Parameter(rounded, requires_grad=False)
         layer.register_buffer(SCALE, scale, persistent=False)
 
 
-def scales_of(layers: Iterable[nn.Linear]) -> Tensor | None:
+def scales_of(layers: Iterable[Linear]) -> Tensor | None:
     """The scales of layers whose rows are one product's; None where they are not in int8."""
     found = [getattr(layer, SCALE, None) for layer in layers]
     scales = [scale for scale in found if scale is not None]

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Linear, Module, ModuleList
 
 from worker.engine.lora.merge import Group, StackedChange
 from worker.engine.networks import thin
 from worker.engine.networks.thin import Rotation, ThinLinear, modulate
 from worker.engine.networks.transformer import Call
 
+#: Shift, scale and gate [rows, 1, width], once or for attention and feed-forward.
 Modulation = tuple[Tensor, ...]
-"""Shift, scale and gate [rows, 1, width], once or for attention and feed-forward."""
 
 
 class SlotKlein(thin.ThinNetwork):
@@ -36,10 +37,10 @@ class SlotKlein(thin.ThinNetwork):
         self.modulate_text = self._thin(network.double_stream_modulation_txt.linear)
         self.modulate_all = self._thin(network.single_stream_modulation.linear)
         self.embed = self._thin(network.x_embedder)
-        self.pairs = nn.ModuleList(
+        self.pairs = ModuleList(
             _Pair(block, self._thin) for block in network.transformer_blocks
         )
-        self.blocks = nn.ModuleList(
+        self.blocks = ModuleList(
             _Block(block, self._thin) for block in network.single_transformer_blocks
         )
         self.norm_out = network.norm_out.norm
@@ -81,7 +82,7 @@ class SlotKlein(thin.ThinNetwork):
         time = self.time_second(F.silu(self.time_first(time, slots)), slots)
         time = F.silu(time)
 
-        def of_time(layer: nn.Module, parts: int) -> Modulation:
+        def of_time(layer: Module, parts: int) -> Modulation:
             made: Tensor = layer(time, slots)
             return made.repeat_interleave(call.slot_rows, dim=0).chunk(parts, dim=-1)
 
@@ -123,14 +124,14 @@ class SlotKlein(thin.ThinNetwork):
         return thin.rotation(axes, self._axes, self._theta)
 
 
-class _Stream(nn.Module):
+class _Stream(Module):
     """The half of a pair of streams that the image goes through, or the text."""
 
     def __init__(
         self,
         make: Any,
-        norms: tuple[nn.Module, nn.Module],
-        projections: tuple[nn.Linear, ...],
+        norms: tuple[Module, Module],
+        projections: tuple[Linear, ...],
         qk_norms: tuple[Any, Any],
         feed_forward: Any,
     ) -> None:
@@ -157,7 +158,7 @@ class _Stream(nn.Module):
         return added
 
 
-class _Pair(nn.Module):
+class _Pair(Module):
     """A block of two streams, which attend to each other."""
 
     def __init__(self, block: Any, make: Any) -> None:
@@ -200,7 +201,7 @@ class _Pair(nn.Module):
         return text, image
 
 
-class _Block(nn.Module):
+class _Block(Module):
     """A block of one stream, whose attention and feed-forward run beside each other."""
 
     def __init__(self, block: Any, make: Any) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Linear, Module
 
 from worker.engine.lora.merge import Group, StackedChange
 from worker.engine.networks import int8
@@ -17,17 +18,17 @@ from worker.engine.networks.convolution import LowRankChange, SlotChanges
 from worker.engine.networks.linear import SlotLinear, WeightStack, stack_by_shape
 from worker.engine.networks.transformer import SlotNetwork
 
+#: Cosines and sines of a rotary embedding [..., tokens, head width], each for two neighbours.
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines of a rotary embedding [..., tokens, head width], each for two neighbours."""
 
 
-class ThinLinear(nn.Module):
+class ThinLinear(Module):
     """Linear layers of one shape and the same input as one product, with each slot's own change."""
 
+    #: [outputs, 1], of weights in int8.
     scale: Tensor | None
-    """[outputs, 1], of weights in int8."""
 
-    def __init__(self, layers: Mapping[str, nn.Linear]) -> None:
+    def __init__(self, layers: Mapping[str, Linear]) -> None:
         """*layers* by path; their weights become views of this one's."""
         super().__init__()
         self.linear = SlotLinear(layers)
@@ -65,16 +66,16 @@ class ThinNetwork(SlotNetwork):
     A subclass makes its modules of the *network* that it is built from, and then calls `_join`.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: Module) -> None:
         super().__init__(next(network.parameters()))
         self._paths = {module: path for path, module in network.named_modules()}
         self.added_width = 0
         self.prompt_stacks: Mapping[Group, WeightStack] = {}
 
-    def _thin(self, *layers: nn.Linear) -> ThinLinear:
+    def _thin(self, *layers: Linear) -> ThinLinear:
         return ThinLinear({self._paths[layer]: layer for layer in layers})
 
-    def _join(self, of_prompt: Iterable[nn.Linear]) -> None:
+    def _join(self, of_prompt: Iterable[Linear]) -> None:
         """Notes all thin changes, and the layers *of_prompt*, which run once for an image."""
         linears = [SlotLinear({self._paths[each]: each}) for each in of_prompt]
         self.prompt_stacks = stack_by_shape(WeightStack, "prompt", linears)

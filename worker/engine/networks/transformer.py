@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module, ModuleList
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.job.prompt import MAX_SUBPROMPTS
+from imagefleet.validation import JSONDict
 from worker.engine.kernels.layers import (
     Upsampler,
     gate,
@@ -31,27 +33,27 @@ UNKNOWN_UNET = (
 )
 
 
-ModulePaths = Mapping[nn.Module, str]
-"""The paths of a network's modules, by which LoRAs name them."""
+#: The paths of a network's modules, by which LoRAs name them.
+ModulePaths = Mapping[Module, str]
 
 
 class Call(NamedTuple):
     """Arguments that all layers of one call share."""
 
+    #: [rows, tokens, width]: see `KeysValues.compute`.
     context: Tensor
-    """[rows, tokens, width]: see `KeysValues.compute`."""
+    #: [rows, 1, 1, tokens], added to the attention scores.
     mask: Tensor | None = None
-    """[rows, 1, 1, tokens], added to the attention scores."""
+    #: Each slot's own weights are used, else the shared ones.
     per_slot: bool = False
-    """Each slot's own weights are used, else the shared ones."""
+    #: Slots whose own changes of convolutions and of the layers for the time are added.
     slots: int = 0
-    """Slots whose own changes of convolutions and of the layers for the time are added."""
+    #: Rows of each slot: 1 without guidance, which needs the prompt's output alone; more of AND.
     slot_rows: int = 2
-    """Rows of each slot: 1 without guidance, which needs the prompt's output alone; more of AND."""
+    #: [slots]: the scales, for networks that take them as an input.
     guidance: Tensor | None = None
-    """[slots]: the scales, for networks that take them as an input."""
+    #: Convolutions are padded with what is at the other side of the image.
     tiles: bool = False
-    """Convolutions are padded with what is at the other side of the image."""
 
 
 class KeysValues:
@@ -112,12 +114,12 @@ class KeysValues:
         return out
 
 
-class Transformer(nn.Module):
+class Transformer(Module):
     def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
         self.norm = original.norm
         self.proj_in = _linear(paths, original.proj_in)
-        self.blocks = nn.ModuleList(
+        self.blocks = ModuleList(
             _Block(block, paths) for block in original.transformer_blocks
         )
         self.proj_out = _linear(paths, original.proj_out)
@@ -141,7 +143,7 @@ class Transformer(nn.Module):
         return output
 
 
-class _Block(nn.Module):
+class _Block(Module):
     def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
         gate = original.ff.net[0]
@@ -150,7 +152,7 @@ class _Block(nn.Module):
             or original.attn2 is None
             or original.pos_embed
         ):
-            raise errors.SetupError(UNKNOWN_UNET)
+            raise SetupError(UNKNOWN_UNET)
         self.norm1 = original.norm1
         self.norm2 = original.norm2
         self.norm3 = original.norm3
@@ -177,7 +179,7 @@ class _Block(nn.Module):
         return output
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Module):
     def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
         self.heads = original.heads
@@ -194,7 +196,7 @@ class SelfAttention(nn.Module):
         return output
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(Module):
     #: The slices of keys and of values in the context's last dimension.
     keys: slice
     values: slice
@@ -245,31 +247,31 @@ def _merge_heads(x: Tensor, slots: int) -> Tensor:
 class SlotState(NamedTuple):
     """The slots' tensors, which a tick updates in place."""
 
+    #: [slots, 4, height, width], always float32.
     latents: Tensor
-    """[slots, 4, height, width], always float32."""
+    #: [sampler.HISTORY, slots, 4, height, width]
     history: Tensor
-    """[sampler.HISTORY, slots, 4, height, width]"""
+    #: [slots, columns]: this call's sampler coefficients, the guidance scales, and a weight of each
+    #: ControlNet of the lane.
     rows: Tensor
-    """[slots, columns]: this call's sampler coefficients, the guidance scales, and a weight of
-    each ControlNet of the lane."""
+    #: [slots, 4, height, width]
     noise: Tensor
-    """[slots, 4, height, width]"""
+    #: [slots, 1, height, width]: 1 where inpainting keeps the original, 0 for other images.
     kept: Tensor
-    """[slots, 1, height, width]: 1 where inpainting keeps the original, 0 for other images."""
+    #: [slots, 4, height, width]: the latents that are kept there.
     original: Tensor
-    """[slots, 4, height, width]: the latents that are kept there."""
+    #: [rows, tokens, width]: the keys and values of all cross-attentions.
     context: Tensor
-    """[rows, tokens, width]: the keys and values of all cross-attentions."""
+    #: [rows, 1, 1, tokens], if prompts may be shorter than that.
     mask: Tensor | None
-    """[rows, 1, 1, tokens], if prompts may be shorter than that."""
+    #: [rows * slots, width], added to the embedded timesteps in UNets with such inputs: one row of
+    #: each slot or all, as the UNet's `added_rows` says.
     added: Tensor | None
-    """[rows * slots, width], added to the embedded timesteps in UNets with such inputs: one row of
-    each slot or all, as the UNet's `added_rows` says."""
+    #: [slots, channels, height, width], which some UNets take beside the latents: five channels for
+    #: inpainting, three of the image that an upscaler enlarges.
     conditioning: Tensor | None
-    """[slots, channels, height, width], which some UNets take beside the latents: five channels for
-    inpainting, three of the image that an upscaler enlarges."""
+    #: True for images that tile: see `Call.tiles`.
     tiles: bool = False
-    """True for images that tile: see `Call.tiles`."""
 
     @property
     def slot_rows(self) -> int:
@@ -309,17 +311,17 @@ _MANAGING = frozenset(
 )
 
 
-class SlotNetwork(nn.Module):
+class SlotNetwork(Module):
     """A network with one or more rows per slot, and the weights that slots have of their own."""
 
+    #: Numbers that the cross-attentions take of each token.
     context_width: int
-    """Numbers that the cross-attentions take of each token."""
+    #: Limits estimates of images in pixels.
     limit: Callable[[Tensor], Tensor] | None = None
-    """Limits estimates of images in pixels."""
+    #: Number of values the network takes beside the timestep; 0 if it takes none.
     added_width: int
-    """Number of values the network takes beside the timestep; 0 if it takes none."""
+    #: Most rows of a slot in `added`: 1 unless each prompt of a slot has one of its own.
     added_rows: int = MAX_SUBPROMPTS + 1
-    """Most rows of a slot in `added`: 1 unless each prompt of a slot has one of its own."""
 
     def __init__(self, like: Tensor, weights: SlotWeights = "merged") -> None:
         """*like* has the device and the type; *weights*: how slots hold LoRAs of transformers."""
@@ -401,7 +403,7 @@ class SlotNetwork(nn.Module):
             stack.load(slot, changes.stacked.get(group), self.temporary_bytes)
         self.changes.load(slot, changes.beside)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> JSONDict:
         """What the network computes with, without what manages the slots' weights."""
         return {
             name: value

@@ -18,9 +18,9 @@ from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderTiny
 from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 from torch import Tensor, nn
 
-from imagefleet import errors
+from imagefleet.errors import TransientError
 from imagefleet.files.safetensors import Identity, UnusableError, identify
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import checkpoint, decoder
 from worker.engine import errors as engine_errors
 from worker.engine.contract import Pixels
@@ -29,8 +29,6 @@ from worker.engine.files import safetensors
 from worker.engine.files.network_cache import NetworkCache, assign
 from worker.engine.kernels import layers
 from worker.engine.passes.begin import PreparedImage
-
-log = logs.EventLog(__name__)
 
 #: What is remembered of images, latents and conditioning: those of a job begin with the same one.
 _REMEMBERED = 32
@@ -123,7 +121,7 @@ class ImageCoder:
             self._vae = copy.deepcopy(self.vae).float()
             found = compute(self._vae)
         if not found.isfinite().all():
-            raise errors.TransientError(f"{what} NaN")
+            raise TransientError(f"{what} NaN")
         return found
 
 

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job.prompt import Prompt
-from worker.engine import contract
-from worker.engine.contract import Settings
+from worker.engine.contract import ImageRequest, InitImage, Settings
 from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.files.safetensors import ReadOnce
@@ -23,6 +22,7 @@ from worker.engine.passes import begin
 from worker.engine.passes.begin import LowResolution
 from worker.engine.pixel import schedules, text_stage, text_states
 from worker.engine.pixel.checkpoint import PixelCheckpoint
+from worker.engine.pixel.text_stage import TextStage
 from worker.engine.pixel.unet import PixelUnet
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import AssembledLoras, PreparedRequest, Preparer
@@ -37,10 +37,10 @@ class StagePreparer(Preparer):
     def __init__(self, checkpoint: PixelCheckpoint) -> None:
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
-        self._stage = ReadOnce[text_stage.TextStage](1)
+        self._stage = ReadOnce[TextStage](1)
         self._states = ReadOnce[Tensor](_STATES_KEPT)
 
-    def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
+    def prepare(self, request: ImageRequest) -> PreparedRequest:
         self._refuse_unsupported(request)
         noise = self._checkpoint.noise
         schedule = schedules.make_schedule(
@@ -63,25 +63,23 @@ class StagePreparer(Preparer):
             enlarged=self._read_image(request.init),
         )
 
-    def _refuse_unsupported(self, request: contract.ImageRequest) -> None:
+    def _refuse_unsupported(self, request: ImageRequest) -> None:
         size = self._checkpoint.default_size
         if (request.width, request.height) != size:
-            raise errors.JobError(
+            raise JobError(
                 f"{request.width}x{request.height} pixels cannot be drawn: this stage draws"
                 f" {size[0]}x{size[1]} alone"
             )
         if request.loras:
-            raise errors.JobError(
-                "this model is a stage of IF: it does not support LoRAs"
-            )
+            raise JobError("this model is a stage of IF: it does not support LoRAs")
         begin.refuse_unsupported(request, "is a stage of IF")
         upscales = self._checkpoint.image_noise is not None
         if upscales and request.init is None:
-            raise errors.JobError(
+            raise JobError(
                 "this model upscales the image of another stage: the job needs init_images"
             )
         if request.init is not None and not upscales:
-            raise errors.JobError(
+            raise JobError(
                 "this model does not support init_images: it is IF's first stage"
             )
 
@@ -98,17 +96,17 @@ class StagePreparer(Preparer):
 
         return self._states.get(text_states.clean(prompt), read)
 
-    def _load_text_stage(self) -> text_stage.TextStage:
+    def _load_text_stage(self) -> TextStage:
         """The stage's own text encoder, on the CPU, from when it is needed."""
         folder = self._checkpoint.folder
         if not text_stage.has_encoder(folder):
-            raise errors.JobError(
+            raise JobError(
                 "the prompt's text states are missing, and this stage has no text encoder:"
                 " `imagefleet files make text` makes them (docs/cascade.md)"
             )
-        return text_stage.TextStage(folder, torch.device("cpu"), torch.float32)
+        return TextStage(folder, torch.device("cpu"), torch.float32)
 
-    def _read_image(self, init: contract.InitImage | None) -> LowResolution | None:
+    def _read_image(self, init: InitImage | None) -> LowResolution | None:
         """The image that is upscaled, as `IFSuperResolutionPipeline` does it, and its noise level.
 
         The level is the denoising strength as a share of all timesteps: IF's own, 250, is 0.25.

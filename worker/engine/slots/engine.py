@@ -15,11 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from imagefleet import errors
-from imagefleet.telemetry import logs
+from imagefleet.errors import FleetError, JobError
+from imagefleet.telemetry.logs import log
 from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
-from worker.engine.contract import Finished
+from worker.engine.contract import Finished, ImageRequest
 from worker.engine.families.table import Model
 from worker.engine.files.network_cache import KEPT_BYTES
 from worker.engine.lora.merge import NO_CHANGES
@@ -29,13 +29,12 @@ from worker.engine.self_check import SelfCheck
 from worker.engine.slots import memory, weights
 from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
+from worker.engine.slots.memory import Savings, WeightMode
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.recovery import Recovery
 from worker.engine.slots.step import Step, StepRunner, tick
-
-log = logs.EventLog(__name__)
 
 #: Younger jobs per slot that may overtake one with other LoRAs, while theirs are merged for all.
 _OVERTAKES_PER_SLOT = 6
@@ -54,7 +53,7 @@ class SlotEngine:
         self.default_size = model.default_size
         self.lora_lookups = parts.preparer.lora_lookups
         self.find_embeddings = parts.preparer.find_embeddings
-        self.weight_mode: memory.WeightMode = "shared"
+        self.weight_mode: WeightMode = "shared"
         """The last tick's."""
         self.unet_rows = 0
         """Rows of the UNet's calls that images took."""
@@ -110,8 +109,8 @@ class SlotEngine:
         return self._compilation.is_under_way
 
     @property
-    def savings(self) -> memory.Savings:
-        return memory.Savings(
+    def savings(self) -> Savings:
+        return Savings(
             self._unet.weights,
             self._decoder.is_striped,
             self.checkpoint.has_text_on_cpu,
@@ -122,7 +121,7 @@ class SlotEngine:
         """Images of two rows drawn in one call; reduced when the memory runs out."""
         return self._runner.slots
 
-    def slots_for(self, request: contract.ImageRequest) -> int:
+    def slots_for(self, request: ImageRequest) -> int:
         """Images like this one drawn in one call."""
         return self._lanes.slots_of(BatchKey.of(self._preparer.prepare(request)))
 
@@ -143,12 +142,10 @@ class SlotEngine:
             or self._compilation.is_due
         )
 
-    def prepare(
-        self, request: contract.ImageRequest
-    ) -> PreparedRequest | PreparedUpscale:
+    def prepare(self, request: ImageRequest) -> PreparedRequest | PreparedUpscale:
         """See `Preparer.prepare` and `UpscalerCache.prepare`."""
         if request.decoder == "TAESD" and not self._decoder.has_tiny:
-            raise errors.JobError(
+            raise JobError(
                 "sd_vae_decode_method is TAESD, and this worker has none (--taesd): leave it out of"
                 " the job"
             )
@@ -174,7 +171,7 @@ class SlotEngine:
         """Fills a lane's free slots and runs one step of it; raises NodeError for a broken GPU."""
         self._compilation.advance()
         finished, self._enlarged = self._enlarged, []
-        failure: errors.FleetError | None = None
+        failure: FleetError | None = None
         out_of_memory = False
         lane = self._lanes.next()
         try:
@@ -186,7 +183,7 @@ class SlotEngine:
                 if self._weights.loads_while_decoding:
                     self._refill(lane, finished, waits=False)
                 self._stage_ahead()
-        except Exception as error:  # handled below; NodeError is raised here
+        except Exception as error:  # noqa: BLE001 - handled below; NodeError is raised here
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
             images = len(lane.active) if lane else 0
@@ -209,7 +206,7 @@ class SlotEngine:
         finished += self._decoder.collect(wait=not self._lanes.jobs and not finished)
         return finished
 
-    def warm_up(self, request: contract.ImageRequest | None = None) -> None:
+    def warm_up(self, request: ImageRequest | None = None) -> None:
         """Compiles, records and times all that requests like this one need, or ordinary ones.
 
         That is its size, prompts' length and ControlNets; a minute or two on a GPU. Ordinary ones

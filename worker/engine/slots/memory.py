@@ -6,19 +6,18 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from imagefleet import errors
-from imagefleet.telemetry import host, logs
+from imagefleet.errors import SetupError
+from imagefleet.telemetry import host
+from imagefleet.telemetry.logs import log
 
-log = logs.EventLog(__name__)
-
+#: Storage of LoRAs of the transformers' layers: merged into a copy of the layers in each slot; or
+#: into the layers themselves, of which the only slot's are loaded again from the host's memory for
+#: other LoRAs.
 SlotWeights = Literal["merged", "reloaded"]
-"""Storage of LoRAs of the transformers' layers: merged into a copy of the layers in each slot; or
-into the layers themselves, of which the only slot's are loaded again from the host's memory for
-other LoRAs."""
 
+#: Each slot its own weights; one set for all, the checkpoint's own or with LoRAs merged in; or each
+#: slot its own weights and its own changes of convolutions, while a job in any slot has some.
 WeightMode = Literal["per_slot", "shared", "per_slot_convolutions"]
-"""Each slot its own weights; one set for all, the checkpoint's own or with LoRAs merged in; or each
-slot its own weights and its own changes of convolutions, while a job in any slot has some."""
 
 #: Each computes what those before it do, and takes longer.
 WEIGHT_MODES: tuple[WeightMode, ...] = ("shared", "per_slot", "per_slot_convolutions")
@@ -78,14 +77,14 @@ class Fit(NamedTuple):
     """Sizes that fit beside the model; at least one of each."""
 
     slots: int
+    #: Images per VAE call.
     decoded: int
-    """Images per VAE call."""
+    #: Lanes that can have weights of their own.
     blocks: int
-    """Lanes that can have weights of their own."""
+    #: Memory for the LoRAs of the next jobs.
     staged_bytes: int
-    """Memory for the LoRAs of the next jobs."""
+    #: Memory for weights while they are merged.
     temporary_bytes: int
-    """Memory for weights while they are merged."""
 
 
 def fit(
@@ -114,13 +113,13 @@ def fit(
     try:
         tick_bytes, decode_bytes = (_peak_bytes(device, work) for work in (run, decode))
     except torch.cuda.OutOfMemoryError as error:
-        raise errors.SetupError(
+        raise SetupError(
             "the GPU's memory is too short for one image at the model's native size: use a GPU with"
             " more memory, or a smaller model"
         ) from error
     free = free_bytes(device)
     if must_fit and (needed := slot_bytes + max(tick_bytes, decode_bytes)) > free:
-        raise errors.SetupError(
+        raise SetupError(
             f"the GPU has {free / 2**30:.1f} GiB left beside the model, and one image at its native"
             f" size takes {needed / 2**30:.1f} GiB: use a GPU with more memory, or a smaller model"
         )
@@ -211,7 +210,7 @@ def choose_weights(
     needed = layer_bytes + _HOST_BYTES
     found = host.free_memory_bytes() or needed
     if found < needed:
-        raise errors.SetupError(
+        raise SetupError(
             "the GPU's memory is too short for a copy of the model's layers, which LoRAs are merged"
             f" into, and this machine has {found / 2**30:.1f} GiB of free memory of the"
             f" {needed / 2**30:.1f} GiB that reloading them takes: use a GPU or a machine with more"

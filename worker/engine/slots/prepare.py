@@ -15,23 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.files.safetensors import Identity
 from imagefleet.job import differences, samplers
 from imagefleet.job.clip import Chunk
 from imagefleet.job.prompt import Prompt
-from worker.engine import contract, embeddings, text
+from imagefleet.validation import JSONObject
+from worker.engine import embeddings, text
 from worker.engine.checkpoint import Checkpoint
-from worker.engine.contract import ImageRequest
+from worker.engine.contract import HiresPass, ImageRequest, Lora
 from worker.engine.control.cache import ControlNets
+from worker.engine.embeddings import Embedding
 from worker.engine.families.table import Family
 from worker.engine.files import safetensors
 from worker.engine.files.network_cache import NetworkCache
 from worker.engine.files.safetensors import ReadOnce
-from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
-from worker.engine.lora.file import LoraFile, Network
-from worker.engine.lora.merge import AppliedLora, PackedLoras
+from worker.engine.lora.file import Layers, LoraCache, LoraFile, Network
+from worker.engine.lora.merge import AppliedLora, Groups, LoraKey, PackedLoras
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
 from worker.engine.passes.checkpoints import CheckpointCache
@@ -39,6 +40,7 @@ from worker.engine.passes.images import Vaes
 from worker.engine.passes.upscaling import UpscalerCache, Upscaling
 from worker.engine.sampler import NoiseStream, Schedule
 from worker.engine.samplers import schedule as schedules
+from worker.engine.text import PromptRow, Tokenizer
 
 #: LoRA files in memory: some 75 of rank 32.
 _LORA_CACHE_BYTES = 2 * 1024**3
@@ -50,11 +52,11 @@ _EMBEDDING_CACHE_BYTES = 64 * 2**20
 _make_schedule = functools.lru_cache(maxsize=256)(schedules.make_schedule)
 
 
+#: A request's LoRAs, by the network that they change.
 Applied = Mapping[Network, Sequence[AppliedLora]]
-"""A request's LoRAs, by the network that they change."""
 
+#: A job's LoRAs in host memory, by the network that they change.
 AssembledLoras = Mapping[Network, Tensor]
-"""A job's LoRAs in host memory, by the network that they change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,39 +64,39 @@ class PreparedRequest:
     """A request that the engine can start at once."""
 
     request: ImageRequest
+    #: The family of the engine's own checkpoint.
     family: Family
-    """The family of the engine's own checkpoint."""
     schedule: Schedule
-    text_rows: tuple[text.PromptRow, ...] = ()
-    """Rows of the subprompts that AND joins, last first, then of the negative prompt."""
+    #: Rows of the subprompts that AND joins, last first, then of the negative prompt.
+    text_rows: tuple[PromptRow, ...] = ()
+    #: Texts of the rows that an encoder reads whole, in place of `text_rows`.
     prompts: tuple[str, ...] = ()
-    """Texts of the rows that an encoder reads whole, in place of `text_rows`."""
+    #: Their text states [prompts, tokens, width]; None: the stager makes them.
     states: Tensor | None = None
-    """Their text states [prompts, tokens, width]; None: the stager makes them."""
     loras: Applied = field(default_factory=dict)
+    #: The LoRAs for a slot, as far as slots can hold them.
     packs: Mapping[Network, PackedLoras] = field(default_factory=dict)
-    """The LoRAs for a slot, as far as slots can hold them."""
+    #: Start image of img2img or inpainting.
     image: begin.PreparedImage | None = None
-    """Start image of img2img or inpainting."""
+    #: The second pass of hires fix.
     second: PreparedRequest | None = None
-    """The second pass of hires fix."""
+    #: Upscaling that a second pass begins with; None for a first pass.
     upscaling: Upscaling | None = None
-    """Upscaling that a second pass begins with; None for a first pass."""
     controls: tuple[PreparedControl, ...] = ()
+    #: The image that an upscaling checkpoint enlarges.
     enlarged: begin.LowResolution | None = None
-    """The image that an upscaling checkpoint enlarges."""
+    #: The file of the VAE that the request names.
     vae: Identity | None = None
-    """The file of the VAE that the request names."""
+    #: The checkpoint that draws and decodes, if it is not the engine's own.
     checkpoint: Identity | None = None
-    """The checkpoint that draws and decodes, if it is not the engine's own."""
+    #: Checkpoint that encodes the start image, if it is not the engine's own.
     begun_by: Identity | None = None
-    """Checkpoint that encodes the start image, if it is not the engine's own."""
+    #: The first of its schedule's calls: those before are the pass' before.
     begins: int = 0
-    """The first of its schedule's calls: those before are the pass' before."""
+    #: The first call that is the next pass'; None: all are its own.
     ends: int | None = None
-    """The first call that is the next pass'; None: all are its own."""
+    #: True if the UNet takes the guidance scale as an input, in place of a second row.
     embeds_guidance: bool = False
-    """True if the UNet takes the guidance scale as an input, in place of a second row."""
 
     @property
     def next_pass(self) -> PreparedRequest | None:
@@ -108,12 +110,12 @@ class PreparedRequest:
         )
 
     @property
-    def lora_key(self) -> merge.LoraKey:
+    def lora_key(self) -> LoraKey:
         """LoRAs of the network that draws; () for none."""
         return merge.key_of(self.loras.get(self.family.backbone, ()))
 
     @property
-    def text_key(self) -> merge.LoraKey:
+    def text_key(self) -> LoraKey:
         """LoRAs of the text encoders; () for none."""
         texts = (self.loras.get(network, ()) for network in self.family.networks)
         return merge.key_of(itertools.chain.from_iterable(texts))
@@ -233,8 +235,8 @@ class LoraReader:
     def __init__(
         self,
         family: Family,
-        networks: Mapping[str, Any],
-        groups: Mapping[Network, merge.Groups],
+        networks: JSONObject,
+        groups: Mapping[Network, Groups],
     ) -> None:
         """*networks*: the model's, by name; *groups*: of each, what slots hold changes of."""
         self.groups = groups
@@ -244,17 +246,15 @@ class LoraReader:
             name: networks[name].dtype for name in groups
         }
         encoders = {name: networks[name] for name in family.networks}
-        layers = lora_file.Layers(
+        layers = Layers(
             networks[family.backbone],
             encoders,
             family.backbone,
             family.original_names,
         )
-        self.cache = lora_file.LoraCache(layers, _LORA_CACHE_BYTES)
+        self.cache = LoraCache(layers, _LORA_CACHE_BYTES)
 
-    def read(
-        self, loras: Sequence[contract.Lora], wait: Callable[[], object]
-    ) -> Applied:
+    def read(self, loras: Sequence[Lora], wait: Callable[[], object]) -> Applied:
         """Each network's LoRAs, if any; weights of one that is named twice add up, in any order.
 
         *wait* is called before each file.
@@ -324,7 +324,7 @@ class Preparer:
     def find_embeddings(
         self, _prompts: Iterable[Prompt | str], _names: Collection[str]
     ) -> tuple[str, ...]:
-        """See `text.Tokenizer.find_names`; none without CLIP, for which embeddings are made."""
+        """See `Tokenizer.find_names`; none without CLIP, for which embeddings are made."""
         return ()
 
 
@@ -332,7 +332,7 @@ class RequestPreparer(Preparer):
     def __init__(
         self,
         checkpoint: Checkpoint,
-        groups: Mapping[Network, merge.Groups],
+        groups: Mapping[Network, Groups],
         control_nets: ControlNets,
         vaes: Vaes | None = None,
         checkpoints: CheckpointCache | None = None,
@@ -344,14 +344,14 @@ class RequestPreparer(Preparer):
         self.groups = groups
         self._control_nets = control_nets
         self._loras = LoraReader(checkpoint.family, checkpoint.networks, groups)
-        self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
+        self.tokenizer = Tokenizer(checkpoint.tokenizer)
         self._widths = {
             embeddings.NAMES[network]: text_encoder.get_input_embeddings().weight.shape[
                 1
             ]
             for network, text_encoder in checkpoint.text_encoders.items()
         }
-        self._embeddings = ReadOnce[embeddings.Embedding](
+        self._embeddings = ReadOnce[Embedding](
             _EMBEDDING_CACHE_BYTES, lambda embedding: embedding.size_bytes
         )
         self._lora_cache = self._loras.cache
@@ -359,7 +359,7 @@ class RequestPreparer(Preparer):
 
     def use(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
+        self.tokenizer = Tokenizer(checkpoint.tokenizer)
         if self._checkpoints is not None:
             self._checkpoints.stand_beside(checkpoint)
 
@@ -421,8 +421,8 @@ class RequestPreparer(Preparer):
     def _second_pass(
         self,
         first: PreparedRequest,
-        hires: contract.HiresPass,
-        named: Sequence[embeddings.Embedding],
+        hires: HiresPass,
+        named: Sequence[Embedding],
     ) -> PreparedRequest:
         """Prepares the second pass, with the first pass' LoRAs if it has no own."""
         own = first.request
@@ -439,7 +439,7 @@ class RequestPreparer(Preparer):
         taken = begin.second_pass(request.steps, hires.denoising_strength)
         checkpoint = self._check_checkpoint(hires.checkpoint)
         if self._is_sdxls_refiner(checkpoint):
-            raise errors.JobError(
+            raise JobError(
                 "hr_checkpoint_name: SDXL's refiner only goes on with images"
             )
         schedule = self._schedule(request, *taken)
@@ -504,8 +504,8 @@ class RequestPreparer(Preparer):
         )
 
     def _text_rows(
-        self, request: ImageRequest, named: Sequence[embeddings.Embedding]
-    ) -> tuple[text.PromptRow, ...]:
+        self, request: ImageRequest, named: Sequence[Embedding]
+    ) -> tuple[PromptRow, ...]:
         """The rows of a pass, whose words are also those that its own LoRAs bundle."""
         named = self._with_bundled(named, request.loras)
         rows = self.tokenizer.rows(request.prompt, named)
@@ -513,13 +513,11 @@ class RequestPreparer(Preparer):
             len(rows) > 1
             and self._checkpoint.unet.config.time_cond_proj_dim is not None
         ):
-            raise errors.JobError(
+            raise JobError(
                 "this model takes its guidance as an input: it does not draw AND"
             )
         if len(rows) > 1 and request.controls and request.sampler_options.s_min_uncond:
-            raise errors.JobError(
-                "AND with s_min_uncond and ControlNets is not supported"
-            )
+            raise JobError("AND with s_min_uncond and ControlNets is not supported")
         return (*rows, *self.tokenizer.rows(request.negative_prompt, named))
 
     def _controls(
@@ -529,7 +527,7 @@ class RequestPreparer(Preparer):
         if not request.controls:
             return ()
         if schedule.extend is not None:
-            raise errors.JobError(
+            raise JobError(
                 "DPM adaptive cannot be controlled: it has no number of steps"
             )
         self._may_go_on.wait()
@@ -571,13 +569,13 @@ class RequestPreparer(Preparer):
             any(each.rules.layer is None for each in encoders)
             and not 1 <= clip_skip <= layers
         ):
-            raise errors.JobError(
+            raise JobError(
                 f"clip_skip is {clip_skip}; this model's text encoder has {layers} layers"
             )
 
     def _with_bundled(
-        self, named: Sequence[embeddings.Embedding], loras: Sequence[contract.Lora]
-    ) -> Sequence[embeddings.Embedding]:
+        self, named: Sequence[Embedding], loras: Sequence[Lora]
+    ) -> Sequence[Embedding]:
         """Embeddings, and those in LoRAs' files; *named* ones go first, as in AUTOMATIC1111."""
         found = {each.name: each for each in named}
         for file in map(self._lora_cache.get, dict.fromkeys(loras)):
@@ -590,5 +588,5 @@ class RequestPreparer(Preparer):
                         self._loras.dtypes["text_encoder"],
                     )
                 identity = f"{file.identity} {name}"
-                found[name] = embeddings.Embedding(name, identity, vectors)
+                found[name] = Embedding(name, identity, vectors)
         return [*found.values()]

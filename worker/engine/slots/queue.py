@@ -26,24 +26,24 @@ class BatchKey(NamedTuple):
     width: int
     height: int
     tokens: int
+    #: The LoRAs that must be merged into the shared weights; None if slots can hold them.
     merged_loras: LoraKey | None
-    """The LoRAs that must be merged into the shared weights; None if slots can hold them."""
+    #: The ticket of a job that runs alone, since it may be what breaks the calls of others.
     isolated: int | None
-    """The ticket of a job that runs alone, since it may be what breaks the calls of others."""
+    #: The files of the ControlNets.
     controls: tuple[Identity, ...] = ()
-    """The files of the ControlNets."""
+    #: Rows that each image takes of a call: `PreparedRequest.rows`.
     slot_rows: int = 2
-    """Rows that each image takes of a call: `PreparedRequest.rows`."""
+    #: True for one row without LoRAs: its slots need no weights of their own.
     is_plain: bool = False
-    """True for one row without LoRAs: its slots need no weights of their own."""
+    #: True for images that tile.
     tiles: bool = False
-    """True for images that tile."""
+    #: True for jobs that change convolutions while others of their kind are compiled without.
     is_apart: bool = False
-    """True for jobs that change convolutions while others of their kind are compiled without."""
+    #: The checkpoint that draws, if it is not the engine's own.
     checkpoint: Identity | None = None
-    """The checkpoint that draws, if it is not the engine's own."""
+    #: True if prompts may be shorter than the context.
     is_masked: bool = False
-    """True if prompts may be shorter than the context."""
 
     @classmethod
     def of(cls, prepared: PreparedRequest) -> BatchKey:
@@ -81,43 +81,43 @@ class BatchKey(NamedTuple):
         return self.merged_loras is not None or self.checkpoint is not None
 
 
+#: Extra inputs of some UNets beside the texts' vectors: pooled vectors [texts, width] and
+#: `Family.size_ids` [texts, numbers]; or the level [1] of the noise on an enlarged image.
 AddedInputs = tuple[Tensor, ...]
-"""Extra inputs of some UNets beside the texts' vectors: pooled vectors [texts, width] and
-`Family.size_ids` [texts, numbers]; or the level [1] of the noise on an enlarged image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
     """A job's data on the device, ready to be copied into a slot."""
 
+    #: [4, height, width]
     latents: Tensor
-    """[4, height, width]"""
+    #: [texts, tokens, width]: of `PreparedRequest.texts`, padded with zeros; or states.
     vectors: Tensor
-    """[texts, tokens, width]: of `PreparedRequest.texts`, padded with zeros; or states."""
+    #: The image's noise after its first, which `latents` has.
     noise: NoiseStream
-    """The image's noise after its first, which `latents` has."""
+    #: [texts, 1, 1, tokens], added to the attention scores; None for an unmasked batch key.
     mask: Tensor | None = None
-    """[texts, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
     added: AddedInputs | None = None
+    #: The tensor of the UNet's LoRAs, of which `changes` are views.
     loras: Tensor | None = None
-    """The tensor of the UNet's LoRAs, of which `changes` are views."""
+    #: None once the slot holds the weights: `Stager.changes_of` copies them again.
     changes: LoraChanges = NO_CHANGES
-    """None once the slot holds the weights: `Stager.changes_of` copies them again."""
+    #: Kept area of the image, without the batch dimension; None if nothing is kept.
     inpainting: Inpainting | None = None
-    """Kept area of the image, without the batch dimension; None if nothing is kept."""
+    #: [channels, height, width] for each ControlNet: its embedded image.
     hints: Sequence[Tensor] = ()
-    """[channels, height, width] for each ControlNet: its embedded image."""
+    #: [sampler.HISTORY, 4, height, width]: earlier estimates of an image that comes from another
+    #: lane; None for one that begins.
     history: Tensor | None = None
-    """[sampler.HISTORY, 4, height, width]: earlier estimates of an image that comes from another
-    lane; None for one that begins."""
+    #: [channels, height, width]: of `ImageCoder.condition`, or the image that an upscaler enlarges,
+    #: with noise; None for ordinary checkpoints.
     conditioning: Tensor | None = None
-    """[channels, height, width]: of `ImageCoder.condition`, or the image that an upscaler enlarges,
-    with noise; None for ordinary checkpoints."""
 
+    #: The VAE that the request names, kept on the device by this, or that for images that tile.
     coder: ImageCoder | None = None
-    """The VAE that the request names, kept on the device by this, or that for images that tile."""
+    #: The checkpoint that draws, kept by this.
     checkpoint: CachedCheckpoint | None = None
-    """The checkpoint that draws, kept by this."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -142,24 +142,24 @@ class SlotJob:
     ticket: int
     prepared: PreparedRequest
     batch_key: BatchKey
+    #: True if it goes before those that are not.
     is_urgent: bool = False
-    """True if it goes before those that are not."""
 
     overtakes: int = 0
+    #: LoRAs being put together in the host's memory, before the device has room for them.
     assembling: Future[AssembledLoras] | None = None
-    """LoRAs being put together in the host's memory, before the device has room for them."""
+    #: The copy to the device, until the engine has taken its result.
     staging: Future[Staged] | None = None
-    """The copy to the device, until the engine has taken its result."""
     staged: Staged | None = None
     call: int = 0
+    #: Inputs and latents of the pass before this one; None in a first pass.
     first_pass: Staged | None = None
-    """Inputs and latents of the pass before this one; None in a first pass."""
+    #: The event after the tick that drew these latents.
     drawn: torch.cuda.Event | None = None
-    """The event after the tick that drew these latents."""
+    #: The original of `prepared`, before its schedule was extended.
     begun_with: PreparedRequest | None = None
-    """The original of `prepared`, before its schedule was extended."""
+    #: True once its slot holds its weights; not needed while the shared ones serve all slots.
     has_weights: bool = False
-    """True once its slot holds its weights; not needed while the shared ones serve all slots."""
 
     @property
     def data(self) -> Staged:
@@ -219,10 +219,10 @@ class Costs:
     per_slot_convolutions_seconds: float = 0.11
     shared_seconds: float = 0.1
     merge_seconds: float = 0.02
+    #: Seconds to compile one graph beside the ticks.
     graph_seconds: float = 40.0
-    """Seconds to compile one graph beside the ticks."""
+    #: Share of an uncompiled tick's seconds that compiling it saves.
     saved_share: float = 0.35
-    """Share of an uncompiled tick's seconds that compiling it saves."""
 
     def seconds(self, mode: WeightMode) -> float:
         found: float = getattr(self, f"{mode}_seconds")

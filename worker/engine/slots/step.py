@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
 from worker.engine import sampler
 from worker.engine.control.network import ControlState, SlotControlNet, residuals
@@ -23,8 +23,6 @@ from worker.engine.slots.compile_policy import GraphKey, ModeUsage, Outlook
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.queue import BatchKey, SlotJob
-
-log = logs.EventLog(__name__)
 
 #: The first column of the guidance scales, after the sampler's own; as many as a slot has rows.
 _GUIDANCE = sampler.COLUMNS
@@ -105,8 +103,8 @@ def tick(
     state.history.copy_(remembered)
 
 
+#: A tick's `rows` and `noise` in host memory.
 Inputs = tuple[Tensor, Tensor]
-"""A tick's `rows` and `noise` in host memory."""
 
 
 class InputFeeder:
@@ -154,8 +152,8 @@ class InputFeeder:
             self._copied.append(event)
 
 
+#: A weight mode, and the version of the tensors with slots' changes of convolutions.
 _TickKey = tuple[WeightMode, int]
-"""A weight mode, and the version of the tensors with slots' changes of convolutions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -166,13 +164,13 @@ class Step:
     state: SlotState
     feeder: InputFeeder
     controls: Sequence[ControlState]
+    #: The UNet and the ControlNets.
     networks: Sequence[SlotNetwork]
-    """The UNet and the ControlNets."""
     compiled: dict[WeightMode, Graph] = field(default_factory=dict)
+    #: Uncompiled ticks, for which others serve once they are compiled.
     recorded: dict[_TickKey, Graph] = field(default_factory=dict)
-    """Uncompiled ticks, for which others serve once they are compiled."""
+    #: Ticks that ran neither compiled nor recorded.
     ticks: Counter[_TickKey] = field(default_factory=Counter)
-    """Ticks that ran neither compiled nor recorded."""
     is_compiling: bool = False
     mode_usage: ModeUsage = field(default_factory=ModeUsage)
 
