@@ -162,6 +162,7 @@ def write_lora_of(
         for part, tensor in random_model.lora(shape, rank, generator).items():
             tensors[f"{key}.{part}"] = tensor.cpu().contiguous()
         tensors[f"{key}.alpha"] = torch.tensor(alpha)
+    path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path)
 
 

@@ -251,7 +251,10 @@ def refusal(
             return f"{token} {doing} ({answer}){remedy(resource, permission)}"
         if credential.is_identity:
             role = roles.azure_role(resource, permission)
-            return f"the pod's identity {doing} of {what} ({answer}): assign it Azure's {role!r}"
+            return (
+                f"the pod's identity {doing} of {what} ({answer}): assign it the Azure role"
+                f" {role!r}"
+            )
     reason = "the account key is wrong, or was regenerated"
     if credential.token:
         reason = (
