@@ -104,8 +104,8 @@ class Decoder:
         self._pixels_per_latent = factor**2
         self.slice_pixels = _SLICE_PIXELS
         self.max_images = _MAX_IMAGES
+        #: True where the memory is too short for whole layers: see `decode_in_stripes`.
         self.is_striped = False
-        """True where the memory is too short for whole layers: see `decode_in_stripes`."""
 
         self._pool = pool
         self._may_compile = True
@@ -113,8 +113,8 @@ class Decoder:
         self._copies: deque[tuple[Sequence[_FinishedLatents], HostCopy]] = deque()
         self._failed: list[Finished] = []
         self._compiled: dict[_SliceKey, tuple[Tensor, Graph]] = {}
+        #: What cannot be compiled, or failed once it was.
         self._refused: set[_SliceKey] = set()
-        """What cannot be compiled, or failed once it was."""
         # Of single images for which the memory was too short.
         self._striped_shapes: set[torch.Size] = set()
         self._tick = 0

@@ -247,8 +247,8 @@ class NoiseStream:
     brownian: BrownianNoise | None = None
 
     def __post_init__(self) -> None:
+        #: Draws the stream's noise; noise for an image that an upscaler enlarges is drawn first.
         self.draw = self._make(self._seed)
-        """Draws the stream's noise; noise for an image that an upscaler enlarges is drawn first."""
         self._tree: BrownianTree | None = None
         self._intervals = iter(self.brownian.intervals if self.brownian else ())
         self._ready = deque[Tensor]()

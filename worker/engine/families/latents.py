@@ -7,7 +7,7 @@ import torch
 from diffusers import AutoencoderTiny
 from torch import nn
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.contract import Settings
 from worker.engine.control.cache import ControlNets
@@ -35,9 +35,7 @@ def _read_tiny(folder: Path, checkpoint: Checkpoint) -> AutoencoderTiny:
         checkpoint.factor,
         checkpoint.channels,
     ):
-        raise errors.SetupError(
-            f"--taesd {str(folder)!r} does not fit the model's latents"
-        )
+        raise SetupError(f"--taesd {str(folder)!r} does not fit the model's latents")
     nn.Module.to(tiny, device=checkpoint.vae.device, dtype=checkpoint.vae.dtype)
     tiny.to(memory_format=torch.channels_last)
     return tiny

@@ -60,8 +60,8 @@ class Buffers:
 
     def __init__(self, spare_bytes: int | None = None) -> None:
         """Keeps at most *spare_bytes*; by default a share of the machine's memory."""
+        #: True if new memory is page-locked: a GPU copies from it three to ten times as fast.
         self.locks_pages = False
-        """True if new memory is page-locked: a GPU copies from it three to ten times as fast."""
         if spare_bytes is None:
             spare_bytes = int(min(host.memory_bytes() * SPARE_SHARE, MAX_SPARE_BYTES))
         self._spare_bytes = spare_bytes
@@ -310,8 +310,8 @@ class ReadOnce(Generic[Value]):
 
     def __init__(self, room: int, size: Callable[[Value], int] = lambda _: 1) -> None:
         """*room*: the most of the *size* of all values; a larger one is read each time."""
+        #: Values that were here ('hit') and were read ('miss').
         self.lookups: Counter[str] = Counter()
-        """Values that were here ('hit') and were read ('miss')."""
         self._lock = threading.Condition()
         keep = cached(LRUCache(room, size), lambda key, _: key, condition=self._lock)
         self._find = keep(lambda _, read: read())

@@ -66,16 +66,16 @@ class Packages:
     def __init__(
         self, folder: Path, device: torch.device, exchange: Exchange | None = None
     ) -> None:
+        #: Graphs that got kernels, by where these are from.
         self.graphs = dict.fromkeys(ORIGINS, 0)
-        """Graphs that got kernels, by where these are from."""
         self._folder = folder
         self._device = device
         self._exchange = exchange
         self._compilers = [Compiler()]
+        #: What is compiled, the graph that is wanted included.
         self._orders: dict[Path, Compiler] = {}
-        """What is compiled, the graph that is wanted included."""
+        #: What was compiled before it was wanted.
         self._foreseen: set[Path] = set()
-        """What was compiled before it was wanted."""
         self._wanted: _Wanted | None = None
 
     def prepare(self) -> None:

@@ -54,8 +54,8 @@ class Layers:
     ) -> None:
         """*backbone* is the name of the network that draws, with its layers' original *names*."""
         self.shapes: dict[LayerId, torch.Size] = {}
+        #: The paths of the layers that one of an original name is, with the rows of all.
         self.members: dict[LayerId, tuple[str, ...]] = {}
-        """The paths of the layers that one of an original name is, with the rows of all."""
         self._by_name: dict[str, LayerId] = {}
         self._layouts = functools.lru_cache(_MAX_LAYOUTS)(self._make)
         self.text_encoders = tuple(text_encoders)
@@ -199,11 +199,11 @@ class Layout:
             key for key, place in places.items() if not place.dtype.is_floating_point
         ]
         found = lora.read(shapes, integers)
+        #: True if layers have their modules' dotted names, as in diffusers and peft.
         self.is_dotted = any("." in name for name in found.layers)
-        """True if layers have their modules' dotted names, as in diffusers and peft."""
         self.embeddings: dict[str, dict[str, str]] = {}
+        #: The keys of what changes nothing.
         self.skipped = found.skipped
-        """The keys of what changes nothing."""
         for name, parts in found.embeddings.items():
             if (
                 sorted(shapes[key][-1] for key in parts.values())

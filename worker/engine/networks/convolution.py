@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 from torch.nn import Conv2d, Module
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from worker.engine.kernels.layers import Upsampler, convolve
 from worker.engine.lora.kinds import Factors
 from worker.engine.lora.merge import Shape
@@ -38,10 +38,10 @@ _CHANGING = 0.25
 class LowRankChange(Module):
     """Each slot's own change of layers of one shape with the same input."""
 
+    #: [slots, layers * taps * rank, in], of the first slots; None until a job has such a change.
     down: Tensor | None
-    """[slots, layers * taps * rank, in], of the first slots; None until a job has such a change."""
+    #: [slots, layers, rank, out]
     up: Tensor | None
-    """[slots, layers, rank, out]"""
 
     def __init__(self, layers: Mapping[str, Module]) -> None:
         """*layers* by path."""
@@ -76,9 +76,7 @@ class SlotConv(Module):
         super().__init__()
         conv = layer.conv if isinstance(layer, Upsampler) else layer
         if not isinstance(conv, Conv2d) or not _is_usual(conv):
-            raise errors.SetupError(
-                f"{path} is not one of Stable Diffusion's convolutions"
-            )
+            raise SetupError(f"{path} is not one of Stable Diffusion's convolutions")
         self.layer: Any = layer
         self.change = LowRankChange({path: conv})
         self._stride: int = conv.stride[0]
@@ -160,8 +158,8 @@ class SlotChanges:
     def __init__(self, changes: Iterable[LowRankChange], like: Tensor) -> None:
         """*like* has the device and the type."""
         self.groups: dict[Shape, list[str]] = {}
+        #: Rises whenever the tensors are allocated anew.
         self.version = 0
-        """Rises whenever the tensors are allocated anew."""
         self._members: dict[Shape, list[LowRankChange]] = {}
         for change in changes:
             self.groups.setdefault(change.shape, []).extend(change.paths)

@@ -330,8 +330,8 @@ class SlotNetwork(Module):
         self.device: torch.device = like.device
         self.weights: SlotWeights = weights
         self.changes = SlotChanges((), like.detach())
+        #: Memory for weights while they are merged.
         self.temporary_bytes = TEMPORARY_BYTES
-        """Memory for weights while they are merged."""
         self._stacks: Mapping[Group, WeightStack | ReloadedStack] = {}
         self._upsamplers: list[Upsampler] = []
         self._block: tuple[int, int | None] = (0, None)

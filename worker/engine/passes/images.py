@@ -39,8 +39,8 @@ class ImageCoder:
 
     def __init__(self, vae: AutoencoderKL) -> None:
         self.vae = vae
+        #: Network that computes: the VAE, or a copy of it in float32.
         self._vae = vae
-        """Network that computes: the VAE, or a copy of it in float32."""
         self.size_bytes = sum(each.nbytes for each in vae.parameters())
         self._known: LRUCache[object, Tensor] = LRUCache(_REMEMBERED)
 

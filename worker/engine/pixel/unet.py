@@ -27,8 +27,8 @@ class TextAttention(nn.Module):
         self.original = original
         self.heads: int = original.heads
         self.width: int = original.add_k_proj.out_features
+        #: The first of its columns in the context: the text's keys, then its values.
         self.start = 0
-        """The first of its columns in the context: the text's keys, then its values."""
 
     def text_columns(self, states: Tensor) -> Tensor:
         """Keys and values [rows, tokens, 2 * width] of encoded text [rows, tokens, text width]."""

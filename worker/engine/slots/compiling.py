@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
 from worker.engine.kernels.compiler import CompileError
 from worker.engine.kernels.graph import Graph
@@ -18,8 +18,6 @@ from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.queue import BatchKey
 from worker.engine.slots.step import Step, StepRunner
-
-log = logs.EventLog(__name__)
 
 #: The jobs in the first slots say whether the first graph has to change convolutions: it waits for
 #: them, but not for longer.
@@ -48,8 +46,8 @@ class Compilation:
 
         *use_less_memory* closes all lanes, with fewer slots afterwards.
         """
+        #: True while something is compiled beside the ticks, or about to be.
         self.is_under_way = False
-        """True while something is compiled beside the ticks, or about to be."""
         self._unet = parts.unet
         self._runner = runner
         self._decoder = parts.decoder
@@ -106,7 +104,7 @@ class Compilation:
             self._go_on(batch_key)
             while self._pending is not None and self._is_done:  # it was there
                 self._go_on(batch_key)
-        except Exception as error:  # images can be drawn without
+        except Exception as error:  # noqa: BLE001 - images are drawn without
             failure = engine_errors.classify(error)
             lacks_memory = engine_errors.is_out_of_memory(error)
             if not lacks_memory:
@@ -186,7 +184,7 @@ class Compilation:
         """Raises NodeError if the GPU is broken; whatever else fails is compiled in its turn."""
         try:
             self._foresee()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - logged
             failure = engine_errors.classify(error)
             log.warning(
                 f"the next size is not compiled ahead: {failure.message}",

@@ -27,13 +27,13 @@ class Parts:
     unet: SlotNetwork
     preparer: Preparer
     control_nets: ControlNets
+    #: The networks of files that jobs name.
     caches: Sequence[NetworkCache[Any]]
-    """The networks of files that jobs name."""
+    #: None: it draws with its own alone.
     checkpoints: CheckpointCache | None
-    """None: it draws with its own alone."""
     stager: Stager
     merger: Merger
     decoder: Decoder
     pool: GraphPool | None
+    #: Guesses, until ticks and merging have been timed.
     costs: Costs
-    """Guesses, until ticks and merging have been timed."""

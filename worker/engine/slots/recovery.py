@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from imagefleet import errors
+from imagefleet.errors import FleetError
 from imagefleet.files.safetensors import Identity
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import contract
 from worker.engine.slots import memory
 from worker.engine.slots.lane import Lane, Lanes
@@ -14,8 +14,6 @@ from worker.engine.slots.parts import Parts
 from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.step import StepRunner
 from worker.engine.slots.weights import Weights
-
-log = logs.EventLog(__name__)
 
 
 class Recovery:
@@ -34,7 +32,7 @@ class Recovery:
         self._native = parts.model.default_size
 
     def recover(
-        self, lane: Lane, failure: errors.FleetError, *, out_of_memory: bool
+        self, lane: Lane, failure: FleetError, *, out_of_memory: bool
     ) -> list[contract.Finished]:
         """Restarts in-flight images from their seeds, in a way that is less likely to fail.
 

@@ -47,8 +47,8 @@ _ASSEMBLERS = 3
 _MASKED = -10_000.0
 
 
+#: A job, its result, and its LoRAs if they are being assembled already.
 _Begun = tuple[SlotJob, "Future[Staged]", "Future[AssembledLoras] | None"]
-"""A job, its result, and its LoRAs if they are being assembled already."""
 
 
 class Stager:
@@ -72,10 +72,10 @@ class Stager:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._thread = ThreadPoolExecutor(1, "stager")
         self._assemblers = ThreadPoolExecutor(_ASSEMBLERS, "assembler")
+        #: Memory for ControlNets and VAEs, and for the LoRAs of jobs that have no slot yet.
         self.room_bytes = math.inf
-        """Memory for ControlNets and VAEs, and for the LoRAs of jobs that have no slot yet."""
+        #: Held while LoRAs may be merged into the text encoder.
         self.text_encoder_lock = threading.Lock()
-        """Held while LoRAs may be merged into the text encoder."""
 
     def first_with_room(self, jobs: Sequence[SlotJob]) -> Sequence[SlotJob]:
         """The first of *jobs* whose LoRAs have room on the device together; at least one."""

@@ -127,8 +127,8 @@ class InputFeeder:
             (host_copy(state.rows), host_copy(state.noise))
             for _ in range(_MAX_TICKS_AHEAD + 1 if self._pinned else 1)
         ]
+        #: Buffers to fill and send, in turn.
         self.inputs: Iterator[Inputs] = itertools.cycle(buffers)
-        """Buffers to fill and send, in turn."""
 
     def send(self, rows: Tensor, noise: Tensor | None) -> None:
         if len(self._copied) == _MAX_TICKS_AHEAD:
@@ -210,14 +210,14 @@ class StepRunner:
         self.costs = parts.costs
         self.slots = slots
         self.max_compiled = _MAX_COMPILED_KEYS
+        #: The key whose jobs need the memory: nothing is compiled while there are some.
         self.paused_for: BatchKey | None = None
-        """The key whose jobs need the memory: nothing is compiled while there are some."""
         size = parts.model.default_size
         tokens = parts.model.family.plain_tokens
         rows = 1 if parts.settings.is_unguided else 2
         is_plain = rows == 1 and parts.model.family.has_slot_weights
+        #: The key of ordinary jobs, whose rows the first one shows.
         self.native = BatchKey(*size, tokens, None, None, (), rows, is_plain)
-        """The key of ordinary jobs, whose rows the first one shows."""
         self.outlook = Outlook(parts.settings.queue_seconds)
         self._unet = parts.unet
         self._model = parts.model
