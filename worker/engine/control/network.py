@@ -73,7 +73,7 @@ class SlotControlNet(SlotEncoder):
                 tensor.record_stream(stream)
 
     def tensors(self) -> Iterator[Tensor]:
-        stacks = (stack.shared for stack in self.keys_values.stacks.values())
+        stacks = (stack.shared for stack in self.prompt_layers.stacks.values())
         return itertools.chain(self.parameters(), self.buffers(), stacks)
 
     def _weigh(self, output: Tensor, weights: Tensor, slot_rows: int) -> Tensor:

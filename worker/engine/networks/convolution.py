@@ -170,7 +170,8 @@ class SlotChanges:
         self._is_outgrown = False
         self._capacities: dict[Shape, int] = {}
         self._parts: dict[Shape, Factors] = {}
-        self._block: tuple[int, int | None] = (0, None)
+        #: The block in use, and how many of its slots are; None: all.
+        self.block: tuple[int, int | None] = (0, None)
         self._blocks: dict[int, Tensor] = {}
         self._changed: set[tuple[int, int]] = set()
 
@@ -232,7 +233,7 @@ class SlotChanges:
     def resize(self, *slots: int) -> None:
         """Allocates zero changes for the *slots* of the first block; others have the last ones'."""
         self._slots = slots
-        self._block = (0, None)
+        self.block = (0, None)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -244,11 +245,11 @@ class SlotChanges:
         for members in self._members.values():
             for change in members:
                 change.down = change.up = None
-        self.use_block(*self._block)
+        self.use_block(*self.block)
 
     def use_block(self, block: int, slots: int | None = None) -> None:
         """Uses the first *slots* of another block's changes, allocated at its first use."""
-        self._block = (block, slots)
+        self.block = (block, slots)
         held = self.slots_of(block)
         if not self._capacities or not held:
             return
@@ -291,7 +292,7 @@ class SlotChanges:
 
     def load(self, slot: int, changes: Mapping[Shape, Factors]) -> None:
         """Sets a slot's changes, asynchronously; there must be room."""
-        block, _ = self._block
+        block, _ = self.block
         place = (block, slot)
         if place in self._changed:
             self._blocks[block][slot].zero_()
