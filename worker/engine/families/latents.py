@@ -24,7 +24,7 @@ from worker.engine.slots import memory
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import RequestPreparer
 from worker.engine.slots.queue import Costs
-from worker.engine.slots.staging import LatentStager
+from worker.engine.slots.staging import ClipStager
 
 
 def _read_tiny(folder: Path, checkpoint: Checkpoint) -> AutoencoderTiny:
@@ -59,7 +59,7 @@ def of_latents(
     checkpoints = read and CheckpointCache(
         checkpoint, read, has_own_layers=has_own_layers
     )
-    stager = LatentStager(checkpoint, control_nets, tiny, vaes, checkpoints)
+    stager = ClipStager(checkpoint, control_nets, tiny, vaes, checkpoints)
     layer_bytes = linear.transformer_bytes(checkpoint.unet)
     weights = settings.slot_weights or memory.choose_weights(
         device, layer_bytes, is_large=is_large

@@ -18,7 +18,7 @@ from worker.engine.flow.checkpoint import FlowCheckpoint
 from worker.engine.flow.text import PromptEncoder
 from worker.engine.kernels import layers
 from worker.engine.kernels.graph import GraphPool
-from worker.engine.lora.merge import NO_CHANGES, Groups
+from worker.engine.lora.merge import Groups
 from worker.engine.lora.shared import Merger
 from worker.engine.passes import begin
 from worker.engine.passes.images import ImageCoder
@@ -26,14 +26,9 @@ from worker.engine.pixel import text_states
 from worker.engine.sampler import Schedule
 from worker.engine.slots import memory
 from worker.engine.slots.parts import Parts
-from worker.engine.slots.prepare import (
-    AssembledLoras,
-    LoraReader,
-    PreparedRequest,
-    Preparer,
-)
-from worker.engine.slots.queue import Costs, SlotJob, Staged
-from worker.engine.slots.staging import Stager
+from worker.engine.slots.prepare import LoraReader, PreparedRequest, Preparer
+from worker.engine.slots.queue import Costs, SlotJob
+from worker.engine.slots.staging import LatentStager
 
 #: Prompts whose states stay on the device: 7.9 MB each.
 _STATES_KEPT = 32
@@ -119,8 +114,8 @@ class FlowPreparer(Preparer):
         )
 
 
-class FlowStager(Stager):
-    """Encodes prompts, several at once, and images to begin with."""
+class FlowStager(LatentStager):
+    """Encodes prompts, several at once, or takes their states from the request."""
 
     def __init__(
         self,
@@ -128,9 +123,7 @@ class FlowStager(Stager):
         control_nets: ControlNets,
         encoder: PromptEncoder | None,
     ) -> None:
-        super().__init__(checkpoint, control_nets)
-        self._dtype = checkpoint.unet.dtype
-        self._images = ImageCoder(checkpoint.vae)
+        super().__init__(checkpoint, ImageCoder(checkpoint.vae), control_nets)
         self._encoder = encoder
         self._states: LRUCache[str, Tensor] = LRUCache(_STATES_KEPT)
 
@@ -159,25 +152,14 @@ class FlowStager(Stager):
                 found[prompt] = self._states[prompt] = own.clone()
         return found
 
-    @torch.no_grad()
-    def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
+    def _encode(
+        self, job: SlotJob, _loras: object, _other: object
+    ) -> tuple[Tensor, None, None]:
         prepared = job.prepared
-        copied = None
-        changes = NO_CHANGES
-        if prepared.pack is not None:
-            copied = self._copy(loras[prepared.family.backbone])
-            changes = prepared.pack.of(copied)
         if prepared.states is not None:
-            vectors = self._copy(prepared.states).to(self._dtype)
-        else:
-            states = self._find_states(prepared.prompts)
-            vectors = torch.stack([states[prompt] for prompt in prepared.prompts])
-        noise = prepared.noise(self._channels, self._factor)
-        latents = self._copy(prepared.first_latents(noise))
-        if prepared.image is not None:
-            original = self._images.encode_init(prepared.image)
-            latents = latents + prepared.schedule.image_scale * original
-        return Staged(latents, vectors, noise, loras=copied, changes=changes)
+            return self._copy(prepared.states).to(self._dtype), None, None
+        states = self._find_states(prepared.prompts)
+        return torch.stack([states[each] for each in prepared.prompts]), None, None
 
 
 def _has_room(device: torch.device, text_bytes: int) -> bool:
