@@ -18,7 +18,7 @@ from imagefleet.errors import SetupError
 from imagefleet.files.safetensors import UnusableError
 from imagefleet.validation import JSONDict
 from worker.engine import checkpoint, checksums
-from worker.engine.families import reading
+from worker.engine.families import prompts, reading
 from worker.engine.families.table import Model
 from worker.engine.files import safetensors
 from worker.engine.flow import families, schedules, text
@@ -127,7 +127,7 @@ def load_checkpoint(
         default_size=(side, side),
         factor=factor,
         text_width=width,
-        states_encoder=None if text.has_encoder(folder) else encoder,
+        states_encoder=None if prompts.has_encoder(folder, text.KIND) else encoder,
         weight_sums=sums,
         is_int8=is_int8,
     )

@@ -15,7 +15,7 @@ from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.flow import schedules
 from worker.engine.flow.checkpoint import FlowCheckpoint
-from worker.engine.flow.text import PromptEncoder
+from worker.engine.flow.text import ChatEncoder
 from worker.engine.kernels import layers
 from worker.engine.kernels.graph import GraphPool
 from worker.engine.lora.merge import Groups
@@ -121,7 +121,7 @@ class FlowStager(LatentStager):
         self,
         checkpoint: FlowCheckpoint,
         control_nets: ControlNets,
-        encoder: PromptEncoder | None,
+        encoder: ChatEncoder | None,
     ) -> None:
         super().__init__(checkpoint, ImageCoder(checkpoint.vae), control_nets)
         self._encoder = encoder
@@ -186,7 +186,7 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
         layers.replace_modules(checkpoint.vae, layers.group_norm, layers.upsampler)
     encoder = None
     if checkpoint.states_encoder is None:
-        encoder = PromptEncoder(
+        encoder = ChatEncoder(
             checkpoint.folder, family.text, device, checkpoint.unet.dtype
         )
         encoder.place(may_stay=_has_room(device, encoder.size_bytes))

@@ -15,12 +15,13 @@ from imagefleet.job.prompt import Prompt
 from worker.engine.contract import ImageRequest, InitImage, Settings
 from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
+from worker.engine.families import prompts
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.kernels.graph import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.passes import begin
 from worker.engine.passes.begin import LowResolution
-from worker.engine.pixel import schedules, text_stage, text_states
+from worker.engine.pixel import schedules, text_states
 from worker.engine.pixel.checkpoint import PixelCheckpoint
 from worker.engine.pixel.text_stage import TextStage
 from worker.engine.pixel.unet import PixelUnet
@@ -99,7 +100,7 @@ class StagePreparer(Preparer):
     def _load_text_stage(self) -> TextStage:
         """The stage's own text encoder, on the CPU, from when it is needed."""
         folder = self._checkpoint.folder
-        if not text_stage.has_encoder(folder):
+        if not prompts.has_encoder(folder, "t5"):
             raise JobError(
                 "the prompt's text states are missing, and this stage has no text encoder:"
                 " `imagefleet files make text` makes them (docs/cascade.md)"
