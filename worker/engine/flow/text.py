@@ -69,11 +69,15 @@ class ChatEncoder(PromptEncoder):
         for part in (self._encoder.rotary_emb, self._encoder.norm):
             part.to(self._device)
         for layer in self._encoder.layers:
-            held = {each: _pinned(each.data) for each in layer.parameters()}
+            held = {each: each.data for each in layer.parameters()}
+            if torch.cuda.is_available():
+                held = {each: data.pin_memory() for each, data in held.items()}
             layer.register_forward_pre_hook(
                 functools.partial(_enter, held, self._device)
             )
-            layer.register_forward_hook(functools.partial(_leave, held))
+            layer.register_forward_hook(
+                functools.partial(_enter, held, torch.device("cpu"))
+            )
 
     def _chat(self, prompt: str) -> str:
         chat: str = self._tokenizer.apply_chat_template(
@@ -100,21 +104,11 @@ class ChatEncoder(PromptEncoder):
         return states
 
 
-def _pinned(weight: Tensor) -> Tensor:
-    """A weight in page-locked memory where there is a GPU to copy it to."""
-    return weight.pin_memory() if torch.cuda.is_available() else weight
-
-
 def _enter(
     held: Mapping[Parameter, Tensor], device: torch.device, *_called: object
 ) -> None:
     for parameter, weight in held.items():
         parameter.data = weight.to(device, non_blocking=True)
-
-
-def _leave(held: Mapping[Parameter, Tensor], *_called: object) -> None:
-    for parameter, weight in held.items():
-        parameter.data = weight
 
 
 def encoder_name(folder: Path, rule: TextRule) -> str:

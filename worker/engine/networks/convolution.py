@@ -50,13 +50,14 @@ class LowRankChange(Module):
         weights: list[Any] = [layer.weight for layer in layers.values()]
         ((outputs, inputs, *kernel),) = {tuple(each.shape) for each in weights}
         self.shape = Shape(outputs, inputs, math.prod(kernel))
+        self.width: int = len(self.paths) * outputs
         self.register_buffer("down", None, persistent=False)
         self.register_buffer("up", None, persistent=False)
 
-    def forward(self, x: Tensor, slots: int) -> Tensor:
-        """The layers' change [rows, layers * out] of inputs [rows, in], equally many per slot."""
-        if self.down is None or self.up is None:
-            return x.new_zeros(len(x), len(self.paths) * self.shape.outputs)
+    def add(self, output: Tensor, x: Tensor, slots: int) -> None:
+        """Adds to the *output* [rows, width] of x [rows, in], equally many rows per slot."""
+        if not slots or self.down is None or self.up is None:
+            return
         changing = min(slots, len(self.down))
         rows = len(x) // slots * changing
         tokens = x[:rows].view(changing, -1, x.shape[1])
@@ -64,8 +65,7 @@ class LowRankChange(Module):
         by_layer = products.view(*tokens.shape[:2], len(self.paths), -1).transpose(1, 2)
         # [slots, layers, tokens, rank] by [slots, layers, rank, out]
         changed = torch.matmul(by_layer, self.up[:changing])
-        changed = changed.transpose(1, 2).flatten(2).flatten(0, 1)
-        return F.pad(changed, (0, 0, 0, len(x) - rows))
+        output[:rows] += changed.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class SlotConv(Module):

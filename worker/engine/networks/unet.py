@@ -98,7 +98,7 @@ class SlotEncoder(SlotNetwork):
         context: Tensor,
         added_rows: Tensor | None,
     ) -> None:
-        super().compute_prompt(vectors, added, changes, context, added_rows)
+        self.prompt_layers.compute(vectors, changes, context)
         if self.added is not None and added is not None and added_rows is not None:
             added_rows.copy_(self.added(*added))
 
@@ -211,12 +211,10 @@ class _TimeEmbedding(Module):
             scales = _sines(guidance - 1, self.embed_guidance.in_features)
             x = x + self.embed_guidance(scales.to(x.dtype))
         hidden = self.first(x)
-        if slots:
-            hidden = hidden + self.first_change(x, slots)
+        self.first_change.add(hidden, x, slots)
         hidden = self.act(hidden)
         output: Tensor = self.second(hidden)
-        if slots:
-            output = output + self.second_change(hidden, slots)
+        self.second_change.add(output, hidden, slots)
         return output
 
 
@@ -275,9 +273,11 @@ class _TimeProjections(Module):
     def forward(self, time: Tensor, slots: int) -> Tensor:
         time = F.silu(time)
         projected: Tensor = F.linear(time, self.weight, self.bias)
-        if slots:
-            changed = [change(time, slots) for change in self.changes]
-            projected = projected + torch.cat(changed, dim=1)
+        at = 0
+        change: Any
+        for change in self.changes:
+            change.add(projected[:, at : at + change.width], time, slots)
+            at += change.width
         return projected
 
 

@@ -69,7 +69,7 @@ def load_checkpoint(
         image_noise = ImageNoise(
             scheduler, int(scheduler.config.num_train_timesteps) - 1
         )
-    checkpoint.place({"unet": unet}, {"unet": (device, dtype)})
+    checkpoint.place(folder, {"unet": unet}, {"unet": (device, dtype)})
     side = unet.config.sample_size
     encoder = text_stage.encoder_name(folder)
     return PixelCheckpoint(
