@@ -63,7 +63,7 @@ class HostCopy:
     @classmethod
     def begin(cls, pixels: Tensor, is_finite: Tensor, images: int) -> HostCopy:
         """Copies the first *images* of what `to_pixels` returns, once the stream is so far."""
-        on_gpu = pixels.device.type == "cuda"
+        on_gpu = pixels.is_cuda
         host_pixels = torch.empty(
             (images, *pixels.shape[1:]), dtype=torch.uint8, pin_memory=on_gpu
         )

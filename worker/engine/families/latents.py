@@ -23,7 +23,6 @@ from worker.engine.passes.images import Vaes
 from worker.engine.slots import memory
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import RequestPreparer
-from worker.engine.slots.queue import Costs
 from worker.engine.slots.staging import ClipStager
 
 
@@ -84,7 +83,6 @@ def of_latents(
         vaes,
         checkpoints,
     )
-    costs = Costs(merge_seconds=1.0) if keeps_on_cpu else Costs()
     pool = GraphPool(device) if device.type == "cuda" else None
     return Parts(
         model=checkpoint,
@@ -98,5 +96,4 @@ def of_latents(
         merger=merger,
         decoder=Decoder(checkpoint.vae, checkpoint.factor, tiny, pool),
         pool=pool,
-        costs=costs,
     )

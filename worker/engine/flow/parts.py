@@ -1,6 +1,5 @@
 """Parts of an engine for a transformer of flows: preparer and stager."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from worker.engine.sampler import Schedule
 from worker.engine.slots import memory
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import LoraReader, PreparedRequest, Preparer
-from worker.engine.slots.queue import Costs, SlotJob
+from worker.engine.slots.queue import SlotJob
 from worker.engine.slots.staging import LatentStager
 
 #: Prompts whose states stay on the device: 7.9 MB each.
@@ -162,20 +161,6 @@ class FlowStager(LatentStager):
         return torch.stack([states[each] for each in prepared.prompts]), None, None
 
 
-def _has_room(device: torch.device, text_bytes: int) -> bool:
-    """True if a text encoder may stay on the device beside the transformer."""
-    if device.type != "cuda":
-        return True
-    return text_bytes <= _TEXT_SHARE * memory.free_bytes(device)
-
-
-def _costs(checkpoint: FlowCheckpoint, *, keeps_on_cpu: bool) -> Costs:
-    """Guesses, until merging has been timed; nothing is merged into weights in int8."""
-    if checkpoint.is_int8:
-        return Costs(merge_seconds=math.inf)
-    return Costs(merge_seconds=1.0) if keeps_on_cpu else Costs()
-
-
 def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
     """The parts of an engine for a transformer of flows."""
     if settings.taesd is not None:
@@ -189,7 +174,10 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
         encoder = ChatEncoder(
             checkpoint.folder, family.text, device, checkpoint.unet.dtype
         )
-        encoder.place(may_stay=_has_room(device, encoder.size_bytes))
+        may_stay = device.type != "cuda" or (
+            encoder.size_bytes <= _TEXT_SHARE * memory.free_bytes(device)
+        )
+        encoder.place(may_stay=may_stay)
     network = family.slot_network(checkpoint.unet)
     weight_bytes = sum(each.nbytes for each in checkpoint.unet.parameters())
     keeps_on_cpu = memory.has_no_room_for_originals(device, weight_bytes)
@@ -209,5 +197,4 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
         merger=Merger(checkpoint.unet, keeps_on_cpu=keeps_on_cpu),
         decoder=Decoder(checkpoint.vae, checkpoint.factor, pool=pool),
         pool=pool,
-        costs=_costs(checkpoint, keeps_on_cpu=keeps_on_cpu),
     )

@@ -4,6 +4,7 @@ Every merge starts from a copy of the checkpoint's own weights: subtracting a ch
 rounding in the next image.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +28,10 @@ class Merger:
         self._keeps_on_cpu = keeps_on_cpu
         self._device: torch.device = next(network.parameters()).device
         self._weights = adaptable(network)
+        #: What merging takes, by a guess; weights in int8 cannot be merged into.
+        self.expected_seconds = 1.0 if keeps_on_cpu else 0.02
+        if any(each.dtype == torch.int8 for each in self._weights.values()):
+            self.expected_seconds = math.inf
         # Of those that some LoRA has changed so far: at worst, the network once more.
         self._originals: dict[str, Tensor] = {}
         self._merged: set[str] = set()

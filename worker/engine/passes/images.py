@@ -191,10 +191,7 @@ def _decode(vae: decoder.Vae, latents: Tensor) -> Tensor:
 
 
 def _encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
-    x = images.to(vae.dtype)
-    if x.device.type == "cuda":
-        x = x.contiguous(memory_format=torch.channels_last)
-    moments = vae.encoder(x)
+    moments = vae.encoder(layers.channels_last(images.to(vae.dtype)))
     if vae.quant_conv is not None:
         moments = vae.quant_conv(moments)
     mean, _ = moments.float().chunk(2, dim=1)

@@ -27,7 +27,7 @@ from worker.engine.pixel.text_stage import TextStage
 from worker.engine.pixel.unet import PixelUnet
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import AssembledLoras, PreparedRequest, Preparer
-from worker.engine.slots.queue import Costs, SlotJob, Staged
+from worker.engine.slots.queue import SlotJob, Staged
 from worker.engine.slots.staging import Stager
 
 #: Prompts whose states stay in memory: some 1.3 MB each.
@@ -168,5 +168,4 @@ def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
         merger=Merger(checkpoint.unet),
         decoder=Decoder(None),
         pool=GraphPool(device) if device.type == "cuda" else None,
-        costs=Costs(),
     )

@@ -11,7 +11,6 @@ from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
 from worker.engine.kernels.compiler import CompileError
 from worker.engine.kernels.graph import Graph
-from worker.engine.kernels.packages import Packages
 from worker.engine.slots.compile_policy import GraphKey
 from worker.engine.slots.lane import Lane, Lanes
 from worker.engine.slots.memory import WeightMode
@@ -92,8 +91,8 @@ class Compilation:
             lane.held for lane in self._lanes if lane.batch_key == paused_for
         ):
             self._runner.resume()  # the last image that needed the memory is done
-        if self._step is not None and not self._is_current:
-            self._abandon()
+        if self._packages is not None and self._step and not self._is_current:
+            self._packages.cancel()  # the pending graph is wanted no more
         if not self.is_due:
             self._try_to_foresee()
             return
@@ -138,11 +137,6 @@ class Compilation:
         if self._begins_at is not None:
             self._begins_at = None
             self._runner.request(self._runner.native)
-
-    def _abandon(self) -> None:
-        """Wants the pending graph no more."""
-        if self._packages is not None:
-            self._packages.cancel()
 
     @property
     def _is_done(self) -> bool:
@@ -222,7 +216,12 @@ class Compilation:
         try:
             if self._pending is not None:
                 self._pending = None
-                self._get_kernels(packages)
+                try:
+                    packages.end()
+                except CompileError as error:
+                    log.warning(
+                        f"uncompiled from now on: {error}", action="compile_failed"
+                    )
             if self._step is None and batch_key is not None:
                 self._lane, self._step = self._open_lane(batch_key)
                 self._step.is_compiling = True
@@ -234,12 +233,6 @@ class Compilation:
         if graph is not None:
             packages.begin(graph)
             self._pending = graph
-
-    def _get_kernels(self, packages: Packages) -> None:
-        try:
-            packages.end()
-        except CompileError as error:
-            log.warning(f"uncompiled from now on: {error}", action="compile_failed")
 
     def _end(self) -> None:
         if self._step is not None:

@@ -14,7 +14,6 @@ from worker.engine.lora.shared import Merger
 from worker.engine.networks.transformer import SlotNetwork
 from worker.engine.passes.checkpoints import CheckpointCache
 from worker.engine.slots.prepare import Preparer
-from worker.engine.slots.queue import Costs
 from worker.engine.slots.staging import Stager
 
 
@@ -35,5 +34,3 @@ class Parts:
     merger: Merger
     decoder: Decoder
     pool: GraphPool | None
-    #: Guesses, until ticks and merging have been timed.
-    costs: Costs

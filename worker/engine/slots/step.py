@@ -17,12 +17,12 @@ from worker.engine import errors as engine_errors
 from worker.engine import sampler
 from worker.engine.control.network import ControlState, SlotControlNet, residuals
 from worker.engine.kernels.graph import Graph
-from worker.engine.kernels.layers import time_convolutions
+from worker.engine.kernels.layers import channels_last, time_convolutions
 from worker.engine.networks.transformer import Call, SlotNetwork, SlotState
 from worker.engine.slots.compile_policy import GraphKey, ModeUsage, Outlook
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
 from worker.engine.slots.parts import Parts
-from worker.engine.slots.queue import BatchKey, SlotJob
+from worker.engine.slots.queue import BatchKey, Costs, SlotJob
 
 #: The first column of the guidance scales, after the sampler's own; as many as a slot has rows.
 _GUIDANCE = sampler.COLUMNS
@@ -56,9 +56,7 @@ def tick(
     coefficients = state.rows[:, : sampler.COLUMNS]
     image = sampler.Inpainting(state.kept, state.original)
     seen = sampler.mask_input(coefficients, state.latents, image)
-    x = sampler.scale_input(coefficients, seen).to(unet.dtype)
-    if x.device.type == "cuda":
-        x = x.contiguous(memory_format=torch.channels_last)
+    x = channels_last(sampler.scale_input(coefficients, seen).to(unet.dtype))
     times = coefficients[:, sampler.TIMESTEP]
     slots = len(x) if weight_mode == "per_slot_convolutions" else 0
     controlled = _GUIDANCE + state.slot_rows
@@ -118,7 +116,7 @@ class InputFeeder:
         """*copied*: the events after the last copies of all feeders."""
         self._state = state
         self._copied = copied
-        self._pinned = state.rows.device.type == "cuda"
+        self._pinned = state.rows.is_cuda
 
         def host_copy(of: Tensor) -> Tensor:
             return torch.zeros(of.shape, dtype=of.dtype, pin_memory=self._pinned)
@@ -207,7 +205,7 @@ class StepRunner:
     """Makes, compiles and runs the steps of all lanes."""
 
     def __init__(self, parts: Parts, slots: int) -> None:
-        self.costs = parts.costs
+        self.costs = Costs(merge_seconds=parts.merger.expected_seconds)
         self.slots = slots
         self.max_compiled = _MAX_COMPILED_KEYS
         #: The key whose jobs need the memory: nothing is compiled while there are some.
@@ -489,13 +487,9 @@ class StepRunner:
         zeros = functools.partial(torch.zeros, dtype=torch.float32, device=self._device)
         conditioning = None
         if model.conditioning_channels:
-            conditioning = zeros(
-                slots, model.conditioning_channels, *sides, dtype=unet.dtype
+            conditioning = channels_last(
+                zeros(slots, model.conditioning_channels, *sides, dtype=unet.dtype)
             )
-            if self._device.type == "cuda":
-                conditioning = conditioning.contiguous(
-                    memory_format=torch.channels_last
-                )
         return SlotState(
             latents=zeros(*shape),
             history=zeros(sampler.HISTORY, *shape),
