@@ -95,7 +95,6 @@ class Decoder:
         vae: Vae | None,
         factor: int = 1,
         tiny: AutoencoderTiny | None = None,
-        pool: GraphPool | None = None,
     ) -> None:
         """*factor*: pixels for each of the latents' rows. *tiny* decodes unless the VAE is to."""
         self._vae = vae
@@ -107,7 +106,8 @@ class Decoder:
         #: True where the memory is too short for whole layers: see `decode_in_stripes`.
         self.is_striped = False
 
-        self._pool = pool
+        #: Memory of the compiled calls' graphs; None without a GPU.
+        self.pool: GraphPool | None = None
         self._may_compile = True
         self._queue: dict[_SliceKey, list[_FinishedLatents]] = {}
         self._copies: deque[tuple[Sequence[_FinishedLatents], HostCopy]] = deque()
@@ -164,7 +164,7 @@ class Decoder:
             f"vae-{shape[2]}x{shape[1]}-{size}",
             decode,
             (vae, latents),
-            self._pool,
+            self.pool,
         )
         yield graph
         if not graph.is_compiled:

@@ -14,7 +14,6 @@ from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.families import reading
 from worker.engine.kernels import layers
-from worker.engine.kernels.graph import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.networks import linear
 from worker.engine.networks.unet import SlotUnet
@@ -83,7 +82,6 @@ def of_latents(
         vaes,
         checkpoints,
     )
-    pool = GraphPool(device) if device.type == "cuda" else None
     return Parts(
         model=checkpoint,
         settings=settings,
@@ -94,6 +92,5 @@ def of_latents(
         checkpoints=checkpoints,
         stager=stager,
         merger=merger,
-        decoder=Decoder(checkpoint.vae, checkpoint.factor, tiny, pool),
-        pool=pool,
+        decoder=Decoder(checkpoint.vae, checkpoint.factor, tiny),
     )

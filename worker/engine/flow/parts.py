@@ -16,7 +16,6 @@ from worker.engine.flow import schedules
 from worker.engine.flow.checkpoint import FlowCheckpoint
 from worker.engine.flow.text import ChatEncoder
 from worker.engine.kernels import layers
-from worker.engine.kernels.graph import GraphPool
 from worker.engine.lora.merge import Groups
 from worker.engine.lora.shared import Merger
 from worker.engine.passes import begin
@@ -59,8 +58,7 @@ class FlowPreparer(Preparer):
             self._may_go_on.wait()
             image = begin.prepare_image(init, own.factor)
         loras = self._loras.read(request.loras, self._may_go_on.wait)
-        packs = self._loras.pack(loras)
-        if own.is_int8 and loras.keys() - packs.keys():
+        if own.is_int8 and loras["loras"].keys() - loras["packs"].keys():
             raise JobError(
                 "a LoRA of the job is of a kind that is merged into the weights, and this worker"
                 " holds them in int8 (--precision): draw it on one that does not"
@@ -75,8 +73,7 @@ class FlowPreparer(Preparer):
             self._schedule(request, t_enc),
             prompts=tuple(prompts),
             states=self._read_states(prompts, request.text_states),
-            loras=loras,
-            packs=packs,
+            **loras,
             image=image,
         )
 
@@ -182,7 +179,6 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
     weight_bytes = sum(each.nbytes for each in checkpoint.unet.parameters())
     keeps_on_cpu = memory.has_no_room_for_originals(device, weight_bytes)
     control_nets = ControlNets(checkpoint.unet, has_own_layers=False)
-    pool = GraphPool(device) if device.type == "cuda" else None
     return Parts(
         model=checkpoint,
         settings=replace(
@@ -195,6 +191,5 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
         checkpoints=None,
         stager=FlowStager(checkpoint, control_nets, encoder),
         merger=Merger(checkpoint.unet, keeps_on_cpu=keeps_on_cpu),
-        decoder=Decoder(checkpoint.vae, checkpoint.factor, pool=pool),
-        pool=pool,
+        decoder=Decoder(checkpoint.vae, checkpoint.factor),
     )

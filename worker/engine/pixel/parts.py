@@ -17,7 +17,6 @@ from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.families import prompts
 from worker.engine.files.safetensors import ReadOnce
-from worker.engine.kernels.graph import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.passes import begin
 from worker.engine.passes.begin import LowResolution
@@ -151,7 +150,6 @@ class PixelStager(Stager):
 
 def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
     """The parts of an engine for a stage; all of its images have one size."""
-    device = checkpoint.unet.device
     limit = schedules.limit_of(checkpoint.noise)
     control_nets = ControlNets(checkpoint.unet, has_own_layers=False)
     return Parts(
@@ -167,5 +165,4 @@ def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
         stager=PixelStager(checkpoint, control_nets),
         merger=Merger(checkpoint.unet),
         decoder=Decoder(None),
-        pool=GraphPool(device) if device.type == "cuda" else None,
     )

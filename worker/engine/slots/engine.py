@@ -87,6 +87,7 @@ class SlotEngine:
         self._runner.max_compiled = self._lanes.max_open - 1
         self._weights.resize(self._lanes.block_slots)
         self._decoder.max_images = self.slots
+        self._decoder.pool = self._runner.pool
         self._recovery = Recovery(parts, self._lanes, self._runner, self._weights)
 
         self._compilation = Compilation(

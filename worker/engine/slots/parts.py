@@ -9,7 +9,6 @@ from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.families.table import Model
 from worker.engine.files.network_cache import NetworkCache
-from worker.engine.kernels.graph import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.networks.transformer import SlotNetwork
 from worker.engine.passes.checkpoints import CheckpointCache
@@ -33,4 +32,3 @@ class Parts:
     stager: Stager
     merger: Merger
     decoder: Decoder
-    pool: GraphPool | None

@@ -22,14 +22,11 @@ class Recovery:
     def __init__(
         self, parts: Parts, lanes: Lanes, runner: StepRunner, weights: Weights
     ) -> None:
-        self._unet = parts.unet
         self._lanes = lanes
         self._runner = runner
         self._weights = weights
         self._decoder = parts.decoder
-        self._stager = parts.stager
-        self._caches = parts.caches
-        self._native = parts.model.default_size
+        self._parts = parts
 
     def recover(
         self, lane: Lane, failure: FleetError, *, out_of_memory: bool
@@ -105,7 +102,7 @@ class Recovery:
     ) -> list[SlotJob]:
         """Frees memory after a call of *in_call* images had too little; what may run again."""
         needed = self._needed(failed)
-        if any(cache.keep_only(needed) for cache in self._caches):
+        if any(cache.keep_only(needed) for cache in self._parts.caches):
             return jobs
         if self._lanes.blocks > 1:
             self._share_block()
@@ -131,7 +128,7 @@ class Recovery:
         if not self._runner.may_compile:
             return False
         if failed is not None and failed.width * failed.height > math.prod(
-            self._native
+            self._parts.model.default_size
         ):
             self._runner.paused_for = failed
             until = f"until the image of {failed.width}x{failed.height} is done"
@@ -166,7 +163,7 @@ class Recovery:
             action="blocks_dropped",
         )
         self._lanes.blocks = 1
-        self._stager.room_bytes = self._unet.slot_bytes
+        self._parts.stager.room_bytes = self._parts.unet.slot_bytes
         self._runner.max_compiled = self._lanes.max_open - 1
         self._resize()
 

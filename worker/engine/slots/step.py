@@ -16,7 +16,7 @@ from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
 from worker.engine import sampler
 from worker.engine.control.network import ControlState, SlotControlNet, residuals
-from worker.engine.kernels.graph import Graph
+from worker.engine.kernels.graph import Graph, GraphPool
 from worker.engine.kernels.layers import channels_last, time_convolutions
 from worker.engine.networks.transformer import Call, SlotNetwork, SlotState
 from worker.engine.slots.compile_policy import GraphKey, ModeUsage, Outlook
@@ -222,7 +222,7 @@ class StepRunner:
         self._device = parts.unet.device
         self._may_compile = parts.settings.packages is not None
         self._compiled_modes = parts.settings.compiled_modes
-        self._pool = parts.pool
+        self.pool = GraphPool(self._device) if self._device.type == "cuda" else None
         self._copied: deque[torch.cuda.Event] = deque()
         self._compiled: dict[BatchKey, Step] = {}
         self._to_compile: set[tuple[BatchKey, WeightMode | None]] = set()
@@ -372,7 +372,7 @@ class StepRunner:
         Python takes several times as long for one as the GPU, and the longer the more other threads
         do beside it; a recorded one takes it no time.
         """
-        if self._pool is None or step.batch_key.is_rare:
+        if self.pool is None or step.batch_key.is_rare:
             return None
         key = weight_mode, step.unet.changes.version
         step.ticks[key] += 1
@@ -409,7 +409,7 @@ class StepRunner:
             f"unet-{key.width}x{key.height}-{slots}x{key.slot_rows}-{weight_mode}",
             tick,
             (step.unet, weight_mode, step.state, step.controls),
-            self._pool,
+            self.pool,
         )
 
     def take_up(self, step: Step, weight_mode: WeightMode, graph: Graph) -> None:
