@@ -300,9 +300,12 @@ class _Read(NamedTuple):
     has_own_size: bool = False
 
 
-def _parts(family: Family) -> dict[str, tuple[type[Any], Config]]:
+_Parts = dict[str, tuple[type[Any], Config]]
+
+
+def _parts(family: Family) -> _Parts:
     """The networks' classes, and their configurations where a single file has none."""
-    parts: dict[str, tuple[type[Any], Config]] = {
+    parts: _Parts = {
         family.backbone: (UNet2DConditionModel, family.unet_config),
         "vae": (AutoencoderKL, family.vae_config),
     }

@@ -422,11 +422,13 @@ class LoraFile:
         )
 
 
+def _no_deltas() -> dict[Network, dict[str, WeightDelta]]:
+    return {network: {} for network in get_args(Network)}
+
+
 def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
     """Reads and checks one file; for `safetensors.named`."""
-    deltas: dict[Network, dict[str, WeightDelta]] = {
-        network: {} for network in get_args(Network)
-    }
+    deltas = _no_deltas()
     content = safetensors.read(path, identity)
     configs = lora.peft_configs(content.metadata)
     if lora.peft_type(configs) is not None:
@@ -477,9 +479,7 @@ def _read_adapter(
     places = safetensors.places(content.header, len(content.data))
     tensors = {key: place.of(content.data) for key, place in places.items()}
     _refuse_damaged(tensors)
-    deltas: dict[Network, dict[str, WeightDelta]] = {
-        network: {} for network in get_args(Network)
-    }
+    deltas = _no_deltas()
     skipped = []
     size_bytes = 0
     for network, own in deltas.items():

@@ -16,7 +16,7 @@ from imagefleet.files.safetensors import identify
 from imagefleet.validation import JSONObject
 from worker.engine.families.table import Family
 from worker.engine.files import safetensors
-from worker.engine.lora.file import Layers, adaptable, read_lora
+from worker.engine.lora.file import adaptable, read_lora
 from worker.engine.lora.merge import AppliedLora, LoraKey, Weighted, key_of
 
 
@@ -83,12 +83,8 @@ class Merger:
 @torch.no_grad()
 def merge_for_good(path: Path, family: Family, networks: JSONObject) -> None:
     """Merges a LoRA into a checkpoint just read, not summed yet; raises as `safetensors.named`."""
-    encoders = {name: networks[name] for name in family.networks}
-    layers = Layers(
-        networks[family.backbone], encoders, family.backbone, family.original_names
-    )
     with safetensors.named(f"the accelerator {path.name!r}"):
-        found = read_lora(path, identify(path), layers)
+        found = read_lora(path, identify(path), family.lora_layers(networks))
     if not found.deltas.get(family.backbone):
         raise SetupError(f"the accelerator {path.name!r} changes nothing of the UNet")
     for network, deltas in found.deltas.items():

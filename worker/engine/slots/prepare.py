@@ -31,7 +31,7 @@ from worker.engine.files import safetensors
 from worker.engine.files.network_cache import NetworkCache
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.lora import merge
-from worker.engine.lora.file import Layers, LoraCache, LoraFile, Network
+from worker.engine.lora.file import LoraCache, LoraFile, Network
 from worker.engine.lora.merge import AppliedLora, Groups, LoraKey, PackedLoras
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
@@ -252,14 +252,7 @@ class LoraReader:
         self.dtypes: Mapping[Network, torch.dtype] = {
             name: networks[name].dtype for name in groups
         }
-        encoders = {name: networks[name] for name in family.networks}
-        layers = Layers(
-            networks[family.backbone],
-            encoders,
-            family.backbone,
-            family.original_names,
-        )
-        self.cache = LoraCache(layers, _LORA_CACHE_BYTES)
+        self.cache = LoraCache(family.lora_layers(networks), _LORA_CACHE_BYTES)
 
     def read(self, loras: Sequence[Lora], wait: Callable[[], object]) -> LoraFields:
         """Each network's LoRAs, if any; weights of one that is named twice add up, in any order.
