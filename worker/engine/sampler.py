@@ -225,9 +225,9 @@ class Move(NamedTuple):
     variance_logs: tuple[float, float] = (0.0, 0.0)
 
 
-def towards(ratio: float, estimate: Combination = ESTIMATES[0]) -> Combination:
+def towards(ratio: float) -> Combination:
     """*ratio* of the latents, and the rest of the estimate: a step by the ratio of its sigmas."""
-    return ratio * LATENTS + (1 - ratio) * estimate
+    return ratio * LATENTS + (1 - ratio) * ESTIMATES[0]
 
 
 @dataclass(eq=False)
