@@ -98,7 +98,9 @@ class Buffers:
         with self._lock:
             self._spare.append(memory)
             while self.spare_bytes > self._spare_bytes:
-                self._unlock_pages(self._spare.pop(0))
+                oldest = self._spare.pop(0)
+                if oldest.is_locked:
+                    _cuda().cudaHostUnregister(oldest.content.ctypes.data)
 
     def _lock_pages(self, memory: _Memory) -> None:
         """Tries to: some systems let a process lock little memory, or none."""
@@ -112,11 +114,6 @@ class Buffers:
                 f" system does not lock {size / 10**6:.0f} MB more (CUDA error {error})",
                 action="pages_not_locked",
             )
-
-    def _unlock_pages(self, memory: _Memory) -> None:
-        if memory.is_locked:
-            _cuda().cudaHostUnregister(memory.content.ctypes.data)
-            memory.is_locked = False
 
 
 def _allocate(size: int) -> _Memory:

@@ -295,8 +295,10 @@ class StepRunner:
         if step := self._compiled.get(batch_key):
             return bool(self.missing_modes(step))
         has_room = len(self._compiled) < min(self.max_compiled, _MAX_COMPILED_KEYS)
+        # Whether it pays in one mode, and with its VAE call.
+        kinds = (GraphKey(batch_key, changes) for changes in (False, True))
         return (batch_key, None) in self._to_compile or (
-            has_room and self._pays(batch_key)
+            has_room and any(self.outlook.pays(kind, 2, self.costs) for kind in kinds)
         )
 
     def compiled_step(self, batch_key: BatchKey) -> Step | None:
@@ -317,11 +319,6 @@ class StepRunner:
             if (key, mode) in self._to_compile or self._pays_beside(step, mode)
         ]
         return [mode for mode in dict.fromkeys(missing) if mode not in step.compiled]
-
-    def _pays(self, batch_key: BatchKey) -> bool:
-        """True if compiling a key pays, in one mode and with its VAE call."""
-        kinds = (GraphKey(batch_key, changes) for changes in (False, True))
-        return any(self.outlook.pays(kind, 2, self.costs) for kind in kinds)
 
     def _pays_beside(self, step: Step, mode: WeightMode) -> bool:
         """True if compiling a mode pays, where another mode serves its ticks or none does."""

@@ -188,7 +188,12 @@ class Weights:
         if lane.step is not None and lane.step.unet is not self._unet:
             return
         if self._is_reloaded:
-            self._reload(lane)
+            for job in lane.active.values():  # one at most
+                own = () if lane.weight_mode == "shared" else job.prepared.lora_key
+                self._hold(_Held(self.merged, own), job)
+                if self._stream is not None and job.data.loras is not None:
+                    job.data.loras.record_stream(self._stream)
+                job.forget_loras()
             return
         if lane.weight_mode == "shared":
             return
@@ -239,14 +244,6 @@ class Weights:
             self._last_step = torch.cuda.current_stream(
                 self._unet.device
             ).record_event()
-
-    def _reload(self, lane: Lane) -> None:
-        for job in lane.active.values():  # one at most
-            own = () if lane.weight_mode == "shared" else job.prepared.lora_key
-            self._hold(_Held(self.merged, own), job)
-            if self._stream is not None and job.data.loras is not None:
-                job.data.loras.record_stream(self._stream)
-            job.forget_loras()
 
     def _hold(self, needed: _Held, job: SlotJob | None = None) -> None:
         """Loads the only slot, with the LoRAs of a *job*, unless it holds what is *needed*."""
