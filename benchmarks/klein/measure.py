@@ -321,7 +321,7 @@ def stored_states(arguments: argparse.Namespace, model: Path) -> tuple[Path, Pat
     if not all(path.exists() for path in paths):
         on_gpu = arguments.device.type == "cuda"
         dtype = torch.bfloat16 if on_gpu else torch.float32
-        encoder = text.PromptEncoder(model, KLEIN.text, arguments.device, dtype)
+        encoder = text.ChatEncoder(model, KLEIN.text, arguments.device, dtype)
         encoder.place(may_stay=True)
         for prompt, path in zip(prompts, paths, strict=True):
             (states,) = encoder.encode([prompt])

@@ -162,12 +162,7 @@ def load_checkpoint(
     placed = _placements(family, networks, device, dtype)
     if like is not None:
         placed |= {name: (device, each.dtype) for name, each in like.networks.items()}
-    weight_sums = place(networks, placed)
-    try:
-        safetensors.refuse_damaged(checksums.named_parameters(networks))
-    except UnusableError as error:
-        # Else all images would be NaN, and each node would blame itself.
-        raise SetupError(f"{str(model)!r} is damaged: it {error}") from error
+    weight_sums = place(model, networks, placed)
     side = unet.config.sample_size * factor
     return Checkpoint(
         name=name,
@@ -209,10 +204,15 @@ def _placements(
     return placed
 
 
-def place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Sums:
-    """Moves the networks to their devices; returns the sums of their weights on the CPU before.
+def place(
+    model: Path,
+    networks: _Networks,
+    placed: Mapping[str, _Placement],
+    advice: str = "",
+) -> checksums.Sums:
+    """Moves a model's networks to their devices; returns the sums of their weights before.
 
-    Raises SetupError if a device has too little memory.
+    Raises SetupError if a device has too little memory, with *advice*, or a weight is NaN.
     """
     for name, network in networks.items():
         # diffusers' own to() warns about modules to keep in float32, even if there are none.
@@ -232,8 +232,13 @@ def place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Su
                 network.to(memory_format=torch.channels_last)
     except torch.cuda.OutOfMemoryError as error:
         raise SetupError(
-            f"the GPU's memory is too short for the model: {reading.brief(error)}"
+            f"the GPU's memory is too short for the model: {reading.brief(error)}{advice}"
         ) from error
+    try:
+        safetensors.refuse_damaged(checksums.named_parameters(networks))
+    except UnusableError as error:
+        # Else all images would be NaN, and each node would blame itself.
+        raise SetupError(f"{str(model)!r} is damaged: it {error}") from error
     return weight_sums
 
 
@@ -295,9 +300,12 @@ class _Read(NamedTuple):
     has_own_size: bool = False
 
 
-def _parts(family: Family) -> dict[str, tuple[type[Any], Config]]:
+_Parts = dict[str, tuple[type[Any], Config]]
+
+
+def _parts(family: Family) -> _Parts:
     """The networks' classes, and their configurations where a single file has none."""
-    parts: dict[str, tuple[type[Any], Config]] = {
+    parts: _Parts = {
         family.backbone: (UNet2DConditionModel, family.unet_config),
         "vae": (AutoencoderKL, family.vae_config),
     }

@@ -63,7 +63,7 @@ class HostCopy:
     @classmethod
     def begin(cls, pixels: Tensor, is_finite: Tensor, images: int) -> HostCopy:
         """Copies the first *images* of what `to_pixels` returns, once the stream is so far."""
-        on_gpu = pixels.device.type == "cuda"
+        on_gpu = pixels.is_cuda
         host_pixels = torch.empty(
             (images, *pixels.shape[1:]), dtype=torch.uint8, pin_memory=on_gpu
         )
@@ -95,7 +95,6 @@ class Decoder:
         vae: Vae | None,
         factor: int = 1,
         tiny: AutoencoderTiny | None = None,
-        pool: GraphPool | None = None,
     ) -> None:
         """*factor*: pixels for each of the latents' rows. *tiny* decodes unless the VAE is to."""
         self._vae = vae
@@ -104,17 +103,18 @@ class Decoder:
         self._pixels_per_latent = factor**2
         self.slice_pixels = _SLICE_PIXELS
         self.max_images = _MAX_IMAGES
+        #: True where the memory is too short for whole layers: see `decode_in_stripes`.
         self.is_striped = False
-        """True where the memory is too short for whole layers: see `decode_in_stripes`."""
 
-        self._pool = pool
+        #: Memory of the compiled calls' graphs; None without a GPU.
+        self.pool: GraphPool | None = None
         self._may_compile = True
         self._queue: dict[_SliceKey, list[_FinishedLatents]] = {}
         self._copies: deque[tuple[Sequence[_FinishedLatents], HostCopy]] = deque()
         self._failed: list[Finished] = []
         self._compiled: dict[_SliceKey, tuple[Tensor, Graph]] = {}
+        #: What cannot be compiled, or failed once it was.
         self._refused: set[_SliceKey] = set()
-        """What cannot be compiled, or failed once it was."""
         # Of single images for which the memory was too short.
         self._striped_shapes: set[torch.Size] = set()
         self._tick = 0
@@ -164,7 +164,7 @@ class Decoder:
             f"vae-{shape[2]}x{shape[1]}-{size}",
             decode,
             (vae, latents),
-            self._pool,
+            self.pool,
         )
         yield graph
         if not graph.is_compiled:

@@ -225,9 +225,9 @@ class Move(NamedTuple):
     variance_logs: tuple[float, float] = (0.0, 0.0)
 
 
-def towards(ratio: float, estimate: Combination = ESTIMATES[0]) -> Combination:
+def towards(ratio: float) -> Combination:
     """*ratio* of the latents, and the rest of the estimate: a step by the ratio of its sigmas."""
-    return ratio * LATENTS + (1 - ratio) * estimate
+    return ratio * LATENTS + (1 - ratio) * ESTIMATES[0]
 
 
 @dataclass(eq=False)
@@ -247,8 +247,8 @@ class NoiseStream:
     brownian: BrownianNoise | None = None
 
     def __post_init__(self) -> None:
+        #: Draws the stream's noise; noise for an image that an upscaler enlarges is drawn first.
         self.draw = self._make(self._seed)
-        """Draws the stream's noise; noise for an image that an upscaler enlarges is drawn first."""
         self._tree: BrownianTree | None = None
         self._intervals = iter(self.brownian.intervals if self.brownian else ())
         self._ready = deque[Tensor]()

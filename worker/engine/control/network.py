@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.engine import contract
+from worker.engine.kernels.layers import channels_last
 from worker.engine.networks.linear import SlotLinear
 from worker.engine.networks.transformer import Call, repeat_rows
 from worker.engine.networks.unet import SlotEncoder
@@ -73,7 +74,7 @@ class SlotControlNet(SlotEncoder):
                 tensor.record_stream(stream)
 
     def tensors(self) -> Iterator[Tensor]:
-        stacks = (stack.shared for stack in self.keys_values.stacks.values())
+        stacks = (stack.shared for stack in self.prompt_layers.stacks.values())
         return itertools.chain(self.parameters(), self.buffers(), stacks)
 
     def _weigh(self, output: Tensor, weights: Tensor, slot_rows: int) -> Tensor:
@@ -109,9 +110,7 @@ class ControlState(NamedTuple):
     ) -> ControlState:
         """Empty, for latents of these *sides* (height, width); *context*: the UNet's own shape."""
         like, (rows, tokens, _) = next(network.conv_in.parameters()), context
-        hints = like.new_zeros((slots, len(like), *sides))
-        if hints.device.type == "cuda":
-            hints = hints.contiguous(memory_format=torch.channels_last)
+        hints = channels_last(like.new_zeros((slots, len(like), *sides)))
         return cls(
             network,
             hints,

@@ -7,14 +7,13 @@ import torch
 from diffusers import AutoencoderTiny
 from torch import nn
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.contract import Settings
 from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.families import reading
 from worker.engine.kernels import layers
-from worker.engine.kernels.graph import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.networks import linear
 from worker.engine.networks.unet import SlotUnet
@@ -23,8 +22,7 @@ from worker.engine.passes.images import Vaes
 from worker.engine.slots import memory
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import RequestPreparer
-from worker.engine.slots.queue import Costs
-from worker.engine.slots.staging import LatentStager
+from worker.engine.slots.staging import ClipStager
 
 
 def _read_tiny(folder: Path, checkpoint: Checkpoint) -> AutoencoderTiny:
@@ -35,9 +33,7 @@ def _read_tiny(folder: Path, checkpoint: Checkpoint) -> AutoencoderTiny:
         checkpoint.factor,
         checkpoint.channels,
     ):
-        raise errors.SetupError(
-            f"--taesd {str(folder)!r} does not fit the model's latents"
-        )
+        raise SetupError(f"--taesd {str(folder)!r} does not fit the model's latents")
     nn.Module.to(tiny, device=checkpoint.vae.device, dtype=checkpoint.vae.dtype)
     tiny.to(memory_format=torch.channels_last)
     return tiny
@@ -61,7 +57,7 @@ def of_latents(
     checkpoints = read and CheckpointCache(
         checkpoint, read, has_own_layers=has_own_layers
     )
-    stager = LatentStager(checkpoint, control_nets, tiny, vaes, checkpoints)
+    stager = ClipStager(checkpoint, control_nets, tiny, vaes, checkpoints)
     layer_bytes = linear.transformer_bytes(checkpoint.unet)
     weights = settings.slot_weights or memory.choose_weights(
         device, layer_bytes, is_large=is_large
@@ -86,8 +82,6 @@ def of_latents(
         vaes,
         checkpoints,
     )
-    costs = Costs(merge_seconds=1.0) if keeps_on_cpu else Costs()
-    pool = GraphPool(device) if device.type == "cuda" else None
     return Parts(
         model=checkpoint,
         settings=settings,
@@ -98,7 +92,5 @@ def of_latents(
         checkpoints=checkpoints,
         stager=stager,
         merger=merger,
-        decoder=Decoder(checkpoint.vae, checkpoint.factor, tiny, pool),
-        pool=pool,
-        costs=costs,
+        decoder=Decoder(checkpoint.vae, checkpoint.factor, tiny),
     )

@@ -19,7 +19,7 @@ from imagefleet.validation import JSONDict, JSONObject
 from worker.engine import checksums, text
 from worker.engine.families import reading
 from worker.engine.families.reading import ImageNoise
-from worker.engine.lora.file import Network
+from worker.engine.lora.file import Layers, Network
 from worker.engine.lora.original_names import OriginalNames, unet_names
 from worker.engine.text import Rules
 
@@ -91,6 +91,15 @@ class Family:
     def networks(self) -> tuple[Network, ...]:
         """The names of its text encoders."""
         return tuple(encoder.network for encoder in self.text_encoders)
+
+    def lora_layers(self, networks: JSONObject) -> Layers:
+        """What LoRAs can change of a model with these *networks*, by name."""
+        return Layers(
+            networks[self.backbone],
+            {name: networks[name] for name in self.networks},
+            self.backbone,
+            self.original_names,
+        )
 
     def whole_cells(self, width: int, height: int) -> tuple[int, int]:
         """The size of the image that is drawn for a request of this size."""

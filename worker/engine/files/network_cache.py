@@ -48,10 +48,10 @@ class NetworkCache(Generic[Network]):
 
     def __init__(self, noun: str, device: torch.device, dtype: torch.dtype) -> None:
         """*noun* is what a file should be, such as "ControlNet"."""
+        #: The most bytes of networks on the device that no job uses.
         self.kept_bytes: float = KEPT_BYTES
-        """The most bytes of networks on the device that no job uses."""
+        #: Bytes of all networks that are on the device.
         self.held_bytes = 0
-        """Bytes of all networks that are on the device."""
         self._noun = noun
         self._device = device
         self._dtype = dtype

@@ -60,8 +60,8 @@ class Buffers:
 
     def __init__(self, spare_bytes: int | None = None) -> None:
         """Keeps at most *spare_bytes*; by default a share of the machine's memory."""
+        #: True if new memory is page-locked: a GPU copies from it three to ten times as fast.
         self.locks_pages = False
-        """True if new memory is page-locked: a GPU copies from it three to ten times as fast."""
         if spare_bytes is None:
             spare_bytes = int(min(host.memory_bytes() * SPARE_SHARE, MAX_SPARE_BYTES))
         self._spare_bytes = spare_bytes
@@ -98,7 +98,9 @@ class Buffers:
         with self._lock:
             self._spare.append(memory)
             while self.spare_bytes > self._spare_bytes:
-                self._unlock_pages(self._spare.pop(0))
+                oldest = self._spare.pop(0)
+                if oldest.is_locked:
+                    _cuda().cudaHostUnregister(oldest.content.ctypes.data)
 
     def _lock_pages(self, memory: _Memory) -> None:
         """Tries to: some systems let a process lock little memory, or none."""
@@ -112,11 +114,6 @@ class Buffers:
                 f" system does not lock {size / 10**6:.0f} MB more (CUDA error {error})",
                 action="pages_not_locked",
             )
-
-    def _unlock_pages(self, memory: _Memory) -> None:
-        if memory.is_locked:
-            _cuda().cudaHostUnregister(memory.content.ctypes.data)
-            memory.is_locked = False
 
 
 def _allocate(size: int) -> _Memory:
@@ -310,8 +307,8 @@ class ReadOnce(Generic[Value]):
 
     def __init__(self, room: int, size: Callable[[Value], int] = lambda _: 1) -> None:
         """*room*: the most of the *size* of all values; a larger one is read each time."""
+        #: Values that were here ('hit') and were read ('miss').
         self.lookups: Counter[str] = Counter()
-        """Values that were here ('hit') and were read ('miss')."""
         self._lock = threading.Condition()
         keep = cached(LRUCache(room, size), lambda key, _: key, condition=self._lock)
         self._find = keep(lambda _, read: read())

@@ -15,12 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from imagefleet.errors import SetupError
-from imagefleet.files.safetensors import UnusableError
 from imagefleet.validation import JSONDict
-from worker.engine import checkpoint, checksums
-from worker.engine.families import reading
+from worker.engine import checkpoint
+from worker.engine.families import prompts, reading
 from worker.engine.families.table import Model
-from worker.engine.files import safetensors
 from worker.engine.flow import families, schedules, text
 from worker.engine.flow.families import FlowFamily
 from worker.engine.networks import int8
@@ -103,15 +101,9 @@ def load_checkpoint(
     if is_int8:
         int8.quantise(transformer, family.in_int8)
     networks = {family.backbone: transformer, "vae": vae}
-    try:
-        sums = checkpoint.place(networks, dict.fromkeys(networks, (device, dtype)))
-    except SetupError as error:
-        advice = "" if is_int8 else "; try --precision int8"
-        raise SetupError(f"{error.message}{advice}") from error
-    try:
-        safetensors.refuse_damaged(checksums.named_parameters(networks))
-    except UnusableError as error:
-        raise SetupError(f"{str(model)!r} is damaged: it {error}") from error
+    placed = dict.fromkeys(networks, (device, dtype))
+    advice = "" if is_int8 else "; try --precision int8"
+    sums = checkpoint.place(model, networks, placed, advice)
     # FLUX.2's latents are patches of 2x2 of its VAE's.
     patch = 2 if isinstance(vae, AutoencoderKLFlux2) else 1
     factor = patch * checkpoint.vae_factor(vae)
@@ -127,7 +119,7 @@ def load_checkpoint(
         default_size=(side, side),
         factor=factor,
         text_width=width,
-        states_encoder=None if text.has_encoder(folder) else encoder,
+        states_encoder=None if prompts.has_encoder(folder, text.KIND) else encoder,
         weight_sums=sums,
         is_int8=is_int8,
     )

@@ -1,21 +1,14 @@
 """The text encoder of a model's folder, by which `files make text` makes states of prompts."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from imagefleet.errors import SetupError
 from worker.engine import device as devices
+from worker.engine.families import prompts
+from worker.engine.families.prompts import PromptEncoder
 from worker.engine.flow import checkpoint, text
 from worker.engine.pixel import text_stage
-
-
-class Encoder(Protocol):
-    def encode(self, prompts: Sequence[str]) -> Tensor:
-        """The states of prompts [prompts, tokens, width]."""
 
 
 def name_of(model: Path) -> str:
@@ -24,20 +17,17 @@ def name_of(model: Path) -> str:
     if family is None:
         text_stage.require_encoder(model)
         return text_stage.encoder_name(model)
-    if not text.has_encoder(model):
-        raise SetupError(
-            f"{str(model)!r} has no weights of a Qwen3 encoder (text_encoder/*.safetensors)"
-        )
+    prompts.require_encoder(model, text.KIND)
     return text.encoder_name(model, family.text)
 
 
-def open_encoder(model: Path, device: torch.device) -> Encoder:
+def open_encoder(model: Path, device: torch.device) -> PromptEncoder:
     """The encoder of a folder that has one, on the device."""
     family = checkpoint.family_of(model)
     if family is None:
         dtype = devices.find_dtype("auto", device)
         return text_stage.TextStage(model, device, dtype)
     dtype = devices.find_dtype("auto", device, "bfloat16")
-    encoder = text.PromptEncoder(model, family.text, device, dtype)
+    encoder = text.ChatEncoder(model, family.text, device, dtype)
     encoder.place(may_stay=True)
     return encoder

@@ -1,6 +1,5 @@
 """Parts of an engine for a transformer of flows: preparer and stager."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,9 @@ from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.flow import schedules
 from worker.engine.flow.checkpoint import FlowCheckpoint
-from worker.engine.flow.text import PromptEncoder
+from worker.engine.flow.text import ChatEncoder
 from worker.engine.kernels import layers
-from worker.engine.kernels.graph import GraphPool
-from worker.engine.lora.merge import NO_CHANGES, Groups
+from worker.engine.lora.merge import Groups
 from worker.engine.lora.shared import Merger
 from worker.engine.passes import begin
 from worker.engine.passes.images import ImageCoder
@@ -26,14 +24,9 @@ from worker.engine.pixel import text_states
 from worker.engine.sampler import Schedule
 from worker.engine.slots import memory
 from worker.engine.slots.parts import Parts
-from worker.engine.slots.prepare import (
-    AssembledLoras,
-    LoraReader,
-    PreparedRequest,
-    Preparer,
-)
-from worker.engine.slots.queue import Costs, SlotJob, Staged
-from worker.engine.slots.staging import Stager
+from worker.engine.slots.prepare import LoraReader, PreparedRequest, Preparer
+from worker.engine.slots.queue import SlotJob
+from worker.engine.slots.staging import LatentStager
 
 #: Prompts whose states stay on the device: 7.9 MB each.
 _STATES_KEPT = 32
@@ -65,8 +58,7 @@ class FlowPreparer(Preparer):
             self._may_go_on.wait()
             image = begin.prepare_image(init, own.factor)
         loras = self._loras.read(request.loras, self._may_go_on.wait)
-        packs = self._loras.pack(loras)
-        if own.is_int8 and loras.keys() - packs.keys():
+        if own.is_int8 and loras["loras"].keys() - loras["packs"].keys():
             raise JobError(
                 "a LoRA of the job is of a kind that is merged into the weights, and this worker"
                 " holds them in int8 (--precision): draw it on one that does not"
@@ -81,8 +73,7 @@ class FlowPreparer(Preparer):
             self._schedule(request, t_enc),
             prompts=tuple(prompts),
             states=self._read_states(prompts, request.text_states),
-            loras=loras,
-            packs=packs,
+            **loras,
             image=image,
         )
 
@@ -119,18 +110,16 @@ class FlowPreparer(Preparer):
         )
 
 
-class FlowStager(Stager):
-    """Encodes prompts, several at once, and images to begin with."""
+class FlowStager(LatentStager):
+    """Encodes prompts, several at once, or takes their states from the request."""
 
     def __init__(
         self,
         checkpoint: FlowCheckpoint,
         control_nets: ControlNets,
-        encoder: PromptEncoder | None,
+        encoder: ChatEncoder | None,
     ) -> None:
-        super().__init__(checkpoint, control_nets)
-        self._dtype = checkpoint.unet.dtype
-        self._images = ImageCoder(checkpoint.vae)
+        super().__init__(checkpoint, ImageCoder(checkpoint.vae), control_nets)
         self._encoder = encoder
         self._states: LRUCache[str, Tensor] = LRUCache(_STATES_KEPT)
 
@@ -159,39 +148,14 @@ class FlowStager(Stager):
                 found[prompt] = self._states[prompt] = own.clone()
         return found
 
-    @torch.no_grad()
-    def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
+    def _encode(
+        self, job: SlotJob, _loras: object, _other: object
+    ) -> tuple[Tensor, None, None]:
         prepared = job.prepared
-        copied = None
-        changes = NO_CHANGES
-        if prepared.pack is not None:
-            copied = self._copy(loras[prepared.family.backbone])
-            changes = prepared.pack.of(copied)
         if prepared.states is not None:
-            vectors = self._copy(prepared.states).to(self._dtype)
-        else:
-            states = self._find_states(prepared.prompts)
-            vectors = torch.stack([states[prompt] for prompt in prepared.prompts])
-        noise = prepared.noise(self._channels, self._factor)
-        latents = self._copy(prepared.first_latents(noise))
-        if prepared.image is not None:
-            original = self._images.encode_init(prepared.image)
-            latents = latents + prepared.schedule.image_scale * original
-        return Staged(latents, vectors, noise, loras=copied, changes=changes)
-
-
-def _has_room(device: torch.device, text_bytes: int) -> bool:
-    """True if a text encoder may stay on the device beside the transformer."""
-    if device.type != "cuda":
-        return True
-    return text_bytes <= _TEXT_SHARE * memory.free_bytes(device)
-
-
-def _costs(checkpoint: FlowCheckpoint, *, keeps_on_cpu: bool) -> Costs:
-    """Guesses, until merging has been timed; nothing is merged into weights in int8."""
-    if checkpoint.is_int8:
-        return Costs(merge_seconds=math.inf)
-    return Costs(merge_seconds=1.0) if keeps_on_cpu else Costs()
+            return self._copy(prepared.states).to(self._dtype), None, None
+        states = self._find_states(prepared.prompts)
+        return torch.stack([states[each] for each in prepared.prompts]), None, None
 
 
 def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
@@ -204,15 +168,17 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
         layers.replace_modules(checkpoint.vae, layers.group_norm, layers.upsampler)
     encoder = None
     if checkpoint.states_encoder is None:
-        encoder = PromptEncoder(
+        encoder = ChatEncoder(
             checkpoint.folder, family.text, device, checkpoint.unet.dtype
         )
-        encoder.place(may_stay=_has_room(device, encoder.size_bytes))
+        may_stay = device.type != "cuda" or (
+            encoder.size_bytes <= _TEXT_SHARE * memory.free_bytes(device)
+        )
+        encoder.place(may_stay=may_stay)
     network = family.slot_network(checkpoint.unet)
     weight_bytes = sum(each.nbytes for each in checkpoint.unet.parameters())
     keeps_on_cpu = memory.has_no_room_for_originals(device, weight_bytes)
     control_nets = ControlNets(checkpoint.unet, has_own_layers=False)
-    pool = GraphPool(device) if device.type == "cuda" else None
     return Parts(
         model=checkpoint,
         settings=replace(
@@ -225,7 +191,5 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
         checkpoints=None,
         stager=FlowStager(checkpoint, control_nets, encoder),
         merger=Merger(checkpoint.unet, keeps_on_cpu=keeps_on_cpu),
-        decoder=Decoder(checkpoint.vae, checkpoint.factor, pool=pool),
-        pool=pool,
-        costs=_costs(checkpoint, keeps_on_cpu=keeps_on_cpu),
+        decoder=Decoder(checkpoint.vae, checkpoint.factor),
     )

@@ -5,8 +5,7 @@ side, for as many tokens whatever the prompt's length; the encoder's last layers
 """
 
 import functools
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
-from transformers import AutoTokenizer, Qwen3Config, Qwen3Model
+from transformers import Qwen3Config, Qwen3Model
 
 from imagefleet.errors import SetupError
 from imagefleet.telemetry.logs import log
-from imagefleet.validation import JSONDict
-from worker.engine.families import reading
+from worker.engine.families import prompts, reading
+from worker.engine.families.prompts import PromptEncoder
 from worker.engine.pixel.text_states import CHAT_MARK
+
+#: The encoder's `model_type`.
+KIND = "qwen3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class TextRule:
     zeroes_padding: bool = False
 
 
-class PromptEncoder:
-    """A Qwen3 encoder with its tokenizer; for any thread."""
+class ChatEncoder(PromptEncoder):
+    """A Qwen3 encoder; its states are those of diffusers' `Flux2KleinPipeline.encode_prompt`."""
 
     def __init__(
         self, folder: Path, rule: TextRule, device: torch.device, dtype: torch.dtype
@@ -48,26 +50,12 @@ class PromptEncoder:
         Raises SetupError if one of them is missing or damaged.
         """
         self._rule = rule
-        self._device = device
-        self._lock = threading.Lock()
-        self._encoder = _read_encoder(folder / "text_encoder", rule)
-        Module.to(self._encoder, dtype=dtype)
-        self.size_bytes = sum(each.nbytes for each in self._encoder.parameters())
-        self._layers = _layers(int(_config(folder)["num_hidden_layers"]), rule)
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                folder / "tokenizer", local_files_only=True
-            )
-        except (*reading.LOADING_ERRORS, ImportError) as error:
-            raise SetupError(
-                f"the tokenizer {str(folder / 'tokenizer')!r} cannot be loaded:"
-                f" {reading.brief(error)}"
-            ) from error
-        if len(self._tokenizer) > self._encoder.config.vocab_size:
-            # On a GPU, a token id out of range is a device-side assert, which ends the process.
-            raise SetupError(
-                f"the tokenizer of {str(folder)!r} belongs to another text encoder"
-            )
+        encoder = _read_encoder(folder / "text_encoder", rule)
+        Module.to(encoder, dtype=dtype)
+        self.size_bytes = sum(each.nbytes for each in encoder.parameters())
+        whole = prompts.config_of(folder)["num_hidden_layers"]
+        self._layers = _layers(int(whole), rule)
+        super().__init__(folder, encoder, device, rule.tokens, self._chat)
 
     def place(self, *, may_stay: bool) -> None:
         """Moves the encoder to the device, or its layers only while each of them computes."""
@@ -81,40 +69,15 @@ class PromptEncoder:
         for part in (self._encoder.rotary_emb, self._encoder.norm):
             part.to(self._device)
         for layer in self._encoder.layers:
-            held = {each: _pinned(each.data) for each in layer.parameters()}
+            held = {each: each.data for each in layer.parameters()}
+            if torch.cuda.is_available():
+                held = {each: data.pin_memory() for each, data in held.items()}
             layer.register_forward_pre_hook(
                 functools.partial(_enter, held, self._device)
             )
-            layer.register_forward_hook(functools.partial(_leave, held))
-
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Tensor:
-        """The states of prompts [prompts, tokens, width] in the encoder's type, on its device.
-
-        As by diffusers' `Flux2KleinPipeline.encode_prompt`.
-        """
-        with self._lock:
-            chats = [self._chat(each) for each in prompts]
-            found = self._tokenizer(
-                chats,
-                padding="max_length",
-                max_length=self._rule.tokens,
-                truncation=True,
-                return_tensors="pt",
+            layer.register_forward_hook(
+                functools.partial(_enter, held, torch.device("cpu"))
             )
-            embed = self._encoder.embed_tokens
-            words = embed(found.input_ids.to(embed.weight.device))
-            output = self._encoder(
-                inputs_embeds=words.to(self._device),
-                attention_mask=found.attention_mask.to(self._device),
-                output_hidden_states=True,
-                use_cache=False,
-            )
-        taken = [output.hidden_states[layer] for layer in self._layers]
-        states = torch.cat(taken, dim=-1)
-        if self._rule.zeroes_padding:
-            states *= found.attention_mask.to(states)[..., None]
-        return states
 
     def _chat(self, prompt: str) -> str:
         chat: str = self._tokenizer.apply_chat_template(
@@ -125,10 +88,20 @@ class PromptEncoder:
         )
         return chat
 
-
-def _pinned(weight: Tensor) -> Tensor:
-    """A weight in page-locked memory where there is a GPU to copy it to."""
-    return weight.pin_memory() if torch.cuda.is_available() else weight
+    def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
+        embed = self._encoder.embed_tokens
+        words = embed(ids.to(embed.weight.device))
+        output = self._encoder(
+            inputs_embeds=words.to(self._device),
+            attention_mask=mask,
+            output_hidden_states=True,
+            use_cache=False,
+        )
+        taken = [output.hidden_states[layer] for layer in self._layers]
+        states = torch.cat(taken, dim=-1)
+        if self._rule.zeroes_padding:
+            states *= mask.to(states)[..., None]
+        return states
 
 
 def _enter(
@@ -138,31 +111,15 @@ def _enter(
         parameter.data = weight.to(device, non_blocking=True)
 
 
-def _leave(held: Mapping[Parameter, Tensor], *_called: object) -> None:
-    for parameter, weight in held.items():
-        parameter.data = weight
-
-
 def encoder_name(folder: Path, rule: TextRule) -> str:
     """The name of a folder's text encoder and of what is taken of it, for text states."""
-    config = _config(folder)
-    named = str(config.get("_name_or_path") or "Qwen3").rstrip("/").rpartition("/")[2]
+    width = prompts.config_of(folder).get("hidden_size")
     layers = "-".join(map(str, rule.layers))
-    return f"{named} {config.get('hidden_size')}{CHAT_MARK}{layers}"
-
-
-def has_encoder(folder: Path) -> bool:
-    """True if a folder has the weights of its text encoder."""
-    is_qwen = _config(folder).get("model_type") == "qwen3"
-    return is_qwen and any((folder / "text_encoder").glob("*.safetensors"))
+    return f"{prompts.name_of(folder, 'Qwen3')} {width}{CHAT_MARK}{layers}"
 
 
 def states_width(folder: Path, rule: TextRule) -> int:
-    return len(rule.layers) * int(_config(folder).get("hidden_size", 0))
-
-
-def _config(folder: Path) -> JSONDict:
-    return reading.read_json(folder / "text_encoder" / "config.json")
+    return len(rule.layers) * int(prompts.config_of(folder).get("hidden_size", 0))
 
 
 def _layers(count: int, rule: TextRule) -> list[int]:

@@ -65,13 +65,13 @@ class Graph:
         With a *pool*, a CUDA graph is recorded in its memory.
         An output is then valid only until the next graph of the pool runs.
         """
+        #: False: the driver blocks if it is called again before the GPU has done most of it.
         self.has_room_for_next = True
-        """False: the driver blocks if it is called again before the GPU has done most of it."""
         self.name = name
         self.label = label
         self.is_compiled = False
+        #: Of one recorded run; None until some have ended.
         self.seconds: float | None = None
-        """Of one recorded run; None until some have ended."""
         self._runs: deque[_Run] = deque()
         self._timed_runs = 0
         self._launching = 0.0

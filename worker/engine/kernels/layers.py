@@ -59,7 +59,7 @@ class ChannelsLastGroupNorm(nn.GroupNorm):
         if is_image and runs_programs(input):
             return normalise_and_activate(input, self)
         is_large = is_image and input.shape[2] * input.shape[3] >= _PIXELS
-        if is_large and input.device.type == "cuda" and torch.compiler.is_compiling():
+        if is_large and input.is_cuda and torch.compiler.is_compiling():
             return normalise(input, self)
         return super().forward(input)
 
@@ -151,11 +151,7 @@ def gate(x: Tensor) -> Tensor:
 
 def runs_programs(x: Tensor) -> bool:
     """True if Triton's programs run for *x*, and not torch's kernels."""
-    return (
-        x.device.type == "cuda"
-        and not torch.compiler.is_compiling()
-        and _works(x.device)
-    )
+    return x.is_cuda and not torch.compiler.is_compiling() and _works(x.device)
 
 
 @functools.cache
@@ -172,6 +168,11 @@ def _works(device: torch.device) -> bool:
         )
         return False
     return True
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """The images in the order in which a GPU convolves them; on a CPU as they are."""
+    return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
 
 
 def group_norm(norm: nn.Module) -> ChannelsLastGroupNorm | None:
@@ -264,9 +265,7 @@ class Upsampler(nn.Module):
         """Folds the weights; call again whenever they change."""
         folded = fold(self.conv.weight.detach())
         if self.folded is None:
-            if folded.device.type == "cuda":
-                folded = folded.contiguous(memory_format=torch.channels_last)
-            self.folded = folded
+            self.folded = channels_last(folded)
         else:
             self.folded.copy_(folded)
 

@@ -66,16 +66,16 @@ class Packages:
     def __init__(
         self, folder: Path, device: torch.device, exchange: Exchange | None = None
     ) -> None:
+        #: Graphs that got kernels, by where these are from.
         self.graphs = dict.fromkeys(ORIGINS, 0)
-        """Graphs that got kernels, by where these are from."""
         self._folder = folder
         self._device = device
         self._exchange = exchange
         self._compilers = [Compiler()]
+        #: What is compiled, the graph that is wanted included.
         self._orders: dict[Path, Compiler] = {}
-        """What is compiled, the graph that is wanted included."""
+        #: What was compiled before it was wanted.
         self._foreseen: set[Path] = set()
-        """What was compiled before it was wanted."""
         self._wanted: _Wanted | None = None
 
     def prepare(self) -> None:
@@ -110,7 +110,11 @@ class Packages:
         if self._wanted is None or self._wanted.compiler is None:
             return False
         self._collect()
-        return len(self._orders) < self._most_compilers and self._gpu_has_room
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            if free <= _GPU_BYTES:
+                return False
+        return len(self._orders) < self._most_compilers
 
     def foresee(self, graph: Graph) -> None:
         """Has a graph compiled that is wanted next."""
@@ -209,13 +213,6 @@ class Packages:
         self._orders.clear()
         for compiler in self._compilers:
             compiler.close()
-
-    @property
-    def _gpu_has_room(self) -> bool:
-        if self._device.type != "cuda":
-            return True
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return free > _GPU_BYTES
 
     @functools.cached_property
     def _most_compilers(self) -> int:

@@ -43,8 +43,8 @@ _NOT_TAKEN = re.compile(
 #: Text of a configuration: peft takes some of it as regular expressions.
 _NAME = re.compile(r"[\w.-]{0,200}")
 
+#: Each layer's parts, as `kinds.compute` takes them, by its name.
 Adapted = Mapping[str, Mapping[str, Tensor]]
-"""Each layer's parts, as `kinds.compute` takes them, by its name."""
 
 
 def read(

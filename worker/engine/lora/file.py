@@ -54,8 +54,8 @@ class Layers:
     ) -> None:
         """*backbone* is the name of the network that draws, with its layers' original *names*."""
         self.shapes: dict[LayerId, torch.Size] = {}
+        #: The paths of the layers that one of an original name is, with the rows of all.
         self.members: dict[LayerId, tuple[str, ...]] = {}
-        """The paths of the layers that one of an original name is, with the rows of all."""
         self._by_name: dict[str, LayerId] = {}
         self._layouts = functools.lru_cache(_MAX_LAYOUTS)(self._make)
         self.text_encoders = tuple(text_encoders)
@@ -199,11 +199,11 @@ class Layout:
             key for key, place in places.items() if not place.dtype.is_floating_point
         ]
         found = lora.read(shapes, integers)
+        #: True if layers have their modules' dotted names, as in diffusers and peft.
         self.is_dotted = any("." in name for name in found.layers)
-        """True if layers have their modules' dotted names, as in diffusers and peft."""
         self.embeddings: dict[str, dict[str, str]] = {}
+        #: The keys of what changes nothing.
         self.skipped = found.skipped
-        """The keys of what changes nothing."""
         for name, parts in found.embeddings.items():
             if (
                 sorted(shapes[key][-1] for key in parts.values())
@@ -422,11 +422,13 @@ class LoraFile:
         )
 
 
+def _no_deltas() -> dict[Network, dict[str, WeightDelta]]:
+    return {network: {} for network in get_args(Network)}
+
+
 def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
     """Reads and checks one file; for `safetensors.named`."""
-    deltas: dict[Network, dict[str, WeightDelta]] = {
-        network: {} for network in get_args(Network)
-    }
+    deltas = _no_deltas()
     content = safetensors.read(path, identity)
     configs = lora.peft_configs(content.metadata)
     if lora.peft_type(configs) is not None:
@@ -477,9 +479,7 @@ def _read_adapter(
     places = safetensors.places(content.header, len(content.data))
     tensors = {key: place.of(content.data) for key, place in places.items()}
     _refuse_damaged(tensors)
-    deltas: dict[Network, dict[str, WeightDelta]] = {
-        network: {} for network in get_args(Network)
-    }
+    deltas = _no_deltas()
     skipped = []
     size_bytes = 0
     for network, own in deltas.items():

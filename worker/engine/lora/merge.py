@@ -24,8 +24,8 @@ from worker.engine.lora import kinds
 from worker.engine.lora.file import WeightDelta
 from worker.engine.lora.kinds import Factors
 
+#: Identity of a set of LoRAs with their strengths; () for none.
 LoraKey = tuple[object, ...]
-"""Identity of a set of LoRAs with their strengths; () for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class AppliedLora:
     """A LoRA's deltas for one network, and its strength there."""
 
     identity: Identity
+    #: Deltas by layer path.
     deltas: Mapping[str, WeightDelta]
-    """Deltas by layer path."""
     weight: float
 
 
@@ -90,12 +90,12 @@ _TEMPORARIES = 3
 class Stack:
     """One kind of change of several layers, with tensors of equal shapes."""
 
+    #: The layers' places among the weights, ascending.
     positions: Sequence[int]
-    """The layers' places among the weights, ascending."""
+    #: The positions as a tensor on the device.
     index: Tensor
-    """The positions as a tensor on the device."""
+    #: See `WeightDelta.tensors`.
     tensors: kinds.Tensors
-    """See `WeightDelta.tensors`."""
     scale: float
     strength: float
 
@@ -123,10 +123,10 @@ class Stack:
 class StackedChange:
     """All that a job's LoRAs change in the layers of one shape, on the device."""
 
+    #: The plain LoRAs, one after the other along the rank.
     low_rank: Factors | None
-    """The plain LoRAs, one after the other along the rank."""
+    #: The strength of the plain LoRAs, beside the strengths that their factors contain.
     strength: float
-    """The strength of the plain LoRAs, beside the strengths that their factors contain."""
     stacks: Sequence[Stack]
 
     def merge(
@@ -224,8 +224,8 @@ class LowRank:
 
     up: Place
     down: Place
+    #: Factor of the products of up and down.
     strength: float
-    """Factor of the products of up and down."""
     by_layer: Mapping[int, Sequence[WeightedFactors]]
 
     def of(self, flat: Tensor) -> Factors:
@@ -307,8 +307,8 @@ class LoraChanges(NamedTuple):
     """A job's LoRA deltas for one network, as views of one tensor on the device."""
 
     stacked: Mapping[Group, StackedChange]
+    #: Up [layers, out, rank] and down [layers, rank, in * taps].
     beside: Mapping[Shape, Factors]
-    """Up [layers, out, rank] and down [layers, rank, in * taps]."""
 
 
 NO_CHANGES = LoraChanges(MappingProxyType({}), MappingProxyType({}))
@@ -326,8 +326,8 @@ class PackedLoras:
     _low_rank: Mapping[Group, LowRank]
     _stacks: Mapping[Group, Sequence[StackPlaces]]
     _beside: Mapping[Shape, LowRank]
+    #: The ranks of the changes that slots hold beside the weights.
     ranks: Mapping[Shape, int]
-    """The ranks of the changes that slots hold beside the weights."""
 
     def assemble(self) -> Tensor:
         """The tensor [size_bytes] in host memory."""

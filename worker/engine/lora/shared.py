@@ -4,6 +4,7 @@ Every merge starts from a copy of the checkpoint's own weights: subtracting a ch
 rounding in the next image.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from imagefleet.files.safetensors import identify
 from imagefleet.validation import JSONObject
 from worker.engine.families.table import Family
 from worker.engine.files import safetensors
-from worker.engine.lora.file import Layers, adaptable, read_lora
+from worker.engine.lora.file import adaptable, read_lora
 from worker.engine.lora.merge import AppliedLora, LoraKey, Weighted, key_of
 
 
@@ -27,6 +28,10 @@ class Merger:
         self._keeps_on_cpu = keeps_on_cpu
         self._device: torch.device = next(network.parameters()).device
         self._weights = adaptable(network)
+        #: What merging takes, by a guess; weights in int8 cannot be merged into.
+        self.expected_seconds = 1.0 if keeps_on_cpu else 0.02
+        if any(each.dtype == torch.int8 for each in self._weights.values()):
+            self.expected_seconds = math.inf
         # Of those that some LoRA has changed so far: at worst, the network once more.
         self._originals: dict[str, Tensor] = {}
         self._merged: set[str] = set()
@@ -78,12 +83,8 @@ class Merger:
 @torch.no_grad()
 def merge_for_good(path: Path, family: Family, networks: JSONObject) -> None:
     """Merges a LoRA into a checkpoint just read, not summed yet; raises as `safetensors.named`."""
-    encoders = {name: networks[name] for name in family.networks}
-    layers = Layers(
-        networks[family.backbone], encoders, family.backbone, family.original_names
-    )
     with safetensors.named(f"the accelerator {path.name!r}"):
-        found = read_lora(path, identify(path), layers)
+        found = read_lora(path, identify(path), family.lora_layers(networks))
     if not found.deltas.get(family.backbone):
         raise SetupError(f"the accelerator {path.name!r} changes nothing of the UNet")
     for network, deltas in found.deltas.items():

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 from torch.nn import Conv2d, Module
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from worker.engine.kernels.layers import Upsampler, convolve
 from worker.engine.lora.kinds import Factors
 from worker.engine.lora.merge import Shape
@@ -38,10 +38,10 @@ _CHANGING = 0.25
 class LowRankChange(Module):
     """Each slot's own change of layers of one shape with the same input."""
 
+    #: [slots, layers * taps * rank, in], of the first slots; None until a job has such a change.
     down: Tensor | None
-    """[slots, layers * taps * rank, in], of the first slots; None until a job has such a change."""
+    #: [slots, layers, rank, out]
     up: Tensor | None
-    """[slots, layers, rank, out]"""
 
     def __init__(self, layers: Mapping[str, Module]) -> None:
         """*layers* by path."""
@@ -50,13 +50,14 @@ class LowRankChange(Module):
         weights: list[Any] = [layer.weight for layer in layers.values()]
         ((outputs, inputs, *kernel),) = {tuple(each.shape) for each in weights}
         self.shape = Shape(outputs, inputs, math.prod(kernel))
+        self.width: int = len(self.paths) * outputs
         self.register_buffer("down", None, persistent=False)
         self.register_buffer("up", None, persistent=False)
 
-    def forward(self, x: Tensor, slots: int) -> Tensor:
-        """The layers' change [rows, layers * out] of inputs [rows, in], equally many per slot."""
-        if self.down is None or self.up is None:
-            return x.new_zeros(len(x), len(self.paths) * self.shape.outputs)
+    def add(self, output: Tensor, x: Tensor, slots: int) -> None:
+        """Adds to the *output* [rows, width] of x [rows, in], equally many rows per slot."""
+        if not slots or self.down is None or self.up is None:
+            return
         changing = min(slots, len(self.down))
         rows = len(x) // slots * changing
         tokens = x[:rows].view(changing, -1, x.shape[1])
@@ -64,8 +65,7 @@ class LowRankChange(Module):
         by_layer = products.view(*tokens.shape[:2], len(self.paths), -1).transpose(1, 2)
         # [slots, layers, tokens, rank] by [slots, layers, rank, out]
         changed = torch.matmul(by_layer, self.up[:changing])
-        changed = changed.transpose(1, 2).flatten(2).flatten(0, 1)
-        return F.pad(changed, (0, 0, 0, len(x) - rows))
+        output[:rows] += changed.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class SlotConv(Module):
@@ -76,9 +76,7 @@ class SlotConv(Module):
         super().__init__()
         conv = layer.conv if isinstance(layer, Upsampler) else layer
         if not isinstance(conv, Conv2d) or not _is_usual(conv):
-            raise errors.SetupError(
-                f"{path} is not one of Stable Diffusion's convolutions"
-            )
+            raise SetupError(f"{path} is not one of Stable Diffusion's convolutions")
         self.layer: Any = layer
         self.change = LowRankChange({path: conv})
         self._stride: int = conv.stride[0]
@@ -160,8 +158,8 @@ class SlotChanges:
     def __init__(self, changes: Iterable[LowRankChange], like: Tensor) -> None:
         """*like* has the device and the type."""
         self.groups: dict[Shape, list[str]] = {}
+        #: Rises whenever the tensors are allocated anew.
         self.version = 0
-        """Rises whenever the tensors are allocated anew."""
         self._members: dict[Shape, list[LowRankChange]] = {}
         for change in changes:
             self.groups.setdefault(change.shape, []).extend(change.paths)
@@ -172,7 +170,8 @@ class SlotChanges:
         self._is_outgrown = False
         self._capacities: dict[Shape, int] = {}
         self._parts: dict[Shape, Factors] = {}
-        self._block: tuple[int, int | None] = (0, None)
+        #: The block in use, and how many of its slots are; None: all.
+        self.block: tuple[int, int | None] = (0, None)
         self._blocks: dict[int, Tensor] = {}
         self._changed: set[tuple[int, int]] = set()
 
@@ -234,7 +233,7 @@ class SlotChanges:
     def resize(self, *slots: int) -> None:
         """Allocates zero changes for the *slots* of the first block; others have the last ones'."""
         self._slots = slots
-        self._block = (0, None)
+        self.block = (0, None)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -246,11 +245,11 @@ class SlotChanges:
         for members in self._members.values():
             for change in members:
                 change.down = change.up = None
-        self.use_block(*self._block)
+        self.use_block(*self.block)
 
     def use_block(self, block: int, slots: int | None = None) -> None:
         """Uses the first *slots* of another block's changes, allocated at its first use."""
-        self._block = (block, slots)
+        self.block = (block, slots)
         held = self.slots_of(block)
         if not self._capacities or not held:
             return
@@ -293,7 +292,7 @@ class SlotChanges:
 
     def load(self, slot: int, changes: Mapping[Shape, Factors]) -> None:
         """Sets a slot's changes, asynchronously; there must be room."""
-        block, _ = self._block
+        block, _ = self.block
         place = (block, slot)
         if place in self._changed:
             self._blocks[block][slot].zero_()

@@ -7,7 +7,6 @@ vectors that the time enters as.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 from torch.nn import Linear, Module, ModuleList
 
-from worker.engine.lora.merge import Group, StackedChange
 from worker.engine.networks import thin
 from worker.engine.networks.thin import Rotation, ThinLinear, modulate
 from worker.engine.networks.transformer import Call
@@ -46,23 +44,9 @@ class SlotKlein(thin.ThinNetwork):
         self.norm_out = network.norm_out.norm
         self.modulate_out = self._thin(network.norm_out.linear)
         self.proj_out = self._thin(network.proj_out)
-        self.context_width = int(network.context_embedder.out_features)
         self._axes: tuple[int, ...] = tuple(network.config.axes_dims_rope)
         self._theta: int = network.config.rope_theta
-        self._join([network.context_embedder])
-
-    @torch.no_grad()
-    def compute_prompt(
-        self,
-        vectors: Tensor,
-        _added: object,
-        changes: Mapping[Group, StackedChange],
-        context: Tensor,
-        _added_rows: object,
-    ) -> None:
-        """See `SlotNetwork.compute_prompt`; the context is embedded text."""
-        (group,) = self.prompt_stacks
-        context.copy_(self._of_prompt(vectors, group, changes))
+        self._join(network.context_embedder)
 
     def forward(
         self,

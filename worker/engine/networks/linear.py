@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 from torch.nn import Module
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from worker.engine.files import safetensors
 from worker.engine.lora.file import Layer, adaptable, adaptable_layers
 from worker.engine.lora.merge import Group, StackedChange
@@ -68,8 +68,8 @@ class SlotLinear(Module):
         ).flatten(0, 1)
 
 
+#: Linears and the places of their layers in a stack: their weights for all slots are one tensor.
 _Part = list[tuple[SlotLinear, slice]]
-"""Linears and the places of their layers in a stack: their weights for all slots are one tensor."""
 
 
 class WeightStack:
@@ -231,7 +231,7 @@ def join_biases(layers: Iterable[Layer]) -> Tensor | None:
     if not biases:
         return None
     if len(biases) < len(alike):
-        raise errors.SetupError(
+        raise SetupError(
             "of layers with the same input some have a bias and some have not"
         )
     joined = torch.cat(biases).detach()

@@ -12,11 +12,10 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 from torch.nn import Linear, Module
 
-from worker.engine.lora.merge import Group, StackedChange
 from worker.engine.networks import int8
 from worker.engine.networks.convolution import LowRankChange, SlotChanges
-from worker.engine.networks.linear import SlotLinear, WeightStack, stack_by_shape
-from worker.engine.networks.transformer import SlotNetwork
+from worker.engine.networks.linear import SlotLinear
+from worker.engine.networks.transformer import PromptLayers, SlotNetwork
 
 #: Cosines and sines of a rotary embedding [..., tokens, head width], each for two neighbours.
 Rotation = tuple[Tensor, Tensor]
@@ -70,39 +69,20 @@ class ThinNetwork(SlotNetwork):
         super().__init__(next(network.parameters()))
         self._paths = {module: path for path, module in network.named_modules()}
         self.added_width = 0
-        self.prompt_stacks: Mapping[Group, WeightStack] = {}
 
     def _thin(self, *layers: Linear) -> ThinLinear:
         return ThinLinear({self._paths[layer]: layer for layer in layers})
 
-    def _join(self, of_prompt: Iterable[Linear]) -> None:
+    def _join(self, *of_prompt: Linear) -> None:
         """Notes all thin changes, and the layers *of_prompt*, which run once for an image."""
-        linears = [SlotLinear({self._paths[each]: each}) for each in of_prompt]
-        self.prompt_stacks = stack_by_shape(WeightStack, "prompt", linears)
+        self.prompt_layers = PromptLayers(
+            {self._paths[each]: each for each in of_prompt}
+        )
+        self.context_width = self.prompt_layers.width
         changes = [each for each in self.modules() if isinstance(each, LowRankChange)]
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.changes = SlotChanges(changes, like)
         self._paths = {}
-
-    @property
-    def groups(self) -> dict[Group, list[str]]:
-        """The paths of the layers whose changes are merged for each prompt, by group."""
-        return {group: stack.paths for group, stack in self.prompt_stacks.items()}
-
-    def _of_prompt(
-        self, x: Tensor, group: Group, changes: Mapping[Group, StackedChange]
-    ) -> Tensor:
-        """The output of a group's only layer, with a slot's *changes* merged."""
-        weights = self.prompt_stacks[group].shared
-        if (change := changes.get(group)) is not None:
-            merged = torch.empty_like(weights)
-            change.merge(weights, merged)
-            weights = merged
-        return F.linear(x, weights[0])
-
-    def close(self) -> None:
-        self.prompt_stacks = {}
-        super().close()
 
 
 def rotation(positions: list[Tensor], widths: Iterable[int], theta: float) -> Rotation:

@@ -40,7 +40,7 @@ ModulePaths = Mapping[Module, str]
 class Call(NamedTuple):
     """Arguments that all layers of one call share."""
 
-    #: [rows, tokens, width]: see `KeysValues.compute`.
+    #: [rows, tokens, width]: see `PromptLayers.compute`.
     context: Tensor
     #: [rows, 1, 1, tokens], added to the attention scores.
     mask: Tensor | None = None
@@ -56,31 +56,29 @@ class Call(NamedTuple):
     tiles: bool = False
 
 
-class KeysValues:
-    """The keys and values of all cross-attentions, computed from a prompt's vectors."""
+class PromptLayers:
+    """The layers that run once for an image: what they make of its prompt's vectors.
+
+    Keys and values of all cross-attentions, or embedded text.
+    """
 
     def __init__(
-        self,
-        crosses: list[CrossAttention],
-        paths: ModulePaths,
-        *,
-        saves_memory: bool = False,
+        self, layers: Mapping[str, Layer], *, saves_memory: bool = False
     ) -> None:
-        """*saves_memory*: it is too short to merge changes of several layers at once."""
+        """*layers* by path; their biases are left out.
+
+        *saves_memory*: it is too short to merge changes of several layers at once.
+        """
         self._saves_memory = saves_memory
-        layers = [layer for cross in crosses for layer in (cross.to_k, cross.to_v)]
-        linears = (SlotLinear({paths[each]: each}) for each in layers)
+        linears = (SlotLinear({path: layer}) for path, layer in layers.items())
         self.stacks = stack_by_shape(WeightStack, "prompt", linears)
-        slices = {}
+        #: The columns of each layer's output, by its path.
+        self.columns: dict[str, slice] = {}
         self.width = 0
         for (_, width, _), stack in self.stacks.items():
             for path in stack.paths:
-                slices[path] = slice(self.width, self.width + width)
+                self.columns[path] = slice(self.width, self.width + width)
                 self.width += width
-        for cross in crosses:
-            cross.keys, cross.values = (
-                slices[paths[each]] for each in (cross.to_k, cross.to_v)
-            )
 
     @torch.no_grad()
     def compute(
@@ -89,7 +87,7 @@ class KeysValues:
         changes: Mapping[Group, StackedChange],
         out: Tensor | None = None,
     ) -> Tensor:
-        """Keys and values [rows, tokens, width] of vectors [rows, tokens, text width].
+        """The outputs [rows, tokens, width] of vectors [rows, tokens, text width].
 
         *out*, if given, is what they are written to.
         """
@@ -300,11 +298,9 @@ class SlotState(NamedTuple):
 _MANAGING = frozenset(
     {
         "changes",
-        "keys_values",
-        "prompt_stacks",
+        "prompt_layers",
         "temporary_bytes",
         "weights",
-        "_block",
         "_stacks",
         "_upsamplers",
     }
@@ -330,29 +326,36 @@ class SlotNetwork(Module):
         self.device: torch.device = like.device
         self.weights: SlotWeights = weights
         self.changes = SlotChanges((), like.detach())
+        #: Memory for weights while they are merged.
         self.temporary_bytes = TEMPORARY_BYTES
-        """Memory for weights while they are merged."""
+        self.prompt_layers = PromptLayers({})
         self._stacks: Mapping[Group, WeightStack | ReloadedStack] = {}
         self._upsamplers: list[Upsampler] = []
-        self._block: tuple[int, int | None] = (0, None)
 
+    @property
+    def groups(self) -> dict[Group, list[str]]:
+        """The paths of the layers that slots can hold weights of, by group."""
+        stacks = {**self._stacks, **self.prompt_layers.stacks}
+        return {group: stack.paths for group, stack in stacks.items()}
+
+    @torch.no_grad()
     def compute_prompt(
         self,
         vectors: Tensor,
-        added: tuple[Tensor, ...] | None,
+        added: tuple[Tensor, ...] | None,  # noqa: ARG002 - for networks that take it
         changes: Mapping[Group, StackedChange],
         context: Tensor,
-        added_rows: Tensor | None,
+        added_rows: Tensor | None,  # noqa: ARG002
     ) -> None:
         """Computes what a slot's calls take of its prompts, into the last two tensors.
 
         *vectors* [rows, tokens, width] of the prompt, and of the negative one if it has a row;
         *added*: pooled vectors and size ids by row, or of an image that is enlarged its level of
-        noise [1]; LoRA *changes* of the slot; *context* [slot rows, tokens, `context_width`]: the
-        keys and values of all cross-attentions; *added_rows* [`added_rows`, `added_width`] are
-        added to the embedded timesteps.
+        noise [1]; LoRA *changes* of the slot; *context* [slot rows, tokens, `context_width`]: of
+        `prompt_layers`; *added_rows* [`added_rows`, `added_width`] are added to the embedded
+        timesteps.
         """
-        raise NotImplementedError
+        self.prompt_layers.compute(vectors, changes, context)
 
     @property
     def slot_bytes(self) -> int:
@@ -379,7 +382,6 @@ class SlotNetwork(Module):
 
     def resize(self, *slots: int) -> None:
         """Allocates zero weights for the *slots* of the first block; others have the last ones'."""
-        self._block = (0, None)
         for stack in self._stacks.values():
             stack.resize(*slots)
         self.changes.resize(*slots)
@@ -390,11 +392,10 @@ class SlotNetwork(Module):
         A CUDA graph keeps the block of its recording. The size of the block, which depends on what
         else has memory, is none of what is compiled.
         """
-        if (block, slots) != self._block:
+        if (block, slots) != self.changes.block:
             for stack in self._stacks.values():
                 stack.use_block(block, slots)
             self.changes.use_block(block, slots)
-            self._block = (block, slots)
 
     @torch.no_grad()
     def load_slot(self, slot: int, changes: LoraChanges) -> None:
@@ -413,5 +414,6 @@ class SlotNetwork(Module):
 
     def close(self) -> None:
         self._stacks = {}
+        self.prompt_layers.stacks.clear()
         self.changes.clear()
         self.to("meta")

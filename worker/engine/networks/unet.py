@@ -35,8 +35,8 @@ from worker.engine.networks.transformer import (
     UNKNOWN_UNET,
     Call,
     CrossAttention,
-    KeysValues,
     ModulePaths,
+    PromptLayers,
     SlotNetwork,
     Transformer,
     repeat_rows,
@@ -79,8 +79,15 @@ class SlotEncoder(SlotNetwork):
         self.time_projections = _TimeProjections(
             [module for module in self.modules() if isinstance(module, _Resnet)], paths
         )
-        self.keys_values = KeysValues(crosses, paths, saves_memory=saves_memory)
-        self.context_width = self.keys_values.width
+        layers = [layer for cross in crosses for layer in (cross.to_k, cross.to_v)]
+        of_prompt = PromptLayers(
+            {paths[each]: each for each in layers}, saves_memory=saves_memory
+        )
+        for cross in crosses:
+            cross.keys = of_prompt.columns[paths[cross.to_k]]
+            cross.values = of_prompt.columns[paths[cross.to_v]]
+        self.prompt_layers = of_prompt
+        self.context_width = of_prompt.width
 
     @torch.no_grad()
     def compute_prompt(
@@ -91,7 +98,7 @@ class SlotEncoder(SlotNetwork):
         context: Tensor,
         added_rows: Tensor | None,
     ) -> None:
-        self.keys_values.compute(vectors, changes, context)
+        self.prompt_layers.compute(vectors, changes, context)
         if self.added is not None and added is not None and added_rows is not None:
             added_rows.copy_(self.added(*added))
 
@@ -154,12 +161,6 @@ class SlotUnet(SlotEncoder):
             unet.conv_out.weight.detach(),
         )
 
-    @property
-    def groups(self) -> dict[Group, list[str]]:
-        """The paths of the layers that slots can hold weights of, by group."""
-        stacks = {**self._stacks, **self.keys_values.stacks}
-        return {group: stack.paths for group, stack in stacks.items()}
-
     def forward(
         self,
         x: Tensor,
@@ -191,10 +192,6 @@ class SlotUnet(SlotEncoder):
         )
         return output
 
-    def close(self) -> None:
-        self.keys_values.stacks.clear()
-        super().close()
-
 
 class _TimeEmbedding(Module):
     def __init__(self, original: Any, paths: ModulePaths) -> None:
@@ -214,12 +211,10 @@ class _TimeEmbedding(Module):
             scales = _sines(guidance - 1, self.embed_guidance.in_features)
             x = x + self.embed_guidance(scales.to(x.dtype))
         hidden = self.first(x)
-        if slots:
-            hidden = hidden + self.first_change(x, slots)
+        self.first_change.add(hidden, x, slots)
         hidden = self.act(hidden)
         output: Tensor = self.second(hidden)
-        if slots:
-            output = output + self.second_change(hidden, slots)
+        self.second_change.add(output, hidden, slots)
         return output
 
 
@@ -278,9 +273,11 @@ class _TimeProjections(Module):
     def forward(self, time: Tensor, slots: int) -> Tensor:
         time = F.silu(time)
         projected: Tensor = F.linear(time, self.weight, self.bias)
-        if slots:
-            changed = [change(time, slots) for change in self.changes]
-            projected = projected + torch.cat(changed, dim=1)
+        at = 0
+        change: Any
+        for change in self.changes:
+            change.add(projected[:, at : at + change.width], time, slots)
+            at += change.width
         return projected
 
 

@@ -75,8 +75,8 @@ class CachedCheckpoint:
     ) -> None:
         """*weights* are its UNet's in the host's memory, of the architecture of the engine's."""
         self.coders = Coders(checkpoint)
+        #: The checkpoint's own UNet on the device; None if it draws in the engine's.
         self.unet = unet
-        """The checkpoint's own UNet on the device; None if it draws in the engine's."""
         self._weights = weights or {}
         networks = [checkpoint.vae, *checkpoint.text_encoders.values()]
         networks += [checkpoint.unet] if unet is not None else []

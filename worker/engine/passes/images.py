@@ -39,8 +39,8 @@ class ImageCoder:
 
     def __init__(self, vae: AutoencoderKL) -> None:
         self.vae = vae
+        #: Network that computes: the VAE, or a copy of it in float32.
         self._vae = vae
-        """Network that computes: the VAE, or a copy of it in float32."""
         self.size_bytes = sum(each.nbytes for each in vae.parameters())
         self._known: LRUCache[object, Tensor] = LRUCache(_REMEMBERED)
 
@@ -191,10 +191,7 @@ def _decode(vae: decoder.Vae, latents: Tensor) -> Tensor:
 
 
 def _encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
-    x = images.to(vae.dtype)
-    if x.device.type == "cuda":
-        x = x.contiguous(memory_format=torch.channels_last)
-    moments = vae.encoder(x)
+    moments = vae.encoder(layers.channels_last(images.to(vae.dtype)))
     if vae.quant_conv is not None:
         moments = vae.quant_conv(moments)
     mean, _ = moments.float().chunk(2, dim=1)

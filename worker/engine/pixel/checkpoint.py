@@ -15,7 +15,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from imagefleet.errors import SetupError
 from imagefleet.validation import JSONDict
 from worker.engine import checkpoint
-from worker.engine.families import reading, table
+from worker.engine.families import prompts, reading, table
 from worker.engine.families.reading import ImageNoise
 from worker.engine.families.table import Family, Model
 from worker.engine.pixel import schedules, text_stage, text_states
@@ -54,7 +54,7 @@ def load_checkpoint(
     folder: Path, device: torch.device, dtype: torch.dtype
 ) -> PixelCheckpoint:
     """Loads a stage; raises SetupError if it lacks something, is damaged or built otherwise."""
-    has_encoder = text_stage.has_encoder(folder)
+    has_encoder = prompts.has_encoder(folder, "t5")
     if has_encoder:
         text_stage.require_libraries(folder)
     family = FAMILIES[table.pipeline_of(folder)]
@@ -69,7 +69,7 @@ def load_checkpoint(
         image_noise = ImageNoise(
             scheduler, int(scheduler.config.num_train_timesteps) - 1
         )
-    checkpoint.place({"unet": unet}, {"unet": (device, dtype)})
+    checkpoint.place(folder, {"unet": unet}, {"unet": (device, dtype)})
     side = unet.config.sample_size
     encoder = text_stage.encoder_name(folder)
     return PixelCheckpoint(

@@ -15,18 +15,18 @@ from imagefleet.job.prompt import Prompt
 from worker.engine.contract import ImageRequest, InitImage, Settings
 from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
+from worker.engine.families import prompts
 from worker.engine.files.safetensors import ReadOnce
-from worker.engine.kernels.graph import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.passes import begin
 from worker.engine.passes.begin import LowResolution
-from worker.engine.pixel import schedules, text_stage, text_states
+from worker.engine.pixel import schedules, text_states
 from worker.engine.pixel.checkpoint import PixelCheckpoint
 from worker.engine.pixel.text_stage import TextStage
 from worker.engine.pixel.unet import PixelUnet
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import AssembledLoras, PreparedRequest, Preparer
-from worker.engine.slots.queue import Costs, SlotJob, Staged
+from worker.engine.slots.queue import SlotJob, Staged
 from worker.engine.slots.staging import Stager
 
 #: Prompts whose states stay in memory: some 1.3 MB each.
@@ -99,7 +99,7 @@ class StagePreparer(Preparer):
     def _load_text_stage(self) -> TextStage:
         """The stage's own text encoder, on the CPU, from when it is needed."""
         folder = self._checkpoint.folder
-        if not text_stage.has_encoder(folder):
+        if not prompts.has_encoder(folder, "t5"):
             raise JobError(
                 "the prompt's text states are missing, and this stage has no text encoder:"
                 " `imagefleet files make text` makes them (docs/cascade.md)"
@@ -150,7 +150,6 @@ class PixelStager(Stager):
 
 def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
     """The parts of an engine for a stage; all of its images have one size."""
-    device = checkpoint.unet.device
     limit = schedules.limit_of(checkpoint.noise)
     control_nets = ControlNets(checkpoint.unet, has_own_layers=False)
     return Parts(
@@ -166,6 +165,4 @@ def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
         stager=PixelStager(checkpoint, control_nets),
         merger=Merger(checkpoint.unet),
         decoder=Decoder(None),
-        pool=GraphPool(device) if device.type == "cuda" else None,
-        costs=Costs(),
     )

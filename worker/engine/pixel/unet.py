@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from worker.engine.kernels import layers
+from worker.engine.networks.thin import attend, split_heads
 from worker.engine.networks.transformer import Call, SlotNetwork, repeat_rows
 
 
@@ -25,10 +25,10 @@ class TextAttention(nn.Module):
     def __init__(self, original: Any) -> None:
         super().__init__()
         self.original = original
-        self.heads: int = original.heads
         self.width: int = original.add_k_proj.out_features
+        self.head_width: int = self.width // original.heads
+        #: The first of its columns in the context: the text's keys, then its values.
         self.start = 0
-        """The first of its columns in the context: the text's keys, then its values."""
 
     def text_columns(self, states: Tensor) -> Tensor:
         """Keys and values [rows, tokens, 2 * width] of encoded text [rows, tokens, text width]."""
@@ -47,23 +47,18 @@ class TextAttention(nn.Module):
         own = self.original
         x = hidden_states
         tokens = own.group_norm(x).flatten(2).transpose(1, 2)
-        query = self._split(own.to_q(tokens))
+        query = split_heads(own.to_q(tokens), self.head_width)
         middle = self.start + self.width
         end = middle + self.width
-        key = self._split(encoder_hidden_states[..., self.start : middle])
-        value = self._split(encoder_hidden_states[..., middle:end])
+        key = encoder_hidden_states[..., self.start : middle]
+        value = encoder_hidden_states[..., middle:end]
         if not own.only_cross_attention:
-            key = torch.cat([key, self._split(own.to_k(tokens))], dim=2)
-            value = torch.cat([value, self._split(own.to_v(tokens))], dim=2)
-        attended = F.scaled_dot_product_attention(query, key, value)
-        attended = own.to_out[0](attended.transpose(1, 2).flatten(2))
+            key = torch.cat([key, own.to_k(tokens)], dim=1)
+            value = torch.cat([value, own.to_v(tokens)], dim=1)
+        key, value = (split_heads(each, self.head_width) for each in (key, value))
+        attended = own.to_out[0](attend(query, key, value))
         summed: Tensor = x + attended.transpose(1, 2).reshape(x.shape)
         return summed
-
-    def _split(self, tokens: Tensor) -> Tensor:
-        """[rows, tokens, width] to [rows, heads, tokens, head width]."""
-        rows, count, width = tokens.shape
-        return tokens.view(rows, count, self.heads, width // self.heads).transpose(1, 2)
 
 
 class PixelUnet(SlotNetwork):

@@ -33,14 +33,14 @@ class Try:
     """One try of a step, from a sigma down."""
 
     sigma: float
+    #: The sigma at which the image is done.
     last: float
-    """The sigma at which the image is done."""
     options: Options
+    #: Length of the step in log sigma.
     length: float = _FIRST_LENGTH
-    """Length of the step in log sigma."""
     number: int = 0
+    #: The solution of order 2 of the step that was taken last.
     before: Tensor | None = None
-    """The solution of order 2 of the step that was taken last."""
 
     @property
     def is_done(self) -> bool:

@@ -36,8 +36,8 @@ class _Node(NamedTuple):
     place: int
     depth: int
     increment: _Numbers
+    #: The parts of intervals in it: the interval's number, and the part's ends.
     wanted: Sequence[tuple[int, float, float]]
-    """The parts of intervals in it: the interval's number, and the part's ends."""
 
 
 class BrownianTree:

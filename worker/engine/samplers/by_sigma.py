@@ -17,11 +17,11 @@ from imagefleet.job.samplers import Options
 from worker.engine.sampler import BEFORE, ESTIMATES, LATENTS, Combination, Move, towards
 
 Sigmas = Sequence[float]
+#: The calls of one step.
 _Step = Sequence[Move]
-"""The calls of one step."""
 _Steps = Iterator[_Step]
+#: The sigmas that a step begins and ends at, and the noise that follows on it.
 _Intervals = Iterator[tuple[float, float, float | None]]
-"""The sigmas that a step begins and ends at, and the noise that follows on it."""
 _Bend = Callable[[Combination, float, Sequence[float]], Combination]
 
 NEW, LAST = ESTIMATES[:2]

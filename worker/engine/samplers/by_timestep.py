@@ -43,8 +43,8 @@ class Start(NamedTuple):
     noise_scale: float
 
 
+#: Start of a sampler, and its moves.
 Path = tuple[Start, Iterator[Move]]
-"""Start of a sampler, and its moves."""
 
 
 def _noised(alpha: float) -> Start:

@@ -15,8 +15,8 @@ from torch import Tensor
 Shape = tuple[int, ...]
 
 _Numbers = NDArray[np.float32]
+#: 32-bit words, each in 64 bits.
 _Words = NDArray[np.uint64]
-"""32-bit words, each in 64 bits."""
 
 _ROUNDS = 10
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)

@@ -236,8 +236,8 @@ class Levels:
     sigmas: Tensor
     timesteps: Tensor
     is_xl: bool = False
+    #: True if the model is called at these timesteps alone, not between them.
     is_quantized: bool = False
-    """True if the model is called at these timesteps alone, not between them."""
 
     @property
     def ends(self) -> tuple[float, float]:

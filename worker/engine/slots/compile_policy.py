@@ -48,8 +48,8 @@ class GraphKey(NamedTuple):
     """Identifies one compiled graph: a batch key, with or without convolution LoRAs."""
 
     batch_key: BatchKey
+    #: True if their LoRAs change convolutions.
     convolutions: bool = False
-    """True if their LoRAs change convolutions."""
 
 
 class ModeUsage(dict[WeightMode, float]):
@@ -81,10 +81,10 @@ class Outlook:
         self._images = Counter[GraphKey]()
         self._work: dict[GraphKey, float] = {}
         self._began_at = self._clock()
+        #: Time of each loss, and how long work had lasted by then, by key; None for all keys.
         self._lost: dict[GraphKey | None, tuple[float, float]] = {
             None: (self._began_at, math.inf)
         }
-        """Time of each loss, and how long work had lasted by then, by key; None for all keys."""
 
     def begin(self) -> None:
         """Jobs come after a time without any."""

@@ -7,19 +7,16 @@ from dataclasses import replace
 
 import torch
 
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
 from worker.engine.kernels.compiler import CompileError
 from worker.engine.kernels.graph import Graph
-from worker.engine.kernels.packages import Packages
 from worker.engine.slots.compile_policy import GraphKey
 from worker.engine.slots.lane import Lane, Lanes
 from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.queue import BatchKey
 from worker.engine.slots.step import Step, StepRunner
-
-log = logs.EventLog(__name__)
 
 #: The jobs in the first slots say whether the first graph has to change convolutions: it waits for
 #: them, but not for longer.
@@ -48,8 +45,8 @@ class Compilation:
 
         *use_less_memory* closes all lanes, with fewer slots afterwards.
         """
+        #: True while something is compiled beside the ticks, or about to be.
         self.is_under_way = False
-        """True while something is compiled beside the ticks, or about to be."""
         self._unet = parts.unet
         self._runner = runner
         self._decoder = parts.decoder
@@ -94,8 +91,8 @@ class Compilation:
             lane.held for lane in self._lanes if lane.batch_key == paused_for
         ):
             self._runner.resume()  # the last image that needed the memory is done
-        if self._step is not None and not self._is_current:
-            self._abandon()
+        if self._packages is not None and self._step and not self._is_current:
+            self._packages.cancel()  # the pending graph is wanted no more
         if not self.is_due:
             self._try_to_foresee()
             return
@@ -106,7 +103,7 @@ class Compilation:
             self._go_on(batch_key)
             while self._pending is not None and self._is_done:  # it was there
                 self._go_on(batch_key)
-        except Exception as error:  # images can be drawn without
+        except Exception as error:  # noqa: BLE001 - images are drawn without
             failure = engine_errors.classify(error)
             lacks_memory = engine_errors.is_out_of_memory(error)
             if not lacks_memory:
@@ -140,11 +137,6 @@ class Compilation:
         if self._begins_at is not None:
             self._begins_at = None
             self._runner.request(self._runner.native)
-
-    def _abandon(self) -> None:
-        """Wants the pending graph no more."""
-        if self._packages is not None:
-            self._packages.cancel()
 
     @property
     def _is_done(self) -> bool:
@@ -186,7 +178,7 @@ class Compilation:
         """Raises NodeError if the GPU is broken; whatever else fails is compiled in its turn."""
         try:
             self._foresee()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - logged
             failure = engine_errors.classify(error)
             log.warning(
                 f"the next size is not compiled ahead: {failure.message}",
@@ -224,7 +216,12 @@ class Compilation:
         try:
             if self._pending is not None:
                 self._pending = None
-                self._get_kernels(packages)
+                try:
+                    packages.end()
+                except CompileError as error:
+                    log.warning(
+                        f"uncompiled from now on: {error}", action="compile_failed"
+                    )
             if self._step is None and batch_key is not None:
                 self._lane, self._step = self._open_lane(batch_key)
                 self._step.is_compiling = True
@@ -236,12 +233,6 @@ class Compilation:
         if graph is not None:
             packages.begin(graph)
             self._pending = graph
-
-    def _get_kernels(self, packages: Packages) -> None:
-        try:
-            packages.end()
-        except CompileError as error:
-            log.warning(f"uncompiled from now on: {error}", action="compile_failed")
 
     def _end(self) -> None:
         if self._step is not None:

@@ -53,12 +53,12 @@ class SlotEngine:
         self.default_size = model.default_size
         self.lora_lookups = parts.preparer.lora_lookups
         self.find_embeddings = parts.preparer.find_embeddings
+        #: The last tick's.
         self.weight_mode: WeightMode = "shared"
-        """The last tick's."""
+        #: Rows of the UNet's calls that images took.
         self.unet_rows = 0
-        """Rows of the UNet's calls that images took."""
+        #: Sum of these rows' pixels: the work of images of unlike sizes.
         self.unet_row_pixels = 0
-        """Sum of these rows' pixels: the work of images of unlike sizes."""
         self._has_drawn_job = False
         self.checkpoint: Model = model
         self._packages = settings.packages
@@ -87,6 +87,7 @@ class SlotEngine:
         self._runner.max_compiled = self._lanes.max_open - 1
         self._weights.resize(self._lanes.block_slots)
         self._decoder.max_images = self.slots
+        self._decoder.pool = self._runner.pool
         self._recovery = Recovery(parts, self._lanes, self._runner, self._weights)
 
         self._compilation = Compilation(

@@ -47,21 +47,21 @@ class Lane:
 
     batch_key: BatchKey
     slots: int
+    #: Younger jobs, with LoRAs that are merged already, that may go before a waiting one.
     max_overtakes: int
-    """Younger jobs, with LoRAs that are merged already, that may go before a waiting one."""
+    #: The tick at which the lane ran last, or its first job came.
     ran_at: int = 0
-    """The tick at which the lane ran last, or its first job came."""
+    #: Oldest first.
     waiting: list[SlotJob] = field(default_factory=list)
-    """Oldest first."""
     active: dict[int, SlotJob] = field(default_factory=dict)
+    #: The step with the lane's tensors; None while it is closed.
     step: Step | None = None
-    """The step with the lane's tensors; None while it is closed."""
+    #: The slots' weights that it uses, alone or in turn with other lanes.
     block: int = 0
-    """The slots' weights that it uses, alone or in turn with other lanes."""
+    #: The last tick's.
     weight_mode: WeightMode = "shared"
-    """The last tick's."""
+    #: True while it ends its images to give its place to another.
     is_closing: bool = False
-    """True while it ends its images to give its place to another."""
 
     @property
     def held(self) -> int:

@@ -9,12 +9,10 @@ from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.families.table import Model
 from worker.engine.files.network_cache import NetworkCache
-from worker.engine.kernels.graph import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.networks.transformer import SlotNetwork
 from worker.engine.passes.checkpoints import CheckpointCache
 from worker.engine.slots.prepare import Preparer
-from worker.engine.slots.queue import Costs
 from worker.engine.slots.staging import Stager
 
 
@@ -27,13 +25,10 @@ class Parts:
     unet: SlotNetwork
     preparer: Preparer
     control_nets: ControlNets
+    #: The networks of files that jobs name.
     caches: Sequence[NetworkCache[Any]]
-    """The networks of files that jobs name."""
+    #: None: it draws with its own alone.
     checkpoints: CheckpointCache | None
-    """None: it draws with its own alone."""
     stager: Stager
     merger: Merger
     decoder: Decoder
-    pool: GraphPool | None
-    costs: Costs
-    """Guesses, until ticks and merging have been timed."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from worker.engine.files import safetensors
 from worker.engine.files.network_cache import NetworkCache
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.lora import merge
-from worker.engine.lora.file import Layers, LoraCache, LoraFile, Network
+from worker.engine.lora.file import LoraCache, LoraFile, Network
 from worker.engine.lora.merge import AppliedLora, Groups, LoraKey, PackedLoras
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
@@ -229,6 +229,13 @@ class PreparedRequest:
         return self.family.context_tokens(longest * text.CONTEXT_TOKENS)
 
 
+class LoraFields(TypedDict):
+    """A request's LoRAs, as fields of `PreparedRequest`."""
+
+    loras: Applied
+    packs: Mapping[Network, PackedLoras]
+
+
 class LoraReader:
     """The LoRA files of one model; thread-safe."""
 
@@ -245,19 +252,13 @@ class LoraReader:
         self.dtypes: Mapping[Network, torch.dtype] = {
             name: networks[name].dtype for name in groups
         }
-        encoders = {name: networks[name] for name in family.networks}
-        layers = Layers(
-            networks[family.backbone],
-            encoders,
-            family.backbone,
-            family.original_names,
-        )
-        self.cache = LoraCache(layers, _LORA_CACHE_BYTES)
+        self.cache = LoraCache(family.lora_layers(networks), _LORA_CACHE_BYTES)
 
-    def read(self, loras: Sequence[Lora], wait: Callable[[], object]) -> Applied:
+    def read(self, loras: Sequence[Lora], wait: Callable[[], object]) -> LoraFields:
         """Each network's LoRAs, if any; weights of one that is named twice add up, in any order.
 
-        *wait* is called before each file.
+        They are packed for the device where slots can hold them all. *wait* is called before each
+        long part.
         """
         family = self._family
         files: dict[Identity, LoraFile] = {}
@@ -276,16 +277,13 @@ class LoraReader:
             deltas = files[identity].deltas[network]
             if weight and deltas:
                 applied[network].append(AppliedLora(identity, deltas, weight))
-        return applied
-
-    def pack(self, loras: Applied) -> dict[Network, PackedLoras]:
-        """Each network's LoRAs for the device, where slots can hold them all."""
+        wait()
         packs = {}
-        for network, found in loras.items():
+        for network, found in applied.items():
             packed = merge.pack(found, self.groups[network], dtype=self.dtypes[network])
             if packed is not None:
                 packs[network] = packed
-        return packs
+        return LoraFields(loras=applied, packs=packs)
 
 
 class Preparer:
@@ -404,8 +402,7 @@ class RequestPreparer(Preparer):
             self._checkpoint.family,
             schedule,
             rows,
-            loras=loras,
-            packs=self._loras.pack(loras),
+            **loras,
             image=image,
             controls=self._controls(request, schedule, steps),
             enlarged=enlarged,
@@ -443,18 +440,14 @@ class RequestPreparer(Preparer):
                 "hr_checkpoint_name: SDXL's refiner only goes on with images"
             )
         schedule = self._schedule(request, *taken)
-        loras = (
-            first.loras
-            if hires.loras is None
-            else self._loras.read(hires.loras, self._may_go_on.wait)
-        )
+        if hires.loras is not None:
+            loras = self._loras.read(hires.loras, self._may_go_on.wait)
+            first = replace(first, **loras)
         second = replace(
             first,
             request=request,
             checkpoint=checkpoint,
             begun_by=checkpoint,
-            loras=loras,
-            packs=first.packs if hires.loras is None else self._loras.pack(loras),
             text_rows=self._text_rows(request, named),
             schedule=schedule,
             upscaling=upscaling.find(
@@ -483,12 +476,11 @@ class RequestPreparer(Preparer):
             return drawn
         rest = replace(drawn, checkpoint=checkpoint, begins=at)
         if self._is_sdxls_refiner(checkpoint):
-            loras = self._loras.read((), self._may_go_on.wait)
             rest = replace(
                 rest,
                 text_rows=self._text_rows(replace(drawn.request, loras=()), ()),
-                loras=loras,
-                packs=self._loras.pack(loras),
+                loras={},
+                packs={},
                 controls=(),
             )
         if at:

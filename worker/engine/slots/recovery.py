@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from imagefleet import errors
+from imagefleet.errors import FleetError
 from imagefleet.files.safetensors import Identity
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import contract
 from worker.engine.slots import memory
 from worker.engine.slots.lane import Lane, Lanes
@@ -15,8 +15,6 @@ from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.step import StepRunner
 from worker.engine.slots.weights import Weights
 
-log = logs.EventLog(__name__)
-
 
 class Recovery:
     """Restarts images from their seeds, and takes less memory; for the engine's thread."""
@@ -24,17 +22,14 @@ class Recovery:
     def __init__(
         self, parts: Parts, lanes: Lanes, runner: StepRunner, weights: Weights
     ) -> None:
-        self._unet = parts.unet
         self._lanes = lanes
         self._runner = runner
         self._weights = weights
         self._decoder = parts.decoder
-        self._stager = parts.stager
-        self._caches = parts.caches
-        self._native = parts.model.default_size
+        self._parts = parts
 
     def recover(
-        self, lane: Lane, failure: errors.FleetError, *, out_of_memory: bool
+        self, lane: Lane, failure: FleetError, *, out_of_memory: bool
     ) -> list[contract.Finished]:
         """Restarts in-flight images from their seeds, in a way that is less likely to fail.
 
@@ -107,7 +102,7 @@ class Recovery:
     ) -> list[SlotJob]:
         """Frees memory after a call of *in_call* images had too little; what may run again."""
         needed = self._needed(failed)
-        if any(cache.keep_only(needed) for cache in self._caches):
+        if any(cache.keep_only(needed) for cache in self._parts.caches):
             return jobs
         if self._lanes.blocks > 1:
             self._share_block()
@@ -133,7 +128,7 @@ class Recovery:
         if not self._runner.may_compile:
             return False
         if failed is not None and failed.width * failed.height > math.prod(
-            self._native
+            self._parts.model.default_size
         ):
             self._runner.paused_for = failed
             until = f"until the image of {failed.width}x{failed.height} is done"
@@ -168,7 +163,7 @@ class Recovery:
             action="blocks_dropped",
         )
         self._lanes.blocks = 1
-        self._stager.room_bytes = self._unet.slot_bytes
+        self._parts.stager.room_bytes = self._parts.unet.slot_bytes
         self._runner.max_compiled = self._lanes.max_open - 1
         self._resize()
 

@@ -29,7 +29,7 @@ from worker.engine.control.cache import ControlNets
 from worker.engine.families.table import Family, Model
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges
 from worker.engine.passes.begin import LowResolution
-from worker.engine.passes.checkpoints import CheckpointCache, Coders
+from worker.engine.passes.checkpoints import CachedCheckpoint, CheckpointCache, Coders
 from worker.engine.passes.images import ImageCoder, Vaes
 from worker.engine.passes.upscaling import Upscaling
 from worker.engine.sampler import Inpainting, NoiseStream
@@ -47,8 +47,8 @@ _ASSEMBLERS = 3
 _MASKED = -10_000.0
 
 
+#: A job, its result, and its LoRAs if they are being assembled already.
 _Begun = tuple[SlotJob, "Future[Staged]", "Future[AssembledLoras] | None"]
-"""A job, its result, and its LoRAs if they are being assembled already."""
 
 
 class Stager:
@@ -72,10 +72,10 @@ class Stager:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._thread = ThreadPoolExecutor(1, "stager")
         self._assemblers = ThreadPoolExecutor(_ASSEMBLERS, "assembler")
+        #: Memory for ControlNets and VAEs, and for the LoRAs of jobs that have no slot yet.
         self.room_bytes = math.inf
-        """Memory for ControlNets and VAEs, and for the LoRAs of jobs that have no slot yet."""
+        #: Held while LoRAs may be merged into the text encoder.
         self.text_encoder_lock = threading.Lock()
-        """Held while LoRAs may be merged into the text encoder."""
 
     def first_with_room(self, jobs: Sequence[SlotJob]) -> Sequence[SlotJob]:
         """The first of *jobs* whose LoRAs have room on the device together; at least one."""
@@ -201,48 +201,32 @@ class Stager:
 
 
 class LatentStager(Stager):
-    """Encodes prompts and images as well."""
+    """Encodes images as well, and prompts as a family says in `_encode`."""
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        model: Model,
+        images: ImageCoder,
         control_nets: ControlNets,
         tiny: AutoencoderTiny | None = None,
         vaes: Vaes | None = None,
         checkpoints: CheckpointCache | None = None,
     ) -> None:
-        super().__init__(checkpoint, control_nets, vaes)
+        """*images*: the coder of the model's own VAE."""
+        super().__init__(model, control_nets, vaes)
         self._tiny = tiny
         self._checkpoints = checkpoints
-        self._dtype = checkpoint.unet.dtype
+        self._dtype: torch.dtype = model.unet.dtype
         self._is_inpainting = (
-            checkpoint.conditioning_channels > 0
-            and not checkpoint.family.enlarges_image
+            model.conditioning_channels > 0 and not model.family.enlarges_image
         )
-        self._own = Coders(checkpoint)
-        self._images = self._own.images
+        self._images = images
 
-    def forget(self) -> None:
-        self._own.forget()
-
-    def close(self) -> None:
-        super().close()
-        for loras in self._own.loras.values():
-            loras.close()
-
-    @torch.no_grad()
-    def _encode_together(self, jobs: Iterable[SlotJob]) -> None:
-        """Encodes the prompts of all jobs without LoRAs for the text encoder."""
-        chunks: dict[int, list[Chunk]] = {}
-        for job in jobs:
-            prepared = job.prepared
-            if not (prepared.text_key or prepared.checkpoint):
-                by_clip_skip = chunks.setdefault(prepared.request.clip_skip, [])
-                by_clip_skip += (
-                    chunk for chunks, _ in prepared.texts for chunk in chunks
-                )
-        for clip_skip, alike in chunks.items():
-            self._own.texts.encode_ahead(alike, clip_skip)
+    def _encode(
+        self, job: SlotJob, loras: AssembledLoras, other: CachedCheckpoint | None
+    ) -> tuple[Tensor, Tensor | None, AddedInputs | None]:
+        """Vectors, the mask and the added inputs, if any: see `Staged`."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
@@ -255,8 +239,7 @@ class LatentStager(Stager):
         other = None
         if prepared.checkpoint is not None and self._checkpoints is not None:
             other = self._checkpoints.get(prepared.checkpoint)
-        coders = other.coders if other else self._own
-        vectors, mask, added = self._encode(job, loras, coders)
+        vectors, mask, added = self._encode(job, loras, other)
         noise = prepared.noise(self._channels, self._factor)
         coder = self._coder_of(prepared, prepared.checkpoint)
         if job.first_pass is not None and prepared.begins:
@@ -352,10 +335,48 @@ class LatentStager(Stager):
             latents = images.encode(upscaling.enlarge_pixels(pixels))
         return upscaling.crop(latents, self._factor)
 
+
+class ClipStager(LatentStager):
+    """Encodes prompts chunk by chunk, with CLIP's text encoders."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        control_nets: ControlNets,
+        tiny: AutoencoderTiny | None = None,
+        vaes: Vaes | None = None,
+        checkpoints: CheckpointCache | None = None,
+    ) -> None:
+        self._own = Coders(checkpoint)
+        images = self._own.images
+        super().__init__(checkpoint, images, control_nets, tiny, vaes, checkpoints)
+
+    def forget(self) -> None:
+        self._own.forget()
+
+    def close(self) -> None:
+        super().close()
+        for loras in self._own.loras.values():
+            loras.close()
+
+    @torch.no_grad()
+    def _encode_together(self, jobs: Iterable[SlotJob]) -> None:
+        """Encodes the prompts of all jobs without LoRAs for the text encoder."""
+        chunks: dict[int, list[Chunk]] = {}
+        for job in jobs:
+            prepared = job.prepared
+            if not (prepared.text_key or prepared.checkpoint):
+                by_clip_skip = chunks.setdefault(prepared.request.clip_skip, [])
+                by_clip_skip += (
+                    chunk for chunks, _ in prepared.texts for chunk in chunks
+                )
+        for clip_skip, alike in chunks.items():
+            self._own.texts.encode_ahead(alike, clip_skip)
+
     def _encode(
-        self, job: SlotJob, loras: AssembledLoras, coders: Coders
+        self, job: SlotJob, loras: AssembledLoras, other: CachedCheckpoint | None
     ) -> tuple[Tensor, Tensor | None, AddedInputs | None]:
-        """Vectors, the mask and the added inputs, if any: see `Staged`."""
+        coders = other.coders if other else self._own
         prepared = job.prepared
         texts = prepared.texts
         if not job.batch_key.is_masked:

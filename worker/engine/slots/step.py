@@ -16,13 +16,13 @@ from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
 from worker.engine import sampler
 from worker.engine.control.network import ControlState, SlotControlNet, residuals
-from worker.engine.kernels.graph import Graph
-from worker.engine.kernels.layers import time_convolutions
+from worker.engine.kernels.graph import Graph, GraphPool
+from worker.engine.kernels.layers import channels_last, time_convolutions
 from worker.engine.networks.transformer import Call, SlotNetwork, SlotState
 from worker.engine.slots.compile_policy import GraphKey, ModeUsage, Outlook
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
 from worker.engine.slots.parts import Parts
-from worker.engine.slots.queue import BatchKey, SlotJob
+from worker.engine.slots.queue import BatchKey, Costs, SlotJob
 
 #: The first column of the guidance scales, after the sampler's own; as many as a slot has rows.
 _GUIDANCE = sampler.COLUMNS
@@ -56,9 +56,7 @@ def tick(
     coefficients = state.rows[:, : sampler.COLUMNS]
     image = sampler.Inpainting(state.kept, state.original)
     seen = sampler.mask_input(coefficients, state.latents, image)
-    x = sampler.scale_input(coefficients, seen).to(unet.dtype)
-    if x.device.type == "cuda":
-        x = x.contiguous(memory_format=torch.channels_last)
+    x = channels_last(sampler.scale_input(coefficients, seen).to(unet.dtype))
     times = coefficients[:, sampler.TIMESTEP]
     slots = len(x) if weight_mode == "per_slot_convolutions" else 0
     controlled = _GUIDANCE + state.slot_rows
@@ -118,7 +116,7 @@ class InputFeeder:
         """*copied*: the events after the last copies of all feeders."""
         self._state = state
         self._copied = copied
-        self._pinned = state.rows.device.type == "cuda"
+        self._pinned = state.rows.is_cuda
 
         def host_copy(of: Tensor) -> Tensor:
             return torch.zeros(of.shape, dtype=of.dtype, pin_memory=self._pinned)
@@ -127,8 +125,8 @@ class InputFeeder:
             (host_copy(state.rows), host_copy(state.noise))
             for _ in range(_MAX_TICKS_AHEAD + 1 if self._pinned else 1)
         ]
+        #: Buffers to fill and send, in turn.
         self.inputs: Iterator[Inputs] = itertools.cycle(buffers)
-        """Buffers to fill and send, in turn."""
 
     def send(self, rows: Tensor, noise: Tensor | None) -> None:
         if len(self._copied) == _MAX_TICKS_AHEAD:
@@ -207,24 +205,24 @@ class StepRunner:
     """Makes, compiles and runs the steps of all lanes."""
 
     def __init__(self, parts: Parts, slots: int) -> None:
-        self.costs = parts.costs
+        self.costs = Costs(merge_seconds=parts.merger.expected_seconds)
         self.slots = slots
         self.max_compiled = _MAX_COMPILED_KEYS
+        #: The key whose jobs need the memory: nothing is compiled while there are some.
         self.paused_for: BatchKey | None = None
-        """The key whose jobs need the memory: nothing is compiled while there are some."""
         size = parts.model.default_size
         tokens = parts.model.family.plain_tokens
         rows = 1 if parts.settings.is_unguided else 2
         is_plain = rows == 1 and parts.model.family.has_slot_weights
+        #: The key of ordinary jobs, whose rows the first one shows.
         self.native = BatchKey(*size, tokens, None, None, (), rows, is_plain)
-        """The key of ordinary jobs, whose rows the first one shows."""
         self.outlook = Outlook(parts.settings.queue_seconds)
         self._unet = parts.unet
         self._model = parts.model
         self._device = parts.unet.device
         self._may_compile = parts.settings.packages is not None
         self._compiled_modes = parts.settings.compiled_modes
-        self._pool = parts.pool
+        self.pool = GraphPool(self._device) if self._device.type == "cuda" else None
         self._copied: deque[torch.cuda.Event] = deque()
         self._compiled: dict[BatchKey, Step] = {}
         self._to_compile: set[tuple[BatchKey, WeightMode | None]] = set()
@@ -297,8 +295,10 @@ class StepRunner:
         if step := self._compiled.get(batch_key):
             return bool(self.missing_modes(step))
         has_room = len(self._compiled) < min(self.max_compiled, _MAX_COMPILED_KEYS)
+        # Whether it pays in one mode, and with its VAE call.
+        kinds = (GraphKey(batch_key, changes) for changes in (False, True))
         return (batch_key, None) in self._to_compile or (
-            has_room and self._pays(batch_key)
+            has_room and any(self.outlook.pays(kind, 2, self.costs) for kind in kinds)
         )
 
     def compiled_step(self, batch_key: BatchKey) -> Step | None:
@@ -319,11 +319,6 @@ class StepRunner:
             if (key, mode) in self._to_compile or self._pays_beside(step, mode)
         ]
         return [mode for mode in dict.fromkeys(missing) if mode not in step.compiled]
-
-    def _pays(self, batch_key: BatchKey) -> bool:
-        """True if compiling a key pays, in one mode and with its VAE call."""
-        kinds = (GraphKey(batch_key, changes) for changes in (False, True))
-        return any(self.outlook.pays(kind, 2, self.costs) for kind in kinds)
 
     def _pays_beside(self, step: Step, mode: WeightMode) -> bool:
         """True if compiling a mode pays, where another mode serves its ticks or none does."""
@@ -374,7 +369,7 @@ class StepRunner:
         Python takes several times as long for one as the GPU, and the longer the more other threads
         do beside it; a recorded one takes it no time.
         """
-        if self._pool is None or step.batch_key.is_rare:
+        if self.pool is None or step.batch_key.is_rare:
             return None
         key = weight_mode, step.unet.changes.version
         step.ticks[key] += 1
@@ -411,7 +406,7 @@ class StepRunner:
             f"unet-{key.width}x{key.height}-{slots}x{key.slot_rows}-{weight_mode}",
             tick,
             (step.unet, weight_mode, step.state, step.controls),
-            self._pool,
+            self.pool,
         )
 
     def take_up(self, step: Step, weight_mode: WeightMode, graph: Graph) -> None:
@@ -489,13 +484,9 @@ class StepRunner:
         zeros = functools.partial(torch.zeros, dtype=torch.float32, device=self._device)
         conditioning = None
         if model.conditioning_channels:
-            conditioning = zeros(
-                slots, model.conditioning_channels, *sides, dtype=unet.dtype
+            conditioning = channels_last(
+                zeros(slots, model.conditioning_channels, *sides, dtype=unet.dtype)
             )
-            if self._device.type == "cuda":
-                conditioning = conditioning.contiguous(
-                    memory_format=torch.channels_last
-                )
         return SlotState(
             latents=zeros(*shape),
             history=zeros(sampler.HISTORY, *shape),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from imagefleet.files.safetensors import Identity
+from imagefleet.validation import JSONDict
 from worker.engine import checksums
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.families import table
@@ -37,18 +38,18 @@ _UNIMPORTANT = frozenset(
 
 
 class _Held(NamedTuple):
+    #: Merged into what was loaded.
     shared: LoraKey | None
-    """Merged into what was loaded."""
+    #: Merged after that, in the slot.
     own: LoraKey
-    """Merged after that, in the slot."""
 
 
 class Weights:
     """Brings the weights into the state that a lane's tick needs."""
 
     def __init__(self, parts: Parts, runner: StepRunner) -> None:
+        #: LoRAs merged into the shared weights; None if unknown.
         self.merged: LoraKey | None = ()
-        """LoRAs merged into the shared weights; None if unknown."""
         self._unet = unet = parts.unet
         self._original = parts.model.unet
         self._checkpoints = parts.checkpoints
@@ -68,8 +69,8 @@ class Weights:
         self._is_loading = False
         if self._is_reloaded and unet.device.type == "cuda":
             self._stream = torch.cuda.Stream(unet.device)  # type: ignore[no-untyped-call]
+        #: True if the next job should start as soon as a slot is free, not with the next tick.
         self.loads_while_decoding = self._stream is not None
-        """True if the next job should start as soon as a slot is free, not with the next tick."""
 
     @property
     def preferred(self) -> LoraKey | None:
@@ -187,7 +188,12 @@ class Weights:
         if lane.step is not None and lane.step.unet is not self._unet:
             return
         if self._is_reloaded:
-            self._reload(lane)
+            for job in lane.active.values():  # one at most
+                own = () if lane.weight_mode == "shared" else job.prepared.lora_key
+                self._hold(_Held(self.merged, own), job)
+                if self._stream is not None and job.data.loras is not None:
+                    job.data.loras.record_stream(self._stream)
+                job.forget_loras()
             return
         if lane.weight_mode == "shared":
             return
@@ -238,14 +244,6 @@ class Weights:
             self._last_step = torch.cuda.current_stream(
                 self._unet.device
             ).record_event()
-
-    def _reload(self, lane: Lane) -> None:
-        for job in lane.active.values():  # one at most
-            own = () if lane.weight_mode == "shared" else job.prepared.lora_key
-            self._hold(_Held(self.merged, own), job)
-            if self._stream is not None and job.data.loras is not None:
-                job.data.loras.record_stream(self._stream)
-            job.forget_loras()
 
     def _hold(self, needed: _Held, job: SlotJob | None = None) -> None:
         """Loads the only slot, with the LoRAs of a *job*, unless it holds what is *needed*."""
@@ -343,7 +341,7 @@ def may_refine(refiner: Checkpoint, own: Checkpoint) -> bool:
     return families == (table.SDXL, table.REFINER) and traits(refiner) == traits(own)
 
 
-def _configuration(network: Any) -> dict[str, Any]:
+def _configuration(network: Any) -> JSONDict:
     config = network.config
     found = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     return {

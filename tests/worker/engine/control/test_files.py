@@ -154,7 +154,7 @@ def test_sdxls_smaller_ones_leave_attentions_out(
     found = ours(
         x,
         times,
-        Call(ours.keys_values.compute(vectors, {})),
+        Call(ours.prompt_layers.compute(vectors, {})),
         ours.added(pooled, sizes),
         ours.embed(pixels.numpy())[None],
         torch.tensor([0.5]),

@@ -151,7 +151,7 @@ def test_unet_output_is_diffusers(
         for slot in range(3):
             unet.load_slot(slot, NO_CHANGES)
         context = torch.cat(
-            [unet.keys_values.compute(each, {}) for each in vectors.split(2)]
+            [unet.prompt_layers.compute(each, {}) for each in vectors.split(2)]
         )
         for per_slot in (False, True):
             output = unet(

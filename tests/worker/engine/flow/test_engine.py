@@ -121,8 +121,7 @@ def test_one_image_fails_alone_where_its_company_breaks_a_call(
     broken = engine.prepare(request_of(seed=9, prompt="broken"))
     forward = engine._unet.forward
     marks = engine._stager._encoder.encode(["broken"])[0]
-    (group,) = engine._unet.prompt_stacks
-    mark = engine._unet._of_prompt(marks, group, {})
+    (mark,) = engine._unet.prompt_layers.compute(marks[None], {})
 
     def fail(x: torch.Tensor, times: Any, call: Any, *others: Any) -> torch.Tensor:
         if any((row - mark).abs().max() < 1e-5 for row in call.context):

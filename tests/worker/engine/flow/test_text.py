@@ -20,9 +20,9 @@ PROMPTS = ["A red house", "a red house", "", "two dogs " * 100]
 
 
 @pytest.fixture
-def encoder(klein: Any) -> text.PromptEncoder:
+def encoder(klein: Any) -> text.ChatEncoder:
     device = torch.device("cpu")
-    made = text.PromptEncoder(klein(), KLEIN.text, device, torch.float32)
+    made = text.ChatEncoder(klein(), KLEIN.text, device, torch.float32)
     made.place(may_stay=True)
     return made
 
@@ -37,7 +37,7 @@ def without_encoder(klein: Any, tmp_path) -> Path:
 
 
 def test_states_are_those_of_diffusers_alone_and_in_company(
-    encoder: text.PromptEncoder, pipeline: Any
+    encoder: text.ChatEncoder, pipeline: Any
 ):
     together = encoder.encode(PROMPTS)
     assert together.shape == (4, 512, 48)
@@ -49,17 +49,17 @@ def test_states_are_those_of_diffusers_alone_and_in_company(
 
 
 def test_an_encoder_whose_layers_come_and_go_says_the_same(
-    encoder: text.PromptEncoder, klein: Any
+    encoder: text.ChatEncoder, klein: Any
 ):
     device = torch.device("cpu")
-    streamed = text.PromptEncoder(klein(), KLEIN.text, device, torch.float32)
+    streamed = text.ChatEncoder(klein(), KLEIN.text, device, torch.float32)
     streamed.place(may_stay=False)
     assert torch.equal(streamed.encode(PROMPTS), encoder.encode(PROMPTS))
     assert torch.equal(streamed.encode(PROMPTS), encoder.encode(PROMPTS))
 
 
 def test_a_file_of_states_has_a_byte_a_number_and_a_scale_a_token(
-    encoder: text.PromptEncoder, klein: Any, tmp_path
+    encoder: text.ChatEncoder, klein: Any, tmp_path
 ):
     name = encoders.name_of(klein())
     (states,) = encoder.encode(PROMPTS[:1])
@@ -82,7 +82,7 @@ def test_kleins_states_have_room_in_a_file_of_the_storage():
 def test_a_model_without_encoder_draws_from_stored_states(
     make_engine: Any,
     request_of: Any,
-    encoder: text.PromptEncoder,
+    encoder: text.ChatEncoder,
     without_encoder: Path,
     tmp_path,
 ):

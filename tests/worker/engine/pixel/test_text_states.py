@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from imagefleet import errors
 from pixel import tiny_cascade
+from worker.engine.families import prompts
 from worker.engine.pixel import text_stage, text_states
 
 pytestmark = pytest.mark.slow
@@ -153,7 +154,7 @@ def test_a_file_that_cannot_be_read_is_read_again_later(content: bytes, tmp_path
 
 def test_a_folder_without_a_text_encoder_is_refused(without_encoder: Path):
     assert text_stage.encoder_name(without_encoder) == NAME
-    assert not text_stage.has_encoder(without_encoder)
+    assert not prompts.has_encoder(without_encoder, "t5")
     with pytest.raises(errors.SetupError, match="has no weights of a T5 encoder"):
         text_stage.require_encoder(without_encoder)
 

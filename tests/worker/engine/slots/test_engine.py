@@ -129,7 +129,7 @@ def test_images_of_mixed_sizes_match_each_drawn_alone(
         )
     ]
     together = draw(engine, *requests)
-    assert engine._unet._block[0] in range(3)
+    assert engine._unet.changes.block[0] in range(3)
     assert_alike(together, draw_alone(engine, requests))
 
 

@@ -9,19 +9,19 @@ import pytest
 
 from drawing import assert_alike, draw, finish, make_request
 from worker.engine import contract
-from worker.engine.slots.staging import LatentStager
+from worker.engine.slots.staging import ClipStager
 
 
 @pytest.fixture
 def second_may_go_on(monkeypatch) -> threading.Event:
     """The second job's prompt is not encoded before this is set."""
-    encode, may_go_on = LatentStager._encode, threading.Event()
+    encode, may_go_on = ClipStager._encode, threading.Event()
 
-    def wait(self: LatentStager, job: Any, *given: Any) -> Any:
+    def wait(self: ClipStager, job: Any, *given: Any) -> Any:
         assert job.ticket == 0 or may_go_on.wait()
         return encode(self, job, *given)
 
-    monkeypatch.setattr(LatentStager, "_encode", wait)
+    monkeypatch.setattr(ClipStager, "_encode", wait)
     return may_go_on
 
 

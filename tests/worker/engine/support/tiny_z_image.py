@@ -35,11 +35,11 @@ class SlotZImage(thin.ThinNetwork):
         self.of_image = nn.ModuleList(map(self._make, network.noise_refiner))
         self.of_text = nn.ModuleList(map(self._make, network.context_refiner))
         self.blocks = nn.ModuleList(map(self._make, network.layers))
-        # The last number tells the tokens that there are from others.
-        self.context_width = int(network.config.dim) + 1
         self._axes = network.config.axes_dims
         self._theta = network.config.rope_theta
-        self._join([network.cap_embedder[1]])
+        self._join(network.cap_embedder[1])
+        # One number more tells the tokens that there are from others.
+        self.context_width += 1
 
     def _make(self, block: Any) -> nn.Module:
         return _Block(block, self._thin)
@@ -53,9 +53,8 @@ class SlotZImage(thin.ThinNetwork):
         context: Tensor,
         _added_rows: object,
     ) -> None:
-        (group,) = self.prompt_stacks
         norm, linear = self.embed_text
-        embedded = self._of_prompt(norm(vectors), group, changes) + linear.bias
+        embedded = self.prompt_layers.compute(norm(vectors), changes) + linear.bias
         said = vectors.abs().amax(-1) > 0
         padded = (said.sum(1, keepdim=True) + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
         there = torch.arange(vectors.shape[1], device=vectors.device) < padded

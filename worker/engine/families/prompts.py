@@ -1,0 +1,93 @@
+"""Text encoders that read a prompt whole, as Qwen3 does for flows and T5 for pixels."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from imagefleet.errors import SetupError
+from imagefleet.validation import JSONDict
+from worker.engine.families import reading
+
+
+class PromptEncoder:
+    """An encoder with its tokenizer; for any thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        encoder: Any,
+        device: torch.device,
+        tokens: int,
+        text_of: Callable[[str], str],
+    ) -> None:
+        """*folder* has the subfolder `tokenizer`; prompts are padded to *tokens*, or cut off there.
+
+        *text_of*: what the encoder reads for a prompt.
+        Raises SetupError if the tokenizer is missing, damaged or another encoder's.
+        """
+        self._encoder = encoder
+        self._device = device
+        self._tokens = tokens
+        self._text_of = text_of
+        self._lock = threading.Lock()
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder / "tokenizer", local_files_only=True
+            )
+        except (*reading.LOADING_ERRORS, ImportError) as error:
+            raise SetupError(
+                f"the tokenizer {str(folder / 'tokenizer')!r} cannot be loaded:"
+                f" {reading.brief(error)}"
+            ) from error
+        if len(self._tokenizer) > encoder.config.vocab_size:
+            # On a GPU, a token id out of range is a device-side assert, which ends the process.
+            raise SetupError(
+                f"the tokenizer of {str(folder)!r} belongs to another text encoder"
+            )
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Tensor:
+        """The states of prompts [prompts, tokens, width] in the encoder's type, on its device."""
+        with self._lock:
+            found = self._tokenizer(
+                list(map(self._text_of, prompts)),
+                padding="max_length",
+                max_length=self._tokens,
+                truncation=True,
+                return_tensors="pt",
+            ).to(self._device)
+            return self._states(found.input_ids, found.attention_mask)
+
+    def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def config_of(folder: Path) -> JSONDict:
+    """The configuration of a model's text encoder."""
+    return reading.read_json(folder / "text_encoder" / "config.json")
+
+
+def name_of(folder: Path, default: str) -> str:
+    """The name of a model's text encoder, whether its weights are there or not."""
+    found = config_of(folder).get("_name_or_path") or default
+    return str(found).rstrip("/").rpartition("/")[2]
+
+
+def has_encoder(folder: Path, kind: str) -> bool:
+    """True if a model's folder has the weights of a text encoder of a *kind*, such as "t5"."""
+    is_known = config_of(folder).get("model_type", kind) == kind
+    return is_known and any((folder / "text_encoder").glob("*.safetensors"))
+
+
+def require_encoder(folder: Path, kind: str) -> None:
+    """Raises SetupError for a folder without these weights."""
+    if not has_encoder(folder, kind):
+        raise SetupError(
+            f"{str(folder)!r} has no weights of a {kind.capitalize()} encoder"
+            " (text_encoder/*.safetensors)"
+        )
