@@ -168,6 +168,7 @@ JUDGE = FileKind(
     suffixes=(".safetensors", ONNX),
     max_bytes=2**32,
     fetched_at_once=1,
+    lists_suffixes=True,
     takes_unknown=True,
 )
 #: T5-XXL's have 631 kB, and those of some 1,700 prompts are kept: a job's stages may be drawn on
