@@ -30,7 +30,7 @@ from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import priority_of
 from imagefleet.validation import JSONDict
 from worker.jobs import chains, stored
-from worker.jobs.bundles import BundleStage
+from worker.jobs.bundles import FAULTS, NOT_MOVED_SECONDS, BundleStage
 from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.leases import LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
@@ -42,11 +42,6 @@ from worker.stages.record import RecordStage
 FIRST_RETRY_SECONDS = 2.0
 LONGEST_RETRY_SECONDS = 120.0
 
-#: Seconds until a job that could not be moved to its model's queue is delivered again.
-NOT_MOVED_SECONDS = 300.0
-
-#: After one of these a job is delivered again, or was.
-FAULTS = (LeaseLost, TransientError)
 Fault = LeaseLost | TransientError
 
 
@@ -327,8 +322,8 @@ class Settler:
         if entry.job is None or not entry.settle():
             return
         message, model = entry.lease.message, entry.job.model
-        priority = priority_of(message.queue)
-        if self.storage.models.of(model)[priority].name == message.queue:
+        own = self.storage.models.of(model)[priority_of(message.queue)]
+        if own.name == message.queue:
             await self._release(entry)
             return
         if entry.bundle is not None:
@@ -337,13 +332,8 @@ class Settler:
         # Sent again it is younger; but who cancels its campaign waits as long as this worker may
         # not know of it.
         body = named(without_deliveries(message.body), entry.id)
-
-        async def send() -> None:
-            entry.lease.check()
-            await self.storage.models.send([body], priority)
-
         try:
-            await self.retry_policy.call(send)
+            await self.bundles.move(entry.lease, body)
         except FleetError as error:
             await self._not_sent(entry, error, "asks for another model and")
         else:
@@ -390,17 +380,12 @@ class Settler:
             await self.bundles.ended(entry, "failed", record)
             return
 
-        async def add() -> None:
-            async with entry.lease.lock:
-                entry.lease.check()
-                await self.storage.poison.send([failed.encode()])
-
         async def finish(fault: Fault | None) -> None:
             # Behind its record: a replay deletes the messages of jobs that no record calls failed.
             # A crash in between leaves the job in its queue, where it fails once more.
             try:
                 if fault is None:
-                    await self.retry_policy.call(add)
+                    await self.bundles.dead_letter(entry.lease, [failed])
             except FAULTS as late:
                 fault = late
             if await self._end(entry, "failed", fault) == "failed":
@@ -427,17 +412,14 @@ class Settler:
         self, entry: InFlightJob, delay_seconds: float = 0, *, failed: bool = False
     ) -> None:
         """Hands a job's message back."""
+        outcome: Outcome = "retried" if failed else "handed_back"
         if entry.bundle is not None:
-            outcome: Outcome = "retried" if failed else "handed_back"
             await self.bundles.ended(entry, outcome, delay_seconds=delay_seconds)
             return
-
-        async def call() -> None:
-            deliveries = entry.deliveries.ended(failed=failed)
-            body = deliveries.write_to(entry.lease.message.body)
-            await self.keeper.release(entry.lease, delay_seconds, body)
-
-        await self._end(entry, "retried" if failed else "handed_back", call=call)
+        release = partial(
+            self.keeper.release, entry.lease, delay_seconds, failed=failed
+        )
+        await self._end(entry, outcome, call=release)
 
     async def _end(
         self,

@@ -10,7 +10,7 @@ deleted. What is left of a bundle goes back with the whole message, which never 
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
@@ -21,7 +21,7 @@ from imagefleet.files import pack
 from imagefleet.records.record import Record
 from imagefleet.storage import bundle as bundles
 from imagefleet.storage.dead_letter import FailedJob
-from imagefleet.storage.deliveries import Deliveries, without_deliveries
+from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import priority_of
 from imagefleet.telemetry.logs import log
@@ -43,10 +43,11 @@ PART_BYTES = pack.MAX_PACK_BYTES - 4 * 2**20
 _HEADERS = 8192
 _RECORDS = 3
 
-#: Seconds until a bundle that could not be moved to its model's queue is delivered again.
+#: Seconds until a message that could not be moved to its model's queue is delivered again.
 NOT_MOVED_SECONDS = 300.0
 
-_FAULTS = (LeaseLost, TransientError)
+#: After one of these a message is delivered again, or was.
+FAULTS = (LeaseLost, TransientError)
 
 
 def entries_of(lease: Lease) -> list[InFlightJob]:
@@ -267,14 +268,20 @@ class BundleStage:
             if fault is not None:
                 raise fault
             if not left:
-                failed = [each for each in records if each.outcome == "failed"]
-                await self._dead_letter(bundle, failed)
+                failed = [
+                    FailedJob.model_validate(each.model_dump())
+                    for each in records
+                    if each.outcome == "failed"
+                ]
+                await self.dead_letter(bundle.lease, failed)
+                for each in failed:
+                    self.metrics.failed_jobs.labels(each.error).inc()
             if not left or await self._is_moved(bundle):
                 acknowledge = partial(self.keeper.acknowledge, bundle.lease)
                 await self.retry_policy.call(acknowledge)
             else:
                 await self._release(bundle)
-        except _FAULTS as error:
+        except FAULTS as error:
             fault = error
             if isinstance(error, TransientError):
                 text = f"the bundle {bundle.name} will be delivered again: {error}"
@@ -294,35 +301,35 @@ class BundleStage:
         is_own = (record.id, record.digest) in bundle.own
         return "completed" if is_own else "duplicate"
 
-    async def _dead_letter(self, bundle: Bundle, records: list[Record]) -> None:
-        """Sends failed jobs to poison, each as a job of its own."""
-        if not records:
-            return
-        failed = [FailedJob.model_validate(each.model_dump()) for each in records]
+    async def dead_letter(self, lease: Lease, failed: Sequence[FailedJob]) -> None:
+        """Sends failed jobs of a message to poison; raises LeaseLost or TransientError."""
 
         async def send() -> None:
-            async with bundle.lease.lock:
-                bundle.lease.check()
+            async with lease.lock:
+                lease.check()
                 await self.storage.poison.send(each.encode() for each in failed)
 
+        if failed:
+            await self.retry_policy.call(send)
+
+    async def move(self, lease: Lease, body: str) -> None:
+        """Sends a message to the queue of its model; raises FleetError."""
+
+        async def send() -> None:
+            lease.check()
+            priority = priority_of(lease.message.queue)
+            await self.storage.models.send([body], priority)
+
         await self.retry_policy.call(send)
-        for each in failed:
-            self.metrics.failed_jobs.labels(each.error).inc()
 
     async def _is_moved(self, bundle: Bundle) -> bool:
         """Sends a bundle of another model to the queue of its model; False if it stays."""
         if set(bundle.ends.values()) != {"moved"}:
             return False
         message = bundle.lease.message
-
-        async def send() -> None:
-            bundle.lease.check()
-            body = without_deliveries(message.body)
-            await self.storage.models.send([body], priority_of(message.queue))
-
         try:
-            await self.retry_policy.call(send)
-        except _FAULTS:
+            await self.move(bundle.lease, without_deliveries(message.body))
+        except FAULTS:
             raise
         except FleetError as error:
             text = f"the bundle {bundle.name} stays in the queue {message.queue}: {error.message}"
@@ -333,12 +340,10 @@ class BundleStage:
         return True
 
     async def _release(self, bundle: Bundle) -> None:
-        """Hands the message back as it was, with the record of this delivery."""
-        has_failed = "retried" in bundle.ends.values()
-        message = bundle.lease.message
-        deliveries = Deliveries.of(message).ended(failed=has_failed)
-        body = deliveries.write_to(message.body)
-        release = partial(self.keeper.release, bundle.lease, bundle.delay_seconds, body)
+        failed = "retried" in bundle.ends.values()
+        release = partial(
+            self.keeper.release, bundle.lease, bundle.delay_seconds, failed=failed
+        )
         await self.retry_policy.call(release)
 
 
