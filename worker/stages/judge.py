@@ -7,6 +7,7 @@ next one comes to the same choice. What an earlier delivery has stored stays the
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,8 @@ from worker.stages.encode import EncodeStage, refuse_one_colour
 
 #: Images in one call of a network.
 BATCH = 32
+
+_Image = tuple[InFlightImage, Pixels]
 
 #: An image's scores, or why it has none.
 Scored = dict[str, float] | Exception
@@ -54,32 +57,26 @@ class JudgeStage:
             batch = [await self.queue.get()]
             while len(batch) < BATCH and not self.queue.empty():
                 batch.append(self.queue.get_nowait())
-            scored = await self._score(batch)
-            for (image, pixels), found in zip(batch, scored, strict=True):
-                hold = partial(self._hold, image, pixels, found)
-                await self.settler.attempt(image.owner, hold, image)
+            groups: defaultdict[tuple[str, ...], list[_Image]] = defaultdict(list)
+            for image, pixels in batch:
+                groups[tuple(_rule(image.job).scores)].append((image, pixels))
+            for names, group in groups.items():
+                scored = await self._score(names, group)
+                for (image, pixels), found in zip(group, scored, strict=True):
+                    hold = partial(self._hold, image, pixels, found)
+                    await self.settler.attempt(image.owner, hold, image)
 
     async def _score(
-        self, batch: Sequence[tuple[InFlightImage, Pixels]]
-    ) -> list[Scored]:
-        drawn = [_shown(image, pixels) for image, pixels in batch]
-        found: list[Scored] = [{} for _ in batch]
-        rules = [_rule(image.job) for image, _ in batch]
-        for name in dict.fromkeys(name for rule in rules for name in rule.scores):
-            at = [place for place, rule in enumerate(rules) if name in rule.scores]
-            try:
-                scores = await self.judges.scores(name, [drawn[each] for each in at])
-            except Exception as error:  # noqa: BLE001 - raised by `_hold`, for its job
-                for place in at:
-                    found[place] = error
-                continue
-            for place, score in zip(at, scores, strict=True):
-                known = found[place]
-                if not math.isfinite(score):
-                    found[place] = TransientError(f"{name} is not finite")
-                elif isinstance(known, dict):
-                    known[name] = round(score, DIGITS)
-        return found
+        self, names: Sequence[str], group: Sequence[_Image]
+    ) -> Sequence[Scored]:
+        drawn = [_shown(image, pixels) for image, pixels in group]
+        try:
+            found = [await self.judges.scores(name, drawn) for name in names]
+        except Exception as error:  # noqa: BLE001 - raised by `_hold`, for its job
+            return [error] * len(group)
+        return [
+            dict(zip(names, each, strict=True)) for each in zip(*found, strict=True)
+        ]
 
     async def _hold(self, image: InFlightImage, pixels: Pixels, scores: Scored) -> None:
         """Keeps an image until its job's others are judged; raises the error of its scores."""
@@ -91,6 +88,10 @@ class JudgeStage:
             raise
         if isinstance(scores, Exception):
             raise scores
+        for name, score in scores.items():
+            if not math.isfinite(score):
+                raise TransientError(f"{name} is not finite")
+            scores[name] = round(score, DIGITS)
         self.watchdog.images_failed_in_a_row = 0
         image.owner.judged.append(JudgedImage(image, pixels, scores))
         await self.settler.less_to_store(image.owner, 1)
