@@ -9,8 +9,7 @@ deleted. What is left of a bundle goes back with the whole message, which never 
 
 import asyncio
 import hashlib
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
@@ -48,6 +47,9 @@ NOT_MOVED_SECONDS = 300.0
 
 #: After one of these a message is delivered again, or was.
 FAULTS = (LeaseLost, TransientError)
+Fault = LeaseLost | TransientError
+
+Call = Callable[[], Awaitable[None]]
 
 
 def entries_of(lease: Lease) -> list[InFlightJob]:
@@ -85,14 +87,14 @@ class BundleStage:
         outcome: Outcome,
         record: Record | None = None,
         delay_seconds: float = 0.0,
-    ) -> None:
+    ) -> bool:
         """Notes that a job of a bundle has ended here, with the *record* of one without image.
 
-        Waits while too many packs are in flight.
+        Waits while too many packs are in flight. False for a job of its own.
         """
         bundle = entry.bundle
         if bundle is None:
-            raise ValueError("the job is in no bundle")
+            return False
         bundle.ends[entry] = outcome
         bundle.delay_seconds = max(bundle.delay_seconds, delay_seconds)
         if record is not None:
@@ -101,6 +103,7 @@ class BundleStage:
         is_last = len(bundle.ends) == len(bundle.members)
         if is_last or entry.is_suspect or _size(bundle.images) > PART_BYTES:
             await self._queue.put(bundle)
+        return True
 
     def _end_without_image(
         self, bundle: Bundle, entry: InFlightJob, record: Record
@@ -262,34 +265,54 @@ class BundleStage:
         bundle: Bundle,
         left: list[InFlightJob],
         records: list[Record],
-        fault: FleetError | None,
+        fault: Fault | None,
     ) -> None:
+        failed = [
+            FailedJob.model_validate(each.model_dump())
+            for each in records
+            if each.outcome == "failed" and not left
+        ]
+        call = partial(self._hand_back, bundle) if left else None
+        is_ended = await self.end(bundle.lease, fault, failed, call)
+        for entry in bundle.members:
+            outcome = self._outcome(bundle, entry) if is_ended else "lost"
+            self.on_ended(entry, outcome)
+
+    async def end(
+        self,
+        lease: Lease,
+        fault: Fault | None,
+        failed: Sequence[FailedJob] = (),
+        call: Call | None = None,
+    ) -> bool:
+        """Sends *failed* jobs to poison, then does *call*, or deletes the message they came in.
+
+        False if that fails, or a *fault* has kept the records from storage: it comes again.
+        """
+
+        async def send() -> None:
+            async with lease.lock:
+                lease.check()
+                await self.storage.poison.send(each.encode() for each in failed)
+
         try:
             if fault is not None:
                 raise fault
-            if not left:
-                failed = [
-                    FailedJob.model_validate(each.model_dump())
-                    for each in records
-                    if each.outcome == "failed"
-                ]
-                await self.dead_letter(bundle.lease, failed)
-                for each in failed:
-                    self.metrics.failed_jobs.labels(each.error).inc()
-            if not left or await self._is_moved(bundle):
-                acknowledge = partial(self.keeper.acknowledge, bundle.lease)
-                await self.retry_policy.call(acknowledge)
-            else:
-                await self._release(bundle)
+            if failed:
+                await self.retry_policy.call(send)
+            acknowledge = partial(self.keeper.acknowledge, lease)
+            await (call() if call else self.retry_policy.call(acknowledge))
         except FAULTS as error:
-            fault = error
             if isinstance(error, TransientError):
-                text = f"the bundle {bundle.name} will be delivered again: {error}"
+                text = (
+                    f"the message {lease.message.id} will be delivered again: {error}"
+                )
                 log.warning(text, action="job_abandoned")
-            self.keeper.drop(bundle.lease)
-        for entry in bundle.members:
-            outcome: Outcome = "lost" if fault else self._outcome(bundle, entry)
-            self.on_ended(entry, outcome)
+            self.keeper.drop(lease)
+            return False
+        for each in failed:
+            self.metrics.failed_jobs.labels(each.error).inc()
+        return True
 
     def _outcome(self, bundle: Bundle, entry: InFlightJob) -> Outcome:
         record, outcome = bundle.stored(entry), bundle.ends[entry]
@@ -301,17 +324,6 @@ class BundleStage:
         is_own = (record.id, record.digest) in bundle.own
         return "completed" if is_own else "duplicate"
 
-    async def dead_letter(self, lease: Lease, failed: Sequence[FailedJob]) -> None:
-        """Sends failed jobs of a message to poison; raises LeaseLost or TransientError."""
-
-        async def send() -> None:
-            async with lease.lock:
-                lease.check()
-                await self.storage.poison.send(each.encode() for each in failed)
-
-        if failed:
-            await self.retry_policy.call(send)
-
     async def move(self, lease: Lease, body: str) -> None:
         """Sends a message to the queue of its model; raises FleetError."""
 
@@ -322,10 +334,11 @@ class BundleStage:
 
         await self.retry_policy.call(send)
 
-    async def _is_moved(self, bundle: Bundle) -> bool:
-        """Sends a bundle of another model to the queue of its model; False if it stays."""
+    async def _hand_back(self, bundle: Bundle) -> None:
+        """Hands back what is left; a bundle of another model goes to the queue of its model."""
         if set(bundle.ends.values()) != {"moved"}:
-            return False
+            await self._release(bundle)
+            return
         message = bundle.lease.message
         try:
             await self.move(bundle.lease, without_deliveries(message.body))
@@ -333,11 +346,13 @@ class BundleStage:
             raise
         except FleetError as error:
             text = f"the bundle {bundle.name} stays in the queue {message.queue}: {error.message}"
-            log.log(logging.WARNING, text, action="job_not_moved")
+            log.warning(text, action="job_not_moved")
             bundle.delay_seconds = NOT_MOVED_SECONDS
             bundle.ends.update(dict.fromkeys(bundle.ends, "handed_back"))
-            return False
-        return True
+            await self._release(bundle)
+        else:
+            acknowledge = partial(self.keeper.acknowledge, bundle.lease)
+            await self.retry_policy.call(acknowledge)
 
     async def _release(self, bundle: Bundle) -> None:
         failed = "retried" in bundle.ends.values()
