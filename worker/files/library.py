@@ -254,15 +254,21 @@ class FileLibrary:
         if path is None:
             return None
         try:
-            await self._verify(
-                self._storage_manifest, name, partial(self._check, name, path, identify)
-            )
+            return await self._verified(name, path)
         except (TransientError, UnusableFileError) as error:
             log.warning(
                 f"fetching {path} again: {error}", action=f"{self._kind.name}_dropped"
             )
-            self._cache.drop(path)
             return None
+
+    async def _verified(self, name: str, path: Path) -> Path:
+        """A file of the cache, which drops one that is not as it should be."""
+        check = partial(self._check, name, path, identify)
+        try:
+            await self._verify(self._storage_manifest, name, check)
+        except (TransientError, UnusableFileError):
+            self._cache.drop(path)
+            raise
         return path
 
     async def _fetch(self, name: str) -> Path:
@@ -289,22 +295,8 @@ class FileLibrary:
             raise MissingFileError(
                 f"no {kind.noun} {name}{kind.suffixes[0]}{self._places}"
             )
-        check = partial(
-            check_content,
-            self._what(name),
-            BytesIO(data),
-            len(data),
-            has_header=kind.has_header,
-        )
-        await self._verify(self._storage_manifest, name, check)
-        sha256 = await self._storage_manifest.sha256(name)
-
-        def store() -> Path:
-            path = self._cache.store(name, data)
-            self._checked[path] = identify(path), sha256
-            return path
-
-        return await asyncio.to_thread(store)
+        path = await asyncio.to_thread(self._cache.store, name, data)
+        return await self._verified(name, path)
 
     @property
     def _places(self) -> str:

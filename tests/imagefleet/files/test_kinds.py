@@ -35,7 +35,7 @@ def test_no_two_kinds_share_a_folder_and_every_kind_with_a_header_is_tried_here(
     assert len({kind.folder for kind in KINDS.values()}) == len(KINDS)
     assert FILES.keys() == {
         name for name, kind in KINDS.items() if ".safetensors" in kind.suffixes
-    }
+    } - {"judge"}  # of any tensors
 
 
 @pytest.mark.parametrize("name", FILES)
