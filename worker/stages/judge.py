@@ -21,7 +21,7 @@ from imagefleet.records.record import DroppedImage
 from imagefleet.validation import JSONDict
 from worker.engine.contract import Pixels
 from worker.gpu_thread import EngineThread
-from worker.jobs.in_flight import InFlightImage, InFlightJob, JudgedImage
+from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.judges import pixels as scoring
 from worker.judges.networks import Drawn, Judges
 from worker.node.watchdog import NodeWatchdog
@@ -93,18 +93,19 @@ class JudgeStage:
                 raise TransientError(f"{name} is not finite")
             scores[name] = round(score, DIGITS)
         self.watchdog.images_failed_in_a_row = 0
-        image.owner.judged.append(JudgedImage(image, pixels, scores))
+        image.scores = scores
+        image.owner.judged.append((image, pixels))
         await self.settler.less_to_store(image.owner, 1)
 
     async def _choose(self, entry: InFlightJob) -> None:
         """Stores what is kept of a job whose images are judged; drops a job that keeps none."""
-        judged = sorted(entry.judged, key=lambda each: each.image.index)
+        judged = sorted(entry.judged, key=lambda each: each[0].index)
         entry.judged = []
-        job = judged[0].image.job
+        job = judged[0][0].job
         if len(judged) < job.images_to_draw:  # the worker drains
             await self.settler.hand_back(entry)
             return
-        rule, scores = _rule(job), [each.scores for each in judged]
+        rule, scores = _rule(job), [image.scores for image, _ in judged]
         reasons = rule.choose(scores)
         count = entry.kept_before
         if count is not None and reasons.count(None) != count:
@@ -113,7 +114,7 @@ class JudgeStage:
             reasons = ["others of its job are stored"] * len(scores)
             for at in ranked[:count]:
                 reasons[at] = None
-        kept: list[JudgedImage] = []
+        kept: list[_Image] = []
         dropped: list[DroppedImage] = []
         for at, reason in enumerate(reasons):
             if reason is None:
@@ -132,19 +133,19 @@ class JudgeStage:
     async def _store(
         self,
         entry: InFlightJob,
-        kept: Sequence[JudgedImage],
+        kept: Sequence[_Image],
         dropped: tuple[DroppedImage, ...],
     ) -> None:
         entry.kept = len(kept)
-        for place, (image, pixels, scores) in enumerate(kept):
-            image.index, image.scores = place, scores
+        for place, (image, pixels) in enumerate(kept):
+            image.index = place
             image.dropped = () if place else dropped
             if _rule(image.job).distinct is not None:
                 shown = _shown(image, pixels).pixels
                 image.phash = await asyncio.to_thread(scoring.perceptual_hash, shown)
         for at, record in enumerate(entry.again):
             if record.index < entry.kept:
-                image = kept[record.index].image
+                image, _ = kept[record.index]
                 facts: JSONDict = {"scores": image.scores, "images": entry.kept}
                 facts |= {"dropped": image.dropped, "phash": image.phash}
                 entry.again[at] = record.model_copy(update=facts)
@@ -153,8 +154,7 @@ class JudgeStage:
         entry.images_to_store = len(missing)
         entry.is_first_awaited = entry.kept > 1 and 0 in missing
         for place in missing:
-            image, pixels, _ = kept[place]
-            await self.encode.queue.put((image, pixels))
+            await self.encode.queue.put(kept[place])
         if not missing:
             await self.settler.images_ended(entry)
 
