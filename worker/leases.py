@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from imagefleet.errors import LeaseLost, TransientError
+from imagefleet.storage.deliveries import Deliveries
 from imagefleet.storage.protocol import JobQueue, LeasedMessage
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.logs import log
@@ -81,11 +82,13 @@ class LeaseKeeper:
             await self._extend(lease, body)
 
     async def release(
-        self, lease: Lease, delay_seconds: float = 0, body: str | None = None
+        self, lease: Lease, delay_seconds: float = 0, *, failed: bool = False
     ) -> None:
-        """Hands the message back, visible again after *delay_seconds*, with *body* as its text."""
+        """Hands the message back, with the record of this delivery, for after *delay_seconds*."""
         async with lease.lock:
             lease.check()
+            deliveries = Deliveries.of(lease.message).ended(failed=failed)
+            body = deliveries.write_to(lease.message.body)
             await self._end(
                 lease, self.queue.release(lease.message, delay_seconds, body)
             )

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,13 +24,14 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
 from imagefleet.storage import dead_letter
+from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import priority_of
 from imagefleet.validation import JSONDict
 from worker.jobs import chains, stored
-from worker.jobs.bundles import BundleStage
+from worker.jobs.bundles import FAULTS, NOT_MOVED_SECONDS, BundleStage, Call, Fault
 from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.leases import LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
@@ -41,13 +42,6 @@ from worker.stages.record import RecordStage
 #: The pause before a failed job's next attempt, doubled with each.
 FIRST_RETRY_SECONDS = 2.0
 LONGEST_RETRY_SECONDS = 120.0
-
-#: Seconds until a job that could not be moved to its model's queue is delivered again.
-NOT_MOVED_SECONDS = 300.0
-
-#: After one of these a job is delivered again, or was.
-FAULTS = (LeaseLost, TransientError)
-Fault = LeaseLost | TransientError
 
 
 @dataclass(slots=True, eq=False)
@@ -231,7 +225,7 @@ class Settler:
     ) -> None:
         """A job, or its next stage, could not be sent: it comes again, here or elsewhere."""
         if isinstance(error, FAULTS):
-            self._lost(entry, error)
+            await self._end(entry, "lost", error)
             return
         queue = entry.lease.message.queue
         entry.log(
@@ -246,21 +240,23 @@ class Settler:
         if entry.is_second_drawing:
             await self.unverified(entry, "its campaign was cancelled")
         elif entry.settle():
-            await self._end_without_image(entry, self.record(entry, "cancelled"))
+            record = self.record(entry, "cancelled")
+            await self._end_without_image(entry, "cancelled", record)
 
     async def dropped(self, entry: InFlightJob, **facts: Any) -> None:
         """Acknowledges a job that keeps no image; its record has its message, to draw it again."""
         if entry.settle():
             body = dead_letter.replayable(entry.message, entry.job)
             record = self.record(entry, "dropped", body=body, **facts)
-            await self._end_without_image(entry, record)
+            await self._end_without_image(entry, "dropped", record)
 
-    async def _end_without_image(self, entry: InFlightJob, record: Record) -> None:
-        outcome: Outcome = "dropped" if record.outcome == "dropped" else "cancelled"
-        if entry.bundle is not None:
-            await self.bundles.ended(entry, outcome, record)
+    async def _end_without_image(
+        self, entry: InFlightJob, outcome: Outcome, record: Record, *failed: FailedJob
+    ) -> None:
+        """Ends a job behind its record: a replay deletes messages that no record calls failed."""
+        if await self.bundles.ended(entry, outcome, record):
             return
-        finish = partial(self._end, entry, outcome)
+        finish = partial(self._end, entry, outcome, failed=failed)
         await self.pending.put(entry, finish, record)
 
     async def failed(
@@ -327,23 +323,17 @@ class Settler:
         if entry.job is None or not entry.settle():
             return
         message, model = entry.lease.message, entry.job.model
-        priority = priority_of(message.queue)
-        if self.storage.models.of(model)[priority].name == message.queue:
+        own = self.storage.models.of(model)[priority_of(message.queue)]
+        if own.name == message.queue:
             await self._release(entry)
             return
-        if entry.bundle is not None:
-            await self.bundles.ended(entry, "moved")
+        if await self.bundles.ended(entry, "moved"):
             return
         # Sent again it is younger; but who cancels its campaign waits as long as this worker may
         # not know of it.
         body = named(without_deliveries(message.body), entry.id)
-
-        async def send() -> None:
-            entry.lease.check()
-            await self.storage.models.send([body], priority)
-
         try:
-            await self.retry_policy.call(send)
+            await self.bundles.move(entry.lease, body)
         except FleetError as error:
             await self._not_sent(entry, error, "asks for another model and")
         else:
@@ -386,27 +376,7 @@ class Settler:
         )
 
         record = self.record(entry, **failed.model_dump(exclude_unset=True))
-        if entry.bundle is not None:
-            await self.bundles.ended(entry, "failed", record)
-            return
-
-        async def add() -> None:
-            async with entry.lease.lock:
-                entry.lease.check()
-                await self.storage.poison.send([failed.encode()])
-
-        async def finish(fault: Fault | None) -> None:
-            # Behind its record: a replay deletes the messages of jobs that no record calls failed.
-            # A crash in between leaves the job in its queue, where it fails once more.
-            try:
-                if fault is None:
-                    await self.retry_policy.call(add)
-            except FAULTS as late:
-                fault = late
-            if await self._end(entry, "failed", fault) == "failed":
-                self.metrics.failed_jobs.labels(kind).inc()
-
-        await self.pending.put(entry, finish, record)
+        await self._end_without_image(entry, "failed", record, failed)
 
     async def _retry(
         self, entry: InFlightJob, error: FleetError, attempts: int
@@ -427,57 +397,30 @@ class Settler:
         self, entry: InFlightJob, delay_seconds: float = 0, *, failed: bool = False
     ) -> None:
         """Hands a job's message back."""
-        if entry.bundle is not None:
-            outcome: Outcome = "retried" if failed else "handed_back"
-            await self.bundles.ended(entry, outcome, delay_seconds=delay_seconds)
+        outcome: Outcome = "retried" if failed else "handed_back"
+        if await self.bundles.ended(entry, outcome, delay_seconds=delay_seconds):
             return
-
-        async def call() -> None:
-            deliveries = entry.deliveries.ended(failed=failed)
-            body = deliveries.write_to(entry.lease.message.body)
-            await self.keeper.release(entry.lease, delay_seconds, body)
-
-        await self._end(entry, "retried" if failed else "handed_back", call=call)
+        release = partial(
+            self.keeper.release, entry.lease, delay_seconds, failed=failed
+        )
+        call = partial(self.retry_policy.call, release)
+        await self._end(entry, outcome, call=call)
 
     async def _end(
         self,
         entry: InFlightJob,
         outcome: Outcome,
-        error: Fault | None = None,
-        call: Callable[[], Awaitable[None]] | None = None,
-    ) -> Outcome:
-        """Acknowledges a job, or does *call*, unless an *error* has kept its records from storage.
-
-        Returns *outcome*, or `lost` where the storage did not accept it.
-        """
-        try:
-            if error is None:
-                call = call or partial(self.keeper.acknowledge, entry.lease)
-                await self.retry_policy.call(call)
-        except FAULTS as fault:
-            error = fault
-        if error is not None:
-            return self._lost(entry, error)
-        self._ended(entry, outcome)
-        return outcome
+        fault: Fault | None = None,
+        failed: Sequence[FailedJob] = (),
+        call: Call | None = None,
+    ) -> None:
+        """Ends a job with its message; what is stored of one that is lost stays stored."""
+        is_ended = await self.bundles.end(entry.lease, fault, failed, call)
+        self._ended(entry, outcome if is_ended else "lost")
 
     async def _lose(self, entry: InFlightJob, error: LeaseLost) -> None:
-        if entry.bundle is not None:
-            await self.bundles.ended(entry, "lost")
-        else:
-            self._lost(entry, error)
-
-    def _lost(self, entry: InFlightJob, error: Fault) -> Outcome:
-        """The job is delivered again, or was; what is stored stays stored."""
-        if isinstance(error, TransientError):
-            entry.log(
-                logging.WARNING,
-                f"will be delivered again: the storage does not answer: {error}",
-                "job_abandoned",
-            )
-        self.keeper.drop(entry.lease)
-        self._ended(entry, "lost")
-        return "lost"
+        if not await self.bundles.ended(entry, "lost"):
+            await self._end(entry, "lost", error)
 
     def _ended(self, entry: InFlightJob, outcome: Outcome) -> None:
         self.in_flight.pop(entry, None)

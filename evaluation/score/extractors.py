@@ -9,10 +9,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from PIL import Image
 
+from evaluation.score.preparation import Preparation
 from evaluation.score.statistics import Features
 from imagefleet.errors import SetupError
 from imagefleet.validation import JSONDict
-from worker.judges.preparation import Preparation
 
 #: The extractor that needs no file.
 DEMO = "demo"

@@ -1,5 +1,6 @@
 """`imagefleet redo`: has images drawn again, by other workers, and replaces them."""
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +14,7 @@ from pydantic import AwareDatetime, BaseModel, Field, ValidationError
 from cli import console, options
 from cli.options import argument, option
 from cli.target import Target, check_campaign, images, unknown_job
+from fleet.failed.command import How, move
 from fleet.redo import replace
 from imagefleet.errors import SetupError, UnusableFileError
 from imagefleet.job.change import Change
@@ -144,10 +146,8 @@ def command(
     imagefleet redo spring --keep clip=22,best=2
     """
     if which.keep is not None:
-        counted = console.run(
-            _run_dropped(settings, which, dry_run=dry_run, yes=yes, quiet=as_json)
-        )
-        console.show(counted, counted, as_json=as_json)
+        how = How(everything=False, dry_run=dry_run, yes=yes, as_json=as_json)
+        console.run(_redo_dropped(settings, which, how))
         return
     given = {}
     if jobs is not None:
@@ -208,33 +208,16 @@ async def _run(
     }
 
 
-async def _run_dropped(
-    settings: SignerSettings,
-    which: ImageChoice,
-    *,
-    dry_run: bool,
-    yes: bool,
-    quiet: bool,
-) -> JSONDict:
-    """Sends dropped jobs again with another rule; returns how many."""
+async def _redo_dropped(settings: SignerSettings, which: ImageChoice, how: How) -> None:
+    """Sends dropped jobs again with another rule."""
     change = Change({"keep": which.keep}, signer_of(settings))
-    named = which.named
-    selection = Selection(campaign=named.campaign, id=named.id, keep=which.keep)
+    selection = Selection(
+        campaign=which.named.campaign, id=which.named.id, keep=which.keep
+    )
     async with console.connected(settings) as fleet:
-        storage, check = fleet.storage, fleet.check(change)
-        await check_campaign(storage, named.campaign)
-        found = await dead_letter_queue.preview(storage, selection, check)
-        count = found.kinds.total()
-        if dry_run or not count:
-            return {"jobs": count, "refused": found.refused}
-        console.confirm(
-            f"Have {console.counted(count, 'dropped job')} drawn again?", yes=yes
-        )
-        with console.counting("sent", count, quiet=quiet) as move:
-            swept = await dead_letter_queue.replay(
-                storage, selection, lambda done: move(0, done=done), check
-            )
-    return {"jobs": swept.done, "refused": len(swept.refused)}
+        check = fleet.check(change)
+        work = functools.partial(dead_letter_queue.replay, check=check)
+        await move(fleet, selection, check, how, "replayed", work)
 
 
 async def _warn_of_nodes_at_work(storage: Storage, found: Images) -> None:

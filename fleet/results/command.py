@@ -124,7 +124,7 @@ async def _best(
         return
     found: list[Record] = []
     async for records in parts:
-        found += rule.passing(records)
+        found += [each for each in records if rule.reason(each.scores) is None]
         found.sort(key=lambda record: (rule.rank(record.scores), record.key))
         del found[to.limit or len(found) :]
     yield found

@@ -96,7 +96,7 @@ OTHER_MODEL = replace(
     handle="{stem}",
     takes_refiner=True,
 )
-#: They are checked in memory before they are stored, and eight may arrive at once.
+#: They are in memory before they are stored, and eight may arrive at once.
 LORA = FileKind(
     "lora",
     "LoRA",
@@ -118,7 +118,7 @@ EMBEDDING = FileKind(
     cached_bytes=256 * 2**20,
     needs_list=True,
 )
-#: SDXL's have 2.5 GB in half precision. They are checked in memory, so they are fetched singly.
+#: SDXL's have 2.5 GB in half precision. They are in memory meanwhile, so they are fetched singly.
 CONTROLNET = FileKind(
     "controlnet",
     "ControlNet",
@@ -168,6 +168,7 @@ JUDGE = FileKind(
     suffixes=(".safetensors", ONNX),
     max_bytes=2**32,
     fetched_at_once=1,
+    lists_suffixes=True,
     takes_unknown=True,
 )
 #: T5-XXL's have 631 kB, and those of some 1,700 prompts are kept: a job's stages may be drawn on

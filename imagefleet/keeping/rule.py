@@ -19,8 +19,8 @@ Scores are rounded before they are compared, and recorded as they were compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Protocol, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -40,15 +40,6 @@ _OTHERS = ("best", "by", "distinct")
 
 Scores = Mapping[str, float]
 
-
-class HasScores(Protocol):
-    """A record of an image, or of a job that was dropped."""
-
-    @property
-    def scores(self) -> Scores: ...
-
-
-Judged = TypeVar("Judged", bound=HasScores)
 
 _Minimum = Annotated[float, Field(ge=-1e9, le=1e9)]
 
@@ -122,10 +113,6 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         for at in passed[self.best or MAX_JUDGED :]:
             reasons[at] = f"{self.best} of its job have a better {self.ranking}"
         return reasons
-
-    def passing(self, images: Iterable[Judged]) -> list[Judged]:
-        """The images that it keeps by their scores."""
-        return [each for each in images if self.reason(each.scores) is None]
 
     def may_keep(self, images: Sequence[Scores]) -> bool:
         """True if it keeps one of a job's images, or does not know a score of one."""

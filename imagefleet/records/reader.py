@@ -70,8 +70,12 @@ async def drawings(
     near = await _near_duplicates(Ends(storage, shards, None, Damaged()), shards)
 
     def kept(records: list[Record]) -> list[Record]:
-        found = [record for record in records if record.id not in near]
-        return found if rule is None else rule.passing(found)
+        return [
+            record
+            for record in records
+            if record.id not in near
+            and (rule is None or rule.reason(record.scores) is None)
+        ]
 
     images = await ImageRecords(storage, shards, damaged, campaign).read()
     async for records in images.drawings("images", damaged):

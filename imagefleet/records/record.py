@@ -38,6 +38,7 @@ from imagefleet.job.sizes import (
     MAX_BLOB_NAME,
     MAX_IMAGES_PER_JOB,
     MAX_MESSAGE_BYTES,
+    metadata_header,
     read_metadata_header,
 )
 from imagefleet.keeping.duplicates import Hashed
@@ -348,6 +349,17 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
             return cls.model_validate({**told, **known})
         except ValueError:  # JSON that is none, or pydantic's ValidationError
             return cls.model_validate(known)
+
+    def blob_metadata(self) -> dict[str, str]:
+        """What `of_blob` reads again, in ASCII, of an image by its record."""
+        told = self.model_dump(mode="json", include={*_OF_BLOB}, exclude_defaults=True)
+        told |= {"job": self.id, "attempt": self.attempts, "campaign": self.campaign}
+        told["worker"] = self.worker.encode("ascii", "replace").decode()
+        if self.scores:
+            told["scores"] = json.dumps(self.scores)
+        if self.metadata:
+            told["metadata"] = metadata_header(self.metadata)
+        return {name: str(value) for name, value in told.items()}
 
     def line(self) -> bytes:
         """The record as a line of JSON, without what it lacks."""

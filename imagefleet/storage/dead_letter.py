@@ -91,6 +91,10 @@ class Selection:
     model: str | None = None
     keep: Keep | None = None
 
+    @property
+    def noun(self) -> str:
+        return "dropped job" if self.keep else "failed job"
+
     def matches(self, record: Record) -> bool:
         if record.outcome != ("dropped" if self.keep else "failed"):
             return False

@@ -22,6 +22,7 @@ from torch.nn import functional
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from imagefleet.errors import JobError, TransientError
+from imagefleet.files import safetensors
 from imagefleet.job import clip
 from worker.engine.device import find_device
 
@@ -162,9 +163,11 @@ def _safety(tensors: Mapping[str, Tensor], seen: Tensor) -> Tensor:
 
 @functools.lru_cache(8)
 def _shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
-    with safe_open(path, framework="pt") as file:
-        names = list(file.keys())
-        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    try:
+        with path.open("rb") as file:
+            return safetensors.read_header(file).shapes
+    except safetensors.MalformedError:
+        raise JobError(f"{path.name} is no safetensors file") from None
 
 
 def side(path: Path) -> int:

@@ -18,6 +18,7 @@ from urllib.request import url2pathname
 
 from cachetools import LRUCache, TTLCache
 
+from imagefleet import concurrency
 from imagefleet.errors import (
     FleetError,
     MissingFileError,
@@ -160,7 +161,7 @@ class FileLibrary:
         )
 
     async def resolve(self, name: str) -> Path:
-        """The file of that name, complete and matching its manifest.
+        """The file of that name, complete and matching its manifest; waits for new credentials.
 
         Raises:
             MissingFileError: it does not exist, or a signed manifest does not list it.
@@ -171,6 +172,9 @@ class FileLibrary:
 
         A LoRA's alias finds its file where no file has the name, and where it is of one alone.
         """
+        return await concurrency.UNTIL_ACCESS.call(partial(self._find, name))
+
+    async def _find(self, name: str) -> Path:
         try:
             return await self._resolve(self._aliases.get(name, name))
         except MissingFileError as missing:
@@ -233,8 +237,8 @@ class FileLibrary:
         if found is None:
             found = {}
             for path in await asyncio.to_thread(lambda: list(walked(folder))):
-                if path.suffix in self._kind.suffixes and path.parent != folder:
-                    found.setdefault(path.stem, []).append(str(path))
+                if path.name.endswith(self._kind.suffixes) and path.parent != folder:
+                    found.setdefault(self._kind.stem(path.name), []).append(str(path))
             self._deeper[folder] = found
         paths = found.get(name, [])
         if len(paths) > 1:
@@ -250,15 +254,21 @@ class FileLibrary:
         if path is None:
             return None
         try:
-            await self._verify(
-                self._storage_manifest, name, partial(self._check, name, path, identify)
-            )
+            return await self._verified(name, path)
         except (TransientError, UnusableFileError) as error:
             log.warning(
                 f"fetching {path} again: {error}", action=f"{self._kind.name}_dropped"
             )
-            self._cache.drop(path)
             return None
+
+    async def _verified(self, name: str, path: Path) -> Path:
+        """A file of the cache, which drops one that is not as it should be."""
+        check = partial(self._check, name, path, identify)
+        try:
+            await self._verify(self._storage_manifest, name, check)
+        except (TransientError, UnusableFileError):
+            self._cache.drop(path)
+            raise
         return path
 
     async def _fetch(self, name: str) -> Path:
@@ -285,22 +295,8 @@ class FileLibrary:
             raise MissingFileError(
                 f"no {kind.noun} {name}{kind.suffixes[0]}{self._places}"
             )
-        check = partial(
-            check_content,
-            self._what(name),
-            BytesIO(data),
-            len(data),
-            has_header=kind.has_header,
-        )
-        await self._verify(self._storage_manifest, name, check)
-        sha256 = await self._storage_manifest.sha256(name)
-
-        def store() -> Path:
-            path = self._cache.store(name, data)
-            self._checked[path] = identify(path), sha256
-            return path
-
-        return await asyncio.to_thread(store)
+        path = await asyncio.to_thread(self._cache.store, name, data)
+        return await self._verified(name, path)
 
     @property
     def _places(self) -> str:

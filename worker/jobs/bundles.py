@@ -9,8 +9,7 @@ deleted. What is left of a bundle goes back with the whole message, which never 
 
 import asyncio
 import hashlib
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
@@ -21,7 +20,7 @@ from imagefleet.files import pack
 from imagefleet.records.record import Record
 from imagefleet.storage import bundle as bundles
 from imagefleet.storage.dead_letter import FailedJob
-from imagefleet.storage.deliveries import Deliveries, without_deliveries
+from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import priority_of
 from imagefleet.telemetry.logs import log
@@ -43,10 +42,14 @@ PART_BYTES = pack.MAX_PACK_BYTES - 4 * 2**20
 _HEADERS = 8192
 _RECORDS = 3
 
-#: Seconds until a bundle that could not be moved to its model's queue is delivered again.
+#: Seconds until a message that could not be moved to its model's queue is delivered again.
 NOT_MOVED_SECONDS = 300.0
 
-_FAULTS = (LeaseLost, TransientError)
+#: After one of these a message is delivered again, or was.
+FAULTS = (LeaseLost, TransientError)
+Fault = LeaseLost | TransientError
+
+Call = Callable[[], Awaitable[None]]
 
 
 def entries_of(lease: Lease) -> list[InFlightJob]:
@@ -84,14 +87,14 @@ class BundleStage:
         outcome: Outcome,
         record: Record | None = None,
         delay_seconds: float = 0.0,
-    ) -> None:
+    ) -> bool:
         """Notes that a job of a bundle has ended here, with the *record* of one without image.
 
-        Waits while too many packs are in flight.
+        Waits while too many packs are in flight. False for a job of its own.
         """
         bundle = entry.bundle
         if bundle is None:
-            raise ValueError("the job is in no bundle")
+            return False
         bundle.ends[entry] = outcome
         bundle.delay_seconds = max(bundle.delay_seconds, delay_seconds)
         if record is not None:
@@ -100,6 +103,7 @@ class BundleStage:
         is_last = len(bundle.ends) == len(bundle.members)
         if is_last or entry.is_suspect or _size(bundle.images) > PART_BYTES:
             await self._queue.put(bundle)
+        return True
 
     def _end_without_image(
         self, bundle: Bundle, entry: InFlightJob, record: Record
@@ -261,28 +265,54 @@ class BundleStage:
         bundle: Bundle,
         left: list[InFlightJob],
         records: list[Record],
-        fault: FleetError | None,
+        fault: Fault | None,
     ) -> None:
+        failed = [
+            FailedJob.model_validate(each.model_dump())
+            for each in records
+            if each.outcome == "failed" and not left
+        ]
+        call = partial(self._hand_back, bundle) if left else None
+        is_ended = await self.end(bundle.lease, fault, failed, call)
+        for entry in bundle.members:
+            outcome = self._outcome(bundle, entry) if is_ended else "lost"
+            self.on_ended(entry, outcome)
+
+    async def end(
+        self,
+        lease: Lease,
+        fault: Fault | None,
+        failed: Sequence[FailedJob] = (),
+        call: Call | None = None,
+    ) -> bool:
+        """Sends *failed* jobs to poison, then does *call*, or deletes the message they came in.
+
+        False if that fails, or a *fault* has kept the records from storage: it comes again.
+        """
+
+        async def send() -> None:
+            async with lease.lock:
+                lease.check()
+                await self.storage.poison.send(each.encode() for each in failed)
+
         try:
             if fault is not None:
                 raise fault
-            if not left:
-                failed = [each for each in records if each.outcome == "failed"]
-                await self._dead_letter(bundle, failed)
-            if not left or await self._is_moved(bundle):
-                acknowledge = partial(self.keeper.acknowledge, bundle.lease)
-                await self.retry_policy.call(acknowledge)
-            else:
-                await self._release(bundle)
-        except _FAULTS as error:
-            fault = error
+            if failed:
+                await self.retry_policy.call(send)
+            acknowledge = partial(self.keeper.acknowledge, lease)
+            await (call() if call else self.retry_policy.call(acknowledge))
+        except FAULTS as error:
             if isinstance(error, TransientError):
-                text = f"the bundle {bundle.name} will be delivered again: {error}"
+                text = (
+                    f"the message {lease.message.id} will be delivered again: {error}"
+                )
                 log.warning(text, action="job_abandoned")
-            self.keeper.drop(bundle.lease)
-        for entry in bundle.members:
-            outcome: Outcome = "lost" if fault else self._outcome(bundle, entry)
-            self.on_ended(entry, outcome)
+            self.keeper.drop(lease)
+            return False
+        for each in failed:
+            self.metrics.failed_jobs.labels(each.error).inc()
+        return True
 
     def _outcome(self, bundle: Bundle, entry: InFlightJob) -> Outcome:
         record, outcome = bundle.stored(entry), bundle.ends[entry]
@@ -294,51 +324,41 @@ class BundleStage:
         is_own = (record.id, record.digest) in bundle.own
         return "completed" if is_own else "duplicate"
 
-    async def _dead_letter(self, bundle: Bundle, records: list[Record]) -> None:
-        """Sends failed jobs to poison, each as a job of its own."""
-        if not records:
-            return
-        failed = [FailedJob.model_validate(each.model_dump()) for each in records]
+    async def move(self, lease: Lease, body: str) -> None:
+        """Sends a message to the queue of its model; raises FleetError."""
 
         async def send() -> None:
-            async with bundle.lease.lock:
-                bundle.lease.check()
-                await self.storage.poison.send(each.encode() for each in failed)
+            lease.check()
+            priority = priority_of(lease.message.queue)
+            await self.storage.models.send([body], priority)
 
         await self.retry_policy.call(send)
-        for each in failed:
-            self.metrics.failed_jobs.labels(each.error).inc()
 
-    async def _is_moved(self, bundle: Bundle) -> bool:
-        """Sends a bundle of another model to the queue of its model; False if it stays."""
+    async def _hand_back(self, bundle: Bundle) -> None:
+        """Hands back what is left; a bundle of another model goes to the queue of its model."""
         if set(bundle.ends.values()) != {"moved"}:
-            return False
+            await self._release(bundle)
+            return
         message = bundle.lease.message
-
-        async def send() -> None:
-            bundle.lease.check()
-            body = without_deliveries(message.body)
-            await self.storage.models.send([body], priority_of(message.queue))
-
         try:
-            await self.retry_policy.call(send)
-        except _FAULTS:
+            await self.move(bundle.lease, without_deliveries(message.body))
+        except FAULTS:
             raise
         except FleetError as error:
             text = f"the bundle {bundle.name} stays in the queue {message.queue}: {error.message}"
-            log.log(logging.WARNING, text, action="job_not_moved")
+            log.warning(text, action="job_not_moved")
             bundle.delay_seconds = NOT_MOVED_SECONDS
             bundle.ends.update(dict.fromkeys(bundle.ends, "handed_back"))
-            return False
-        return True
+            await self._release(bundle)
+        else:
+            acknowledge = partial(self.keeper.acknowledge, bundle.lease)
+            await self.retry_policy.call(acknowledge)
 
     async def _release(self, bundle: Bundle) -> None:
-        """Hands the message back as it was, with the record of this delivery."""
-        has_failed = "retried" in bundle.ends.values()
-        message = bundle.lease.message
-        deliveries = Deliveries.of(message).ended(failed=has_failed)
-        body = deliveries.write_to(message.body)
-        release = partial(self.keeper.release, bundle.lease, bundle.delay_seconds, body)
+        failed = "retried" in bundle.ends.values()
+        release = partial(
+            self.keeper.release, bundle.lease, bundle.delay_seconds, failed=failed
+        )
         await self.retry_policy.call(release)
 
 

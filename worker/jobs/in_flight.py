@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
@@ -73,8 +73,8 @@ class InFlightJob:
     settled: bool = False
     is_stopping: bool = False  # no more of its images are begun, since some have failed
     is_cancelled: bool = False  # some of its images are left out
-    #: Images with their scores that wait for the job's others.
-    judged: "list[JudgedImage]" = field(default_factory=list)
+    #: Images with scores that wait for those of the job's others.
+    judged: "list[tuple[InFlightImage, Pixels]]" = field(default_factory=list)
     #: How many of its images are stored; None of a job that is not judged yet, or never.
     kept: int | None = None
     #: How many an earlier delivery has kept, and stored some of; None: it is not known.
@@ -347,14 +347,6 @@ class InFlightImage:
     def embeddings(self) -> tuple[Embedding, ...]:
         """The embeddings that the job's prompts name."""
         return () if self.request is None else self.request.embeddings
-
-
-class JudgedImage(NamedTuple):
-    """An image that waits until its job's other images have their scores, too."""
-
-    image: InFlightImage
-    pixels: Pixels
-    scores: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from imagefleet import concurrency
 from imagefleet.errors import JobError, MissingFileError
 from imagefleet.files import kinds
 from imagefleet.validation import JSONDict
@@ -26,7 +25,7 @@ from worker.engine.contract import Pixels
 from worker.files.library import FileLibrary, Source
 from worker.inputs import detectors
 from worker.judges import pixels
-from worker.judges.preparation import Preparation
+from worker.judges.preparation import Channels, Features, clip_crop, normalised
 
 #: The network whose embedding of an image heads judge.
 CLIP = "clip"
@@ -60,37 +59,29 @@ class Judges:
     _networks: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._suffixes: dict[str, str] = {}  # of the names that were found
-        self._libraries = {
-            suffix: FileLibrary(
-                # A name may have a file of each suffix, and a cache knows names alone.
-                replace(self.source, cache=self.source.cache / suffix[1:]),
-                replace(
-                    kinds.JUDGE, suffixes=(suffix,), has_header=suffix != kinds.ONNX
-                ),
-                self.folder,
-            )
-            for suffix in kinds.JUDGE.suffixes
-        }
+        # A name may have a file of each suffix: here suffixes are part of the names.
+        kind = replace(kinds.JUDGE, suffixes=("",), has_header=False)
+        self._library = FileLibrary(self.source, kind, self.folder)
+        self._files: dict[str, str] = {}  # of scores, as they were found
 
-    async def find(self, name: str) -> tuple[Path | None, bool]:
-        """A score's network, and whether it is ONNX; None: it needs none.
+    async def find(self, name: str) -> Path | None:
+        """The file of a score's network; None for a score that needs none.
 
         Raises MissingFileError if there is none, else as `FileLibrary.resolve`.
         """
         if name in pixels.SCORES:
-            return None, False
+            return None
         missing: list[str] = []
-        known = self._suffixes.get(name)
-        for suffix in sorted(self._libraries, key=lambda each: each != known):
-            resolve = partial(self._libraries[suffix].resolve, name)
+        files = [f"{name}{suffix}" for suffix in kinds.JUDGE.suffixes]
+        known = self._files.get(name)
+        for file in sorted(files, key=lambda file: file != known):
             try:
-                path = await concurrency.UNTIL_ACCESS.call(resolve)
+                path = await self._library.resolve(file)
             except MissingFileError as error:
                 missing.append(error.message)
             else:
-                self._suffixes[name] = suffix
-                return path, suffix == kinds.ONNX
+                self._files[name] = file
+                return path
         raise MissingFileError(
             f"keep: the score {name!r} is neither {' nor '.join(pixels.SCORES)}, and has no"
             f" network: {'; '.join(missing)}"
@@ -98,22 +89,22 @@ class Judges:
 
     async def scores(self, name: str, drawn: Sequence[Drawn]) -> list[float]:
         """The score *name* of each image; raises as `find`, and JobError for an unfit network."""
-        path, is_onnx = await self.find(name)
+        path = await self.find(name)
         if path is None:
             score = pixels.SCORES[name]
             return await asyncio.to_thread(
                 lambda: [score(each.pixels) for each in drawn]
             )
-        if is_onnx:
-            identity = self._libraries[kinds.ONNX].identity(path)
+        if self._files[name].endswith(kinds.ONNX):
             session = await asyncio.to_thread(
-                detectors.session, path, f"the judge {name!r}", identity
+                detectors.session,
+                path,
+                f"the judge {name!r}",
+                self._library.identity(path),
             )
             return await asyncio.to_thread(_run, session, name, drawn)
-        clip: Path | None = path
-        if name != CLIP:
-            clip, is_onnx = await self.find(CLIP)
-        if clip is None or is_onnx:
+        clip = path if name == CLIP else await self.find(CLIP)
+        if clip is None or self._files[CLIP].endswith(kinds.ONNX):
             raise JobError(f"the judge {name!r} is a head of CLIP: clip.safetensors")
         score_all = await asyncio.to_thread(self._prepared, clip, path, drawn)
         return await self.on_engine(score_all)
@@ -126,10 +117,16 @@ class Judges:
 
         if self._networks is None:
             self._networks = judges.Networks(self.device)
-        preparation = Preparation(judges.side(clip), _MEAN, _STD, "clip")
-        images = preparation.array([Image.fromarray(each.pixels) for each in drawn])
+        images = _prepared(drawn, judges.side(clip), _MEAN, _STD)
         tokens = judges.tokens([each.words for each in drawn])
         return partial(self._networks.scores, clip, path, images, tokens)
+
+
+def _prepared(
+    drawn: Sequence[Drawn], side: int, mean: Channels, std: Channels
+) -> Features:
+    images = [clip_crop(Image.fromarray(each.pixels), side) for each in drawn]
+    return normalised(images, mean, std)
 
 
 def _run(session: Any, name: str, drawn: Sequence[Drawn]) -> list[float]:
@@ -140,9 +137,8 @@ def _run(session: Any, name: str, drawn: Sequence[Drawn]) -> list[float]:
         raise JobError(
             f"the judge {name!r} should take images [n, 3, side, side] with a fixed side"
         )
-    preparation = Preparation(side, (0.0,) * 3, (255.0,) * 3, "clip")
-    images = [Image.fromarray(each.pixels) for each in drawn]
-    given: JSONDict = {inputs[0].name: preparation.array(images)}
+    images = _prepared(drawn, side, (0.0,) * 3, (255.0,) * 3)
+    given: JSONDict = {inputs[0].name: images}
     if len(inputs) > 1:
         from worker.engine import judges  # which needs transformers
 

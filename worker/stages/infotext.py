@@ -15,6 +15,9 @@ from imagefleet.job.samplers import Sampler
 from worker.engine.contract import Embedding
 from worker.settings import version
 
+#: What is told of an image, by AUTOMATIC1111's words; None is left out.
+Facts = dict[str, str | float | None]
+
 #: Signs that would end a LoRA's name in "Lora hashes".
 _SEPARATORS = str.maketrans("", "", ":,")
 
@@ -64,26 +67,26 @@ def parameters(
     is_denoised = bool(job.init_images) or job.enable_hr
     resized, extra_noise = job.seed_resize_from, job.img2img_extra_noise
     vae = job.sd_vae or vae
-    facts: dict[str, str | None] = {
-        "Steps": str(job.steps),
+    facts: Facts = {
+        "Steps": job.steps,
         "Sampler": sampler.title,
         "Schedule type": sampler.schedule_type,
-        "CFG scale": _number(job.cfg_scale),
-        "Seed": str(job.image_seed(index)),
+        "CFG scale": job.cfg_scale,
+        "Seed": job.image_seed(index),
         "Size": f"{width}x{height}",
         "Model hash": model_hashes.get("model"),
         "Model": model,
         "VAE hash": model_hashes.get("sd_vae"),
         "VAE": f"{vae}.safetensors" if vae else None,
-        "Variation seed": str(job.image_subseed(index)) if varies else None,
-        "Variation seed strength": _number(job.subseed_strength) if varies else None,
+        "Variation seed": job.image_subseed(index) if varies else None,
+        "Variation seed strength": job.subseed_strength or None,
         "Seed resize from": f"{resized[0]}x{resized[1]}" if resized else None,
-        "Denoising strength": _number(job.denoising_strength) if is_denoised else None,
-        "Extra noise": _number(extra_noise) if is_denoised and extra_noise else None,
-        "Clip skip": str(job.clip_skip) if job.clip_skip > 1 else None,
-        "ENSD": str(job.eta_noise_seed_delta) if job.eta_noise_seed_delta else None,
+        "Denoising strength": job.denoising_strength if is_denoised else None,
+        "Extra noise": (is_denoised and extra_noise) or None,
+        "Clip skip": job.clip_skip if job.clip_skip > 1 else None,
+        "ENSD": job.eta_noise_seed_delta or None,
         "RNG": job.randn_source if job.randn_source != "GPU" else None,
-        "Tiling": "True" if job.tiling else None,
+        "Tiling": job.tiling or None,
     }
     if job.controls:
         facts |= _controls(job)
@@ -94,10 +97,10 @@ def parameters(
     if job.refiner_checkpoint:
         facts |= _refiner(job, model_hashes.get("refiner_checkpoint"))
     facts |= _details(job)
-    facts["NGMS"] = _number(job.s_min_uncond) if job.s_min_uncond else None
+    facts["NGMS"] = job.s_min_uncond or None
     facts |= _options(job, sampler)
     facts |= _etas(job)
-    facts["Downcast alphas_cumprod"] = "True" if job.use_downcasted_alpha_bar else None
+    facts["Downcast alphas_cumprod"] = job.use_downcasted_alpha_bar or None
     facts["Weights"] = weights
     facts["VAE Decoder"] = decoder if decoder != "Full" else None
     if lora_hashes:
@@ -120,23 +123,24 @@ def parameters(
     return "\n".join(lines).strip()
 
 
-def _told(facts: Mapping[str, str | None]) -> str:
+def _told(facts: Facts) -> str:
     """The facts that there are; one that would be read otherwise as a JSON string."""
     told = []
     for name, fact in facts.items():
-        if fact and re.search(r'^"|^\s|\s$|[,:\n]', fact):
-            told.append(f"{name}: {json.dumps(fact, ensure_ascii=False)}")
-        elif fact:
-            told.append(f"{name}: {fact}")
+        if fact in (None, ""):
+            continue
+        text = fact if isinstance(fact, str) else str(fact).removesuffix(".0")
+        if re.search(r'^"|^\s|\s$|[,:\n]', text):
+            text = json.dumps(text, ensure_ascii=False)
+        told.append(f"{name}: {text}")
     return ", ".join(told)
 
 
-def _refiner(job: Job, model_hash: str | None) -> dict[str, str | None]:
-    switch_at, by_steps = job.refiner_switch_at, job.refiner_switch_by_sample_steps
+def _refiner(job: Job, model_hash: str | None) -> Facts:
     return {
         "Refiner": _title(job.refiner_checkpoint, model_hash),
-        "Refiner switch at": None if switch_at is None else _number(switch_at),
-        "Refiner switch by sampling steps": "True" if by_steps else None,
+        "Refiner switch at": job.refiner_switch_at,
+        "Refiner switch by sampling steps": job.refiner_switch_by_sample_steps or None,
     }
 
 
@@ -149,9 +153,9 @@ def of_enlarged(job: Job, source: str) -> str:
     size = f"{job.upscaling_resize_w}x{job.upscaling_resize_h}"
     to_size = bool(job.resize_mode)
     upscalers = "Postprocess upscaler", "Postprocess upscaler 2"
-    facts = {
+    facts: Facts = {
         "Postprocess upscale to": size if to_size else None,
-        "Postprocess upscale by": None if to_size else _number(job.upscaling_resize),
+        "Postprocess upscale by": None if to_size else job.upscaling_resize,
         "Postprocess crop to": size if to_size and job.upscaling_crop else None,
         **dict(zip(upscalers, job.upscalers, strict=False)),
     }
@@ -183,30 +187,28 @@ def _own(job: Job) -> str | None:
     return json.dumps(fields) if fields else None
 
 
-def _img2img(job: Job, *, is_cut_out: bool) -> dict[str, str | None]:
+def _img2img(job: Job, *, is_cut_out: bool) -> Facts:
     blur_x, blur_y = job.blur
     # With an empty mask it is img2img without one.
     is_empty = job.inpaint_full_res and not is_cut_out
     content = None if is_empty else _MASKED_CONTENT.get(job.inpainting_fill)
-    padding = str(job.inpaint_full_res_padding) if is_cut_out else None
     return {
         "Mask mode": "Inpaint not masked" if job.inpainting_mask_invert else None,
         # Two that differ are not written there either.
-        "Mask blur": str(blur_x) if blur_x == blur_y != 0 else None,
+        "Mask blur": blur_x if blur_x == blur_y != 0 else None,
         "Inpaint area": "Only masked" if is_cut_out else None,
-        "Masked area padding": padding,
+        "Masked area padding": job.inpaint_full_res_padding if is_cut_out else None,
         "Masked content": content,
     }
 
 
-def _hires(job: Job, model_hash: str | None) -> dict[str, str | None]:
+def _hires(job: Job, model_hash: str | None) -> Facts:
     first = samplers.SAMPLERS[job.sampler]
     second = samplers.SAMPLERS[hires.sampler(job)]
     prompt, negative_prompt = job.shown_hires_prompts
     first_prompt, first_negative = job.shown_prompts
     is_resized = job.hr_resize_x or job.hr_resize_y
     is_rescheduled = second.schedule_type != first.schedule_type
-    steps = job.hr_second_pass_steps
     return {
         "Hires sampler": second.title if second.title != first.title else None,
         "Hires prompt": prompt if prompt != first_prompt else None,
@@ -214,17 +216,17 @@ def _hires(job: Job, model_hash: str | None) -> dict[str, str | None]:
         if negative_prompt != first_negative
         else None,
         "Hires schedule type": second.schedule_type if is_rescheduled else None,
-        "Hires upscale": None if is_resized else _number(job.hr_scale),
+        "Hires upscale": None if is_resized else job.hr_scale,
         "Hires resize": f"{job.hr_resize_x}x{job.hr_resize_y}" if is_resized else None,
-        "Hires steps": str(steps) if steps else None,
+        "Hires steps": job.hr_second_pass_steps or None,
         "Hires upscaler": job.hr_upscaler,
         "Hires checkpoint": _title(job.hr_checkpoint_name, model_hash),
     }
 
 
-def _details(job: Job) -> dict[str, str]:
+def _details(job: Job) -> Facts:
     """ADetailer's units as it writes them, without what is as usual where it leaves that out."""
-    facts = {}
+    facts: Facts = {}
     for detail, ordinal in zip(job.details, adetailer.ORDINALS, strict=False):
         usual = Detail(ad_model=detail.ad_model)
         for field, word in adetailer.WORDS.items():
@@ -236,7 +238,7 @@ def _details(job: Job) -> dict[str, str]:
     return facts
 
 
-def _controls(job: Job) -> dict[str, str | None]:
+def _controls(job: Job) -> Facts:
     """Units as sd-webui-controlnet writes them, with the numbers of one without preprocessor."""
     return {
         f"ControlNet {number}": (
@@ -249,34 +251,30 @@ def _controls(job: Job) -> dict[str, str | None]:
     }
 
 
-def _options(job: Job, sampler: Sampler) -> dict[str, str | None]:
+def _options(job: Job, sampler: Sampler) -> Facts:
     """Options of its sampler that are not as usual; churn's details matter only with some churn."""
-    facts: dict[str, str | None] = {}
+    facts: Facts = {}
     if "s_churn" in sampler.options and not job.s_churn:
         return facts
     for field in sampler.options:
         word, usual = _OPTIONS.get(field, ("", None))
         value = getattr(job, field)
         if word and value != usual:
-            facts[word] = _number(value)
+            facts[word] = value
     return facts
 
 
-def _etas(job: Job) -> dict[str, str]:
+def _etas(job: Job) -> Facts:
     """The etas of all passes' samplers that are not as usual, each with its sampler's word."""
-    facts: dict[str, str] = {}
+    facts: Facts = {}
     for key in (job.sampler, *([hires.sampler(job)] if job.enable_hr else [])):
         sampler = samplers.NAMES[key]
         eta = job.options_of(key).eta
         if "eta" in sampler.options and eta not in (None, sampler.usual_eta):
-            facts[sampler.eta_word] = _number(eta)
+            facts[sampler.eta_word] = eta
     return facts
 
 
 def _title(name: str | None, model_hash: str | None) -> str | None:
     """A checkpoint as AUTOMATIC1111 shows it."""
     return f"{name} [{model_hash}]" if model_hash else name
-
-
-def _number(value: float) -> str:
-    return str(value).removesuffix(".0")

@@ -7,6 +7,7 @@ next one comes to the same choice. What an earlier delivery has stored stays the
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from imagefleet.records.record import DroppedImage
 from imagefleet.validation import JSONDict
 from worker.engine.contract import Pixels
 from worker.gpu_thread import EngineThread
-from worker.jobs.in_flight import InFlightImage, InFlightJob, JudgedImage
+from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.judges import pixels as scoring
 from worker.judges.networks import Drawn, Judges
 from worker.node.watchdog import NodeWatchdog
@@ -29,6 +30,8 @@ from worker.stages.encode import EncodeStage, refuse_one_colour
 
 #: Images in one call of a network.
 BATCH = 32
+
+_Image = tuple[InFlightImage, Pixels]
 
 #: An image's scores, or why it has none.
 Scored = dict[str, float] | Exception
@@ -54,32 +57,26 @@ class JudgeStage:
             batch = [await self.queue.get()]
             while len(batch) < BATCH and not self.queue.empty():
                 batch.append(self.queue.get_nowait())
-            scored = await self._score(batch)
-            for (image, pixels), found in zip(batch, scored, strict=True):
-                hold = partial(self._hold, image, pixels, found)
-                await self.settler.attempt(image.owner, hold, image)
+            groups: defaultdict[tuple[str, ...], list[_Image]] = defaultdict(list)
+            for image, pixels in batch:
+                groups[tuple(_rule(image.job).scores)].append((image, pixels))
+            for names, group in groups.items():
+                scored = await self._score(names, group)
+                for (image, pixels), found in zip(group, scored, strict=True):
+                    hold = partial(self._hold, image, pixels, found)
+                    await self.settler.attempt(image.owner, hold, image)
 
     async def _score(
-        self, batch: Sequence[tuple[InFlightImage, Pixels]]
-    ) -> list[Scored]:
-        drawn = [_shown(image, pixels) for image, pixels in batch]
-        found: list[Scored] = [{} for _ in batch]
-        rules = [_rule(image.job) for image, _ in batch]
-        for name in dict.fromkeys(name for rule in rules for name in rule.scores):
-            at = [place for place, rule in enumerate(rules) if name in rule.scores]
-            try:
-                scores = await self.judges.scores(name, [drawn[each] for each in at])
-            except Exception as error:  # noqa: BLE001 - raised by `_hold`, for its job
-                for place in at:
-                    found[place] = error
-                continue
-            for place, score in zip(at, scores, strict=True):
-                known = found[place]
-                if not math.isfinite(score):
-                    found[place] = TransientError(f"{name} is not finite")
-                elif isinstance(known, dict):
-                    known[name] = round(score, DIGITS)
-        return found
+        self, names: Sequence[str], group: Sequence[_Image]
+    ) -> Sequence[Scored]:
+        drawn = [_shown(image, pixels) for image, pixels in group]
+        try:
+            found = [await self.judges.scores(name, drawn) for name in names]
+        except Exception as error:  # noqa: BLE001 - raised by `_hold`, for its job
+            return [error] * len(group)
+        return [
+            dict(zip(names, each, strict=True)) for each in zip(*found, strict=True)
+        ]
 
     async def _hold(self, image: InFlightImage, pixels: Pixels, scores: Scored) -> None:
         """Keeps an image until its job's others are judged; raises the error of its scores."""
@@ -91,19 +88,24 @@ class JudgeStage:
             raise
         if isinstance(scores, Exception):
             raise scores
+        for name, score in scores.items():
+            if not math.isfinite(score):
+                raise TransientError(f"{name} is not finite")
+            scores[name] = round(score, DIGITS)
         self.watchdog.images_failed_in_a_row = 0
-        image.owner.judged.append(JudgedImage(image, pixels, scores))
+        image.scores = scores
+        image.owner.judged.append((image, pixels))
         await self.settler.less_to_store(image.owner, 1)
 
     async def _choose(self, entry: InFlightJob) -> None:
         """Stores what is kept of a job whose images are judged; drops a job that keeps none."""
-        judged = sorted(entry.judged, key=lambda each: each.image.index)
+        judged = sorted(entry.judged, key=lambda each: each[0].index)
         entry.judged = []
-        job = judged[0].image.job
+        job = judged[0][0].job
         if len(judged) < job.images_to_draw:  # the worker drains
             await self.settler.hand_back(entry)
             return
-        rule, scores = _rule(job), [each.scores for each in judged]
+        rule, scores = _rule(job), [image.scores for image, _ in judged]
         reasons = rule.choose(scores)
         count = entry.kept_before
         if count is not None and reasons.count(None) != count:
@@ -112,7 +114,7 @@ class JudgeStage:
             reasons = ["others of its job are stored"] * len(scores)
             for at in ranked[:count]:
                 reasons[at] = None
-        kept: list[JudgedImage] = []
+        kept: list[_Image] = []
         dropped: list[DroppedImage] = []
         for at, reason in enumerate(reasons):
             if reason is None:
@@ -131,19 +133,19 @@ class JudgeStage:
     async def _store(
         self,
         entry: InFlightJob,
-        kept: Sequence[JudgedImage],
+        kept: Sequence[_Image],
         dropped: tuple[DroppedImage, ...],
     ) -> None:
         entry.kept = len(kept)
-        for place, (image, pixels, scores) in enumerate(kept):
-            image.index, image.scores = place, scores
+        for place, (image, pixels) in enumerate(kept):
+            image.index = place
             image.dropped = () if place else dropped
             if _rule(image.job).distinct is not None:
                 shown = _shown(image, pixels).pixels
                 image.phash = await asyncio.to_thread(scoring.perceptual_hash, shown)
         for at, record in enumerate(entry.again):
             if record.index < entry.kept:
-                image = kept[record.index].image
+                image, _ = kept[record.index]
                 facts: JSONDict = {"scores": image.scores, "images": entry.kept}
                 facts |= {"dropped": image.dropped, "phash": image.phash}
                 entry.again[at] = record.model_copy(update=facts)
@@ -152,8 +154,7 @@ class JudgeStage:
         entry.images_to_store = len(missing)
         entry.is_first_awaited = entry.kept > 1 and 0 in missing
         for place in missing:
-            image, pixels, _ = kept[place]
-            await self.encode.queue.put((image, pixels))
+            await self.encode.queue.put(kept[place])
         if not missing:
             await self.settler.images_ended(entry)
 

@@ -323,7 +323,7 @@ class PrepareStage:
         """Hashes of the files that all jobs are drawn with; they are loaded for good."""
         if self._own_hashes is None:
             hashes = self._files.hashes
-            paths = await concurrency.UNTIL_ACCESS.call(self._files.own_paths)
+            paths = await self._files.own_paths()
             self._own_hashes = {
                 name: hashes.of_model(path) if name == "vae" else hashes.of_lora(path)
                 for name, path in paths.items()

@@ -51,8 +51,7 @@ class RequestReader:
             requests = requests_of(job, size, (), (), images, inputs)
             return JobRequests(requests, (), inputs)
         for detail in job.details:  # or it would be missed once the image is drawn
-            resolve = partial(self.files.detectors.resolve, detail.ad_model)
-            await concurrency.UNTIL_ACCESS.call(resolve)
+            await self.files.detectors.resolve(detail.ad_model)
         if job.keep is not None:
             await concurrency.gather(*map(self.files.judges.find, job.keep.scores))
         loras: dict[LoraTag, Lora] = {}
@@ -87,8 +86,7 @@ class RequestReader:
 
     async def _find_lora(self, tag: LoraTag) -> Lora:
         library = self.files.loras
-        resolve = partial(library.resolve, tag.name)
-        path = await concurrency.UNTIL_ACCESS.call(resolve)
+        path = await library.resolve(tag.name)
         return Lora(
             name=tag.name,
             path=path,
@@ -107,8 +105,7 @@ class RequestReader:
         return await concurrency.gather(*map(self._find_embedding, found))
 
     async def _find_embedding(self, name: str) -> Embedding:
-        resolve = partial(self.files.embeddings.resolve_hashed, name)
-        path, sha256 = await concurrency.UNTIL_ACCESS.call(resolve)
+        path, sha256 = await self.files.embeddings.resolve_hashed(name)
         return Embedding(name, path, sha256)
 
 

@@ -1,7 +1,6 @@
 """The upload stage: stores files as blobs, each name once, and adds their records to the job."""
 
 import asyncio
-import json
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,6 @@ from imagefleet import concurrency
 from imagefleet.errors import FleetError, TransientError
 from imagefleet.files.pack import Member
 from imagefleet.job.names import duplicate_name
-from imagefleet.job.sizes import metadata_header
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.logs import log
@@ -80,8 +78,7 @@ class UploadStage:
             await self.settler.less_to_store(entry, 1)
             return
         if entry.bundle is not None:
-            name = image.job.blob_name(image.index)
-            record = self._record(image, file, name, file.sha256)
+            record = self._record(image, file)
             entry.bundle.images[entry] = Member(record, file.data)
         else:
             with entry.uploading():
@@ -93,8 +90,10 @@ class UploadStage:
 
     async def _store(self, image: InFlightImage, file: EncodedImage) -> None:
         entry = image.owner
-        name = image.job.blob_name(image.index)
-        metadata = self._proven(name, self._metadata(image, file))
+        record = self._record(image, file)
+        name = record.spot.blob
+        told = record.blob_metadata() | self.settler.cost.record
+        metadata = self._proven(name, told)
         doubt = asyncio.Event()
 
         async def create(is_in_doubt: bool) -> bool:
@@ -116,16 +115,18 @@ class UploadStage:
         sha256: str | None = file.sha256
         if doubt.is_set():
             sha256 = await self._sha256_of_taken(image, is_in_doubt=written)
+        stored_at = self.settler.storage.blobs.clock.now()
+        record = record.model_copy(update={"sha256": sha256, "at": stored_at})
         if image.job.verify:
             self.settler.cost.lost("second_drawing")
         elif written:
             # In doubt another worker may have a record of it, too.
             records = entry.again if doubt.is_set() else entry.records
-            records.append(self._record(image, file, name, sha256))
+            records.append(record)
             entry.image_written(self.settler.metrics, self.settler.model_name)
         else:
             self.settler.cost.lost("duplicate")
-            entry.again.append(self._record(image, file, name, sha256))
+            entry.again.append(record)
             await self._keep_aside(image, file, name, metadata)
 
     async def _sha256_of_taken(
@@ -165,19 +166,16 @@ class UploadStage:
         prover = self.settler.storage.prover
         return metadata if prover is None else prover.proven(blob, metadata)
 
-    def _record(
-        self, image: InFlightImage, file: EncodedImage, name: str, sha256: str | None
-    ) -> Record:
-        """The record of an image; *sha256* is of the file that is stored, as far as it is known."""
+    def _record(self, image: InFlightImage, file: EncodedImage) -> Record:
         width, height = file.size
         images = image.owner.kept or image.job.images
         return self.settler.record(
             image.owner,
             "completed",
             **of_job(image.job) | {"images": images},
-            blob=name,
+            blob=image.job.blob_name(image.index),
             size_bytes=len(file.data),
-            sha256=sha256,
+            sha256=file.sha256,
             index=image.index,
             completes=False if images > 1 else None,
             seed=image.job.image_seed(image.drawn_index),
@@ -191,29 +189,3 @@ class UploadStage:
             embeddings=tuple(map(attrgetter("name", "sha256"), image.embeddings)),
             seconds=round(time.monotonic() - image.owner.pulled_at, 3),
         )
-
-    def _metadata(self, image: InFlightImage, file: EncodedImage) -> dict[str, str]:
-        """The blob's metadata; Azure requires ASCII values."""
-        facts = {
-            "job": str(image.job.id),
-            "digest": image.job.stage_digest,
-            "sha256": file.sha256,
-            "seed": str(image.job.image_seed(image.drawn_index)),
-            "worker": self.settler.settings.name.encode("ascii", "replace").decode(),
-            "attempt": str(image.owner.lease.message.delivery_count),
-            "seconds": f"{time.monotonic() - image.owner.pulled_at:.3f}",
-            **self.settler.cost.record,
-        }
-        if (images := image.owner.kept or image.job.images) > 1:
-            facts["images"] = str(images)
-        if image.job.stages > 1:
-            facts |= {"stage": str(image.job.stage), "stages": str(image.job.stages)}
-        if image.scores:
-            facts["scores"] = json.dumps(image.scores)
-        if image.phash:
-            facts["phash"] = image.phash
-        if image.job.campaign:
-            facts["campaign"] = image.job.campaign
-        if image.job.metadata:
-            facts["metadata"] = metadata_header(image.job.metadata)
-        return facts

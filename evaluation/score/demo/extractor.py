@@ -12,8 +12,8 @@ from torch import Tensor
 from evaluation.score import extractors
 from evaluation.score.demo import judge
 from evaluation.score.extractors import ExtractorFacts
+from evaluation.score.preparation import Preparation
 from evaluation.score.statistics import Features
-from worker.judges.preparation import Preparation
 
 #: 0 to 1 is what the judge takes.
 _PREPARATION = Preparation(judge.IMAGE_PX, (0.0, 0.0, 0.0), (255.0, 255.0, 255.0))

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer, CLIPModel
 
 from evaluation.score import extractors
 from evaluation.score.extractors import ExtractorFacts
+from evaluation.score.preparation import Preparation
 from evaluation.score.statistics import Features
 from imagefleet.errors import SetupError
 from imagefleet.validation import JSONDict
-from worker.judges.preparation import Preparation
 
 _WEIGHTS = "model.safetensors"
 _PREPROCESSOR = "preprocessor_config.json"

@@ -15,9 +15,9 @@ from evaluation.score.extractors import (
     ExtractorFacts,
     TextExtractor,
 )
+from evaluation.score.preparation import Preparation, read_preparation
 from evaluation.score.statistics import Features
 from imagefleet.errors import SetupError
-from worker.judges.preparation import Preparation, read_preparation
 
 _TORCHSCRIPT = frozenset({".pt", ".pth", ".jit", ".ts", ".torchscript"})
 

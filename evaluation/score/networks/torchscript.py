@@ -11,9 +11,9 @@ from PIL import Image
 
 from evaluation.score import extractors
 from evaluation.score.extractors import ExtractorFacts
+from evaluation.score.preparation import Preparation, read_preparation
 from evaluation.score.statistics import Features
 from imagefleet.errors import SetupError
-from worker.judges.preparation import Preparation, read_preparation
 
 
 class TorchScriptExtractor:

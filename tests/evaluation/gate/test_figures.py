@@ -15,8 +15,8 @@ from evaluation.gate.page import Result
 from evaluation.gate.pair import Shift
 from evaluation.score.extractors import ExtractorFacts
 from evaluation.score.metrics import clip_score, frechet_distance, unit
+from evaluation.score.preparation import Preparation
 from evaluation.score.statistics import Features, Statistics
-from worker.judges.preparation import Preparation
 
 pytestmark = pytest.mark.slow
 

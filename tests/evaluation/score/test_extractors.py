@@ -14,9 +14,9 @@ from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPToken
 
 from evaluation.score import metrics
 from evaluation.score.networks import load
+from evaluation.score.preparation import clean_fid
 from imagefleet import errors
 from imagefleet.job import clip
-from worker.judges.preparation import clean_fid
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ from PIL import Image
 
 from evaluation.score import chunks, metrics
 from evaluation.score.plan import Chunk
+from evaluation.score.preparation import Preparation
 from evaluation.score.statistics import Statistics
 from imagefleet import errors
-from worker.judges.preparation import Preparation
 
 pytestmark = pytest.mark.slow
 

@@ -35,7 +35,7 @@ def test_no_two_kinds_share_a_folder_and_every_kind_with_a_header_is_tried_here(
     assert len({kind.folder for kind in KINDS.values()}) == len(KINDS)
     assert FILES.keys() == {
         name for name, kind in KINDS.items() if ".safetensors" in kind.suffixes
-    }
+    } - {"judge"}  # of any tensors
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -60,10 +60,11 @@ def test_a_network_of_no_known_architecture_may_be_an_upscaler_alone():
         kinds.check(kinds.LORA, "a.safetensors", found)
 
 
-def test_names_are_listed_without_their_suffix_but_of_models_and_kernels():
+def test_names_are_listed_without_their_suffix_but_of_models_judges_and_kernels():
     names = {
         name: kind.listed_name(f"a.b{kind.suffixes[0]}") for name, kind in KINDS.items()
     }
     assert names.pop("model") == "a.b.safetensors"
+    assert names.pop("judge") == "a.b.safetensors"
     assert names.pop("kernels") == "a.b.kernels"
     assert set(names.values()) == {"a.b"}

@@ -280,7 +280,8 @@ async def test_the_job_that_workers_die_of_is_the_only_one_of_its_bundle_that_fa
     storage: Storage, run_pipeline: RunPipeline, monkeypatch
 ):
     async def expire(self, bundle) -> None:  # as after the death of a worker
-        await self.keeper.release(bundle.lease)
+        await self.keeper.queue.release(bundle.lease.message)
+        self.keeper.drop(bundle.lease)
 
     def fails(request):
         if request.seed == 2:

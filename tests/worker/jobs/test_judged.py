@@ -68,8 +68,8 @@ async def ends(storage: Storage) -> dict[str, Record]:
 
 
 async def kept(storage: Storage) -> dict[str, tuple[int | None, float]]:
-    """The seed and contrast of each stored image, by its name."""
-    found = await records(storage)
+    """The seed and contrast of each stored image, by its name, in their order."""
+    found = sorted(await records(storage), key=lambda record: str(record.blob))
     return {str(each.blob): (each.seed, each.scores["contrast"]) for each in found}
 
 
