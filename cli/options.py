@@ -34,6 +34,7 @@ from typer import Argument, BadParameter, Option
 from cli import console
 from imagefleet import redaction, validation
 from imagefleet.errors import SetupError
+from imagefleet.keeping.rule import Keep
 from imagefleet.storage.settings import Priority, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
 from imagefleet.validation import JSONDict, JSONObject
@@ -85,6 +86,22 @@ def moment(what: str) -> Any:
         f"{what}: 2026-12-01T08:00, in local time, or with its zone, 2026-12-01T08:00Z.",
         metavar="TIME",
         parser=_moment,
+    )
+
+
+def _rule(text: str) -> Keep:
+    try:
+        return Keep.model_validate(text)
+    except ValidationError as error:
+        raise BadParameter(validation.sentence(error)) from None
+
+
+def keep(text: str) -> Any:
+    """An option with a rule of what is kept."""
+    return option(
+        f"{text} Minimum scores, and best=, by=, distinct=.",
+        metavar="RULE",
+        parser=_rule,
     )
 
 

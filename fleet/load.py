@@ -18,6 +18,7 @@ from fleet.files.missing import Elsewhere, Uses
 from imagefleet import concurrency
 from imagefleet.errors import SetupError
 from imagefleet.job.message import Job, job_key
+from imagefleet.keeping.rule import Keep
 from imagefleet.records.ledger import Digests, id_hash
 from imagefleet.storage.open import open_storage, signer_of
 from imagefleet.validation import JSONDict
@@ -50,6 +51,10 @@ class Jobs:
         "What jobs leave out: a1111-1.10 for the values of AUTOMATIC1111's API; default: those of"
         " imagefleet.",
         metavar="NAME",
+    )
+    keep: Keep | None = options.keep(
+        "Judge images before they are stored, of jobs that do not say what to keep:"
+        " clip=25,aesthetic=5,best=2, say."
     )
     inputs: Path | None = option(
         "Send each job once for each picture of this folder, with which it begins (img2img); they"
@@ -134,6 +139,7 @@ def command(
                 signer=None if dry_run else signer_of(settings),
                 campaign=jobs.campaign,
                 defaults=jobs.defaults,
+                keep=jobs.keep,
             )
         if jobs.rejects:
             with read("checking"):

@@ -18,9 +18,11 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TypedDict, Unpack, cast
 
-from imagefleet.errors import JobError, SetupError
+from imagefleet import validation
+from imagefleet.errors import InvalidMessageError, JobError, SetupError
 from imagefleet.job import differences, message, sizes
 from imagefleet.job.message import Job
+from imagefleet.keeping.rule import Keep
 from imagefleet.records.ledger import HASH_BYTES, Digests, id_hash
 from imagefleet.signing import MAX_SIGNATURE_BYTES, JobSigner
 from imagefleet.storage.deliveries import without_deliveries
@@ -135,6 +137,8 @@ class Terms(TypedDict, total=False):
     campaign: str | None
     #: Defaults of jobs that name none (`imagefleet.job.settings_table.DEFAULTS`).
     defaults: str | None
+    #: Rule of jobs that do not say what to keep.
+    keep: Keep | None
 
 
 class FileSource:
@@ -163,6 +167,7 @@ class FileSource:
         self._signer = terms.get("signer")
         self._campaign = terms.get("campaign")
         self._defaults = terms.get("defaults")
+        self._keep = terms.get("keep")
         #: Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it.
         self.mended = 0
         #: Positions so far that hold no job, an empty line say.
@@ -238,6 +243,8 @@ class FileSource:
         job = message.read_job(text, job_id, defaults=self._defaults)
         if self._campaign is not None:
             job = job.identified(job_id, self._campaign)
+        if self._keep is not None and job.keep is None:
+            job = _judged(job, self._keep)
         # Only checked, it has spaces for a signature: to sign takes as long as to read.
         signer, room = (
             (None, MAX_SIGNATURE_BYTES)
@@ -281,3 +288,10 @@ def _without_failure(text: str) -> tuple[str, bool]:
         failure = fields.pop(message.FAILURE_FIELD)
         return json.dumps(fields), not is_rejected(failure)
     return text, False
+
+
+def _judged(job: Job, rule: Keep) -> Job:
+    """A job with a rule; raises InvalidMessageError if it cannot be judged."""
+    with validation.as_error(InvalidMessageError, known=Job.model_fields):
+        fields = {**job.given_fields, **job.defaults_denied, "keep": rule}
+        return Job.model_validate(fields)

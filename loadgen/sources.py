@@ -41,6 +41,8 @@ class TemplateSource:
             if value is not None and not self._fixed.get(name):
                 self._fixed[name] = str(value)
                 content += f" {name}={value}"
+        if keep := terms.get("keep"):
+            self._fixed.setdefault("keep", keep.model_dump(mode="json"))
         self.campaign = str(self._fixed.get("campaign") or DEFAULT_CAMPAIGN)
         self.identity = file_source.digest(content.encode())
         self._id_of = hashlib.blake2b(

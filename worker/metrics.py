@@ -20,16 +20,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from imagefleet import concurrency, errors
+from imagefleet.errors import FleetError, JobError, TransientError
 from imagefleet.files import kernels
 from imagefleet.storage.protocol import Clock, JobQueue, Operations
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.telemetry import logs, metrics
+from imagefleet.telemetry import metrics
+from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.metrics import QueueGauges
 from worker.files.library import FileLibrary
 from worker.gpu_thread import EngineThread
 from worker.replica import Replica
-
-log = logs.EventLog(__name__)
 
 #: A job's end in this worker; `verified` and `unverified`: a second drawing is stored, or none is;
 #: `moved`: to the queue of its model.
@@ -41,6 +41,7 @@ Outcome = Literal[
     "retried",
     "failed",
     "cancelled",
+    "dropped",
     "lost",
     "handed_back",
     "moved",
@@ -76,7 +77,7 @@ NodeFault = Literal[
 ]
 
 #: Fate of an image that the GPU generated and that is not stored as the job's by this worker.
-LostImage = Literal["failed", "duplicate", "second_drawing"]
+LostImage = Literal["failed", "duplicate", "second_drawing", "dropped"]
 
 #: Seconds between two measurements. Every worker measures, so the metrics are fresher the larger
 #: the fleet; more often would only be billed.
@@ -103,6 +104,9 @@ class WorkerMetrics:
             return Counter(f"imagefleet_{name}", what, labels, registry=self.registry)
 
         self.images = counter("images", "Images stored.")
+        self.dropped_images = counter(
+            "dropped_images", "Images that were judged and not stored."
+        )
         self.jobs = counter("jobs", "Jobs by outcome.", "outcome")
         self.model_images = counter("model_images", "Images stored.", "model")
         self.campaign_images = counter(
@@ -212,9 +216,7 @@ class WorkerMetrics:
             for value in values:
                 metric.labels(value)
         for name, each in vars(errors).items():  # that end in the poison queue
-            if isinstance(each, type) and issubclass(
-                each, errors.JobError | errors.TransientError
-            ):
+            if isinstance(each, type) and issubclass(each, JobError | TransientError):
                 self.failed_jobs.labels(name)
 
 
@@ -441,7 +443,7 @@ class DepthMeter:
         for queue in (self._jobs, self._poison):
             try:
                 depth = await queue.depth()
-            except errors.FleetError as error:
+            except FleetError as error:
                 # A worker's token may not allow it, and no job depends on it.
                 if queue.name not in self._unmeasured:
                     self._unmeasured.add(queue.name)

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import NodeError, SetupError
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker import leases, tasks
 from worker.engine.contract import Engine
 from worker.files import library, model
@@ -42,12 +43,11 @@ from worker.settings import WorkerSettings, version
 from worker.settle import Settler
 from worker.stages.encode import ENCODING, EncodeStage
 from worker.stages.generate import DETAILED, GenerateStage
+from worker.stages.judge import JudgeStage
 from worker.stages.prepare import URGENT_PREPARERS, PrepareStage
 from worker.stages.requests import PREPARERS
 from worker.stages.upload import STORAGE_RETRIES, UPLOADS, UploadStage
 from worker.tasks import SideTasks
-
-log = logs.EventLog(__name__)
 
 #: Finished images that may wait to be encoded before the engine blocks.
 ENCODE_BACKLOG = 64
@@ -230,7 +230,7 @@ class Pipeline:
             engine = await self.engine_thread.replace(
                 lambda: models.load(following.checkpoint), following.take
             )
-        except (errors.SetupError, errors.NodeError) as error:
+        except (SetupError, NodeError) as error:
             models.drop(following.checkpoint, error, self._queue)
             return await self.engine_thread.replace(models.load_current)
         models.current = following.checkpoint
@@ -283,6 +283,9 @@ class Pipeline:
         upload = UploadStage(settler, watchdog)
         model_hash = self._hash_model()
         encode = EncodeStage(settler, watchdog, model_hash, upload)
+        judge = JudgeStage(
+            settler, watchdog, self.engine_thread, self._files.judges, encode
+        )
         generate = GenerateStage(
             engine,
             self.engine_thread,
@@ -290,6 +293,7 @@ class Pipeline:
             watchdog,
             self.puller,
             encode,
+            judge,
             self._files.detectors,
         )
         prepare = PrepareStage(engine, self._files, settler, self.puller, generate)
@@ -300,6 +304,7 @@ class Pipeline:
             ("prepare", prepare.run, PREPARERS),
             ("prepare urgent", prepare.run_urgent, URGENT_PREPARERS),
             ("details", generate.draw_details, DETAILED),
+            ("judge", judge.run, 1),
             ("encode", encode.run, ENCODING),
             ("upload", upload.run, UPLOADS),
             ("pack", settler.bundles.run, PACKS),

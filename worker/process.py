@@ -15,7 +15,8 @@ from imagefleet.pricing import families
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.proofs import Prover, machine_of
 from imagefleet.storage.protocol import BlobStore
-from imagefleet.telemetry import logs, probes, push
+from imagefleet.telemetry import probes, push
+from imagefleet.telemetry.logs import log
 from worker import progress, replica, tasks
 from worker.accelerator import is_unguided
 from worker.engine import load, phases
@@ -35,8 +36,6 @@ from worker.pipeline import Machine, Pipeline
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
 from worker.settings import WorkerSettings
 
-log = logs.EventLog(__name__)
-
 #: Seconds between two samples of a worker's figures, each a few additions.
 SAMPLE_SECONDS = 1.0
 
@@ -48,7 +47,15 @@ PROGRESS_SECONDS = 60.0
 OBJECTS_PER_COLLECTION = 10_000
 
 #: Outcomes after which a job is no longer in the queue.
-_ENDED = ("completed", "duplicate", "failed", "cancelled", "verified", "unverified")
+_ENDED = (
+    "completed",
+    "duplicate",
+    "failed",
+    "cancelled",
+    "dropped",
+    "verified",
+    "unverified",
+)
 
 
 async def run_worker(
@@ -300,6 +307,7 @@ class _Worker:
             + recording,
             failed_jobs=self._metrics.outcomes["failed"],
             cancelled_jobs=self._metrics.outcomes["cancelled"],
+            dropped_jobs=self._metrics.outcomes["dropped"],
             jobs_in_flight=max(0, in_flight - recording),
             dollars=dollars,
         )

@@ -5,12 +5,11 @@ import signal
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.metrics import QueueFlow
-
-log = logs.EventLog(__name__)
+from imagefleet.validation import JSONDict
 
 Phase = Literal[
     "connecting to the storage",
@@ -40,6 +39,7 @@ class Counts:
     ended_jobs: int = 0
     failed_jobs: int = 0
     cancelled_jobs: int = 0
+    dropped_jobs: int = 0
     jobs_in_flight: int = 0
     dollars: float | None = None
 
@@ -80,6 +80,8 @@ class Progress(Counts):
             shown.append(f"{self.failed_jobs:,} failed")
         if self.cancelled_jobs:
             shown.append(f"{self.cancelled_jobs:,} cancelled")
+        if self.dropped_jobs:
+            shown.append(f"{self.dropped_jobs:,} dropped")
         if self.images_per_second is not None and (
             is_generating or self.images_per_second
         ):
@@ -240,7 +242,7 @@ def log_report(report: WorkerReport) -> None:
     )
 
 
-def _rounded(fields: Mapping[str, object]) -> dict[str, Any]:
+def _rounded(fields: Mapping[str, object]) -> JSONDict:
     return {
         name: round(value, 3) if isinstance(value, float) else value
         for name, value in fields.items()

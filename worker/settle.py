@@ -29,6 +29,7 @@ from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import priority_of
+from imagefleet.validation import JSONDict
 from worker.jobs import chains, stored
 from worker.jobs.bundles import FAULTS, NOT_MOVED_SECONDS, BundleStage, Call, Fault
 from worker.jobs.in_flight import InFlightImage, InFlightJob
@@ -55,6 +56,8 @@ class Settler:
     retry_policy: concurrency.RetryPolicy
     on_settled: Callable[[InFlightJob, Outcome], None]
     cancelled_campaigns: CancelledCampaigns
+    #: Stores what is kept of a job whose images are judged.
+    on_judged: Callable[[InFlightJob], Awaitable[None]] = field(init=False)
     pending: RecordStage = field(init=False)
     bundles: BundleStage = field(init=False)
     #: The model whose jobs are in flight.
@@ -121,9 +124,7 @@ class Settler:
     ) -> Record:
         """The record of an image, or of a job that ended without; *facts* besides its own."""
         message = entry.lease.message
-        known: dict[str, Any] = (
-            {"id": message.id} if entry.job is None else of_job(entry.job)
-        )
+        known: JSONDict = {"id": message.id} if entry.job is None else of_job(entry.job)
         if entry.job is not None and outcome != "completed":
             known["digest"] = entry.job.digest
         known |= {
@@ -150,6 +151,8 @@ class Settler:
             await self.cancelled(entry)
         elif entry.failures:
             await self._fail(entry, [*entry.failures.values()])
+        elif entry.judged:
+            await self.on_judged(entry)
         elif not entry.is_all_stored:  # some are left to its next delivery
             await self.hand_back(entry)
         elif not entry.has_next_stage:
@@ -175,6 +178,8 @@ class Settler:
         found, taken = await self.retry_policy.call(look)
         entry.again += found
         entry.stored.update(each.index for each in found)
+        if job.keep is not None and found:
+            entry.note_kept(job)
         if taken is not None:
             raise taken
 
@@ -238,6 +243,13 @@ class Settler:
             record = self.record(entry, "cancelled")
             await self._end_without_image(entry, "cancelled", record)
 
+    async def dropped(self, entry: InFlightJob, **facts: Any) -> None:
+        """Acknowledges a job that keeps no image; its record has its message, to draw it again."""
+        if entry.settle():
+            body = dead_letter.replayable(entry.message, entry.job)
+            record = self.record(entry, "dropped", body=body, **facts)
+            await self._end_without_image(entry, "dropped", record)
+
     async def _end_without_image(
         self, entry: InFlightJob, outcome: Outcome, record: Record, *failed: FailedJob
     ) -> None:
@@ -263,9 +275,8 @@ class Settler:
             await self._lose(entry, error)
             return
         error = entry.fault_of(error)
-        if (
-            image is None or entry.has_ended
-        ):  # at its end no image is left that could be awaited
+        # At its end no image is left that could be awaited; a judgement needs all of them.
+        if image is None or entry.has_ended or entry.is_being_judged:
             await self._fail(entry, [error])
             return
         entry.image_failed(image.index, error)

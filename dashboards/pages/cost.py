@@ -23,6 +23,8 @@ GPU_ONLY = series("imagefleet:images_per_dollar:gpu")
 TARGET = series("imagefleet:images_per_dollar:target")
 STORAGE_DOLLARS = series("imagefleet_cost_dollars_total", 'kind="storage"')
 WASTED_DOLLARS = series("imagefleet_wasted_dollars_total")
+WASTED = series("imagefleet_wasted_dollars_total", 'reason!="dropped"')
+DROPPED = series("imagefleet_dropped_images_total")
 OPERATIONS = series("imagefleet_storage_operations_total")
 DOLLARS_BY_GPU = f"sum by (gpu) (rate({GPU_DOLLARS}{RATE}) * {WITH_GPU})"
 
@@ -111,6 +113,12 @@ COST = Dashboard(
             unit="currencyUSD",
         ),
         Panel(
+            "Kept of the images drawn",
+            "Which share of the judged images is stored? Images per dollar are those stored.",
+            {"{{fleet}}": f"{rate(IMAGES)} / ({rate(IMAGES)} + ({rate(DROPPED)} > 0))"},
+            unit="percentunit",
+        ),
+        Panel(
             "Images per dollar by GPU",
             "Which GPU class is worth its price, start-up and idle time included?",
             {"{{gpu}}": f"{IMAGES_BY_GPU} / ({DOLLARS_BY_GPU} > 0)"},
@@ -118,7 +126,7 @@ COST = Dashboard(
         Stack(
             "Wasted share of the GPU cost",
             "How much of the replicas' price buys no image, by reason? Above a fifth is too much.",
-            {"{{reason}}": share(rate(WASTED_DOLLARS, "reason"), rate(GPU_DOLLARS))},
+            {"{{reason}}": share(rate(WASTED, "reason"), rate(GPU_DOLLARS))},
             unit="percentunit",
             bad_above=0.2,
         ),

@@ -122,7 +122,7 @@ FAILED_JOBS = series("imagefleet:queue_messages", POISON)
 ENDED = rate(
     series(
         "imagefleet_jobs_total",
-        'outcome=~"completed|duplicate|failed|verified|unverified"',
+        'outcome=~"completed|duplicate|failed|dropped|verified|unverified"',
     )
 )
 

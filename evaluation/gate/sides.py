@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cli import target
 from imagefleet import validation
 from imagefleet.errors import SetupError
+from imagefleet.validation import JSONDict, JSONObject
 
 #: The words for an engine's settings, and what each sets of `worker.engine.load.load_engine`.
-WORDS: Mapping[str, Mapping[str, Any]] = {
+WORDS: Mapping[str, JSONObject] = {
     "float32": {"precision": "float32"},
     "float16": {"precision": "float16"},
     "bfloat16": {"precision": "bfloat16"},
@@ -59,7 +59,7 @@ class Engine:
     """Settings of the engine, with which the images are drawn here and now."""
 
     text: str
-    settings: Mapping[str, Any]
+    settings: JSONObject
 
     def __str__(self) -> str:
         return self.text
@@ -79,8 +79,8 @@ def read(text: str) -> Side:
     return Campaign(target.campaign(text.removeprefix(_CAMPAIGN)))
 
 
-def _settings(words: list[str]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
+def _settings(words: list[str]) -> JSONDict:
+    settings: JSONDict = {}
     for word in words:
         for name, value in _setting(word).items():
             if name in settings:
@@ -91,7 +91,7 @@ def _settings(words: list[str]) -> dict[str, Any]:
     return settings
 
 
-def _setting(word: str) -> Mapping[str, Any]:
+def _setting(word: str) -> JSONObject:
     if word.startswith(SLOTS):
         number = word.removeprefix(SLOTS)
         if not (number.isdecimal() and 1 <= int(number) <= _MOST_SLOTS):

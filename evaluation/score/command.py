@@ -1,5 +1,6 @@
 """`imagefleet score`: what a campaign's images are worth, by group of its sweep."""
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from evaluation.score import figures as drawing
 from evaluation.score import session
 from evaluation.score.extractors import DEMO
 from evaluation.score.figures import Scores, facts
+from evaluation.score.sample import Sample, take
 from evaluation.score.session import Computing, Networks
 from imagefleet.errors import SetupError
+from imagefleet.keeping.rule import Keep
 from imagefleet.storage.settings import StorageSettings
 
 #: Facts of a group that differ in one sweep and not in another.
@@ -29,7 +32,18 @@ def command(
     write_reference: Path | None = option(
         "Write those of the folder --reference.", metavar="STATISTICS"
     ),
-    output: Path | None = option("Draw FID over the CLIP score.", metavar="SVG"),
+    output: Path | None = option(
+        "Draw FID over the CLIP score; with --sample, what minima keep.", metavar="SVG"
+    ),
+    sample: int | None = option(
+        "Show how the scores of so many drawn images, dropped ones too, are spread, and what each"
+        " minimum keeps and costs.",
+        min=1,
+        metavar="COUNT",
+    ),
+    keep: Keep | None = options.keep(
+        "With --sample: what this rule keeps, and scores of images without."
+    ),
     json_file: options.JsonFile = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -42,8 +56,19 @@ def command(
     imagefleet score curve --extractor demo --output curve.svg
 
     imagefleet score coco --reference val2014 --extractor inception.pt --clip clip-vit-large-patch14
+
+    imagefleet score trial --sample 200 --keep clip=25,aesthetic=5
     """
     target.campaign(campaign)
+    if sample is not None:
+        console.check_writable(output)
+        _show_sample(
+            console.run(_sampled(settings, campaign, sample, keep)),
+            keep,
+            output,
+            as_json=as_json,
+        )
+        return
     reference, clip, extractor = networks.reference, networks.clip, networks.extractor
     if extractor == DEMO:
         clip, reference = clip or DEMO, reference or DEMO
@@ -59,6 +84,49 @@ def command(
     _show(scores, output, json_file, as_json=as_json)
     if any(group.left_out for group in scores.groups):
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
+
+
+async def _sampled(
+    settings: StorageSettings, campaign: str, count: int, rule: Keep | None
+) -> Sample:
+    async with console.connected(settings) as fleet:
+        await target.check_campaign(fleet.storage, campaign)
+        with tempfile.TemporaryDirectory() as cache:
+            return await take(fleet.storage, campaign, count, rule, Path(cache))
+
+
+def _show_sample(
+    found: Sample, rule: Keep | None, drawing_to: Path | None, *, as_json: bool
+) -> None:
+    if drawing_to is not None:
+        console.write_file(drawing_to, found.svg())
+    if as_json:
+        console.print_json(found.figures(rule))
+        return
+    heads = ("minimum", "kept", "$ a 1,000 kept")
+    for spread in found.spreads():
+        rows = (
+            (
+                f"{each.minimum:g}",
+                f"{each.kept:.1%}",
+                _dollars(each.dollars_per_thousand),
+            )
+            for each in spread.minima
+        )
+        console.print_plain(
+            f"{spread.name} of {console.counted(spread.images, 'image')}: {spread.least:g} to"
+            f" {spread.most:g}, {spread.mean:.3g} in the mean"
+        )
+        console.print_tables(console.table((), heads, rows=rows), "")
+    if rule is not None:
+        kept = found.kept(rule)
+        console.print_plain(
+            f"the rule keeps {kept:.1%}, ${_dollars(found.cost(kept))} a 1,000 kept images"
+        )
+
+
+def _dollars(value: float | None) -> str:
+    return "-" if value is None else console.significant(value)
 
 
 def _check(

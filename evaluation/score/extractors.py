@@ -4,16 +4,15 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as validated
 
+from evaluation.score.preparation import Preparation
 from evaluation.score.statistics import Features
-from imagefleet import validation
 from imagefleet.errors import SetupError
+from imagefleet.validation import JSONDict
 
 #: The extractor that needs no file.
 DEMO = "demo"
@@ -23,31 +22,6 @@ DESCRIPTIONS = {
     "clean-fid": "PIL bicubic with antialiasing in float32, as clean-fid",
     "clip": "PIL bicubic with antialiasing of the shorter side, then the centre, as CLIP",
 }
-
-_WHITE = 255.0
-
-_Positive = Annotated[float, Field(gt=0)]
-
-
-@validated(frozen=True, config=ConfigDict(extra="forbid", hide_input_in_errors=True))
-class Preparation:
-    """Resize and normalisation of an image for a network; *mean* and *std* are out of 255.
-
-    The defaults are clean-fid's for Inception: 299 pixels, -1 to 1.
-    """
-
-    size: Annotated[int, Field(ge=8, le=4096)] = 299
-    mean: tuple[float, float, float] = (128.0,) * 3
-    std: tuple[_Positive, _Positive, _Positive] = (128.0,) * 3
-    resize: Literal["clean-fid", "clip"] = "clean-fid"
-
-    def array(self, images: Sequence[Image.Image]) -> Features:
-        """[images, 3, size, size], normalised."""
-        resized = clean_fid if self.resize == "clean-fid" else clip_crop
-        stacked = np.stack([resized(image, self.size) for image in images])
-        normalised = stacked - np.array(self.mean, np.float32)
-        normalised /= np.array(self.std, np.float32)
-        return np.ascontiguousarray(normalised.transpose(0, 3, 1, 2), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +34,7 @@ class ExtractorFacts:
     dimensions: int
     preparation: Preparation
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JSONDict:
         """The facts as the JSON of a command has them."""
         facts = asdict(self) | asdict(self.preparation)
         del facts["preparation"]
@@ -96,19 +70,6 @@ def finite(extractor: Extractor, images: Sequence[Image.Image]) -> Features:
     return features
 
 
-def read_preparation(path: Path) -> Preparation | None:
-    """Reads the JSON beside a network's file, if there is one; raises SetupError if not valid."""
-    beside = path.with_name(f"{path.name}.json")
-    if not beside.exists():
-        return None
-    try:
-        return TypeAdapter(Preparation).validate_json(beside.read_bytes())
-    except ValidationError as error:
-        raise SetupError(f"{beside}: {validation.sentence(error)}") from None
-    except OSError as error:
-        raise SetupError(f"cannot read {beside}: {error}") from None
-
-
 def sha256_of(path: Path) -> str:
     """Raises SetupError if the file cannot be read."""
     try:
@@ -116,32 +77,3 @@ def sha256_of(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise SetupError(f"cannot read {path}: {error.strerror or error}") from None
-
-
-def clean_fid(image: Image.Image, size: int) -> Features:
-    """[size, size, 3] in 0..255: each channel resized in float32, without rounding to 8 bits.
-
-    https://github.com/GaParmar/clean-fid, `make_resizer("PIL", False, "bicubic", ...)`
-    """
-    pixels = np.asarray(image.convert("RGB"), np.float32)
-    channels = [
-        np.asarray(
-            Image.fromarray(pixels[..., channel]).resize(
-                (size, size), Image.Resampling.BICUBIC
-            )
-        )
-        for channel in range(3)
-    ]
-    return np.stack(channels, axis=2).clip(0, _WHITE)
-
-
-def clip_crop(image: Image.Image, size: int) -> Features:
-    """[size, size, 3] in 0..255: the shorter side resized in 8 bits, and the centre of the rest."""
-    image = image.convert("RGB")
-    short = min(image.size)
-    width = max(size, int(size * image.width / short))
-    height = max(size, int(size * image.height / short))
-    image = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = (width - size) // 2, (height - size) // 2
-    centre = image.crop((left, top, left + size, top + size))
-    return np.asarray(centre, np.float32)

@@ -92,6 +92,7 @@ class Campaigns:
             "completed",
             "failed",
             "cancelled",
+            "dropped",
             "discarded",
             "pending",
             "images",

@@ -23,6 +23,7 @@ from fleet.results import credentials, download
 from fleet.results.credentials import Credentials
 from imagefleet.errors import SetupError
 from imagefleet.files import kinds
+from imagefleet.keeping.rule import Keep
 from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.signing import SigningKey
@@ -44,6 +45,9 @@ async def command(
     shard_size: int = option(
         "Images in each shard.", _SHARD_SIZE, min=1, max=1_000_000, metavar="IMAGES"
     ),
+    keep: Keep | None = options.keep(
+        "Only images that this rule keeps by their recorded scores, the best first."
+    ),
     c2pa: str | None = credentials.OPTION,
     dry_run: bool = options.dry_run("what would be written, and its size"),
     as_json: options.AsJson = False,
@@ -64,6 +68,7 @@ async def command(
     plan = ExportPlan(
         campaign=target.campaign(campaign),
         shard_size=shard_size,
+        keep=keep,
         has_credentials=signs is not None,
     )
     if dry_run:
@@ -180,7 +185,7 @@ async def _plan(
 ) -> ExportPlan:
     """Makes the plan; raises SetupError if *folder* has no space for it."""
     damaged = Damaged()
-    records = reader.drawings(storage, wanted.campaign, damaged)
+    records = reader.drawings(storage, wanted.campaign, damaged, wanted.keep)
     stores = (storage.blobs, storage.packs)
     listings = [store.records(f"{wanted.campaign}/") for store in stores]
     with console.counting("planned", None) as on_records:
@@ -197,7 +202,7 @@ async def _plan(
 
 def _check_same(begun: ExportPlan | Manifest, wanted: ExportPlan, folder: Path) -> None:
     """Raises SetupError if *folder* has an export with other options."""
-    for name in ("campaign", "storage", "shard_size", "has_credentials"):
+    for name in ("campaign", "storage", "shard_size", "keep", "has_credentials"):
         has, asked = getattr(begun, name), getattr(wanted, name)
         if has != asked:
             raise SetupError(

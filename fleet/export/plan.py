@@ -19,16 +19,19 @@ from collections.abc import (
 )
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field
 
 from cli import files
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
+from imagefleet.keeping.rule import Keep
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import Record
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.protocol import BlobRecord
+from imagefleet.validation import JSONDict
 
 #: The subfolder of an export until it is done.
 WORK_FOLDER = ".export"
@@ -38,7 +41,9 @@ _MOST_RECORDS = 8
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS plan(json TEXT);
-CREATE TABLE IF NOT EXISTS listed(blob TEXT, at REAL, sha256 TEXT, line BLOB, pack TEXT);
+CREATE TABLE IF NOT EXISTS listed(
+    blob TEXT, at REAL, sha256 TEXT, line BLOB, pack TEXT, rank REAL
+);
 CREATE TABLE IF NOT EXISTS stored(blob TEXT PRIMARY KEY, size INTEGER, sha256 TEXT);
 CREATE TABLE IF NOT EXISTS images(place INTEGER PRIMARY KEY, blob TEXT UNIQUE, pack TEXT);
 CREATE TABLE IF NOT EXISTS done(shard INTEGER PRIMARY KEY, json TEXT);
@@ -49,7 +54,7 @@ CREATE TABLE IF NOT EXISTS loras(name TEXT PRIMARY KEY);
 _IMAGES = """
 INSERT INTO images(blob, pack) SELECT
     blob, iif(count(DISTINCT coalesce(pack, '')) = 1, max(pack), NULL) AS only
-FROM listed GROUP BY blob ORDER BY only IS NOT NULL, only, blob
+FROM listed GROUP BY blob ORDER BY only IS NOT NULL, only, min(rank), blob
 """
 
 _SORT = (
@@ -76,6 +81,8 @@ class ExportPlan(BaseModel, extra="forbid", frozen=True):
     campaign: str
     storage: str = ""
     shard_size: Annotated[int, Field(ge=1)]
+    #: The rule by which images are chosen and sorted; None: all, by their names.
+    keep: Keep | None = None
     #: True if pictures get Content Credentials: then packs are not copied.
     has_credentials: bool = False
     images: int = 0
@@ -123,7 +130,7 @@ class PlanDatabase:
         with self._db:  # commits, or rolls back
             self._db.execute("BEGIN")
             async for batch in records:
-                await asyncio.to_thread(self._list, batch)
+                await asyncio.to_thread(self._list, batch, plan.keep)
                 on_records(len(batch))
             # Records are untrusted: what an image takes is what the storage says.
             for listing in stored:
@@ -179,12 +186,19 @@ class PlanDatabase:
         row = [number, shard.model_dump_json()]
         self._db.execute("INSERT OR REPLACE INTO done VALUES(?, ?)", row)
 
-    def _list(self, records: Sequence[Record]) -> None:
+    def _list(self, records: Sequence[Record], rule: Keep | None) -> None:
         rows = (
-            (each.blob, each.at.timestamp(), each.sha256, each.line(), each.pack)
+            (
+                each.blob,
+                each.at.timestamp(),
+                each.sha256,
+                each.line(),
+                each.pack,
+                0.0 if rule is None else rule.rank(each.scores),
+            )
             for each in records
         )
-        self._db.executemany("INSERT INTO listed VALUES(?, ?, ?, ?, ?)", rows)
+        self._db.executemany("INSERT INTO listed VALUES(?, ?, ?, ?, ?, ?)", rows)
         names = {(lora.name,) for each in records for lora in each.loras}
         self._db.executemany("INSERT OR IGNORE INTO loras VALUES(?)", names)
 
@@ -274,7 +288,7 @@ class Manifest(ExportPlan):
         return made.model_copy(update={"signature": signature})
 
     @property
-    def _signed(self) -> dict[str, Any]:
+    def _signed(self) -> JSONDict:
         return self.model_dump(mode="json", exclude={"signature"})
 
     def is_signed_with(self, keys: TrustedKeys) -> bool:
@@ -292,7 +306,7 @@ class Manifest(ExportPlan):
         )
         for shard in found.shards if found else []:
             if not shard.is_in(folder):
-                raise errors.SetupError(
+                raise SetupError(
                     f"{folder / shard.file} is not as {MANIFEST} says: export into another folder"
                 )
         return found

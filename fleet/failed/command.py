@@ -107,7 +107,7 @@ async def replay_command(
     async with console.connected(settings) as fleet:
         check = fleet.check(change)
         work = partial(dead_letter_queue.replay, check=check, priority=priority)
-        await _move(fleet, selection, check, how, "replayed", work)
+        await move(fleet, selection, check, how, "replayed", work)
 
 
 @options.flat
@@ -125,7 +125,7 @@ async def discard_command(
     selection = _chosen(which, how)
     async with console.connected(settings) as fleet:
         work = dead_letter_queue.discard
-        await _move(fleet, selection, None, how, "discarded", work)
+        await move(fleet, selection, None, how, "discarded", work)
 
 
 def _chosen(which: JobFilter, how: How) -> Selection:
@@ -137,7 +137,7 @@ def _chosen(which: JobFilter, how: How) -> Selection:
     return which.selection()
 
 
-async def _move(
+async def move(
     fleet: Fleet,
     selection: Selection,
     check: Check | None,
@@ -153,12 +153,12 @@ async def _move(
             await _refuse_nothing(fleet, selection)
         if how.dry_run:
             failed_jobs.print_preview(
-                preview, verb, console.stdout, as_json=how.as_json
+                preview, selection.noun, verb, console.stdout, as_json=how.as_json
             )
             return
         if count > (verb == "replayed"):
-            failed_jobs.print_preview(preview, verb, console.stderr)
-            jobs = console.counted(count, "failed job")
+            failed_jobs.print_preview(preview, selection.noun, verb, console.stderr)
+            jobs = console.counted(count, selection.noun)
             question = (
                 f"Send {jobs} again?"
                 if verb == "replayed"
@@ -169,7 +169,7 @@ async def _move(
         swept = await work(fleet.storage, selection, lambda count: on(done=count))
     if not (swept.done or swept.refused):
         await _refuse_nothing(fleet, selection)
-    failed_jobs.report(verb, swept, as_json=how.as_json)
+    failed_jobs.report(selection.noun, verb, swept, as_json=how.as_json)
 
 
 async def _refuse_nothing(fleet: Fleet, selection: Selection) -> None:

@@ -227,7 +227,7 @@ async def _ready(
         packed = Path(stack.enter_context(room), "adapter.safetensors")
         adapter.pack(path, packed)
         path = packed
-    if not kind.has_header:
+    if name.endswith(kinds.ONNX):
         return Ready(path, name, _check_onnx(path, kind))
     content = stored.check_file(path, kind)
     alias = lora.alias_of(check.read_header(path)) if kind is kinds.LORA else ""
@@ -248,6 +248,8 @@ def _check_onnx(path: Path, kind: FileKind) -> str:
 def _name(kind: FileKind, path: Path, name: str | None) -> str:
     """The name of a file in the storage; raises SetupError unless jobs or workers may name it."""
     suffix = kind.suffixes[kind is MODEL and path.is_dir()]  # a folder is packed
+    if kind is kinds.JUDGE and path.suffix == kinds.ONNX:
+        suffix = kinds.ONNX
     stem = unicodedata.normalize(
         "NFC", (name or path.resolve().name).removesuffix(suffix)
     )

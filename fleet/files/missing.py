@@ -14,6 +14,7 @@ from imagefleet.files.kinds import (
     CONTROLNET,
     DETECTOR,
     EMBEDDING,
+    JUDGE,
     LORA,
     MODEL,
     UPSCALER,
@@ -27,6 +28,7 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings
 from imagefleet.validation import JSONDict
 from worker.files import library
+from worker.judges import pixels
 
 #: Images that jobs name: no file of a worker's, so they are listed in no manifest.
 IMAGE = FileKind(
@@ -40,7 +42,17 @@ IMAGE = FileKind(
 #: What jobs may name, by its noun, in the order of the report.
 NAMED: Mapping[str, FileKind] = {
     kind.noun: kind
-    for kind in (LORA, MODEL, EMBEDDING, UPSCALER, CONTROLNET, VAE, DETECTOR, IMAGE)
+    for kind in (
+        LORA,
+        MODEL,
+        EMBEDDING,
+        UPSCALER,
+        CONTROLNET,
+        VAE,
+        DETECTOR,
+        JUDGE,
+        IMAGE,
+    )
 }
 
 #: Jobs that name a file, of which so many are reported with their places.
@@ -87,6 +99,9 @@ def named(job: Job) -> set[tuple[str, str]]:
     names |= {(UPSCALER.noun, name) for name in job.upscaler_files}
     names |= {(CONTROLNET.noun, unit.model) for unit in job.controls}
     names |= {(DETECTOR.noun, detail.ad_model) for detail in job.details}
+    if job.keep is not None:
+        networks = set(job.keep.scores) - pixels.SCORES.keys()
+        names |= {(JUDGE.noun, name) for name in networks}
     # An image of the fleet itself may be drawn until it is needed.
     names |= {
         (IMAGE.noun, place.blob.removeprefix(img2img.INPUTS))

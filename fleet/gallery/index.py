@@ -4,6 +4,7 @@ It has a row for each image and for each job that ended without one. Its texts a
 records are.
 """
 
+import json
 import secrets
 import sqlite3
 import threading
@@ -13,16 +14,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, StringConstraints
+from pydantic import BaseModel, StringConstraints, field_validator
 
+from imagefleet.keeping.rule import Keep
 from imagefleet.records.record import Record
 
-Tab = Literal["images", "failed", "cancelled"]
+Tab = Literal["images", "failed", "cancelled", "dropped"]
 
 _OUTCOMES: Mapping[Tab, str] = {
     "images": "completed",
     "failed": "failed",
     "cancelled": "cancelled",
+    "dropped": "dropped",
 }
 
 #: Outcomes by which an operator has settled a failed job.
@@ -35,7 +38,7 @@ _TABLES = """
 PRAGMA synchronous = off;
 CREATE TABLE rows(
     seq INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, outcome TEXT NOT NULL, place REAL NOT NULL,
-    worker TEXT NOT NULL, loras TEXT NOT NULL, text TEXT NOT NULL
+    worker TEXT NOT NULL, loras TEXT NOT NULL, text TEXT NOT NULL, scores TEXT NOT NULL
 );
 CREATE INDEX places ON rows(outcome, place);
 CREATE TABLE records(seq INTEGER NOT NULL, record BLOB NOT NULL);
@@ -53,12 +56,27 @@ _Counts = Counter[tuple[str, str]]
 
 
 class Filter(BaseModel, frozen=True):
-    """Selects rows of one tab; every word of *text* is in the prompt, the reason or the id."""
+    """Selects rows of one tab; every word of *text* is in the prompt, the reason or the id.
+
+    *keep* is a rule as text (`imagefleet.keeping.rule`): rows that it keeps, the best last.
+    """
 
     tab: Tab = "images"
     text: _Text = ""
     lora: _Text = ""
     worker: _Text = ""
+    keep: _Text = ""
+
+    @property
+    def rule(self) -> Keep | None:
+        return Keep.model_validate(self.keep) if self.keep else None
+
+    @field_validator("keep")
+    @classmethod
+    def _is_rule(cls, text: str) -> str:
+        if text:
+            Keep.model_validate(text)
+        return text
 
 
 def reason(record: Record) -> str:
@@ -101,8 +119,8 @@ class Index:
         loras = {lora.name for lora in record.loras} if is_image else set()
         text = f"{record.prompt or ''}\n{reason(record)}\n{record.id}".casefold()
         inserted = self._db.execute(
-            "INSERT INTO rows(key, outcome, place, worker, loras, text) VALUES(?, ?, ?, ?, ?, ?)"
-            " ON CONFLICT DO NOTHING",
+            "INSERT INTO rows(key, outcome, place, worker, loras, text, scores)"
+            " VALUES(?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
             (
                 key,
                 record.outcome,
@@ -110,6 +128,7 @@ class Index:
                 record.worker,
                 "".join(f"\n{name}\n" for name in loras),
                 text,
+                json.dumps(record.scores),
             ),
         )
         if inserted.rowcount:
@@ -143,7 +162,8 @@ class Index:
         tabs = {
             tab: self._counts["outcome", outcome] for tab, outcome in _OUTCOMES.items()
         }
-        return tabs, self._counts["job", ""] + tabs["failed"] + tabs["cancelled"]
+        without_image = sum(count for tab, count in tabs.items() if tab != "images")
+        return tabs, self._counts["job", ""] + without_image
 
     def names(self, kind: Literal["lora", "worker"]) -> list[tuple[str, int]]:
         """The most frequent LoRAs or workers, each with its images."""
@@ -165,10 +185,19 @@ class Index:
             conditions.append(("worker = ?", chosen.worker))
         if chosen.lora:
             conditions.append(("instr(loras, ?)", f"\n{chosen.lora}\n"))
-        where = " AND ".join(condition for condition, _ in conditions)
-        query = f"SELECT seq FROM rows WHERE {where} ORDER BY place, seq"  # noqa: S608
+        values: list[object] = [value for _, value in conditions]
+        parts = [condition for condition, _ in conditions]
+        order = "place"
+        if (rule := chosen.rule) is not None:
+            for name, least in rule.minimum.items():
+                parts.append("json_extract(scores, ?) >= ?")
+                values += [f'$."{name}"', least]
+            order = "json_extract(scores, ?), place"
+            values.append(f'$."{rule.ranking}"')
+        where = " AND ".join(parts)
+        query = f"SELECT seq FROM rows WHERE {where} ORDER BY {order}, seq"  # noqa: S608
         with self._lock:
-            found = self._db.execute(query, [value for _, value in conditions])
+            found = self._db.execute(query, values)
             return np.fromiter((seq for (seq,) in found), np.uint32)
 
     def records(self, seqs: Sequence[int]) -> dict[int, list[Record]]:

@@ -151,6 +151,8 @@ def status_screen(
             "$/h": console.number(fleet["dollars_per_hour"], 2),
             "GPU idle": console.percent(fleet["gpu_idle_fraction"]),
         }
+        if fleet["kept_share"] is not None:
+            rows["kept of the images drawn"] = console.percent(fleet["kept_share"])
         parts.append(console.totals(rows))
     if campaigns is None:
         return Group(*parts)

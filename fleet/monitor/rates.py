@@ -25,7 +25,8 @@ _DOLLARS = f"rate(imagefleet_cost_dollars_total{{$fleet}}[{WINDOW}])"
 _GPU_DOLLARS = f'rate(imagefleet_cost_dollars_total{{kind="gpu",$fleet}}[{WINDOW}])'
 _BUSY = f"rate(imagefleet_gpu_busy_seconds_total{{$fleet}}[{WINDOW}])"
 _IDLE = f"rate(imagefleet_gpu_idle_seconds_total{{$fleet}}[{WINDOW}])"
-_OUTCOMES = 'outcome=~"completed|duplicate|failed|verified|unverified"'
+_OUTCOMES = 'outcome=~"completed|duplicate|failed|dropped|verified|unverified"'
+_DROPPED = f"rate(imagefleet_dropped_images_total{{$fleet}}[{WINDOW}])"
 _ENDED = f"rate(imagefleet_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 _MODEL_ENDED = f"rate(imagefleet_model_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 
@@ -35,6 +36,7 @@ _FIGURES = {
     "gpu_idle_fraction": f"sum({_IDLE}) / (sum({_IDLE}) + sum({_BUSY}))",
     # The storage's cost alone, without the GPU's, would give far too high a figure.
     "images_per_dollar": f"sum({_IMAGES}) / (sum({_DOLLARS}) and sum({_GPU_DOLLARS}) > 0)",
+    "kept_share": f"sum({_IMAGES}) / (sum({_IMAGES}) + (sum({_DROPPED}) > 0))",
     "workers": f"count({_INFO})",
     "replicas": f"count(count by (instance) ({_INFO}))",
     "jobs_per_second": f"sum({_ENDED})",
@@ -61,6 +63,8 @@ class FleetRates(BaseModel, frozen=True):
     dollars_per_hour: float | None = None
     images_per_dollar_gpu_only: float | None = None
     images_per_dollar: float | None = None
+    #: Stored images of those drawn, of workers that judge; images per dollar are those stored.
+    kept_share: float | None = None
     #: Machines: each has one worker, or one for each of its GPUs.
     replicas: _Count = 0
 

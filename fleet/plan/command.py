@@ -9,6 +9,7 @@ from cli import console, options
 from cli.options import argument, option
 from fleet.filling import reading
 from fleet.plan import estimate
+from fleet.plan import kept as keeping
 from fleet.plan.estimate import BatchPlan, Bench, Input, ModelSpeed, Part
 from fleet.plan.work import ModelJobs, of_count, of_source, read_models
 from imagefleet.errors import SetupError
@@ -86,6 +87,12 @@ def command(
     deadline: float | None = option(
         "Plan enough replicas to finish in so many hours.", min=0.01, metavar="HOURS"
     ),
+    kept: float | None = option(
+        "Share of the images that is kept (`imagefleet load --keep`), for kept images per dollar.",
+        min=0.0001,
+        max=1,
+        metavar="SHARE",
+    ),
     as_json: options.AsJson = False,
 ) -> None:
     """Plans a batch: hours, dollars and images per dollar.
@@ -101,18 +108,37 @@ def command(
     imagefleet plan --jobs 1000000 --gpu "RTX 3060 Ti=300" --gpu "RTX 4090=20"
 
     imagefleet plan --jobs 1000000 --gpu "RTX 4090" --deadline 24 --bench bench.json
+
+    imagefleet plan --jobs 20000000 --gpu "RTX 3060 Ti=100" --kept 0.05
     """
     works = _works(batch, machines.accelerator)
     plan, table = planned(works, machines, priority, deadline, batch.bundle)
+    judged = None
+    if kept is not None:
+        is_bundled = plan.storage_operations.blob_writes < plan.images
+        judged = keeping.of_plan(plan, table, kept, is_bundled=is_bundled)
     old = estimate.old_prices(plan.mix, table, datetime.now(UTC).date())
     if as_json:
         of_storage = {**asdict(table.storage), "as_of": str(table.storage.as_of)}
         record = {**asdict(plan), "storage_prices": of_storage, "old_prices": old}
-        console.print_json(record)
+        console.print_json(record | {"kept": judged and asdict(judged)})
     else:
         show(plan, table)
+        if judged is not None:
+            _show_kept(judged)
     for sentence in old:
         console.print_warning(sentence)
+
+
+def _show_kept(judged: keeping.KeptPlan) -> None:
+    rows = {
+        "images kept": f"{judged.images:,}, {judged.share:.3g} of those drawn",
+        "all in, with a month of those": f"${judged.dollars:,.2f}",
+        "kept images per dollar": f"{judged.images_per_dollar:,.0f}",
+        "the same, stored first and judged then": f"${judged.stored_first_dollars:,.2f},"
+        f" {judged.stored_first_images_per_dollar:,.0f}",
+    }
+    console.print_tables("", console.totals(rows))
 
 
 def planned(

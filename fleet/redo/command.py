@@ -1,5 +1,6 @@
 """`imagefleet redo`: has images drawn again, by other workers, and replaces them."""
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -13,12 +14,17 @@ from pydantic import AwareDatetime, BaseModel, Field, ValidationError
 from cli import console, options
 from cli.options import argument, option
 from cli.target import Target, check_campaign, images, unknown_job
+from fleet.failed.command import How, move
 from fleet.redo import replace
 from imagefleet.errors import SetupError, UnusableFileError
+from imagefleet.job.change import Change
 from imagefleet.job.message import CHECKS, job_key
 from imagefleet.job.names import ASIDE, DUPLICATES, SUSPECT, worker_file_name
+from imagefleet.keeping.rule import Keep
 from imagefleet.records import catalog, decisions, reader
 from imagefleet.records.record import Record, Spot
+from imagefleet.storage import dead_letter_queue
+from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, signer_of
 from imagefleet.storage.proofs import machine_of
 from imagefleet.storage.protocol import BlobRecord, BlobStore, Metadata
@@ -52,7 +58,7 @@ class Suspects(BaseModel):
 
 
 @dataclass(slots=True)
-class Selection:
+class Images:
     """Images by name, each with its metadata."""
 
     images: dict[str, Metadata] = field(default_factory=dict)
@@ -87,10 +93,22 @@ class ImageChoice:
         default=False,
     )
     since: datetime | None = options.moment("Only what was stored since then")
+    keep: Keep | None = options.keep(
+        "Jobs of CAMPAIGN[/ID] that were dropped, and that this rule may keep by their"
+        " scores: they are drawn and judged again by it."
+    )
 
     def __post_init__(self) -> None:
+        if self.keep is not None:
+            others = self.worker is not None or self.suspect or self.since is not None
+            if others or self.named.campaign is None:
+                raise SetupError("--keep goes with CAMPAIGN[/ID] alone")
+            return
         if sum((self.worker is not None, self.suspect, self.named.id is not None)) != 1:
-            raise SetupError("choose the images: CAMPAIGN/ID, --worker or --suspect")
+            raise SetupError(
+                "choose the images: CAMPAIGN/ID, --worker or --suspect; or dropped jobs with"
+                " --keep"
+            )
         if self.worker is None and self.since:
             raise SetupError("--since goes with --worker")
 
@@ -112,7 +130,7 @@ def command(
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Has images drawn again, and replaces them.
+    """Has images drawn again, and replaces them; or jobs that were dropped.
 
     Each image is put aside under -replaced/, then its job is sent again, as the image has it in
     itself. If this is interrupted, the next run finishes what was begun, with the same --jobs if
@@ -124,7 +142,13 @@ def command(
     imagefleet redo --suspect
 
     imagefleet redo spring/0001
+
+    imagefleet redo spring --keep clip=22,best=2
     """
+    if which.keep is not None:
+        how = How(everything=False, dry_run=dry_run, yes=yes, as_json=as_json)
+        console.run(_redo_dropped(settings, which, how))
+        return
     given = {}
     if jobs is not None:
         source = sources.open_source(str(jobs), signer=signer_of(settings))
@@ -184,7 +208,19 @@ async def _run(
     }
 
 
-async def _warn_of_nodes_at_work(storage: Storage, found: Selection) -> None:
+async def _redo_dropped(settings: SignerSettings, which: ImageChoice, how: How) -> None:
+    """Sends dropped jobs again with another rule."""
+    change = Change({"keep": which.keep}, signer_of(settings))
+    selection = Selection(
+        campaign=which.named.campaign, id=which.named.id, keep=which.keep
+    )
+    async with console.connected(settings) as fleet:
+        check = fleet.check(change)
+        work = functools.partial(dead_letter_queue.replay, check=check)
+        await move(fleet, selection, check, how, "replayed", work)
+
+
+async def _warn_of_nodes_at_work(storage: Storage, found: Images) -> None:
     """A worker that may draw its own images again, as wrong as before."""
     known = {node.name for node in (await quarantine.read(storage.files)).nodes}
     for worker in sorted(set(found.by_worker) - {""}):
@@ -227,13 +263,13 @@ def _show(result: JSONDict, *, dry_run: bool) -> None:
 
 async def select(
     storage: Storage, which: ImageChoice, on_listed: Callable[[], None]
-) -> Selection:
+) -> Images:
     """Reads which images are wanted; *on_listed* is called for each that is looked at."""
     named = which.named
     if named.campaign is not None and named.id is not None:
         return await _of_job(storage, named.campaign, named.id)
     await check_campaign(storage, named.campaign)
-    found, wanted = Selection(), list[Suspects]()
+    found, wanted = Images(), list[Suspects]()
     if which.worker is not None:
         wanted.append(Suspects(worker=which.worker, since=which.since))
     else:
@@ -260,13 +296,13 @@ def is_image(name: str) -> bool:
     return name.startswith(CHECKS) or not name.startswith(ASIDE)
 
 
-async def _of_job(storage: Storage, campaign: str, job_id: str) -> Selection:
+async def _of_job(storage: Storage, campaign: str, job_id: str) -> Images:
     """The images of a job, or the one image of that name."""
     name = job_key(campaign, job_id)
     if (metadata := await storage.blobs.metadata(name)) is not None:
-        return Selection({name: metadata})
+        return Images({name: metadata})
     images = await decisions.job_images(storage, campaign, job_id)
-    found = Selection()
+    found = Images()
     for image in images:
         if image.pack is not None:
             found.add(image)

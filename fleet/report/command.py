@@ -50,7 +50,8 @@ async def command(
         records = await report_records.read_records(
             storage, campaign, limit, price_per_hour
         )
-        if not (records.images or records.failed or records.cancelled):
+        ended = records.failed or records.cancelled or records.dropped_jobs
+        if not (records.images or ended):
             raise SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )

@@ -13,6 +13,7 @@ from cli.options import option
 from fleet.results import credentials, download, forms
 from imagefleet.errors import SetupError
 from imagefleet.job.message import DEFAULT_CAMPAIGN
+from imagefleet.keeping.rule import Keep
 from imagefleet.records import columns, reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.counts import Counts
@@ -22,7 +23,7 @@ from imagefleet.storage.settings import StorageSettings
 from imagefleet.validation import JSONDict
 
 #: Outcomes to show, as typer reads them from the command line.
-Outcome = StrEnum("Outcome", ["COMPLETED", "FAILED", "CANCELLED"])
+Outcome = StrEnum("Outcome", ["COMPLETED", "FAILED", "CANCELLED", "DROPPED"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,9 @@ class Output:
     )
     c2pa: str | None = credentials.OPTION
     outcome: list[Outcome] | None = option("Only these; repeatable.")
+    keep: Keep | None = options.keep(
+        "Only images that this rule keeps by their recorded scores, the best first."
+    )
     limit: int | None = option(
         "At most so many [default: all; table: 20].", min=1, metavar="COUNT"
     )
@@ -61,7 +65,7 @@ class Output:
 async def command(
     settings: StorageSettings, to: Output, campaign: target.Campaign = DEFAULT_CAMPAIGN
 ) -> None:
-    """Shows a campaign's images, and its failed or cancelled jobs.
+    """Shows a campaign's images, and its failed, cancelled or dropped jobs.
 
     Each is a row with the job, its image's parameters, the worker and the seconds it took, and the
     image's address or the reason. Exit code 4: a download found images missing.
@@ -71,6 +75,8 @@ async def command(
     imagefleet results spring --outcome failed --json
 
     imagefleet results spring --download ./spring
+
+    imagefleet results spring --keep clip=28,by=aesthetic --limit 50
     """
     to.check()
     named = target.campaign(campaign)
@@ -101,14 +107,27 @@ class _Results:
     damaged: Damaged = field(default_factory=Damaged)
 
     def found(self, outcomes: Collection[str]) -> AsyncGenerator[list[Record]]:
-        return reader.results(self.storage, self.campaign, outcomes, self.damaged)
+        found = reader.results(self.storage, self.campaign, outcomes, self.damaged)
+        return found if self.to.keep is None else _best(found, self.to)
 
     async def total(self, counts: Counts | None = None) -> int:
         counts = counts or await reader.counts(self.storage, self.campaign)
-        numbers = {"completed": counts.images, "failed": counts.failed}
-        return sum(
-            numbers.get(outcome, counts.cancelled) for outcome in self.to.outcomes
-        )
+        return sum(map(counts.of, self.to.outcomes))
+
+
+async def _best(
+    parts: AsyncGenerator[list[Record]], to: Output
+) -> AsyncGenerator[list[Record]]:
+    """Sorts what a rule keeps; all of it is in memory, unless it is limited."""
+    rule = to.keep
+    if rule is None:
+        return
+    found: list[Record] = []
+    async for records in parts:
+        found += [each for each in records if rule.reason(each.scores) is None]
+        found.sort(key=lambda record: (rule.rank(record.scores), record.key))
+        del found[to.limit or len(found) :]
+    yield found
 
 
 async def _limited(
@@ -133,7 +152,7 @@ async def _download(results: _Results, folder: Path) -> bool:
     to, damaged = results.to, results.damaged
     total = min(await results.total(), to.limit or sys.maxsize)
     # With the records of second drawings: one of them may be that of the stored image.
-    drawings = reader.drawings(results.storage, results.campaign, damaged)
+    drawings = reader.drawings(results.storage, results.campaign, damaged, to.keep)
     signs = credentials.Credentials.read(to.c2pa) if to.c2pa else None
     opened = download.opened(
         folder, results.storage, damaged, packed=to.packed, signs=signs

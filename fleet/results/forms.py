@@ -23,6 +23,7 @@ def counts_table(counts: Counts) -> Table:
         "images": counts.images,
         "jobs failed": counts.failed,
         "jobs cancelled": counts.cancelled,
+        "jobs dropped": counts.dropped,
         "jobs discarded": counts.discarded,
     }
     return console.totals(
@@ -31,11 +32,14 @@ def counts_table(counts: Counts) -> Table:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """A row for each image, or for each job that has failed or was cancelled."""
+    """A row for each image, or for each job that ended without one."""
     rows = map(_cells, records)
     if records[0].outcome == "completed":
         figures = ["seed", "size", "steps", "seconds"]
-        return console.table(["image"], figures, ["worker", "prompt"], rows=rows)
+        texts = ["worker", "prompt"]
+        if any(record.scores for record in records):
+            texts.append("scores")
+        return console.table(["image"], figures, texts, rows=rows)
     names = ["job", "outcome", "error"]
     return console.table(names, ["attempts"], ["reason"], rows=rows)
 
@@ -50,7 +54,11 @@ def _cells(record: Record) -> list[str]:
     seed, steps = (
         "" if each is None else str(each) for each in (record.seed, record.steps)
     )
-    return [name, seed, size, steps, seconds, record.worker, _short(record.prompt)]
+    cells = [name, seed, size, steps, seconds, record.worker, _short(record.prompt)]
+    if record.scores:
+        scores = (f"{name} {score:g}" for name, score in record.scores.items())
+        cells.append(", ".join(scores))
+    return cells
 
 
 def _short(text: str | None) -> str:

@@ -18,7 +18,7 @@ from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.counts import Counts
 from imagefleet.records.follower import Follower
-from imagefleet.records.record import Record
+from imagefleet.records.record import ENDS, Record
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
@@ -96,8 +96,10 @@ def job_ended(fleet: str, record: Record) -> Event | None:
             data["pack"] = {"blob": record.pack, **place}
         if len(blobs) > MAX_IMAGES:
             data["image_count"] = len(blobs)
-    elif record.outcome in {"failed", "cancelled"}:
+    elif record.is_end:
         data["attempts"] = record.attempts
+        if record.outcome == "dropped":
+            data["reason"] = (record.reason or "")[:_MAX_REASON_CHARACTERS]
         if record.outcome == "failed":
             reason = (record.reason or "")[:_MAX_REASON_CHARACTERS]
             data |= {"error": record.error, "reason": reason}
@@ -118,6 +120,7 @@ def campaign_completed(
         "completed",
         "failed",
         "cancelled",
+        "dropped",
         "discarded",
         "pending",
     )
@@ -215,11 +218,7 @@ class Source:
         if self._damaged.count > before:
             log.warning(f"{self._damaged}", action="record_damaged")
         for record in records:
-            is_end = record.outcome in {
-                "completed",
-                "failed",
-                "cancelled",
-            }  # or an operator's note
+            is_end = record.outcome in ENDS  # or an operator's note
             if not is_end or (self.since and record.at < self.since):
                 continue
             self.state.open_campaigns.add(record.campaign)

@@ -156,6 +156,21 @@ DETECTOR = FileKind(
     fetched_at_once=2,
     has_header=False,
 )
+#: Suffix of networks in ONNX.
+ONNX = ".onnx"
+
+#: CLIP's have 0.6 to 4 GB, heads on its embedding some kB.
+JUDGE = FileKind(
+    "judge",
+    "judge",
+    "judges",
+    "keep of jobs names its score",
+    suffixes=(".safetensors", ONNX),
+    max_bytes=2**32,
+    fetched_at_once=1,
+    lists_suffixes=True,
+    takes_unknown=True,
+)
 #: T5-XXL's have 631 kB, and those of some 1,700 prompts are kept: a job's stages may be drawn on
 #: the same machine, and all jobs may have one negative prompt; besides, each is mostly used once.
 TEXT = FileKind(
@@ -192,6 +207,7 @@ KINDS: Mapping[str, FileKind] = {
         UPSCALER,
         VAE,
         DETECTOR,
+        JUDGE,
         TEXT,
         KERNELS,
     )

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -30,7 +30,9 @@ from imagefleet.job.passes import img2img
 from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, Metadata
+from imagefleet.keeping.rule import MAX_JUDGED, Keep
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
+from imagefleet.validation import JSONDict, JSONObject
 
 #: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.
 DELIVERIES_FIELD = "deliveries"
@@ -44,7 +46,8 @@ JOBS_FIELD = "jobs"
 #: A message's digest of its job, `Job.digest`: one that was changed on its way is refused.
 DIGEST_FIELD = "digest"
 
-#: Names of a job, and what is only handed through: two that differ in these draw the same pictures.
+#: Names of a job, what is only handed through, and what is kept: two that differ in these draw the
+#: same pictures.
 _NOT_IN_DIGEST = chain.OF_JOB | {"metadata"}
 
 #: What is computed of a job's fields, and of those of a copy anew.
@@ -134,6 +137,8 @@ class Job(
     metadata: Metadata = Field(default_factory=dict)
     #: A second drawing of the job's first image, to be compared; it is no result of the job.
     verify: bool = False
+    #: The rule by which its images are judged before they are stored; None stores all.
+    keep: Keep | None = None
     #: True if a client waits for its end, which its worker then records at once.
     awaited: bool = False
     #: The stages after this one, each with the fields in which it differs from the one before.
@@ -154,9 +159,7 @@ class Job(
 
     @field_validator("then")
     @classmethod
-    def _read_stages(
-        cls, stages: tuple[dict[str, Any], ...]
-    ) -> tuple[dict[str, Any], ...]:
+    def _read_stages(cls, stages: tuple[JSONDict, ...]) -> tuple[JSONDict, ...]:
         return tuple(
             chain.fields_of_stage(number, each) for number, each in enumerate(stages, 2)
         )
@@ -180,6 +183,8 @@ class Job(
 
     @model_validator(mode="after")
     def _stages_are_jobs(self) -> Self:
+        if self.keep is not None:
+            self._check_judged(self.keep)
         if not self.then:
             return self
         if self.images > 1:
@@ -195,13 +200,35 @@ class Job(
         self.at_stage(len(self.then) + 1)
         return self
 
+    def _check_judged(self, rule: Keep) -> None:
+        """Raises ValueError for a job that its rule cannot judge."""
+        if self.then or self.verify:
+            raise ValueError(
+                "keep: images of a chain (then) or a second drawing (verify) are not judged"
+            )
+        if self.images > MAX_JUDGED:
+            raise ValueError(
+                f"keep: {self.images} images of a job: {MAX_JUDGED} at most are judged together"
+            )
+        if rule.distinct is not None and self.kept_at_most > 1:
+            raise ValueError(
+                "keep: near-duplicates (distinct) are told apart where a job keeps one image: give"
+                " best=1"
+            )
+
+    @property
+    def kept_at_most(self) -> int:
+        """The most of its images that are stored."""
+        most = None if self.keep is None else self.keep.best
+        return self.images if most is None else min(most, self.images)
+
     def identified(self, job_id: str, campaign: str | None = None) -> Self:
         """The job with *job_id*, a seed derived from its id, *campaign*, where it has none."""
         missing = self._missing(job_id, campaign)
         return self.model_copy(update=missing) if missing else self
 
-    def _missing(self, job_id: str, campaign: str | None = None) -> dict[str, Any]:
-        missing: dict[str, Any] = {}
+    def _missing(self, job_id: str, campaign: str | None = None) -> JSONDict:
+        missing: JSONDict = {}
         known_id = self.id or job_id
         if self.id != known_id:
             missing["id"] = known_id
@@ -215,7 +242,7 @@ class Job(
         return missing
 
     def model_copy(
-        self, *, update: Mapping[str, Any] | None = None, deep: bool = False
+        self, *, update: JSONObject | None = None, deep: bool = False
     ) -> Self:
         """A copy, in which all that is computed of the fields is computed anew."""
         copy = super().model_copy(update=update, deep=deep)
@@ -288,11 +315,11 @@ class Job(
             yield self.whole.at_stage(number)
 
     @property
-    def stage_field(self) -> dict[str, Any]:
+    def stage_field(self) -> JSONDict:
         """The field `stage` of a message that asks for a later stage as if nobody had before."""
         return {"number": self.stage}
 
-    def next_stage_field(self, message_id: str) -> dict[str, Any]:
+    def next_stage_field(self, message_id: str) -> JSONDict:
         """The field `stage` of the message for the stage after this one, which a message had."""
         return {"number": self.stage + 1, "message": self.source(message_id)}
 
@@ -334,14 +361,14 @@ class Job(
         return hashlib.sha256(text).hexdigest()
 
     @functools.cached_property
-    def given_fields(self) -> dict[str, Any]:
+    def given_fields(self) -> JSONDict:
         """The fields that differ from their defaults, as JSON has them."""
         return self.model_dump(
             mode="json", include=self.model_fields_set, exclude_defaults=True
         )
 
     @property
-    def defaults_denied(self) -> dict[str, Any]:
+    def defaults_denied(self) -> JSONDict:
         """The fields for which it has its own defaults in spite of `defaults`, as JSON has them.
 
         A message tells them: left out, they would have the others' values.
@@ -454,13 +481,13 @@ def message_fields(body: str) -> Any:
     )
 
 
-def message_text(fields: Mapping[str, Any]) -> str:
+def message_text(fields: JSONObject) -> str:
     """The text of a message; its fields may be of no valid job."""
     # Half of a surrogate pair, in a field that no job reads, goes on as its sender escaped it.
     return _for_xml(_TEXT.encode(fields)).encode(errors="backslashreplace").decode()
 
 
-def compact_text(fields: Mapping[str, Any]) -> str:
+def compact_text(fields: JSONObject) -> str:
     """The text of a valid job's message, much faster than `message_text`."""
     return _for_xml(pydantic_core.to_json(fields).decode())
 
@@ -508,7 +535,7 @@ def is_signed(body: str) -> bool:
     return SIGNATURE_FIELD in fields_if_any(body)
 
 
-def fields_if_any(body: str) -> dict[str, Any]:
+def fields_if_any(body: str) -> JSONDict:
     """The fields of a message, none if they cannot be read."""
     try:
         fields = message_fields(body)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import SetupError
 
 if TYPE_CHECKING:
     from imagefleet.job.message import Job
@@ -164,7 +165,7 @@ def refuse_small(gpu: str, family: Family) -> None:
     """Raises SetupError if a GPU class has too little memory for a family, by the class's name."""
     memory = _MEMORY.search(gpu)
     if memory is not None and int(memory[1]) < family.least_gigabytes:
-        raise errors.SetupError(
+        raise SetupError(
             f"the {gpu} has too little memory for {family.name}, which takes a GPU of"
             f" {family.least_gigabytes} GB at least: choose another class"
         )

@@ -16,9 +16,7 @@ from imagefleet.records.outcomes import JobFacts
 from imagefleet.records.record import Record
 from imagefleet.signing import JobSigner
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry.logs import log
 
 #: A job, and the message that it failed with.
 _Failure = tuple[str, str | None]
@@ -58,8 +56,11 @@ class Submission:
                 job.campaign or DEFAULT_CAMPAIGN,
                 seed=last.seed,
                 digest=job.digest,
-                blobs=tuple(last.blob_name(index) for index in range(last.images)),
+                blobs=tuple(
+                    last.blob_name(index) for index in range(last.kept_at_most)
+                ),
                 metadata=last.metadata,
+                is_judged=last.keep is not None,
             )
             if facts.key in self.jobs:
                 first = list(self.jobs).index(facts.key) + 1
@@ -227,7 +228,10 @@ class Watch:
         elif record.blob in job.blobs:  # records are untrusted
             images = self._images.setdefault(job.key, {})
             images[str(record.blob)] = record
-            if len(images) == len(job.blobs):
+            wanted = len(job.blobs)
+            if job.is_judged:
+                wanted = min(wanted, record.images)
+            if len(images) == wanted:
                 del self._images[job.key], self.waiting[job.key]
                 self.found.append(job.completed(images.values()))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +34,8 @@ COLUMNS = (
     "width",
     "height",
     "mark",
+    "scores",
+    "dropped",
     "worker",
     "gpu",
     "seconds",
@@ -76,16 +79,24 @@ def addresses(storage: Storage) -> Address:
     return address
 
 
-def row(record: Record, address: Address) -> dict[str, Any]:
-    result: dict[str, Any] = {name: getattr(record, name, None) for name in COLUMNS}
+def row(record: Record, address: Address) -> JSONDict:
+    result: JSONDict = {name: getattr(record, name, None) for name in COLUMNS}
     result["loras"] = [lora._asdict() for lora in record.loras]
     result["embeddings"] = [embedding._asdict() for embedding in record.embeddings]
+    result["dropped"] = [image._asdict() for image in record.dropped]
     result["address"] = address(record) if record.blob is not None else None
     return result
 
 
 #: What a picture's file tells beside it: the place of a picture changes, and it has no reason.
-_OF_SAMPLE = {*COLUMNS} - {"pack", "offset", "address", "error", "reason"}
+_OF_SAMPLE = {*COLUMNS} - {
+    "dropped",
+    "pack",
+    "offset",
+    "address",
+    "error",
+    "reason",
+}
 
 
 def sample(record: Record) -> dict[str, str | int | float]:
@@ -116,7 +127,7 @@ _TYPES = {
     **dict.fromkeys(COLUMNS, "string"),
     **dict.fromkeys(INTEGERS, "Int64"),
     **dict.fromkeys(REALS, "float64"),
-    **dict.fromkeys(("loras", "embeddings", "metadata"), "object"),
+    **dict.fromkeys(("loras", "embeddings", "scores", "dropped", "metadata"), "object"),
     "at": "datetime64[us, UTC]",
 }
 
@@ -126,8 +137,6 @@ async def frame(records: AsyncIterator[Record], address: Address) -> pd.DataFram
     try:
         import pandas as pd
     except ImportError:
-        raise errors.SetupError(
-            "a data frame needs pandas: pip install '.[pandas]'"
-        ) from None
+        raise SetupError("a data frame needs pandas: pip install '.[pandas]'") from None
     rows = [tuple(row(record, address).values()) async for record in records]
     return pd.DataFrame(rows, columns=[*COLUMNS], dtype="object").astype(_TYPES)

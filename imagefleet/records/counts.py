@@ -21,6 +21,8 @@ class Counts:
     first_at: datetime | None
     last_at: datetime | None
     discarded: int = 0
+    #: Jobs that kept none of their images.
+    dropped: int = 0
     #: Jobs with records that nobody has noted as sent, where others were; in no other number.
     unknown: int = 0
 
@@ -31,7 +33,12 @@ class Counts:
 
     @property
     def ended(self) -> int:
-        return self.completed + self.failed + self.cancelled + self.discarded
+        without_image = self.failed + self.cancelled + self.discarded + self.dropped
+        return self.completed + without_image
+
+    def of(self, outcome: str) -> int:
+        """Number of results of an outcome: images, or jobs that ended without one."""
+        return int(getattr(self, "images" if outcome == "completed" else outcome))
 
 
 class CachedCounts(NamedTuple):

@@ -17,7 +17,8 @@ from datetime import datetime
 from operator import itemgetter
 from typing import Self
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import SetupError
 from imagefleet.files import pack
 from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.records import catalog, dedupe
@@ -99,7 +100,7 @@ class ImageRecords:
 
         for campaign in self._campaigns:
             left = set[str]()
-            with contextlib.suppress(errors.SetupError):  # no permission to list them
+            with contextlib.suppress(SetupError):  # no permission to list them
                 names = self._storage.packs.names(f"{campaign}/")
                 left = {name async for name in names if name not in self._packs}
             await concurrency.for_each(sorted(left), read, catalog.CONCURRENT_READS)
@@ -524,7 +525,7 @@ class Ends:
         return found
 
     def add(self, records: list[Record]) -> list[Record]:
-        """The first end of each job that has failed or was cancelled, and not been settled."""
+        """The first end of each job that ended without an image, and was not settled."""
         new = []
         for record in records:
             is_asked_for = self._job_id in {None, record.id}

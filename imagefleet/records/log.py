@@ -20,14 +20,18 @@ from typing import Literal, NamedTuple, get_args
 
 from cachetools import LRUCache
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import TransientError
 from imagefleet.job.message import RECORDS
 from imagefleet.records.record import Outcome, Record
 from imagefleet.storage.protocol import BlobStore
 
 #: `again` are images whose names were taken; most of them have a record in `images`. `settled` are
-#: failures that were replayed or discarded; an empty shard `cancelled` says that a campaign was.
-ShardKind = Literal["again", "cancelled", "images", "jobs", "replaced", "settled"]
+#: failures that were replayed or discarded; an empty shard `cancelled` says that a campaign was, an
+#: empty one `distinct` that near-duplicates among its images do not count.
+ShardKind = Literal[
+    "again", "cancelled", "distinct", "images", "jobs", "replaced", "settled"
+]
 
 #: The kinds that only the operator writes. They lie among the files, where workers have no token.
 OPERATORS: frozenset[ShardKind] = frozenset({"cancelled", "replaced", "settled"})
@@ -36,6 +40,7 @@ KINDS: Mapping[Outcome, ShardKind] = {
     "completed": "images",
     "failed": "jobs",
     "cancelled": "jobs",
+    "dropped": "jobs",
     "replayed": "settled",
     "discarded": "settled",
     "replaced": "replaced",
@@ -176,6 +181,9 @@ class RecordLog:
             is_again = again and record.outcome == "completed"
             kind: ShardKind = "again" if is_again else KINDS[record.outcome]
             grouped.setdefault((record.campaign, kind), []).append(record)
+            distinct: tuple[str, ShardKind] = (record.campaign, "distinct")
+            if record.phash and distinct not in self._shards:
+                grouped.setdefault(distinct, [])
         await concurrency.gather(*(self._append(*each) for each in grouped.items()))
 
     async def open(self, campaign: str, kind: ShardKind) -> None:
@@ -214,9 +222,7 @@ class RecordLog:
                 to.totals = totals
                 return
             to.begin(self._blobs.clock.now())
-        raise errors.TransientError(
-            f"somebody else writes to the records in {to.folder}"
-        )
+        raise TransientError(f"somebody else writes to the records in {to.folder}")
 
     async def _append_once(self, to: _Shard, data: bytes, is_in_doubt: bool) -> bool:
         return await self._blobs.append(to.name, data, to.position) or is_in_doubt

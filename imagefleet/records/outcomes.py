@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import JsonValue
 
@@ -14,13 +14,16 @@ from imagefleet.records import reader
 from imagefleet.records.decisions import are_all, job_images
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 
-Status = Literal["pending", "completed", "failed", "cancelled", "unknown"]
+Status = Literal["pending", "completed", "failed", "cancelled", "dropped", "unknown"]
+
+_STATUSES: Mapping[str, Status] = {"cancelled": "cancelled", "dropped": "dropped"}
 
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """Status and facts of a job; `reason` says why it failed, `blobs` names its images."""
+    """Status and facts of a job; `reason` says why it has no image, `blobs` names its images."""
 
     id: str
     campaign: str
@@ -31,6 +34,10 @@ class JobFacts:
     reason: str | None = None
     blobs: tuple[str, ...] = ()
     metadata: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict)
+    #: True if it keeps some of its images at most; its records tell how many.
+    is_judged: bool = dataclasses.field(
+        default=False, kw_only=True, repr=False, compare=False
+    )
     #: Records that its workers wrote: one of each image, and one of its end without.
     records: tuple[Record, ...] = dataclasses.field(
         default=(), repr=False, compare=False
@@ -40,7 +47,7 @@ class JobFacts:
     def key(self) -> str:
         return job_key(self.campaign, self.id)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JSONDict:
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(JobFacts)
@@ -59,7 +66,7 @@ class JobFacts:
         stored = tuple(sorted(images, key=lambda each: each.index))
         return dataclasses.replace(
             self,
-            status="cancelled" if record.outcome == "cancelled" else "failed",
+            status=_STATUSES.get(record.outcome, "failed"),
             reason=record.reason,
             blobs=_blobs(stored),
             records=(*stored, record),
@@ -110,7 +117,7 @@ async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
 
 
 async def last_end(storage: Storage, job: JobFacts) -> Record | None:
-    """The last record of a job that has failed or was cancelled."""
+    """The last record of a job that ended without an image."""
     latest: Record | None = None
     async for record in reader.ended(storage, job.campaign, job_id=job.id):
         if latest is None or record.at >= latest.at:

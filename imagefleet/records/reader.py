@@ -1,16 +1,20 @@
 """Reads campaigns' records: every shard once, in order, with flat memory."""
 
+import asyncio
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
     Collection,
+    Sequence,
 )
 from typing import ParamSpec
 
 from imagefleet import concurrency
 from imagefleet.job.message import RECORDS
+from imagefleet.keeping.duplicates import Hashed, near_duplicates
+from imagefleet.keeping.rule import Keep
 from imagefleet.records import catalog, decisions, ledger
 from imagefleet.records.catalog import Damaged, StoredShard
 from imagefleet.records.counts import CachedCounts, Counts
@@ -44,7 +48,7 @@ async def campaigns(storage: Storage) -> AsyncIterator[str]:
 async def results(
     storage: Storage, campaign: str, outcomes: Collection[str], damaged: Damaged
 ) -> AsyncGenerator[list[Record]]:
-    """A campaign's images, and then its jobs that have failed or were cancelled, some at a time."""
+    """A campaign's images, and then its jobs that ended without one, some at a time."""
     wanted = []
     if "completed" in outcomes:
         wanted.append(image_parts(storage, campaign, damaged))
@@ -56,16 +60,29 @@ async def results(
 
 
 async def drawings(
-    storage: Storage, campaign: str, damaged: Damaged
+    storage: Storage, campaign: str, damaged: Damaged, rule: Keep | None = None
 ) -> AsyncGenerator[list[Record]]:
-    """All that workers recorded of images; last of those whose names were taken."""
+    """All that workers recorded of images; last of those whose names were taken.
+
+    Without near-duplicates, and with a *rule* those that it keeps by their scores.
+    """
     shards = await catalog.shards_of(storage, campaign, damaged)
+    near = await _near_duplicates(Ends(storage, shards, None, Damaged()), shards)
+
+    def kept(records: list[Record]) -> list[Record]:
+        return [
+            record
+            for record in records
+            if record.id not in near
+            and (rule is None or rule.reason(record.scores) is None)
+        ]
+
     images = await ImageRecords(storage, shards, damaged, campaign).read()
     async for records in images.drawings("images", damaged):
-        yield records
-    yield await images.unrecorded()
+        yield kept(records)
+    yield kept(await images.unrecorded())
     async for records in images.drawings("again", Damaged()):  # counted by `read`
-        yield records
+        yield kept(records)
 
 
 async def end(storage: Storage, campaign: str) -> dict[str, int]:
@@ -135,7 +152,7 @@ async def _counts(
     sent = None if noted is None else await noted.count()
     image_bytes = catalog.size_bytes(catalog.of_kind(shards, "images"))
     is_short = image_bytes <= catalog.PART_BYTES and (sent or 0) <= _READ_ENTRIES
-    is_exact = is_short or bool(catalog.of_kind(shards, "replaced"))
+    is_exact = is_short or bool(catalog.of_kind(shards, "replaced", "distinct"))
     while True:
         known = None
         if noted is not None and sent is not None and is_exact:
@@ -160,6 +177,7 @@ async def _counts(
         completed=total.jobs,
         failed=by_outcome["failed"],
         cancelled=by_outcome["cancelled"],
+        dropped=by_outcome["dropped"],
         discarded=ends.discarded,
         first_at=min(map(catalog.began_at, shards), default=None),
         last_at=max(changed, default=None),
@@ -186,10 +204,15 @@ async def image_parts(
     ends.damaged = damaged
     ended = set() if ended is None else ended
     ended.update(ends.outcomes)
+    near = await _near_duplicates(ends, shards)
     images = await ImageRecords(storage, shards, damaged, campaign).read()
     async for records in images.each_once():
-        found = [record for record in records if record.outcome == "completed"]
-        ended.update(record.job for record in records if record.is_end)
+        found = []
+        for record in records:
+            if record.is_end or record.id in near:
+                ended.add(record.job)
+            else:
+                found.append(record)
         yield await ends.without_unstored(ends.sent(found))
 
 
@@ -201,7 +224,7 @@ async def ended_parts(
     job_id: str | None = None,
     known: Digests | None = None,
 ) -> AsyncGenerator[list[Record]]:
-    """The jobs that failed or were cancelled, and not replayed, discarded or completed since.
+    """The jobs that ended without an image, and were not replayed, discarded or completed since.
 
     None: those of all campaigns. With *known* only those that are known to be sent.
     """
@@ -217,6 +240,36 @@ async def ended_parts(
         await images.find()
         async for records in images.left():
             yield ends.add(records)
+    for named in sorted(
+        {each.campaign for each in catalog.of_kind(shards, "distinct")}
+    ):
+        of_campaign = [shard for shard in shards if shard.campaign == named]
+        near = await _near_duplicates(ends, of_campaign)
+        yield ends.add(list(near.values()))
+
+
+async def _near_duplicates(
+    ends: Ends, shards: Sequence[StoredShard]
+) -> dict[str, Record]:
+    """The ends of a campaign's jobs whose images are near-duplicates of better ones, by their ids.
+
+    Reads all records of its images, if there may be any.
+    """
+    if not catalog.of_kind(shards, "distinct"):
+        return {}
+    images = await ImageRecords(ends.storage, shards, Damaged()).read()
+    records: dict[str, Record] = {}
+    hashes: list[Hashed] = []
+    async for some in images.each_once():
+        for record in ends.sent(some):
+            if (hashed := record.hashed) is not None and not record.is_end:
+                records[record.id] = record
+                hashes.append(hashed)
+    found = await asyncio.to_thread(near_duplicates, hashes)
+    return {
+        job_id: records[job_id].as_near_duplicate(other)
+        for job_id, other in found.items()
+    }
 
 
 def _singly(
@@ -267,10 +320,16 @@ async def _recounted(ends: Ends, images: ImageRecords) -> Totals:
         ends.add(records)
     await images.read()
     count = 0
+    near = await _near_duplicates(ends, ends.shards)
+    ends.add(list(near.values()))
     completed, contested = set[int](), dict[int, Record]()
     async for records in images.each_once():
         ends.add(records)
-        drawn = [record for record in records if record.outcome == "completed"]
+        drawn = [
+            record
+            for record in records
+            if record.outcome == "completed" and record.id not in near
+        ]
         for record in ends.sent(drawn):
             if (job := ends.job(record)) in ends.outcomes:
                 if record.stage == record.stages or job not in contested:

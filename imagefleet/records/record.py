@@ -6,9 +6,10 @@ Records are untrusted: whoever may store images may write records, too.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import (
     AwareDatetime,
@@ -19,7 +20,8 @@ from pydantic import (
     ValidationError,
 )
 
-from imagefleet import errors, validation
+from imagefleet import validation
+from imagefleet.errors import JobError, NameTakenError
 from imagefleet.files.marks import Mark
 from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.message import (
@@ -39,10 +41,16 @@ from imagefleet.job.sizes import (
     metadata_header,
     read_metadata_header,
 )
+from imagefleet.keeping.duplicates import Hashed
+from imagefleet.keeping.rule import MAX_JUDGED, Keep
+from imagefleet.validation import JSONDict, JSONObject
 
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600
 MAX_NAME_CHARACTERS = 200
+
+#: Scores of one image.
+MAX_SCORES = 32
 
 #: The worker of an image whose metadata nobody could read, or somebody has changed.
 UNKNOWN_WORKER = "?"
@@ -60,8 +68,17 @@ _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
 #: `completed` and `replaced` are of one image, the others of a job: the last two an operator's.
 Outcome = Literal[
-    "completed", "failed", "cancelled", "replayed", "discarded", "replaced"
+    "completed",
+    "failed",
+    "cancelled",
+    "dropped",
+    "replayed",
+    "discarded",
+    "replaced",
 ]
+
+#: How jobs end, as their workers say it.
+ENDS: tuple[Outcome, ...] = ("completed", "failed", "cancelled", "dropped")
 
 
 #: More than any image of a job has; a sum of many stays a number that every table holds.
@@ -81,6 +98,7 @@ _OF_BLOB = (
     "seed",
     "digest",
     "sha256",
+    "phash",
 )
 
 #: What its worker proves of an image's record.
@@ -102,7 +120,16 @@ _PROVEN = {
 }
 
 #: What a job has by the same names; the second are of how it is drawn.
-_OF_JOB = ("id", "images", "stage", "stages", "prompt", "negative_prompt", "metadata")
+_OF_JOB = (
+    "id",
+    "images",
+    "stage",
+    "stages",
+    "prompt",
+    "negative_prompt",
+    "metadata",
+    "keep",
+)
 _OF_DRAWING = ("sampler", "steps", "cfg_scale", "clip_skip")
 
 
@@ -116,6 +143,15 @@ class Embedding(NamedTuple):
 
     name: _Name
     sha256: _Name
+
+
+class DroppedImage(NamedTuple):
+    """An image of a job that was judged, and not stored."""
+
+    #: Its position among the images that were drawn, from 0.
+    number: int
+    reason: _Name
+    scores: dict[_Name, float]
 
 
 class Spot(NamedTuple):
@@ -184,6 +220,15 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     mark: Mark | None = None
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
+    #: The rule by which the job's images were judged.
+    keep: Keep | None = None
+    #: Scores of the image; of a dropped job, those of its best one.
+    scores: dict[_Name, float] = Field(default_factory=dict, max_length=MAX_SCORES)
+    #: The job's images that were not stored; its first stored image tells them, or its end.
+    dropped: tuple[DroppedImage, ...] = Field(default=(), max_length=MAX_JUDGED)
+    #: Perceptual hash of an image whose near-duplicates are dropped.
+    phash: Annotated[str, StringConstraints(pattern="^[0-9a-f]{16}$")] | None = None
+
     error: _Name | None = None
     reason: _Text | None = None
     #: The message that replays a failed job.
@@ -214,7 +259,22 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     @property
     def is_end(self) -> bool:
         """True if a worker says that its job ended without all of its images."""
-        return self.outcome in {"failed", "cancelled"}
+        return self.outcome in {"failed", "cancelled", "dropped"}
+
+    @property
+    def hashed(self) -> Hashed | None:
+        """The image as one that may be a near-duplicate; None if its job keeps those."""
+        if self.phash is None or self.keep is None or self.keep.distinct is None:
+            return None
+        rank = self.keep.rank(self.scores)
+        return Hashed(rank, self.id, int(self.phash, 16), self.keep.distinct)
+
+    def as_near_duplicate(self, other: str) -> Record:
+        """The end of its job instead, where the image of the job *other* is the better one."""
+        reason = f"near-duplicate of {other}"
+        return self.model_copy(
+            update={"outcome": "dropped", "blob": None, "reason": reason}
+        )
 
     @property
     def claims(self) -> bytes:
@@ -261,7 +321,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         failed = {
             "outcome": "failed",
             "blob": None,
-            "error": errors.NameTakenError.__name__,
+            "error": NameTakenError.__name__,
         }
         return self.model_copy(update={**failed, "reason": reason})
 
@@ -271,17 +331,19 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         try:
             return cls.model_validate_json(line)
         except ValidationError as error:
-            raise errors.JobError(validation.sentence(error)) from None
+            raise JobError(validation.sentence(error)) from None
 
     @classmethod
-    def of_blob(cls, known: Mapping[str, Any], metadata: Mapping[str, str]) -> Self:
+    def of_blob(cls, known: JSONObject, metadata: Mapping[str, str]) -> Self:
         """The record of an image, of which *known* is certain, from the *metadata* of its blob."""
         try:
-            told: dict[str, Any] = {
+            told: JSONDict = {
                 name: metadata[name] for name in _OF_BLOB if name in metadata
             }
             if "attempt" in metadata:
                 told["attempts"] = metadata["attempt"]
+            if "scores" in metadata:
+                told["scores"] = json.loads(metadata["scores"])
             if "metadata" in metadata:
                 told["metadata"] = read_metadata_header(metadata["metadata"])
             return cls.model_validate({**told, **known})
@@ -293,6 +355,8 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         told = self.model_dump(mode="json", include={*_OF_BLOB}, exclude_defaults=True)
         told |= {"job": self.id, "attempt": self.attempts, "campaign": self.campaign}
         told["worker"] = self.worker.encode("ascii", "replace").decode()
+        if self.scores:
+            told["scores"] = json.dumps(self.scores)
         if self.metadata:
             told["metadata"] = metadata_header(self.metadata)
         return {name: str(value) for name, value in told.items()}

@@ -33,6 +33,7 @@ from imagefleet.job.message import (
     message_text,
     read_job,
 )
+from imagefleet.keeping.rule import Keep
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
 from imagefleet.storage.deliveries import Deliveries, without_deliveries
@@ -80,15 +81,27 @@ class Selection:
     """Selects the failed jobs that meet all of the given conditions.
 
     *error* is a part of the error's class or reason, ignoring case. *id* is the job's or its
-    message's. *model* is the one that the job names.
+    message's. *model* is the one that the job names. With *keep* not those that failed, but those
+    that were dropped, and that this rule may keep by their scores.
     """
 
     error: str | None = None
     campaign: str | None = None
     id: str | None = None
     model: str | None = None
+    keep: Keep | None = None
+
+    @property
+    def noun(self) -> str:
+        return "dropped job" if self.keep else "failed job"
 
     def matches(self, record: Record) -> bool:
+        if record.outcome != ("dropped" if self.keep else "failed"):
+            return False
+        if self.keep and not self.keep.may_keep(
+            [each.scores for each in record.dropped]
+        ):
+            return False
         if self.id is not None and self.id not in {record.id, record.source}:
             return False
         if self.campaign is not None and self.campaign != record.campaign:
@@ -203,7 +216,7 @@ def failed_job(
 
     The *reason* is by default the error's message. Sent again, it draws no image of those *stored*.
     """
-    body = _replayable(message, job)
+    body = replayable(message, job)
     if job is not None and job.images > 1 and stored:  # which are then looked for
         body = Deliveries().write_to(body) or body
     known: JSONDict
@@ -238,7 +251,8 @@ def _named(body: str) -> JSONDict:
     return known
 
 
-def _replayable(message: LeasedMessage, job: Job | None) -> str:
+def replayable(message: LeasedMessage, job: Job | None) -> str:
+    """The message that sends a job again."""
     if job is None or is_signed(
         message.body
     ):  # a signature is of the fields as they were sent

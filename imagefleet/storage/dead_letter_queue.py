@@ -70,7 +70,7 @@ class Preview:
 
 
 async def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Record]:
-    """The selected jobs that have failed and were neither replayed nor discarded."""
+    """The selected jobs, which were neither replayed nor discarded since."""
     from imagefleet.records import reader  # numpy is slow to import
 
     try:
@@ -78,7 +78,7 @@ async def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Reco
     except ValidationError:  # no job has such a campaign
         return
     async for record in reader.ended(storage, selection.campaign):
-        if record.outcome == "failed" and selection.matches(record):
+        if selection.matches(record):
             yield record
 
 

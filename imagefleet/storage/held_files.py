@@ -1,10 +1,12 @@
 """The files that workers have of their own, and the hashes of models, as lists show them."""
 
 import asyncio
-import json
-import re
+import contextlib
 import time
 from collections.abc import Iterable
+from typing import Annotated
+
+from pydantic import BaseModel, StringConstraints, TypeAdapter, ValidationError
 
 from imagefleet.errors import SetupError
 from imagefleet.files.kinds import MODEL
@@ -17,8 +19,23 @@ _READ_SECONDS = 30.0
 _MANIFEST = f"{MODEL.folder}/manifest.json"
 _MAX_MANIFEST_BYTES = 2**24
 
-_SHA256 = re.compile("[0-9a-f]{64}")
-_HASH = re.compile("[0-9a-f]{10}")
+_Hashes = dict[str, Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]]
+
+
+class _Held(BaseModel):
+    """What a worker tells of its own files."""
+
+    hash: Annotated[str, StringConstraints(pattern="^[0-9a-f]{10}$")] | None = None
+    loras: list[str] = []
+
+
+class _Signed(BaseModel):
+    """A signed list of models; one that is plain has the hashes alone."""
+
+    files: _Hashes
+
+
+_LISTED: TypeAdapter[_Signed | _Hashes] = TypeAdapter(_Signed | _Hashes)
 
 
 class HeldFiles:
@@ -44,22 +61,17 @@ class HeldFiles:
             self._read_at = time.monotonic()
 
     def _add_held(self, model: str, data: bytes) -> None:
-        held = _object(data)
-        short = held.get("hash")
-        if isinstance(short, str) and _HASH.fullmatch(short):
-            self.hashes[model] = short
-        loras = held.get("loras")
-        if isinstance(loras, list):
-            names = (name for name in loras if isinstance(name, str))
-            self.loras.update(filter(is_safe_name, names))
+        with contextlib.suppress(ValidationError):
+            held = _Held.model_validate_json(data)
+            self.loras.update(filter(is_safe_name, held.loras))
+            if held.hash is not None:
+                self.hashes[model] = held.hash
 
     def _add_manifest(self, data: bytes) -> None:
-        listed = _object(data)
-        files = listed.get("files", listed)
-        if not isinstance(files, dict):
-            return
-        for name, sha256 in files.items():
-            if isinstance(sha256, str) and _SHA256.fullmatch(sha256):
+        with contextlib.suppress(ValidationError):
+            listed = _LISTED.validate_json(data)
+            files = listed.files if isinstance(listed, _Signed) else listed
+            for name, sha256 in files.items():
                 self.hashes[MODEL.stem(name)] = sha256
 
     async def _manifest(self) -> bytes:
@@ -69,11 +81,3 @@ class HeldFiles:
             return await files.read(_MANIFEST, max_bytes=_MAX_MANIFEST_BYTES) or b""
         except SetupError:
             return b""
-
-
-def _object(data: bytes) -> dict[str, object]:
-    try:
-        found = json.loads(data or b"{}")
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,6 +1,8 @@
 """The benchmarks of what is kept, with little to do."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "kept" / "verify.py"
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "benchmarks" / "kept" / "verify.py"
 
 
 def test_an_export_is_made_and_verified_and_other_figures_stay(
@@ -27,6 +30,23 @@ def test_an_export_is_made_and_verified_and_other_figures_stay(
     assert found["scored_over_plain"] == 1
     assert found["verified"]["images"] == 3
     assert found["verified_per_second"] > 0
+
+
+def test_a_real_run_keeps_the_same_images_for_fewer_writes_and_bytes():
+    command = [sys.executable, "-m", "benchmarks.kept.judged", "--jobs", "60"]
+
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    run = found["kept_run"]
+    assert run["kept"] == 3
+    writes = run["operations"]["blob_writes"]
+    assert writes < run["operations_stored_first"]["blob_writes"] - 50
+    assert run["bytes"] < run["bytes_stored_first"] / 10
+    assert found["kept_per_dollar_over_stored"] > 4
 
 
 def test_the_curve_of_eight_scales_is_drawn_and_scored_with_intervals(

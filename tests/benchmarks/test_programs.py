@@ -121,6 +121,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 ELSEWHERE = {
     "bundles/measure.py": "benchmarks/test_bundles.py",
     "engine.py": "benchmarks/test_documented_commands.py",
+    "kept/judged.py": "benchmarks/test_kept.py",
     "kept/verify.py": "benchmarks/test_kept.py",
     "latency.py": "evaluation/bench/test_bench.py",  # `bench latency`, twice
     "first_minute/measure.py": "benchmarks/test_first_minute.py",

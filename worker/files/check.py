@@ -9,11 +9,11 @@ import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from imagefleet import yaml_file
 from imagefleet.errors import SetupError, UnsettledFileError
 from imagefleet.files import contents, kinds, safetensors
+from imagefleet.validation import JSONObject
 from worker.files import addresses
 from worker.settings import WorkerSettings
 
@@ -142,7 +142,7 @@ def family(path: Path) -> str:
     return _family_of_unet(_read_json(path / "unet" / "config.json"))
 
 
-def _family_of_unet(unet: Mapping[str, Any]) -> str:
+def _family_of_unet(unet: JSONObject) -> str:
     width = unet.get("cross_attention_dim")
     if width == _REFINER_WIDTH:
         return contents.REFINER.family
@@ -156,7 +156,7 @@ def _family_of_unet(unet: Mapping[str, Any]) -> str:
     ).family
 
 
-def _is_sdxl(unet: Mapping[str, Any]) -> bool:
+def _is_sdxl(unet: JSONObject) -> bool:
     """Tells SDXL by the configuration of its UNet, which takes the image's size."""
     return unet.get("addition_embed_type") is not None
 
@@ -339,7 +339,7 @@ def _is_pickle(path: Path) -> bool:
     return path.suffix.lower() in addresses.PICKLE_SUFFIXES
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _read_json(path: Path) -> JSONObject:
     try:
         content = json.loads(_read(path, _MAX_JSON_BYTES))
     except FileNotFoundError:

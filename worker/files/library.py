@@ -18,6 +18,7 @@ from urllib.request import url2pathname
 
 from cachetools import LRUCache, TTLCache
 
+from imagefleet import concurrency
 from imagefleet.errors import (
     FleetError,
     MissingFileError,
@@ -160,7 +161,7 @@ class FileLibrary:
         )
 
     async def resolve(self, name: str) -> Path:
-        """The file of that name, complete and matching its manifest.
+        """The file of that name, complete and matching its manifest; waits for new credentials.
 
         Raises:
             MissingFileError: it does not exist, or a signed manifest does not list it.
@@ -171,6 +172,9 @@ class FileLibrary:
 
         A LoRA's alias finds its file where no file has the name, and where it is of one alone.
         """
+        return await concurrency.UNTIL_ACCESS.call(partial(self._find, name))
+
+    async def _find(self, name: str) -> Path:
         try:
             return await self._resolve(self._aliases.get(name, name))
         except MissingFileError as missing:
@@ -233,8 +237,8 @@ class FileLibrary:
         if found is None:
             found = {}
             for path in await asyncio.to_thread(lambda: list(walked(folder))):
-                if path.suffix in self._kind.suffixes and path.parent != folder:
-                    found.setdefault(path.stem, []).append(str(path))
+                if path.name.endswith(self._kind.suffixes) and path.parent != folder:
+                    found.setdefault(self._kind.stem(path.name), []).append(str(path))
             self._deeper[folder] = found
         paths = found.get(name, [])
         if len(paths) > 1:

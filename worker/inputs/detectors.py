@@ -41,7 +41,7 @@ _CLEANED = 6
 
 
 @functools.lru_cache(8)
-def session(path: Path, name: str, _: Identity | None) -> Any:
+def session(path: Path, what: str, _: Identity | None) -> Any:
     """The network of a file; raises JobError if it is none, or without onnxruntime.
 
     One of another identity is another one: a file may be replaced.
@@ -50,7 +50,7 @@ def session(path: Path, name: str, _: Identity | None) -> Any:
         import onnxruntime
     except ImportError:
         raise JobError(
-            "ADetailer needs onnxruntime, which this worker has not: pip install '.[detectors]'"
+            f"{what} needs onnxruntime, which this worker has not: pip install '.[detectors]'"
         ) from None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
@@ -60,9 +60,7 @@ def session(path: Path, name: str, _: Identity | None) -> Any:
             path, options, providers=["CPUExecutionProvider"]
         )
     except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
-        raise JobError(
-            f"the detector {name!r} is no ONNX file: {str(error)[:200]}"
-        ) from None
+        raise JobError(f"{what} is no ONNX file: {str(error)[:200]}") from None
 
 
 def find(
@@ -73,7 +71,7 @@ def find(
     identity: Identity | None = None,
 ) -> Boxes:
     """The boxes of what a detector is at least so sure of; raises JobError if it is no YOLO."""
-    network = session(path, name, identity)
+    network = session(path, f"the detector {name!r}", identity)
     (given,) = network.get_inputs()[:1]
     sides = [side if isinstance(side, int) else _USUAL_SIDE for side in given.shape[2:]]
     if len(sides) != len("hw"):

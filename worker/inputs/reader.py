@@ -41,6 +41,7 @@ from worker.files.manifest import FileHashes
 from worker.inputs import img2img, pictures
 from worker.inputs.img2img import Overlay
 from worker.inputs.pictures import Size
+from worker.judges.networks import Judges
 from worker.models.checkpoints import OtherModels
 from worker.settings import WorkerSettings
 
@@ -119,7 +120,7 @@ class InputReader:
                 [await self._control(job, at, size) for at in range(len(job.controls))]
             ),
             overlay=overlay,
-            vae=Vae(job.sd_vae, await self._resolve(self.vaes, job.sd_vae))
+            vae=Vae(job.sd_vae, await self.vaes.resolve(job.sd_vae))
             if job.sd_vae
             else None,
             refiner=Refiner(
@@ -149,9 +150,7 @@ class InputReader:
         size = pixels.shape[1], pixels.shape[0]
         whole, (width, height) = extras.sizes_after(job, size)
         paths: Sequence[Path | None] = [
-            await self._resolve(self._upscalers, name)
-            if name in job.upscaler_files
-            else None
+            await self._upscalers.resolve(name) if name in job.upscaler_files else None
             for name in job.upscalers
         ]
         upscale = Upscale(
@@ -190,7 +189,7 @@ class InputReader:
         whole, (width, height) = hires.sizes_after(job, size)
         path = None
         if job.upscaler_file is not None:
-            path = await self._resolve(self._upscalers, job.upscaler_file)
+            path = await self._upscalers.resolve(job.upscaler_file)
         checkpoint = await self._models.find(job.hr_checkpoint_name, own_model)
         prompt, negative_prompt = job.hires_prompts
         sampler = hires.sampler(job)
@@ -212,7 +211,7 @@ class InputReader:
     async def _control(self, job: Job, at: int, size: Size) -> contract.Control:
         unit = job.controls[at]
         what = f"alwayson_scripts.controlnet.args[{at}].image"
-        path = await self._resolve(self._controlnets, unit.model)
+        path = await self._controlnets.resolve(unit.model)
         image = await self._file(job, what, unit.image)
         async with self._room:
             read = await asyncio.to_thread(pictures.read, f"{what}: the image", image)
@@ -222,16 +221,13 @@ class InputReader:
         start, end = unit.guidance_start, unit.guidance_end
         return contract.Control(unit.model, path, pixels, unit.weight, start, end)
 
-    async def _resolve(self, library: FileLibrary, name: str) -> Path:
-        return await concurrency.UNTIL_ACCESS.call(partial(library.resolve, name))
-
     async def _find_texts(self, job: Job, encoder: str) -> tuple[Path, Path]:
         """The files of the prompt's text states and the negative prompt's."""
 
         async def find(which: str, prompt: str) -> Path:
             try:
-                return await self._resolve(
-                    self._text_states, text_states.stem(prompt, encoder)
+                return await self._text_states.resolve(
+                    text_states.stem(prompt, encoder)
                 )
             except MissingFileError as error:
                 raise MissingFileError(
@@ -324,6 +320,7 @@ class JobFiles:
         models = OtherModels(settings, storage.files)
         self.inputs = InputReader(source, storage, models, settings.input_campaigns)
         self.detectors = FileLibrary(source, kinds.DETECTOR, detectors)
+        self.judges = Judges(source, settings.device)
         self.hashes = FileHashes()
         #: The jobs that are taken; None: they need no signature.
         self.trusted = TrustedJobs(trusted, storage.scope) if trusted else None

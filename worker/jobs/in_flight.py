@@ -16,21 +16,19 @@ from imagefleet.errors import FleetError, JobError, TransientError
 from imagefleet.files.marks import Mark
 from imagefleet.files.pack import Member
 from imagefleet.job.message import DEFAULT_CAMPAIGN, DELIVERIES_FIELD, Job
-from imagefleet.records.record import Record
+from imagefleet.records.record import DroppedImage, Record
 from imagefleet.storage.deliveries import (
     SUSPECT_AFTER,
     Deliveries,
     shown_images,
 )
 from imagefleet.storage.protocol import LeasedMessage
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.metrics import MAX_MODELS, OTHER_MODELS
-from worker.engine.contract import Embedding, ImageRequest, PreparedRequest
+from worker.engine.contract import Embedding, ImageRequest, Pixels, PreparedRequest
 from worker.inputs.img2img import Overlay
 from worker.leases import Lease
 from worker.metrics import Outcome, WorkerMetrics
-
-log = logs.EventLog(__name__)
 
 #: A delivery begins no more images once more than these have failed, and more than a tenth of those
 #: stored: what the job, or the node, gets wrong each time is not tried a thousand times.
@@ -75,6 +73,12 @@ class InFlightJob:
     settled: bool = False
     is_stopping: bool = False  # no more of its images are begun, since some have failed
     is_cancelled: bool = False  # some of its images are left out
+    #: Images with scores that wait for those of the job's others.
+    judged: "list[tuple[InFlightImage, Pixels]]" = field(default_factory=list)
+    #: How many of its images are stored; None of a job that is not judged yet, or never.
+    kept: int | None = None
+    #: How many an earlier delivery has kept, and stored some of; None: it is not known.
+    kept_before: int | None = None
     has_ended: bool = False  # none of its images is in the making
     is_first_awaited: bool = False  # its first image is in the making, of several
     #: Uploads of the images that wait for the first one to be stored.
@@ -116,7 +120,7 @@ class InFlightJob:
         if request is not prepared.request:
             prepared = replace(prepared, request=request)
         size = request.width, request.height
-        image = InFlightImage(self, self.drawn, index, size, request)
+        image = InFlightImage(self, self.drawn, index, size, request, drawn_index=index)
         return image, prepared
 
     def image_written(self, metrics: WorkerMetrics, model: str) -> None:
@@ -191,7 +195,27 @@ class InFlightJob:
 
     @property
     def is_all_stored(self) -> bool:
-        return self.job is not None and len(self.stored) >= self.job.images_to_draw
+        if self.job is None:
+            return False
+        return len(self.stored) >= (self.kept or self.job.images_to_draw)
+
+    @property
+    def is_being_judged(self) -> bool:
+        """True for a judged job of which it is not known yet what is kept."""
+        is_judged = self.job is not None and self.job.keep is not None
+        return is_judged and self.kept is None
+
+    def note_kept(self, job: Job) -> None:
+        """Notes how many images an earlier delivery has kept, as far as they tell it.
+
+        A job that has dropped some is drawn again even if all are stored: for their scores.
+        """
+        first = self.again[0]
+        if first.sha256 is None:  # nobody may read what is stored
+            return
+        self.kept_before = first.images
+        if len(self.again) == first.images == job.images_to_draw:
+            self.kept = first.images
 
     @property
     def id(self) -> str:
@@ -312,6 +336,12 @@ class InFlightImage:
     request: ImageRequest | None = None
     #: Time at which the image was ready for the engine (monotonic seconds).
     ready_at: float = field(default_factory=time.monotonic)
+    #: Its position among the images that are drawn; `index` is that among those stored.
+    drawn_index: int = 0
+    scores: dict[str, float] = field(default_factory=dict)
+    #: The job's images that are not stored, of its first image.
+    dropped: tuple[DroppedImage, ...] = ()
+    phash: str | None = None
 
     @property
     def embeddings(self) -> tuple[Embedding, ...]:

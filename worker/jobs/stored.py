@@ -118,20 +118,21 @@ async def find_stored(
 def stored_record(job: Job, source: str, index: int, image: BlobRecord) -> Record:
     """The record of a stored *image*; by whom and at what cost, its metadata may tell."""
     width, height = job.final_size
-    return Record.of_blob(
-        {
-            **of_job(job),
-            "outcome": "completed",
-            "at": image.created_at,
-            "source": source,
-            "blob": job.blob_name(index),
-            "size_bytes": image.size_bytes or None,
-            "index": index,
-            "completes": False if job.images > 1 else None,
-            "seed": job.image_seed(index),
-            "model": job.model,
-            "width": width,
-            "height": height,
-        },
-        image.metadata,
-    )
+    known = {
+        **of_job(job),
+        "outcome": "completed",
+        "at": image.created_at,
+        "source": source,
+        "blob": job.blob_name(index),
+        "size_bytes": image.size_bytes or None,
+        "index": index,
+        "completes": False if job.images > 1 else None,
+        "seed": job.image_seed(index),
+        "model": job.model,
+        "width": width,
+        "height": height,
+    }
+    if job.keep is not None:  # its metadata tell which it is, and of how many
+        for name in ("images", "seed"):
+            del known[name]
+    return Record.of_blob(known, image.metadata)

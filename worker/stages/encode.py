@@ -84,7 +84,7 @@ class EncodeStage:
         models = {"model": self.model_hash, **owner.model_hashes}
         return infotext.parameters(
             image.job,
-            image.index,
+            image.drawn_index,
             image.size,
             self.settler.model_name,
             vae=settings.vae and Path(settings.vae).name.removesuffix(".safetensors"),

@@ -19,6 +19,7 @@ from worker.pull import Puller
 from worker.settle import Settler
 from worker.stages import details
 from worker.stages.encode import EncodeStage
+from worker.stages.judge import JudgeStage
 
 #: Images at once of which parts are drawn again.
 DETAILED = 8
@@ -38,6 +39,7 @@ class GenerateStage:
     watchdog: NodeWatchdog
     puller: Puller
     encode: EncodeStage
+    judge: JudgeStage
     detectors: FileLibrary
 
     def __post_init__(self) -> None:
@@ -137,7 +139,8 @@ class GenerateStage:
         if image.job.details:
             self._detailed.put_nowait((image, outcome))
         else:
-            await self.encode.queue.put((image, outcome))
+            following = self.encode if image.job.keep is None else self.judge
+            await following.queue.put((image, outcome))
 
     async def draw_details(self) -> NoReturn:
         """Draws again what the detectors of images' jobs find in them."""
@@ -158,7 +161,8 @@ class GenerateStage:
         except _DrainingError:
             await self.settler.hand_back(image.owner)
         else:
-            await self.encode.queue.put((image, pixels))
+            following = self.encode if image.job.keep is None else self.judge
+            await following.queue.put((image, pixels))
 
     async def _draw(
         self, passes: Sequence[Pass], request: ImageRequest, at: int

@@ -40,6 +40,7 @@ from imagefleet.errors import (
 from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict, JSONObject
 from worker import tasks
 from worker.engine import contract, load
 from worker.files import check
@@ -55,7 +56,7 @@ _BACKLOG = 64
 
 
 #: A job, or the fields of one by their names.
-JobOrFields = Job | Mapping[str, Any]
+JobOrFields = Job | JSONObject
 
 
 class EngineOptions(TypedDict, total=False):
@@ -93,7 +94,7 @@ class AsyncEngine:
         self._exit = contextlib.AsyncExitStack()
         self._process = os.getpid()
         self._folder = options.pop("detectors", None)
-        given: dict[str, Any] = {**options, "model": model, "lora_directory": loras}
+        given: JSONDict = {**options, "model": model, "lora_directory": loras}
         with validation.as_error(SetupError, known=WorkerSettings.model_fields):
             self._settings = WorkerSettings(**given)
         check.check_path(Path(self._settings.model))
@@ -193,9 +194,10 @@ class AsyncEngine:
             return Drawn(job, error=error)
 
     def _check(self, job: Job) -> None:
-        if job.then or job.model not in {None, self._engine.model_name}:
+        if job.then or job.keep or job.model not in {None, self._engine.model_name}:
             raise JobError(
-                "stages (then) and other models need a queue and its workers"
+                "stages (then), rules of what to keep, and other models need a queue and its"
+                " workers"
             )
 
     async def _pixels(

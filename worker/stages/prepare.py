@@ -191,6 +191,9 @@ class PrepareStage:
             if job.verify and await self._left_to_others(entry, job):
                 return
             images = sorted({*range(job.images_to_draw)} - entry.stored)
+            if job.keep is not None and entry.stored:  # they are judged together
+                is_over = entry.kept or entry.bundle is not None
+                images = [] if is_over else list(range(job.images_to_draw))
             self._puller.not_ahead(entry, entry.ahead - len(images))
             if not images:
                 await self._settler.images_ended(entry)
@@ -208,7 +211,7 @@ class PrepareStage:
         if entry.settled:
             return  # handed back meanwhile
         entry.images_to_submit = entry.images_to_store = len(images)
-        entry.is_first_awaited = job.images > 1 and 0 in images
+        entry.is_first_awaited = job.images > 1 and 0 in images and job.keep is None
         entry.drawn, entry.prepared = job, prepared
         entry.requests.extend(zip(images, requests, strict=True))
 
@@ -320,7 +323,7 @@ class PrepareStage:
         """Hashes of the files that all jobs are drawn with; they are loaded for good."""
         if self._own_hashes is None:
             hashes = self._files.hashes
-            paths = await concurrency.UNTIL_ACCESS.call(self._files.own_paths)
+            paths = await self._files.own_paths()
             self._own_hashes = {
                 name: hashes.of_model(path) if name == "vae" else hashes.of_lora(path)
                 for name, path in paths.items()

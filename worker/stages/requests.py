@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import UnsettledFileError
 from imagefleet.files import safetensors
 from imagefleet.job import differences
 from imagefleet.job.message import Job
@@ -50,8 +51,9 @@ class RequestReader:
             requests = requests_of(job, size, (), (), images, inputs)
             return JobRequests(requests, (), inputs)
         for detail in job.details:  # or it would be missed once the image is drawn
-            resolve = partial(self.files.detectors.resolve, detail.ad_model)
-            await concurrency.UNTIL_ACCESS.call(resolve)
+            await self.files.detectors.resolve(detail.ad_model)
+        if job.keep is not None:
+            await concurrency.gather(*map(self.files.judges.find, job.keep.scores))
         loras: dict[LoraTag, Lora] = {}
         if tags := job.loras:
             found = await concurrency.gather(*map(self._find_lora, tags))
@@ -78,14 +80,13 @@ class RequestReader:
     async def read_rested(self, job: Job) -> JobRequests:
         """`read`, once nobody writes the files any more."""
         while True:
-            with contextlib.suppress(errors.UnsettledFileError):
+            with contextlib.suppress(UnsettledFileError):
                 return await self.read(job)
             await asyncio.sleep(safetensors.REST_SECONDS)
 
     async def _find_lora(self, tag: LoraTag) -> Lora:
         library = self.files.loras
-        resolve = partial(library.resolve, tag.name)
-        path = await concurrency.UNTIL_ACCESS.call(resolve)
+        path = await library.resolve(tag.name)
         return Lora(
             name=tag.name,
             path=path,
@@ -104,8 +105,7 @@ class RequestReader:
         return await concurrency.gather(*map(self._find_embedding, found))
 
     async def _find_embedding(self, name: str) -> Embedding:
-        resolve = partial(self.files.embeddings.resolve_hashed, name)
-        path, sha256 = await concurrency.UNTIL_ACCESS.call(resolve)
+        path, sha256 = await self.files.embeddings.resolve_hashed(name)
         return Embedding(name, path, sha256)
 
 

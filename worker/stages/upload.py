@@ -13,6 +13,7 @@ from imagefleet.files.pack import Member
 from imagefleet.job.names import duplicate_name
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.jobs import stored
 from worker.jobs.in_flight import EncodedImage, InFlightImage
 from worker.node.watchdog import NodeWatchdog
@@ -24,8 +25,6 @@ UPLOADS = 32
 #: Encoded images that may wait, for each upload in flight.
 WAITING_PER_UPLOAD = 2
 
-
-log = logs.EventLog(__name__)
 
 #: Limits the warnings of an outage, in which every upload in flight fails again and again.
 _outage_warning = logs.Occasion()
@@ -169,20 +168,24 @@ class UploadStage:
 
     def _record(self, image: InFlightImage, file: EncodedImage) -> Record:
         width, height = file.size
+        images = image.owner.kept or image.job.images
         return self.settler.record(
             image.owner,
             "completed",
-            **of_job(image.job),
+            **of_job(image.job) | {"images": images},
             blob=image.job.blob_name(image.index),
             size_bytes=len(file.data),
             sha256=file.sha256,
             index=image.index,
-            completes=False if image.job.images > 1 else None,
-            seed=image.job.image_seed(image.index),
+            completes=False if images > 1 else None,
+            seed=image.job.image_seed(image.drawn_index),
             model=self.settler.model_name[:MAX_NAME_CHARACTERS],
             width=width,
             height=height,
             mark=file.mark,
+            scores=image.scores,
+            dropped=image.dropped,
+            phash=image.phash,
             embeddings=tuple(map(attrgetter("name", "sha256"), image.embeddings)),
             seconds=round(time.monotonic() - image.owner.pulled_at, 3),
         )

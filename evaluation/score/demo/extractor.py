@@ -11,7 +11,8 @@ from torch import Tensor
 
 from evaluation.score import extractors
 from evaluation.score.demo import judge
-from evaluation.score.extractors import ExtractorFacts, Preparation
+from evaluation.score.extractors import ExtractorFacts
+from evaluation.score.preparation import Preparation
 from evaluation.score.statistics import Features
 
 #: 0 to 1 is what the judge takes.

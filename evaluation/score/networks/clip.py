@@ -12,9 +12,11 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, CLIPModel
 
 from evaluation.score import extractors
-from evaluation.score.extractors import ExtractorFacts, Preparation
+from evaluation.score.extractors import ExtractorFacts
+from evaluation.score.preparation import Preparation
 from evaluation.score.statistics import Features
 from imagefleet.errors import SetupError
+from imagefleet.validation import JSONDict
 
 _WEIGHTS = "model.safetensors"
 _PREPROCESSOR = "preprocessor_config.json"
@@ -94,7 +96,7 @@ def _array(found: torch.Tensor) -> Features:
 
 
 def _preparation(folder: Path, model: Any) -> Preparation:
-    stated: dict[str, Any] = {}
+    stated: JSONDict = {}
     if (folder / _PREPROCESSOR).is_file():
         stated = json.loads((folder / _PREPROCESSOR).read_text(encoding="utf-8"))
     size = model.config.vision_config.image_size

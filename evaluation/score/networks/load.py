@@ -13,9 +13,9 @@ from evaluation.score.extractors import (
     DEMO,
     Extractor,
     ExtractorFacts,
-    Preparation,
     TextExtractor,
 )
+from evaluation.score.preparation import Preparation, read_preparation
 from evaluation.score.statistics import Features
 from imagefleet.errors import SetupError
 
@@ -91,7 +91,7 @@ class OnnxExtractor:
     def __init__(self, path: Path) -> None:
         import onnxruntime
 
-        self._preparation = extractors.read_preparation(path) or Preparation()
+        self._preparation = read_preparation(path) or Preparation()
         options = onnxruntime.SessionOptions()
         # Several processes share the machine, and several threads might round differently.
         options.intra_op_num_threads = options.inter_op_num_threads = 1

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from evaluation.score import extractors
-from evaluation.score.extractors import ExtractorFacts, Preparation
+from evaluation.score.extractors import ExtractorFacts
+from evaluation.score.preparation import Preparation, read_preparation
 from evaluation.score.statistics import Features
 from imagefleet.errors import SetupError
 
@@ -40,7 +41,7 @@ class TorchScriptExtractor:
         )
 
     def _load(self, path: Path) -> tuple[Any, Preparation]:
-        stated = extractors.read_preparation(path)
+        stated = read_preparation(path)
         try:
             with warnings.catch_warnings():
                 # TorchScript is what the published weights of Inception come as.

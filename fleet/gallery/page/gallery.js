@@ -13,10 +13,10 @@ const TYPING_MILLISECONDS = 200;
 const byId = id => document.getElementById(id);
 const number = new Intl.NumberFormat();
 const tabs = [...document.querySelectorAll("[role=tab]")];
-const fields = ["text", "lora", "worker"];
+const fields = ["text", "lora", "worker", "keep"];
 
 // What is shown; the address has it too, so that it outlives a reload.
-const shown = { campaign: "", tab: "images", text: "", lora: "", worker: "" };
+const shown = { campaign: "", tab: "images", text: "", lora: "", worker: "", keep: "" };
 let generation = null;
 let asked = new AbortController();
 let index = "", timer, namesAt = FIRST_NAMES_MILLISECONDS - NAMES_MILLISECONDS, toastTimer;
@@ -137,7 +137,7 @@ function showState(state) {
   else grid.update(state.total);
   for (const tab of tabs) {
     const count = state.counts[tab.dataset.tab];
-    tab.lastElementChild.textContent = count || tab.dataset.tab !== "cancelled" ? number.format(count) : "";
+    tab.lastElementChild.textContent = count || !["cancelled", "dropped"].includes(tab.dataset.tab) ? number.format(count) : "";
     tab.classList.toggle("bad", tab.dataset.tab === "failed" && count > 0);
   }
   const ended = state.jobs, isDone = state.sent && ended >= state.sent;
@@ -161,8 +161,9 @@ function showEmpty(state) {
   box.querySelector("pre").hidden = true;
   const words = { images: ["No images yet", "They appear here as workers store them."],
     failed: ["No failed jobs", "Jobs that cannot succeed appear here with their reasons."],
-    cancelled: ["No cancelled jobs", "Jobs that imagefleet cancel has stopped appear here."] }[shown.tab];
-  const [title, text] = isFiltered ? ["Nothing matches", "No prompt, LoRA and worker are like this."] : words;
+    cancelled: ["No cancelled jobs", "Jobs that imagefleet cancel has stopped appear here."],
+    dropped: ["No dropped jobs", "Jobs that keep none of their images appear here with the reason."] }[shown.tab];
+  const [title, text] = isFiltered ? ["Nothing matches", "No prompt, LoRA, worker and scores are like this."] : words;
   box.querySelector("h1").textContent = title;
   box.querySelector("p").textContent = text;
 }
@@ -221,7 +222,7 @@ byId("text").addEventListener("keydown", event => {
   grid.scroller.focus({ preventScroll: true });
 });
 byId("filters").addEventListener("submit", event => event.preventDefault());
-for (const name of ["lora", "worker"]) {
+for (const name of ["lora", "worker", "keep"]) {
   byId(name).addEventListener("change", event => change({ [name]: event.target.value }));
 }
 byId("campaign").addEventListener("change", event => {
@@ -237,7 +238,7 @@ document.querySelector("[role=tablist]").addEventListener("keydown", event => {
   next.focus();
 });
 byId("clear").addEventListener("click", () => {
-  change({ text: "", lora: "", worker: "" });
+  change({ text: "", lora: "", worker: "", keep: "" });
   grid.scroller.focus({ preventScroll: true }); // the button is gone
 });
 byId("newer").addEventListener("click", () => {

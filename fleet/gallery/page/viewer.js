@@ -201,6 +201,7 @@ export class Viewer {
       [record.outcome === "completed" ? "Stored" : "Ended", moment.format(new Date(record.at))],
       ["File", bytes], ["Blob", record.blob], ["Message", record.outcome === "completed" ? null : record.source],
     ];
+    for (const [name, value] of Object.entries(record.scores ?? {})) rows.push([`Score ${name}`, value]);
     for (const [name, value] of Object.entries(record.metadata ?? {})) {
       rows.push([name, typeof value === "string" ? value : JSON.stringify(value)]);
     }

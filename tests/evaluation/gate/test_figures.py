@@ -13,8 +13,9 @@ from evaluation.gate.compare import Measures
 from evaluation.gate.images import FolderImages
 from evaluation.gate.page import Result
 from evaluation.gate.pair import Shift
-from evaluation.score.extractors import ExtractorFacts, Preparation
+from evaluation.score.extractors import ExtractorFacts
 from evaluation.score.metrics import clip_score, frechet_distance, unit
+from evaluation.score.preparation import Preparation
 from evaluation.score.statistics import Features, Statistics
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
-from evaluation.score import extractors, metrics
+from evaluation.score import metrics
 from evaluation.score.networks import load
+from evaluation.score.preparation import clean_fid
 from imagefleet import errors
 from imagefleet.job import clip
 
@@ -52,7 +53,7 @@ class Inception(torch.nn.Module):
 
 def test_the_resize_antialiases_as_clean_fid_does():
     image = picture(400, 300)
-    ours = extractors.clean_fid(image, 75)
+    ours = clean_fid(image, 75)
     assert ours.dtype == np.float32
     for channel in range(3):  # clean-fid's own lines
         plane = Image.fromarray(np.asarray(image)[:, :, channel].astype(np.float32))
@@ -78,14 +79,14 @@ def test_a_torchscript_file_is_named_by_its_hash_and_its_input(tmp_path):
     assert (facts["size"], facts["std"]) == (16, (255, 255, 1))
     assert "antialiasing" in facts["resize"]
     image = picture()
-    expected = extractors.clean_fid(image, 16).mean((0, 1)) / [255, 255, 1]
+    expected = clean_fid(image, 16).mean((0, 1)) / [255, 255, 1]
     np.testing.assert_allclose(found.features([image, image])[1], expected, rtol=1e-5)
 
 
 def test_inception_is_taken_without_its_own_resize(tmp_path):
     found = load.load_extractor(save_script(Inception(), tmp_path / "inception.pt"))
     image = picture()
-    expected = (extractors.clean_fid(image, 299).mean((0, 1)) - 128) / 128
+    expected = (clean_fid(image, 299).mean((0, 1)) - 128) / 128
     np.testing.assert_allclose(
         found.features([image])[0], expected, rtol=1e-4, atol=1e-5
     )
@@ -96,7 +97,7 @@ def test_an_onnx_file_gives_the_features_of_its_network(means_onnx: Path):
     image = picture()
     np.testing.assert_allclose(
         found.features([image])[0],
-        extractors.clean_fid(image, 20).mean((0, 1)),
+        clean_fid(image, 20).mean((0, 1)),
         rtol=1e-5,
     )
     assert found.facts.kind == "ONNX"

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from evaluation.score import chunks, metrics
-from evaluation.score.extractors import Preparation
 from evaluation.score.plan import Chunk
+from evaluation.score.preparation import Preparation
 from evaluation.score.statistics import Statistics
 from imagefleet import errors
 

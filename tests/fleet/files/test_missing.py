@@ -91,6 +91,7 @@ def test_what_is_missing_is_told_with_its_jobs_and_nothing_is_sent(
             "controlnets": 0,
             "vaes": 0,
             "detectors": 0,
+            "judges": 0,
             "inputs": 0,
         },
     )

@@ -89,7 +89,7 @@ def test_a_record_that_comes_twice_is_one_row(index: Index):
 
     assert (jobs(index), jobs(index, tab="failed")) == (["job-1"], ["job-2"])
     assert index.names("lora") == [("ink", 1)]
-    assert index.counts()[0] == {"images": 1, "failed": 1, "cancelled": 0}
+    assert index.counts()[0] == {"images": 1, "failed": 1, "cancelled": 0, "dropped": 0}
     assert index.counts()[1] == 2
 
 

@@ -99,7 +99,12 @@ async def test_images_appear_as_they_are_stored(
         state = await served.state_when(
             lambda state: state["total"] == 2, campaign="spring"
         )
-        assert state["counts"] == {"images": 2, "failed": 0, "cancelled": 0}
+        assert state["counts"] == {
+            "images": 2,
+            "failed": 0,
+            "cancelled": 0,
+            "dropped": 0,
+        }
         assert (state["jobs"], state["problem"]) == (2, "")
         names = await served.get("/api/names", campaign="spring")
         assert names["lora"] == [["ink", 1]]

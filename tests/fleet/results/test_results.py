@@ -88,6 +88,8 @@ async def test_json_has_every_result_with_all_that_is_known(
         "width": 32,
         "height": 32,
         "mark": None,
+        "scores": {},
+        "dropped": [],
         "worker": "w1",
         "gpu": None,
         "seconds": 1.5,
@@ -190,6 +192,8 @@ def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose():
         "digest",
         "sha256",
         "proof",
+        "keep",
+        "phash",
     }
     assert set(Record.model_fields) - left_out == set(columns.COLUMNS) - {"address"}
 

@@ -60,10 +60,11 @@ def test_a_network_of_no_known_architecture_may_be_an_upscaler_alone():
         kinds.check(kinds.LORA, "a.safetensors", found)
 
 
-def test_names_are_listed_without_their_suffix_but_of_models_and_kernels():
+def test_names_are_listed_without_their_suffix_but_of_models_judges_and_kernels():
     names = {
         name: kind.listed_name(f"a.b{kind.suffixes[0]}") for name, kind in KINDS.items()
     }
     assert names.pop("model") == "a.b.safetensors"
+    assert names.pop("judge") == "a.b.safetensors"
     assert names.pop("kernels") == "a.b.kernels"
     assert set(names.values()) == {"a.b"}

@@ -1,0 +1,319 @@
+"""Measures what judging while drawing saves, and what it costs.
+
+By `plan`, and by a real run: the same jobs of the demo's model are judged while they are drawn, and
+stored first and judged then; operations and bytes are counted, the GPU's time is that of the plan.
+With --model, mixed LoRAs on a GPU: a worker that scores each image by CLIP over one that does not.
+
+    python -m benchmarks.kept.judged [--jobs 400]
+    python -m benchmarks.kept.judged --model MODEL [--loras FOLDER] [--clip FILE] [--images 1000]
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fleet.plan import command, kept
+from fleet.plan.work import of_source, read_models
+from imagefleet.files import demo
+from imagefleet.keeping.rule import Keep
+from imagefleet.pricing import prices
+from imagefleet.records import pictures, reader
+from imagefleet.records.record import Record
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import Operations
+from imagefleet.storage.settings import StorageSettings
+from loadgen.load import Load
+from loadgen.settings import LoadSettings
+from loadgen.sources import open_source
+from worker import process
+from worker.settings import MachineSettings
+from worker.stages import record as recording
+
+RESULT = Path(__file__).resolve().parents[1] / "results" / "kept.json"
+
+#: Of the drawn images, as public data sets of 2025 and 2026 keep.
+SHARE = 0.05
+
+#: Jobs that are planned: so many that the start of a replica no longer matters.
+PLANNED = 20_000_000
+
+GPU = "RTX 3060 Ti"
+
+USUAL_PIXELS = 512 * 512
+
+#: Share of the images, at both ends, that are not timed.
+EDGE = 0.1
+
+#: Of CLIP ViT-L/14.
+CLIP_SIDE = 224
+
+
+class Ran(NamedTuple):
+    """A campaign that was drawn, and all operations on its storage."""
+
+    operations: Operations
+    records: list[Record]
+    dropped: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(record.size_bytes or 0 for record in self.records)
+
+
+def jobs_file(folder: Path, prompts: Sequence[str], **fields: object) -> Path:
+    path = folder / "jobs.jsonl"
+    with path.open("w") as file:
+        for number, prompt in enumerate(prompts):
+            file.write(json.dumps({"prompt": prompt, "id": f"{number:06}", **fields}))
+            file.write("\n")
+    return path
+
+
+async def drawn(
+    file: Path, rule: str | None, judge: Path, bundle: int, **worker: Any
+) -> Ran:
+    """Loads a file into a storage of its own and has one worker draw it."""
+    with tempfile.TemporaryDirectory() as folder:
+        where = StorageSettings(storage=f"local:{folder}/storage")
+        settings = LoadSettings(
+            storage=where.storage, bundle=bundle, verify_share=0, concurrency=256
+        )
+        keep = None if rule is None else Keep.model_validate(rule)
+        source = open_source(str(file), campaign="kept", keep=keep)
+        used: list[Storage] = []
+        opening = process.open_storage
+
+        def noting(*given: Any, **named: Any) -> Storage:
+            used.append(opening(*given, **named))
+            return used[-1]
+
+        async with open_storage(settings) as storage:
+            await storage.create()
+            name = f"judges/clip{judge.suffix}"
+            data = await asyncio.to_thread(judge.read_bytes)
+            await storage.files.create(name, data, "application/octet-stream", {})
+            await Load(storage, source, settings).run(lambda _: None)
+            filled = storage.operations
+        process.open_storage = noting  # type: ignore[assignment]
+        # Records are written as seldom as on Azure, whose prices count here.
+        recording.LOCAL_FLUSH_SECONDS = recording.FLUSH_SECONDS
+        try:
+            machine = MachineSettings(
+                storage=where.storage,
+                until_empty=True,
+                port=0,
+                cache=Path(folder, "cache"),
+                **worker,
+            )
+            await process.run_worker(machine)
+        finally:
+            process.open_storage = opening
+        spent = Operations(
+            queue=filled.queue + used[0].operations.queue,
+            blob_writes=filled.blob_writes + used[0].operations.blob_writes,
+            blob_reads=used[0].operations.blob_reads,
+        )
+        async with open_storage(where) as storage:
+            counts = await reader.counts(storage, "kept")
+            if counts.pending or counts.failed:
+                sys.exit(f"not all jobs were drawn: {counts}")
+            found = [record async for record in reader.images(storage, "kept")]
+            for record in found[:1]:  # it is there
+                await pictures.find(storage, [record])
+        return Ran(spent, found, counts.dropped)
+
+
+def planned(folder: Path, bundle: int) -> kept.KeptPlan:
+    """The plan of few-step jobs of SD1.5, of which a share is kept."""
+    file = jobs_file(folder, ["a house"], steps=4, cfg_scale=1)
+    (work,) = of_source(open_source(str(file)), read_models([], "sd1"))
+    work.jobs = work.images = work.bundled = PLANNED
+    work.tflop *= PLANNED
+    work.pixels *= PLANNED
+    machines = command.Machines(
+        *([GPU], None, None, None, None, None, None)  # its price and speed by the table
+    )
+    plan, table = command.planned([work], machines, bundle=bundle)
+    return kept.of_plan(plan, table, SHARE, is_bundled=bundle > 1)
+
+
+async def run_demo(folder: Path, count: int, gpu_dollars: float) -> dict[str, Any]:
+    """Judged while drawn over stored first, by a real worker; *gpu_dollars* of an image."""
+    lines = (demo.TRAINED / "captions.txt").read_text().splitlines()
+    prompts = [lines[number % len(lines)] for number in range(count)]
+    file = jobs_file(folder, prompts, steps=4)
+    judge = demo.TRAINED / "judges" / "clip.onnx"
+    # Tried first, as thresholds are: the scores of all, of which a share is to pass.
+    options: dict[str, Any] = {"model": demo.TRAINED, "device": "cpu"}
+    options["accelerator"] = str(demo.ACCELERATOR)
+    tried = await drawn(file, "clip=0", judge, 1, **options)
+    scores = [record.scores["clip"] for record in tried.records]
+    least = float(np.quantile(scores, 1 - SHARE, method="higher"))
+    judged = await drawn(file, f"clip={least}", judge, 1, **options)
+    stored = await drawn(file, None, judge, 1, **options)
+    kept_ids = {record.id for record in judged.records}
+    wanted = {record.id for record in tried.records if record.scores["clip"] >= least}
+    if kept_ids != wanted:
+        sys.exit(f"{len(kept_ids ^ wanted)} images were judged in two ways")
+    table = prices.BUILT_IN.storage
+    # The GPU's price is that of 512x512: so are the bytes, by those of a pixel here.
+    (size,) = {(record.width or 1) * (record.height or 1) for record in stored.records}
+    month = table.gigabyte_month / 1e9 * USUAL_PIXELS / size
+    scoring = kept.SCORING * gpu_dollars * count
+    reads = Operations(blob_reads=count)
+    first = table.dollars(of_jobs(stored, count)) + table.dollars(reads)
+    first += gpu_dollars * count + scoring + stored.bytes * month
+    during = table.dollars(of_jobs(judged, count)) + judged.bytes * month
+    during += gpu_dollars * count + scoring
+    return {
+        "jobs": count,
+        "kept": len(kept_ids),
+        "minimum": least,
+        "dollars": during,
+        "dollars_stored_first": first,
+        "operations": asdict(judged.operations),
+        "operations_stored_first": asdict(stored.operations),
+        "bytes": judged.bytes,
+        "bytes_stored_first": stored.bytes,
+        "over_stored": first / during,
+    }
+
+
+def of_jobs(ran: Ran, count: int) -> Operations:
+    """Operations with those of the queue that jobs take alone: sent, received, deleted.
+
+    Polls and renewals are counted by the clock, and a slow machine has more of them.
+    """
+    return replace(ran.operations, queue=3 * count)
+
+
+def random_clip(folder: Path, *, is_tiny: bool) -> Path:
+    """A file with CLIP ViT-L/14's tensors, of random weights: as fast as the published one."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import CLIPConfig, CLIPModel
+
+    vision: dict[str, int] = {"image_size": 32, "patch_size": 16}
+    configuration = CLIPConfig()
+    if not is_tiny:
+        vision = {"image_size": CLIP_SIDE, "patch_size": 14}
+        vision |= {"hidden_size": 1024, "intermediate_size": 4096}
+        vision |= {"num_hidden_layers": 24, "num_attention_heads": 16}
+        text = {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_attention_heads": 12,
+        }
+        configuration = CLIPConfig(
+            text_config={**text, "projection_dim": 768},
+            vision_config={**vision, "projection_dim": 768},
+            projection_dim=768,
+        )
+    else:
+        narrow = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+        narrow["num_attention_heads"] = 1
+        configuration = CLIPConfig(
+            text_config=narrow, vision_config={**narrow, **vision}, projection_dim=16
+        )
+    torch.manual_seed(0)
+    model = CLIPModel(configuration).half()
+    save_file(model.state_dict(), folder / "clip.safetensors")
+    return folder / "clip.safetensors"
+
+
+def rate(records: Sequence[Record]) -> float:
+    """Images/s of all but the first and the last ones, by the times at which they are stored."""
+    times = sorted(record.at.timestamp() for record in records)
+    first = round(EDGE * len(times))
+    inner = times[first : len(times) - first]
+    return (len(inner) - 1) / (inner[-1] - inner[0])
+
+
+async def run_gpu(folder: Path, given: argparse.Namespace) -> dict[str, float]:
+    """A worker that scores each image over one that does not, with a LoRA for each job."""
+    names = (
+        sorted(path.stem for path in given.loras.glob("*.safetensors"))
+        if given.loras
+        else []
+    )
+    prompts = [f"a photo of a house, number {number}" for number in range(given.images)]
+    for number in range(len(prompts) if names else 0):
+        prompts[number] += f" <lora:{names[number % len(names)]}:0.8>"
+    file = jobs_file(folder, prompts)
+    judge = given.clip or random_clip(folder, is_tiny=given.tiny)
+    options: dict[str, Any] = {"model": given.model, "device": given.device}
+    if given.loras:
+        options["lora_directory"] = given.loras
+    # The first run compiles and fills the caches of the machine; it is not counted.
+    rules = ("clip=0", None, "clip=0", None, "clip=0")
+    ran = [await drawn(file, rule, judge, 1, **options) for rule in rules]
+    rates = [rate(each.records) for each in ran]
+    _, plain, scored, again, last = rates
+    return {
+        "scored_over_plain": round((scored + last) / (plain + again), 4),
+        "images_per_second": round((plain + again) / 2, 3),
+        "images_per_second_scored": round((scored + last) / 2, 3),
+    }
+
+
+async def measure(given: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        if given.model is not None:
+            figures = await run_gpu(folder, given)
+            ratio = figures.pop("scored_over_plain")
+            return {"scored_over_plain": ratio, "scored": figures}
+        plans = {
+            name: planned(folder, size)
+            for name, size in (("single", 1), ("bundled", 32))
+        }
+        run = await run_demo(folder, given.jobs, gpu_dollars_of_image(folder))
+    return {
+        "kept_per_dollar_over_stored": round(plans["single"].ratio, 3),
+        "kept_plan": {
+            name: asdict(plan) | {"ratio": plan.ratio} for name, plan in plans.items()
+        },
+        "kept_run": run,
+    }
+
+
+def gpu_dollars_of_image(folder: Path) -> float:
+    """Dollars of the GPU's for one planned image."""
+    file = jobs_file(folder, ["a house"], steps=4, cfg_scale=1)
+    works = of_source(open_source(str(file)), read_models([], "sd1"))
+    machines = command.Machines(*([GPU], None, None, None, None, 0.0, None))
+    plan, _ = command.planned(works, machines)
+    return plan.gpu_dollars / plan.images
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=400)
+    parser.add_argument("--model", help="a checkpoint: measure scoring on its device")
+    parser.add_argument("--loras", type=Path)
+    parser.add_argument("--clip", type=Path, help="default: random weights of ViT-L/14")
+    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--tiny", action="store_true", help="a tiny CLIP, to try it")
+    parser.add_argument("--write", action="store_true", help=f"into {RESULT.name}")
+    given = parser.parse_args()
+    figures = asyncio.run(measure(given))
+    if given.write:
+        known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        text = json.dumps(known | figures, indent=2, sort_keys=True)
+        RESULT.write_text(text + "\n")
+    for name, value in figures.items():
+        print(f"{name}: {value}")
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a campaign keeps of the images that it draws."""

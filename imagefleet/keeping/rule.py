@@ -1,0 +1,122 @@
+"""What a campaign keeps of the images that it draws: the rule that workers and readers share.
+
+An image's fate follows from scores alone, so it does not depend on which worker draws what, when,
+or how often:
+
+1. A job is judged once all of its images are drawn, by the scores of its own images. An image below
+   a minimum is dropped; the first minimum that it misses, by name, is the reason.
+2. Of the others the `best` are kept: those of the highest score `by`, of equal scores the one that
+   is drawn first. Kept images are numbered in the order in which they are drawn.
+3. A job that keeps nothing has the outcome `dropped`.
+4. With `distinct`, whoever reads the whole campaign drops near-duplicates: of two kept images whose
+   perceptual hashes differ in at most so many bits, the one with the lower score `by`, of equal
+   scores the one of the job whose id comes later. It is dropped even if the other one is dropped
+   for a third, so the order of drawing is of no effect. Until both are drawn, either one counts.
+
+Scores are rounded before they are compared, and recorded as they were compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from imagefleet.job.prompt import SAFE_NAME
+
+#: A job's images wait in memory until all of them are judged.
+MAX_JUDGED = 64
+
+#: Near-duplicates are looked for by parts of their hashes, one more than this.
+MAX_DISTINCT = 7
+
+#: Digits of a score that count: GPUs differ in the others.
+DIGITS = 3
+
+#: Names that a rule's text has for what is no score.
+_OTHERS = ("best", "by", "distinct")
+
+Scores = Mapping[str, float]
+
+
+_Minimum = Annotated[float, Field(ge=-1e9, le=1e9)]
+
+
+class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """A rule of what is kept; as text `clip=25,aesthetic=5,best=2,by=clip,distinct=3`."""
+
+    #: The least score that an image needs, by the score's name.
+    minimum: dict[str, _Minimum] = Field(default_factory=dict, max_length=16)
+    #: The most images of a job that are kept; None: all that pass.
+    best: int | None = Field(default=None, ge=1, le=MAX_JUDGED)
+    #: The score that ranks images; None: the first of `minimum`.
+    by: str | None = None
+    #: Bits of 64 in which the hashes of near-duplicates differ at most; None: they are kept.
+    distinct: int | None = Field(default=None, ge=0, le=MAX_DISTINCT)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_text(cls, given: object) -> object:
+        if not isinstance(given, str):
+            return given
+        fields: dict[str, object] = {}
+        minimum: dict[str, str] = {}
+        for part in filter(None, given.split(",")):
+            name, sign, value = (each.strip() for each in part.partition("="))
+            if not sign:
+                raise ValueError(f"{part!r} should be NAME=VALUE, as in clip=25,best=2")
+            if name in _OTHERS:
+                fields[name] = value
+            else:
+                minimum[name] = value
+        return {"minimum": minimum, **fields}
+
+    @model_validator(mode="after")
+    def _has_scores(self) -> Self:
+        if not self.scores:
+            raise ValueError("it names no score: clip=25 keeps images of at least 25")
+        for name in self.scores:
+            if name in _OTHERS or not SAFE_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a score")
+        return self
+
+    @property
+    def ranking(self) -> str:
+        """The score that ranks images."""
+        return self.by or next(iter(self.minimum), "")
+
+    @property
+    def scores(self) -> list[str]:
+        """The names of the scores that it needs."""
+        return [name for name in dict.fromkeys((*self.minimum, self.ranking)) if name]
+
+    def reason(self, scores: Scores) -> str | None:
+        """Why an image is dropped for its own scores; None if it passes."""
+        for name in sorted(self.minimum):
+            least = self.minimum[name]
+            score = scores.get(name, -math.inf)
+            if score < least:
+                return f"{name} {score:g} is below {least:g}"
+        return None
+
+    def rank(self, scores: Scores) -> float:
+        """Sorts images, the best first."""
+        return -scores.get(self.ranking, -math.inf)
+
+    def choose(self, images: Sequence[Scores]) -> list[str | None]:
+        """The reason why each image of a job is dropped; None for those that are kept."""
+        reasons = [self.reason(scores) for scores in images]
+        passed = [at for at, reason in enumerate(reasons) if reason is None]
+        passed.sort(key=lambda at: self.rank(images[at]))
+        for at in passed[self.best or MAX_JUDGED :]:
+            reasons[at] = f"{self.best} of its job have a better {self.ranking}"
+        return reasons
+
+    def may_keep(self, images: Sequence[Scores]) -> bool:
+        """True if it keeps one of a job's images, or does not know a score of one."""
+        return any(
+            self.reason(scores) is None or not scores.keys() >= {*self.scores}
+            for scores in images
+        )

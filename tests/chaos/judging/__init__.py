@@ -1,0 +1,1 @@
+"""Campaigns that are judged, for tests of kills."""

@@ -1,0 +1,229 @@
+"""Networks that judge images: the score of each format, and what is wrong with a file."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import CLIPConfig, CLIPModel
+
+from demo_world import captions, world
+from evaluation.score import metrics
+from evaluation.score.demo.extractor import DemoTextExtractor
+from evaluation.score.networks.clip import ClipExtractor
+from imagefleet import errors
+from imagefleet.files import demo
+from imagefleet.job import clip
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+from worker.files.library import Source
+from worker.judges import pixels
+from worker.judges.networks import Drawn, Judges
+
+#: A CLIP of two layers, as transformers saves it.
+_TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+}
+
+
+def tiny_clip(folder: Path) -> Path:
+    torch.manual_seed(0)
+    text = {**_TOWER, "eos_token_id": clip.VOCABULARY_SIZE - 1}
+    vision = {**_TOWER, "image_size": 32, "patch_size": 8}
+    configuration = CLIPConfig(
+        text_config=text, vision_config=vision, projection_dim=16
+    )
+    CLIPModel(configuration).save_pretrained(folder)
+    for file in clip.TOKENIZER.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def pictures(count: int) -> list[Drawn]:
+    chance = np.random.default_rng(0)
+    return [
+        Drawn(chance.integers(0, 256, (40, 48, 3), np.uint8), f"a red house {number}")
+        for number in range(count)
+    ]
+
+
+def score(folder: Path, name: str, drawn: Sequence[Drawn]) -> list[float]:
+    """The scores by the networks of a folder."""
+
+    async def scored() -> list[float]:
+        settings = StorageSettings(storage=f"local:{folder / 'storage'}")
+        async with open_storage(settings) as storage:
+            await storage.create()
+            source = Source(storage.files, folder / "cache", 2**30)
+            return await Judges(source, "cpu", folder / "judges").scores(name, drawn)
+
+    return asyncio.run(scored())
+
+
+@pytest.fixture
+def judges(tmp_path: Path) -> Path:
+    (tmp_path / "judges").mkdir()
+    return tmp_path / "judges"
+
+
+def test_clip_scores_are_those_of_the_evaluation(judges: Path, tmp_path: Path):
+    folder = tiny_clip(tmp_path / "clip")
+    (judges / "clip.safetensors").write_bytes(
+        (folder / "model.safetensors").read_bytes()
+    )
+    drawn = pictures(3)
+    extractor = ClipExtractor(folder, "cpu")
+    seen = extractor.features([Image.fromarray(each.pixels) for each in drawn])
+    texts = extractor.text_features([each.words for each in drawn])
+    expected = metrics.clip_score(seen, texts)
+    assert score(tmp_path, "clip", drawn) == pytest.approx(expected, abs=1e-3)
+
+
+def test_heads_judge_the_embedding_of_an_image(judges: Path, tmp_path: Path):
+    folder = tiny_clip(tmp_path / "clip")
+    (judges / "clip.safetensors").write_bytes(
+        (folder / "model.safetensors").read_bytes()
+    )
+    drawn = pictures(4)
+    extractor = ClipExtractor(folder, "cpu")
+    seen = metrics.unit(
+        extractor.features([Image.fromarray(each.pixels) for each in drawn])
+    )
+    weights = {
+        "layers.0.weight": torch.randn(8, 16),
+        "layers.0.bias": torch.randn(8),
+        "layers.2.weight": torch.randn(1, 8),
+    }
+    save_file(weights, judges / "aesthetic.safetensors")
+    hidden = (
+        seen @ weights["layers.0.weight"].numpy().T + weights["layers.0.bias"].numpy()
+    )
+    expected = (hidden @ weights["layers.2.weight"].numpy().T).ravel()
+    assert score(tmp_path, "aesthetic", drawn) == pytest.approx(expected, abs=1e-3)
+
+    concept = torch.from_numpy(seen[:1].astype(np.float32))
+    checker = {
+        "concept_embeds": concept.clone(),
+        "concept_embeds_weights": torch.tensor([0.99]),
+        "special_care_embeds": -concept,
+        "special_care_embeds_weights": torch.tensor([0.99]),
+        "vision_model.pre_layrnorm.weight": torch.zeros(1),
+    }
+    save_file(checker, judges / "safety.safetensors")
+    found = score(tmp_path, "safety", drawn)
+    assert found[0] == pytest.approx(-1.0, abs=1e-3)
+    near = seen @ seen[0]
+    assert found == pytest.approx(100 * (0.99 - near), abs=1e-3)
+
+
+def test_the_judge_of_the_demo_tells_a_picture_from_others_by_its_prompt(
+    judges: Path, tmp_path: Path
+):
+    file = demo.TRAINED / "judges" / "clip.onnx"
+    (judges / "clip.onnx").write_bytes(file.read_bytes())
+    chance = random.Random(3)
+    options = world.SceneOptions(emphasis_share=0)
+    scenes = [world.sample_scene(chance, options) for _ in range(8)]
+    shown = [world.draw_scene(scene).convert("RGB") for scene in scenes]
+    words = [captions.plain_caption(scene, chance) for scene in scenes]
+    own = [
+        Drawn(np.asarray(image), text) for image, text in zip(shown, words, strict=True)
+    ]
+    others = [
+        Drawn(each.pixels, words[(number + 3) % 8]) for number, each in enumerate(own)
+    ]
+    extractor = DemoTextExtractor("cpu")
+    found = score(tmp_path, "clip", [*own, *others])
+    texts = [each.words for each in (*own, *others)]
+    expected = metrics.clip_score(
+        extractor.features(shown * 2), extractor.text_features(texts)
+    )
+    assert np.mean(found[:8]) > 2 * np.mean(found[8:])
+    assert np.corrcoef(found, expected)[0, 1] > 0.7
+
+
+def test_a_judge_in_onnx_is_fetched_once_whatever_else_has_its_name(
+    judges: Path, tmp_path: Path
+):
+    """Two libraries with one cache would each throw away what the other has fetched."""
+    drawn = pictures(2)
+    data = (demo.TRAINED / "judges" / "clip.onnx").read_bytes()
+    fetched: list[str] = []
+
+    async def scored() -> list[list[float]]:
+        settings = StorageSettings(storage=f"local:{tmp_path / 'storage'}")
+        async with open_storage(settings) as storage:
+            await storage.create()
+            await storage.files.create("judges/clip.onnx", data, "", {})
+            read = storage.files.read
+
+            async def noted(name: str, *terms: Any, **named: Any) -> bytes | None:
+                fetched.append(name)
+                return await read(name, *terms, **named)
+
+            storage.files.read = noted  # type: ignore[method-assign]
+            network = Judges(Source(storage.files, tmp_path / "cache", 2**30), "cpu")
+            return [await network.scores("clip", drawn) for _ in range(3)]
+
+    first, *others = asyncio.run(scored())
+    assert others == [first, first]
+    assert fetched.count("judges/clip.onnx") == 1
+    assert fetched.count("judges/clip.safetensors") <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("clip", "is no CLIP model in transformers' names"),
+        ("taste", "neither contrast nor coherence"),
+    ],
+)
+def test_a_file_that_is_no_judge_is_a_bad_job_with_a_reason(
+    judges: Path, tmp_path: Path, name: str, why: str
+):
+    save_file({"weight": torch.zeros(2)}, judges / "clip.safetensors")
+    with pytest.raises(errors.JobError, match=why):
+        score(tmp_path, name, pictures(1))
+
+
+def test_a_head_of_no_known_kind_is_named(judges: Path, tmp_path: Path):
+    folder = tiny_clip(tmp_path / "clip")
+    save_file(load_file(folder / "model.safetensors"), judges / "clip.safetensors")
+    save_file({"weight": torch.zeros(2)}, judges / "taste.safetensors")
+    with pytest.raises(errors.JobError, match="'taste' is of no known kind"):
+        score(tmp_path, "taste", pictures(1))
+
+
+def test_noise_and_blank_pictures_have_neither_coherence_nor_contrast():
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    blank = np.full((64, 64, 3), 7, np.uint8)
+    ramp = np.repeat(np.arange(64, dtype=np.uint8)[:, None, None], 64, 1).repeat(3, 2)
+    assert abs(pixels.coherence(noise)) < 0.1
+    assert pixels.coherence(ramp) > 0.9
+    assert pixels.contrast(blank) == 0
+    assert pixels.contrast(ramp) > 10
+
+
+def test_the_hash_of_a_picture_outlives_its_size_and_its_brightness():
+    chance = np.random.default_rng(1)
+    small = Image.fromarray(chance.integers(0, 256, (6, 6, 3), np.uint8))
+    picture = np.asarray(small.resize((96, 96), Image.Resampling.BICUBIC))
+    darker = (picture * 0.8).astype(np.uint8)
+    larger = np.asarray(Image.fromarray(picture).resize((192, 192)))
+    other = np.asarray(Image.fromarray(picture).rotate(90))
+
+    def distance(image: np.ndarray) -> int:
+        own = int(pixels.perceptual_hash(picture), 16)
+        return (own ^ int(pixels.perceptual_hash(image), 16)).bit_count()
+
+    assert max(distance(darker), distance(larger)) <= 3
+    assert distance(other) > 16

@@ -1,0 +1,173 @@
+"""The judge stage: scores generated images in batches, and stores what their job's rule keeps.
+
+A job's images wait here until all of them are drawn: what is kept follows from all their scores
+(`imagefleet.keeping.rule`). Until then none is stored: a worker that dies leaves nothing, and the
+next one comes to the same choice. What an earlier delivery has stored stays the job's choice.
+"""
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+from imagefleet import sweep
+from imagefleet.errors import TransientError
+from imagefleet.job.message import Job
+from imagefleet.keeping.rule import DIGITS, Keep
+from imagefleet.records.record import DroppedImage
+from imagefleet.validation import JSONDict
+from worker.engine.contract import Pixels
+from worker.gpu_thread import EngineThread
+from worker.jobs.in_flight import InFlightImage, InFlightJob
+from worker.judges import pixels as scoring
+from worker.judges.networks import Drawn, Judges
+from worker.node.watchdog import NodeWatchdog
+from worker.settle import Settler
+from worker.stages.encode import EncodeStage, refuse_one_colour
+
+#: Images in one call of a network.
+BATCH = 32
+
+_Image = tuple[InFlightImage, Pixels]
+
+#: An image's scores, or why it has none.
+Scored = dict[str, float] | Exception
+
+
+@dataclass(eq=False)
+class JudgeStage:
+    """Scores images, and feeds the encode stage with those that are kept."""
+
+    settler: Settler
+    watchdog: NodeWatchdog
+    engine_thread: EngineThread
+    judges: Judges
+    encode: EncodeStage
+
+    def __post_init__(self) -> None:
+        self.queue: asyncio.Queue[tuple[InFlightImage, Pixels]] = asyncio.Queue(BATCH)
+        self.judges.on_engine = self.engine_thread.call
+        self.settler.on_judged = self._choose
+
+    async def run(self) -> NoReturn:
+        while True:
+            batch = [await self.queue.get()]
+            while len(batch) < BATCH and not self.queue.empty():
+                batch.append(self.queue.get_nowait())
+            groups: defaultdict[tuple[str, ...], list[_Image]] = defaultdict(list)
+            for image, pixels in batch:
+                groups[tuple(_rule(image.job).scores)].append((image, pixels))
+            for names, group in groups.items():
+                scored = await self._score(names, group)
+                for (image, pixels), found in zip(group, scored, strict=True):
+                    hold = partial(self._hold, image, pixels, found)
+                    await self.settler.attempt(image.owner, hold, image)
+
+    async def _score(
+        self, names: Sequence[str], group: Sequence[_Image]
+    ) -> Sequence[Scored]:
+        drawn = [_shown(image, pixels) for image, pixels in group]
+        try:
+            found = [await self.judges.scores(name, drawn) for name in names]
+        except Exception as error:  # noqa: BLE001 - raised by `_hold`, for its job
+            return [error] * len(group)
+        return [
+            dict(zip(names, each, strict=True)) for each in zip(*found, strict=True)
+        ]
+
+    async def _hold(self, image: InFlightImage, pixels: Pixels, scores: Scored) -> None:
+        """Keeps an image until its job's others are judged; raises the error of its scores."""
+        try:
+            refuse_one_colour(pixels)
+        except TransientError as error:
+            if not image.owner.failures:
+                self.watchdog.image_failed(error)
+            raise
+        if isinstance(scores, Exception):
+            raise scores
+        for name, score in scores.items():
+            if not math.isfinite(score):
+                raise TransientError(f"{name} is not finite")
+            scores[name] = round(score, DIGITS)
+        self.watchdog.images_failed_in_a_row = 0
+        image.scores = scores
+        image.owner.judged.append((image, pixels))
+        await self.settler.less_to_store(image.owner, 1)
+
+    async def _choose(self, entry: InFlightJob) -> None:
+        """Stores what is kept of a job whose images are judged; drops a job that keeps none."""
+        judged = sorted(entry.judged, key=lambda each: each[0].index)
+        entry.judged = []
+        job = judged[0][0].job
+        if len(judged) < job.images_to_draw:  # the worker drains
+            await self.settler.hand_back(entry)
+            return
+        rule, scores = _rule(job), [image.scores for image, _ in judged]
+        reasons = rule.choose(scores)
+        count = entry.kept_before
+        if count is not None and reasons.count(None) != count:
+            # An earlier delivery has stored some of so many: scores may differ from GPU to GPU.
+            ranked = sorted(range(len(scores)), key=lambda at: rule.rank(scores[at]))
+            reasons = ["others of its job are stored"] * len(scores)
+            for at in ranked[:count]:
+                reasons[at] = None
+        kept: list[_Image] = []
+        dropped: list[DroppedImage] = []
+        for at, reason in enumerate(reasons):
+            if reason is None:
+                kept.append(judged[at])
+            else:
+                dropped.append(DroppedImage(at, reason, scores[at]))
+                self.settler.cost.lost("dropped")
+                self.settler.metrics.dropped_images.inc()
+        if kept:
+            await self._store(entry, kept, tuple(dropped))
+            return
+        best = min(dropped, key=lambda each: rule.rank(each.scores))
+        facts = {"scores": best.scores, "reason": best.reason, "dropped": dropped}
+        await self.settler.dropped(entry, **facts)
+
+    async def _store(
+        self,
+        entry: InFlightJob,
+        kept: Sequence[_Image],
+        dropped: tuple[DroppedImage, ...],
+    ) -> None:
+        entry.kept = len(kept)
+        for place, (image, pixels) in enumerate(kept):
+            image.index = place
+            image.dropped = () if place else dropped
+            if _rule(image.job).distinct is not None:
+                shown = _shown(image, pixels).pixels
+                image.phash = await asyncio.to_thread(scoring.perceptual_hash, shown)
+        for at, record in enumerate(entry.again):
+            if record.index < entry.kept:
+                image, _ = kept[record.index]
+                facts: JSONDict = {"scores": image.scores, "images": entry.kept}
+                facts |= {"dropped": image.dropped, "phash": image.phash}
+                entry.again[at] = record.model_copy(update=facts)
+        entry.has_ended = False
+        missing = [place for place in range(entry.kept) if place not in entry.stored]
+        entry.images_to_store = len(missing)
+        entry.is_first_awaited = entry.kept > 1 and 0 in missing
+        for place in missing:
+            await self.encode.queue.put(kept[place])
+        if not missing:
+            await self.settler.images_ended(entry)
+
+
+def _rule(job: Job) -> Keep:
+    if job.keep is None:
+        raise ValueError("the job is not judged")
+    return job.keep
+
+
+def _shown(image: InFlightImage, pixels: Pixels) -> Drawn:
+    """The picture as it would be stored, and the words that it is to show."""
+    overlay = image.owner.overlay
+    if overlay is not None:
+        pixels = overlay.put_over(pixels)
+    return Drawn(pixels, sweep.caption_of(image.job))
