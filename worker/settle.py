@@ -178,8 +178,6 @@ class Settler:
         found, taken = await self.retry_policy.call(look)
         entry.again += found
         entry.stored.update(each.index for each in found)
-        if job.keep is not None and found:
-            entry.note_kept(job)
         if taken is not None:
             raise taken
 
@@ -276,7 +274,7 @@ class Settler:
             return
         error = entry.fault_of(error)
         # At its end no image is left that could be awaited; a judgement needs all of them.
-        if image is None or entry.has_ended or entry.is_being_judged:
+        if image is None or entry.has_ended or (image.job.keep and not entry.kept):
             await self._fail(entry, [error])
             return
         entry.image_failed(image.index, error)

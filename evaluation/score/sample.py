@@ -20,7 +20,7 @@ from evaluation.score.figures import Point, plot
 from imagefleet import sweep
 from imagefleet.errors import SetupError
 from imagefleet.files import picture
-from imagefleet.keeping.rule import DIGITS, Keep
+from imagefleet.keeping.rule import Keep
 from imagefleet.records import pictures, reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import Record, hashed
@@ -203,14 +203,10 @@ async def _scored(
                 pixels = np.asarray(image.convert("RGB"))
                 drawn.append(Drawn(pixels, sweep.caption_of(record)))
                 of_drawn.append(record)
-        scores: list[dict[str, float]] = [{} for _ in drawn]
-        for name in rule.scores if drawn else ():
-            with_name = zip(scores, await judges.scores(name, drawn), strict=True)
-            for known, score in with_name:
-                if math.isfinite(score):
-                    known[name] = round(score, DIGITS)
+        scores = await judges.scores(rule.scores, drawn) if drawn else []
         for record, known in zip(of_drawn, scores, strict=True):
-            whole = {**record.scores, **known}
+            finite = {name: each for name, each in known.items() if math.isfinite(each)}
+            whole = {**record.scores, **finite}
             found[record.blob] = record.model_copy(update={"scores": whole})
     return found
 

@@ -28,7 +28,6 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings
 from imagefleet.validation import JSONDict
 from worker.files import library
-from worker.judges import pixels
 
 #: Images that jobs name: no file of a worker's, so they are listed in no manifest.
 IMAGE = FileKind(
@@ -100,8 +99,7 @@ def named(job: Job) -> set[tuple[str, str]]:
     names |= {(CONTROLNET.noun, unit.model) for unit in job.controls}
     names |= {(DETECTOR.noun, detail.ad_model) for detail in job.details}
     if job.keep is not None:
-        networks = set(job.keep.scores) - pixels.SCORES.keys()
-        names |= {(JUDGE.noun, name) for name in networks}
+        names |= {(JUDGE.noun, name) for name in job.keep.networks}
     # An image of the fleet itself may be drawn until it is needed.
     names |= {
         (IMAGE.noun, place.blob.removeprefix(img2img.INPUTS))

@@ -35,6 +35,9 @@ MAX_DISTINCT = 7
 #: Digits of a score that count: GPUs differ in the others.
 DIGITS = 3
 
+#: Scores that need no network.
+OF_PIXELS = ("contrast", "coherence")
+
 #: Names that a rule's text has for what is no score.
 _OTHERS = ("best", "by", "distinct")
 
@@ -92,6 +95,11 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         """The names of the scores that it needs."""
         return [name for name in dict.fromkeys((*self.minimum, self.ranking)) if name]
 
+    @property
+    def networks(self) -> list[str]:
+        """The scores that need a network."""
+        return [name for name in self.scores if name not in OF_PIXELS]
+
     def reason(self, scores: Scores) -> str | None:
         """Why an image is dropped for its own scores; None if it passes."""
         for name in sorted(self.minimum):
@@ -105,13 +113,26 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         """Sorts images, the best first."""
         return -scores.get(self.ranking, -math.inf)
 
-    def choose(self, images: Sequence[Scores]) -> list[str | None]:
-        """The reason why each image of a job is dropped; None for those that are kept."""
+    def choose(
+        self, images: Sequence[Scores], stored: int | None = None
+    ) -> list[str | None]:
+        """The reason why each image of a job is dropped; None for those that are kept.
+
+        *stored*: an earlier delivery has kept so many; scores may differ from GPU to GPU.
+        """
         reasons = [self.reason(scores) for scores in images]
-        passed = [at for at, reason in enumerate(reasons) if reason is None]
-        passed.sort(key=lambda at: self.rank(images[at]))
-        for at in passed[self.best or MAX_JUDGED :]:
-            reasons[at] = f"{self.best} of its job have a better {self.ranking}"
+        count = stored or min(self.best or MAX_JUDGED, reasons.count(None))
+
+        def place(at: int) -> tuple[bool, float]:
+            return reasons[at] is not None, self.rank(images[at])
+
+        for number, at in enumerate(sorted(range(len(images)), key=place)):
+            if number < count:
+                reasons[at] = None
+            else:
+                reasons[at] = (
+                    reasons[at] or f"{count} of its job have a better {self.ranking}"
+                )
         return reasons
 
     def may_keep(self, images: Sequence[Scores]) -> bool:

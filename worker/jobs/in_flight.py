@@ -77,8 +77,6 @@ class InFlightJob:
     judged: "list[tuple[InFlightImage, Pixels]]" = field(default_factory=list)
     #: How many of its images are stored; None of a job that is not judged yet, or never.
     kept: int | None = None
-    #: How many an earlier delivery has kept, and stored some of; None: it is not known.
-    kept_before: int | None = None
     has_ended: bool = False  # none of its images is in the making
     is_first_awaited: bool = False  # its first image is in the making, of several
     #: Uploads of the images that wait for the first one to be stored.
@@ -198,24 +196,6 @@ class InFlightJob:
         if self.job is None:
             return False
         return len(self.stored) >= (self.kept or self.job.images_to_draw)
-
-    @property
-    def is_being_judged(self) -> bool:
-        """True for a judged job of which it is not known yet what is kept."""
-        is_judged = self.job is not None and self.job.keep is not None
-        return is_judged and self.kept is None
-
-    def note_kept(self, job: Job) -> None:
-        """Notes how many images an earlier delivery has kept, as far as they tell it.
-
-        A job that has dropped some is drawn again even if all are stored: for their scores.
-        """
-        first = self.again[0]
-        if first.sha256 is None:  # nobody may read what is stored
-            return
-        self.kept_before = first.images
-        if len(self.again) == first.images == job.images_to_draw:
-            self.kept = first.images
 
     @property
     def id(self) -> str:

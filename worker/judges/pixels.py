@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from imagefleet.keeping.duplicates import HASH_BITS
+from imagefleet.keeping.rule import OF_PIXELS
 from worker.engine.contract import Pixels
 
 _Luma = npt.NDArray[np.float64]
@@ -44,10 +44,9 @@ def coherence(pixels: Pixels) -> float:
 
 
 #: The scores by their names in rules.
-SCORES: Mapping[str, Callable[[Pixels], float]] = {
-    "contrast": contrast,
-    "coherence": coherence,
-}
+SCORES: Mapping[str, Callable[[Pixels], float]] = dict(
+    zip(OF_PIXELS, (contrast, coherence), strict=True)
+)
 
 
 def perceptual_hash(pixels: Pixels) -> str:
@@ -58,6 +57,5 @@ def perceptual_hash(pixels: Pixels) -> str:
     image = Image.fromarray(pixels).convert("L")
     small = image.resize((_HASHED, _HASHED), Image.Resampling.LANCZOS)
     low = _COSINES @ np.asarray(small, np.float64) @ _COSINES.T
-    bits = (low > np.median(low)).ravel()
-    number = int("".join("01"[int(bit)] for bit in bits), 2)
-    return f"{number:0{HASH_BITS // 4}x}"
+    bits = low > np.median(low)
+    return np.packbits(bits).tobytes().hex()

@@ -15,15 +15,13 @@ from typing import NoReturn
 
 from imagefleet import sweep
 from imagefleet.errors import TransientError
-from imagefleet.job.message import Job
-from imagefleet.keeping.rule import DIGITS, Keep
+from imagefleet.keeping.rule import Keep
 from imagefleet.records.record import DroppedImage
-from imagefleet.validation import JSONDict
 from worker.engine.contract import Pixels
 from worker.gpu_thread import EngineThread
 from worker.jobs.in_flight import InFlightImage, InFlightJob
-from worker.judges import pixels as scoring
 from worker.judges.networks import Drawn, Judges
+from worker.judges.pixels import perceptual_hash
 from worker.node.watchdog import NodeWatchdog
 from worker.settle import Settler
 from worker.stages.encode import EncodeStage, refuse_one_colour
@@ -32,9 +30,6 @@ from worker.stages.encode import EncodeStage, refuse_one_colour
 BATCH = 32
 
 _Image = tuple[InFlightImage, Pixels]
-
-#: An image's scores, or why it has none.
-Scored = dict[str, float] | Exception
 
 
 @dataclass(eq=False)
@@ -48,7 +43,7 @@ class JudgeStage:
     encode: EncodeStage
 
     def __post_init__(self) -> None:
-        self.queue: asyncio.Queue[tuple[InFlightImage, Pixels]] = asyncio.Queue(BATCH)
+        self.queue: asyncio.Queue[_Image] = asyncio.Queue(BATCH)
         self.judges.on_engine = self.engine_thread.call
         self.settler.on_judged = self._choose
 
@@ -59,26 +54,23 @@ class JudgeStage:
                 batch.append(self.queue.get_nowait())
             groups: defaultdict[tuple[str, ...], list[_Image]] = defaultdict(list)
             for image, pixels in batch:
-                groups[tuple(_rule(image.job).scores)].append((image, pixels))
+                groups[tuple(_rule(image).scores)].append((image, pixels))
             for names, group in groups.items():
-                scored = await self._score(names, group)
-                for (image, pixels), found in zip(group, scored, strict=True):
-                    hold = partial(self._hold, image, pixels, found)
-                    await self.settler.attempt(image.owner, hold, image)
+                await self._score(names, group)
 
-    async def _score(
-        self, names: Sequence[str], group: Sequence[_Image]
-    ) -> Sequence[Scored]:
-        drawn = [_shown(image, pixels) for image, pixels in group]
+    async def _score(self, names: Sequence[str], group: Sequence[_Image]) -> None:
+        found: Sequence[dict[str, float] | Exception]
         try:
-            found = [await self.judges.scores(name, drawn) for name in names]
+            found = await self.judges.scores(names, [_shown(*each) for each in group])
         except Exception as error:  # noqa: BLE001 - raised by `_hold`, for its job
-            return [error] * len(group)
-        return [
-            dict(zip(names, each, strict=True)) for each in zip(*found, strict=True)
-        ]
+            found = [error] * len(group)
+        for (image, pixels), scores in zip(group, found, strict=True):
+            hold = partial(self._hold, image, pixels, scores)
+            await self.settler.attempt(image.owner, hold, image)
 
-    async def _hold(self, image: InFlightImage, pixels: Pixels, scores: Scored) -> None:
+    async def _hold(
+        self, image: InFlightImage, pixels: Pixels, scores: dict[str, float] | Exception
+    ) -> None:
         """Keeps an image until its job's others are judged; raises the error of its scores."""
         try:
             refuse_one_colour(pixels)
@@ -88,10 +80,8 @@ class JudgeStage:
             raise
         if isinstance(scores, Exception):
             raise scores
-        for name, score in scores.items():
-            if not math.isfinite(score):
-                raise TransientError(f"{name} is not finite")
-            scores[name] = round(score, DIGITS)
+        if not all(map(math.isfinite, scores.values())):
+            raise TransientError(f"a score is not finite: {scores}")
         self.watchdog.images_failed_in_a_row = 0
         image.scores = scores
         image.owner.judged.append((image, pixels))
@@ -101,22 +91,16 @@ class JudgeStage:
         """Stores what is kept of a job whose images are judged; drops a job that keeps none."""
         judged = sorted(entry.judged, key=lambda each: each[0].index)
         entry.judged = []
-        job = judged[0][0].job
-        if len(judged) < job.images_to_draw:  # the worker drains
+        image, _ = judged[0]
+        if len(judged) < image.job.images_to_draw:  # the worker drains
             await self.settler.hand_back(entry)
             return
-        rule, scores = _rule(job), [image.scores for image, _ in judged]
-        reasons = rule.choose(scores)
-        count = entry.kept_before
-        if count is not None and reasons.count(None) != count:
-            # An earlier delivery has stored some of so many: scores may differ from GPU to GPU.
-            ranked = sorted(range(len(scores)), key=lambda at: rule.rank(scores[at]))
-            reasons = ["others of its job are stored"] * len(scores)
-            for at in ranked[:count]:
-                reasons[at] = None
+        rule, scores = _rule(image), [image.scores for image, _ in judged]
+        # Those whose facts nobody may read do not tell how many their delivery has kept.
+        before = [record.images for record in entry.again if record.sha256]
         kept: list[_Image] = []
         dropped: list[DroppedImage] = []
-        for at, reason in enumerate(reasons):
+        for at, reason in enumerate(rule.choose(scores, *before[:1])):
             if reason is None:
                 kept.append(judged[at])
             else:
@@ -137,32 +121,30 @@ class JudgeStage:
         dropped: tuple[DroppedImage, ...],
     ) -> None:
         entry.kept = len(kept)
-        for place, (image, pixels) in enumerate(kept):
-            image.index = place
-            image.dropped = () if place else dropped
-            if _rule(image.job).distinct is not None:
-                shown = _shown(image, pixels).pixels
-                image.phash = await asyncio.to_thread(scoring.perceptual_hash, shown)
-        for at, record in enumerate(entry.again):
-            if record.index < entry.kept:
-                image, _ = kept[record.index]
-                facts: JSONDict = {"scores": image.scores, "images": entry.kept}
-                facts |= {"dropped": image.dropped, "phash": image.phash}
-                entry.again[at] = record.model_copy(update=facts)
+        missing = {*range(entry.kept)} - entry.stored
+        entry.again = [
+            each if each.index else each.model_copy(update={"dropped": dropped})
+            for each in entry.again
+        ]
         entry.has_ended = False
-        missing = [place for place in range(entry.kept) if place not in entry.stored]
         entry.images_to_store = len(missing)
         entry.is_first_awaited = entry.kept > 1 and 0 in missing
-        for place in missing:
-            await self.encode.queue.put(kept[place])
+        for place in sorted(missing):
+            image, pixels = kept[place]
+            image.index = place
+            image.dropped = () if place else dropped
+            if _rule(image).distinct is not None:
+                shown = _shown(image, pixels).pixels
+                image.phash = await asyncio.to_thread(perceptual_hash, shown)
+            await self.encode.queue.put((image, pixels))
         if not missing:
             await self.settler.images_ended(entry)
 
 
-def _rule(job: Job) -> Keep:
-    if job.keep is None:
+def _rule(image: InFlightImage) -> Keep:
+    if image.job.keep is None:
         raise ValueError("the job is not judged")
-    return job.keep
+    return image.job.keep
 
 
 def _shown(image: InFlightImage, pixels: Pixels) -> Drawn:

@@ -191,9 +191,8 @@ class PrepareStage:
             if job.verify and await self._left_to_others(entry, job):
                 return
             images = sorted({*range(job.images_to_draw)} - entry.stored)
-            if job.keep is not None and entry.stored:  # they are judged together
-                is_over = entry.kept or entry.bundle is not None
-                images = [] if is_over else list(range(job.images_to_draw))
+            if job.keep is not None and images:  # they are judged together
+                images = [*range(job.images_to_draw)]
             self._puller.not_ahead(entry, entry.ahead - len(images))
             if not images:
                 await self._settler.images_ended(entry)

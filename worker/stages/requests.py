@@ -53,7 +53,7 @@ class RequestReader:
         for detail in job.details:  # or it would be missed once the image is drawn
             await self.files.detectors.resolve(detail.ad_model)
         if job.keep is not None:
-            await concurrency.gather(*map(self.files.judges.find, job.keep.scores))
+            await concurrency.gather(*map(self.files.judges.find, job.keep.networks))
         loras: dict[LoraTag, Lora] = {}
         if tags := job.loras:
             found = await concurrency.gather(*map(self._find_lora, tags))

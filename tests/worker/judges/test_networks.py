@@ -63,8 +63,12 @@ def score(folder: Path, name: str, drawn: Sequence[Drawn]) -> list[float]:
         settings = StorageSettings(storage=f"local:{folder / 'storage'}")
         async with open_storage(settings) as storage:
             await storage.create()
+            for file in (folder / "judges").iterdir():
+                blob = f"judges/{file.name}"
+                await storage.files.create(blob, file.read_bytes(), "", {})
             source = Source(storage.files, folder / "cache", 2**30)
-            return await Judges(source, "cpu", folder / "judges").scores(name, drawn)
+            found = await Judges(source, "cpu").scores([name], drawn)
+            return [each[name] for each in found]
 
     return asyncio.run(scored())
 
@@ -159,7 +163,7 @@ def test_a_judge_in_onnx_is_fetched_once_whatever_else_has_its_name(
     data = (demo.TRAINED / "judges" / "clip.onnx").read_bytes()
     fetched: list[str] = []
 
-    async def scored() -> list[list[float]]:
+    async def scored() -> list[list[dict[str, float]]]:
         settings = StorageSettings(storage=f"local:{tmp_path / 'storage'}")
         async with open_storage(settings) as storage:
             await storage.create()
@@ -172,7 +176,7 @@ def test_a_judge_in_onnx_is_fetched_once_whatever_else_has_its_name(
 
             storage.files.read = noted  # type: ignore[method-assign]
             network = Judges(Source(storage.files, tmp_path / "cache", 2**30), "cpu")
-            return [await network.scores("clip", drawn) for _ in range(3)]
+            return [await network.scores(["clip"], drawn) for _ in range(3)]
 
     first, *others = asyncio.run(scored())
     assert others == [first, first]
@@ -199,7 +203,7 @@ def test_a_head_of_no_known_kind_is_named(judges: Path, tmp_path: Path):
     folder = tiny_clip(tmp_path / "clip")
     save_file(load_file(folder / "model.safetensors"), judges / "clip.safetensors")
     save_file({"weight": torch.zeros(2)}, judges / "taste.safetensors")
-    with pytest.raises(errors.JobError, match="'taste' is of no known kind"):
+    with pytest.raises(errors.JobError, match="taste.safetensors is of no known kind"):
         score(tmp_path, "taste", pictures(1))
 
 
