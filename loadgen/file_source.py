@@ -18,8 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TypedDict, Unpack, cast
 
-from imagefleet import validation
-from imagefleet.errors import InvalidMessageError, JobError, SetupError
+from imagefleet.errors import JobError, SetupError
 from imagefleet.job import differences, message, sizes
 from imagefleet.job.message import Job
 from imagefleet.keeping.rule import Keep
@@ -240,11 +239,9 @@ class FileSource:
         repeat = int.from_bytes(repeats.get(content) or b"") + 1
         repeats.put(content + repeat.to_bytes(HASH_BYTES))
         job_id = digest(f"{self._ids} {repeat} {text}".encode(errors="surrogatepass"))
-        job = message.read_job(text, job_id, defaults=self._defaults)
+        job = message.read_job(text, job_id, defaults=self._defaults, keep=self._keep)
         if self._campaign is not None:
             job = job.identified(job_id, self._campaign)
-        if self._keep is not None and job.keep is None:
-            job = _judged(job, self._keep)
         # Only checked, it has spaces for a signature: to sign takes as long as to read.
         signer, room = (
             (None, MAX_SIGNATURE_BYTES)
@@ -288,10 +285,3 @@ def _without_failure(text: str) -> tuple[str, bool]:
         failure = fields.pop(message.FAILURE_FIELD)
         return json.dumps(fields), not is_rejected(failure)
     return text, False
-
-
-def _judged(job: Job, rule: Keep) -> Job:
-    """A job with a rule; raises InvalidMessageError if it cannot be judged."""
-    with validation.as_error(InvalidMessageError, known=Job.model_fields):
-        fields = {**job.given_fields, **job.defaults_denied, "keep": rule}
-        return Job.model_validate(fields)

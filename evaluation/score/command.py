@@ -13,11 +13,12 @@ from evaluation.score import figures as drawing
 from evaluation.score import session
 from evaluation.score.extractors import DEMO
 from evaluation.score.figures import Scores, facts
-from evaluation.score.sample import Sample, take
+from evaluation.score.sample import Sample, svg, take
 from evaluation.score.session import Computing, Networks
 from imagefleet.errors import SetupError
 from imagefleet.keeping.rule import Keep
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONObject
 
 #: Facts of a group that differ in one sweep and not in another.
 _VARIED = ("sampler", "steps", "model", "lora", "lora_strength")
@@ -98,35 +99,28 @@ async def _sampled(
 def _show_sample(
     found: Sample, rule: Keep | None, drawing_to: Path | None, *, as_json: bool
 ) -> None:
+    figures = found.figures(rule)
     if drawing_to is not None:
-        console.write_file(drawing_to, found.svg())
+        console.write_file(drawing_to, svg(figures))
     if as_json:
-        console.print_json(found.figures(rule))
+        console.print_json(figures)
         return
     heads = ("minimum", "kept", "$ a 1,000 kept")
-    for spread in found.spreads():
-        rows = (
-            (
-                f"{each.minimum:g}",
-                f"{each.kept:.1%}",
-                _dollars(each.dollars_per_thousand),
-            )
-            for each in spread.minima
-        )
+    for spread in figures["scores"]:
+        rows = [(f"{each['minimum']:g}", *_kept(each)) for each in spread["minima"]]
         console.print_plain(
-            f"{spread.name} of {console.counted(spread.images, 'image')}: {spread.least:g} to"
-            f" {spread.most:g}, {spread.mean:.3g} in the mean"
+            f"{spread['name']} of {console.counted(spread['images'], 'image')}:"
+            f" {spread['least']:g} to {spread['most']:g}, {spread['mean']:.3g} in the mean"
         )
         console.print_tables(console.table((), heads, rows=rows), "")
     if rule is not None:
-        kept = found.kept(rule)
-        console.print_plain(
-            f"the rule keeps {kept:.1%}, ${_dollars(found.cost(kept))} a 1,000 kept images"
-        )
+        share, dollars = _kept(figures["rule"])
+        console.print_plain(f"the rule keeps {share}, ${dollars} a 1,000 kept images")
 
 
-def _dollars(value: float | None) -> str:
-    return "-" if value is None else console.significant(value)
+def _kept(of: JSONObject) -> tuple[str, str]:
+    dollars = of["dollars_per_thousand"]
+    return f"{of['kept']:.1%}", "-" if dollars is None else console.significant(dollars)
 
 
 def _check(

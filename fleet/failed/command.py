@@ -153,12 +153,12 @@ async def move(
             await _refuse_nothing(fleet, selection)
         if how.dry_run:
             failed_jobs.print_preview(
-                preview, selection.noun, verb, console.stdout, as_json=how.as_json
+                preview, verb, console.stdout, as_json=how.as_json
             )
             return
         if count > (verb == "replayed"):
-            failed_jobs.print_preview(preview, selection.noun, verb, console.stderr)
-            jobs = console.counted(count, selection.noun)
+            failed_jobs.print_preview(preview, verb, console.stderr)
+            jobs = console.counted(count, "job")
             question = (
                 f"Send {jobs} again?"
                 if verb == "replayed"
@@ -169,7 +169,7 @@ async def move(
         swept = await work(fleet.storage, selection, lambda count: on(done=count))
     if not (swept.done or swept.refused):
         await _refuse_nothing(fleet, selection)
-    failed_jobs.report(selection.noun, verb, swept, as_json=how.as_json)
+    failed_jobs.report(verb, swept, as_json=how.as_json)
 
 
 async def _refuse_nothing(fleet: Fleet, selection: Selection) -> None:

@@ -67,9 +67,11 @@ async def listing(
 
 def no_such_job(fleet: Fleet, selection: Selection) -> SetupError:
     job = message.job_key(selection.campaign, selection.id)
-    where = f" in {fleet.storage.poison.name}; `imagefleet failed` lists those there"
+    if selection.keep:
+        return SetupError(f"no dropped job {job!r} that the rule may keep")
     return SetupError(
-        f"no {selection.noun} {job!r}{where if selection.keep is None else ''}"
+        f"no failed job {job!r} in {fleet.storage.poison.name}; `imagefleet failed` lists those"
+        " there"
     )
 
 
@@ -137,12 +139,12 @@ def exported(record: Record) -> JSONDict:
     return named | given | {FAILURE_FIELD: reasons}
 
 
-def report(noun: str, verb: Verb, swept: Swept, *, as_json: bool) -> None:
+def report(verb: Verb, swept: Swept, *, as_json: bool) -> None:
     if as_json:
         refused = [asdict(each) for each in swept.refused]
         console.print_json({verb: swept.done, "refused": refused})
         return
-    console.print_plain(f"{console.counted(swept.done, noun)} {verb}")
+    console.print_plain(f"{console.counted(swept.done, 'job')} {verb}")
     _print_staying(swept.refused, len(swept.refused), console.stdout)
 
 
@@ -155,7 +157,7 @@ def _print_staying(some: list[Refused], count: int, to: Console) -> None:
 
 
 def print_preview(
-    preview: Preview, noun: str, verb: Verb, to: Console, *, as_json: bool = False
+    preview: Preview, verb: Verb, to: Console, *, as_json: bool = False
 ) -> None:
     count = preview.kinds.total()
     if as_json:
@@ -167,7 +169,7 @@ def print_preview(
         }
         console.print_json(record)
         return
-    jobs = console.counted(count, noun)
+    jobs = console.counted(count, "job")
     console.print_plain(f"{jobs} would be {verb}", to)
     _print_counts(preview.kinds, "campaign", "error", to=to)
     for prompt in preview.prompts:

@@ -52,6 +52,9 @@ _Text = Annotated[str, StringConstraints(max_length=500)]
 
 
 #: How often there is a name of a kind.
+#: A score by its name, which has no quotes.
+_SCORE = """json_extract(scores, '$."{}"')"""
+
 _Counts = Counter[tuple[str, str]]
 
 
@@ -66,10 +69,6 @@ class Filter(BaseModel, frozen=True):
     lora: _Text = ""
     worker: _Text = ""
     keep: _Text = ""
-
-    @property
-    def rule(self) -> Keep | None:
-        return Keep.model_validate(self.keep) if self.keep else None
 
     @field_validator("keep")
     @classmethod
@@ -177,6 +176,7 @@ class Index:
 
     def select(self, chosen: Filter) -> np.ndarray:
         """The rows of a filter, the oldest first; 4 bytes each."""
+        conditions: list[tuple[str, object]]
         conditions = [("outcome = ?", _OUTCOMES[chosen.tab])]
         conditions += [
             ("instr(text, ?)", word) for word in chosen.text.casefold().split()
@@ -185,19 +185,16 @@ class Index:
             conditions.append(("worker = ?", chosen.worker))
         if chosen.lora:
             conditions.append(("instr(loras, ?)", f"\n{chosen.lora}\n"))
-        values: list[object] = [value for _, value in conditions]
-        parts = [condition for condition, _ in conditions]
         order = "place"
-        if (rule := chosen.rule) is not None:
+        if chosen.keep:
+            rule = Keep.model_validate(chosen.keep)
             for name, least in rule.minimum.items():
-                parts.append("json_extract(scores, ?) >= ?")
-                values += [f'$."{name}"', least]
-            order = "json_extract(scores, ?), place"
-            values.append(f'$."{rule.ranking}"')
-        where = " AND ".join(parts)
+                conditions.append((f"{_SCORE.format(name)} >= ?", least))
+            order = f"{_SCORE.format(rule.ranking)}, place"
+        where = " AND ".join(condition for condition, _ in conditions)
         query = f"SELECT seq FROM rows WHERE {where} ORDER BY {order}, seq"  # noqa: S608
         with self._lock:
-            found = self._db.execute(query, values)
+            found = self._db.execute(query, [value for _, value in conditions])
             return np.fromiter((seq for (seq,) in found), np.uint32)
 
     def records(self, seqs: Sequence[int]) -> dict[int, list[Record]]:

@@ -113,10 +113,7 @@ def command(
     """
     works = _works(batch, machines.accelerator)
     plan, table = planned(works, machines, priority, deadline, batch.bundle)
-    judged = None
-    if kept is not None:
-        is_bundled = plan.storage_operations.blob_writes < plan.images
-        judged = keeping.of_plan(plan, table, kept, is_bundled=is_bundled)
+    judged = keeping.of_plan(plan, table, kept) if kept else None
     old = estimate.old_prices(plan.mix, table, datetime.now(UTC).date())
     if as_json:
         of_storage = {**asdict(table.storage), "as_of": str(table.storage.as_of)}
@@ -132,11 +129,10 @@ def command(
 
 def _show_kept(judged: keeping.KeptPlan) -> None:
     rows = {
-        "images kept": f"{judged.images:,}, {judged.share:.3g} of those drawn",
+        "images kept": console.number(judged.images),
         "all in, with a month of those": f"${judged.dollars:,.2f}",
-        "kept images per dollar": f"{judged.images_per_dollar:,.0f}",
-        "the same, stored first and judged then": f"${judged.stored_first_dollars:,.2f},"
-        f" {judged.stored_first_images_per_dollar:,.0f}",
+        "kept images per dollar": console.number(judged.images_per_dollar),
+        "the same, stored first": console.number(judged.stored_first_images_per_dollar),
     }
     console.print_tables("", console.totals(rows))
 

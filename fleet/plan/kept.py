@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from fleet.plan.estimate import BatchPlan
 from imagefleet.pricing import prices
+from imagefleet.storage.protocol import Operations
 
 #: GPU time that judging adds, as a share of drawing: CLIP ViT-L/14 on a 512x512 image takes 0.6 %
 #: of the operations of 15 steps of SD1.5, and some ticks wait for it.
@@ -14,44 +15,26 @@ SCORING = 0.02
 class KeptPlan:
     """Dollars with a month of storing what is stored, and kept images per dollar."""
 
-    share: float
     images: int
     dollars: float
     images_per_dollar: float
-    stored_first_dollars: float
     stored_first_images_per_dollar: float
 
-    @property
-    def ratio(self) -> float:
-        """Kept images per dollar, over those of a campaign that is stored and then judged."""
-        return self.images_per_dollar / self.stored_first_images_per_dollar
 
-
-def of_plan(
-    plan: BatchPlan, table: prices.PriceTable, share: float, *, is_bundled: bool
-) -> KeptPlan:
-    """The plan of a judged batch of PNGs; *is_bundled*: an image is no write of its own.
+def of_plan(plan: BatchPlan, table: prices.PriceTable, share: float) -> KeptPlan:
+    """The plan of a judged batch of PNGs, of which a *share* is kept.
 
     Stored first, each image is written, kept for a month, and read once to be judged.
     """
     operations = plan.storage_operations
     month = plan.storage_month_dollars["png"]
-    read = replace(
-        operations, queue=0, blob_writes=0, blob_reads=operations.blob_writes
-    )
+    writes = operations.blob_writes
+    read = table.storage.dollars(Operations(blob_reads=writes))
     scoring = SCORING * plan.gpu_dollars
-    stored_first = plan.dollars + table.storage.dollars(read) + month + scoring
-    if not is_bundled:
-        writes = round(operations.blob_writes * share)
-        operations = replace(operations, blob_writes=writes)
+    stored_first = plan.dollars + read + month + scoring
+    if writes >= plan.images:  # an image is a write of its own, in no pack
+        operations = replace(operations, blob_writes=round(writes * share))
     storage = table.storage.dollars(operations) + month * share
     dollars = plan.gpu_dollars + scoring + storage
     images = round(plan.images * share)
-    return KeptPlan(
-        share=share,
-        images=images,
-        dollars=dollars,
-        images_per_dollar=images / dollars,
-        stored_first_dollars=stored_first,
-        stored_first_images_per_dollar=images / stored_first,
-    )
+    return KeptPlan(images, dollars, images / dollars, images / stored_first)

@@ -50,7 +50,7 @@ async def command(
         records = await report_records.read_records(
             storage, campaign, limit, price_per_hour
         )
-        ended = records.failed or records.cancelled or records.dropped_jobs
+        ended = records.failed + records.cancelled + records.dropped
         if not (records.images or ended):
             raise SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"

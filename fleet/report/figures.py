@@ -35,7 +35,7 @@ def compute(records: Records, storage_url: str, table: prices.PriceTable) -> Fig
     bin_seconds, throughput = _throughput(records.stored_in_second)
     # The messages of failed jobs are sent, received and deleted, too.
     drawn = max(records.images, sum(worker.drawn for worker in workers))
-    jobs = records.jobs + records.failed + records.dropped_jobs + drawn - records.images
+    jobs = records.jobs + records.failed + records.dropped + drawn - records.images
     operations = prices.operations(
         jobs - records.packed, drawn - records.packed, len(records.packs)
     )
@@ -70,11 +70,10 @@ def compute(records: Records, storage_url: str, table: prices.PriceTable) -> Fig
         "seconds_in_worker_p95": records.time_in_worker(0.95),
         "failed": records.failed,
         "cancelled": records.cancelled,
-        "dropped": records.dropped_jobs,
-        "images_dropped": records.dropped.total(),
-        "images_dropped_by": dict(records.dropped.most_common()),
+        "dropped": records.dropped,
+        "images_dropped": records.images_dropped,
         "kept_share": _quotient(
-            records.images, records.images + records.dropped.total()
+            records.images, records.images + records.images_dropped
         ),
         "failures": [
             {"error": error, "reason": reason, "count": count}
@@ -180,10 +179,11 @@ def _notes(
     ]
     if records.cancelled:
         notes.append(f"Jobs cancelled: {records.cancelled:,}.")
-    if dropped := records.dropped.total():
+    if records.images_dropped:
         notes.append(
-            f"Images judged and not stored: {dropped:,}, of {records.dropped_jobs:,} jobs that kept"
-            " none and of others; what drawing them cost is in the dollars of the kept images."
+            f"Images judged and not stored: {records.images_dropped:,}, of {records.dropped:,} jobs"
+            " that kept none and of others; what drawing them cost is in the dollars of the kept"
+            " images."
         )
     if not all(worker.dollars_per_hour for worker in workers):
         notes.append(

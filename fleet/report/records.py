@@ -15,7 +15,7 @@ from fleet.report import processes
 from fleet.report.processes import OwnTime, WorkerKey, worker_key
 from imagefleet.records import catalog, dedupe, ledger, reader
 from imagefleet.records.catalog import Damaged
-from imagefleet.records.record import MAX_SCORES, UNKNOWN_WORKER, Record, hashed
+from imagefleet.records.record import UNKNOWN_WORKER, Record, hashed
 from imagefleet.redaction import printable
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
@@ -101,9 +101,9 @@ class Records:
     seconds_in_worker: Counter[int] = field(default_factory=Counter)
     failed_by_error: Counter[tuple[str, str]] = field(default_factory=Counter)
     cancelled: int = 0
-    #: Images that were judged and not stored, by the score that they lack.
-    dropped: Counter[str] = field(default_factory=Counter)
-    dropped_jobs: int = 0
+    #: Images that were judged and do not count, and jobs that kept none.
+    images_dropped: int = 0
+    dropped: int = 0
     #: Images that `imagefleet redo` has replaced, of workers without a record.
     replaced_unrecorded: int = 0
     #: Records of the images that were chosen as samples.
@@ -236,8 +236,9 @@ async def read_records(
                 kind = ("other errors", "")
             records.failed_by_error[kind] += 1
         elif ended.outcome == "dropped":
-            records.dropped_jobs += 1
-            _count_dropped(records, ended)
+            records.dropped += 1
+            # A near-duplicate is stored, and counts beside those of its job that are not.
+            records.images_dropped += len(ended.dropped) + bool(ended.phash)
         else:
             records.cancelled += 1
     records.samples = sorted(
@@ -261,7 +262,7 @@ def _count_image(records: Records, record: Record) -> None:
     second = int(record.at.timestamp())
     if _has_room(records.stored_in_second, second, _MAX_SECONDS):
         records.stored_in_second[second] += 1
-    _count_dropped(records, record)
+    records.images_dropped += len(record.dropped)
     records.jobs += record.completes_job
     records.images_redelivered += record.attempts > 1
     if not records.is_credited(record):
@@ -269,17 +270,6 @@ def _count_image(records: Records, record: Record) -> None:
     records.seconds_in_worker[math.ceil((record.seconds or 0) / _TIME_STEP)] += 1
     if (worker := records.workers.get(records.add_time(record))) is not None:
         worker.images += 1
-
-
-def _count_dropped(records: Records, record: Record) -> None:
-    """Counts the images that a job has dropped; a near-duplicate is stored, and counts here."""
-    for image in record.dropped:
-        kind = printable(image.reason.partition(" ")[0])
-        records.dropped[
-            kind if _has_room(records.dropped, kind, MAX_SCORES) else ""
-        ] += 1
-    if record.phash and record.is_end:
-        records.dropped["near-duplicate"] += 1
 
 
 async def _count_unused(storage: Storage, records: Records) -> None:

@@ -425,11 +425,13 @@ def read_job(
     message_id: str,
     trusted: TrustedJobs | None = None,
     defaults: str | None = None,
+    keep: Keep | None = None,
 ) -> Job:
     """Reads a job from a message: plain JSON, or JSON in base64 as Azure Functions send it.
 
     A job without an id takes the message's; a seed follows from its id, so that a retry draws the
-    same. *defaults* are those of a job without any that is neither signed nor was read before.
+    same. *defaults* are those of a job without any that is neither signed nor was read before,
+    *keep* the rule of one that does not say what to keep.
     Raises InvalidMessageError, which says why, or UntrustedJobError if not *trusted*.
     """
     try:
@@ -447,6 +449,8 @@ def read_job(
     digest = fields.pop(DIGEST_FIELD, None)
     if defaults and digest is None and signature is None:
         fields.setdefault("defaults", defaults)
+    if keep is not None:
+        fields.setdefault("keep", keep)
     try:
         job = Job.model_validate(fields)
     except ValidationError as error:

@@ -18,13 +18,13 @@ class Hashed(NamedTuple):
     distinct: int
 
 
-def near_duplicates(images: Iterable[Hashed]) -> dict[str, str]:
-    """The ids of jobs whose images are dropped as near-duplicates, each with the other's."""
+def near_duplicates(images: Iterable[Hashed]) -> dict[Hashed, str]:
+    """The images that are dropped as near-duplicates, each with the id of the other's job."""
     ranked = sorted(images)
     parts = max((image.distinct for image in ranked), default=0) + 1
     width = -(-HASH_BITS // parts)
     better: dict[tuple[int, int], list[Hashed]] = defaultdict(list)
-    found: dict[str, str] = {}
+    found: dict[Hashed, str] = {}
     for image in ranked:
         # Hashes that differ in fewer bits than there are parts have one part in common.
         keys = [
@@ -33,7 +33,7 @@ def near_duplicates(images: Iterable[Hashed]) -> dict[str, str]:
         ]
         for other in (each for key in keys for each in better[key]):
             if (other.bits ^ image.bits).bit_count() <= image.distinct:
-                found[image.id] = other.id
+                found[image] = other.id
                 break
         for key in keys:
             better[key].append(image)

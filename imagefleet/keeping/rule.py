@@ -4,7 +4,7 @@ An image's fate follows from scores alone, so it does not depend on which worker
 or how often:
 
 1. A job is judged once all of its images are drawn, by the scores of its own images. An image below
-   a minimum is dropped; the first minimum that it misses, by name, is the reason.
+   a minimum is dropped; the first minimum that it misses is the reason.
 2. Of the others the `best` are kept: those of the highest score `by`, of equal scores the one that
    is drawn first. Kept images are numbered in the order in which they are drawn.
 3. A job that keeps nothing has the outcome `dropped`.
@@ -64,24 +64,21 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     def _read_text(cls, given: object) -> object:
         if not isinstance(given, str):
             return given
-        fields: dict[str, object] = {}
         minimum: dict[str, str] = {}
         for part in filter(None, given.split(",")):
-            name, sign, value = (each.strip() for each in part.partition("="))
+            name, sign, value = map(str.strip, part.partition("="))
             if not sign:
                 raise ValueError(f"{part!r} should be NAME=VALUE, as in clip=25,best=2")
-            if name in _OTHERS:
-                fields[name] = value
-            else:
-                minimum[name] = value
-        return {"minimum": minimum, **fields}
+            minimum[name] = value
+        others = {name: minimum.pop(name) for name in _OTHERS if name in minimum}
+        return {"minimum": minimum, **others}
 
     @model_validator(mode="after")
     def _has_scores(self) -> Self:
         if not self.scores:
             raise ValueError("it names no score: clip=25 keeps images of at least 25")
         for name in self.scores:
-            if name in _OTHERS or not SAFE_NAME.fullmatch(name):
+            if not SAFE_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of a score")
         return self
 
@@ -102,8 +99,7 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
     def reason(self, scores: Scores) -> str | None:
         """Why an image is dropped for its own scores; None if it passes."""
-        for name in sorted(self.minimum):
-            least = self.minimum[name]
+        for name, least in self.minimum.items():
             score = scores.get(name, -math.inf)
             if score < least:
                 return f"{name} {score:g} is below {least:g}"
@@ -122,22 +118,19 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         """
         reasons = [self.reason(scores) for scores in images]
         count = stored or min(self.best or MAX_JUDGED, reasons.count(None))
-
-        def place(at: int) -> tuple[bool, float]:
-            return reasons[at] is not None, self.rank(images[at])
-
-        for number, at in enumerate(sorted(range(len(images)), key=place)):
-            if number < count:
-                reasons[at] = None
-            else:
-                reasons[at] = (
-                    reasons[at] or f"{count} of its job have a better {self.ranking}"
-                )
+        ranked = sorted(
+            range(len(images)),
+            key=lambda at: (reasons[at] is not None, self.rank(images[at])),
+        )
+        for at in ranked[count:]:
+            reasons[at] = (
+                reasons[at] or f"{count} of its job have a better {self.ranking}"
+            )
+        for at in ranked[:count]:
+            reasons[at] = None
         return reasons
 
     def may_keep(self, images: Sequence[Scores]) -> bool:
-        """True if it keeps one of a job's images, or does not know a score of one."""
-        return any(
-            self.reason(scores) is None or not scores.keys() >= {*self.scores}
-            for scores in images
-        )
+        """True if it keeps one of a job's images, as far as their scores are known."""
+        unknown = dict.fromkeys(self.minimum, math.inf)
+        return any(self.reason({**unknown, **scores}) is None for scores in images)

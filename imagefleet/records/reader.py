@@ -67,15 +67,15 @@ async def drawings(
     Without near-duplicates, and with a *rule* those that it keeps by their scores.
     """
     shards = await catalog.shards_of(storage, campaign, damaged)
-    near = await _near_duplicates(Ends(storage, shards, None, Damaged()), shards)
+    left_out = await _near_duplicates(Ends(storage, shards, None, Damaged()), shards)
 
     def kept(records: list[Record]) -> list[Record]:
-        return [
-            record
-            for record in records
-            if record.id not in near
-            and (rule is None or rule.reason(record.scores) is None)
-        ]
+        found = [record for record in records if record.id not in left_out]
+        return (
+            found
+            if rule is None
+            else [each for each in found if not rule.reason(each.scores)]
+        )
 
     images = await ImageRecords(storage, shards, damaged, campaign).read()
     async for records in images.drawings("images", damaged):
@@ -204,15 +204,10 @@ async def image_parts(
     ends.damaged = damaged
     ended = set() if ended is None else ended
     ended.update(ends.outcomes)
-    near = await _near_duplicates(ends, shards)
     images = await ImageRecords(storage, shards, damaged, campaign).read()
-    async for records in images.each_once():
-        found = []
-        for record in records:
-            if record.is_end or record.id in near:
-                ended.add(record.job)
-            else:
-                found.append(record)
+    async for records in _each_once(ends, shards, images):
+        found = [record for record in records if record.outcome == "completed"]
+        ended.update(record.job for record in records if record.is_end)
         yield await ends.without_unstored(ends.sent(found))
 
 
@@ -234,18 +229,15 @@ async def ended_parts(
     await ends.read_settled()
     async for records in ends.records():
         yield records
-    for named in sorted({shard.campaign for shard in catalog.of_kind(shards, "again")}):
+    with_others = catalog.of_kind(shards, "again", "distinct")
+    for named in sorted({shard.campaign for shard in with_others}):
         of_campaign = [shard for shard in shards if shard.campaign == named]
         images = await ImageRecords(storage, of_campaign, damaged).read()
         await images.find()
         async for records in images.left():
             yield ends.add(records)
-    for named in sorted(
-        {each.campaign for each in catalog.of_kind(shards, "distinct")}
-    ):
-        of_campaign = [shard for shard in shards if shard.campaign == named]
         near = await _near_duplicates(ends, of_campaign)
-        yield ends.add(list(near.values()))
+        yield ends.add([*near.values()])
 
 
 async def _near_duplicates(
@@ -258,18 +250,25 @@ async def _near_duplicates(
     if not catalog.of_kind(shards, "distinct"):
         return {}
     images = await ImageRecords(ends.storage, shards, Damaged()).read()
-    records: dict[str, Record] = {}
-    hashes: list[Hashed] = []
+    records: dict[Hashed, Record] = {}
     async for some in images.each_once():
         for record in ends.sent(some):
-            if (hashed := record.hashed) is not None and not record.is_end:
-                records[record.id] = record
-                hashes.append(hashed)
-    found = await asyncio.to_thread(near_duplicates, hashes)
+            if (hashed := record.hashed) and not record.is_end:
+                records[hashed] = record
+    found = await asyncio.to_thread(near_duplicates, records)
     return {
-        job_id: records[job_id].as_near_duplicate(other)
-        for job_id, other in found.items()
+        hashed.id: records[hashed].as_near_duplicate(better)
+        for hashed, better in found.items()
     }
+
+
+async def _each_once(
+    ends: Ends, shards: Sequence[StoredShard], images: ImageRecords
+) -> AsyncGenerator[list[Record]]:
+    """Each image once, near-duplicates as the ends of their jobs, and jobs that failed."""
+    near = await _near_duplicates(ends, shards)
+    async for records in images.each_once():
+        yield [near.get(record.id, record) for record in records]
 
 
 def _singly(
@@ -320,16 +319,10 @@ async def _recounted(ends: Ends, images: ImageRecords) -> Totals:
         ends.add(records)
     await images.read()
     count = 0
-    near = await _near_duplicates(ends, ends.shards)
-    ends.add(list(near.values()))
     completed, contested = set[int](), dict[int, Record]()
-    async for records in images.each_once():
+    async for records in _each_once(ends, ends.shards, images):
         ends.add(records)
-        drawn = [
-            record
-            for record in records
-            if record.outcome == "completed" and record.id not in near
-        ]
+        drawn = [record for record in records if record.outcome == "completed"]
         for record in ends.sent(drawn):
             if (job := ends.job(record)) in ends.outcomes:
                 if record.stage == record.stages or job not in contested:

@@ -91,16 +91,11 @@ class Selection:
     model: str | None = None
     keep: Keep | None = None
 
-    @property
-    def noun(self) -> str:
-        return "dropped job" if self.keep else "failed job"
-
     def matches(self, record: Record) -> bool:
         if record.outcome != ("dropped" if self.keep else "failed"):
             return False
-        if self.keep and not self.keep.may_keep(
-            [each.scores for each in record.dropped]
-        ):
+        scores = [image.scores for image in record.dropped]
+        if self.keep and not self.keep.may_keep(scores):
             return False
         if self.id is not None and self.id not in {record.id, record.source}:
             return False

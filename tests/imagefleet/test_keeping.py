@@ -86,8 +86,10 @@ def test_near_duplicates_do_not_depend_on_the_order_of_drawing():
         Hashed(-1.0, "d", 15 << 60, 1),
         Hashed(-1.0, "e", 15 << 60, 1),  # as good as d, whose id comes first
     ]
+    expected = {"b": "a", "c": "b", "e": "d"}
     for order in itertools.permutations(images):
-        assert near_duplicates(order) == {"b": "a", "c": "b", "e": "d"}
+        found = near_duplicates(order)
+        assert {each.id: other for each, other in found.items()} == expected
 
 
 @pytest.mark.parametrize("distinct", [0, 3, 7])
@@ -102,4 +104,4 @@ def test_every_pair_of_near_hashes_is_found_wherever_they_differ(distinct: int):
         found = near_duplicates(
             [Hashed(0.0, "a", bits, distinct), Hashed(0.0, "b", other, distinct)]
         )
-        assert found == ({} if number % 2 else {"b": "a"}), (bits, places)
+        assert [*found.values()] == ([] if number % 2 else ["a"]), (bits, places)

@@ -114,7 +114,7 @@ class Networks:
         except RuntimeError as error:
             missing = {str(error)}
         if missing:
-            raise JobError(f"{path.name} is no CLIP model: {min(missing)}")
+            raise JobError(f"the judge {path.stem} is no CLIP model: {min(missing)}")
         return model.to(self._device, self._dtype).eval()
 
     def _load_head(self, path: Path) -> Mapping[str, Tensor]:
@@ -126,7 +126,7 @@ class Networks:
             raise TransientError(f"{path.name} cannot be read: {error}") from None
         if not tensors:
             raise JobError(
-                f"the judge {path.name} is of no known kind: CLIP, linear layers"
+                f"the judge {path.stem} is of no known kind: CLIP, linear layers"
                 " (layers.N.weight), or Stable Diffusion's safety checker (concept_embeds)"
             )
         return tensors
@@ -172,7 +172,7 @@ def configuration(path: Path) -> CLIPConfig:
         )
     except (safetensors.MalformedError, KeyError, ValueError):
         raise JobError(
-            f"the judge {path.name} is no CLIP model in transformers' names"
+            f"the judge {path.stem} is no CLIP model in transformers' names"
         ) from None
 
 

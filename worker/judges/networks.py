@@ -26,14 +26,17 @@ from worker.engine.contract import Pixels
 from worker.files.library import FileLibrary, Source
 from worker.inputs import detectors
 from worker.judges import pixels
-from worker.judges.preparation import clip_crop, normalised
+from worker.judges.preparation import (
+    CLIP_MEAN,
+    CLIP_STD,
+    Channels,
+    Features,
+    clip_crop,
+    normalised,
+)
 
 #: The network whose embedding of an image heads judge.
 CLIP = "clip"
-
-#: OpenAI's, out of 255, which others kept.
-_MEAN = (122.7709383, 116.7460125, 104.0937362)
-_STD = (68.5005327, 66.6321579, 70.3231631)
 
 
 class Drawn(NamedTuple):
@@ -116,16 +119,9 @@ class Judges:
         self, clip: Path, on_clip: Mapping[str, Path], drawn: Sequence[Drawn]
     ) -> Callable[[], _Scores]:
         """What is left to be done where the GPU may be used."""
-        images = [Image.fromarray(each.pixels) for each in drawn]
-        side = self._engine.side(clip)
-        cropped = [clip_crop(image, side) for image in images]
-        return partial(
-            self._engine.scores,
-            clip,
-            on_clip,
-            normalised(cropped, _MEAN, _STD),
-            self._engine.tokens([each.words for each in drawn]),
-        )
+        images = _images(drawn, self._engine.side(clip), CLIP_MEAN, CLIP_STD)
+        tokens = self._engine.tokens([each.words for each in drawn])
+        return partial(self._engine.scores, clip, on_clip, images, tokens)
 
     def _run(self, path: Path, name: str, drawn: Sequence[Drawn]) -> list[float]:
         """An ONNX network's scores; raises JobError if it is none that judges images."""
@@ -133,11 +129,8 @@ class Judges:
         session = detectors.session(path, what, self._library.identity(path))
         try:
             first, *others = session.get_inputs()
-            cropped = [
-                clip_crop(Image.fromarray(each.pixels), int(first.shape[-1]))
-                for each in drawn
-            ]
-            given = {first.name: normalised(cropped, (0.0,) * 3, (255.0,) * 3)}
+            side = int(first.shape[-1])
+            given = {first.name: _images(drawn, side, (0.0,) * 3, (255.0,) * 3)}
             for other in others:
                 given[other.name] = self._engine.tokens([each.words for each in drawn])
             return np.reshape(session.run(None, given)[0], len(drawn)).tolist()
@@ -150,3 +143,11 @@ class Judges:
 
 def _of_pixels(name: str, drawn: Sequence[Drawn]) -> list[float]:
     return [pixels.SCORES[name](each.pixels) for each in drawn]
+
+
+def _images(
+    drawn: Sequence[Drawn], side: int, mean: Channels, std: Channels
+) -> Features:
+    """The images [n, 3, side, side] as a network takes them."""
+    cropped = [clip_crop(Image.fromarray(each.pixels), side) for each in drawn]
+    return normalised(cropped, mean, std)

@@ -6,6 +6,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+#: OpenAI's mean and deviation of red, green and blue, out of 255, which others kept.
+CLIP_MEAN = (122.7709383, 116.7460125, 104.0937362)
+CLIP_STD = (68.5005327, 66.6321579, 70.3231631)
+
 Features = npt.NDArray[np.float32]
 
 #: Of red, green and blue, out of 255.
@@ -21,9 +25,7 @@ def normalised(images: Sequence[Features], mean: Channels, std: Channels) -> Fea
 def clip_crop(image: Image.Image, size: int) -> Features:
     """[size, size, 3] in 0..255: the shorter side resized in 8 bits, and the centre of the rest."""
     image = image.convert("RGB")
-    short = min(image.size)
-    width = max(size, int(size * image.width / short))
-    height = max(size, int(size * image.height / short))
+    width, height = (int(size * side / min(image.size)) for side in image.size)
     image = image.resize((width, height), Image.Resampling.BICUBIC)
     left, top = (width - size) // 2, (height - size) // 2
     centre = image.crop((left, top, left + size, top + size))

@@ -6,8 +6,8 @@ next one comes to the same choice. What an earlier delivery has stored stays the
 """
 
 import asyncio
+import itertools
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,11 +52,9 @@ class JudgeStage:
             batch = [await self.queue.get()]
             while len(batch) < BATCH and not self.queue.empty():
                 batch.append(self.queue.get_nowait())
-            groups: defaultdict[tuple[str, ...], list[_Image]] = defaultdict(list)
-            for image, pixels in batch:
-                groups[tuple(_rule(image).scores)].append((image, pixels))
-            for names, group in groups.items():
-                await self._score(names, group)
+            batch.sort(key=_names)
+            for names, group in itertools.groupby(batch, key=_names):
+                await self._score(names, [*group])
 
     async def _score(self, names: Sequence[str], group: Sequence[_Image]) -> None:
         found: Sequence[dict[str, float] | Exception]
@@ -111,8 +109,9 @@ class JudgeStage:
             await self._store(entry, kept, tuple(dropped))
             return
         best = min(dropped, key=lambda each: rule.rank(each.scores))
-        facts = {"scores": best.scores, "reason": best.reason, "dropped": dropped}
-        await self.settler.dropped(entry, **facts)
+        await self.settler.dropped(
+            entry, scores=best.scores, reason=best.reason, dropped=dropped
+        )
 
     async def _store(
         self,
@@ -145,6 +144,11 @@ def _rule(image: InFlightImage) -> Keep:
     if image.job.keep is None:
         raise ValueError("the job is not judged")
     return image.job.keep
+
+
+def _names(judged: _Image) -> list[str]:
+    image, _ = judged
+    return _rule(image).scores
 
 
 def _shown(image: InFlightImage, pixels: Pixels) -> Drawn:

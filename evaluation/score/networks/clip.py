@@ -16,14 +16,11 @@ from evaluation.score.extractors import ExtractorFacts
 from evaluation.score.preparation import Preparation
 from evaluation.score.statistics import Features
 from imagefleet.errors import SetupError
-from imagefleet.validation import JSONDict
+from worker.engine.judges import image_features, text_features
+from worker.judges.preparation import CLIP_MEAN, CLIP_STD
 
 _WEIGHTS = "model.safetensors"
 _PREPROCESSOR = "preprocessor_config.json"
-
-#: What CLIP's own models take, out of 1, where the folder does not say otherwise.
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_STD = (0.26862954, 0.26130258, 0.27577711)
 
 _WHITE = 255.0
 
@@ -73,8 +70,7 @@ class ClipExtractor:
     @torch.inference_mode()
     def features(self, images: Sequence[Image.Image]) -> Features:
         prepared = torch.from_numpy(self._preparation.array(images)).to(self._device)
-        pooled = self._model.vision_model(pixel_values=prepared).pooler_output
-        return _array(self._model.visual_projection(pooled))
+        return _array(image_features(self._model, prepared))
 
     @torch.inference_mode()
     def text_features(self, texts: Sequence[str]) -> Features:
@@ -85,26 +81,22 @@ class ClipExtractor:
             max_length=self._most_tokens,
             return_tensors="pt",
         ).to(self._device)
-        pooled = self._model.text_model(
-            input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
-        ).pooler_output
-        return _array(self._model.text_projection(pooled))
+        # What pads a text stands after it, where CLIP does not look.
+        return _array(text_features(self._model, tokens["input_ids"]))
 
 
 def _array(found: torch.Tensor) -> Features:
-    return np.ascontiguousarray(found.float().cpu().numpy(), np.float32)
+    return np.ascontiguousarray(found.cpu().numpy())
 
 
 def _preparation(folder: Path, model: Any) -> Preparation:
-    stated: JSONDict = {}
-    if (folder / _PREPROCESSOR).is_file():
-        stated = json.loads((folder / _PREPROCESSOR).read_text(encoding="utf-8"))
+    """As CLIP's own models take images, where the folder does not say otherwise."""
     size = model.config.vision_config.image_size
-    mean = stated.get("image_mean", _MEAN)
-    std = stated.get("image_std", _STD)
-    return Preparation(size, _of_white(mean), _of_white(std), "clip")
-
-
-def _of_white(values: Sequence[float]) -> tuple[float, float, float]:
-    red, green, blue = (_WHITE * float(value) for value in values)
-    return red, green, blue
+    beside = folder / _PREPROCESSOR
+    stated = json.loads(beside.read_text()) if beside.is_file() else {}
+    if "image_mean" not in stated:
+        return Preparation(size, CLIP_MEAN, CLIP_STD, "clip")
+    mean, std = (
+        _WHITE * np.array(stated[name]) for name in ("image_mean", "image_std")
+    )
+    return Preparation(size, (*mean,), (*std,), "clip")

@@ -203,7 +203,9 @@ def test_a_head_of_no_known_kind_is_named(judges: Path, tmp_path: Path):
     folder = tiny_clip(tmp_path / "clip")
     save_file(load_file(folder / "model.safetensors"), judges / "clip.safetensors")
     save_file({"weight": torch.zeros(2)}, judges / "taste.safetensors")
-    with pytest.raises(errors.JobError, match="taste.safetensors is of no known kind"):
+    with pytest.raises(
+        errors.JobError, match=r"taste\.safetensors is of no known kind"
+    ):
         score(tmp_path, "taste", pictures(1))
 
 
