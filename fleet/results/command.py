@@ -108,7 +108,9 @@ class _Results:
 
     def found(self, outcomes: Collection[str]) -> AsyncGenerator[list[Record]]:
         found = reader.results(self.storage, self.campaign, outcomes, self.damaged)
-        return found if self.to.keep is None else _best(found, self.to)
+        if self.to.keep is None:
+            return found
+        return _best(found, self.to.keep, self.to.limit or sys.maxsize)
 
     async def total(self, counts: Counts | None = None) -> int:
         counts = counts or await reader.counts(self.storage, self.campaign)
@@ -116,17 +118,14 @@ class _Results:
 
 
 async def _best(
-    parts: AsyncGenerator[list[Record]], to: Output
+    parts: AsyncGenerator[list[Record]], rule: Keep, limit: int
 ) -> AsyncGenerator[list[Record]]:
     """Sorts what a rule keeps; all of it is in memory, unless it is limited."""
-    rule = to.keep
-    if rule is None:
-        return
     found: list[Record] = []
     async for records in parts:
         found += [each for each in records if rule.reason(each.scores) is None]
         found.sort(key=lambda record: (rule.rank(record.scores), record.key))
-        del found[to.limit or len(found) :]
+        del found[limit:]
     yield found
 
 

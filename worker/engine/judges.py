@@ -53,83 +53,79 @@ def text_features(model: Any, ids: Tensor) -> Any:
     return model.text_projection(model.text_model(ids).pooler_output).float()
 
 
-class Networks:
-    """The networks of one device, each loaded once; `scores` is for the engine's thread."""
+@functools.cache
+def _tokenizer() -> Any:
+    return CLIPTokenizer.from_pretrained(clip.TOKENIZER, local_files_only=True)
 
-    def __init__(self, device: str) -> None:
-        self._device = find_device(device)
-        is_cpu = self._device.type == "cpu"
-        self._dtype = torch.float32 if is_cpu else torch.float16
-        self._clip = functools.lru_cache(1)(self._load_clip)
-        self._head = functools.lru_cache(8)(self._load_head)
-        self._tokenizer: Any = CLIPTokenizer.from_pretrained(
-            clip.TOKENIZER, local_files_only=True
+
+def tokens(texts: Sequence[str]) -> NDArray[np.int64]:
+    """CLIP's tokens of texts, [n, 77]; the end of a longer one is cut off."""
+    length = clip.CHUNK_TOKENS + 2
+    found = _tokenizer()(
+        list(texts), padding="max_length", truncation=True, max_length=length
+    )
+    return np.array(found["input_ids"], np.int64)
+
+
+@torch.inference_mode()
+def scores(
+    device: str,
+    clip_path: Path,
+    judges: Mapping[str, Path],
+    images: NDArray[np.float32],
+    tokens: NDArray[np.int64],
+) -> dict[str, list[float]]:
+    """Each judge's scores of images [n, 3, side, side], as CLIP takes them, by their prompts.
+
+    *judges*: files of CLIP itself or of heads. It is for the engine's thread. Raises JobError for a
+    file that is no such network.
+    """
+    model = _clip(clip_path, device)
+    pixels = torch.from_numpy(images).to(model.device, model.dtype)
+    seen = normalize(image_features(model, pixels))
+    found = {}
+    for name, path in judges.items():
+        if path == clip_path:
+            ids = torch.from_numpy(tokens).to(model.device)
+            named = normalize(text_features(model, ids))
+            values = _SCALE * (seen * named).sum(1).clip(0)
+        else:
+            values = _of_head(_head(path, str(model.device)), seen)
+        found[name] = values.tolist()
+    return found
+
+
+@functools.lru_cache(1)
+def _clip(path: Path, device: str) -> Any:
+    model: Any = CLIPModel(configuration(path))
+    try:
+        # Older files have the numbers of places, too, which say nothing.
+        missing, _ = load_model(model, path, strict=False)
+    except (OSError, SafetensorError) as error:
+        raise TransientError(f"{path.name} cannot be read: {error}") from None
+    except RuntimeError as error:
+        missing = {str(error)}
+    if missing:
+        raise JobError(f"the judge {path.stem} is no CLIP model: {min(missing)}")
+    place = find_device(device)
+    dtype = torch.float32 if place.type == "cpu" else torch.float16
+    return model.to(place, dtype).eval()
+
+
+@functools.lru_cache(8)
+def _head(path: Path, device: str) -> Mapping[str, Tensor]:
+    try:
+        with safe_open(path, "pt", device) as file:
+            names = filter(_OF_HEAD.fullmatch, file.keys())
+            tensors = {name: file.get_tensor(name).float() for name in names}
+    except (OSError, SafetensorError) as error:
+        raise TransientError(f"{path.name} cannot be read: {error}") from None
+    if not tensors:
+        raise JobError(
+            f"the judge {path.stem} is of no known kind: CLIP, linear layers"
+            " (layers.N.weight), or Stable Diffusion's safety checker (concept_embeds)"
         )
-
-    def tokens(self, texts: Sequence[str]) -> NDArray[np.int64]:
-        """CLIP's tokens of texts, [n, 77]; the end of a longer one is cut off."""
-        terms = {"padding": "max_length", "truncation": True}
-        length = clip.CHUNK_TOKENS + 2
-        found = self._tokenizer(list(texts), max_length=length, **terms)
-        return np.array(found["input_ids"], np.int64)
-
-    def side(self, clip_path: Path) -> int:
-        """Pixels of a side of the images that a CLIP model takes; raises as `configuration`."""
-        return int(configuration(clip_path).vision_config.image_size)
-
-    @torch.inference_mode()
-    def scores(
-        self,
-        clip_path: Path,
-        judges: Mapping[str, Path],
-        images: NDArray[np.float32],
-        tokens: NDArray[np.int64],
-    ) -> dict[str, list[float]]:
-        """Each judge's scores of images [n, 3, side, side], as CLIP takes them, by their prompts.
-
-        *judges*: files of CLIP itself or of heads. Raises JobError for a file that is no such
-        network.
-        """
-        model = self._clip(clip_path)
-        pixels = torch.from_numpy(images).to(self._device, self._dtype)
-        seen = normalize(image_features(model, pixels))
-        found = {}
-        for name, path in judges.items():
-            if path == clip_path:
-                ids = torch.from_numpy(tokens).to(self._device)
-                named = normalize(text_features(model, ids))
-                scores = _SCALE * (seen * named).sum(1).clip(0)
-            else:
-                scores = _of_head(self._head(path), seen)
-            found[name] = scores.tolist()
-        return found
-
-    def _load_clip(self, path: Path) -> Any:
-        model: Any = CLIPModel(configuration(path))
-        try:
-            # Older files have the numbers of places, too, which say nothing.
-            missing, _ = load_model(model, path, strict=False)
-        except (OSError, SafetensorError) as error:
-            raise TransientError(f"{path.name} cannot be read: {error}") from None
-        except RuntimeError as error:
-            missing = {str(error)}
-        if missing:
-            raise JobError(f"the judge {path.stem} is no CLIP model: {min(missing)}")
-        return model.to(self._device, self._dtype).eval()
-
-    def _load_head(self, path: Path) -> Mapping[str, Tensor]:
-        try:
-            with safe_open(path, "pt", str(self._device)) as file:
-                names = filter(_OF_HEAD.fullmatch, file.keys())
-                tensors = {name: file.get_tensor(name).float() for name in names}
-        except (OSError, SafetensorError) as error:
-            raise TransientError(f"{path.name} cannot be read: {error}") from None
-        if not tensors:
-            raise JobError(
-                f"the judge {path.stem} is of no known kind: CLIP, linear layers"
-                " (layers.N.weight), or Stable Diffusion's safety checker (concept_embeds)"
-            )
-        return tensors
+    return tensors
 
 
 def _of_head(tensors: Mapping[str, Tensor], seen: Tensor) -> Tensor:

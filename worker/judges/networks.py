@@ -9,12 +9,11 @@ run between the ticks of the engine (`worker.engine.judges`).
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -22,6 +21,7 @@ from PIL import Image
 from imagefleet.errors import JobError, MissingFileError
 from imagefleet.files import kinds
 from imagefleet.keeping.rule import DIGITS
+from imagefleet.validation import JSONDict
 from worker.engine.contract import Pixels
 from worker.files.library import FileLibrary, Source
 from worker.inputs import detectors
@@ -64,12 +64,6 @@ class Judges:
         kind = replace(kinds.JUDGE, suffixes=("",), has_header=False)
         self._library = FileLibrary(self.source, kind)
         self._files: dict[str, str] = {}  # of scores, as they were found
-
-    @functools.cached_property
-    def _engine(self) -> Any:
-        from worker.engine import judges  # which needs torch
-
-        return judges.Networks(self.device)
 
     async def find(self, name: str) -> Path:
         """The file of a score's network.
@@ -119,20 +113,27 @@ class Judges:
         self, clip: Path, on_clip: Mapping[str, Path], drawn: Sequence[Drawn]
     ) -> Callable[[], _Scores]:
         """What is left to be done where the GPU may be used."""
-        images = _images(drawn, self._engine.side(clip), CLIP_MEAN, CLIP_STD)
-        tokens = self._engine.tokens([each.words for each in drawn])
-        return partial(self._engine.scores, clip, on_clip, images, tokens)
+        from worker.engine import judges  # which needs torch
+
+        side = judges.configuration(clip).vision_config.image_size
+        images = _images(drawn, side, CLIP_MEAN, CLIP_STD)
+        tokens = judges.tokens([each.words for each in drawn])
+        return partial(judges.scores, self.device, clip, on_clip, images, tokens)
 
     def _run(self, path: Path, name: str, drawn: Sequence[Drawn]) -> list[float]:
         """An ONNX network's scores; raises JobError if it is none that judges images."""
+        from worker.engine import judges  # which needs torch
+
         what = f"the judge {name!r}"
         session = detectors.session(path, what, self._library.identity(path))
         try:
             first, *others = session.get_inputs()
             side = int(first.shape[-1])
-            given = {first.name: _images(drawn, side, (0.0,) * 3, (255.0,) * 3)}
+            given: JSONDict = {
+                first.name: _images(drawn, side, (0.0,) * 3, (255.0,) * 3)
+            }
             for other in others:
-                given[other.name] = self._engine.tokens([each.words for each in drawn])
+                given[other.name] = judges.tokens([each.words for each in drawn])
             return np.reshape(session.run(None, given)[0], len(drawn)).tolist()
         except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
             raise JobError(
