@@ -99,15 +99,11 @@ class ImageChoice:
     )
 
     def __post_init__(self) -> None:
-        if self.keep is not None:
-            others = self.worker is not None or self.suspect or self.since is not None
-            if others or self.named.campaign is None:
-                raise SetupError("--keep goes with CAMPAIGN[/ID] alone")
-            return
-        if sum((self.worker is not None, self.suspect, self.named.id is not None)) != 1:
+        named = self.named.id if self.keep is None else self.named.campaign
+        if sum((self.worker is not None, self.suspect, named is not None)) != 1:
             raise SetupError(
-                "choose the images: CAMPAIGN/ID, --worker or --suspect; or dropped jobs with"
-                " --keep"
+                "choose the images: CAMPAIGN/ID, --worker or --suspect; or dropped jobs:"
+                " CAMPAIGN[/ID] with --keep"
             )
         if self.worker is None and self.since:
             raise SetupError("--since goes with --worker")

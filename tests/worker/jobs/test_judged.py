@@ -9,7 +9,7 @@ import pytest
 from bundled import NAME, bundle_of, packed
 from evaluation.stand_in import StandInEngine
 from imagefleet import errors
-from imagefleet.job.message import Job, read_job
+from imagefleet.job.message import read_job
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
@@ -31,6 +31,10 @@ pytestmark = pytest.mark.usefixtures("soon")
 
 #: Contrasts of the eight images of a job, by their seeds from 0 on.
 CONTRASTS = (10, 70, 30, 90, 20, 80, 60, 40)
+
+
+#: The seed and contrast of the two best images of a job, by their names.
+BEST_TWO = {"default/j.png": (3, 90), "default/j~1.png": (5, 80)}
 
 
 def draw(request: contract.ImageRequest) -> contract.Pixels:
@@ -67,6 +71,12 @@ async def ends(storage: Storage) -> dict[str, Record]:
     return {each.id: each async for each in reader.ended(storage, "default")}
 
 
+async def counted(storage: Storage) -> tuple[int, int, int]:
+    """The images, completed and dropped jobs by the records."""
+    counts = await reader.counts(storage, "default")
+    return counts.images, counts.completed, counts.dropped
+
+
 async def kept(storage: Storage) -> dict[str, tuple[int | None, float]]:
     """The seed and contrast of each stored image, by its name, in their order."""
     found = sorted(await records(storage), key=lambda record: str(record.blob))
@@ -90,8 +100,7 @@ async def test_an_image_below_a_minimum_is_not_stored_and_its_scores_are_recorde
     assert dropped["j0"].scores == {"contrast": 10}
     assert read_job(str(dropped["j0"].body), "none").id == "j0"
     assert (await kept(storage))["default/j3.png"] == (3, 90)
-    counts = await reader.counts(storage, "default")
-    assert (counts.images, counts.completed, counts.dropped) == (4, 4, 4)
+    assert await counted(storage) == (4, 4, 4)
     assert pipeline.metrics.outcomes == {"completed": 4, "dropped": 4}
     assert not (await storage.queue.depth()).messages
     assert not await failed_jobs(storage)
@@ -101,18 +110,14 @@ async def test_the_best_of_a_job_are_stored_under_its_first_names(
     storage: Storage, run_pipeline: RunPipeline
 ):
     await run_pipeline(engine(), sent=[best(2)])
-    assert await kept(storage) == {
-        "default/j.png": (3, 90),
-        "default/j~1.png": (5, 80),
-    }
+    assert await kept(storage) == BEST_TWO
     first, second = await records(storage)
     assert (first.images, first.keep and first.keep.best) == (2, 2)
     assert [each.number for each in first.dropped] == [0, 1, 2, 4, 6, 7]
     assert first.dropped[0].reason == "contrast 10 is below 25"
     assert first.dropped[1].reason == "2 of its job have a better contrast"
     assert second.dropped == ()
-    counts = await reader.counts(storage, "default")
-    assert (counts.images, counts.completed, counts.dropped) == (2, 1, 0)
+    assert await counted(storage) == (2, 1, 0)
 
 
 async def test_what_an_earlier_delivery_has_stored_stays_the_choice(
@@ -126,15 +131,10 @@ async def test_what_an_earlier_delivery_has_stored_stays_the_choice(
         return await store(name, *given, **named)
 
     monkeypatch.setattr(storage.blobs, "create", created)
-    drawing = Striped()
-    pipeline = await run_pipeline(drawing, sent=[best(2)])
+    pipeline = await run_pipeline(engine(), sent=[best(2)])
     assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
-    assert await kept(storage) == {
-        "default/j.png": (3, 90),
-        "default/j~1.png": (5, 80),
-    }
-    counts = await reader.counts(storage, "default")
-    assert (counts.images, counts.completed) == (2, 1)
+    assert await kept(storage) == BEST_TWO
+    assert await counted(storage) == (2, 1, 0)
 
 
 async def test_a_worker_that_dies_before_its_records_loses_no_score(
@@ -161,19 +161,17 @@ async def test_a_bundle_stores_what_passes_and_ends_the_others_in_its_pack(
     storage: Storage, run_pipeline: RunPipeline
 ):
     jobs = [
-        Job.model_validate(
-            {"prompt": "a house", "id": f"j{seed}", "seed": seed, "keep": "contrast=50"}
-        ).to_message()
+        read_job(message(id=f"j{seed}", seed=seed, keep="contrast=50"), "none")
         for seed in range(8)
     ]
-    pipeline = await run_pipeline(engine(), sent=[bundle_of(jobs)])
+    bundle = bundle_of([job.to_message() for job in jobs])
+    pipeline = await run_pipeline(engine(), sent=[bundle])
     found = await packed(storage)
     assert found.images.keys() == {"j1", "j3", "j5", "j6"}
     assert found.ends == {f"j{seed}": ["dropped"] for seed in (0, 2, 4, 7)}
     assert found.parts == [f"default/{NAME}~1.tar"]
     assert pipeline.metrics.outcomes == {"completed": 4, "dropped": 4}
-    counts = await reader.counts(storage, "default")
-    assert (counts.images, counts.completed, counts.dropped) == (4, 4, 4)
+    assert await counted(storage) == (4, 4, 4)
 
 
 async def test_one_image_that_cannot_be_drawn_retries_the_whole_choice(
@@ -249,5 +247,4 @@ async def test_of_near_duplicates_the_better_one_counts_whichever_is_drawn_first
     (counted,) = await records(storage)
     assert counted.id == "b"
     assert (await ends(storage))["a"].reason == "near-duplicate of b"
-    counts = await reader.counts(storage, "default")
-    assert (counts.images, counts.completed, counts.dropped) == (1, 1, 1)
+    assert await counted(storage) == (1, 1, 1)
