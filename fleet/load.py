@@ -10,9 +10,8 @@ from pathlib import Path
 
 import typer
 
-from cli import console, files, options, target
+from cli import console, files, filling, options, target
 from cli.options import argument, option
-from fleet import filling
 from fleet.files import missing
 from fleet.files.missing import Elsewhere, Uses
 from imagefleet import concurrency

@@ -16,8 +16,8 @@ from fleet.settings import MonitorSettings
 from imagefleet import concurrency
 from imagefleet.aio import Fleet
 from imagefleet.storage.protocol import QueueDepth
+from imagefleet.telemetry.logs import duration
 from imagefleet.validation import JSONDict, JSONObject
-from worker.progress import duration
 
 
 @options.flat

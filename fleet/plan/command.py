@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cli import console, options
+from cli.filling import reading
 from cli.options import argument, option
-from fleet.filling import reading
 from fleet.plan import estimate
 from fleet.plan.estimate import BatchPlan, Bench, Input, ModelSpeed, Part
 from fleet.plan.work import ModelJobs, of_count, of_source, read_models

@@ -14,7 +14,7 @@ from cli.console import counted, significant
 from fleet.gallery.images import shrink
 from fleet.report.figures import Figures
 from fleet.report.records import Records
-from imagefleet import sweep
+from imagefleet.caption import caption_of
 from imagefleet.errors import JobError
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.job import prompt
@@ -22,8 +22,8 @@ from imagefleet.records import columns, pictures
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 from imagefleet.storage.open import Storage
+from imagefleet.telemetry.logs import duration
 from imagefleet.validation import JSONObject
-from worker.progress import duration
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15
@@ -49,7 +49,7 @@ async def read_samples(storage: Storage, records: Records) -> list[JSONObject]:
 
 def sample(record: Record, address: str, data: str | None) -> JSONObject:
     """An image for the page; *data* is a JPEG in base64, None for what is no image."""
-    words = printable(sweep.caption_of(record))
+    words = printable(caption_of(record))
     _, loras = prompt.read_words(record.prompt or "")
     return {
         "job": record.id,

@@ -19,9 +19,10 @@ from typer import Exit
 from cli import console, options
 from cli.options import option
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import duration
 from worker.models import checkpoints
 from worker.node import salad
-from worker.progress import Progress, WorkerReport, duration
+from worker.progress import Progress, WorkerReport
 from worker.settings import MachineSettings, WorkerSettings, require_libraries
 
 
