@@ -212,8 +212,8 @@ def show(plan: BatchPlan, table: PriceTable) -> None:
         for form, dollars in plan.storage_month_dollars.items()
     )
     rows = {
-        "images": f"{plan.images:,}",
-        "replicas": f"{plan.replicas:,}",
+        "images": plan.images,
+        "replicas": plan.replicas,
         "hours": f"{plan.hours:,.2f}",
         "GPU": f"${plan.gpu_dollars:,.2f}",
         "of that, start-up": f"${plan.start_up_dollars:,.2f}",

@@ -5,7 +5,6 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import filesize
@@ -79,38 +78,22 @@ def render(
         counted=counted,
         figures=figures,
         made_at=made_at,
-        plots=_plots(figures),
+        costs=_costs(figures),
         slowest=list(reversed(figures["workers"]))[:_MAX_WORKERS],
         samples=samples,
     )
 
 
-class Bar(NamedTuple):
-    """A named amount of a bar plot; *label* is shown to its right."""
-
-    name: str
-    value: float
-    label: str
-
-
-def _plots(figures: Figures) -> dict[str, list[Bar]]:
-    dollars: dict[str, float] = defaultdict(float)
-    money = figures["money"]
-    if money["gpu_dollars"] is not None:
-        for worker in figures["workers"]:
-            dollars[gpu_name(worker["gpu"])] += worker["gpu_dollars"]
-    costs = dict(sorted(dollars.items()))
-    costs["storage operations"] = money["storage_dollars"]
-    return {
-        "money": _bars(costs),
-        "split": _bars(money["split"] or {}),
-    }
-
-
-def _bars(amounts: Mapping[str, float]) -> list[Bar]:
-    return [
-        Bar(_words(name), value, _dollars(value)) for name, value in amounts.items()
-    ]
+def _costs(figures: Figures) -> dict[str, float]:
+    """Dollars by GPU class, and those of the storage's operations."""
+    costs: dict[str, float] = defaultdict(float)
+    if figures["money"]["gpu_dollars"] is not None:
+        for worker in sorted(
+            figures["workers"], key=lambda each: gpu_name(each["gpu"])
+        ):
+            costs[gpu_name(worker["gpu"])] += worker["gpu_dollars"]
+    costs["storage operations"] = figures["money"]["storage_dollars"]
+    return costs
 
 
 def gpu_name(recorded: str | None) -> str:
