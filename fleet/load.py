@@ -144,9 +144,12 @@ def command(
         elif dry_run:
             _preview(settings, source, read, quiet=sending.quiet)
         else:
-            alone: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if jobs.file != "-":
-                alone = console.only_one(file, settings.queue)
+            is_file = jobs.file != "-"
+            alone = (
+                console.only_one(file, settings.queue)
+                if is_file
+                else contextlib.nullcontext()
+            )
             if pictures:
                 with read("checking"):
                     source.check()
