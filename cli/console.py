@@ -294,7 +294,7 @@ print_json_line = partial(print_json, indent=None)
 
 def show(
     record: JSONObject | Sequence[Any],
-    *parts: ConsoleRenderable | Mapping[str, str] | str,
+    *parts: ConsoleRenderable | Mapping[str, object] | str,
     notes: Iterable[str] = (),
     as_json: bool,
 ) -> None:
@@ -372,19 +372,19 @@ def print_more(count: int, what: str, to: Console = stdout) -> None:
         print_plain(f"and {count:,} {what}", to)
 
 
-def print_facts(facts: Mapping[str, str], to: Console = stdout) -> None:
-    """Prints names and facts, a line each."""
+def print_facts(facts: Mapping[str, object], to: Console = stdout) -> None:
+    """Prints names and facts, a line each; cells as in `table`."""
     for name, fact in facts.items():
-        print_plain(f"{name:<18} {fact}", to)
+        print_plain(f"{name:<18} {_cell(fact)}", to)
 
 
-def totals(rows: Mapping[str, str]) -> Table:
-    """A table of names and numbers, without a frame."""
+def totals(rows: Mapping[str, object]) -> Table:
+    """A table of names and numbers, without a frame; cells as in `table`."""
     table = Table.grid(
         Column(style="bold"), Column(justify="right"), padding=(0, 2, 0, 0)
     )
-    for row in rows.items():
-        table.add_row(*row)
+    for name, value in rows.items():
+        table.add_row(name, _cell(value))
     return table
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import typer
 
-from cli import console, files, options, target
+from cli import console, files, filling, options, target
 from cli.options import argument, option
-from fleet import filling
 from fleet.files import missing
 from fleet.files.missing import Elsewhere, Uses
 from imagefleet import concurrency
@@ -145,9 +144,12 @@ def command(
         elif dry_run:
             _preview(settings, source, read, quiet=sending.quiet)
         else:
-            alone: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if jobs.file != "-":
-                alone = console.only_one(file, settings.queue)
+            is_file = jobs.file != "-"
+            alone = (
+                console.only_one(file, settings.queue)
+                if is_file
+                else contextlib.nullcontext()
+            )
             if pictures:
                 with read("checking"):
                     source.check()

@@ -61,6 +61,7 @@ _ELSEWHERE = {
     "cancel": "fleet.campaigns.cancel:command",
     "status": "fleet.monitor.command:command",
     "exporter": "fleet.monitor.exporter:command",
+    "sweep": "evaluation.sweep.command:command",
     "score": "evaluation.score.command:command",
     "gate": "evaluation.gate.command:command",
     "prompt": "fleet.prompt:command",

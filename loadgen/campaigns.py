@@ -26,18 +26,15 @@ from imagefleet.records.ledger import (
 )
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner
 from imagefleet.storage.open import Storage
-from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import MendedMessage
-from loadgen.sources import Source
+from loadgen.sources import JobSource
 
 
 def shown(found: Counter[Compared]) -> str:
     return f"{found['changed']:,} changed, {found['new']:,} new, {found['as_before']:,} as before"
 
 
-async def changes_of(
-    storage: Storage, source: Source | SweepSource
-) -> Counter[Compared]:
+async def changes_of(storage: Storage, source: JobSource) -> Counter[Compared]:
     """Counts the jobs of a source that are new, changed or as sent before.
 
     Reads all of it, unless its campaign is new.

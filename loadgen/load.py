@@ -19,9 +19,8 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
 from loadgen.campaigns import LoadedCampaigns, Sample, changes_of, shown
-from loadgen.caption_sweep import SweepSource
 from loadgen.settings import LoadSettings
-from loadgen.sources import Source
+from loadgen.sources import JobSource
 
 #: The folder, among the packs, of the blob whose name is the secret of bundles' names: workers read
 #: packs by their names, and only who may list them finds it. A load that begins again has the same.
@@ -57,7 +56,7 @@ class Load:
     def __init__(
         self,
         storage: Storage,
-        source: Source | SweepSource,
+        source: JobSource,
         settings: LoadSettings,
         *,
         restart: bool = False,

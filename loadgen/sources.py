@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Unpack
+from typing import Protocol, Unpack
 
 from imagefleet import validation
 from imagefleet.errors import SetupError
@@ -24,6 +24,24 @@ from loadgen.template import Draw, Patterns
 
 #: First jobs of a template that are checked before sending, besides each entry of each list.
 _SAMPLE_JOBS = 200
+
+
+class JobSource(Protocol):
+    """Jobs in an order of their own, which are made anew each time that they are read."""
+
+    @property
+    def campaign(self) -> str | None:
+        """The campaign of all jobs, whose ids are then the source's own; None: of several."""
+
+    @property
+    def count(self) -> int:
+        """Positions of the source, those without a job included."""
+
+    def check(self) -> None:
+        """Raises SetupError for invalid jobs."""
+
+    def bodies(self) -> Iterator[str | None]:
+        """Messages by position, None for a position without one."""
 
 
 class TemplateSource:
@@ -125,7 +143,6 @@ class TemplateSource:
         return validation.as_error(SetupError, before, Job.model_fields)
 
 
-#: Messages by position, None for a position without one.
 Source = TemplateSource | FileSource
 
 

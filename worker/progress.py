@@ -1,6 +1,5 @@
 """A worker's figures: now, for a terminal's live line or a log's line a minute, and at its end."""
 
-import math
 import signal
 from collections import deque
 from collections.abc import Mapping
@@ -8,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import duration
 from imagefleet.telemetry.metrics import QueueFlow
 
 log = logs.EventLog(__name__)
@@ -245,11 +245,3 @@ def _rounded(fields: Mapping[str, object]) -> dict[str, Any]:
         name: round(value, 3) if isinstance(value, float) else value
         for name, value in fields.items()
     }
-
-
-def duration(seconds: float) -> str:
-    """`45 s`, `12.3 min`, `3.5 h`."""
-    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{math.ceil(seconds)} s"

@@ -26,8 +26,8 @@ async def show(storage: Storage, campaign: str, job_id: str, *, as_json: bool) -
         "job": job_key(found["campaign"], found["id"]),
         "state": state,
         "since": f"{since.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" if since else "-",
-        "stage": console.number(found["stage"]),
-        "attempts": console.number(found["attempts"]),
+        "stage": found["stage"],
+        "attempts": found["attempts"],
         "worker": found["worker"] or "-",
     }
     if reason := _WHY.get(state, found["reason"]):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli import console, options
+from cli.filling import reading
 from cli.options import option
 from fleet.files import add, missing
 from fleet.files.add import Manifest
 from fleet.files.stored import Listing, Ready
-from fleet.filling import reading
 from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage

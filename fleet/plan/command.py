@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cli import console, options
+from cli.filling import reading
 from cli.options import argument, option
-from fleet.filling import reading
 from fleet.plan import estimate
 from fleet.plan.estimate import BatchPlan, Bench, Input, ModelSpeed, Part
 from fleet.plan.work import ModelJobs, of_count, of_source, read_models
@@ -212,8 +212,8 @@ def show(plan: BatchPlan, table: PriceTable) -> None:
         for form, dollars in plan.storage_month_dollars.items()
     )
     rows = {
-        "images": f"{plan.images:,}",
-        "replicas": f"{plan.replicas:,}",
+        "images": plan.images,
+        "replicas": plan.replicas,
         "hours": f"{plan.hours:,.2f}",
         "GPU": f"${plan.gpu_dollars:,.2f}",
         "of that, start-up": f"${plan.start_up_dollars:,.2f}",

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from fleet.export.formats import Sample
 from fleet.export.plan import MANIFEST, Manifest, Shard
-from imagefleet import sweep, validation
+from imagefleet import validation
+from imagefleet.caption import caption_of
 from imagefleet.errors import JobError, SetupError
 from imagefleet.files import pack, picture
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job, is_signed, read_job
@@ -207,7 +208,7 @@ class Verifier:
         if hashlib.sha256(data).hexdigest() != record.sha256:
             raise _FaultError("its file has another SHA-256 than its record")
         _check_columns(Sample(key, record, b""), row)
-        if texts not in ([], [sweep.caption_of(record).encode()]):
+        if texts not in ([], [caption_of(record).encode()]):
             raise _FaultError("its text is another caption than that of its record")
         self._check_hashes(data)
         message = picture.message_in(data)

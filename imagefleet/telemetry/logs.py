@@ -189,3 +189,11 @@ def _log_unraisable(
         f"{failure.err_msg or 'Exception ignored in'} {failure.object!r}: ",
         exit_code=None,
     )
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12.3 min`, `3.5 h`."""
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{math.ceil(seconds)} s"

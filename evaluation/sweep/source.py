@@ -10,13 +10,15 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from imagefleet import sweep, validation
+from evaluation.sweep import manifest
+from evaluation.sweep.manifest import Group, Sweep
+from imagefleet import validation
+from imagefleet.caption import CAPTION
 from imagefleet.errors import SetupError
 from imagefleet.job import samplers, sizes
 from imagefleet.job.message import Job
 from imagefleet.job.prompt import read_words
 from imagefleet.signing import JobSigner
-from imagefleet.sweep import Group, Sweep
 from imagefleet.validation import JSONDict
 from loadgen import file_source
 from loadgen.file_source import UnchangedFile
@@ -59,7 +61,7 @@ class CaptionFile:
         self._form = file_source.find_format(path, form, FORMATS)
         self._count = count
         self._file = UnchangedFile(path, self._form)
-        self.facts = sweep.digest(self.read())
+        self.facts = manifest.digest(self.read())
         if not self.facts.count:
             raise SetupError(f"{path} holds no captions")
 
@@ -109,7 +111,7 @@ def prompt_of(caption: str) -> str:
 _NAME_CHARACTERS = 40
 
 
-def groups(
+def all_groups(
     guidance: Sequence[float | str],
     names_of_samplers: Sequence[str],
     steps: Sequence[int | str],
@@ -129,8 +131,8 @@ def groups(
         "lora_strength": strengths,
         "guidance": guidance,
     }
-    if (total := math.prod(map(len, axes.values()))) > sweep.MAX_GROUPS:
-        raise SetupError(f"these are {total:,} groups; {sweep.MAX_GROUPS:,} at most")
+    if (total := math.prod(map(len, axes.values()))) > manifest.MAX_GROUPS:
+        raise SetupError(f"these are {total:,} groups; {manifest.MAX_GROUPS:,} at most")
     found: dict[str, Group] = {}
     for values in itertools.product(*axes.values()):
         fields = {
@@ -206,11 +208,11 @@ class SweepSource:
         prompt = prompt_of(caption)
         fields: JSONDict = {
             **self.sweep.job,
-            "id": sweep.job_id(group.name, number),
+            "id": manifest.job_id(group.name, number),
             "campaign": self.campaign,
             "prompt": prompt,
             "enable_prompt_comments": False,  # a caption's '#' is a letter
-            "seed": sweep.seed_of(number, caption, self.sweep.seed),
+            "seed": manifest.seed_of(number, caption, self.sweep.seed),
             "cfg_scale": group.guidance,
             "sampler_name": group.sampler,
             "steps": group.steps,
@@ -220,7 +222,7 @@ class SweepSource:
             fields["prompt"] += f" <lora:{group.lora}:{group.lora_strength:g}>"
         # Who reads the prompt alone would lose what follows a '#', say.
         if {caption} != {fields["prompt"], read_words(fields["prompt"])[0]}:
-            fields["metadata"] = {sweep.CAPTION: caption}
+            fields["metadata"] = {CAPTION: caption}
         before = f"group {group.name}, caption {number} ({caption[:60]!r}): "
         with validation.as_error(SetupError, before, Job.model_fields):
             return Job.model_validate(fields)
@@ -232,14 +234,9 @@ class SweepSource:
         return body
 
 
-def slug(text: str) -> str:
-    """Writes a text in letters, digits, full stops and underscores."""
-    return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_.")
-
-
 def _slug(name: str | None) -> str:
     """Writes a name in the characters of a group's name."""
-    text = slug(name or "own-model").replace("_", "-")
+    text = re.sub(r"[^A-Za-z0-9.]+", "-", name or "own-model").strip("-.")
     return text[:_NAME_CHARACTERS].rstrip("-.") or "x"
 
 
