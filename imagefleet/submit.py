@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from imagefleet import concurrency
 from imagefleet.concurrency import RetryPolicy
@@ -35,8 +34,7 @@ RETRIES = concurrency.RetryPolicy(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """Positions confirmed so far, jobs sent by this run, and whether the source has ended."""
 
     confirmed: int
@@ -101,7 +99,7 @@ class BulkSender:
                 await self._confirm_oldest()
         finally:
             await self._finish_window()
-        return dataclasses.replace(self.progress, finished=finished)
+        return self.progress._replace(finished=finished)
 
     async def _send_all(self) -> bool:
         """Returns whether the source has ended."""

@@ -1,8 +1,8 @@
 """Identifies a safetensors file by the names and shapes of tensors in its header."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from imagefleet.files.safetensors import Header, read_header
 
@@ -19,8 +19,7 @@ _WHOLE = "use the version of the checkpoint that has everything in one file"
 TEXT_STATES_FORMAT = "imagefleet text states 1"
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """A type of file content: its name for messages, with the article, and its use."""
 
     name: str

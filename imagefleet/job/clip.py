@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -80,8 +79,7 @@ class Embedding(Protocol):
     def __hash__(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Insert:
+class Insert(NamedTuple):
     """The vectors of an embedding in a chunk, from its token number *at* on."""
 
     at: int
@@ -129,8 +127,7 @@ class Names(Generic[T_co]):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Up to 75 tokens and the weight of each; the text encoder pads it."""
 
     #: `PLACEHOLDER` for each vector of an embedding.
@@ -203,7 +200,7 @@ def level(
     for place in itertools.zip_longest(*cut, fillvalue=Chunk()):
         is_weighted = any(weight != 1 for chunk in place for weight in chunk.weights)
         company = tuple(zip(place, counts, strict=True)) if is_weighted else ()
-        columns.append([replace(chunk, company=company) for chunk in place])
+        columns.append([chunk._replace(company=company) for chunk in place])
     return list(zip(*columns, strict=True))
 
 

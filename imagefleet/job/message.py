@@ -8,8 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import pydantic_core
 from pydantic import (
@@ -379,8 +378,7 @@ class Job(
         return compact_text(fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A later stage's place in its job: `number` counts from 1."""
 
     job: Job

@@ -8,8 +8,9 @@ import re
 import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from cachetools import LRUCache
 
@@ -132,8 +133,7 @@ class Damaged:
         return f"{which} not fit: {'; '.join(shown)}{f'; and {more:,} more' if more else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredShard:
+class StoredShard(NamedTuple):
     """A shard as listed, what its name says, and the store that it lies in."""
 
     blob: BlobRecord
@@ -183,8 +183,7 @@ async def shards_of(
                 )
     cancelled = {shard.campaign for shard in found if shard.kind == "cancelled"}
     return [
-        replace(
-            shard,
+        shard._replace(
             is_cancelled=shard.campaign in cancelled,
             has_packs=may_have_packs(shard.campaign, packed),
         )

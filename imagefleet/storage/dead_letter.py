@@ -75,8 +75,7 @@ class FailedJob(Record, extra="forbid"):
         return self.model_copy(update={"body": None}).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(NamedTuple):
     """Selects the failed jobs that meet all of the given conditions.
 
     *error* is a part of the error's class or reason, ignoring case. *id* is the job's or its

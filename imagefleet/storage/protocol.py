@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from imagefleet import concurrency
 from imagefleet.errors import JobError, TransientError, UnusableFileError
@@ -196,8 +196,7 @@ class StoredQueue(JobQueue, Protocol):
         """Creates the queue if it does not exist; False if the credentials do not allow that."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlobRecord:
+class BlobRecord(NamedTuple):
     """A blob without its content, as listed."""
 
     name: str
@@ -208,8 +207,7 @@ class BlobRecord:
     modified_at: datetime | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlobPart:
+class BlobPart(NamedTuple):
     """Some of a blob's bytes; `version` changes when the blob is rewritten."""
 
     data: bytes

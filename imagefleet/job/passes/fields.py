@@ -2,8 +2,7 @@
 
 import functools
 import itertools
-from dataclasses import dataclass
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -20,8 +19,7 @@ from imagefleet.job.sizes import whole_cells
 from imagefleet.validation import JSONDict, JSONObject
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """Work of one pass: its size in pixels, and the UNet's calls with the rows of each."""
 
     width: int

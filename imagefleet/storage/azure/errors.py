@@ -6,8 +6,8 @@ Of a refusal, it says in one sentence why the credentials in use were refused, a
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 from urllib.parse import parse_qs
 
 from aiohttp import (
@@ -83,8 +83,7 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Credential:
+class Credential(NamedTuple):
     """The credential that signed a request; without a token, the account key or an identity."""
 
     resource: Resource | None = None
