@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import pydantic_core
@@ -28,8 +28,9 @@ from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import img2img
 from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.prompt import SAFE_NAME
-from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, Metadata
+from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, Metadata, PartialSize
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
+from imagefleet.validation import JSONDict, JSONObject
 
 #: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.
 DELIVERIES_FIELD = "deliveries"
@@ -153,9 +154,7 @@ class Job(
 
     @field_validator("then")
     @classmethod
-    def _read_stages(
-        cls, stages: tuple[dict[str, Any], ...]
-    ) -> tuple[dict[str, Any], ...]:
+    def _read_stages(cls, stages: tuple[JSONDict, ...]) -> tuple[JSONDict, ...]:
         return tuple(
             chain.fields_of_stage(number, each) for number, each in enumerate(stages, 2)
         )
@@ -199,8 +198,8 @@ class Job(
         missing = self._missing(job_id, campaign)
         return self.model_copy(update=missing) if missing else self
 
-    def _missing(self, job_id: str, campaign: str | None = None) -> dict[str, Any]:
-        missing: dict[str, Any] = {}
+    def _missing(self, job_id: str, campaign: str | None = None) -> JSONDict:
+        missing: JSONDict = {}
         known_id = self.id or job_id
         if self.id != known_id:
             missing["id"] = known_id
@@ -214,7 +213,7 @@ class Job(
         return missing
 
     def model_copy(
-        self, *, update: Mapping[str, Any] | None = None, deep: bool = False
+        self, *, update: JSONObject | None = None, deep: bool = False
     ) -> Self:
         """A copy, in which all that is computed of the fields is computed anew."""
         copy = super().model_copy(update=update, deep=deep)
@@ -269,7 +268,7 @@ class Job(
         return self.place.job if self.place else self
 
     @property
-    def input_size(self) -> tuple[int | None, int | None]:
+    def input_size(self) -> PartialSize:
         return self.place.input_size if self.place else (None, None)
 
     @property
@@ -287,11 +286,11 @@ class Job(
             yield self.whole.at_stage(number)
 
     @property
-    def stage_field(self) -> dict[str, Any]:
+    def stage_field(self) -> JSONDict:
         """The field `stage` of a message that asks for a later stage as if nobody had before."""
         return {"number": self.stage}
 
-    def next_stage_field(self, message_id: str) -> dict[str, Any]:
+    def next_stage_field(self, message_id: str) -> JSONDict:
         """The field `stage` of the message for the stage after this one, which a message had."""
         return {"number": self.stage + 1, "message": self.source(message_id)}
 
@@ -333,14 +332,14 @@ class Job(
         return hashlib.sha256(text).hexdigest()
 
     @functools.cached_property
-    def given_fields(self) -> dict[str, Any]:
+    def given_fields(self) -> JSONDict:
         """The fields that differ from their defaults, as JSON has them."""
         return self.model_dump(
             mode="json", include=self.model_fields_set, exclude_defaults=True
         )
 
     @property
-    def defaults_denied(self) -> dict[str, Any]:
+    def defaults_denied(self) -> JSONDict:
         """The fields for which it has its own defaults in spite of `defaults`, as JSON has them.
 
         A message tells them: left out, they would have the others' values.
@@ -388,7 +387,7 @@ class Place(NamedTuple):
     #: The id of the message of the first stage, or of the one that was replayed.
     message: str | None
     #: Width and height of the image of the stage before, as far as the job tells.
-    input_size: tuple[int | None, int | None]
+    input_size: PartialSize
 
 
 def read_job(
@@ -452,13 +451,13 @@ def message_fields(body: str) -> Any:
     )
 
 
-def message_text(fields: Mapping[str, Any]) -> str:
+def message_text(fields: JSONObject) -> str:
     """The text of a message; its fields may be of no valid job."""
     # Half of a surrogate pair, in a field that no job reads, goes on as its sender escaped it.
     return _for_xml(_TEXT.encode(fields)).encode(errors="backslashreplace").decode()
 
 
-def compact_text(fields: Mapping[str, Any]) -> str:
+def compact_text(fields: JSONObject) -> str:
     """The text of a valid job's message, much faster than `message_text`."""
     return _for_xml(pydantic_core.to_json(fields).decode())
 
@@ -506,7 +505,7 @@ def is_signed(body: str) -> bool:
     return SIGNATURE_FIELD in fields_if_any(body)
 
 
-def fields_if_any(body: str) -> dict[str, Any]:
+def fields_if_any(body: str) -> JSONDict:
     """The fields of a message, none if they cannot be read."""
     try:
         fields = message_fields(body)

@@ -54,7 +54,14 @@ BYTE_ORDER_MARK = "\ufeff"
 _URL_SAFE = str.maketrans("-_", "+/")
 
 
-def whole_cells(width: int, height: int) -> tuple[int, int]:
+#: Width and height in pixels.
+Size = tuple[int, int]
+
+#: Width and height in pixels, as far as they are known.
+PartialSize = tuple[int | None, int | None]
+
+
+def whole_cells(width: int, height: int) -> Size:
     """The size of the image that is drawn for a job of this size, as AUTOMATIC1111 rounds it."""
     return width // CELL * CELL, height // CELL * CELL
 

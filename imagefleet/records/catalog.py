@@ -57,6 +57,12 @@ _LEAST_RECORD_BYTES = 4
 #: A name that a worker gives an image: that of its job, a number, a stage, and its format.
 _IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,199}")
 
+#: Bytes that were read of shards, by their names.
+Positions = dict[str, int]
+
+#: Records some at a time.
+RecordParts = AsyncGenerator[list[Record]]
+
 _DAMAGED = "the shard is damaged: it is not one of JSON lines in gzip members"
 
 #: Reasons that are kept, and those of them that a warning names.
@@ -293,9 +299,7 @@ def _together(rest: deque[StoredShard]) -> Iterator[StoredShard]:
         yield rest.popleft()
 
 
-async def records(
-    shards: Iterable[StoredShard], damaged: Damaged
-) -> AsyncGenerator[list[Record]]:
+async def records(shards: Iterable[StoredShard], damaged: Damaged) -> RecordParts:
     """The records of each shard, some at a time: they take ten times the memory of their lines."""
     async for shard, found in lines_of_all(shards, damaged):
         async for some in records_in(shard, found, damaged):
@@ -304,13 +308,13 @@ async def records(
 
 def records_of(
     shards: Iterable[StoredShard], kind: ShardKind, damaged: Damaged
-) -> AsyncGenerator[list[Record]]:
+) -> RecordParts:
     return records(of_kind(shards, kind), damaged)
 
 
 async def records_in(
     shard: StoredShard, lines: Sequence[bytes], damaged: Damaged
-) -> AsyncGenerator[list[Record]]:
+) -> RecordParts:
     for first in range(0, len(lines), _PARSED):
         some = lines[first : first + _PARSED]
         yield await asyncio.to_thread(parsed, some, shard, damaged)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from imagefleet import errors
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,8 +77,8 @@ def addresses(storage: Storage) -> Address:
     return address
 
 
-def row(record: Record, address: Address) -> dict[str, Any]:
-    result: dict[str, Any] = {name: getattr(record, name, None) for name in COLUMNS}
+def row(record: Record, address: Address) -> JSONDict:
+    result: JSONDict = {name: getattr(record, name, None) for name in COLUMNS}
     result["loras"] = [lora._asdict() for lora in record.loras]
     result["embeddings"] = [embedding._asdict() for embedding in record.embeddings]
     result["address"] = address(record) if record.blob is not None else None

@@ -10,7 +10,6 @@ from collections.abc import (
     Collection,
     Container,
     Iterable,
-    Mapping,
     Sequence,
 )
 from datetime import datetime
@@ -21,13 +20,13 @@ from imagefleet import concurrency, errors
 from imagefleet.files import pack
 from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.records import catalog, dedupe
-from imagefleet.records.catalog import Damaged, StoredShard
+from imagefleet.records.catalog import Damaged, RecordParts, StoredShard
 from imagefleet.records.dedupe import Again, Replaced, Rivals
 from imagefleet.records.ledger import HASH_BYTES, Digests, id_hash
 from imagefleet.records.log import ShardKind
 from imagefleet.records.record import Outcome, Record, hashed
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.storage.protocol import BlobStore, Metadata
 
 #: Names of one job's images.
 _LOOKED_UP_AT_ONCE = 64
@@ -38,7 +37,6 @@ _OF_PACKED = ("digest", "sha256", "spot")
 _SUFFIXES = tuple(SUFFIXES.values())
 
 _Lines = AsyncGenerator[tuple[StoredShard, list[bytes]]]
-_Parts = AsyncGenerator[list[Record]]
 
 #: Why a record does not fit.
 ANOTHER = "a record of another image than the one that is stored"
@@ -81,7 +79,7 @@ class ImageRecords:
             self.again.add(records)
         return self
 
-    async def drawings(self, kind: ShardKind, damaged: Damaged) -> _Parts:
+    async def drawings(self, kind: ShardKind, damaged: Damaged) -> RecordParts:
         async for records in catalog.records_of(self._shards, kind, damaged):
             self._packs.update(record.pack for record in records if record.pack)
             yield self._replaced.without(records, once=kind == "images")
@@ -117,7 +115,7 @@ class ImageRecords:
             found += self._replaced.without(records, once=False)
         return found
 
-    async def each_once(self) -> _Parts:
+    async def each_once(self) -> RecordParts:
         """The record of each image once, and last the jobs that failed for a taken name."""
         shards = catalog.of_kind(self._shards, "images")
         first, second, count = await _twice(shards, self._damaged)
@@ -150,7 +148,7 @@ class ImageRecords:
                 jobs += self.again.completes(record) > record.completes_job
         return jobs
 
-    async def left(self) -> _Parts:
+    async def left(self) -> RecordParts:
         """Images whose taken name has no other record, and jobs that failed for a taken name."""
         if not self.again:
             return
@@ -224,7 +222,7 @@ async def _kept(lines: Iterable[tuple[StoredShard, list[bytes]]]) -> _Lines:
 
 async def metadata_of(
     storage: Storage, images: Iterable[Record | str]
-) -> dict[str | None, Mapping[str, str]]:
+) -> dict[str | None, Metadata]:
     """The metadata of images, and their names; empty for an image that is gone.
 
     *images*: records, which tell their packs, or names. Of several that one name has, the first
@@ -234,7 +232,7 @@ async def metadata_of(
         (image, None) if isinstance(image, str) else (image.blob, image.pack)
         for image in images
     }
-    found: dict[str | None, list[tuple[datetime, str, Mapping[str, str]]]]
+    found: dict[str | None, list[tuple[datetime, str, Metadata]]]
     found = {name: [] for name, _ in wanted}
 
     async def look(blob: str) -> None:
@@ -439,7 +437,7 @@ class Ends:
             pass
         return self
 
-    async def records(self) -> _Parts:
+    async def records(self) -> RecordParts:
         """The ends of jobs, each once, without those of jobs of which all images are stored."""
         shards = catalog.of_kind(self.shards, "jobs")
         first, second, _ = await _twice(shards, self.damaged)

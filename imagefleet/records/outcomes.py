@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import JsonValue
 
@@ -14,6 +14,7 @@ from imagefleet.records import reader
 from imagefleet.records.decisions import are_all, job_images
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 
 Status = Literal["pending", "completed", "failed", "cancelled", "unknown"]
 
@@ -40,7 +41,7 @@ class JobFacts:
     def key(self) -> str:
         return job_key(self.campaign, self.id)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JSONDict:
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(JobFacts)

@@ -13,6 +13,7 @@ from imagefleet.job.names import duplicate_name
 from imagefleet.records import catalog, decisions
 from imagefleet.records.record import Record, Spot, of_job
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import Metadata
 
 #: Fault of an image that is not delivered: no file, or a file that none of its records fits.
 Fault = Literal["missing", "misfit"]
@@ -82,7 +83,7 @@ async def find(
     ]
     fault: Fault = "missing"
     for spot in (*stored, *asides):
-        told: Mapping[str, str] = {}
+        told: Metadata = {}
         try:
             data = await read(storage, spot, packs)
             # A worker that found the image of one that died does not know its bytes.
@@ -101,9 +102,7 @@ async def find(
     return fault
 
 
-def _fitting(
-    records: Sequence[Record], data: bytes, told: Mapping[str, str]
-) -> Record | None:
+def _fitting(records: Sequence[Record], data: bytes, told: Metadata) -> Record | None:
     """The record that has the file's SHA-256, and tells of the job that is in the file.
 
     One without, by *told*, the file's metadata: if they are of the file and of the record's job.

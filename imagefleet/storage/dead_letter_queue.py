@@ -28,6 +28,7 @@ from imagefleet.storage.protocol import (
     MAX_RECEIVE,
     LeasedMessage,
     Message,
+    OnProgress,
 )
 from imagefleet.storage.settings import Priority
 from imagefleet.telemetry.logs import log
@@ -46,8 +47,6 @@ NO_CHECK = Check()
 _NOTED = {"id", "campaign", "source", "digest"}
 
 _CAMPAIGN: TypeAdapter[str | None] = TypeAdapter(SafeId | None)
-
-OnProgress = Callable[[int], None]
 
 
 @dataclass(slots=True)

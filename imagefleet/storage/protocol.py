@@ -134,6 +134,13 @@ class Clock:
             )
 
 
+#: Called with what is done so far, in bytes or jobs.
+OnProgress = Callable[[int], None]
+
+#: Messages that were found in a queue, and whether each is leased.
+FoundMessages = AsyncIterator[tuple[Message, bool]]
+
+
 class JobQueue(Protocol):
     """An at-least-once queue. Every method may raise TransientError."""
 
@@ -180,7 +187,7 @@ class JobQueue(Protocol):
         On Azure it sees the first 32 that are visible.
         """
 
-    def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
+    def find(self, text: str) -> FoundMessages:
         """The messages that may contain *text*, and whether each is leased; changes nothing."""
 
     async def depth(self) -> QueueDepth: ...
@@ -251,7 +258,7 @@ class BlobStore(Protocol):
         file: Path,
         content_type: str,
         metadata: Metadata,
-        on_progress: Callable[[int], None] = lambda _: None,
+        on_progress: OnProgress = lambda _: None,
     ) -> bool:
         """Creates a blob from a file too large for memory; a reader sees all of it or nothing.
 

@@ -41,11 +41,15 @@ _FIRST_PASS_PIXELS, _CELL = 512**2, 64
 _UNKNOWN = "0x0"
 
 
+#: Values by the words of A1111.
+Facts = dict[str, str]
+
+
 class Parts(NamedTuple):
     """An infotext's parts; sentences about what is drawn otherwise."""
 
     prompts: dict[str, str]
-    facts: dict[str, str]
+    facts: Facts
     said: list[str]
 
 
@@ -76,9 +80,9 @@ def parts_of(text: str) -> Parts:
     return Parts(_prompts(lines), facts, said)
 
 
-def facts_of(line: str) -> dict[str, str]:
+def facts_of(line: str) -> Facts:
     """`Word: value, Word: value`; a value that has one of these signs is a JSON string."""
-    found: dict[str, str] = {}
+    found: Facts = {}
     for match in [*_OF_JSON.finditer(line)][::-1]:
         with contextlib.suppress(ValueError, RecursionError):
             _, end = json.JSONDecoder().raw_decode(line, match.end())
@@ -116,9 +120,7 @@ def _without_bars(lines: list[str], last: str) -> tuple[list[str], str]:
     return lines, facts
 
 
-def _from_draw_things(
-    lines: list[str], facts: dict[str, str], said: list[str]
-) -> list[str]:
+def _from_draw_things(lines: list[str], facts: Facts, said: list[str]) -> list[str]:
     """Puts Draw Things' words into A1111's; its negative prompt begins with a hyphen."""
     said.append("drawn by Draw Things, whose noise is its own: alike and not equal")
     facts["CFG scale"] = facts.pop("Guidance Scale")
@@ -139,7 +141,7 @@ def _from_draw_things(
     return [*lines[:at], f"{_NEGATIVE} {lines[at][1:]}", *lines[at + 1 :]]
 
 
-def _from_2022(first_pass: str, facts: dict[str, str], said: list[str]) -> None:
+def _from_2022(first_pass: str, facts: Facts, said: list[str]) -> None:
     """Puts the second pass of 2022 into today's words, as `restore_old_hires_fix_params` does."""
     size = facts.get("Size", "512x512")
     sides = [int(side) for side in re.findall(r"\d{1,5}", size)[:2]]

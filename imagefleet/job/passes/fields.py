@@ -15,7 +15,7 @@ from imagefleet.job.passes.controlnet import Scripts, Unit
 from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
 from imagefleet.job.prompt import LoraTag, Prompt
-from imagefleet.job.sizes import whole_cells
+from imagefleet.job.sizes import PartialSize, whole_cells
 from imagefleet.validation import JSONDict, JSONObject
 
 
@@ -189,17 +189,17 @@ class PassFields(Hires, Extras):
         return tuple(each for each in named if each and each not in hires.RESAMPLING)
 
     @property
-    def size_to_begin_with(self) -> tuple[int | None, int | None]:
+    def size_to_begin_with(self) -> PartialSize:
         """Width and height of the first pass, or of the image that is enlarged, as far as known."""
         return self.input_size if self.only_upscales else (self.width, self.height)
 
     @property
-    def input_size(self) -> tuple[int | None, int | None]:
+    def input_size(self) -> PartialSize:
         """Width and height of the image that the job is given, as far as known."""
         raise NotImplementedError
 
     @property
-    def final_size(self) -> tuple[int | None, int | None]:
+    def final_size(self) -> PartialSize:
         """Width and height of the job's images, as far as the job alone tells."""
         if self.only_upscales:
             return extras.final_size(self, *self.size_to_begin_with)

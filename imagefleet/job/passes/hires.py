@@ -10,7 +10,7 @@ from imagefleet.job import prompt as prompts
 from imagefleet.job import samplers
 from imagefleet.job.passes.first import FirstPass, PromptText, check_guidance
 from imagefleet.job.prompt import SAFE_NAME, Prompt
-from imagefleet.job.sizes import CELL, MAX_SIDE, MIN_SIDE, whole_cells
+from imagefleet.job.sizes import CELL, MAX_SIDE, MIN_SIDE, Size, whole_cells
 
 LATENT = (
     "Latent",
@@ -23,9 +23,6 @@ LATENT = (
 
 #: The upscalers that enlarge the picture without a file; `None` does it as `Lanczos` does.
 RESAMPLING = ("None", "Lanczos", "Nearest")
-
-#: Width and height in pixels.
-Size = tuple[int, int]
 
 
 def check_upscaler(name: str) -> str:

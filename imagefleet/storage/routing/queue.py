@@ -9,7 +9,6 @@ import contextlib
 import math
 import time
 from collections.abc import (
-    AsyncIterator,
     Awaitable,
     Callable,
     Collection,
@@ -27,7 +26,12 @@ from imagefleet.errors import (
     TransientError,
 )
 from imagefleet.storage import bundle
-from imagefleet.storage.protocol import LeasedMessage, Message, QueueDepth, StoredQueue
+from imagefleet.storage.protocol import (
+    FoundMessages,
+    LeasedMessage,
+    QueueDepth,
+    StoredQueue,
+)
 from imagefleet.storage.routing import route as rule
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority
@@ -182,7 +186,7 @@ class RoutedQueue:
     def is_local(self) -> bool:
         return all(route.queue.is_local for route in self.routes.values())
 
-    async def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
+    async def find(self, text: str) -> FoundMessages:
         for route in await self._all():
             with self._main_must_exist(route):
                 async for message, is_leased in route.queue.find(text):
