@@ -97,7 +97,7 @@ _DIFFUSERS_PARTS = Content(
 )
 
 #: Patterns for the names of tensors, by the content that they tell; the first that occurs decides.
-_TELLING_NAMES: tuple[tuple[Content, str], ...] = (
+_TELLING_NAMES = (
     (
         CONTROLNET,
         r"^(control_model\.|(module\.)?controlnet_|lora_controlnet$|(.+\.)?input_hint_block\.)",

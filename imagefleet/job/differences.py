@@ -6,7 +6,7 @@ alone tells.
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 from imagefleet.job import samplers
 from imagefleet.job.passes import hires
@@ -14,7 +14,7 @@ from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.sizes import PartialSize
 from imagefleet.telemetry.logs import log
 
-KNOWN: Mapping[str, str] = {
+KNOWN = {
     "control_size": "a ControlNet's image of another size than the drawing's is resized with"
     " Pillow, where sd-webui-controlnet uses OpenCV and thins lines again: give it in that size",
     "gpu_noise": "with randn_source GPU, a small GPU draws the noise of more than some 700,000"
@@ -72,7 +72,7 @@ def _has_options_of_parts(job: PassFields, _: PartialSize) -> bool:
 
 
 #: The differences that a job alone tells, but for the size that it may leave to the checkpoint.
-OF_JOBS: Mapping[str, Callable[[PassFields, PartialSize], bool]] = {
+OF_JOBS = {
     "gpu_noise": _has_much_gpu_noise,
     "one_aligned_step": _has_one_aligned_step,
     "dynamic_prompt": _has_dynamic_prompt,

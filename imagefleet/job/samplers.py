@@ -151,7 +151,7 @@ def _with_schedules(bare: Sampler) -> Iterator[Sampler]:
 
 
 #: Samplers of models of latents, by their keys.
-SAMPLERS: Mapping[str, Sampler] = {
+SAMPLERS = {
     sampler.key: sampler
     for sampler in (
         *itertools.chain.from_iterable(map(_with_schedules, _OF_SIGMAS)),
@@ -166,7 +166,7 @@ _OF_PIXELS = (
 )
 
 #: Samplers by every accepted name, in lower case.
-NAMES: Mapping[str, Sampler] = {
+NAMES = {
     name.lower(): sampler
     for sampler in (*SAMPLERS.values(), *_OF_PIXELS)
     for name in (sampler.key, sampler.name, *sampler.aliases)

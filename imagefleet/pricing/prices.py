@@ -101,9 +101,7 @@ GPU_PRICES_SOURCE: str = _DATA["prices_source"]
 SPEEDS_SOURCE: str = _DATA["speeds_source"]
 
 #: By what a node has to compile.
-WARM_UPS: Mapping[str, WarmUp] = {
-    case: WarmUp(**figures) for case, figures in _DATA["warm_up"].items()
-}
+WARM_UPS = {case: WarmUp(**figures) for case, figures in _DATA["warm_up"].items()}
 
 INTERRUPTIONS_SOURCE: str = _DATA["interruptions_source"]
 

@@ -13,7 +13,7 @@ from loadgen.formats.lines import Entry, JsonLines
 _OPTION = re.compile(r"(?:^|\s)--(?=[A-Za-z])")
 
 #: Options of "Prompts from file or textbox" (`scripts/prompts_from_file.py`), which begin the line.
-_OF_A1111: Mapping[str, str] = {
+_OF_A1111 = {
     name: name
     for name in (
         "prompt",
@@ -46,7 +46,7 @@ _WITHOUT_EFFECT = {
 }
 
 #: Options of kohya's `gen_img.py` and of its sample prompts, which follow on the prompt.
-_OF_KOHYA: Mapping[str, str] = {
+_OF_KOHYA = {
     "n": "negative_prompt",
     "w": "width",
     "h": "height",

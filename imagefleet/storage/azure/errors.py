@@ -74,7 +74,7 @@ _NO_CODE = "no error code"
 #: The server did nothing; after any other error of its own, it may have.
 _TOO_MANY_REQUESTS = frozenset({429, 503})
 
-_REASONS: Mapping[str, str] = {
+_REASONS = {
     "AccountIsDisabled": "the storage account is disabled",
     "AuthorizationProtocolMismatch": "the SAS token requires https",
     "AuthorizationSourceIPMismatch": "the SAS token is for another IP address",
