@@ -208,7 +208,7 @@ async def _live(_: Request) -> Response:
 
 def _error(request: Request, error: Exception) -> Response:
     """The answer to what went wrong, in the form of the request's API; no secret is in it."""
-    headers: dict[str, str] = {}
+    headers = {}
     match error:
         case Refused():
             status, message, headers = error.status, error.message, error.headers

@@ -139,7 +139,7 @@ class BulkSender:
         if self.rate is not None:
             size = min(size, int(self.rate / _PACED_SENDS_PER_SECOND))
         size = max(1, size // self.bundle_jobs) * self.bundle_jobs
-        batch: list[Sent | None] = []
+        batch = []
         try:
             for body in itertools.islice(self._bodies, size):
                 # What came before an error is kept.

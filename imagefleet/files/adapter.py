@@ -27,7 +27,7 @@ def folders_of(folder: Path) -> Mapping[str, Path]:
 
 def pack(folder: Path, target: Path) -> None:
     """Writes the adapter in *folder* as one .safetensors file; raises SetupError."""
-    entries: JSONDict = {}
+    entries = {}
     stated: JSONDict = {}
     begin = 0
     folders = folders_of(folder)

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 from imagefleet.files import contents, embedding
 from imagefleet.files.safetensors import Header, UnusableError
 from imagefleet.job.prompt import is_safe_name
-from imagefleet.validation import JSONDict
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -314,7 +313,7 @@ def peft_type(configs: Mapping[str, PeftConfig]) -> str | None:
 def peft_configs(metadata: Mapping[str, str]) -> dict[str, PeftConfig]:
     """Each network's peft configuration, which diffusers writes into the header."""
     try:
-        stated: JSONDict = json.loads(metadata.get(contents.ADAPTER_METADATA, "{}"))
+        stated = json.loads(metadata.get(contents.ADAPTER_METADATA, "{}"))
         return {
             network: PeftConfig.model_validate(
                 {

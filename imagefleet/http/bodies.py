@@ -172,7 +172,7 @@ def _has_more(body: bytearray, marks: Iterable[bytes], most: int) -> bool:
 
 def check_values(payload: JSONObject, images: frozenset[str]) -> None:
     """Raises Refused for more than a job has: depth, values, and text but in fields of *images*."""
-    left: list[tuple[Any, int, bool]] = [(payload, 0, False)]
+    left = [(payload, 0, False)]
     count = 0
     while left:
         value, depth, is_image = left.pop()

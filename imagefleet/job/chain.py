@@ -99,7 +99,7 @@ def model_of(fields: JSONObject) -> object:
 
 def models_of(fields: JSONObject) -> list[object]:
     """The models of all stages of a message's job, as they are written there."""
-    models: list[object] = [fields.get("model")]
+    models = [fields.get("model")]
     stages = fields.get(THEN_FIELD)
     for each in stages[: MAX_STAGES - 1] if isinstance(stages, list) else ():
         models.append(each.get("model", models[-1]) if isinstance(each, dict) else None)

@@ -169,7 +169,7 @@ def cut_into_chunks(
     """Cuts a prompt's words (text: without LoRA tags) into chunks, or raises JobError."""
     sections = sections_of(prompt)
     ids = iter(tokenise([part.text for section in sections for part in section]))
-    chunks: list[Chunk] = []
+    chunks = []
     for section in sections:
         phrases = [
             _places(found, part.weight)
@@ -228,7 +228,7 @@ def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chu
     """
     chunks = []
     chunk: list[_Place] = []
-    last_comma: int | None = None
+    last_comma = None
     for phrase in phrases:
         is_comma = phrase[0].token == comma
         if len(chunk) == CHUNK_TOKENS:

@@ -224,7 +224,7 @@ class Job(
 
     def at_stage(self, number: int, message: str | None = None) -> Job:
         """The job of stage *number* of this job, from 1; raises ValueError if there is none."""
-        known: Job = self
+        known = self
         input_size = self.final_size
         for place, given in enumerate(self.then[: number - 1], start=2):
             before = known.model_dump(

@@ -96,7 +96,7 @@ class Submission:
     async def before_send(self) -> None:
         """Notes where the campaigns' records end; a listing for each."""
         for campaign in self._campaigns:
-            found: Positions = {}
+            found = {}
             # Credentials that only add jobs: whoever asks for results is told so.
             with contextlib.suppress(SetupError):
                 found = await reader.end(self._storage, campaign)

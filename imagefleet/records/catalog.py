@@ -82,7 +82,7 @@ class ShardDecoder:
 
     def lines(self, data: bytes) -> list[bytes]:
         """The lines of the members that *data*, the next bytes, completes; or sets `is_damaged`."""
-        found: list[bytes] = []
+        found = []
         while data and not self.is_damaged:
             if self._member is None:
                 self._member, self._member_bytes, self._text = (
@@ -176,7 +176,7 @@ async def shards_of(
     """
     packed = await packed_campaigns(storage) if packs else set[str]()
     prefix = RECORDS if campaign is None else shard_folder(campaign)
-    found: list[StoredShard] = []
+    found = []
     # The images' first: a campaign is cancelled before a worker writes that a job was.
     for store, are_operators in ((storage.blobs, False), (storage.files, True)):
         async for blob in store.records(prefix):

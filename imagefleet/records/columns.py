@@ -78,7 +78,7 @@ def addresses(storage: Storage) -> Address:
 
 
 def row(record: Record, address: Address) -> JSONDict:
-    result: JSONDict = {name: getattr(record, name, None) for name in COLUMNS}
+    result = {name: getattr(record, name, None) for name in COLUMNS}
     result["loras"] = [lora._asdict() for lora in record.loras]
     result["embeddings"] = [embedding._asdict() for embedding in record.embeddings]
     result["address"] = address(record) if record.blob is not None else None

@@ -269,7 +269,7 @@ async def stored_of(
 
     That of an image in a pack with itself, if it is there.
     """
-    found: list[tuple[Record, list[Record]]] = []
+    found = []
     by_pack: dict[bool, list[Record]] = {True: [], False: []}
     for record in records:
         by_pack[record.pack is not None].append(record)

@@ -174,7 +174,7 @@ class RecordLog:
         grouped: dict[tuple[str, ShardKind], list[Record]] = {}
         for record in records:
             is_again = again and record.outcome == "completed"
-            kind: ShardKind = "again" if is_again else KINDS[record.outcome]
+            kind = "again" if is_again else KINDS[record.outcome]
             grouped.setdefault((record.campaign, kind), []).append(record)
         await concurrency.gather(*(self._append(*each) for each in grouped.items()))
 

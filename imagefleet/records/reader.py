@@ -100,8 +100,8 @@ async def all_counts(
     by_campaign: dict[str, list[StoredShard]] = {name: [] for name in noted}
     for shard in await catalog.shards_of(storage, None, damaged):
         by_campaign.setdefault(shard.campaign, []).append(shard)
-    found: dict[str, Counts] = {}
-    kept: dict[str, CachedCounts] = {}
+    found = {}
+    kept = {}
 
     async def count(campaign: str) -> None:
         blobs, shards, unfit = noted.get(campaign, ()), by_campaign[campaign], Damaged()

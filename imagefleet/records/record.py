@@ -39,7 +39,7 @@ from imagefleet.job.sizes import (
     read_metadata_header,
 )
 from imagefleet.storage.protocol import Metadata
-from imagefleet.validation import JSONDict, JSONObject
+from imagefleet.validation import JSONObject
 
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600
@@ -276,9 +276,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     def of_blob(cls, known: JSONObject, metadata: Metadata) -> Self:
         """The record of an image, of which *known* is certain, from the *metadata* of its blob."""
         try:
-            told: JSONDict = {
-                name: metadata[name] for name in _OF_BLOB if name in metadata
-            }
+            told = {name: metadata[name] for name in _OF_BLOB if name in metadata}
             if "attempt" in metadata:
                 told["attempts"] = metadata["attempt"]
             if "metadata" in metadata:

@@ -190,7 +190,7 @@ def bundled(
     *name* is given a group's messages without their signatures.
     """
     groups: dict[str, list[_Job]] = {}
-    result: list[str] = []
+    result = []
     for message, is_sent in jobs:
         fields = fields_if_any(message)
         if is_bundle(message) or _is_alone(fields, message):
@@ -294,7 +294,7 @@ def _shared(jobs: Sequence[JSONObject]) -> JSONDict:
 
 def _differences(shared: JSONObject, job: JSONObject) -> JSONDict:
     """The fields in which a job differs from the shared ones."""
-    own: JSONDict = {}
+    own = {}
     for name, value in job.items():
         of_all = shared[name]
         if name == SIGNATURE_FIELD and isinstance(of_all, dict):
@@ -306,7 +306,7 @@ def _differences(shared: JSONObject, job: JSONObject) -> JSONDict:
 
 def _merged(shared: JSONObject, own: JSONObject) -> JSONDict:
     """A job's fields: its own, and those shared ones that are not null."""
-    job: JSONDict = {}
+    job = {}
     for name, value in shared.items():
         if name in _OWN:
             continue

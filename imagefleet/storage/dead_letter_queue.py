@@ -83,7 +83,7 @@ async def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Reco
 
 async def in_batches(records: AsyncIterator[Record]) -> AsyncIterator[list[Record]]:
     """Groups records into batches; the last batch may be empty."""
-    batch: list[Record] = []
+    batch = []
     async for record in records:
         batch.append(record)
         if len(batch) == MAX_RECEIVE:

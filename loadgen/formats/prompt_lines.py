@@ -100,7 +100,7 @@ def _from_a1111(text: str) -> dict[str, str]:
         words = shlex.split(text)
     except ValueError as error:
         raise ValueError(f"its options cannot be read: {error}") from None
-    fields: dict[str, str] = {}
+    fields = {}
     while words:
         option = words.pop(0).removeprefix("--")
         values = []

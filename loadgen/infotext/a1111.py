@@ -188,7 +188,7 @@ def _read_extensions(facts: Facts, reading: Reading) -> None:
             details.setdefault(ordinal, {})[field] = value if is_text else _value(value)
         elif word not in _KNOWN and value != "Use same choices":
             reading.cannot.append(f"{word} ({value[:80]}) is not drawn")
-    scripts: JSONDict = {"controlnet": {"args": units}} if units else {}
+    scripts = {"controlnet": {"args": units}} if units else {}
     if details:
         scripts["ADetailer"] = {"args": [details[each] for each in sorted(details)]}
     if scripts:

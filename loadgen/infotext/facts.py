@@ -82,7 +82,7 @@ def parts_of(text: str) -> Parts:
 
 def facts_of(line: str) -> Facts:
     """`Word: value, Word: value`; a value that has one of these signs is a JSON string."""
-    found: Facts = {}
+    found = {}
     for match in [*_OF_JSON.finditer(line)][::-1]:
         with contextlib.suppress(ValueError, RecursionError):
             _, end = json.JSONDecoder().raw_decode(line, match.end())

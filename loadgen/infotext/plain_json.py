@@ -77,7 +77,7 @@ def read_easy_diffusion(found: JSONObject) -> Reading:
 
 def read_settings(found: JSONObject, program: _Program) -> Reading:
     """The job of a program's settings by its keys; raises JobError for those of none."""
-    known: JSONDict = {}
+    known = {}
     others = []
     for key, value in found.items():
         field = program.fields.get(key)

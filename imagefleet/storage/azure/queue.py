@@ -78,7 +78,7 @@ class AzureQueue:
 
     async def send(self, bodies: Iterable[str]) -> list[LeasedMessage]:
         messages = sizes.checked_messages(bodies)
-        sent: dict[int, LeasedMessage] = {}
+        sent = {}
 
         async def send(numbered: tuple[int, str]) -> None:
             number, body = numbered

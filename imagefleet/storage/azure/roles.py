@@ -143,7 +143,7 @@ def name_of(
     queues = {
         JOB_QUEUES[each]: name for each, name in settings.queues_of(model).items()
     }
-    names: dict[Resource, str] = {
+    names = {
         **queues,
         "poison": settings.poison_queue,
         "blob": settings.container,

@@ -20,7 +20,6 @@ from dataclasses import replace
 
 from imagefleet import concurrency
 from imagefleet.errors import (
-    FleetError,
     MissingResourceError,
     SetupError,
     TransientError,
@@ -125,8 +124,8 @@ class RoutedQueue:
         queues that were empty are asked as seldom as beside others that have jobs.
         """
         received: list[LeasedMessage] = []
-        failures: dict[Route, FleetError] = {}
-        empty: list[Route] = []
+        failures = {}
+        empty = []
         for route in self._in_turn(above):
             try:
                 messages = await route.queue.receive(
