@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -13,7 +13,7 @@ from imagefleet import concurrency
 from imagefleet.concurrency import RetryPolicy
 from imagefleet.errors import FleetError
 from imagefleet.storage import bundle
-from imagefleet.storage.bundle import Sent
+from imagefleet.storage.bundle import NameOf, Sent
 
 #: Positions in flight: a disk sync for so many gives 34,000 jobs/s.
 BATCH = 32
@@ -67,7 +67,7 @@ class BulkSender:
     #: The most jobs of a message.
     bundle_jobs: int = 1
     #: Names the bundle of some messages.
-    bundle_name: Callable[[Sequence[str]], str] = bundle.any_name
+    bundle_name: NameOf = bundle.any_name
     rate: float | None = None
     choose: Callable[[str | None], Awaitable[str | None]] | None = None
     second_drawing: Callable[[str], str | None] = lambda _: None
