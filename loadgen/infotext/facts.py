@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import re
-from typing import NamedTuple
 
 from imagefleet.errors import JobError
 from imagefleet.validation import JSONDict
@@ -45,16 +44,8 @@ _UNKNOWN = "0x0"
 Facts = dict[str, str]
 
 
-class Parts(NamedTuple):
-    """An infotext's parts; sentences about what is drawn otherwise."""
-
-    prompts: dict[str, str]
-    facts: Facts
-    said: list[str]
-
-
-def parts_of(text: str) -> Parts:
-    """The parts of an infotext, whichever program wrote it."""
+def parts_of(text: str) -> tuple[dict[str, str], Facts, list[str]]:
+    """An infotext's prompts and facts, whichever program wrote it, and what is drawn otherwise."""
     *lines, last = text.strip().split("\n")
     if not last.startswith("Steps:"):
         *lines, last = _TEMPLATES.split(text.strip())[0].split("\n")
@@ -77,7 +68,7 @@ def parts_of(text: str) -> Parts:
     said += _resources(facts.pop("Civitai resources", "[]"))
     if sum(line.strip().startswith(_NEGATIVE) for line in lines) > 1:
         said.append(SEVERAL_NEGATIVE)
-    return Parts(_prompts(lines), facts, said)
+    return _prompts(lines), facts, said
 
 
 def facts_of(line: str) -> Facts:
