@@ -49,7 +49,7 @@ CONCURRENT_READS = 16
 LEAST_SHARD_BYTES = len(shard_part((), Totals()))
 
 #: Shards that were found to hold nothing, which are not read again while they are as they were.
-_EMPTY: LRUCache[tuple[str, int, datetime | None], None] = LRUCache(100_000)
+_EMPTY = LRUCache[tuple[str, int, datetime | None], None](100_000)
 
 #: The fewest bytes of a compressed record; totals that say more records than that are not believed.
 _LEAST_RECORD_BYTES = 4
@@ -70,7 +70,7 @@ _KEPT_REASONS = 10
 _SHOWN_REASONS = 3
 
 
-@dataclass(slots=True)
+@dataclass
 class ShardDecoder:
     """Reads a shard from its parts; `position` is the end of the last whole member."""
 
@@ -107,7 +107,7 @@ class ShardDecoder:
         return found
 
 
-@dataclass(slots=True)
+@dataclass
 class Damaged:
     """Counts records that were left out, and shards that are none, with the first reasons.
 
@@ -150,6 +150,10 @@ class StoredShard(NamedTuple):
     is_cancelled: bool = False
     #: Some of its campaign's images are in packs, or nobody may tell.
     has_packs: bool = False
+
+
+#: Shards with lines of theirs.
+ShardLines = AsyncGenerator[tuple[StoredShard, list[bytes]]]
 
 
 async def packed_campaigns(storage: Storage) -> set[str] | None:
@@ -272,9 +276,7 @@ async def lines(
         part = await blobs.read_part(name, offset, part_bytes)
 
 
-async def lines_of_all(
-    shards: Iterable[StoredShard], damaged: Damaged
-) -> AsyncGenerator[tuple[StoredShard, list[bytes]]]:
+async def lines_of_all(shards: Iterable[StoredShard], damaged: Damaged) -> ShardLines:
     """The lines of each shard, in order; the first parts of some shards are read together."""
     rest = deque(each for each in shards if _is_readable(each, damaged))
     while some := list(_together(rest)):

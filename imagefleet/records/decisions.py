@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import (
-    AsyncGenerator,
     Callable,
     Collection,
     Container,
@@ -20,7 +19,7 @@ from imagefleet import concurrency, errors
 from imagefleet.files import pack
 from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.records import catalog, dedupe
-from imagefleet.records.catalog import Damaged, RecordParts, StoredShard
+from imagefleet.records.catalog import Damaged, RecordParts, ShardLines, StoredShard
 from imagefleet.records.dedupe import Again, Replaced, Rivals
 from imagefleet.records.ledger import HASH_BYTES, Digests, id_hash
 from imagefleet.records.log import ShardKind
@@ -36,7 +35,6 @@ _OF_PACKED = ("digest", "sha256", "spot")
 
 _SUFFIXES = tuple(SUFFIXES.values())
 
-_Lines = AsyncGenerator[tuple[StoredShard, list[bytes]]]
 
 #: Why a record does not fit.
 ANOTHER = "a record of another image than the one that is stored"
@@ -205,7 +203,7 @@ class ImageRecords:
 
 async def _twice(
     shards: Collection[StoredShard], damaged: Damaged
-) -> tuple[_Lines, _Lines, int | None]:
+) -> tuple[ShardLines, ShardLines, int | None]:
     """The lines of *shards* two times, read once if they are few; then also their number."""
     if catalog.size_bytes(shards) > catalog.PART_BYTES:
         first = catalog.lines_of_all(shards, Damaged())
@@ -215,7 +213,7 @@ async def _twice(
     return _kept(kept), _kept(kept), count
 
 
-async def _kept(lines: Iterable[tuple[StoredShard, list[bytes]]]) -> _Lines:
+async def _kept(lines: Iterable[tuple[StoredShard, list[bytes]]]) -> ShardLines:
     for each in lines:
         yield each
 
@@ -458,7 +456,9 @@ class Ends:
                         self.complete(self.job(record))
                 yield [record for record in new if self.job(record) in self.outcomes]
 
-    async def _with_images(self, ended: _Lines) -> tuple[set[int] | None, list[Record]]:
+    async def _with_images(
+        self, ended: ShardLines
+    ) -> tuple[set[int] | None, list[Record]]:
         """The jobs with ends and with records of images, and those of images in packs.
 
         None instead of the jobs if a look at each costs less.

@@ -46,7 +46,7 @@ class NewRecord(NamedTuple):
     offset: int = 0
 
 
-@dataclass(slots=True)
+@dataclass
 class RecordFilter:
     """Keeps new records of jobs that were sent, if that is noted, and that match what is stored."""
 

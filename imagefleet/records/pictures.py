@@ -21,7 +21,10 @@ Fault = Literal["missing", "misfit"]
 #: Why a record is left out.
 MISFIT = "a record of another picture than the one that is stored"
 
-NO_PACKS: Mapping[str, bytes | None] = {}
+#: The packs that were read whole, by their names.
+Packs = Mapping[str, bytes | None]
+
+NO_PACKS: Packs = {}
 
 #: Drawings kept aside that are looked for: records that nobody can check name their workers.
 _MOST_ASIDE = 4
@@ -39,9 +42,7 @@ class Picture(NamedTuple):
     is_kept_aside: bool
 
 
-async def read(
-    storage: Storage, spot: Spot, packs: Mapping[str, bytes | None] = NO_PACKS
-) -> bytes | None:
+async def read(storage: Storage, spot: Spot, packs: Packs = NO_PACKS) -> bytes | None:
     """The file of an image; None if there is none. *packs*: those that were read whole.
 
     Raises UnusableFileError if it is larger than any image, JobError if its name is of none.
@@ -67,7 +68,7 @@ async def read_packed(storage: Storage, name: str) -> bytes | None:
 async def find(
     storage: Storage,
     records: Sequence[Record],
-    packs: Mapping[str, bytes | None] = NO_PACKS,
+    packs: Packs = NO_PACKS,
 ) -> Picture | Fault:
     """The picture that one of an image's *records* fits: the stored one, if there is any.
 

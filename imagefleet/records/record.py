@@ -49,6 +49,7 @@ MAX_NAME_CHARACTERS = 200
 UNKNOWN_WORKER = "?"
 
 _Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARACTERS)]
+_BlobName = Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)]
 _Text = Annotated[str, StringConstraints(max_length=MAX_MESSAGE_BYTES)]
 #: What columns of tables and plots hold; a clock that was never set is in 1970.
 _Number = Annotated[int, Field(ge=0, lt=2**53)]
@@ -132,7 +133,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     """One line of a shard: an image, or a job that ended otherwise."""
 
     outcome: Outcome
-    blob: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
+    blob: _BlobName | None = None
     #: The job's id; that of its message where the job could not be read.
     id: SafeId
     #: `Job.stage_digest` of an image, else `Job.digest`; None of what could not be read.
@@ -155,7 +156,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     #: SHA-256 (hex) of the image's file.
     sha256: _Sha256 | None = None
     #: The blob of the pack that the image is in, which then has none of its own.
-    pack: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
+    pack: _BlobName | None = None
     #: Where the image's file begins in its pack; it has `size_bytes`.
     offset: _Size | None = None
     #: The image's position among the job's images, from 0.
