@@ -47,7 +47,7 @@ DESK = AppKey("desk", Desk)
 BODIES = AppKey("bodies", Bodies)
 
 
-@dataclass(slots=True)
+@dataclass
 class Given:
     """A payload with names in the place of its images, and these by their names."""
 

@@ -82,10 +82,8 @@ class Bodies:
     """Reads the bodies of all requests."""
 
     def __init__(self) -> None:
-        self._large: WeakValueDictionary[Hashable, Semaphore]
-        self._small: WeakValueDictionary[Hashable, Semaphore]
-        self._large = WeakValueDictionary()
-        self._small = WeakValueDictionary()
+        self._large = WeakValueDictionary[Hashable, Semaphore]()
+        self._small = WeakValueDictionary[Hashable, Semaphore]()
         self._large_thread = ThreadPoolExecutor(1, "large-body")
         self._small_threads = ThreadPoolExecutor(_SMALL_THREADS, "small-body")
 

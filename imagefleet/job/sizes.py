@@ -137,7 +137,10 @@ def read_metadata_header(header: str) -> Any:
     )
 
 
-def _is_small(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
+_JSONValues = dict[str, JsonValue]
+
+
+def _is_small(metadata: _JSONValues) -> _JSONValues:
     try:
         size = len(metadata_json(metadata))
     except UnicodeEncodeError:
@@ -150,4 +153,4 @@ def _is_small(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 #: The `metadata` of a job: any JSON of its sender, up to a size.
-Metadata = Annotated[dict[str, JsonValue], AfterValidator(_is_small)]
+Metadata = Annotated[_JSONValues, AfterValidator(_is_small)]

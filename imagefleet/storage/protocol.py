@@ -340,7 +340,7 @@ class BlobStore(Protocol):
         """The names of the folders right below *prefix*, which ends in a slash; lists no blobs."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Operations:
     """Operations so far, as Azure bills them: each request, retries included; deletes are free.
 

@@ -57,6 +57,9 @@ _OF_KOHYA = {
 }
 
 
+_Fields = dict[str, str]
+
+
 class PromptLines(JsonLines):
     """One prompt per line; empty lines and comments are skipped.
 
@@ -79,7 +82,7 @@ class PromptLines(JsonLines):
         return Entry(place, json.dumps(fields, ensure_ascii=False), line=line)
 
 
-def _fields(text: str) -> dict[str, str]:
+def _fields(text: str) -> _Fields:
     if text.startswith("--"):
         fields = _from_a1111(text)
     elif _OPTION.search(text):
@@ -94,7 +97,7 @@ def _fields(text: str) -> dict[str, str]:
     return fields
 
 
-def _from_a1111(text: str) -> dict[str, str]:
+def _from_a1111(text: str) -> _Fields:
     """The fields of a line as `cmdargs` reads it: values in quotes as a shell has them."""
     try:
         words = shlex.split(text)
@@ -116,7 +119,7 @@ def _from_a1111(text: str) -> dict[str, str]:
     return fields
 
 
-def _from_kohya(text: str) -> dict[str, str]:
+def _from_kohya(text: str) -> _Fields:
     prompt, *options = _OPTION.split(text)
     fields = {"prompt": prompt.strip()}
     for each in options:

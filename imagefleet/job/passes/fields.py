@@ -13,7 +13,7 @@ from imagefleet.job.passes import controlnet, extras, hires, img2img
 from imagefleet.job.passes.adetailer import Detail
 from imagefleet.job.passes.controlnet import Scripts, Unit
 from imagefleet.job.passes.extras import Extras
-from imagefleet.job.passes.hires import Hires
+from imagefleet.job.passes.hires import Hires, PromptPair
 from imagefleet.job.prompt import LoraTag, Prompt
 from imagefleet.job.sizes import PartialSize, whole_cells
 from imagefleet.validation import JSONDict, JSONObject
@@ -119,7 +119,7 @@ class PassFields(Hires, Extras):
         return self.alwayson_scripts.adetailer.args
 
     @functools.cached_property
-    def detail_prompts(self) -> tuple[tuple[Prompt | None, Prompt | None], ...]:
+    def detail_prompts(self) -> tuple[PromptPair, ...]:
         """The prompt and the negative prompt of each of the details; None: the image's."""
         found = []
         for detail in self.details:
@@ -142,7 +142,7 @@ class PassFields(Hires, Extras):
         return bool(self.init_images or self.enable_hr or self.controls or named)
 
     @property
-    def hires_prompts(self) -> tuple[Prompt | None, Prompt | None]:
+    def hires_prompts(self) -> PromptPair:
         """The prompt and the negative prompt of the second pass; None: the first's."""
         return hires.read_prompts(self) if self.enable_hr else (None, None)
 

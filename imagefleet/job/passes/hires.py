@@ -39,6 +39,9 @@ def check_upscaler(name: str) -> str:
     return name
 
 
+#: A prompt and a negative prompt; None: those of the first pass.
+PromptPair = tuple[Prompt | None, Prompt | None]
+
 #: A second pass lengthens the schedule instead of shortening itself; DDIM has no more timesteps.
 MOST_STEPS = 1000
 
@@ -153,7 +156,7 @@ def check(job: Hires, strength: float) -> None:
         samplers.check_steps(key, steps(job))
 
 
-def read_prompts(job: Hires) -> tuple[Prompt | None, Prompt | None]:
+def read_prompts(job: Hires) -> PromptPair:
     """The prompts of the second pass, None for those of the first; ValueError if unreadable."""
     counted = samplers.editing_steps(sampler(job), steps(job)), job.editing_steps
     positive = negative = None
