@@ -97,6 +97,9 @@ ENGINE_THREAD = "engine"
 
 Result = TypeVar("Result")
 
+#: Names and what is told of each.
+Facts = Mapping[str, str]
+
 #: What is said on the way must not end the work: the disk of a log may be full.
 _LOSES_NOTES = contextlib.suppress(OSError)
 
@@ -294,7 +297,7 @@ print_json_line = partial(print_json, indent=None)
 
 def show(
     record: JSONObject | Sequence[Any],
-    *parts: ConsoleRenderable | Mapping[str, object] | str,
+    *parts: ConsoleRenderable | Facts | str,
     notes: Iterable[str] = (),
     as_json: bool,
 ) -> None:
@@ -372,13 +375,13 @@ def print_more(count: int, what: str, to: Console = stdout) -> None:
         print_plain(f"and {count:,} {what}", to)
 
 
-def print_facts(facts: Mapping[str, object], to: Console = stdout) -> None:
+def print_facts(facts: Facts, to: Console = stdout) -> None:
     """Prints names and facts, a line each; cells as in `table`."""
     for name, fact in facts.items():
         print_plain(f"{name:<18} {_cell(fact)}", to)
 
 
-def totals(rows: Mapping[str, object]) -> Table:
+def totals(rows: Facts) -> Table:
     """A table of names and numbers, without a frame; cells as in `table`."""
     table = Table.grid(
         Column(style="bold"), Column(justify="right"), padding=(0, 2, 0, 0)

@@ -274,7 +274,7 @@ def _parameters(model: type[BaseSettings]) -> Iterator[Parameter]:
         is_switch = kind is bool
         extra = field.json_schema_extra
         is_repeatable = isinstance(extra, dict) and bool(extra.get("repeatable"))
-        value: Any = bool if is_switch else list[str] if is_repeatable else str
+        value = bool if is_switch else list[str] if is_repeatable else str
         metavar = _METAVARS.get(kind, "TEXT")
         if get_origin(kind) is Literal:
             metavar = "|".join(map(str, get_args(kind)))

@@ -16,6 +16,7 @@ from imagefleet.errors import SetupError
 from imagefleet.records.ledger import Ledgers, listed
 from imagefleet.storage import bundle, enqueue
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import OnProgress
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
 from loadgen.campaigns import LoadedCampaigns, Sample, changes_of, shown
@@ -107,7 +108,7 @@ class Load:
     def stop(self) -> None:
         self._sender.stop()
 
-    async def run(self, on_confirmed: Callable[[int], None]) -> Summary:
+    async def run(self, on_confirmed: OnProgress) -> Summary:
         """Sends what is left, or raises FleetError; *on_confirmed* gets the positions stored."""
         began = time.monotonic()
         progress = Progress(0, 0, finished=True)
@@ -138,7 +139,7 @@ class Load:
             second_drawings=progress.second_drawings,
         )
 
-    async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:
+    async def _send(self, on_confirmed: OnProgress) -> Progress:
         try:
             await self._queue.check()
         except SetupError as error:

@@ -15,7 +15,6 @@ from imagefleet import validation
 from imagefleet.errors import SetupError
 from imagefleet.job import differences, sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
-from imagefleet.validation import JSONDict
 from loadgen import file_source, template
 from loadgen.file_source import FileSource, OnJob, StandardInput, Terms
 from loadgen.formats.selection import Balanced, Unique
@@ -119,7 +118,7 @@ class TemplateSource:
         render = self._patterns.render
         id_of = self._id_of.copy()
         id_of.update(index.to_bytes(8))
-        fields: JSONDict = {
+        fields = {
             **self._fixed,
             "prompt": render(self._prompt, draws),
             "negative_prompt": render(self._negative_prompt, draws),

@@ -13,9 +13,8 @@ import string
 import struct
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -167,16 +166,14 @@ Draw = tuple[int, float]
 _MAX_DEPTH = 50
 
 
-@dataclass(frozen=True, slots=True)
-class _Word:
+class _Word(NamedTuple):
     """A choice, ready to render: literal text and, as numbers, slots."""
 
     parts: tuple[str | int, ...]
     choice: Choice
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
+class _Slot(NamedTuple):
     """One draw of a job; *cumulative* are the running sums of the weights."""
 
     cumulative: tuple[float, ...]

@@ -4,14 +4,12 @@ The message of a later stage is the whole job's, with its signature, and a field
 no key to be sent, and whoever changes that field changes which stage is drawn alone.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from pydantic import BaseModel, Field
 
 from imagefleet.job.passes import extras
 from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes.first import FirstPass
+from imagefleet.validation import JSONDict, JSONObject
 
 #: A message's fields: the stage that it asks for, which is not signed; and the later stages.
 STAGE_FIELD = "stage"
@@ -50,7 +48,7 @@ class StageField(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=Tr
     message: str | None = Field(default=None, max_length=200)
 
 
-def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of_stage(number: int, payload: JSONObject) -> JSONDict:
     """The fields of a job that a stage sets; raises ValueError for one that a stage has not."""
     for name in (INPUT_FIELD, extras.IMAGE):
         if payload.get(name):
@@ -75,7 +73,7 @@ def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def inherited(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def inherited(before: JSONObject, given: JSONObject) -> JSONDict:
     """The fields that a stage, whose own are *given*, takes over from those of the one before."""
     sampler_is_another = "sampler_name" in given or "scheduler" in given
     return {
@@ -87,7 +85,7 @@ def inherited(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def model_of(fields: Mapping[str, Any]) -> object:
+def model_of(fields: JSONObject) -> object:
     """The model of the stage that a message asks for, as it is written there."""
     place = fields.get(STAGE_FIELD)
     number = place.get("number") if isinstance(place, dict) else 1
@@ -99,9 +97,9 @@ def model_of(fields: Mapping[str, Any]) -> object:
     )
 
 
-def models_of(fields: Mapping[str, Any]) -> list[object]:
+def models_of(fields: JSONObject) -> list[object]:
     """The models of all stages of a message's job, as they are written there."""
-    models: list[object] = [fields.get("model")]
+    models = [fields.get("model")]
     stages = fields.get(THEN_FIELD)
     for each in stages[: MAX_STAGES - 1] if isinstance(stages, list) else ():
         models.append(each.get("model", models[-1]) if isinstance(each, dict) else None)

@@ -7,16 +7,15 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import pydantic_core
 from pydantic import (
-    AfterValidator,
     BaseModel,
     Field,
     JsonValue,
+    StringConstraints,
     ValidationError,
     field_validator,
     model_validator,
@@ -29,8 +28,9 @@ from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import img2img
 from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.prompt import SAFE_NAME
-from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, Metadata
+from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, Metadata, PartialSize
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
+from imagefleet.validation import JSONDict, JSONObject
 
 #: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.
 DELIVERIES_FIELD = "deliveries"
@@ -69,26 +69,10 @@ MAX_IMAGE_PIXELS = MAX_SIDE**2
 MAX_IMAGE_BYTES = 32 * 2**20
 
 
-def _matches(pattern: re.Pattern[str], allowed: str) -> AfterValidator:
-    def check(text: str) -> str:
-        if not pattern.fullmatch(text):
-            raise ValueError(f"use 1 to 128 {allowed}")
-        return text
-
-    return AfterValidator(check)
-
-
-_SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-SafeId = Annotated[
-    str,
-    _matches(
-        _SAFE_ID, "letters, digits and . _ - only, beginning with a letter or a digit"
-    ),
-]
-SafeFileName = Annotated[
-    str,
-    _matches(SAFE_NAME, "letters, digits, spaces and _ . + ( ) - only, without a path"),
-]
+#: `validation` says in words what these two are.
+_SAFE_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+SafeId = Annotated[str, StringConstraints(pattern=_SAFE_ID)]
+SafeFileName = Annotated[str, StringConstraints(pattern=f"^{SAFE_NAME.pattern}$")]
 
 DEFAULT_CAMPAIGN = "default"
 
@@ -106,7 +90,7 @@ SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 def is_safe_id(value: object) -> bool:
     """True for what may be the id of a job, or a campaign."""
-    return isinstance(value, str) and _SAFE_ID.fullmatch(value) is not None
+    return isinstance(value, str) and re.match(_SAFE_ID, value) is not None
 
 
 class Output(BaseModel, extra="forbid", frozen=True):
@@ -154,9 +138,7 @@ class Job(
 
     @field_validator("then")
     @classmethod
-    def _read_stages(
-        cls, stages: tuple[dict[str, Any], ...]
-    ) -> tuple[dict[str, Any], ...]:
+    def _read_stages(cls, stages: tuple[JSONDict, ...]) -> tuple[JSONDict, ...]:
         return tuple(
             chain.fields_of_stage(number, each) for number, each in enumerate(stages, 2)
         )
@@ -200,8 +182,8 @@ class Job(
         missing = self._missing(job_id, campaign)
         return self.model_copy(update=missing) if missing else self
 
-    def _missing(self, job_id: str, campaign: str | None = None) -> dict[str, Any]:
-        missing: dict[str, Any] = {}
+    def _missing(self, job_id: str, campaign: str | None = None) -> JSONDict:
+        missing: JSONDict = {}
         known_id = self.id or job_id
         if self.id != known_id:
             missing["id"] = known_id
@@ -215,7 +197,7 @@ class Job(
         return missing
 
     def model_copy(
-        self, *, update: Mapping[str, Any] | None = None, deep: bool = False
+        self, *, update: JSONObject | None = None, deep: bool = False
     ) -> Self:
         """A copy, in which all that is computed of the fields is computed anew."""
         copy = super().model_copy(update=update, deep=deep)
@@ -226,7 +208,7 @@ class Job(
 
     def at_stage(self, number: int, message: str | None = None) -> Job:
         """The job of stage *number* of this job, from 1; raises ValueError if there is none."""
-        known: Job = self
+        known = self
         input_size = self.final_size
         for place, given in enumerate(self.then[: number - 1], start=2):
             before = known.model_dump(
@@ -270,7 +252,7 @@ class Job(
         return self.place.job if self.place else self
 
     @property
-    def input_size(self) -> tuple[int | None, int | None]:
+    def input_size(self) -> PartialSize:
         return self.place.input_size if self.place else (None, None)
 
     @property
@@ -288,11 +270,11 @@ class Job(
             yield self.whole.at_stage(number)
 
     @property
-    def stage_field(self) -> dict[str, Any]:
+    def stage_field(self) -> JSONDict:
         """The field `stage` of a message that asks for a later stage as if nobody had before."""
         return {"number": self.stage}
 
-    def next_stage_field(self, message_id: str) -> dict[str, Any]:
+    def next_stage_field(self, message_id: str) -> JSONDict:
         """The field `stage` of the message for the stage after this one, which a message had."""
         return {"number": self.stage + 1, "message": self.source(message_id)}
 
@@ -334,14 +316,14 @@ class Job(
         return hashlib.sha256(text).hexdigest()
 
     @functools.cached_property
-    def given_fields(self) -> dict[str, Any]:
+    def given_fields(self) -> JSONDict:
         """The fields that differ from their defaults, as JSON has them."""
         return self.model_dump(
             mode="json", include=self.model_fields_set, exclude_defaults=True
         )
 
     @property
-    def defaults_denied(self) -> dict[str, Any]:
+    def defaults_denied(self) -> JSONDict:
         """The fields for which it has its own defaults in spite of `defaults`, as JSON has them.
 
         A message tells them: left out, they would have the others' values.
@@ -379,8 +361,7 @@ class Job(
         return compact_text(fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A later stage's place in its job: `number` counts from 1."""
 
     job: Job
@@ -390,7 +371,7 @@ class Place:
     #: The id of the message of the first stage, or of the one that was replayed.
     message: str | None
     #: Width and height of the image of the stage before, as far as the job tells.
-    input_size: tuple[int | None, int | None]
+    input_size: PartialSize
 
 
 def read_job(
@@ -454,13 +435,13 @@ def message_fields(body: str) -> Any:
     )
 
 
-def message_text(fields: Mapping[str, Any]) -> str:
+def message_text(fields: JSONObject) -> str:
     """The text of a message; its fields may be of no valid job."""
     # Half of a surrogate pair, in a field that no job reads, goes on as its sender escaped it.
     return _for_xml(_TEXT.encode(fields)).encode(errors="backslashreplace").decode()
 
 
-def compact_text(fields: Mapping[str, Any]) -> str:
+def compact_text(fields: JSONObject) -> str:
     """The text of a valid job's message, much faster than `message_text`."""
     return _for_xml(pydantic_core.to_json(fields).decode())
 
@@ -508,7 +489,7 @@ def is_signed(body: str) -> bool:
     return SIGNATURE_FIELD in fields_if_any(body)
 
 
-def fields_if_any(body: str) -> dict[str, Any]:
+def fields_if_any(body: str) -> JSONDict:
     """The fields of a message, none if they cannot be read."""
     try:
         fields = message_fields(body)

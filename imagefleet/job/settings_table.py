@@ -2,16 +2,15 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from imagefleet.validation import JSONDict
 
 TXT2IMG, IMG2IMG, HIRES, EXTRAS = PASSES = ("txt2img", "img2img", "hires", "extras")
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
+class Effect(NamedTuple):
     """A field or a setting of AUTOMATIC1111: its effect in *passes*; in the others it has none."""
 
     passes: frozenset[str] = frozenset()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from imagefleet import errors
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,8 +77,8 @@ def addresses(storage: Storage) -> Address:
     return address
 
 
-def row(record: Record, address: Address) -> dict[str, Any]:
-    result: dict[str, Any] = {name: getattr(record, name, None) for name in COLUMNS}
+def row(record: Record, address: Address) -> JSONDict:
+    result = {name: getattr(record, name, None) for name in COLUMNS}
     result["loras"] = [lora._asdict() for lora in record.loras]
     result["embeddings"] = [embedding._asdict() for embedding in record.embeddings]
     result["address"] = address(record) if record.blob is not None else None
@@ -88,17 +89,21 @@ def row(record: Record, address: Address) -> dict[str, Any]:
 _OF_SAMPLE = {*COLUMNS} - {"pack", "offset", "address", "error", "reason"}
 
 
-def sample(record: Record) -> dict[str, str | int | float]:
+#: A value that readers of data sets take.
+Cell = str | int | float
+
+
+def sample(record: Record) -> dict[str, Cell]:
     """The columns of one image as texts and numbers, of the same types whatever its record lacks.
 
     Readers of data sets take the types of a column from its first values.
     """
     known = record.model_dump(mode="json", include=_OF_SAMPLE)
-    result: dict[str, str | int | float] = {}
+    result: dict[str, Cell] = {}
     for name, value in known.items():
         if value is None:
             result[name] = 0 if name in (*INTEGERS, *REALS) else ""
-        elif isinstance(value, str | int | float):
+        elif isinstance(value, Cell):
             result[name] = value
         else:
             result[name] = json_text(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import JsonValue
 
@@ -14,6 +14,7 @@ from imagefleet.records import reader
 from imagefleet.records.decisions import are_all, job_images
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 
 Status = Literal["pending", "completed", "failed", "cancelled", "unknown"]
 
@@ -40,7 +41,7 @@ class JobFacts:
     def key(self) -> str:
         return job_key(self.campaign, self.id)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JSONDict:
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(JobFacts)
@@ -69,7 +70,7 @@ class JobFacts:
 async def of_campaign(storage: Storage, campaign: str) -> AsyncIterator[JobFacts]:
     """The jobs of a campaign that have ended, each once; 60 bytes of memory for each failed one."""
     ended = set[int]()
-    sent_again: dict[int, JobFacts] = {}
+    sent_again = {}
     partial: dict[int, dict[int, Record]] = {}
     async for record in reader.images(storage, campaign, ended=ended):
         if record.stage < record.stages:
@@ -111,7 +112,7 @@ async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
 
 async def last_end(storage: Storage, job: JobFacts) -> Record | None:
     """The last record of a job that has failed or was cancelled."""
-    latest: Record | None = None
+    latest = None
     async for record in reader.ended(storage, job.campaign, job_id=job.id):
         if latest is None or record.at >= latest.at:
             latest = record

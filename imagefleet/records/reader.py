@@ -12,7 +12,7 @@ from typing import ParamSpec
 from imagefleet import concurrency
 from imagefleet.job.message import RECORDS
 from imagefleet.records import catalog, decisions, ledger
-from imagefleet.records.catalog import Damaged, StoredShard
+from imagefleet.records.catalog import Damaged, Positions, RecordParts, StoredShard
 from imagefleet.records.counts import CachedCounts, Counts
 from imagefleet.records.decisions import Ends, ImageRecords
 from imagefleet.records.ledger import Digests, Ledger
@@ -43,7 +43,7 @@ async def campaigns(storage: Storage) -> AsyncIterator[str]:
 
 async def results(
     storage: Storage, campaign: str, outcomes: Collection[str], damaged: Damaged
-) -> AsyncGenerator[list[Record]]:
+) -> RecordParts:
     """A campaign's images, and then its jobs that have failed or were cancelled, some at a time."""
     wanted = []
     if "completed" in outcomes:
@@ -55,9 +55,7 @@ async def results(
             yield [record for record in records if record.outcome in outcomes]
 
 
-async def drawings(
-    storage: Storage, campaign: str, damaged: Damaged
-) -> AsyncGenerator[list[Record]]:
+async def drawings(storage: Storage, campaign: str, damaged: Damaged) -> RecordParts:
     """All that workers recorded of images; last of those whose names were taken."""
     shards = await catalog.shards_of(storage, campaign, damaged)
     images = await ImageRecords(storage, shards, damaged, campaign).read()
@@ -68,7 +66,7 @@ async def drawings(
         yield records
 
 
-async def end(storage: Storage, campaign: str) -> dict[str, int]:
+async def end(storage: Storage, campaign: str) -> Positions:
     """The position of a follower that has read all there is now; a listing."""
     return {
         each.blob.name: each.blob.size_bytes
@@ -102,8 +100,8 @@ async def all_counts(
     by_campaign: dict[str, list[StoredShard]] = {name: [] for name in noted}
     for shard in await catalog.shards_of(storage, None, damaged):
         by_campaign.setdefault(shard.campaign, []).append(shard)
-    found: dict[str, Counts] = {}
-    kept: dict[str, CachedCounts] = {}
+    found = {}
+    kept = {}
 
     async def count(campaign: str) -> None:
         blobs, shards, unfit = noted.get(campaign, ()), by_campaign[campaign], Damaged()
@@ -174,7 +172,7 @@ async def image_parts(
     *,
     known: Digests | None = None,
     ended: set[int] | None = None,
-) -> AsyncGenerator[list[Record]]:
+) -> RecordParts:
     """Each stored image of a campaign once; a listing, and a read for each 4 MiB of records.
 
     With *known* only those of jobs that are known to be sent. *ended* takes in the jobs that ended
@@ -200,7 +198,7 @@ async def ended_parts(
     *,
     job_id: str | None = None,
     known: Digests | None = None,
-) -> AsyncGenerator[list[Record]]:
+) -> RecordParts:
     """The jobs that failed or were cancelled, and not replayed, discarded or completed since.
 
     None: those of all campaigns. With *known* only those that are known to be sent.
@@ -220,7 +218,7 @@ async def ended_parts(
 
 
 def _singly(
-    read: Callable[_Terms, AsyncGenerator[list[Record]]],
+    read: Callable[_Terms, RecordParts],
 ) -> Callable[_Terms, AsyncGenerator[Record]]:
     async def singly(
         *args: _Terms.args, **terms: _Terms.kwargs

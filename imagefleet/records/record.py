@@ -6,9 +6,8 @@ Records are untrusted: whoever may store images may write records, too.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import (
     AwareDatetime,
@@ -39,6 +38,8 @@ from imagefleet.job.sizes import (
     metadata_header,
     read_metadata_header,
 )
+from imagefleet.storage.protocol import Metadata
+from imagefleet.validation import JSONObject
 
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600
@@ -48,6 +49,7 @@ MAX_NAME_CHARACTERS = 200
 UNKNOWN_WORKER = "?"
 
 _Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARACTERS)]
+_BlobName = Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)]
 _Text = Annotated[str, StringConstraints(max_length=MAX_MESSAGE_BYTES)]
 #: What columns of tables and plots hold; a clock that was never set is in 1970.
 _Number = Annotated[int, Field(ge=0, lt=2**53)]
@@ -131,7 +133,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     """One line of a shard: an image, or a job that ended otherwise."""
 
     outcome: Outcome
-    blob: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
+    blob: _BlobName | None = None
     #: The job's id; that of its message where the job could not be read.
     id: SafeId
     #: `Job.stage_digest` of an image, else `Job.digest`; None of what could not be read.
@@ -154,7 +156,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     #: SHA-256 (hex) of the image's file.
     sha256: _Sha256 | None = None
     #: The blob of the pack that the image is in, which then has none of its own.
-    pack: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
+    pack: _BlobName | None = None
     #: Where the image's file begins in its pack; it has `size_bytes`.
     offset: _Size | None = None
     #: The image's position among the job's images, from 0.
@@ -236,9 +238,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     def stem(self) -> str:
         return (self.blob or "").rpartition(".")[0]
 
-    def fits(
-        self, metadata: Mapping[str, str], *, of_any_drawing: bool = False
-    ) -> bool:
+    def fits(self, metadata: Metadata, *, of_any_drawing: bool = False) -> bool:
         """True if it is of the image that is stored with this *metadata*, as far as that tells.
 
         *of_any_drawing*: another drawing of its job may have the name, of other bytes.
@@ -251,7 +251,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
             is_there and metadata.get("sha256") in {None, self.sha256}
         )
 
-    def name_taken(self, metadata: Mapping[str, str]) -> Record:
+    def name_taken(self, metadata: Metadata) -> Record:
         """The end of its job instead, where the image with this *metadata* is another job's."""
         reason = (
             f"its name is taken: {self.blob} is the image of the job {self.key} with the digest"
@@ -274,12 +274,10 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
             raise errors.JobError(validation.sentence(error)) from None
 
     @classmethod
-    def of_blob(cls, known: Mapping[str, Any], metadata: Mapping[str, str]) -> Self:
+    def of_blob(cls, known: JSONObject, metadata: Metadata) -> Self:
         """The record of an image, of which *known* is certain, from the *metadata* of its blob."""
         try:
-            told: dict[str, Any] = {
-                name: metadata[name] for name in _OF_BLOB if name in metadata
-            }
+            told = {name: metadata[name] for name in _OF_BLOB if name in metadata}
             if "attempt" in metadata:
                 told["attempts"] = metadata["attempt"]
             if "metadata" in metadata:

@@ -1,13 +1,13 @@
 """The files that workers have of their own, and the hashes of models, as lists show them."""
 
 import asyncio
-import json
 import re
 import time
 from collections.abc import Iterable
 
 from imagefleet.errors import SetupError
 from imagefleet.files.kinds import MODEL
+from imagefleet.job.message import fields_if_any
 from imagefleet.job.prompt import is_safe_name
 from imagefleet.storage.open import Storage
 
@@ -44,7 +44,7 @@ class HeldFiles:
             self._read_at = time.monotonic()
 
     def _add_held(self, model: str, data: bytes) -> None:
-        held = _object(data)
+        held = fields_if_any(data.decode(errors="replace"))
         short = held.get("hash")
         if isinstance(short, str) and _HASH.fullmatch(short):
             self.hashes[model] = short
@@ -54,7 +54,7 @@ class HeldFiles:
             self.loras.update(filter(is_safe_name, names))
 
     def _add_manifest(self, data: bytes) -> None:
-        listed = _object(data)
+        listed = fields_if_any(data.decode(errors="replace"))
         files = listed.get("files", listed)
         if not isinstance(files, dict):
             return
@@ -69,11 +69,3 @@ class HeldFiles:
             return await files.read(_MANIFEST, max_bytes=_MAX_MANIFEST_BYTES) or b""
         except SetupError:
             return b""
-
-
-def _object(data: bytes) -> dict[str, object]:
-    try:
-        found = json.loads(data or b"{}")
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -12,7 +12,6 @@ from logging import LoggerAdapter, LogRecord, StreamHandler
 from typing import Any, Literal
 
 from imagefleet import redaction
-from imagefleet.validation import JSONDict
 
 LogFormat = Literal["auto", "json", "text"]
 
@@ -55,7 +54,7 @@ class JsonLines(logging.Formatter):
         }
         # asyncio, for one, logs what nothing has handled as an error with its traceback.
         is_failure = record.exc_info and record.levelname in {"ERROR", "CRITICAL"}
-        line: JSONDict = {
+        line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(
                 timespec="milliseconds"
             ),

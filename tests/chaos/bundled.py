@@ -34,8 +34,8 @@ def job(number: int, **fields: object) -> str:
 
 
 def bundle_of(jobs: Iterable[str], name: str = NAME) -> str:
-    text = bundle.write(name, list(jobs))
-    assert text is not None
+    sent = list(map(bundle.Sent, jobs))
+    (text,) = bundle.bundled(sent, bundle.MAX_JOBS, lambda _: name)
     return text
 
 

@@ -7,9 +7,8 @@ from pydantic import BeforeValidator, Field
 
 from imagefleet.errors import JobError
 from imagefleet.job.passes import hires, img2img
-from imagefleet.job.passes.hires import Size
 from imagefleet.job.passes.img2img import Img2Img
-from imagefleet.job.sizes import MAX_SIDE, MIN_SIDE
+from imagefleet.job.sizes import MAX_SIDE, MIN_SIDE, PartialSize, Size
 
 #: The most pixels of the result and of what it is cut out of, and the longest side to ask for.
 MAX_PIXELS = MAX_SIDE**2
@@ -114,9 +113,7 @@ def sizes_after(job: Extras, size: Size) -> tuple[Size, Size]:
     return whole, final
 
 
-def final_size(
-    job: Extras, width: int | None, height: int | None
-) -> tuple[int | None, int | None]:
+def final_size(job: Extras, width: int | None, height: int | None) -> PartialSize:
     """The enlarged image's width and height, as far as known; JobError beyond the limits."""
     if width is not None and height is not None:
         return sizes_after(job, (width, height))[1]

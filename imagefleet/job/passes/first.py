@@ -18,7 +18,7 @@ from imagefleet.job import prompt as prompts
 from imagefleet.job import samplers
 from imagefleet.job.noise import MAX_SEED, Noise, NoiseSource
 from imagefleet.job.prompt import Prompt
-from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, MIN_SIDE
+from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, MIN_SIDE, Size
 
 #: The largest `cfg_scale`, also times the prompt's own weight: beyond, images come out broken.
 MAX_GUIDANCE = 30
@@ -182,7 +182,7 @@ class FirstPass(BaseModel):
         return self.subseed + index
 
     @property
-    def seed_resize_from(self) -> tuple[int, int] | None:
+    def seed_resize_from(self) -> Size | None:
         """(width, height) of the image that the seed is from, if both are given."""
         size = self.seed_resize_from_w, self.seed_resize_from_h
         return size if min(size) > 0 else None

@@ -22,7 +22,14 @@ from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.roles import ANY_PERMISSION
-from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Clock, Metadata
+from imagefleet.storage.protocol import (
+    BlobPart,
+    BlobRecord,
+    BlobStore,
+    Clock,
+    Metadata,
+    OnProgress,
+)
 from imagefleet.validation import JSONDict
 
 #: Who asks for names mostly stops at the first.
@@ -103,7 +110,7 @@ class AzureBlobs(BlobStore):
         file: Path,
         content_type: str,
         metadata: Metadata,
-        on_progress: Callable[[int], None] = lambda _: None,
+        on_progress: OnProgress = lambda _: None,
     ) -> bool:
         """Uploads blocks, of which a commit makes the blob; Azure removes others after a week."""
         blob = self._blob(name)

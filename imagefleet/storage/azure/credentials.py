@@ -34,7 +34,7 @@ FEDERATED_TOKEN_FILE = "AZURE_FEDERATED_TOKEN_FILE"  # noqa: S105 - a variable's
 _Result = TypeVar("_Result")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Access:
     """The requests to one queue or container: with its credential, retries and our errors."""
 

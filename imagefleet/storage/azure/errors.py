@@ -6,8 +6,8 @@ Of a refusal, it says in one sentence why the credentials in use were refused, a
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 from urllib.parse import parse_qs
 
 from aiohttp import (
@@ -74,7 +74,7 @@ _NO_CODE = "no error code"
 #: The server did nothing; after any other error of its own, it may have.
 _TOO_MANY_REQUESTS = frozenset({429, 503})
 
-_REASONS: Mapping[str, str] = {
+_REASONS = {
     "AccountIsDisabled": "the storage account is disabled",
     "AuthorizationProtocolMismatch": "the SAS token requires https",
     "AuthorizationSourceIPMismatch": "the SAS token is for another IP address",
@@ -83,8 +83,7 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Credential:
+class Credential(NamedTuple):
     """The credential that signed a request; without a token, the account key or an identity."""
 
     resource: Resource | None = None

@@ -6,7 +6,7 @@ message object it sends the whole body again; messages expire after seven days b
 """
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from imagefleet.storage.bundle import jobs_of
 from imagefleet.storage.protocol import (
     MAX_RECEIVE,
     Clock,
+    FoundMessages,
     LeasedMessage,
     Message,
     Metadata,
@@ -77,7 +78,7 @@ class AzureQueue:
 
     async def send(self, bodies: Iterable[str]) -> list[LeasedMessage]:
         messages = sizes.checked_messages(bodies)
-        sent: dict[int, LeasedMessage] = {}
+        sent = {}
 
         async def send(numbered: tuple[int, str]) -> None:
             number, body = numbered
@@ -134,7 +135,7 @@ class AzureQueue:
         request = partial(self._client.delete_message, message.id, message.receipt)
         await self._call_with_receipt("p", request)
 
-    async def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
+    async def find(self, text: str) -> FoundMessages:
         for message in await self._peek(MAX_RECEIVE):
             if (
                 text in message.body

@@ -73,7 +73,7 @@ class QueueTokens(BaseModel, frozen=True, extra="ignore", hide_input_in_errors=T
     queue_low: _SasToken | None = None
 
     def token(self, resource: str) -> str:
-        token: SecretStr | None = getattr(self, resource, None)
+        token = getattr(self, resource, None)
         return token.get_secret_value() if token else ""
 
 

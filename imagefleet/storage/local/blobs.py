@@ -36,6 +36,7 @@ from imagefleet.storage.protocol import (
     BlobStore,
     Clock,
     Metadata,
+    OnProgress,
     Operations,
 )
 
@@ -113,7 +114,7 @@ class LocalBlobs(BlobStore):
         file: Path,
         content_type: str,
         metadata: Metadata,
-        on_progress: Callable[[int], None] = lambda _: None,
+        on_progress: OnProgress = lambda _: None,
     ) -> bool:
         return await self._create(
             name, partial(_copy, file, on_progress), content_type, metadata
@@ -434,7 +435,7 @@ def _version(status: os.stat_result) -> str:
     return f"{status.st_ino}-{status.st_mtime_ns}"
 
 
-def _copy(source: Path, on_progress: Callable[[int], None], file: BinaryIO) -> None:
+def _copy(source: Path, on_progress: OnProgress, file: BinaryIO) -> None:
     copied = 0
     with source.open("rb") as original:
         while data := original.read(_COPIED_BYTES):

@@ -11,7 +11,7 @@ import contextlib
 import sqlite3
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,13 @@ from imagefleet.errors import LeaseLost, MissingResourceError
 from imagefleet.job import sizes
 from imagefleet.storage.bundle import jobs_of
 from imagefleet.storage.local import file as sqlite_file
-from imagefleet.storage.protocol import LeasedMessage, Message, Operations, QueueDepth
+from imagefleet.storage.protocol import (
+    FoundMessages,
+    LeasedMessage,
+    Message,
+    Operations,
+    QueueDepth,
+)
 
 _Result = TypeVar("_Result")
 
@@ -194,7 +200,7 @@ class LocalQueue:
     async def delete(self, message: LeasedMessage) -> None:
         await self._change(sqlite_file.DELETE, lambda: _key(message))
 
-    async def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
+    async def find(self, text: str) -> FoundMessages:
         last = 0
 
         def page(connection: sqlite3.Connection) -> list[Any]:
