@@ -28,7 +28,7 @@ from worker.engine.families import reading
 from worker.engine.files import safetensors
 from worker.engine.files.network_cache import NetworkCache, assign
 from worker.engine.kernels import layers
-from worker.engine.passes.begin import PreparedImage
+from worker.engine.passes.begin import PreparedImage, levels_of
 
 log = logs.EventLog(__name__)
 
@@ -86,10 +86,7 @@ class ImageCoder:
 
     def _images_of(self, pixels: Pixels) -> Tensor:
         """[1, 3, height, width] on the device, from -1 to 1."""
-        levels = (
-            torch.from_numpy(pixels.copy()).to(self._vae.device).permute(2, 0, 1)[None]
-        )
-        return levels.float() / 255 * 2 - 1
+        return levels_of(pixels, self._vae.device) / 255 * 2 - 1
 
     def _to_latents(self, images: Tensor) -> Tensor:
         return self._finite(

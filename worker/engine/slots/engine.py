@@ -67,7 +67,6 @@ class SlotEngine:
         self._unet = parts.unet
         self._preparer = parts.preparer
         self._stager = parts.stager
-        self._control_nets = parts.control_nets
         self._caches = parts.caches
         self._merger = parts.merger
         self._decoder = parts.decoder
@@ -96,8 +95,8 @@ class SlotEngine:
             parts,
             self._runner,
             self._lanes,
-            open_lane=self._open_lane,
-            use_less_memory=self._recovery.use_less_memory,
+            self._open_lane,
+            self._recovery.use_less_memory,
         )
 
     @property
@@ -250,7 +249,7 @@ class SlotEngine:
         self._runner.reset()
         self._decoder.clear()
         self._stager.close()
-        for cache in self._caches:
+        for cache in self._caches.known:
             cache.close()
         self._merger.reset()
         self._unet.close()
@@ -284,7 +283,7 @@ class SlotEngine:
             if unet is self._unet:
                 lane.block = self._lanes.choose_block(lane)
                 unet.use_block(lane.block, lane.slots)
-            networks = list(map(self._control_nets.get, lane.batch_key.controls))
+            networks = list(map(self._caches.control_nets.get, lane.batch_key.controls))
             lane.step = self._runner.make_step(
                 lane.batch_key, lane.slots, unet, networks
             )
@@ -531,7 +530,7 @@ class SlotEngine:
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height
         self._stager.room_bytes = fit.staged_bytes
-        for cache in self._caches:
+        for cache in self._caches.known:
             cache.kept_bytes = min(KEPT_BYTES, fit.staged_bytes / 4)
         self._unet.temporary_bytes = max(
             fit.temporary_bytes, self._unet.temporary_bytes
