@@ -375,12 +375,14 @@ class Pipeline:
         )
         side_tasks.start("measure queues", self._depths.run())
         held = partial(self._held, model_hash)
-        noting = note_served(self._storage.models, self._served, held)
+        models = self.models
+        noting = note_served(
+            self._storage.models,
+            lambda: models.names if models else [self.settler.model_name],
+            held,
+        )
         side_tasks.start("note models", noting)
         return side_tasks
-
-    def _served(self) -> list[str]:
-        return self.models.names if self.models else [self.settler.model_name]
 
     async def _held(
         self, model_hash: Future[str | None]

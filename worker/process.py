@@ -13,7 +13,7 @@ from typing import NoReturn
 from imagefleet.errors import MissingResourceError, NodeError, NoTokenError
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage, open_storage
-from imagefleet.storage.proofs import Prover, machine_of
+from imagefleet.storage.proofs import machine_of
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import logs, probes, push
 from worker import progress, replica, tasks
@@ -103,15 +103,6 @@ async def _check_files(files: BlobStore) -> None:
         files.may_be_missing = True
         log.warning(
             f"no files, and no list of what is cancelled: {error}", action="no_files"
-        )
-
-
-def _check_name(name: str, prover: Prover | None) -> None:
-    if prover is not None and machine_of(name) != prover.machine:
-        log.warning(
-            f"no proof of what {name} draws: its name does not begin with {prover.machine}-,"
-            " the machine's id, as without --name",
-            action="no_proof",
         )
 
 
@@ -223,7 +214,13 @@ class _Worker:
                 and await tasks.run_until(self._stop, _check_files(storage.files))
             ):
                 return
-            _check_name(self._settings.name, storage.prover)
+            name, prover = self._settings.name, storage.prover
+            if prover is not None and machine_of(name) != prover.machine:
+                log.warning(
+                    f"no proof of what {name} draws: its name does not begin with"
+                    f" {prover.machine}-, the machine's id, as without --name",
+                    action="no_proof",
+                )
             key = self._settings.trusted_key
             signed = f"jobs signed with {key} " if key else ""
             address = (

@@ -304,9 +304,6 @@ class FileLibrary:
         stored = f"{kind.folder}/ of the container {self._blobs.name!r}"
         return f" in {folders} or {stored}" if folders else f" in {stored}"
 
-    def _what(self, name: str) -> str:
-        return f"the {self._kind.noun} {name}{self._kind.suffixes[0]}"
-
     async def _verify(
         self, listed: Manifest | None, name: str, check: Callable[[str | None], None]
     ) -> None:
@@ -334,7 +331,7 @@ class FileLibrary:
             protocol.check_blob_size(path.name, size, self._kind.max_bytes)
             with whole(seen), path.open("rb") as file:
                 check_content(
-                    self._what(name),
+                    f"the {self._kind.noun} {name}{self._kind.suffixes[0]}",
                     file,
                     size,
                     sha256,

@@ -6,6 +6,7 @@ import logging
 from asyncio import Queue, Semaphore
 from collections.abc import AsyncIterator, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -72,23 +73,20 @@ class Isolation:
             yield
 
 
+@dataclass(eq=False)
 class PrepareStage:
     """Reads jobs, resolves their files and cuts their prompts; feeds the generate stage."""
 
-    def __init__(
-        self,
-        engine: contract.Engine,
-        files: JobFiles,
-        settler: Settler,
-        puller: Puller,
-        generate: GenerateStage,
-    ) -> None:
+    _engine: contract.Engine
+    _files: JobFiles
+    _settler: Settler
+    _puller: Puller
+    _generate: GenerateStage
+
+    def __post_init__(self) -> None:
+        engine, files = self._engine, self._files
         self._own_models = {None, engine.model_name}
-        self._files = files
         self._usual = files.accelerator or Accelerator.of_family(engine.family)
-        self._settler = settler
-        self._puller = puller
-        self._generate = generate
         # Jobs in turns: one with images left waits behind the others for its next.
         self._ordinary: Queue[InFlightJob] = Queue()
         self._urgent: Queue[InFlightJob] = Queue()
@@ -203,8 +201,9 @@ class PrepareStage:
                 job = self._usual.fit(job)
             requests = await self._requests(entry, job, images)
             loop = asyncio.get_running_loop()
-            prepare = self._reader.engine.prepare
-            prepared = await loop.run_in_executor(self._threads, prepare, requests[0])
+            prepared = await loop.run_in_executor(
+                self._threads, self._engine.prepare, requests[0]
+            )
         if entry.settled:
             return  # handed back meanwhile
         entry.images_to_submit = entry.images_to_store = len(images)
