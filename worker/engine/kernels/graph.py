@@ -100,7 +100,11 @@ class Graph:
         self.prepare()
         if self._recorded is None:
             return self._function(*self._arguments)
-        self._read_times()
+        while self._runs and self._runs[0].ended.query():  # type: ignore[no-untyped-call]
+            run = self._runs.popleft()
+            seconds = run.began.elapsed_time(run.ended) / 1000
+            launched = run.launching_seconds if run.is_behind_another else 0
+            self.note_run(seconds, launched)
         stream = torch.cuda.current_stream()
         is_behind_another = not stream.query()
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -139,15 +143,6 @@ class Graph:
             self._try_to_record(self._pool)
         for tensor, copy in kept:
             tensor.copy_(copy)
-
-    def _read_times(self) -> None:
-        """Notes what the runs took that have ended by now."""
-        while self._runs and self._runs[0].ended.query():  # type: ignore[no-untyped-call]
-            run = self._runs.popleft()
-            seconds = run.began.elapsed_time(run.ended) / 1000
-            self.note_run(
-                seconds, run.launching_seconds if run.is_behind_another else 0
-            )
 
     def note_run(self, seconds: float, launching_seconds: float) -> None:
         """Notes what a run took, and its launch, if the GPU had other work meanwhile."""
