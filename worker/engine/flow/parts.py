@@ -86,15 +86,10 @@ class FlowPreparer(Preparer):
         encoder = own.states_encoder
         if encoder is None:
             return None
-        if paths is None:
-            raise JobError(
-                "the prompt's text states are missing, and this model has no text encoder:"
-                " `imagefleet files make text` makes them (docs/models.md)"
-            )
         sizes = own.text_width, own.family.plain_tokens
         states = [
             text_states.read(path, prompt, encoder, *sizes)
-            for prompt, path in zip(prompts, paths, strict=False)
+            for prompt, path in zip(prompts, paths or (None, None), strict=False)
         ]
         return torch.stack(states)
 
