@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -232,23 +232,22 @@ class LoraFields(TypedDict):
     packs: Mapping[Network, PackedLoras]
 
 
+@dataclass(eq=False)
 class LoraReader:
     """The LoRA files of one model; thread-safe."""
 
-    def __init__(
-        self,
-        family: Family,
-        networks: Mapping[str, Any],
-        groups: Mapping[Network, Groups],
-    ) -> None:
-        """*networks*: the model's, by name; *groups*: of each, what slots hold changes of."""
-        self.groups = groups
-        self._family = family
+    _family: Family
+    #: The model's, by name.
+    _networks: InitVar[Mapping[str, Any]]
+    #: What slots hold changes of, by network.
+    groups: Mapping[Network, Groups]
+
+    def __post_init__(self, networks: Mapping[str, Any]) -> None:
         # Diffusers looks through all of a network for its type.
         self.dtypes: Mapping[Network, torch.dtype] = {
-            name: networks[name].dtype for name in groups
+            name: networks[name].dtype for name in self.groups
         }
-        self.cache = LoraCache(family.lora_layers(networks), _LORA_CACHE_BYTES)
+        self.cache = LoraCache(self._family.lora_layers(networks), _LORA_CACHE_BYTES)
 
     def read(self, loras: Sequence[Lora], wait: Callable[[], object]) -> LoraFields:
         """Each network's LoRAs, if any; weights of one that is named twice add up, in any order.
