@@ -74,17 +74,24 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 def in_daemon_thread(work: Callable[[], Result], name: str) -> Future[Result]:
     """Runs *work* in a thread that the process does not wait for at its end."""
-    answer: Future[Result] = Future()
-    answer.set_running_or_notify_cancel()  # whoever is cancelled waits for it no longer
+    asked: Future[Result] = question()
+    threading.Thread(target=answer, args=(work, asked), name=name, daemon=True).start()
+    return asked
 
-    def run() -> None:
-        try:
-            answer.set_result(work())
-        except Exception as error:  # noqa: BLE001 - raised by whoever asks for the result
-            answer.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return answer
+def question() -> Future[Any]:
+    """A future for another thread's answer; whoever is cancelled waits for it no longer."""
+    asked: Future[Any] = Future()
+    asked.set_running_or_notify_cancel()
+    return asked
+
+
+def answer(work: Callable[[], object], asked: Future[Any]) -> None:
+    """Does *work*, and gives whoever has asked its result, or the error that it raised."""
+    try:
+        asked.set_result(work())
+    except Exception as error:  # noqa: BLE001 - raised by whoever asks for the result
+        asked.set_exception(error)
 
 
 class SideTasks:

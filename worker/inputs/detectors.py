@@ -130,7 +130,7 @@ def _without_overlaps(boxes: Boxes) -> Boxes:
     """The boxes without those that mostly cover a surer one of their class."""
     kept: list[int] = []
     found, boxes = boxes, boxes[:, :4] + _APART * boxes[:, 5:]
-    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    areas = _areas(boxes)
     for at, box in enumerate(boxes):
         others = boxes[kept]
         width = np.minimum(box[2], others[:, 2]) - np.maximum(box[0], others[:, 0])
@@ -141,9 +141,14 @@ def _without_overlaps(boxes: Boxes) -> Boxes:
     return found[kept]
 
 
+def _areas(boxes: Boxes) -> Boxes:
+    areas: Boxes = (boxes[:, 2:4] - boxes[:, :2]).prod(axis=1)
+    return areas
+
+
 def masks(detail: Detail, boxes: Boxes, size: tuple[int, int]) -> list[Mask]:
     """The mask of each part that is drawn again, of a picture of *size* (width, height)."""
-    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    areas = _areas(boxes)
     shares = areas / (size[0] * size[1])
     is_kept = (shares >= detail.ad_mask_min_ratio) & (
         shares <= detail.ad_mask_max_ratio
