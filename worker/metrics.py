@@ -23,13 +23,12 @@ from imagefleet import concurrency, errors
 from imagefleet.files import kernels
 from imagefleet.storage.protocol import Clock, JobQueue, Operations
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.telemetry import logs, metrics
+from imagefleet.telemetry import metrics
+from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.metrics import QueueGauges
 from worker.files.library import FileLibrary
 from worker.gpu_thread import EngineThread
 from worker.replica import Replica
-
-log = logs.EventLog(__name__)
 
 #: A job's end in this worker; `verified` and `unverified`: a second drawing is stored, or none is;
 #: `moved`: to the queue of its model.

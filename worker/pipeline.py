@@ -17,7 +17,7 @@ from typing import Any
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker import leases, tasks
 from worker.engine.contract import Engine
 from worker.files import library, model
@@ -46,8 +46,6 @@ from worker.stages.prepare import URGENT_PREPARERS, PrepareStage
 from worker.stages.requests import PREPARERS
 from worker.stages.upload import STORAGE_RETRIES, UPLOADS, UploadStage
 from worker.tasks import SideTasks
-
-log = logs.EventLog(__name__)
 
 #: Finished images that may wait to be encoded before the engine blocks.
 ENCODE_BACKLOG = 64

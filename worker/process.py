@@ -15,7 +15,8 @@ from imagefleet.pricing import families
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.proofs import machine_of
 from imagefleet.storage.protocol import BlobStore
-from imagefleet.telemetry import logs, probes, push
+from imagefleet.telemetry import probes, push
+from imagefleet.telemetry.logs import log
 from worker import progress, replica, tasks
 from worker.accelerator import is_unguided
 from worker.engine import load, phases
@@ -34,8 +35,6 @@ from worker.node.watchdog import limits_of
 from worker.pipeline import Machine, Pipeline
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
 from worker.settings import WorkerSettings
-
-log = logs.EventLog(__name__)
 
 #: Seconds between two samples of a worker's figures, each a few additions.
 SAMPLE_SECONDS = 1.0

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.metrics import QueueFlow
-
-log = logs.EventLog(__name__)
 
 Phase = Literal[
     "connecting to the storage",

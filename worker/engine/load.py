@@ -21,6 +21,7 @@ from imagefleet.errors import (
 from imagefleet.files import safetensors
 from imagefleet.files.safetensors import rested, whole
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import phases
 from worker.engine.contract import Settings
 
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from worker.engine.kernels.packages import Exchange
     from worker.engine.slots.engine import SlotEngine
     from worker.engine.slots.parts import Parts
-
-log = logs.EventLog(__name__)
 
 Compile = Literal["auto", "background", "off"]
 

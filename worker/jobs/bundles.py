@@ -23,14 +23,12 @@ from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import priority_of
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.jobs.in_flight import Bundle, InFlightJob
 from worker.jobs.stored import proven
 from worker.leases import Lease, LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
 from worker.stages.record import PendingRecords, RecordStage
-
-log = logs.EventLog(__name__)
 
 #: Packs in flight: one of 13 MB takes seconds from far away. With those that wait, the memory that
 #: an outage fills before it holds up the engine.

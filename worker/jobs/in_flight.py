@@ -23,14 +23,12 @@ from imagefleet.storage.deliveries import (
     shown_images,
 )
 from imagefleet.storage.protocol import LeasedMessage
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.metrics import MAX_MODELS, OTHER_MODELS
 from worker.engine.contract import Embedding, ImageRequest, PreparedRequest
 from worker.inputs.img2img import Overlay
 from worker.leases import Lease
 from worker.metrics import Outcome, WorkerMetrics
-
-log = logs.EventLog(__name__)
 
 #: A delivery begins no more images once more than these have failed, and more than a tenth of those
 #: stored: what the job, or the node, gets wrong each time is not tried a thousand times.

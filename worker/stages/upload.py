@@ -13,6 +13,7 @@ from imagefleet.files.pack import Member
 from imagefleet.job.names import duplicate_name
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.jobs import stored
 from worker.jobs.in_flight import EncodedImage, InFlightImage
 from worker.node.watchdog import NodeWatchdog
@@ -24,8 +25,6 @@ UPLOADS = 32
 #: Encoded images that may wait, for each upload in flight.
 WAITING_PER_UPLOAD = 2
 
-
-log = logs.EventLog(__name__)
 
 #: Limits the warnings of an outage, in which every upload in flight fails again and again.
 _outage_warning = logs.Occasion()

@@ -28,15 +28,13 @@ from torch.nn import Conv2d, GroupNorm, LayerNorm, Linear, Module, Parameter
 from imagefleet.files import contents, lora
 from imagefleet.files.safetensors import Identity, UnusableError, identify, parse
 from imagefleet.job import differences
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine.contract import Lora
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import Content, Place, ReadOnce
 from worker.engine.lora import adapters, kinds
 from worker.engine.lora.kinds import Tensors
 from worker.engine.lora.original_names import OriginalNames, unet_names
-
-log = logs.EventLog(__name__)
 
 Network = Literal["unet", "transformer", "text_encoder", "text_encoder_2"]
 Layer = Linear | Conv2d

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity, UnusableError, identify
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import checkpoint, decoder
 from worker.engine import errors as engine_errors
 from worker.engine.contract import Pixels
@@ -29,8 +29,6 @@ from worker.engine.files import safetensors
 from worker.engine.files.network_cache import NetworkCache, assign
 from worker.engine.kernels import layers
 from worker.engine.passes.begin import PreparedImage, levels_of
-
-log = logs.EventLog(__name__)
 
 #: What is remembered of images, latents and conditioning: those of a job begin with the same one.
 _REMEMBERED = 32

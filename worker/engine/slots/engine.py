@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from imagefleet import errors
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
 from worker.engine.contract import Finished, ImageRequest
@@ -35,8 +35,6 @@ from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.recovery import Recovery
 from worker.engine.slots.step import Step, StepRunner, tick
-
-log = logs.EventLog(__name__)
 
 #: Younger jobs per slot that may overtake one with other LoRAs, while theirs are merged for all.
 _OVERTAKES_PER_SLOT = 6
@@ -185,7 +183,7 @@ class SlotEngine:
                 if self._weights.loads_while_decoding:
                     self._refill(lane, finished, waits=False)
                 self._stage_ahead()
-        except Exception as error:  # handled below; NodeError is raised here
+        except Exception as error:  # noqa: BLE001 - handled below, NodeError raised here
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
             images = len(lane.active) if lane else 0

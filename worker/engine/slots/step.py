@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
 from worker.engine import sampler
 from worker.engine.control.network import ControlState, SlotControlNet, residuals
@@ -23,8 +23,6 @@ from worker.engine.slots.compile_policy import GraphKey, ModeUsage, Outlook
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.queue import BatchKey, Costs, SlotJob
-
-log = logs.EventLog(__name__)
 
 #: The first column of the guidance scales, after the sampler's own; as many as a slot has rows.
 _GUIDANCE = sampler.COLUMNS
