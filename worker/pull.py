@@ -57,9 +57,9 @@ class Puller:
     #: Images of jobs pulled that the engine has not finished, by their level.
     _ahead: Counter[int] = field(default_factory=Counter)
     _images_per_message: float = bundle.MAX_JOBS  # of those received last
-    _less_ahead: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _stopped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _warning: Occasion = field(default_factory=Occasion, init=False)
+    _less_ahead: asyncio.Event = field(default_factory=asyncio.Event)
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    _warning: Occasion = field(default_factory=Occasion)
 
     def __post_init__(self) -> None:
         self.engine_thread.why_idle = self.why_idle

@@ -58,11 +58,9 @@ class Settler:
     pending: RecordStage = field(init=False)
     bundles: BundleStage = field(init=False)
     #: The model whose jobs are in flight.
-    model_name: str = field(default="", init=False)
-    in_flight: dict[InFlightJob, None] = field(
-        default_factory=dict, init=False
-    )  # in order
-    nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    model_name: str = ""
+    in_flight: dict[InFlightJob, None] = field(default_factory=dict)  # in order
+    nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.nothing_in_flight.set()

@@ -214,7 +214,7 @@ class Download:
     check: Callable[[Path, bool], None]
     on_progress: Callable[[int, int | None], None] = lambda _so_far, _total: None
     stated_in: str = "--model-sha256"
-    file_name: str | None = field(default=None, init=False)
+    file_name: str | None = None
     _is_head_checked: bool = False
     _furthest_bytes: int = 0
     _occasion: Occasion = field(default_factory=lambda: Occasion(seconds=10))

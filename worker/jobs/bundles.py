@@ -75,10 +75,10 @@ class BundleStage:
     retry_policy: concurrency.RetryPolicy
     pending: RecordStage
     on_ended: Callable[[InFlightJob, Outcome], None]
-    model_name: str = field(default="", init=False)
-    on_upload_failed: Callable[[], None] = field(default=lambda: None, init=False)
+    model_name: str = ""
+    on_upload_failed: Callable[[], None] = lambda: None
     _queue: asyncio.Queue[Bundle] = field(
-        default_factory=partial(asyncio.Queue, WAITING), init=False
+        default_factory=partial(asyncio.Queue, WAITING)
     )
 
     async def ended(

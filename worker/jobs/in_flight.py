@@ -93,8 +93,8 @@ class InFlightJob:
     overlay: Overlay | None = None
     #: AUTOMATIC1111's text in the file of the image that the job enlarges.
     source_parameters: str = ""
-    _uploads: int = field(default=0, init=False)
-    _upload_ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _uploads: int = 0
+    _upload_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextlib.contextmanager
     def uploading(self) -> Iterator[None]:

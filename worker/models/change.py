@@ -67,7 +67,7 @@ class ModelChoice:
     clock: Callable[[], float] = time.monotonic
     longest_change_seconds: float = 0.0
     _since: float = field(init=False)
-    _left_at: dict[str, float] = field(default_factory=dict, init=False)
+    _left_at: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._since = self.clock()

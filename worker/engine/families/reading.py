@@ -61,7 +61,7 @@ def read_network(
 
 @contextlib.contextmanager
 def named(path: str, what: str = "") -> Iterator[None]:
-    """Raises what the libraries raise in the block as a SetupError that names *path*, *what* it is."""
+    """Raises what the libraries raise in the block as a SetupError that names *path*."""
     try:
         yield
     except LOADING_ERRORS as error:
