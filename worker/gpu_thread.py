@@ -67,7 +67,8 @@ class _Wanted:
 
     def is_taken(self) -> bool:
         """Gives the engine this model if it can take it; False: it has to be loaded anew."""
-        take, self.take = self.take, None
+        take = self.take
+        self.take = None
         try:
             return take is not None and take()
         except Exception:  # noqa: BLE001 - logged
@@ -297,7 +298,8 @@ class EngineThread:
         with self._wake:
             while not (self._stopping or self._wanted):
                 self._wake.wait(IDLE_TICK_SECONDS)
-            wanted, self._wanted = self._wanted, None
+            wanted = self._wanted
+            self._wanted = None
         return None if self._stopping else wanted
 
     def _work(self, engine: Engine) -> None:

@@ -225,7 +225,8 @@ class EngineCollector(Collector):
     _library: FileLibrary
 
     def collect(self) -> Iterator[Metric]:
-        clock, engine = self._engine_thread.clock, self._engine_thread.engine
+        clock = self._engine_thread.clock
+        engine = self._engine_thread.engine
         busy_seconds = clock.busy_seconds
         waited = dict.fromkeys(IDLE_REASONS, 0.0) | clock.idle_seconds.copy()
         yield _counter("gpu_busy_seconds", "Time the engine was busy.", busy_seconds)

@@ -276,7 +276,8 @@ class Pipeline:
         """Stages and side tasks for *engine*; at the end, jobs in flight are handed back."""
         if self.models:
             self._queue.receive_only(self.models.served_now())
-        settler, watchdog = self.settler, self._checks.watchdog
+        settler = self.settler
+        watchdog = self._checks.watchdog
         settler.model_name = settler.bundles.model_name = engine.model_name
         upload = UploadStage(settler, watchdog)
         model_hash = self._hash_model()

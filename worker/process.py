@@ -213,7 +213,8 @@ class _Worker:
                 and await tasks.run_until(self._stop, _check_files(storage.files))
             ):
                 return
-            name, prover = self._settings.name, storage.prover
+            name = self._settings.name
+            prover = storage.prover
             if prover is not None and machine_of(name) != prover.machine:
                 log.warning(
                     f"no proof of what {name} draws: its name does not begin with"
@@ -280,7 +281,8 @@ class _Worker:
         self._meter.measured(time.monotonic(), messages, self._counts())
 
     def _counts(self) -> Counts:
-        pipeline, dollars = self._pipeline, None
+        pipeline = self._pipeline
+        dollars = None
         if (
             pipeline is not None
             and (gpu_dollars := pipeline.cost.gpu_dollars) is not None
@@ -289,7 +291,8 @@ class _Worker:
         in_flight = recording = 0
         if pipeline is not None:
             settler = pipeline.settler
-            in_flight, recording = len(settler.in_flight), settler.pending.jobs
+            in_flight = len(settler.in_flight)
+            recording = settler.pending.jobs
         return Counts(
             images=self._metrics.images_stored,
             ended_jobs=sum(self._metrics.outcomes[outcome] for outcome in _ENDED)
@@ -336,7 +339,8 @@ class _Worker:
         counted = self._metrics.images_stored, dict(self._metrics.outcomes)
         if self._pipeline is None:
             return WorkerReport(*counted, seconds, start_up_seconds=seconds)
-        clock, cost = self._pipeline.engine_thread.clock, self._pipeline.cost
+        clock = self._pipeline.engine_thread.clock
+        cost = self._pipeline.cost
         return WorkerReport(
             *counted,
             seconds=seconds,
@@ -404,7 +408,8 @@ def _signals(
     *is_one_of_several*: SIGTERM stops and SIGINT hurries, as the parent sends them; a supervisor
     may send SIGTERM to both.
     """
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    stop = asyncio.Event()
+    hurry = asyncio.Event()
     received: list[Signals] = []
 
     def on_signal(number: Signals) -> None:

@@ -159,7 +159,8 @@ class ProgressMeter:
 
         Called every second or so: the rates come from what was counted at the earlier calls.
         """
-        images_per_second, jobs_per_second = None, None
+        images_per_second = None
+        jobs_per_second = None
         if phase in WORKING:
             images_per_second, jobs_per_second = self._rates(now, counts)
         else:  # the first images are made from here on

@@ -99,7 +99,8 @@ class Puller:
 
     async def run(self, add: Callable[[InFlightJob], None]) -> None:
         """Pulls until it is stopped, or with --until-empty until nothing is left."""
-        empty_polls, settings = 0, self.settler.settings
+        empty_polls = 0
+        settings = self.settler.settings
         longest_seconds = (
             LOCAL_PAUSE_SECONDS if settings.is_local else LONGEST_PAUSE_SECONDS
         )

@@ -309,7 +309,8 @@ class Settler:
         """
         if entry.job is None or not entry.settle():
             return
-        message, model = entry.lease.message, entry.job.model
+        message = entry.lease.message
+        model = entry.job.model
         own = self.storage.models.of(model)[priority_of(message.queue)]
         if own.name == message.queue:
             await self._release(entry)
@@ -348,7 +349,8 @@ class Settler:
         except LeaseLost as lost:
             await self._lose(entry, lost)
             return
-        reason, kind = entry.reason(error), type(error).__name__
+        reason = entry.reason(error)
+        kind = type(error).__name__
         entry.log(
             logging.WARNING, f"failed permanently: {reason}", "job_failed", error=kind
         )

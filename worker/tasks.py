@@ -37,7 +37,8 @@ async def first_of(
 @contextlib.contextmanager
 def on_signals(act: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Calls *act* in the loop for each SIGTERM and SIGINT during the block."""
-    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
         loop.add_signal_handler(number, act, number)
     try:

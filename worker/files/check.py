@@ -174,7 +174,8 @@ def read_header(
         SetupError: it is none, or is cut off; TruncatedError: its header is, and the file is not
         *is_whole* yet.
     """
-    name, size = name or str(path), path.stat().st_size
+    name = name or str(path)
+    size = path.stat().st_size
     if other := _what_else(path, name):
         raise SetupError(f"{name!r} is {other}")
     with path.open("rb") as file:

@@ -297,7 +297,8 @@ class FileLibrary:
     @property
     def _places(self) -> str:
         """Where files are looked for, in the words of whoever set it up."""
-        kind, folders = self._kind, " or ".join(map(str, self._folders))
+        kind = self._kind
+        folders = " or ".join(map(str, self._folders))
         if self._is_empty:
             folder = f"the {kind.noun} folder"
             return f" in {folder} {folders}" if folders else f": {folder} is not set"

@@ -130,7 +130,8 @@ async def fetch_to(
 
     A .tar is unpacked. Another kind is refused as soon as its first bytes tell. Raises as `fetch`.
     """
-    cache, name = DiskCache(folder), address.file_name or "model"
+    cache = DiskCache(folder)
+    name = address.file_name or "model"
     async with cache.fetching(name, seconds=-1):
         if found := find_fetched(folder, address):
             return found

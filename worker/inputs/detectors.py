@@ -105,7 +105,8 @@ def _fitted(
     scale = min(width / pixels.shape[1], height / pixels.shape[0])
     size = round(pixels.shape[1] * scale), round(pixels.shape[0] * scale)
     small = Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR)
-    left, upper = (width - size[0]) // 2, (height - size[1]) // 2
+    left = (width - size[0]) // 2
+    upper = (height - size[1]) // 2
     whole = np.full((height, width, 3), _GREY, np.uint8)
     whole[upper : upper + size[1], left : left + size[0]] = np.asarray(small)
     levels = whole.transpose(2, 0, 1)[None].astype(np.float32)
@@ -121,7 +122,8 @@ def _boxes(output: NDArray[np.float64], name: str) -> Boxes:
         # A class for each, so that all stay.
         return np.column_stack([output[0, :, :5], np.arange(output.shape[1])])
     (middle_x, middle_y, width, height), scores = np.split(output[0], [4])
-    left, upper = middle_x - width / 2, middle_y - height / 2
+    left = middle_x - width / 2
+    upper = middle_y - height / 2
     found = [left, upper, left + width, upper + height]
     return np.stack([*found, scores.max(axis=0), scores.argmax(axis=0)], axis=1)
 
@@ -129,7 +131,8 @@ def _boxes(output: NDArray[np.float64], name: str) -> Boxes:
 def _without_overlaps(boxes: Boxes) -> Boxes:
     """The boxes without those that mostly cover a surer one of their class."""
     kept: list[int] = []
-    found, boxes = boxes, boxes[:, :4] + _APART * boxes[:, 5:]
+    found = boxes
+    boxes = boxes[:, :4] + _APART * boxes[:, 5:]
     areas = _areas(boxes)
     for at, box in enumerate(boxes):
         others = boxes[kept]

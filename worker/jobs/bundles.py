@@ -315,7 +315,8 @@ class BundleStage:
         return True
 
     def _outcome(self, bundle: Bundle, entry: InFlightJob) -> Outcome:
-        record, outcome = bundle.stored(entry), bundle.ends[entry]
+        record = bundle.stored(entry)
+        outcome = bundle.ends[entry]
         if record is None:
             return "handed_back" if outcome in {"completed", "lost"} else outcome
         if record.outcome != "completed":

@@ -137,7 +137,8 @@ class InFlightJob:
         if not self.is_first_awaited:
             return
         self.is_first_awaited = False
-        waiting, self.waiting = self.waiting, []
+        waiting = self.waiting
+        self.waiting = []
         await concurrency.for_each(waiting, lambda store: store(), len(waiting))
 
     async def uploads_end(self) -> None:

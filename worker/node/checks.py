@@ -74,7 +74,8 @@ class NodeChecks:
 
     async def begin(self, engine: Engine) -> None:
         """Checks the weights of an engine before its first job; raises NodeError."""
-        self._engine, self._fault = engine, None
+        self._engine = engine
+        self._fault = None
         self._good(time.monotonic())
         await self.check_weights()
 

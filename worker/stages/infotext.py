@@ -65,7 +65,8 @@ def parameters(
     sampler = samplers.NAMES[job.sampler]
     varies = bool(job.subseed_strength)
     is_denoised = bool(job.init_images) or job.enable_hr
-    resized, extra_noise = job.seed_resize_from, job.img2img_extra_noise
+    resized = job.seed_resize_from
+    extra_noise = job.img2img_extra_noise
     vae = job.sd_vae or vae
     facts: Facts = {
         "Steps": job.steps,

@@ -84,7 +84,8 @@ class PrepareStage:
     _generate: GenerateStage
 
     def __post_init__(self) -> None:
-        engine, files = self._engine, self._files
+        engine = self._engine
+        files = self._files
         self._own_models = {None, engine.model_name}
         self._usual = files.accelerator or Accelerator.of_family(engine.family)
         # Jobs in turns: one with images left waits behind the others for its next.
@@ -208,7 +209,8 @@ class PrepareStage:
             return  # handed back meanwhile
         entry.images_to_submit = entry.images_to_store = len(images)
         entry.is_first_awaited = job.images > 1 and 0 in images
-        entry.drawn, entry.prepared = job, prepared
+        entry.drawn = job
+        entry.prepared = prepared
         entry.requests.extend(zip(images, requests, strict=True))
 
     async def _submit(self, entry: InFlightJob) -> None:
@@ -295,7 +297,8 @@ class PrepareStage:
         """The requests of a job's *images*; notes what their files are to tell of it."""
         found = await self._reader.read(job, images)
         entry.source_parameters = found.inputs.parameters if job.only_upscales else ""
-        hashes, inputs = self._files.hashes, found.inputs
+        hashes = self._files.hashes
+        inputs = found.inputs
         for lora in found.loras:
             entry.lora_hashes[lora.name] = hashes.of_lora(lora.path, lora.identity)
         if self._files.own and not job.only_upscales:

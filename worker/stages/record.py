@@ -152,8 +152,10 @@ class RecordStage:
         """Removes and returns what waits, once some of it is due; else nothing."""
         if not self._is_all and time.monotonic() < self._due_at:
             return []
-        taken, self._waiting = self._waiting, []
-        self._records, self._due_at = 0, math.inf
+        taken = self._waiting
+        self._waiting = []
+        self._records = 0
+        self._due_at = math.inf
         return taken
 
     async def _write(self, batch: list[PendingRecords]) -> TransientError | None:

@@ -60,7 +60,8 @@ class Compiler:
             },
             start_new_session=True,  # Ctrl-C is its parent's
         )
-        orders, replies = process.stdin, process.stdout
+        orders = process.stdin
+        replies = process.stdout
         self._child = _Child(process, cast(IO[bytes], orders), cast(IO[bytes], replies))
 
     def begin(self, content: bytes, target: Path) -> None:
@@ -93,7 +94,8 @@ class Compiler:
 
     def close(self) -> None:
         """Ends the child at once, with all of its own."""
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is None:
             return
         with contextlib.suppress(ProcessLookupError):

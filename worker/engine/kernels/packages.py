@@ -140,7 +140,8 @@ class Packages:
 
     def end(self) -> None:
         """Loads the kernels and gives them to the graph; raises CompileError."""
-        wanted, self._wanted = self._wanted, None
+        wanted = self._wanted
+        self._wanted = None
         if wanted is None:
             return
         if wanted.compiler is not None:

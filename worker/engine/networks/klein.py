@@ -192,7 +192,8 @@ class _Block(Module):
         super().__init__()
         own = block.attn
         self.norm = block.norm
-        self.norm_q, self.norm_k = own.norm_q, own.norm_k
+        self.norm_q = own.norm_q
+        self.norm_k = own.norm_k
         self.enter: ThinLinear = make(own.to_qkv_mlp_proj)
         self.leave: ThinLinear = make(own.to_out)
         self._inner: int = own.inner_dim

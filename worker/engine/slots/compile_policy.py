@@ -127,7 +127,8 @@ class Outlook:
         Of all sizes: the first few images of one would tell each node something else, and each
         graph is compiled once for all nodes.
         """
-        images, changed = self._images.total(), self._changed
+        images = self._images.total()
+        changed = self._changed
         return changed > 0 and 1 - (1 - changed / images) ** slots >= _OFTEN
 
     @property

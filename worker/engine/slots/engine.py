@@ -170,7 +170,8 @@ class SlotEngine:
     def tick(self) -> list[Finished]:
         """Fills a lane's free slots and runs one step of it; raises NodeError for a broken GPU."""
         self._compilation.advance()
-        finished, self._enlarged = self._enlarged, []
+        finished = self._enlarged
+        self._enlarged = []
         failure: errors.FleetError | None = None
         out_of_memory = False
         lane = self._lanes.next()
