@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from imagefleet.errors import FleetError, JobCancelled, NodeError
 from imagefleet.storage.routing.route import FAIR_EVERY
 from imagefleet.telemetry.logs import log
+from worker import tasks
 from worker.engine import contract
 from worker.engine.contract import Engine, PreparedRequest
 from worker.gpu_clock import GpuClock
@@ -66,7 +67,8 @@ class _Wanted:
 
     def is_taken(self) -> bool:
         """Gives the engine this model if it can take it; False: it has to be loaded anew."""
-        take, self.take = self.take, None
+        take = self.take
+        self.take = None
         try:
             return take is not None and take()
         except Exception:  # noqa: BLE001 - logged
@@ -149,7 +151,7 @@ class EngineThread:
     async def _attach(
         self, load: Callable[[], Engine], take: Take | None = None
     ) -> Engine:
-        wanted = _Wanted(load, take, _answer())
+        wanted = _Wanted(load, take, tasks.question())
         with self._wake:
             self._wanted = wanted
             self._wake.notify()
@@ -190,7 +192,7 @@ class EngineThread:
         The outcome is not among those of `finished`.
         """
         ticket = next(self._drawn_tickets)
-        delivered: Future[Delivery | None] = _answer()
+        delivered: Future[Delivery | None] = tasks.question()
         self._drawing[ticket] = delivered
         if not await self.submit(ticket, prepared):
             self._drawing.pop(ticket, None)  # the engine's thread may have answered it
@@ -219,7 +221,7 @@ class EngineThread:
 
         Where the thread calls nothing any more, this never returns.
         """
-        answer: Future[Result] = _answer()
+        answer: Future[Result] = tasks.question()
         with self._wake:
             self._calls.append((function, answer))
             self._wake.notify()
@@ -296,7 +298,8 @@ class EngineThread:
         with self._wake:
             while not (self._stopping or self._wanted):
                 self._wake.wait(IDLE_TICK_SECONDS)
-            wanted, self._wanted = self._wanted, None
+            wanted = self._wanted
+            self._wanted = None
         return None if self._stopping else wanted
 
     def _work(self, engine: Engine) -> None:
@@ -329,8 +332,11 @@ class EngineThread:
     def _admit(self, engine: Engine) -> bool:
         """Fills the engine; waits while there is nothing to do. False: stop, or it is replaced."""
         while not (self._stopping or self._wanted):
-            if self._calls:
-                self._answer_calls()
+            while self._calls:
+                function, answer = self._calls.popleft()
+                self.tick_began_at = time.monotonic()
+                tasks.answer(function, answer)
+                self.tick_began_at = None
             admitted: list[tuple[int, PreparedRequest, bool]] = []
             cancelled: list[contract.Finished] = []
             with self._wake:
@@ -365,16 +371,6 @@ class EngineThread:
             self._overtakes = (self._overtakes + 1) % FAIR_EVERY
             return lines[not self._overtakes]
         return lines[0] if lines else self._ordinary
-
-    def _answer_calls(self) -> None:
-        while self._calls:
-            function, answer = self._calls.popleft()
-            self.tick_began_at = time.monotonic()
-            try:
-                answer.set_result(function())
-            except Exception as error:  # noqa: BLE001 - raised again by `call`
-                answer.set_exception(error)
-            self.tick_began_at = None
 
     def _wait_for_work(self) -> None:
         began_at = time.monotonic()
@@ -427,10 +423,3 @@ def _is_jobs(finished: contract.Finished) -> bool:
     """False for a failure, and for an image of `draw`, by which a node checks itself."""
     is_image = not isinstance(finished.outcome, FleetError)
     return is_image and finished.ticket >= 0
-
-
-def _answer() -> Future[Any]:
-    """A future for the engine thread's answer, which its caller cannot cancel."""
-    answer: Future[Any] = Future()
-    answer.set_running_or_notify_cancel()
-    return answer

@@ -23,13 +23,12 @@ from imagefleet import concurrency, errors
 from imagefleet.files import kernels
 from imagefleet.storage.protocol import Clock, JobQueue, Operations
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.telemetry import logs, metrics
+from imagefleet.telemetry import metrics
+from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.metrics import QueueGauges
 from worker.files.library import FileLibrary
 from worker.gpu_thread import EngineThread
 from worker.replica import Replica
-
-log = logs.EventLog(__name__)
 
 #: A job's end in this worker; `verified` and `unverified`: a second drawing is stored, or none is;
 #: `moved`: to the queue of its model.
@@ -218,15 +217,16 @@ class WorkerMetrics:
                 self.failed_jobs.labels(name)
 
 
+@dataclass(eq=False)
 class EngineCollector(Collector):
     """The engine's clock, its slots and the LoRA caches' hits, read at each scrape."""
 
-    def __init__(self, engine_thread: EngineThread, library: FileLibrary) -> None:
-        self._engine_thread = engine_thread
-        self._library = library
+    _engine_thread: EngineThread
+    _library: FileLibrary
 
     def collect(self) -> Iterator[Metric]:
-        clock, engine = self._engine_thread.clock, self._engine_thread.engine
+        clock = self._engine_thread.clock
+        engine = self._engine_thread.engine
         busy_seconds = clock.busy_seconds
         waited = dict.fromkeys(IDLE_REASONS, 0.0) | clock.idle_seconds.copy()
         yield _counter("gpu_busy_seconds", "Time the engine was busy.", busy_seconds)

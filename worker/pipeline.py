@@ -17,7 +17,7 @@ from typing import Any
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.storage.open import Storage
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker import leases, tasks
 from worker.engine.contract import Engine
 from worker.files import library, model
@@ -46,8 +46,6 @@ from worker.stages.prepare import URGENT_PREPARERS, PrepareStage
 from worker.stages.requests import PREPARERS
 from worker.stages.upload import STORAGE_RETRIES, UPLOADS, UploadStage
 from worker.tasks import SideTasks
-
-log = logs.EventLog(__name__)
 
 #: Finished images that may wait to be encoded before the engine blocks.
 ENCODE_BACKLOG = 64
@@ -278,7 +276,8 @@ class Pipeline:
         """Stages and side tasks for *engine*; at the end, jobs in flight are handed back."""
         if self.models:
             self._queue.receive_only(self.models.served_now())
-        settler, watchdog = self.settler, self._checks.watchdog
+        settler = self.settler
+        watchdog = self._checks.watchdog
         settler.model_name = settler.bundles.model_name = engine.model_name
         upload = UploadStage(settler, watchdog)
         model_hash = self._hash_model()
@@ -375,12 +374,14 @@ class Pipeline:
         )
         side_tasks.start("measure queues", self._depths.run())
         held = partial(self._held, model_hash)
-        noting = note_served(self._storage.models, self._served, held)
+        models = self.models
+        noting = note_served(
+            self._storage.models,
+            lambda: models.names if models else [self.settler.model_name],
+            held,
+        )
         side_tasks.start("note models", noting)
         return side_tasks
-
-    def _served(self) -> list[str]:
-        return self.models.names if self.models else [self.settler.model_name]
 
     async def _held(
         self, model_hash: Future[str | None]

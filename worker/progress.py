@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from imagefleet.telemetry import logs
-from imagefleet.telemetry.logs import duration
+from imagefleet.telemetry.logs import duration, log
 from imagefleet.telemetry.metrics import QueueFlow
-
-log = logs.EventLog(__name__)
 
 Phase = Literal[
     "connecting to the storage",
@@ -161,7 +158,8 @@ class ProgressMeter:
 
         Called every second or so: the rates come from what was counted at the earlier calls.
         """
-        images_per_second, jobs_per_second = None, None
+        images_per_second = None
+        jobs_per_second = None
         if phase in WORKING:
             images_per_second, jobs_per_second = self._rates(now, counts)
         else:  # the first images are made from here on

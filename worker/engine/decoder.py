@@ -15,13 +15,11 @@ from torch.nn import Conv2d, GroupNorm
 
 from imagefleet.errors import TransientError
 from imagefleet.job.passes.first import VaeDecoder
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
 from worker.engine.contract import Finished, Outcome, Pixels
 from worker.engine.kernels.graph import Graph, GraphPool
 from worker.engine.kernels.layers import time_convolutions
-
-log = logs.EventLog(__name__)
 
 Vae: TypeAlias = AutoencoderKL | AutoencoderKLFlux2 | AutoencoderTiny
 
@@ -262,7 +260,7 @@ class Decoder:
         try:
             self._copies.append((part, self._decode(part)))
             return  # noqa: TRY300 - the rest handles the failure
-        except Exception as error:  # any failure is this slice's outcome
+        except Exception as error:  # noqa: BLE001 - this slice's outcome
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
             log.warning(

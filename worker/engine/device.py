@@ -9,10 +9,7 @@ import torch
 
 from imagefleet import concurrency
 from imagefleet.errors import NodeError, SetupError
-from imagefleet.telemetry import logs
 from worker.engine.files import safetensors
-
-log = logs.EventLog(__name__)
 
 Precision = Literal["auto", "float16", "bfloat16", "float32", "int8"]
 

@@ -197,8 +197,10 @@ def control(image: Image.Image, mode: int, size: Size) -> Pixels:
 
 
 def _border_colour(image: Pixels) -> tuple[int, int, int]:
-    upper, lower = image[0], image[-1]
-    left, right = image[:, 0], image[:, -1]
+    upper = image[0]
+    lower = image[-1]
+    left = image[:, 0]
+    right = image[:, -1]
     borders = np.concatenate([upper, lower, left, right])
     red, green, blue = np.median(borders, axis=0).astype(np.uint8).tolist()
     return red, green, blue

@@ -219,7 +219,8 @@ class InputReader:
             pixels = await asyncio.to_thread(
                 pictures.control, read, unit.resize_mode, sizes.whole_cells(*size)
             )
-        start, end = unit.guidance_start, unit.guidance_end
+        start = unit.guidance_start
+        end = unit.guidance_end
         return contract.Control(unit.model, path, pixels, unit.weight, start, end)
 
     async def _resolve(self, library: FileLibrary, name: str) -> Path:
@@ -335,7 +336,8 @@ class JobFiles:
 
     async def own_paths(self) -> dict[str, Path]:
         """The files of `own`; raises SetupError if the storage has none that can be used."""
-        libraries, paths = {"accelerator": self.loras, "vae": self.inputs.vaes}, {}
+        libraries = {"accelerator": self.loras, "vae": self.inputs.vaes}
+        paths = {}
         for name, source in self.own.items():
             try:
                 is_file = source.endswith(".safetensors")

@@ -23,14 +23,12 @@ from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import priority_of
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.jobs.in_flight import Bundle, InFlightJob
 from worker.jobs.stored import proven
 from worker.leases import Lease, LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
 from worker.stages.record import PendingRecords, RecordStage
-
-log = logs.EventLog(__name__)
 
 #: Packs in flight: one of 13 MB takes seconds from far away. With those that wait, the memory that
 #: an outage fills before it holds up the engine.
@@ -77,10 +75,10 @@ class BundleStage:
     retry_policy: concurrency.RetryPolicy
     pending: RecordStage
     on_ended: Callable[[InFlightJob, Outcome], None]
-    model_name: str = field(default="", init=False)
-    on_upload_failed: Callable[[], None] = field(default=lambda: None, init=False)
+    model_name: str = ""
+    on_upload_failed: Callable[[], None] = lambda: None
     _queue: asyncio.Queue[Bundle] = field(
-        default_factory=partial(asyncio.Queue, WAITING), init=False
+        default_factory=partial(asyncio.Queue, WAITING)
     )
 
     async def ended(
@@ -317,7 +315,8 @@ class BundleStage:
         return True
 
     def _outcome(self, bundle: Bundle, entry: InFlightJob) -> Outcome:
-        record, outcome = bundle.stored(entry), bundle.ends[entry]
+        record = bundle.stored(entry)
+        outcome = bundle.ends[entry]
         if record is None:
             return "handed_back" if outcome in {"completed", "lost"} else outcome
         if record.outcome != "completed":

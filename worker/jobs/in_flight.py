@@ -23,14 +23,12 @@ from imagefleet.storage.deliveries import (
     shown_images,
 )
 from imagefleet.storage.protocol import LeasedMessage
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.metrics import MAX_MODELS, OTHER_MODELS
 from worker.engine.contract import Embedding, ImageRequest, PreparedRequest
 from worker.inputs.img2img import Overlay
 from worker.leases import Lease
 from worker.metrics import Outcome, WorkerMetrics
-
-log = logs.EventLog(__name__)
 
 #: A delivery begins no more images once more than these have failed, and more than a tenth of those
 #: stored: what the job, or the node, gets wrong each time is not tried a thousand times.
@@ -95,8 +93,8 @@ class InFlightJob:
     overlay: Overlay | None = None
     #: AUTOMATIC1111's text in the file of the image that the job enlarges.
     source_parameters: str = ""
-    _uploads: int = field(default=0, init=False)
-    _upload_ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _uploads: int = 0
+    _upload_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextlib.contextmanager
     def uploading(self) -> Iterator[None]:
@@ -139,7 +137,8 @@ class InFlightJob:
         if not self.is_first_awaited:
             return
         self.is_first_awaited = False
-        waiting, self.waiting = self.waiting, []
+        waiting = self.waiting
+        self.waiting = []
         await concurrency.for_each(waiting, lambda store: store(), len(waiting))
 
     async def uploads_end(self) -> None:

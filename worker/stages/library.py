@@ -136,7 +136,8 @@ class AsyncEngine:
             if isinstance(jobs, AsyncIterable)
             else _in_threads(iter(jobs))
         )
-        token, numbers = uuid.uuid4().hex[:12], itertools.count(1)
+        token = uuid.uuid4().hex[:12]
+        numbers = itertools.count(1)
 
         async def following() -> Job | None:
             given = await anext(source, None)

@@ -13,6 +13,7 @@ from imagefleet.files.pack import Member
 from imagefleet.job.names import duplicate_name
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.jobs import stored
 from worker.jobs.in_flight import EncodedImage, InFlightImage
 from worker.node.watchdog import NodeWatchdog
@@ -24,8 +25,6 @@ UPLOADS = 32
 #: Encoded images that may wait, for each upload in flight.
 WAITING_PER_UPLOAD = 2
 
-
-log = logs.EventLog(__name__)
 
 #: Limits the warnings of an outage, in which every upload in flight fails again and again.
 _outage_warning = logs.Occasion()
@@ -137,7 +136,8 @@ class UploadStage:
 
         *is_in_doubt*: it is this very image, perhaps. Raises NameTakenError if it is another job's.
         """
-        entry, job = image.owner, image.job
+        entry = image.owner
+        job = image.job
         look = partial(stored.look_up, self.settler.storage.blobs, job, image.index)
         if (found := await self.settler.retry_policy.call(look)) is None:
             raise TransientError("an image that had its name was removed meanwhile")
@@ -155,7 +155,8 @@ class UploadStage:
     ) -> None:
         """Stores a duplicate, so that what took its name first can be compared with it."""
         aside = duplicate_name(name, self.settler.settings.name)
-        blobs, proven = self.settler.storage.blobs, self._proven(aside, metadata)
+        blobs = self.settler.storage.blobs
+        proven = self._proven(aside, metadata)
 
         async def create() -> bool:
             image.owner.lease.check()

@@ -18,6 +18,7 @@ from worker.engine.kernels.layers import channels_last
 from worker.engine.networks.linear import SlotLinear
 from worker.engine.networks.transformer import Call, repeat_rows
 from worker.engine.networks.unet import SlotEncoder
+from worker.engine.passes.begin import levels_of
 
 
 class SlotControlNet(SlotEncoder):
@@ -62,8 +63,8 @@ class SlotControlNet(SlotEncoder):
     @torch.no_grad()
     def embed(self, pixels: contract.Pixels) -> Tensor:
         """The control image [channels, height, width] of the latents' size."""
-        levels = torch.from_numpy(pixels.copy()).to(self.device).permute(2, 0, 1)[None]
-        embedded: Tensor = self.hint((levels.float() / 255).to(self.dtype))
+        levels = levels_of(pixels, self.device)
+        embedded: Tensor = self.hint((levels / 255).to(self.dtype))
         return embedded[0]
 
     def record_stream(self) -> None:

@@ -4,9 +4,10 @@ The libraries' `from_pretrained` changes torch's default type for the whole proc
 a network: images that are drawn at that time would begin with other noise.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from imagefleet.errors import SetupError
 
 #: What the libraries raise for missing, truncated or mismatched files.
 LOADING_ERRORS = (
+    ImportError,
     OSError,
     ValueError,
     LookupError,
@@ -50,13 +52,20 @@ def read_network(
     """
     stem = "diffusion_pytorch_model" if issubclass(network, ModelMixin) else "model"
     files = _files(folder, stem)
-    try:
+    with named(str(folder)):
         weights = {key: each for path in files for key, each in load_file(path).items()}
         made = build(network, config or read_json(folder / "config.json"))
         assign(made, weights)
-    except LOADING_ERRORS as error:
-        raise SetupError(f"{str(folder)!r} cannot be loaded: {brief(error)}") from error
     return made
+
+
+@contextlib.contextmanager
+def named(path: str, what: str = "") -> Iterator[None]:
+    """Raises what the libraries raise in the block as a SetupError that names *path*."""
+    try:
+        yield
+    except LOADING_ERRORS as error:
+        raise SetupError(f"{what}{path!r} cannot be loaded: {brief(error)}") from error
 
 
 def build(network: type[Any], config: Mapping[str, Any]) -> Any:

@@ -55,6 +55,7 @@ class _Wanted:
     origin: str = "disk"
 
 
+@dataclass(eq=False)
 class Packages:
     """Gives one graph at a time its compiled kernels; for the engine's thread.
 
@@ -63,14 +64,13 @@ class Packages:
     Loading one takes a second or two, in which nothing is drawn.
     """
 
-    def __init__(
-        self, folder: Path, device: torch.device, exchange: Exchange | None = None
-    ) -> None:
+    _folder: Path
+    _device: torch.device
+    _exchange: Exchange | None
+
+    def __post_init__(self) -> None:
         #: Graphs that got kernels, by where these are from.
         self.graphs = dict.fromkeys(ORIGINS, 0)
-        self._folder = folder
-        self._device = device
-        self._exchange = exchange
         self._compilers = [Compiler()]
         #: What is compiled, the graph that is wanted included.
         self._orders: dict[Path, Compiler] = {}
@@ -140,7 +140,8 @@ class Packages:
 
     def end(self) -> None:
         """Loads the kernels and gives them to the graph; raises CompileError."""
-        wanted, self._wanted = self._wanted, None
+        wanted = self._wanted
+        self._wanted = None
         if wanted is None:
             return
         if wanted.compiler is not None:

@@ -87,6 +87,12 @@ class PreparedImage:
         return latents * kept + stream.first().to(latents.device) * (1 - kept)
 
 
+def levels_of(pixels: Pixels, device: torch.device | None = None) -> Tensor:
+    """An image's levels from 0 to 255, [1, 3, height, width] in float32; by default on the CPU."""
+    copied = torch.from_numpy(pixels.copy()).to(device)
+    return copied.permute(2, 0, 1)[None].float()
+
+
 def prepare_image(init: InitImage, factor: int) -> PreparedImage:
     """Prepares the image of a request; *factor*: pixels for each of the latents' rows."""
     if init.mask is None:
@@ -195,7 +201,7 @@ def prepare_enlarged(
             f" denoising_strength of {noise.max_level / noise.timesteps:g}; usual are {_USUAL:g}"
             f" and, after DeepFloyd IF, {_OF_CASCADE:g}"
         )
-    levels = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1).float() / 255
+    levels = levels_of(init.pixels)[0] / 255
     return LowResolution(levels * 2 - 1, noise, level)
 
 

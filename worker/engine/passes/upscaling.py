@@ -35,6 +35,7 @@ from worker.engine import errors as engine_errors
 from worker.engine.contract import HiresPass, ImageRequest, Pixels, Upscale
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce
+from worker.engine.passes.begin import levels_of
 
 #: Enlarges an RGB image by a factor, or by its own if it has one. Called on the stager's thread.
 Enlarge = Callable[[Pixels, float], Pixels]
@@ -339,10 +340,8 @@ class Upscaler:
 
     @torch.inference_mode()
     def _run(self, tile: Pixels) -> NDArray[np.float32]:
-        image = (
-            torch.from_numpy(tile[..., ::-1].copy()).to(self._device).permute(2, 0, 1)
-        )
-        levels = self._network(image[None].to(self._dtype) / 255)[0].float()
+        image = levels_of(tile[..., ::-1], self._device)
+        levels = self._network(image.to(self._dtype) / 255)[0].float()
         found: NDArray[np.float32] = levels.permute(1, 2, 0).cpu().numpy()[..., ::-1]
         return found
 

@@ -316,11 +316,6 @@ def _polyexponential(known: Levels, steps: int) -> Tensor:
     return (torch.linspace(1, 0, steps) * (math.log(largest) - low) + low).exp()
 
 
-def _kl_optimal(known: Levels, steps: int) -> Tensor:
-    """One sigma more than steps: the last one ends above 0."""
-    return _even_angles(known, torch.arange(steps + 1) / steps)
-
-
 def _even_angles(known: Levels, shares: Tensor) -> Tensor:
     largest, smallest = (torch.tensor(end).arctan() for end in known.ends)
     angles: Tensor = shares * smallest + (1.0 - shares) * largest
@@ -387,7 +382,10 @@ SCHEDULES: Mapping[str, Callable[[Levels, int], Tensor]] = {
     "sgm_uniform": lambda known, steps: known.at(
         known.spaced(steps + 1, by_sigma=True)[:-1]
     ),
-    "kl_optimal": _kl_optimal,
+    # One sigma more than steps: the last one ends above 0.
+    "kl_optimal": lambda known, steps: _even_angles(
+        known, torch.arange(steps + 1) / steps
+    ),
     "align_your_steps": _align_your_steps,
     "simple": _simple,
     "normal": lambda known, steps: known.at(known.spaced(steps, by_sigma=True)),

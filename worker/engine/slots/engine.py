@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from imagefleet import errors
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
 from worker.engine.contract import Finished, ImageRequest
@@ -35,8 +35,6 @@ from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.recovery import Recovery
 from worker.engine.slots.step import Step, StepRunner, tick
-
-log = logs.EventLog(__name__)
 
 #: Younger jobs per slot that may overtake one with other LoRAs, while theirs are merged for all.
 _OVERTAKES_PER_SLOT = 6
@@ -67,7 +65,6 @@ class SlotEngine:
         self._unet = parts.unet
         self._preparer = parts.preparer
         self._stager = parts.stager
-        self._control_nets = parts.control_nets
         self._caches = parts.caches
         self._merger = parts.merger
         self._decoder = parts.decoder
@@ -96,8 +93,8 @@ class SlotEngine:
             parts,
             self._runner,
             self._lanes,
-            open_lane=self._open_lane,
-            use_less_memory=self._recovery.use_less_memory,
+            self._open_lane,
+            self._recovery.use_less_memory,
         )
 
     @property
@@ -173,7 +170,8 @@ class SlotEngine:
     def tick(self) -> list[Finished]:
         """Fills a lane's free slots and runs one step of it; raises NodeError for a broken GPU."""
         self._compilation.advance()
-        finished, self._enlarged = self._enlarged, []
+        finished = self._enlarged
+        self._enlarged = []
         failure: errors.FleetError | None = None
         out_of_memory = False
         lane = self._lanes.next()
@@ -186,7 +184,7 @@ class SlotEngine:
                 if self._weights.loads_while_decoding:
                     self._refill(lane, finished, waits=False)
                 self._stage_ahead()
-        except Exception as error:  # handled below; NodeError is raised here
+        except Exception as error:  # noqa: BLE001 - handled below, NodeError raised here
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
             images = len(lane.active) if lane else 0
@@ -250,7 +248,7 @@ class SlotEngine:
         self._runner.reset()
         self._decoder.clear()
         self._stager.close()
-        for cache in self._caches:
+        for cache in self._caches.known:
             cache.close()
         self._merger.reset()
         self._unet.close()
@@ -284,7 +282,7 @@ class SlotEngine:
             if unet is self._unet:
                 lane.block = self._lanes.choose_block(lane)
                 unet.use_block(lane.block, lane.slots)
-            networks = list(map(self._control_nets.get, lane.batch_key.controls))
+            networks = list(map(self._caches.control_nets.get, lane.batch_key.controls))
             lane.step = self._runner.make_step(
                 lane.batch_key, lane.slots, unet, networks
             )
@@ -531,7 +529,7 @@ class SlotEngine:
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height
         self._stager.room_bytes = fit.staged_bytes
-        for cache in self._caches:
+        for cache in self._caches.known:
             cache.kept_bytes = min(KEPT_BYTES, fit.staged_bytes / 4)
         self._unet.temporary_bytes = max(
             fit.temporary_bytes, self._unet.temporary_bytes

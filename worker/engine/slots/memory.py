@@ -7,9 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from imagefleet.errors import SetupError
-from imagefleet.telemetry import host, logs
-
-log = logs.EventLog(__name__)
+from imagefleet.telemetry import host
+from imagefleet.telemetry.logs import log
 
 #: Storage of LoRAs of the transformers' layers: merged into a copy of the layers in each slot; or
 #: into the layers themselves, of which the only slot's are loaded again from the host's memory for

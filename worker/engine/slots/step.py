@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
 from worker.engine import sampler
 from worker.engine.control.network import ControlState, SlotControlNet, residuals
@@ -23,8 +23,6 @@ from worker.engine.slots.compile_policy import GraphKey, ModeUsage, Outlook
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.queue import BatchKey, Costs, SlotJob
-
-log = logs.EventLog(__name__)
 
 #: The first column of the guidance scales, after the sampler's own; as many as a slot has rows.
 _GUIDANCE = sampler.COLUMNS
@@ -58,7 +56,8 @@ def tick(
     coefficients = state.rows[:, : sampler.COLUMNS]
     image = sampler.Inpainting(state.kept, state.original)
     seen = sampler.mask_input(coefficients, state.latents, image)
-    x = channels_last(sampler.scale_input(coefficients, seen).to(unet.dtype))
+    scaled = seen * coefficients[:, sampler.INPUT_SCALE, None, None, None]
+    x = channels_last(scaled.to(unet.dtype))
     times = coefficients[:, sampler.TIMESTEP]
     slots = len(x) if weight_mode == "per_slot_convolutions" else 0
     controlled = _GUIDANCE + state.slot_rows
