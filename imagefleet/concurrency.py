@@ -25,6 +25,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+import tenacity
+
 from imagefleet.errors import BusyError, NoAccessError, StorageFullError, TransientError
 from imagefleet.telemetry.logs import log
 
@@ -157,32 +159,76 @@ class RetryPolicy:
         self, operation: Callable[[bool], Awaitable[Result]]
     ) -> Result:
         """Like `call`; *operation* gets whether an attempt without a reply may have done it."""
-        began_at, failed, waited, is_in_doubt = time.monotonic(), 0, 0, False
-        while True:
-            try:
-                return await operation(is_in_doubt)
-            except TransientError as error:
-                failure = error
-            is_in_doubt = is_in_doubt or failure.outcome_is_unknown
-            failure.outcome_is_unknown = is_in_doubt
-            longest = self.longest_wait_seconds
-            is_closed = isinstance(failure, NoAccessError | StorageFullError)
-            if is_closed and self.waits_for_access:
-                pause = jitter(longest, low=0)
-            elif isinstance(failure, BusyError) and self.waits_while_busy:
-                pause = backoff(waited, self.first_wait_seconds / 10, longest)
-                waited += 1
-            else:
-                # Each failure that counts makes the pauses for a busy storage short again.
-                failed, waited = failed + 1, 0
-                is_late = time.monotonic() - began_at >= self.give_up_seconds
-                if failed >= self.tries or is_late:
-                    raise failure
-                pause = backoff(failed - 1, self.first_wait_seconds, longest, low=0)
-                if failure.after_seconds is not None:
-                    pause = failure.after_seconds
-            self.on_retry(failure)
-            await asyncio.sleep(pause)
+        began_at = time.monotonic()
+        try:
+            return await operation(False)  # outside tenacity: most calls succeed
+        except TransientError as error:
+            return await self._again(operation, error, began_at)
+
+    async def _again(
+        self,
+        operation: Callable[[bool], Awaitable[Result]],
+        error: TransientError,
+        began_at: float,
+    ) -> Result:
+        failures, attempts = [error], _Attempts(self, began_at, error)
+
+        async def attempt() -> Result:
+            if failures:
+                raise failures.pop()
+            return await operation(attempts.is_in_doubt)
+
+        retrying = tenacity.AsyncRetrying(
+            retry=attempts.note,
+            stop=lambda _: attempts.is_over,
+            wait=lambda _: attempts.pause,
+            before_sleep=lambda _: self.on_retry(attempts.error),
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
+        return await retrying(attempt)
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """The failed attempts of one call: whether to try again, and after what pause."""
+
+    policy: RetryPolicy
+    began_at: float
+    #: The last one.
+    error: TransientError
+    failed: int = 0
+    #: Number of waits for a busy storage since the last failure that counts.
+    waited: int = 0
+    is_in_doubt: bool = False
+    is_over: bool = False
+    pause: float = 0.0
+
+    def note(self, state: tenacity.RetryCallState) -> bool:
+        """Decides what follows an attempt; False if it did not fail in a transient way."""
+        outcome = state.outcome
+        error = outcome.exception() if outcome else None
+        if not isinstance(error, TransientError):
+            return False
+        self.error = error
+        self.is_in_doubt = self.is_in_doubt or error.outcome_is_unknown
+        error.outcome_is_unknown = self.is_in_doubt
+        policy, longest = self.policy, self.policy.longest_wait_seconds
+        is_closed = isinstance(error, NoAccessError | StorageFullError)
+        if is_closed and policy.waits_for_access:
+            self.pause = jitter(longest, low=0)
+            return True
+        if isinstance(error, BusyError) and policy.waits_while_busy:
+            self.pause = backoff(self.waited, policy.first_wait_seconds / 10, longest)
+            self.waited += 1
+            return True
+        self.failed, self.waited = self.failed + 1, 0
+        is_late = time.monotonic() - self.began_at >= policy.give_up_seconds
+        self.is_over = self.failed >= policy.tries or is_late
+        self.pause = backoff(self.failed - 1, policy.first_wait_seconds, longest, low=0)
+        if error.after_seconds is not None:
+            self.pause = error.after_seconds
+        return True
 
 
 #: The policy inside the storage; longer outages are the caller's to retry, with the job in flight.
