@@ -98,7 +98,7 @@ ENGINE_THREAD = "engine"
 Result = TypeVar("Result")
 
 #: Names and what is told of each.
-Facts = Mapping[str, str]
+Facts = Mapping[str, object]
 
 #: What is said on the way must not end the work: the disk of a log may be full.
 _LOSES_NOTES = contextlib.suppress(OSError)
