@@ -90,7 +90,7 @@ SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 def is_safe_id(value: object) -> bool:
     """True for what may be the id of a job, or a campaign."""
-    return isinstance(value, str) and re.match(_SAFE_ID, value) is not None
+    return isinstance(value, str) and re.fullmatch(_SAFE_ID, value) is not None
 
 
 class Output(BaseModel, extra="forbid", frozen=True):
