@@ -28,7 +28,7 @@ from loadgen.sources import Source
 DRY_RUN_JOBS = 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Jobs:
     file: str = argument(
         "A template (.yaml, .toml), a file of jobs (.jsonl, .json, .csv, .parquet, .txt"
@@ -68,7 +68,7 @@ class Jobs:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sending(filling.Sending):
     new_only: bool = option(
         "Leave out jobs whose id was sent with another content.", default=False
@@ -144,9 +144,12 @@ def command(
         elif dry_run:
             _preview(settings, source, read, quiet=sending.quiet)
         else:
-            alone: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if jobs.file != "-":
-                alone = console.only_one(file, settings.queue)
+            is_file = jobs.file != "-"
+            alone = (
+                console.only_one(file, settings.queue)
+                if is_file
+                else contextlib.nullcontext()
+            )
             if pictures:
                 with read("checking"):
                     source.check()

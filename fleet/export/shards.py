@@ -28,7 +28,7 @@ from imagefleet.submit import RETRIES
 _BATCH = 64
 
 
-@dataclass(slots=True)
+@dataclass
 class _Contents:
     """The contents of a shard, as it is filled."""
 
@@ -40,7 +40,7 @@ class _Contents:
     misfits: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Exporter:
     folder: Path
     database: PlanDatabase
@@ -50,7 +50,7 @@ class Exporter:
 
     async def run(self, on_images: Callable[[int], None]) -> list[Shard]:
         """Makes the shards that are not there yet, and copies the packs; returns all."""
-        done: dict[int, Shard] = {}
+        done = {}
 
         async def make(work: tuple[int, list[Record] | None]) -> None:
             number, of_pack = work

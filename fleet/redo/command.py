@@ -51,7 +51,7 @@ class Suspects(BaseModel):
         )
 
 
-@dataclass(slots=True)
+@dataclass
 class Selection:
     """Images by name, each with its metadata."""
 
@@ -71,7 +71,7 @@ class Selection:
         return Counter(each.get("worker", "") for each in self.images.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImageChoice:
     job: str | None = argument(
         "The images of this job, or this image of it, as in spring/a-2.png; for --worker"
@@ -159,7 +159,7 @@ async def _run(
         for copy, metadata in interrupted.items():
             found.images.pop(replace.original(copy), None)
             found.images[copy] = metadata
-        result: JSONDict = {
+        result = {
             "images": len(found.images),
             "workers": dict(found.by_worker.most_common()),
             "damaged_records": found.damaged_records,

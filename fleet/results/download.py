@@ -64,7 +64,7 @@ def opened(
 _Packs = dict[str, bytes | None]
 
 
-@dataclass(slots=True)
+@dataclass
 class Download:
     folder: Path
     storage: Storage

@@ -18,7 +18,7 @@ from imagefleet.validation import JSONObject
 STEPS = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Changes:
     """Groups to create or resize, with their replicas, to start, and old ones to delete.
 

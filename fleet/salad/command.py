@@ -121,7 +121,7 @@ def _plan_lines(plan: changes.Changes) -> list[str]:
 def _render(file: FleetFile, replicas: int | None, *, as_json: bool) -> None:
     """Prints the groups of a fleet file, as `apply` creates them, and their price."""
     classes = file.gpu_classes(gpus.built_in())
-    missing: list[str] = []
+    missing = []
 
     def read_secret(source: salad_file.SecretSource) -> SecretStr:
         try:

@@ -31,7 +31,7 @@ from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Speed:
     """Jobs/s of one replica on the fleet's first model, and the source of that number."""
 

@@ -106,7 +106,7 @@ async def _packed(
     storage: Storage, pairs: Iterable[Pair]
 ) -> dict[str | None, records.Record]:
     """The records of images in packs by name, in campaigns of which second drawings are."""
-    found: dict[str | None, records.Record] = {}
+    found = {}
     keys = {pair.image.rpartition(".")[0].partition(SEPARATOR)[0] for pair in pairs}
     for campaign in {key.partition("/")[0] for key in keys}:
         shards = await catalog.shards_of(storage, campaign)
@@ -232,7 +232,7 @@ def judge(pairs: Sequence[Pair]) -> list[Record]:
         each: different[each] / (compared[each] + _PRIOR_PAIRS) for each in compared
     }
     shares[NO_RECORD] = math.inf  # what no worker stored speaks against no worker
-    witnesses: dict[str, set[str]] = defaultdict(set)
+    witnesses = defaultdict(set)
     for pair in pairs:
         other, suspect = sorted(pair.workers, key=lambda each: shares.get(each, 0))
         if pair.result == "different" and shares[suspect] != shares[other]:
