@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -21,8 +22,20 @@ from imagefleet.signing import JobSigner
 from imagefleet.validation import JSONDict
 from loadgen import file_source
 from loadgen.file_source import UnchangedFile
-from loadgen.formats.json_array import CocoCaptions
+from loadgen.formats.json_array import JsonArray
 from loadgen.formats.lines import Entry, FormatError
+
+
+class CocoCaptions(JsonArray):
+    """The elements of the array `annotations` of an object, as COCO has its captions."""
+
+    name = "coco"
+    unit = "annotation"
+    _otherwise = "it is no object with the array 'annotations'"
+
+    def _elements(self, whole: Any) -> Any:
+        return whole.get("annotations") if isinstance(whole, dict) else None
+
 
 FORMATS = {
     "coco": CocoCaptions(),
