@@ -11,7 +11,6 @@ import itertools
 import sqlite3
 from collections.abc import (
     AsyncIterator,
-    Callable,
     Iterable,
     Iterator,
     Mapping,
@@ -24,6 +23,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field
 
 from cli import files
+from cli.console import Move
 from imagefleet import errors, validation
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import Record
@@ -114,7 +114,7 @@ class PlanDatabase:
         stored: Iterable[AsyncIterator[BlobRecord]],
         plan: ExportPlan,
         damaged: Damaged,
-        on_records: Callable[[int], None],
+        on_records: Move,
     ) -> ExportPlan:
         """Writes the plan, whole or not at all; *plan* has no numbers yet.
 

@@ -6,11 +6,12 @@ is killed in between it is made again, which comes out the same.
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import files
+from cli.console import Move
 from fleet.export.formats import Sample, ShardWriter
 from fleet.export.plan import WORK_FOLDER, ExportPlan, PlanDatabase, Shard
 from fleet.results import download
@@ -48,7 +49,7 @@ class Exporter:
     storage: Storage
     signs: Credentials | None = None
 
-    async def run(self, on_images: Callable[[int], None]) -> list[Shard]:
+    async def run(self, on_images: Move) -> list[Shard]:
         """Makes the shards that are not there yet, and copies the packs; returns all."""
         done = {}
 
@@ -91,7 +92,7 @@ class Exporter:
         shard = self.database.done(number)
         return shard if shard and shard.is_in(self.folder) else None
 
-    async def _make(self, number: int, on_images: Callable[[int], None]) -> Shard:
+    async def _make(self, number: int, on_images: Move) -> Shard:
         draft = self._draft(f"{number:05}.tar")
         # As img2dataset makes them.
         digits = max(4, len(str(self.plan.shard_size - 1)))

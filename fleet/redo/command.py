@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -226,7 +226,7 @@ def _show(result: JSONDict, *, dry_run: bool) -> None:
 
 
 async def select(
-    storage: Storage, which: ImageChoice, on_listed: Callable[[], None]
+    storage: Storage, which: ImageChoice, on_listed: console.Move
 ) -> Selection:
     """Reads which images are wanted; *on_listed* is called for each that is looked at."""
     named = which.named

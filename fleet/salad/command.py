@@ -13,7 +13,7 @@ from fleet.monitor import watch as watching
 from fleet.salad import changes, deployment, gpus, groups
 from fleet.salad import file as salad_file
 from fleet.salad.file import File, FleetFile, WaitMinutes
-from fleet.salad.groups import Group, Quota
+from fleet.salad.groups import Groups, Quota
 from imagefleet import concurrency
 from imagefleet.errors import SetupError, TransientError
 from imagefleet.pricing import prices
@@ -237,9 +237,7 @@ async def drain(
         console.print_json({"drained": names, "deleted": names if delete else []})
 
 
-def _record(
-    groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quota
-) -> JSONDict:
+def _record(groups: Groups, known: Sequence[gpus.GpuClass], quota: Quota) -> JSONDict:
     """The JSON of `deploy status`; only running instances are billed."""
     names = {gpu.id: gpu.name for gpu in known}
     prices = [

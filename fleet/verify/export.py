@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from io import BufferedReader
@@ -16,6 +16,7 @@ from pathlib import Path
 from tarfile import TarError, TarFile, TarInfo
 from typing import NamedTuple
 
+from cli.console import Move
 from fleet.export.formats import Sample
 from fleet.export.plan import MANIFEST, Manifest, Shard
 from imagefleet import validation
@@ -98,7 +99,7 @@ class Verifier:
 
     folder: Path
     keys: TrustedKeys | None
-    on_picture: Callable[[], None]
+    on_picture: Move
 
     def run(self) -> Verdict:
         """Looks at each picture; raises SetupError if there is no export."""

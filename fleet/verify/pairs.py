@@ -4,11 +4,12 @@ import asyncio
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
+from cli.console import Move
 from cli.target import Target
 from imagefleet import concurrency, likeness
 from imagefleet.errors import UnusableFileError
@@ -88,9 +89,7 @@ async def listed(
                 )
 
 
-async def compare(
-    storage: Storage, pairs: Iterable[Pair], on_pair: Callable[[], None]
-) -> None:
+async def compare(storage: Storage, pairs: Iterable[Pair], on_pair: Move) -> None:
     proofs = await storage.proofs()
     pairs = list(pairs)
     packed = await _packed(storage, pairs)
