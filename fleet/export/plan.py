@@ -144,9 +144,14 @@ class PlanDatabase:
             packed, packs = self._db.execute(
                 "SELECT count(pack), count(DISTINCT pack) FROM images"
             ).fetchone()
-            numbers = {"images": images, "stored": found, "bytes": size}
-            numbers |= {"packed": packed, "packs": packs}
-            numbers["misfits"] = damaged.count
+            numbers = {
+                "images": images,
+                "stored": found,
+                "bytes": size,
+                "packed": packed,
+                "packs": packs,
+                "misfits": damaged.count,
+            }
             plan = plan.model_copy(update=numbers)
             self._db.execute("INSERT INTO plan VALUES(?)", [plan.model_dump_json()])
         return plan

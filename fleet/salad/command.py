@@ -155,9 +155,7 @@ def _render(file: FleetFile, replicas: int | None, *, as_json: bool) -> None:
         console.print_json(record)
         return
     console.print_json(shown)
-    rows = []
-    for gpu, each in dollars.items():
-        rows.append((gpu, f"{each:g}", f"{each * total:,.2f}"))
+    rows = ((gpu, f"{each:g}", f"{each * total:,.2f}") for gpu, each in dollars.items())
     console.print_tables(
         *(
             f"Serves {model.name} ({model.family.name}), from the queue {model.queue}."
