@@ -391,6 +391,10 @@ def totals(rows: Facts) -> Table:
     return table
 
 
+#: Moves a bar on by one or by its argument, or to *done*.
+Move = Callable[..., None]
+
+
 @contextlib.contextmanager
 def counting(
     verb: str,
@@ -398,8 +402,8 @@ def counting(
     *,
     quiet: bool = False,
     unit: ProgressColumn | None = None,
-) -> Iterator[Callable[..., None]]:
-    """A bar on a terminal, which each call moves on by one or by its argument, or to *done*."""
+) -> Iterator[Move]:
+    """A bar on a terminal, which each call moves on."""
     if quiet or not stderr.is_terminal:
         yield lambda _count=1, **_to: None
         return

@@ -29,7 +29,7 @@ from loadgen.sources import JobSource, Source
 SECONDS_BETWEEN_LINES = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sending:
     """Options of `load` and `sweep` for sending jobs."""
 

@@ -91,7 +91,7 @@ def moment(what: str) -> Any:
 #: The settings models of all commands, each with its subject and its commands for the
 #: documentation; `fleet.settings` adds those of the packages above. A variable that is in none of
 #: them is refused: it is most likely a typing error.
-PROJECT_SETTINGS: dict[type[BaseSettings], tuple[str, str]] = {
+PROJECT_SETTINGS = {
     StorageSettings: ("Storage", "all commands"),
     TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`, `webhooks`"),
 }

@@ -28,7 +28,7 @@ from loadgen.sources import Source
 DRY_RUN_JOBS = 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Jobs:
     file: str = argument(
         "A template (.yaml, .toml), a file of jobs (.jsonl, .json, .csv, .parquet, .txt"
@@ -68,7 +68,7 @@ class Jobs:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sending(filling.Sending):
     new_only: bool = option(
         "Leave out jobs whose id was sent with another content.", default=False

@@ -80,7 +80,7 @@ def read(text: str) -> Side:
 
 
 def _settings(words: list[str]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
+    settings = {}
     for word in words:
         for name, value in _setting(word).items():
             if name in settings:

@@ -175,9 +175,7 @@ class _Planner:
             _append(path, some)
 
     def finish(self, damaged: Damaged) -> ScorePlan:
-        groups: dict[str, Group | None] = (
-            {ALL: None} if self._groups is None else {**self._groups}
-        )
+        groups = {ALL: None} if self._groups is None else {**self._groups}
         features = self._work / "features" / "groups"
         return ScorePlan(
             {

@@ -171,7 +171,7 @@ def _groups_and_shared(
 
 
 def _given(texts: Iterable[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    found = {}
     for text in texts:
         name, separator, values = text.partition("=")
         if not separator:

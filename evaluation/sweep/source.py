@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,22 @@ from imagefleet.signing import JobSigner
 from imagefleet.validation import JSONDict
 from loadgen import file_source
 from loadgen.file_source import UnchangedFile
-from loadgen.formats.json_array import CocoCaptions
-from loadgen.formats.lines import Entry, Format, FormatError
+from loadgen.formats.json_array import JsonArray
+from loadgen.formats.lines import Entry, FormatError
 
-FORMATS: Mapping[str, Format] = {
+
+class CocoCaptions(JsonArray):
+    """The elements of the array `annotations` of an object, as COCO has its captions."""
+
+    name = "coco"
+    unit = "annotation"
+    _otherwise = "it is no object with the array 'annotations'"
+
+    def _elements(self, whole: Any) -> Any:
+        return whole.get("annotations") if isinstance(whole, dict) else None
+
+
+FORMATS = {
     "coco": CocoCaptions(),
     **{name: file_source.FORMATS[name] for name in ("jsonl", "txt")},
 }
@@ -124,7 +136,7 @@ def all_groups(
         keys = [samplers.find(name).key for name in names_of_samplers]
     except ValueError as error:
         raise SetupError(f"--set sampler_name: {error}") from None
-    axes: Mapping[str, Sequence[Any]] = {
+    axes = {
         "model": models,
         "sampler": keys,
         "steps": steps,
@@ -133,7 +145,7 @@ def all_groups(
     }
     if (total := math.prod(map(len, axes.values()))) > manifest.MAX_GROUPS:
         raise SetupError(f"these are {total:,} groups; {manifest.MAX_GROUPS:,} at most")
-    found: dict[str, Group] = {}
+    found = {}
     for values in itertools.product(*axes.values()):
         fields = {
             "name": "unnamed",
@@ -241,7 +253,7 @@ def _slug(name: str | None) -> str:
 
 
 #: What differs between groups, as their names have it.
-_IN_NAMES: Mapping[str, Callable[[Any], str]] = {
+_IN_NAMES = {
     "model": _slug,
     "sampler": _slug,
     "steps": "steps-{}".format,

@@ -48,7 +48,7 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JSONDict:
     digest = await ledger.digest_of(storage, campaign, job_id)
     stored = await decisions.job_images(storage, campaign, job_id, digest)
     address = columns.addresses(storage)
-    found: JSONDict = {
+    found = {
         "id": job_id,
         "campaign": campaign,
         "state": "unknown",

@@ -6,11 +6,12 @@ is killed in between it is made again, which comes out the same.
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import files
+from cli.console import Move
 from fleet.export.formats import Sample, ShardWriter
 from fleet.export.plan import WORK_FOLDER, ExportPlan, PlanDatabase, Shard
 from fleet.results import download
@@ -28,7 +29,7 @@ from imagefleet.submit import RETRIES
 _BATCH = 64
 
 
-@dataclass(slots=True)
+@dataclass
 class _Contents:
     """The contents of a shard, as it is filled."""
 
@@ -40,7 +41,7 @@ class _Contents:
     misfits: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Exporter:
     folder: Path
     database: PlanDatabase
@@ -48,9 +49,9 @@ class Exporter:
     storage: Storage
     signs: Credentials | None = None
 
-    async def run(self, on_images: Callable[[int], None]) -> list[Shard]:
+    async def run(self, on_images: Move) -> list[Shard]:
         """Makes the shards that are not there yet, and copies the packs; returns all."""
-        done: dict[int, Shard] = {}
+        done = {}
 
         async def make(work: tuple[int, list[Record] | None]) -> None:
             number, of_pack = work
@@ -91,7 +92,7 @@ class Exporter:
         shard = self.database.done(number)
         return shard if shard and shard.is_in(self.folder) else None
 
-    async def _make(self, number: int, on_images: Callable[[int], None]) -> Shard:
+    async def _make(self, number: int, on_images: Move) -> Shard:
         draft = self._draft(f"{number:05}.tar")
         # As img2dataset makes them.
         digits = max(4, len(str(self.plan.shard_size - 1)))

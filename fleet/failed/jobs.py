@@ -82,7 +82,7 @@ def facts(record: Record) -> JSONDict:
 
 def whole(record: Record) -> JSONDict:
     """A failed job with its fields, or its message where that is not JSON."""
-    job: object = record.body
+    job = record.body
     with contextlib.suppress(ValueError, RecursionError):
         job = json.loads(str(job))
     return {**facts(record), "job": job}

@@ -31,7 +31,7 @@ class MakeSettings(WorkerSettings, SignerSettings):
     """Settings of `files make`: a worker's, and the key that signs what is stored."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MakeOptions:
     form: options.JobFormat = None
     count: int | None = option("Number of jobs; overrides JOBS'.", min=1)
@@ -55,7 +55,7 @@ def make(
     from worker.engine.flow import encoders
 
     encoder = encoders.name_of(Path(settings.model))
-    prompts: dict[str, str] = {}
+    prompts = {}
     count = 0
 
     def note(_place: str, job: Job) -> None:
@@ -82,7 +82,7 @@ def make(
     }
     of = f"of {console.counted(len(prompts), 'prompt')} by {encoder}"
     said = f"{stored:,} text states stored, {len(prompts) - stored:,} were there, {of}"
-    shown: list[str] = []
+    shown = []
     if dry_run:
         said = f"{len(lacking):,} {of} have no text states in the storage"
         shown = [prompts[stem] for stem in lacking[:_SHOWN]]

@@ -62,7 +62,7 @@ class Place(NamedTuple):
         return open_client(self.name(settings), None, api_version=API_VERSION)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Minted:
     """The tokens of a role by place, and the storage address without its key."""
 
@@ -139,7 +139,7 @@ class Minter:
         self, place: Place, role: Role, expires_at: datetime, policy: str | None
     ) -> str:
         name = place.name(self._settings)
-        terms: JSONDict = {
+        terms = {
             **self._account,
             "protocol": "https" if self._https else None,
             "expiry": expires_at,

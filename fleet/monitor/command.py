@@ -80,7 +80,7 @@ async def read_status(
             **_queue(storage.poison.name, depth.failed),
             "jobs": campaigns.failed,
         },
-        "fleet": (await rates.fleet_rates(server)).model_dump() if server else None,
+        "fleet": await rates.fleet_rates(server) if server else None,
         "queues": [_queue(name, each) for name, each in depth.queue.by_queue.items()],
         "without_worker": [
             {"model": name, "messages": count} for name, count in waiting.items()

@@ -18,7 +18,7 @@ from imagefleet.storage import bundle as bundles
 from loadgen import sources
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """Options that say what is to be drawn."""
 
@@ -47,7 +47,7 @@ class Batch:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Machines:
     """Options that say which GPUs draw it, at which speed and price."""
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -51,7 +51,7 @@ class Suspects(BaseModel):
         )
 
 
-@dataclass(slots=True)
+@dataclass
 class Selection:
     """Images by name, each with its metadata."""
 
@@ -71,7 +71,7 @@ class Selection:
         return Counter(each.get("worker", "") for each in self.images.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImageChoice:
     job: str | None = argument(
         "The images of this job, or this image of it, as in spring/a-2.png; for --worker"
@@ -159,7 +159,7 @@ async def _run(
         for copy, metadata in interrupted.items():
             found.images.pop(replace.original(copy), None)
             found.images[copy] = metadata
-        result: JSONDict = {
+        result = {
             "images": len(found.images),
             "workers": dict(found.by_worker.most_common()),
             "damaged_records": found.damaged_records,
@@ -226,7 +226,7 @@ def _show(result: JSONDict, *, dry_run: bool) -> None:
 
 
 async def select(
-    storage: Storage, which: ImageChoice, on_listed: Callable[[], None]
+    storage: Storage, which: ImageChoice, on_listed: console.Move
 ) -> Selection:
     """Reads which images are wanted; *on_listed* is called for each that is looked at."""
     named = which.named

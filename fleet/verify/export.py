@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from io import BufferedReader
@@ -16,6 +16,7 @@ from pathlib import Path
 from tarfile import TarError, TarFile, TarInfo
 from typing import NamedTuple
 
+from cli.console import Move
 from fleet.export.formats import Sample
 from fleet.export.plan import MANIFEST, Manifest, Shard
 from imagefleet import validation
@@ -26,7 +27,7 @@ from imagefleet.job.message import MAX_IMAGE_BYTES, Job, is_signed, read_job
 from imagefleet.records import columns
 from imagefleet.records.record import Record, of_job
 from imagefleet.signing import TrustedJobs, TrustedKeys
-from imagefleet.validation import JSONDict, JSONObject
+from imagefleet.validation import JSONDict
 
 #: Faults that are named; the others are counted.
 MOST_NAMED = 1_000
@@ -98,7 +99,7 @@ class Verifier:
 
     folder: Path
     keys: TrustedKeys | None
-    on_picture: Callable[[], None]
+    on_picture: Move
 
     def run(self) -> Verdict:
         """Looks at each picture; raises SetupError if there is no export."""
@@ -112,12 +113,10 @@ class Verifier:
         manifest = validation.read_file(
             Manifest, path, "is no manifest of this version"
         )
-        shards: dict[str, Shard | None] = dict.fromkeys(
-            sorted(each.name for each in self.folder.glob("*.tar"))
-        )
+        shards = dict.fromkeys(sorted(each.name for each in self.folder.glob("*.tar")))
         if manifest is None and not shards:
             raise SetupError(f"{self.folder} has no {MANIFEST}, and no packs")
-        self._loras: Mapping[str, str] = {}
+        self._loras = {}
         if manifest is not None:
             self._check_signature(manifest)
             self._loras = manifest.loras
@@ -252,7 +251,7 @@ def _places(file: BufferedReader) -> Iterator[_Place]:
 
 def _by_key(lines: bytes) -> dict[str, bytes]:
     """Lines of records by the keys of their pictures: a shard's has it, a pack's the name."""
-    found: dict[str, bytes] = {}
+    found = {}
     for line in filter(None, lines.split(b"\n")):
         fields = _object(line)
         key = str(fields.get("key", pack.key_of(str(fields.get("blob", "")))))
@@ -283,7 +282,7 @@ def _object(text: bytes) -> JSONDict:
 def _check_columns(sample: Sample, text: bytes) -> None:
     """Raises _FaultError if the columns beside a picture are not those of its record."""
     told = _object(text)
-    known: JSONObject = columns.sample(sample.record)
+    known = columns.sample(sample.record)
     if "url" in told:  # the address alone is not the record's
         row = sample.row(lambda _: str(told["url"]))
         row["sha256"] = sample.record.sha256  # which its file was compared with

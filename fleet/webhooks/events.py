@@ -133,11 +133,11 @@ class State(BaseModel, extra="forbid"):
 
     address: str
     campaign: str | None = None
-    position: dict[str, int] = Field(default_factory=dict)
+    position: dict[str, int] = {}
     #: Events that are not delivered yet, by their ids.
-    waiting: dict[str, Event] = Field(default_factory=dict)
+    waiting: dict[str, Event] = {}
     #: Campaigns with records since their last end.
-    open_campaigns: set[str] = Field(default_factory=set)
+    open_campaigns: set[str] = set()
 
     @classmethod
     def read(cls, path: Path, address: str, campaign: str | None) -> Self:

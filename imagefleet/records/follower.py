@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import (
-    Callable,
     Collection,
     Container,
     Iterable,
@@ -11,9 +10,9 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from imagefleet.errors import SetupError, TransientError
-from imagefleet.records import catalog, decisions, reader
-from imagefleet.records.catalog import Damaged, Positions, RecordParts, StoredShard
+from imagefleet.errors import SetupError
+from imagefleet.records import catalog, decisions
+from imagefleet.records.catalog import Damaged, StoredShard
 from imagefleet.records.dedupe import Replaced
 from imagefleet.records.ledger import Ledgers
 from imagefleet.records.log import ShardKind
@@ -23,14 +22,6 @@ from imagefleet.storage.protocol import Metadata
 
 #: A follower's records at once, about.
 _POLLED = 20_000
-
-#: Seconds between two polls, each of which is a listing and a read for each shard that has grown.
-POLL_SECONDS = 5.0
-
-#: Polls without a record after which a campaign without pending jobs has ended: its filler may
-#: be slower than the workers. One that has not ended is counted again after twice as many: on Azure
-#: that is a read of each shard.
-_QUIET_POLLS = 3
 
 _FOLLOWED: Collection[ShardKind] = ("again", "images", "jobs", "settled")
 
@@ -232,28 +223,3 @@ class Follower:
             self._given_up[name] = each.blob.size_bytes
         self.position[name] = decoder.position
         return found
-
-
-async def follow(
-    storage: Storage,
-    follower: Follower,
-    campaign: str,
-    outcomes: Collection[str],
-    on_retry: Callable[[str], object],
-) -> RecordParts:
-    """New results, until the campaign has ended, if that is known; *on_retry* gets errors."""
-    quiet, count_at = 0, _QUIET_POLLS
-    while True:
-        try:
-            if records := await follower.poll():
-                quiet, count_at = 0, _QUIET_POLLS
-            elif (quiet := quiet + 1) >= count_at:
-                count_at = 2 * quiet
-                if (await reader.counts(storage, campaign)).pending == 0:
-                    return
-        except TransientError as error:
-            on_retry(f"trying again: {error.message}")
-            records = []
-        yield [record for record in records if record.outcome in outcomes]
-        if not records:
-            await asyncio.sleep(POLL_SECONDS)

@@ -37,10 +37,10 @@ class ClipExtractor:
             )
         self._device = device
         try:
-            self._model: Any = CLIPModel.from_pretrained(
+            self._model = CLIPModel.from_pretrained(
                 folder, local_files_only=True, use_safetensors=True
             )
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+            self._tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True
             )
             self._preparation = _preparation(folder, self._model)
@@ -94,7 +94,7 @@ def _array(found: torch.Tensor) -> Features:
 
 
 def _preparation(folder: Path, model: Any) -> Preparation:
-    stated: dict[str, Any] = {}
+    stated = {}
     if (folder / _PREPROCESSOR).is_file():
         stated = json.loads((folder / _PREPROCESSOR).read_text(encoding="utf-8"))
     size = model.config.vision_config.image_size

@@ -16,10 +16,9 @@ import pytest
 
 import sent_jobs
 from cli import console
-from evaluation.score import chunks, plan
+from evaluation.score import chunks, plan, session
 from evaluation.sweep import manifest
 from imagefleet.job.message import Job
-from imagefleet.records import follower
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
@@ -352,7 +351,7 @@ def test_the_end_of_a_campaign_is_waited_for(
             async with open_storage(copy) as storage:
                 await end_job(storage.blobs)
 
-    monkeypatch.setattr(follower.asyncio, "sleep", sleep)
+    monkeypatch.setattr(session.asyncio, "sleep", sleep)
     found = score("plain", "--clip", "demo", "--follow", storage=copy.storage)
     assert polls >= 12
     assert "still to do" not in found["stderr"]
