@@ -27,7 +27,7 @@ from collections.abc import (
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from filelock import FileLock, Timeout
@@ -48,6 +48,7 @@ from typer import Exit
 
 from cli import files
 from imagefleet import redaction
+from imagefleet.concurrency import Result
 from imagefleet.errors import FleetError, NodeError, SetupError
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.logs import log
@@ -94,8 +95,6 @@ _ACTIONS = {
 
 #: `worker.gpu_thread.THREAD_NAME`; the console imports the worker only to run it.
 ENGINE_THREAD = "engine"
-
-Result = TypeVar("Result")
 
 #: Names and what is told of each.
 Facts = Mapping[str, object]

@@ -33,6 +33,7 @@ from typer import Argument, BadParameter, Option
 
 from cli import console
 from imagefleet import redaction, validation
+from imagefleet.concurrency import Result
 from imagefleet.errors import SetupError
 from imagefleet.storage.settings import Priority, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
@@ -113,7 +114,6 @@ _METAVARS: Mapping[object, str] = {
 }
 
 Settings = TypeVar("Settings", bound=BaseSettings)
-Result = TypeVar("Result")
 Value = TypeVar("Value")
 Command = Callable[..., Result]
 

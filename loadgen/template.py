@@ -32,7 +32,7 @@ from imagefleet.job import prompt
 from imagefleet.job.message import Job, SafeFileName
 from imagefleet.validation import JSONDict
 
-SUFFIXES = frozenset({".yaml", ".yml", ".toml"})
+SUFFIXES = {".yaml", ".yml", ".toml"}
 
 #: Generated for each job; values under `job:` would be overwritten silently.
 _GENERATED_FIELDS = ("prompt", "negative_prompt", "id")

@@ -47,8 +47,8 @@ PEFT_LAYER_PREFIX = f"{PEFT_PREFIX}model."
 NETWORKS = ("unet", "transformer", "text_encoder", "text_encoder_2")
 
 #: Tensors of any kind: DoRA's norms by LyCORIS' and peft's name, and single numbers.
-NORMS = frozenset({"dora_scale", "magnitude"})
-NUMBERS = frozenset({"alpha", "scale", "on_input"})
+NORMS = {"dora_scale", "magnitude"}
+NUMBERS = {"alpha", "scale", "on_input"}
 
 #: Tensors that a kind may have beside its own.
 _OPTIONAL = {"full": {"bias"}, "oft": {"rescale"}, "turn": {"diff"}}
@@ -117,7 +117,7 @@ _LAYER = re.compile(
 #: matched as an expression: a malicious one could block all threads for years.
 _LayerName = Annotated[str, Field(pattern=r"^\^?[\w.]+$")]
 
-_NO_ALIASES = frozenset({"none", "addams"})
+_NO_ALIASES = {"none", "addams"}
 
 #: A convolution's.
 _MOST_DIMENSIONS = 4

@@ -38,7 +38,7 @@ INHERITED = frozenset(FirstPass.model_fields) - {"batch_size", "n_iter"} | {
 }
 
 #: Fields of the whole job; a stage is refused that has one.
-OF_JOB = frozenset({"id", "campaign", "verify", "awaited", "defaults", THEN_FIELD})
+OF_JOB = {"id", "campaign", "verify", "awaited", "defaults", THEN_FIELD}
 
 
 class StageField(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):

@@ -21,7 +21,7 @@ from imagefleet.signing import SIGNATURE_FIELD, JobSigner
 from imagefleet.validation import JSONDict, JSONObject
 
 #: A job of another id is another job; and a second drawing is none of an operator's.
-_FIXED = frozenset({"id", "verify"})
+_FIXED = {"id", "verify"}
 
 _FIELDS = sorted(Job.model_fields.keys() - _FIXED)
 

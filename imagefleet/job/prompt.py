@@ -45,7 +45,7 @@ MAX_SUBPROMPTS = 8
 _USUAL_STEPS = 20
 
 _TAG = re.compile(r"<(\w+):([^>]*)>")
-_LORA_KINDS = frozenset({"lora", "lyco"})
+_LORA_KINDS = {"lora", "lyco"}
 
 _PLAIN_FACTORS = {"(": 1.1, "[": 1 / 1.1}
 _OPENED_BY = {")": "(", "]": "["}

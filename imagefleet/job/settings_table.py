@@ -44,9 +44,12 @@ def _effects(rows: list[JSONDict]) -> Mapping[str, Effect]:
 FAMILIES: tuple[str, ...] = (*_TABLE["families"],)
 
 #: What AUTOMATIC1111 leaves out where `seed_enable_extras` is false.
-SEED_EXTRAS = frozenset(
-    {"subseed", "subseed_strength", "seed_resize_from_h", "seed_resize_from_w"}
-)
+SEED_EXTRAS = {
+    "subseed",
+    "subseed_strength",
+    "seed_resize_from_h",
+    "seed_resize_from_w",
+}
 
 #: The API of its release 1.10 as installed.
 A1111 = "a1111-1.10"

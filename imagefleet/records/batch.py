@@ -147,8 +147,8 @@ class Watch:
         self._followers = [
             Follower(storage, campaign, positions.get(campaign), own=self.waiting)
             for campaign in {
-                **positions,
-                **{job.campaign: {} for job in self.waiting.values()},
+                *positions,
+                *(job.campaign for job in self.waiting.values()),
             }
         ]
         self._storage = storage

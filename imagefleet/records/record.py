@@ -57,6 +57,7 @@ _Moment = Annotated[
     AwareDatetime,
     Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC)),
 ]
+_Stage = Annotated[int, Field(ge=1, le=MAX_STAGES)]
 _Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
@@ -167,8 +168,8 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     #: Seconds from the pull of the job to the image's upload.
     seconds: _Seconds | None = None
     #: The stage of a job with `then` that this record is of.
-    stage: int = Field(default=1, ge=1, le=MAX_STAGES)
-    stages: int = Field(default=1, ge=1, le=MAX_STAGES)
+    stage: _Stage = 1
+    stages: _Stage = 1
 
     prompt: _Text | None = None
     negative_prompt: _Text | None = None

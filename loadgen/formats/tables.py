@@ -21,11 +21,11 @@ from imagefleet.job.passes import extras
 from loadgen.formats.lines import MAX_JOB_LENGTH, Entry, Format, FormatError, lines
 
 #: Fields whose cells are text as it stands, with its white space.
-_PROMPTS = frozenset({"prompt", "negative_prompt", "hr_prompt", "hr_negative_prompt"})
+_PROMPTS = {"prompt", "negative_prompt", "hr_prompt", "hr_negative_prompt"}
 
 
 #: Fields whose cells are JSON objects; `metadata.NAME` is a column for one key of an object.
-_OBJECTS = frozenset({"alwayson_scripts", "metadata", "output", "override_settings"})
+_OBJECTS = {"alwayson_scripts", "metadata", "output", "override_settings"}
 
 
 def _is_text(annotation: Any) -> bool:

@@ -4,7 +4,7 @@ import functools
 import itertools
 from typing import Annotated, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from imagefleet import validation
 from imagefleet.job import override_settings, samplers, settings_table
@@ -13,6 +13,7 @@ from imagefleet.job.passes import controlnet, extras, hires, img2img
 from imagefleet.job.passes.adetailer import Detail
 from imagefleet.job.passes.controlnet import Scripts, Unit
 from imagefleet.job.passes.extras import Extras
+from imagefleet.job.passes.first import Share
 from imagefleet.job.passes.hires import Hires, PromptPair
 from imagefleet.job.prompt import LoraTag, Prompt
 from imagefleet.job.sizes import PartialSize, whole_cells
@@ -56,7 +57,7 @@ class PassFields(Hires, Extras):
     #: The checkpoint that goes on with the image, with `enable_hr` in the second pass alone.
     refiner_checkpoint: _Named = None
     #: The share of the model's timesteps after which it does; None: from the beginning.
-    refiner_switch_at: float | None = Field(default=None, ge=0, le=1)
+    refiner_switch_at: Share | None = None
     #: True if that is a share of the steps, as up to AUTOMATIC1111 1.7.
     refiner_switch_by_sample_steps: bool = False
 

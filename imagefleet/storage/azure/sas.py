@@ -49,7 +49,7 @@ LONGEST_PAUSE_SECONDS = 30.0
 #: expired.
 _MAX_REFUSALS = 3
 
-_RETRYABLE = frozenset({408, 425, 429})
+_RETRYABLE = {408, 425, 429}
 
 #: Fetches this node's identity token, a JSON Web Token.
 IdentityToken = Callable[[], Awaitable[str]]

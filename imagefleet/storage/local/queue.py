@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from imagefleet.concurrency import Result
 from imagefleet.errors import LeaseLost, MissingResourceError
 from imagefleet.job import sizes
 from imagefleet.storage.bundle import jobs_of
@@ -28,8 +29,6 @@ from imagefleet.storage.protocol import (
     Operations,
     QueueDepth,
 )
-
-_Result = TypeVar("_Result")
 
 _FOUND_AT_ONCE = 100
 
@@ -45,7 +44,7 @@ class QueueFile:
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
 
-    async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+    async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """Does *work* in the thread of the file.
 
         Raises TransientError if another process locks the file for too long, or the disk is full,
@@ -71,8 +70,8 @@ class QueueFile:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown()
 
-    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
-        def translated() -> _Result:
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        def translated() -> Result:
             try:
                 return work()
             except sqlite3.Error as error:
@@ -238,8 +237,8 @@ class LocalQueue:
         await self._run(clear)
 
     async def _run(
-        self, work: Callable[[sqlite3.Connection], _Result], operations: int = 1
-    ) -> _Result:
+        self, work: Callable[[sqlite3.Connection], Result], operations: int = 1
+    ) -> Result:
         self._operations.queue += operations
         return await self._file.run(work)
 
