@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from imagefleet.errors import SetupError
 from imagefleet.records import catalog, decisions
-from imagefleet.records.catalog import Damaged, StoredShard
+from imagefleet.records.catalog import Damaged, Positions, StoredShard
 from imagefleet.records.dedupe import Replaced
 from imagefleet.records.ledger import Ledgers
 from imagefleet.records.log import ShardKind
