@@ -156,8 +156,9 @@ def _family_of_unet(unet: Mapping[str, Any]) -> str:
         return contents.SDXL.family
     if unet.get("num_class_embeds") is not None:
         return contents.X4_UPSCALER.family
-    by_width: Mapping[Any, contents.Content] = {1024: contents.SD2, 2048: contents.SDXL}
-    return by_width.get(width, contents.SD1).family
+    by_width = {1024: contents.SD2, 2048: contents.SDXL}
+    known = width if isinstance(width, int) else 0
+    return by_width.get(known, contents.SD1).family
 
 
 def _is_sdxl(unet: Mapping[str, Any]) -> bool:

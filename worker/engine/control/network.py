@@ -110,7 +110,8 @@ class ControlState(NamedTuple):
         context: torch.Size,
     ) -> ControlState:
         """Empty, for latents of these *sides* (height, width); *context*: the UNet's own shape."""
-        like, (rows, tokens, _) = next(network.conv_in.parameters()), context
+        like = next(network.conv_in.parameters())
+        (rows, tokens, _) = context
         hints = channels_last(like.new_zeros((slots, len(like), *sides)))
         return cls(
             network,

@@ -122,7 +122,8 @@ class Transformer(Module):
         self.proj_out = _linear(paths, original.proj_out)
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
-        rows, (_, channels, height, width) = len(call.context), x.shape
+        rows = len(call.context)
+        (_, channels, height, width) = x.shape
         # All rows of a slot as one from here on: Inductor copies inputs of products that it finds
         # in another shape.
         tokens = (

@@ -122,7 +122,8 @@ def _fill(pixels: Pixels, mask: Image.Image) -> Pixels:
 
 
 #: diffusers' default, and that of DeepFloyd IF's third stage there, as shares of all timesteps.
-_USUAL, _OF_CASCADE = 0.02, 0.1
+_USUAL = 0.02
+_OF_CASCADE = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
