@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,7 +147,7 @@ class InputReader:
             pixels, parameters = await asyncio.to_thread(prepare)
         size = pixels.shape[1], pixels.shape[0]
         whole, (width, height) = extras.sizes_after(job, size)
-        paths: Sequence[Path | None] = [
+        paths = [
             await self._resolve(self._upscalers, name)
             if name in job.upscaler_files
             else None

@@ -101,7 +101,7 @@ def _of_sigmas(
             " use another schedule, or a larger denoising_strength"
         )
     count = steps if t_enc is None else len(sigmas) - 1
-    taken: by_sigma.Sigmas = sigmas
+    taken = sigmas
     if sampler.is_between_ends:
         # With an image alone the ends are the schedule's.
         ends = known.ends
@@ -320,7 +320,7 @@ def _polyexponential(known: Levels, steps: int) -> Tensor:
 
 def _even_angles(known: Levels, shares: Tensor) -> Tensor:
     largest, smallest = (torch.tensor(end).arctan() for end in known.ends)
-    angles: Tensor = shares * smallest + (1.0 - shares) * largest
+    angles = shares * smallest + (1.0 - shares) * largest
     return angles.tan()
 
 
