@@ -3,8 +3,6 @@
 One object reads them all for a worker's life.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from dataclasses import dataclass
