@@ -22,8 +22,8 @@ from imagefleet.records.pictures import read_packed
 from imagefleet.signing import TrustedJobs, trusted_keys
 from imagefleet.storage.open import Storage
 from worker.accelerator import Accelerator
-from worker.engine import contract
 from worker.engine.contract import (
+    Control,
     Engine,
     HiresPass,
     InitImage,
@@ -55,7 +55,7 @@ class Inputs:
     init: InitImage | None = None
     hires: HiresPass | None = None
     text_states: tuple[Path, Path] | None = None
-    controls: tuple[contract.Control, ...] = ()
+    controls: tuple[Control, ...] = ()
     overlay: Overlay | None = None
     vae: Vae | None = None
     refiner: Refiner | None = None
@@ -206,7 +206,7 @@ class InputReader:
             checkpoint=checkpoint,
         )
 
-    async def _control(self, job: Job, at: int, size: Size) -> contract.Control:
+    async def _control(self, job: Job, at: int, size: Size) -> Control:
         unit = job.controls[at]
         what = f"alwayson_scripts.controlnet.args[{at}].image"
         path = await self._resolve(self._controlnets, unit.model)
@@ -218,7 +218,7 @@ class InputReader:
             )
         start = unit.guidance_start
         end = unit.guidance_end
-        return contract.Control(unit.model, path, pixels, unit.weight, start, end)
+        return Control(unit.model, path, pixels, unit.weight, start, end)
 
     async def _resolve(self, library: FileLibrary, name: str) -> Path:
         return await concurrency.UNTIL_ACCESS.call(partial(library.resolve, name))

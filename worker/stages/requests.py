@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import UnsettledFileError
 from imagefleet.files import safetensors
 from imagefleet.job import differences
 from imagefleet.job.message import Job
@@ -76,7 +77,7 @@ class RequestReader:
     async def read_rested(self, job: Job) -> JobRequests:
         """`read`, once nobody writes the files any more."""
         while True:
-            with contextlib.suppress(errors.UnsettledFileError):
+            with contextlib.suppress(UnsettledFileError):
                 return await self.read(job)
             await asyncio.sleep(safetensors.REST_SECONDS)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.job.prompt import MAX_SUBPROMPTS
 from worker.engine.kernels.layers import (
     Upsampler,
@@ -150,7 +150,7 @@ class _Block(Module):
             or original.attn2 is None
             or original.pos_embed
         ):
-            raise errors.SetupError(UNKNOWN_UNET)
+            raise SetupError(UNKNOWN_UNET)
         self.norm1 = original.norm1
         self.norm2 = original.norm2
         self.norm3 = original.norm3

@@ -21,8 +21,7 @@ from imagefleet.job.noise import Noise
 from imagefleet.job.passes.controlnet import MOST_CONTROLS
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.sizes import MAX_SIDE, MIN_SIDE
-from worker.engine import contract
-from worker.engine.contract import ImageRequest, InitImage, Pixels
+from worker.engine.contract import Control, ImageRequest, InitImage, Pixels
 from worker.engine.families.reading import ImageNoise
 from worker.engine.sampler import NoiseStream
 
@@ -217,7 +216,7 @@ class PreparedControl:
 
 
 def prepare_controls(
-    controls: Sequence[tuple[Identity, contract.Control]],
+    controls: Sequence[tuple[Identity, Control]],
     finished: Sequence[int],
     steps: int,
 ) -> tuple[PreparedControl, ...]:
@@ -241,7 +240,7 @@ def prepare_controls(
 
 
 def control_weights(
-    control: contract.Control, finished: Sequence[int], steps: int
+    control: Control, finished: Sequence[int], steps: int
 ) -> tuple[float, ...]:
     """The weight at each of a pass' calls of the UNet; 0 outside of its steps.
 
