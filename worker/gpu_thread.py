@@ -19,8 +19,7 @@ from imagefleet.errors import FleetError, JobCancelled, NodeError
 from imagefleet.storage.routing.route import FAIR_EVERY
 from imagefleet.telemetry.logs import log
 from worker import tasks
-from worker.engine import contract
-from worker.engine.contract import Engine, PreparedRequest
+from worker.engine.contract import Engine, Finished, PreparedRequest
 from worker.gpu_clock import GpuClock
 
 Result = TypeVar("Result")
@@ -45,7 +44,7 @@ THREAD_NAME = "engine"
 class Delivery:
     """The outcome of one ticket, and its times at the engine (monotonic seconds)."""
 
-    finished: contract.Finished
+    finished: Finished
     admitted_at: float
     finished_at: float
 
@@ -338,7 +337,7 @@ class EngineThread:
                 tasks.answer(function, answer)
                 self.tick_began_at = None
             admitted: list[tuple[int, PreparedRequest, bool]] = []
-            cancelled: list[contract.Finished] = []
+            cancelled: list[Finished] = []
             with self._wake:
                 while len(admitted) < engine.free:
                     line = self._next_line()
@@ -348,7 +347,7 @@ class EngineThread:
                     self._admitted_at[ticket] = time.monotonic()
                     if self.is_cancelled(ticket):
                         error = JobCancelled()
-                        cancelled.append(contract.Finished(ticket, error))
+                        cancelled.append(Finished(ticket, error))
                     else:
                         admitted.append((ticket, prepared, line is self._urgent))
                 if not (
@@ -378,7 +377,7 @@ class EngineThread:
         if self.clock.first_at is not None:
             self.clock.idle_seconds[self.why_idle()] += time.monotonic() - began_at
 
-    def _deliver(self, outcomes: Iterable[contract.Finished], at: float) -> None:
+    def _deliver(self, outcomes: Iterable[Finished], at: float) -> None:
         """Hands what is finished to the loop, as much as may wait there at once."""
         for_jobs: list[Delivery] = []
         for finished in outcomes:
@@ -419,7 +418,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _is_jobs(finished: contract.Finished) -> bool:
+def _is_jobs(finished: Finished) -> bool:
     """False for a failure, and for an image of `draw`, by which a node checks itself."""
     is_image = not isinstance(finished.outcome, FleetError)
     return is_image and finished.ticket >= 0

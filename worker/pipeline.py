@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.errors import NodeError, SetupError
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry.logs import log
 from worker import leases, tasks
@@ -228,7 +229,7 @@ class Pipeline:
             engine = await self.engine_thread.replace(
                 lambda: models.load(following.checkpoint), following.take
             )
-        except (errors.SetupError, errors.NodeError) as error:
+        except (SetupError, NodeError) as error:
             models.drop(following.checkpoint, error, self._queue)
             return await self.engine_thread.replace(models.load_current)
         models.current = following.checkpoint

@@ -415,7 +415,7 @@ def decode_in_stripes(decoder: Any, latents: Tensor) -> Tensor:
     in all.
     """
     x: Tensor = decoder.mid_block(decoder.conv_in(latents))
-    image: _Image = _Image(x)
+    image = _Image(x)
     for block in decoder.up_blocks:
         for resnet in block.resnets:
             x = _add_resnet(resnet, image)

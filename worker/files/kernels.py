@@ -30,7 +30,9 @@ RETRIES = RetryPolicy(tries=3, give_up_seconds=30)
 
 #: What a signature is for, and the blob's metadata that hold it and what `files list` shows.
 _PURPOSE = "kernels"
-_SIGNATURE, _SHA256, _CONTENT = "signature", "sha256", "content"
+_SIGNATURE = "signature"
+_SHA256 = "sha256"
+_CONTENT = "content"
 
 
 @dataclass(eq=False)

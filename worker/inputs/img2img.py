@@ -183,7 +183,8 @@ def crop_box(mask: Mask, padding: int, size: tuple[int, int]) -> Box | None:
     box = Image.fromarray(mask).getbbox()
     if box is None:
         return None
-    (left, upper, right, lower), (height, width) = box, mask.shape
+    (left, upper, right, lower) = box
+    (height, width) = mask.shape
     left = max(left - padding, 0)
     upper = max(upper - padding, 0)
     right = min(right + padding, width)

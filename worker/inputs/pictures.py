@@ -29,10 +29,12 @@ _FORMATS = ("PNG", "JPEG", "WEBP")
 #: The longest of AUTOMATIC1111's texts in a file: twice a message, for two prompts of the longest.
 MAX_TEXT = 2**17
 
-_FIT, _FILL = 0, 2
+_FIT = 0
+_FILL = 2
 
 #: A picture of so few colours is a map of classes, whose colours must not mix.
-_FEWEST, _MANY = 2, 200
+_FEWEST = 2
+_MANY = 200
 
 #: Width and height in pixels.
 Size = tuple[int, int]

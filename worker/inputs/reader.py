@@ -3,11 +3,8 @@
 One object reads them all for a worker's life.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +22,8 @@ from imagefleet.records.pictures import read_packed
 from imagefleet.signing import TrustedJobs, trusted_keys
 from imagefleet.storage.open import Storage
 from worker.accelerator import Accelerator
-from worker.engine import contract
 from worker.engine.contract import (
+    Control,
     Engine,
     HiresPass,
     InitImage,
@@ -58,7 +55,7 @@ class Inputs:
     init: InitImage | None = None
     hires: HiresPass | None = None
     text_states: tuple[Path, Path] | None = None
-    controls: tuple[contract.Control, ...] = ()
+    controls: tuple[Control, ...] = ()
     overlay: Overlay | None = None
     vae: Vae | None = None
     refiner: Refiner | None = None
@@ -148,7 +145,7 @@ class InputReader:
             pixels, parameters = await asyncio.to_thread(prepare)
         size = pixels.shape[1], pixels.shape[0]
         whole, (width, height) = extras.sizes_after(job, size)
-        paths: Sequence[Path | None] = [
+        paths = [
             await self._resolve(self._upscalers, name)
             if name in job.upscaler_files
             else None
@@ -209,7 +206,7 @@ class InputReader:
             checkpoint=checkpoint,
         )
 
-    async def _control(self, job: Job, at: int, size: Size) -> contract.Control:
+    async def _control(self, job: Job, at: int, size: Size) -> Control:
         unit = job.controls[at]
         what = f"alwayson_scripts.controlnet.args[{at}].image"
         path = await self._resolve(self._controlnets, unit.model)
@@ -221,7 +218,7 @@ class InputReader:
             )
         start = unit.guidance_start
         end = unit.guidance_end
-        return contract.Control(unit.model, path, pixels, unit.weight, start, end)
+        return Control(unit.model, path, pixels, unit.weight, start, end)
 
     async def _resolve(self, library: FileLibrary, name: str) -> Path:
         return await concurrency.UNTIL_ACCESS.call(partial(library.resolve, name))

@@ -152,7 +152,7 @@ def of_enlarged(job: Job, source: str) -> str:
     size = f"{job.upscaling_resize_w}x{job.upscaling_resize_h}"
     to_size = bool(job.resize_mode)
     upscalers = "Postprocess upscaler", "Postprocess upscaler 2"
-    facts: Facts = {
+    facts = {
         "Postprocess upscale to": size if to_size else None,
         "Postprocess upscale by": None if to_size else job.upscaling_resize,
         "Postprocess crop to": size if to_size and job.upscaling_crop else None,

@@ -41,7 +41,8 @@ from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker import tasks
-from worker.engine import contract, load
+from worker.engine import load
+from worker.engine.contract import ImageRequest, Pixels
 from worker.files import check
 from worker.gpu_thread import EngineThread
 from worker.inputs.reader import JobFiles
@@ -199,9 +200,7 @@ class AsyncEngine:
                 "stages (then) and other models need a queue and its workers"
             )
 
-    async def _pixels(
-        self, request: contract.ImageRequest, _: int = 0
-    ) -> contract.Pixels:
+    async def _pixels(self, request: ImageRequest, _: int = 0) -> Pixels:
         loop = asyncio.get_running_loop()
         prepare = self._engine.prepare
         prepared = await loop.run_in_executor(self._threads, prepare, request)

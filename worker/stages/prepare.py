@@ -23,7 +23,7 @@ from imagefleet.errors import (
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key, read_job
 from imagefleet.storage.deliveries import Deliveries
 from worker.accelerator import Accelerator
-from worker.engine import contract
+from worker.engine.contract import Engine, ImageRequest
 from worker.inputs.reader import JobFiles
 from worker.jobs import stored
 from worker.jobs.in_flight import InFlightJob
@@ -77,7 +77,7 @@ class Isolation:
 class PrepareStage:
     """Reads jobs, resolves their files and cuts their prompts; feeds the generate stage."""
 
-    _engine: contract.Engine
+    _engine: Engine
     _files: JobFiles
     _settler: Settler
     _puller: Puller
@@ -293,7 +293,7 @@ class PrepareStage:
 
     async def _requests(
         self, entry: InFlightJob, job: Job, images: Collection[int]
-    ) -> list[contract.ImageRequest]:
+    ) -> list[ImageRequest]:
         """The requests of a job's *images*; notes what their files are to tell of it."""
         found = await self._reader.read(job, images)
         entry.source_parameters = found.inputs.parameters if job.only_upscales else ""

@@ -1,7 +1,5 @@
 """Reads the files that a job names and makes the engine's requests of it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Collection, Sequence
@@ -10,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
+from imagefleet.errors import UnsettledFileError
 from imagefleet.files import safetensors
 from imagefleet.job import differences
 from imagefleet.job.message import Job
@@ -78,7 +77,7 @@ class RequestReader:
     async def read_rested(self, job: Job) -> JobRequests:
         """`read`, once nobody writes the files any more."""
         while True:
-            with contextlib.suppress(errors.UnsettledFileError):
+            with contextlib.suppress(UnsettledFileError):
                 return await self.read(job)
             await asyncio.sleep(safetensors.REST_SECONDS)
 

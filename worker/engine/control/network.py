@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from worker.engine import contract
+from worker.engine.contract import Pixels
 from worker.engine.kernels.layers import channels_last
 from worker.engine.networks.linear import SlotLinear
 from worker.engine.networks.transformer import Call, repeat_rows
@@ -61,7 +61,7 @@ class SlotControlNet(SlotEncoder):
         ]
 
     @torch.no_grad()
-    def embed(self, pixels: contract.Pixels) -> Tensor:
+    def embed(self, pixels: Pixels) -> Tensor:
         """The control image [channels, height, width] of the latents' size."""
         levels = levels_of(pixels, self.device)
         embedded: Tensor = self.hint((levels / 255).to(self.dtype))
@@ -110,7 +110,8 @@ class ControlState(NamedTuple):
         context: torch.Size,
     ) -> ControlState:
         """Empty, for latents of these *sides* (height, width); *context*: the UNet's own shape."""
-        like, (rows, tokens, _) = next(network.conv_in.parameters()), context
+        like = next(network.conv_in.parameters())
+        (rows, tokens, _) = context
         hints = channels_last(like.new_zeros((slots, len(like), *sides)))
         return cls(
             network,

@@ -163,7 +163,8 @@ def _name_in(own: Collection[str], key: str) -> str:
 
 
 #: Empty tensors that mark the single files of some checkpoints.
-V_PREDICTION_KEY, ZERO_TERMINAL_SNR_KEY = "v_pred", "ztsnr"
+V_PREDICTION_KEY = "v_pred"
+ZERO_TERMINAL_SNR_KEY = "ztsnr"
 
 #: AUTOMATIC1111's last value in place of 0, from which no image could be computed.
 _LAST_ALPHA = 4.8973451890853435e-08

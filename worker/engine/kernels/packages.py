@@ -27,7 +27,9 @@ _FIRST_FETCH_SECONDS = 2.0
 #: Processors and free memory of the host for each compiler, if there are several, and of the GPU
 #: for one more. It takes one processor for most of the time, 3 GB (for SDXL 13), and 4 GB of the
 #: GPU's at its end.
-_COMPILER_PROCESSORS, _COMPILER_BYTES, _GPU_BYTES = 4, 14 * 2**30, 8 * 2**30
+_COMPILER_PROCESSORS = 4
+_COMPILER_BYTES = 14 * 2**30
+_GPU_BYTES = 8 * 2**30
 
 #: More than three would wait for the same processors.
 _MOST_COMPILERS = 3

@@ -5,8 +5,6 @@ and that the prompt's 512 text states are embedded once for an image. All blocks
 vectors that the time enters as.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -102,7 +102,7 @@ def rotate(x: Tensor, by: Rotation) -> Tensor:
     cosines, sines = by
     real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
     turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
-    rotated: Tensor = x.float() * cosines + turned.float() * sines
+    rotated = x.float() * cosines + turned.float() * sines
     return rotated.to(x.dtype)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.job.prompt import MAX_SUBPROMPTS
 from worker.engine.kernels.layers import (
     Upsampler,
@@ -122,7 +122,8 @@ class Transformer(Module):
         self.proj_out = _linear(paths, original.proj_out)
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
-        rows, (_, channels, height, width) = len(call.context), x.shape
+        rows = len(call.context)
+        (_, channels, height, width) = x.shape
         # All rows of a slot as one from here on: Inductor copies inputs of products that it finds
         # in another shape.
         tokens = (
@@ -149,7 +150,7 @@ class _Block(Module):
             or original.attn2 is None
             or original.pos_embed
         ):
-            raise errors.SetupError(UNKNOWN_UNET)
+            raise SetupError(UNKNOWN_UNET)
         self.norm1 = original.norm1
         self.norm2 = original.norm2
         self.norm3 = original.norm3

@@ -258,7 +258,7 @@ class _TimeProjections(Module):
 
     def forward(self, time: Tensor, slots: int) -> Tensor:
         time = F.silu(time)
-        projected: Tensor = F.linear(time, self.weight, self.bias)
+        projected = F.linear(time, self.weight, self.bias)
         at = 0
         change: Any
         for change in self.changes:

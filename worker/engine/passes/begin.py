@@ -21,8 +21,7 @@ from imagefleet.job.noise import Noise
 from imagefleet.job.passes.controlnet import MOST_CONTROLS
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.sizes import MAX_SIDE, MIN_SIDE
-from worker.engine import contract
-from worker.engine.contract import ImageRequest, InitImage, Pixels
+from worker.engine.contract import Control, ImageRequest, InitImage, Pixels
 from worker.engine.families.reading import ImageNoise
 from worker.engine.sampler import NoiseStream
 
@@ -122,7 +121,8 @@ def _fill(pixels: Pixels, mask: Image.Image) -> Pixels:
 
 
 #: diffusers' default, and that of DeepFloyd IF's third stage there, as shares of all timesteps.
-_USUAL, _OF_CASCADE = 0.02, 0.1
+_USUAL = 0.02
+_OF_CASCADE = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,7 +216,7 @@ class PreparedControl:
 
 
 def prepare_controls(
-    controls: Sequence[tuple[Identity, contract.Control]],
+    controls: Sequence[tuple[Identity, Control]],
     finished: Sequence[int],
     steps: int,
 ) -> tuple[PreparedControl, ...]:
@@ -240,7 +240,7 @@ def prepare_controls(
 
 
 def control_weights(
-    control: contract.Control, finished: Sequence[int], steps: int
+    control: Control, finished: Sequence[int], steps: int
 ) -> tuple[float, ...]:
     """The weight at each of a pass' calls of the UNet; 0 outside of its steps.
 

@@ -18,7 +18,7 @@ from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderTiny
 from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 from torch import Tensor, nn
 
-from imagefleet import errors
+from imagefleet.errors import TransientError
 from imagefleet.files.safetensors import Identity, UnusableError, identify
 from imagefleet.telemetry.logs import log
 from worker.engine import checkpoint, decoder
@@ -118,7 +118,7 @@ class ImageCoder:
             self._vae = copy.deepcopy(self.vae).float()
             found = compute(self._vae)
         if not found.isfinite().all():
-            raise errors.TransientError(f"{what} NaN")
+            raise TransientError(f"{what} NaN")
         return found
 
 

@@ -180,7 +180,8 @@ Network = Callable[[Pixels], NDArray[np.float32]]
 
 #: AUTOMATIC1111's settings `ESRGAN_tile`, `DAT_tile`, `SWIN_tile` and their `_tile_overlap`: pixels
 #: on a tile's side, and those that two tiles share at least.
-TILE, OVERLAP = 192, 8
+TILE = 192
+OVERLAP = 8
 
 #: Architectures whose tiles are averaged where they lie upon each other, by their tile there.
 AVERAGED: Mapping[str, int] = {"SwinIR": TILE, "SCUNet": 256}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import JobError
 from imagefleet.job.prompt import Prompt
 from worker.engine.contract import ImageRequest, InitImage, Settings
 from worker.engine.control.cache import ControlNets
@@ -66,22 +66,20 @@ class StagePreparer(Preparer):
     def _refuse_unsupported(self, request: ImageRequest) -> None:
         size = self._checkpoint.default_size
         if (request.width, request.height) != size:
-            raise errors.JobError(
+            raise JobError(
                 f"{request.width}x{request.height} pixels cannot be drawn: this stage draws"
                 f" {size[0]}x{size[1]} alone"
             )
         if request.loras:
-            raise errors.JobError(
-                "this model is a stage of IF: it does not support LoRAs"
-            )
+            raise JobError("this model is a stage of IF: it does not support LoRAs")
         begin.refuse_unsupported(request, "is a stage of IF")
         upscales = self._checkpoint.image_noise is not None
         if upscales and request.init is None:
-            raise errors.JobError(
+            raise JobError(
                 "this model upscales the image of another stage: the job needs init_images"
             )
         if request.init is not None and not upscales:
-            raise errors.JobError(
+            raise JobError(
                 "this model does not support init_images: it is IF's first stage"
             )
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 #: DeepFloyd IF was trained with no more, though T5 takes any number.
 TOKENS = 77
 
-_TENSOR, _SCALES = "states", "scales"
+_TENSOR = "states"
+_SCALES = "scales"
 
 #: In the names of chat models' encoders (`flow.text.encoder_name`): prompts are read as they stand.
 CHAT_MARK = " layers "

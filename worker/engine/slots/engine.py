@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import FleetError, JobError
 from imagefleet.telemetry.logs import log
 from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
@@ -145,7 +145,7 @@ class SlotEngine:
     def prepare(self, request: ImageRequest) -> PreparedRequest | PreparedUpscale:
         """See `Preparer.prepare` and `UpscalerCache.prepare`."""
         if request.decoder == "TAESD" and not self._decoder.has_tiny:
-            raise errors.JobError(
+            raise JobError(
                 "sd_vae_decode_method is TAESD, and this worker has none (--taesd): leave it out of"
                 " the job"
             )
@@ -172,7 +172,7 @@ class SlotEngine:
         self._compilation.advance()
         finished = self._enlarged
         self._enlarged = []
-        failure: errors.FleetError | None = None
+        failure: FleetError | None = None
         out_of_memory = False
         lane = self._lanes.next()
         try:

@@ -8,7 +8,7 @@ import torch
 from imagefleet.errors import FleetError
 from imagefleet.files.safetensors import Identity
 from imagefleet.telemetry.logs import log
-from worker.engine import contract
+from worker.engine.contract import Finished
 from worker.engine.slots import memory
 from worker.engine.slots.lane import Lane, Lanes
 from worker.engine.slots.parts import Parts
@@ -28,7 +28,7 @@ class Recovery:
 
     def recover(
         self, lane: Lane, failure: FleetError, *, out_of_memory: bool
-    ) -> list[contract.Finished]:
+    ) -> list[Finished]:
         """Restarts in-flight images from their seeds, in a way that is less likely to fail.
 
         Out of memory concerns all lanes: networks that no job needs now are dropped; then the
@@ -61,7 +61,7 @@ class Recovery:
         for job in reversed(again):
             self._lanes.add(job.batch_key, [job], first=True)
         torch.cuda.empty_cache()
-        return [contract.Finished(job.ticket, failure) for job in jobs if not again]
+        return [Finished(job.ticket, failure) for job in jobs if not again]
 
     def restart_all(self) -> None:
         """Frees the tensors of all lanes; their images start again."""

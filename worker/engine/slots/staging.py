@@ -22,9 +22,10 @@ from torch import Tensor
 
 from imagefleet.files.safetensors import Identity
 from imagefleet.job.clip import Chunk
-from worker.engine import contract, text
 from worker.engine import errors as engine_errors
+from worker.engine import text
 from worker.engine.checkpoint import Checkpoint
+from worker.engine.contract import Finished
 from worker.engine.families.table import Family, Model
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges
 from worker.engine.passes.begin import LowResolution
@@ -103,7 +104,7 @@ class Stager:
             if not (job.staged or job.staging or job.assembling):
                 job.assembling = self._assemble(job)
 
-    def try_to_stage(self, job: SlotJob) -> contract.Finished | None:
+    def try_to_stage(self, job: SlotJob) -> Finished | None:
         """Waits until a job is staged; the failure of one whose own prompt or LoRA is at fault."""
         if job.staged is not None:
             return None
@@ -115,7 +116,7 @@ class Stager:
         except Exception as error:  # any failure is this job's outcome
             if engine_errors.is_out_of_memory(error):
                 raise
-            return contract.Finished(job.ticket, engine_errors.classify(error))
+            return Finished(job.ticket, engine_errors.classify(error))
         if job.staged is not None and self._device.type == "cuda":
             ticks = torch.cuda.current_stream(self._device)
             for tensor in job.staged.tensors:
