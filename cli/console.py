@@ -27,7 +27,7 @@ from collections.abc import (
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from filelock import FileLock, Timeout
@@ -48,6 +48,7 @@ from typer import Exit
 
 from cli import files
 from imagefleet import redaction
+from imagefleet.concurrency import Result
 from imagefleet.errors import FleetError, NodeError, SetupError
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.logs import log
@@ -95,7 +96,8 @@ _ACTIONS = {
 #: `worker.gpu_thread.THREAD_NAME`; the console imports the worker only to run it.
 ENGINE_THREAD = "engine"
 
-Result = TypeVar("Result")
+#: Names and what is told of each.
+Facts = Mapping[str, object]
 
 #: What is said on the way must not end the work: the disk of a log may be full.
 _LOSES_NOTES = contextlib.suppress(OSError)
@@ -294,7 +296,7 @@ print_json_line = partial(print_json, indent=None)
 
 def show(
     record: JSONObject | Sequence[Any],
-    *parts: ConsoleRenderable | Mapping[str, str] | str,
+    *parts: ConsoleRenderable | Facts | str,
     notes: Iterable[str] = (),
     as_json: bool,
 ) -> None:
@@ -372,20 +374,24 @@ def print_more(count: int, what: str, to: Console = stdout) -> None:
         print_plain(f"and {count:,} {what}", to)
 
 
-def print_facts(facts: Mapping[str, str], to: Console = stdout) -> None:
-    """Prints names and facts, a line each."""
+def print_facts(facts: Facts, to: Console = stdout) -> None:
+    """Prints names and facts, a line each; cells as in `table`."""
     for name, fact in facts.items():
-        print_plain(f"{name:<18} {fact}", to)
+        print_plain(f"{name:<18} {_cell(fact)}", to)
 
 
-def totals(rows: Mapping[str, str]) -> Table:
-    """A table of names and numbers, without a frame."""
+def totals(rows: Facts) -> Table:
+    """A table of names and numbers, without a frame; cells as in `table`."""
     table = Table.grid(
         Column(style="bold"), Column(justify="right"), padding=(0, 2, 0, 0)
     )
-    for row in rows.items():
-        table.add_row(*row)
+    for name, value in rows.items():
+        table.add_row(name, _cell(value))
     return table
+
+
+#: Moves a bar on by one or by its argument, or to *done*.
+Move = Callable[..., None]
 
 
 @contextlib.contextmanager
@@ -395,8 +401,8 @@ def counting(
     *,
     quiet: bool = False,
     unit: ProgressColumn | None = None,
-) -> Iterator[Callable[..., None]]:
-    """A bar on a terminal, which each call moves on by one or by its argument, or to *done*."""
+) -> Iterator[Move]:
+    """A bar on a terminal, which each call moves on."""
     if quiet or not stderr.is_terminal:
         yield lambda _count=1, **_to: None
         return

@@ -33,6 +33,7 @@ from typer import Argument, BadParameter, Option
 
 from cli import console
 from imagefleet import redaction, validation
+from imagefleet.concurrency import Result
 from imagefleet.errors import SetupError
 from imagefleet.keeping.rule import Keep
 from imagefleet.storage.settings import Priority, StorageSettings
@@ -108,7 +109,7 @@ def keep(text: str) -> Any:
 #: The settings models of all commands, each with its subject and its commands for the
 #: documentation; `fleet.settings` adds those of the packages above. A variable that is in none of
 #: them is refused: it is most likely a typing error.
-PROJECT_SETTINGS: dict[type[BaseSettings], tuple[str, str]] = {
+PROJECT_SETTINGS = {
     StorageSettings: ("Storage", "all commands"),
     TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`, `webhooks`"),
 }
@@ -130,7 +131,6 @@ _METAVARS: Mapping[object, str] = {
 }
 
 Settings = TypeVar("Settings", bound=BaseSettings)
-Result = TypeVar("Result")
 Value = TypeVar("Value")
 Command = Callable[..., Result]
 
@@ -291,7 +291,7 @@ def _parameters(model: type[BaseSettings]) -> Iterator[Parameter]:
         is_switch = kind is bool
         extra = field.json_schema_extra
         is_repeatable = isinstance(extra, dict) and bool(extra.get("repeatable"))
-        value: Any = bool if is_switch else list[str] if is_repeatable else str
+        value = bool if is_switch else list[str] if is_repeatable else str
         metavar = _METAVARS.get(kind, "TEXT")
         if get_origin(kind) is Literal:
             metavar = "|".join(map(str, get_args(kind)))

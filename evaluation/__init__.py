@@ -1,1 +1,1 @@
-"""The commands that measure: `score`, `gate` and `bench`."""
+"""The commands that measure: `sweep`, `score`, `gate` and `bench`."""

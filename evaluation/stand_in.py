@@ -15,7 +15,6 @@ from worker.engine.contract import (
     ImageRequest,
     Pixels,
     PreparedRequest,
-    SelfCheck,
 )
 
 
@@ -49,10 +48,10 @@ class StandInEngine:
         self.capacity = capacity
         self.default_size = size
         self.lora_lookups: Mapping[str, int] = {}
-        self.self_check: SelfCheck | None = None
+        self.self_check = None
         self._tick_seconds = tick_seconds
         self._draw = draw or draw_noise
-        self._admitted: deque[tuple[int, ImageRequest]] = deque()
+        self._admitted = deque[tuple[int, ImageRequest]]()
 
     @property
     def free(self) -> int:

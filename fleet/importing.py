@@ -21,7 +21,6 @@ from imagefleet.job.noise import MAX_SEED
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
 from imagefleet.validation import JSONDict
-from loadgen import caption_sweep
 from loadgen.infotext import source
 from loadgen.infotext.reading import Named, Reading
 from loadgen.rejects import Rejected
@@ -206,7 +205,9 @@ def _checked(reading: Reading, place: str, uses: Uses, ids: Counter[str]) -> JSO
     for named in reading.models:
         if named.kind == "embedding" and named.name:
             uses.note(place, named.kind, named.name)
-    start = caption_sweep.slug(Path(place).stem)[:_ID_CHARACTERS]
+    start = re.sub(r"[^A-Za-z0-9.]+", "_", Path(place).stem).strip("_.")[
+        :_ID_CHARACTERS
+    ]
     job_id = f"{start or 'picture'}-{job.digest[:8]}"
     ids[job_id] += 1
     return {

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import typer
 
-from cli import console, files, options, target
+from cli import console, files, filling, options, target
 from cli.options import argument, option
-from fleet import filling
 from fleet.files import missing
 from fleet.files.missing import Elsewhere, Uses
 from imagefleet import concurrency
@@ -30,7 +29,7 @@ from loadgen.sources import Source
 DRY_RUN_JOBS = 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Jobs:
     file: str = argument(
         "A template (.yaml, .toml), a file of jobs (.jsonl, .json, .csv, .parquet, .txt"
@@ -74,7 +73,7 @@ class Jobs:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sending(filling.Sending):
     new_only: bool = option(
         "Leave out jobs whose id was sent with another content.", default=False
@@ -151,9 +150,12 @@ def command(
         elif dry_run:
             _preview(settings, source, read, quiet=sending.quiet)
         else:
-            alone: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if jobs.file != "-":
-                alone = console.only_one(file, settings.queue)
+            is_file = jobs.file != "-"
+            alone = (
+                console.only_one(file, settings.queue)
+                if is_file
+                else contextlib.nullcontext()
+            )
             if pictures:
                 with read("checking"):
                     source.check()

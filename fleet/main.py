@@ -22,7 +22,7 @@ from imagefleet.telemetry import logs
 from imagefleet.telemetry.logs import LogFormat
 
 #: The commands and groups of commands, with their lines in the help.
-COMMANDS: Mapping[str, str] = {
+COMMANDS = {
     "demo": "Generates images on this machine: no account, no GPU.",
     "worker": "Generates images from the queue's jobs: one worker per GPU.",
     "serve": "Serves AUTOMATIC1111's and OpenAI's APIs in front of the storage.",
@@ -61,6 +61,7 @@ _ELSEWHERE = {
     "cancel": "fleet.campaigns.cancel:command",
     "status": "fleet.monitor.command:command",
     "exporter": "fleet.monitor.exporter:command",
+    "sweep": "evaluation.sweep.command:command",
     "score": "evaluation.score.command:command",
     "gate": "evaluation.gate.command:command",
     "prompt": "fleet.prompt:command",
@@ -204,7 +205,7 @@ def _log_format(arguments: Sequence[str], variables: Mapping[str, str]) -> LogFo
     """The log format of a command line that nothing has checked yet; an invalid one is `auto`."""
     flags = re.findall(r"--log-format[= ](\w+)", " ".join(arguments))
     given = flags[-1] if flags else variables.get("IMAGEFLEET_LOG_FORMAT")
-    formats: tuple[LogFormat, ...] = get_args(LogFormat)
+    formats = get_args(LogFormat)
     return next((each for each in formats if each == given), "auto")
 
 

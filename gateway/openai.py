@@ -21,7 +21,7 @@ ROUTES = RouteTableDef()
 _DEFAULT_MODEL = "default"
 
 #: Fields that change nothing here.
-_WITHOUT_EFFECT = frozenset(("style", "user", "moderation", "input_fidelity"))
+_WITHOUT_EFFECT = {"style", "user", "moderation", "input_fidelity"}
 
 #: Fields of what is not there, and their values that ask for nothing.
 _OFF = {

@@ -30,8 +30,8 @@ _OF_FORGE = {"distilled_cfg_scale", "hr_additional_modules", "hr_distilled_cfg"}
 
 #: What the endpoints ignore, by whether it is img2img.
 IGNORED = {
-    False: frozenset(extras.FIELDS | _OF_FORGE | _OF_IMG2IMG),
-    True: frozenset(extras.FIELDS | _OF_FORGE | _OF_TXT2IMG),
+    False: extras.FIELDS | _OF_FORGE | _OF_IMG2IMG,
+    True: extras.FIELDS | _OF_FORGE | _OF_TXT2IMG,
 }
 
 

@@ -74,8 +74,7 @@ class Gateway:
         origins = settings.cors_allow_origins
         self._door = Door(settings.clients, settings.host, origins)
         self._requests: Counter[Client] = Counter()
-        self._polls: WeakValueDictionary[Client, Semaphore]
-        self._polls = WeakValueDictionary()
+        self._polls = WeakValueDictionary[Client, Semaphore]()
         own = None if settings.model is None else settings.model.rpartition("/")[2]
         models = Models(
             fleet.storage, settings.model_alias, own and kinds.MODEL.stem(own)
@@ -208,7 +207,7 @@ async def _live(_: Request) -> Response:
 
 def _error(request: Request, error: Exception) -> Response:
     """The answer to what went wrong, in the form of the request's API; no secret is in it."""
-    headers: dict[str, str] = {}
+    headers = {}
     match error:
         case Refused():
             status, message, headers = error.status, error.message, error.headers

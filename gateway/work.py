@@ -47,7 +47,7 @@ DESK = AppKey("desk", Desk)
 BODIES = AppKey("bodies", Bodies)
 
 
-@dataclass(slots=True)
+@dataclass
 class Given:
     """A payload with names in the place of its images, and these by their names."""
 
@@ -71,7 +71,7 @@ class Given:
     def take(self, payload: JSONObject) -> None:
         """Takes in a payload's fields, and its images in base64; raises Refused."""
         bodies.check_values(payload, IMAGE_FIELDS)
-        names: dict[str, str] = {}
+        names = {}
 
         def replaced(value: Any, *, is_image: bool = False) -> Any:
             if isinstance(value, dict):

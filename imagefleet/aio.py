@@ -29,16 +29,16 @@ from imagefleet.job.message import Job, SafeId
 from imagefleet.job.names import split_job_key
 from imagefleet.records import columns, outcomes, reader
 from imagefleet.records.batch import Submission, Watch
-from imagefleet.records.catalog import Damaged
+from imagefleet.records.catalog import Damaged, Positions
 from imagefleet.records.counts import Counts
 from imagefleet.records.ledger import Ledgers
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.storage import dead_letter_queue, enqueue
 from imagefleet.storage.bundle import jobs_per_bundle
 from imagefleet.storage.dead_letter import Check, Selection
-from imagefleet.storage.dead_letter_queue import OnProgress, Swept
+from imagefleet.storage.dead_letter_queue import Swept
 from imagefleet.storage.open import Storage, open_storage
-from imagefleet.storage.protocol import QueueDepth
+from imagefleet.storage.protocol import OnProgress, QueueDepth
 from imagefleet.storage.routing.models import models_of
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 from imagefleet.submit import RETRIES, BulkSender, keep_noting
@@ -329,7 +329,7 @@ class Batch:
     def __init__(self, fleet: Fleet, submission: Submission) -> None:
         self._fleet = fleet
         self._jobs = submission.jobs
-        self._positions: Mapping[str, dict[str, int]] = submission.positions
+        self._positions: Mapping[str, Positions] = submission.positions
         self.ids = [job.id for job in self._jobs.values()]
 
     def __len__(self) -> int:

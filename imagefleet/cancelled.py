@@ -8,7 +8,7 @@ if it is in the list itself. The jobs of a paused campaign wait, whenever they w
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
 from typing import NoReturn
 
@@ -167,21 +167,11 @@ async def pause(storage: Storage, campaign: str, *, is_paused: bool) -> bool:
     """Pauses a campaign, or resumes it; False if it was so before. A cancellation resumes it."""
     queue, at = storage.queue.name, storage.blobs.clock.now()
     entry = Cancellation(queue=queue, campaign=campaign, at=at, is_paused=True)
-    was_paused = False
-
-    def changed(part: BlobPart | None) -> bytes:
-        nonlocal was_paused
-        known = _parse(storage.files, part)
-        others = [
-            each
-            for each in known.campaigns
-            if (each.queue, each.name, each.is_paused) != (queue, campaign, True)
-        ]
-        was_paused = len(others) < len(known.campaigns)
-        update = {"campaigns": (*others, *([entry] if is_paused else []))}
-        return known.model_copy(update=update).model_dump_json(indent=1).encode()
-
-    await storage.files.edit(BLOB, changed, MAX_BYTES)
+    was_paused = await _edit(
+        storage,
+        [entry] * is_paused,
+        lambda each: each.name == campaign and each.is_paused,
+    )
     return was_paused != is_paused
 
 
@@ -215,23 +205,32 @@ async def _change(
     ]
     gone = {*ended, *(each.name for each in added)}
 
+    def is_gone(each: Cancellation) -> bool:
+        age = at - each.at
+        is_old = (forget and age > KEPT) or (each.id and age > KEPT_JOBS)
+        return each.name in gone or bool(is_old and not each.is_paused)
+
+    await _edit(storage, added, is_gone)
+    return at
+
+
+async def _edit(
+    storage: Storage,
+    added: Collection[Cancellation],
+    is_gone: Callable[[Cancellation], bool],
+) -> bool:
+    """Adds to the list, without those of this queue that are gone; False if there are none."""
+    was_there = False
+
     def changed(part: BlobPart | None) -> bytes:
+        nonlocal was_there
         known = _parse(storage.files, part)
         kept = [
             each
             for each in known.campaigns
-            if each.queue != queue
-            or (
-                each.name not in gone
-                and (
-                    each.is_paused
-                    or (
-                        not (forget and at - each.at > KEPT)
-                        and not (each.id and at - each.at > KEPT_JOBS)
-                    )
-                )
-            )
+            if each.queue != storage.queue.name or not is_gone(each)
         ]
+        was_there = len(kept) < len(known.campaigns)
         if len(kept) + len(added) > MAX_CAMPAIGNS:
             raise SetupError(
                 f"{BLOB} in {storage.files.name} has {MAX_CAMPAIGNS:,} campaigns: they are dropped"
@@ -242,7 +241,7 @@ async def _change(
         return known.model_copy(update=update).model_dump_json(indent=1).encode()
 
     await storage.files.edit(BLOB, changed, MAX_BYTES)
-    return at
+    return was_there
 
 
 async def _wait(seconds: float) -> None:

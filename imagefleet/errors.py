@@ -15,7 +15,7 @@ import errno
 import inspect
 
 #: `OSError.errno` of a write that failed for want of space.
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class FleetError(Exception):

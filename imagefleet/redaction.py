@@ -19,34 +19,24 @@ _URL = re.compile(r"(?i)(https?)://(?:[^/?#]*@)?([^/?#@]*)([^?#]*)")
 _HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
 
 #: What libraries may quote: keys, SAS tokens, JSON Web Tokens, passwords and queries of addresses.
-_SECRETS = (
-    (
-        re.compile(r"(?i)\b(AccountKey|SharedAccessSignature)=[^;\s'\"]+"),
-        rf"\1={MASKED}",
-    ),
+_SECRETS = {
+    re.compile(r"(?i)\b(AccountKey|SharedAccessSignature)=[^;\s'\"]+"): rf"\1={MASKED}",
     # Bounded: a hostile text must not take quadratic time.
-    (re.compile(r"(:/{1,2})[^\s/'\"][^\s'\"]{0,300}@(?!sha256:)"), r"\1"),
+    re.compile(r"(:/{1,2})[^\s/'\"][^\s'\"]{0,300}@(?!sha256:)"): r"\1",
     # Before a host only: a sentence may say `user:password@`.
-    (
-        re.compile(
-            r"(?<![\w/.-])[\w.-]{1,100}:[^\s'\"@/]{1,200}@(?!sha256:)(?=[\w\[])"
-        ),
-        f"{MASKED}@",
-    ),
-    (re.compile(r"(?i)(\w://[^\s?'\"]{0,300})\?[^\s'\"]+"), rf"\1?{MASKED}"),
-    (
-        re.compile(
-            r"(?i)([?&][\w-]{0,40}(?:token|key|signature|secret|password|pwd)=)(?!YOUR_)[^&;\s'\"]+"
-        ),
-        rf"\1{MASKED}",
-    ),
-    (re.compile(r"(?i)\bsig=[^&;\s'\"]+"), f"sig={MASKED}"),
-    (
-        re.compile(r"(?i)\b(Bearer|Basic)\s+(?!auth|realm=)[\w.~+/=-]{8,}"),
-        rf"\1 {MASKED}",
-    ),
-    (re.compile(r"(?<![\w-])eyJ[\w-]+\.[\w-]+\.[\w-]+"), MASKED),
-)
+    re.compile(
+        r"(?<![\w/.-])[\w.-]{1,100}:[^\s'\"@/]{1,200}@(?!sha256:)(?=[\w\[])"
+    ): f"{MASKED}@",
+    re.compile(r"(?i)(\w://[^\s?'\"]{0,300})\?[^\s'\"]+"): rf"\1?{MASKED}",
+    re.compile(
+        r"(?i)([?&][\w-]{0,40}(?:token|key|signature|secret|password|pwd)=)(?!YOUR_)[^&;\s'\"]+"
+    ): rf"\1{MASKED}",
+    re.compile(r"(?i)\bsig=[^&;\s'\"]+"): f"sig={MASKED}",
+    re.compile(
+        r"(?i)\b(Bearer|Basic)\s+(?!auth|realm=)[\w.~+/=-]{8,}"
+    ): rf"\1 {MASKED}",
+    re.compile(r"(?<![\w-])eyJ[\w-]+\.[\w-]+\.[\w-]+"): MASKED,
+}
 
 #: Cheaper than the patterns, which nearly no text needs.
 _MAY_HOLD_SECRET = re.compile(r"(?i)key=|signature=|@|[?&]|sig=|bearer|basic|eyj")
@@ -66,7 +56,7 @@ def address(text: str) -> str:
 def message(text: str) -> str:
     """A text without the secrets that can be recognised in it: the last line of defence."""
     if _MAY_HOLD_SECRET.search(text):
-        for pattern, instead in _SECRETS:
+        for pattern, instead in _SECRETS.items():
             text = pattern.sub(instead, text)
     return text
 

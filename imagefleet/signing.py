@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from imagefleet.errors import SetupError, UntrustedJobError
 from imagefleet.validation import JSONObject
@@ -164,8 +164,7 @@ class Scope:
     now: Callable[[], datetime]
 
 
-@dataclass(frozen=True, slots=True)
-class JobSigner:
+class JobSigner(NamedTuple):
     """Signs jobs for one queue of one fleet, until a date."""
 
     key: SigningKey
@@ -242,8 +241,7 @@ class TrustedJobs:
         return terms if self.keys.accept(OF_JOBS, signed, signature[_ED25519]) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
+class Keys(NamedTuple):
     """The keys of a command or program: one to sign with, and those whose signatures count."""
 
     signing: SigningKey | None = None

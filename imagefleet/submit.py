@@ -2,19 +2,18 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from imagefleet import concurrency
 from imagefleet.concurrency import RetryPolicy
 from imagefleet.errors import FleetError
 from imagefleet.storage import bundle
-from imagefleet.storage.bundle import Sent
+from imagefleet.storage.bundle import NameOf, Sent
 
 #: Positions in flight: a disk sync for so many gives 34,000 jobs/s.
 BATCH = 32
@@ -35,8 +34,7 @@ RETRIES = concurrency.RetryPolicy(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """Positions confirmed so far, jobs sent by this run, and whether the source has ended."""
 
     confirmed: int
@@ -69,7 +67,7 @@ class BulkSender:
     #: The most jobs of a message.
     bundle_jobs: int = 1
     #: Names the bundle of some messages.
-    bundle_name: Callable[[Sequence[str]], str] = bundle.any_name
+    bundle_name: NameOf = bundle.any_name
     rate: float | None = None
     choose: Callable[[str | None], Awaitable[str | None]] | None = None
     second_drawing: Callable[[str], str | None] = lambda _: None
@@ -101,7 +99,7 @@ class BulkSender:
                 await self._confirm_oldest()
         finally:
             await self._finish_window()
-        return dataclasses.replace(self.progress, finished=finished)
+        return self.progress._replace(finished=finished)
 
     async def _send_all(self) -> bool:
         """Returns whether the source has ended."""
@@ -141,7 +139,7 @@ class BulkSender:
         if self.rate is not None:
             size = min(size, int(self.rate / _PACED_SENDS_PER_SECOND))
         size = max(1, size // self.bundle_jobs) * self.bundle_jobs
-        batch: list[Sent | None] = []
+        batch = []
         try:
             for body in itertools.islice(self._bodies, size):
                 # What came before an error is kept.

@@ -27,6 +27,10 @@ _PATTERNS = {
     r"^https://[^\s@]+$": "should be a URL that begins with https://, without a password",
     r"^(auto|cpu|cuda(:\d+)?)$": "should be auto, cpu, cuda or cuda:N",
     r"^[0-9a-fA-F]{64}$": "should be 64 hexadecimal digits",
+    r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$": "use 1 to 128 letters, digits and . _ - only, beginning"
+    " with a letter or a digit",
+    r"^[A-Za-z0-9_][A-Za-z0-9_ .+()-]{0,127}$": "use 1 to 128 letters, digits, spaces and"
+    " _ . + ( ) - only, without a path",
 }
 
 #: Pydantic calls it a dictionary, or an instance of a class.

@@ -95,7 +95,7 @@ class Withdrawals:
         for campaign in campaigns - self._allowed:
             await cancelled.allow(self._storage, campaign)
             self._allowed.add(campaign)
-        taken: list[SentJob] = []
+        taken = []
 
         async def take_back(sent: SentJob) -> None:
             if sent.is_lost or await self._take_back(sent):

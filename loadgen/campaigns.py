@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 
 from imagefleet.cancelled import CancelledCampaigns
@@ -26,18 +26,15 @@ from imagefleet.records.ledger import (
 )
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner
 from imagefleet.storage.open import Storage
-from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import MendedMessage
-from loadgen.sources import Source
+from loadgen.sources import JobSource
 
 
 def shown(found: Counter[Compared]) -> str:
     return f"{found['changed']:,} changed, {found['new']:,} new, {found['as_before']:,} as before"
 
 
-async def changes_of(
-    storage: Storage, source: Source | SweepSource
-) -> Counter[Compared]:
+async def changes_of(storage: Storage, source: JobSource) -> Counter[Compared]:
     """Counts the jobs of a source that are new, changed or as sent before.
 
     Reads all of it, unless its campaign is new.
@@ -58,7 +55,7 @@ async def changes_of(
     return counts
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class LoadedCampaigns:
     """Leaves out the jobs that were sent before, and notes the others once they are sent."""
 
@@ -71,16 +68,16 @@ class LoadedCampaigns:
     #: True if a job whose id was sent with another content is left out; else it ends the load.
     skips_changed: bool
     position: int = 0
-    counts: Counter[Compared] = field(default_factory=Counter, init=False)
-    #: The cancellations of before this load, which are none of its own.
-    known: Mapping[str, datetime] = field(default_factory=dict, init=False)
-    _is_compared: bool = field(default=True, init=False)
-    #: The jobs at the positions from `_confirmed` on; None: with none that is to be noted.
-    _in_flight: deque[tuple[str, bytes] | None] = field(
-        default_factory=deque, init=False
-    )
-    _confirmed: int = field(default=0, init=False)
-    _is_refused: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = Counter[Compared]()
+        #: The cancellations of before this load, which are none of its own.
+        self.known: Mapping[str, datetime] = {}
+        self._is_compared = True
+        #: The jobs at the positions from `_confirmed` on; None: with none that is to be noted.
+        self._in_flight = deque[tuple[str, bytes] | None]()
+        self._confirmed = 0
+        self._is_refused = False
 
     def is_cancelled(self, campaign: str) -> bool:
         """True if it was cancelled since this load began."""

@@ -31,7 +31,7 @@ from loadgen.formats.prompt_lines import PromptLines
 from loadgen.formats.tables import CsvRows, ParquetRows
 from loadgen.rejects import Rejected, Report, is_rejected
 
-FORMATS: Mapping[str, Format] = {
+FORMATS = {
     each.name: each
     for each in (JsonLines(), JsonArray(), CsvRows(), PromptLines(), ParquetRows())
 }

@@ -5,9 +5,8 @@ import hashlib
 import json
 import mimetypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -33,8 +32,7 @@ _DIGITS = 12
 _AT_ONCE = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(NamedTuple):
     path: Path
     #: Its name in jobs: that of its blob below `inputs/`.
     name: str

@@ -16,12 +16,12 @@ from imagefleet.errors import SetupError
 from imagefleet.records.ledger import Ledgers, listed
 from imagefleet.storage import bundle, enqueue
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import OnProgress
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
 from loadgen.campaigns import LoadedCampaigns, Sample, changes_of, shown
-from loadgen.caption_sweep import SweepSource
 from loadgen.settings import LoadSettings
-from loadgen.sources import Source
+from loadgen.sources import JobSource
 
 #: The folder, among the packs, of the blob whose name is the secret of bundles' names: workers read
 #: packs by their names, and only who may list them finds it. A load that begins again has the same.
@@ -57,7 +57,7 @@ class Load:
     def __init__(
         self,
         storage: Storage,
-        source: Source | SweepSource,
+        source: JobSource,
         settings: LoadSettings,
         *,
         restart: bool = False,
@@ -108,7 +108,7 @@ class Load:
     def stop(self) -> None:
         self._sender.stop()
 
-    async def run(self, on_confirmed: Callable[[int], None]) -> Summary:
+    async def run(self, on_confirmed: OnProgress) -> Summary:
         """Sends what is left, or raises FleetError; *on_confirmed* gets the positions stored."""
         began = time.monotonic()
         progress = Progress(0, 0, finished=True)
@@ -139,7 +139,7 @@ class Load:
             second_drawings=progress.second_drawings,
         )
 
-    async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:
+    async def _send(self, on_confirmed: OnProgress) -> Progress:
         try:
             await self._queue.check()
         except SetupError as error:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from imagefleet import redaction
 from imagefleet.job import message
@@ -22,8 +23,7 @@ _SHOWN_CHARACTERS = 80
 _FIELD = re.compile(r"([a-z_][\w.\[\]]*): ")
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(NamedTuple):
     """A row that is refused; of several fields that are wrong, the first."""
 
     place: str

@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Unpack
+from typing import Protocol, Unpack
 
 from imagefleet import validation
 from imagefleet.errors import SetupError
 from imagefleet.job import differences, sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
-from imagefleet.validation import JSONDict
 from loadgen import file_source, template
 from loadgen.file_source import FileSource, OnJob, StandardInput, Terms
 from loadgen.formats.selection import Balanced, Unique
@@ -24,6 +23,24 @@ from loadgen.template import Draw, Patterns
 
 #: First jobs of a template that are checked before sending, besides each entry of each list.
 _SAMPLE_JOBS = 200
+
+
+class JobSource(Protocol):
+    """Jobs in an order of their own, which are made anew each time that they are read."""
+
+    @property
+    def campaign(self) -> str | None:
+        """The campaign of all jobs, whose ids are then the source's own; None: of several."""
+
+    @property
+    def count(self) -> int:
+        """Positions of the source, those without a job included."""
+
+    def check(self) -> None:
+        """Raises SetupError for invalid jobs."""
+
+    def bodies(self) -> Iterator[str | None]:
+        """Messages by position, None for a position without one."""
 
 
 class TemplateSource:
@@ -103,7 +120,7 @@ class TemplateSource:
         render = self._patterns.render
         id_of = self._id_of.copy()
         id_of.update(index.to_bytes(8))
-        fields: JSONDict = {
+        fields = {
             **self._fixed,
             "prompt": render(self._prompt, draws),
             "negative_prompt": render(self._negative_prompt, draws),
@@ -127,7 +144,6 @@ class TemplateSource:
         return validation.as_error(SetupError, before, Job.model_fields)
 
 
-#: Messages by position, None for a position without one.
 Source = TemplateSource | FileSource
 
 

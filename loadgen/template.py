@@ -13,9 +13,8 @@ import string
 import struct
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -33,7 +32,7 @@ from imagefleet.job import prompt
 from imagefleet.job.message import Job, SafeFileName
 from imagefleet.validation import JSONDict
 
-SUFFIXES = frozenset({".yaml", ".yml", ".toml"})
+SUFFIXES = {".yaml", ".yml", ".toml"}
 
 #: Generated for each job; values under `job:` would be overwritten silently.
 _GENERATED_FIELDS = ("prompt", "negative_prompt", "id")
@@ -167,16 +166,14 @@ Draw = tuple[int, float]
 _MAX_DEPTH = 50
 
 
-@dataclass(frozen=True, slots=True)
-class _Word:
+class _Word(NamedTuple):
     """A choice, ready to render: literal text and, as numbers, slots."""
 
     parts: tuple[str | int, ...]
     choice: Choice
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
+class _Slot(NamedTuple):
     """One draw of a job; *cumulative* are the running sums of the weights."""
 
     cumulative: tuple[float, ...]

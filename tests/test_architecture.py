@@ -18,7 +18,7 @@ ALLOWED = {
     "loadgen": {"imagefleet", "loadgen"},
     "worker": {"imagefleet", "worker"},
     "gateway": {"imagefleet", "gateway"},
-    "cli": {"imagefleet", "cli"},
+    "cli": {"imagefleet", "loadgen", "cli"},
     "evaluation": {"imagefleet", "loadgen", "worker", "cli", "evaluation"},
     "fleet": {"imagefleet", "loadgen", "worker", "gateway", "cli", "fleet"},
 }

@@ -112,7 +112,8 @@ class Accelerator:
                 f"the prompt names the LoRA {self.name[:40]!r}, which this worker draws all jobs"
                 " with: leave it out of the job"
             )
-        kind, given = self.kind, job.given_fields
+        kind = self.kind
+        given = job.given_fields
         name = given.get("sampler_name", kind.samplers[0])
         sampler = self._sampler("the sampler", name, given.get("scheduler"))
         steps = given.get("steps", self.steps)
@@ -138,7 +139,8 @@ class Accelerator:
         return drawn
 
     def _fit_second_pass(self, job: Job, first: Sampler, scale: float) -> JSONDict:
-        kind, name = self.kind, job.hr_sampler_name
+        kind = self.kind
+        name = job.hr_sampler_name
         second = self._sampler("hr_sampler_name", name or first.title, job.hr_scheduler)
         if job.hr_second_pass_steps:
             self._check("hr_second_pass_steps", job.hr_second_pass_steps, kind.steps)

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from imagefleet.errors import FleetError, JobCancelled, NodeError
 from imagefleet.storage.routing.route import FAIR_EVERY
 from imagefleet.telemetry.logs import log
-from worker.engine import contract
-from worker.engine.contract import Engine, PreparedRequest
+from worker import tasks
+from worker.engine.contract import Engine, Finished, PreparedRequest
 from worker.gpu_clock import GpuClock
 
 Result = TypeVar("Result")
@@ -44,7 +44,7 @@ THREAD_NAME = "engine"
 class Delivery:
     """The outcome of one ticket, and its times at the engine (monotonic seconds)."""
 
-    finished: contract.Finished
+    finished: Finished
     admitted_at: float
     finished_at: float
 
@@ -66,7 +66,8 @@ class _Wanted:
 
     def is_taken(self) -> bool:
         """Gives the engine this model if it can take it; False: it has to be loaded anew."""
-        take, self.take = self.take, None
+        take = self.take
+        self.take = None
         try:
             return take is not None and take()
         except Exception:  # noqa: BLE001 - logged
@@ -149,7 +150,7 @@ class EngineThread:
     async def _attach(
         self, load: Callable[[], Engine], take: Take | None = None
     ) -> Engine:
-        wanted = _Wanted(load, take, _answer())
+        wanted = _Wanted(load, take, tasks.question())
         with self._wake:
             self._wanted = wanted
             self._wake.notify()
@@ -190,7 +191,7 @@ class EngineThread:
         The outcome is not among those of `finished`.
         """
         ticket = next(self._drawn_tickets)
-        delivered: Future[Delivery | None] = _answer()
+        delivered: Future[Delivery | None] = tasks.question()
         self._drawing[ticket] = delivered
         if not await self.submit(ticket, prepared):
             self._drawing.pop(ticket, None)  # the engine's thread may have answered it
@@ -219,7 +220,7 @@ class EngineThread:
 
         Where the thread calls nothing any more, this never returns.
         """
-        answer: Future[Result] = _answer()
+        answer: Future[Result] = tasks.question()
         with self._wake:
             self._calls.append((function, answer))
             self._wake.notify()
@@ -296,7 +297,8 @@ class EngineThread:
         with self._wake:
             while not (self._stopping or self._wanted):
                 self._wake.wait(IDLE_TICK_SECONDS)
-            wanted, self._wanted = self._wanted, None
+            wanted = self._wanted
+            self._wanted = None
         return None if self._stopping else wanted
 
     def _work(self, engine: Engine) -> None:
@@ -329,10 +331,13 @@ class EngineThread:
     def _admit(self, engine: Engine) -> bool:
         """Fills the engine; waits while there is nothing to do. False: stop, or it is replaced."""
         while not (self._stopping or self._wanted):
-            if self._calls:
-                self._answer_calls()
+            while self._calls:
+                function, answer = self._calls.popleft()
+                self.tick_began_at = time.monotonic()
+                tasks.answer(function, answer)
+                self.tick_began_at = None
             admitted: list[tuple[int, PreparedRequest, bool]] = []
-            cancelled: list[contract.Finished] = []
+            cancelled: list[Finished] = []
             with self._wake:
                 while len(admitted) < engine.free:
                     line = self._next_line()
@@ -342,7 +347,7 @@ class EngineThread:
                     self._admitted_at[ticket] = time.monotonic()
                     if self.is_cancelled(ticket):
                         error = JobCancelled()
-                        cancelled.append(contract.Finished(ticket, error))
+                        cancelled.append(Finished(ticket, error))
                     else:
                         admitted.append((ticket, prepared, line is self._urgent))
                 if not (
@@ -366,23 +371,13 @@ class EngineThread:
             return lines[not self._overtakes]
         return lines[0] if lines else self._ordinary
 
-    def _answer_calls(self) -> None:
-        while self._calls:
-            function, answer = self._calls.popleft()
-            self.tick_began_at = time.monotonic()
-            try:
-                answer.set_result(function())
-            except Exception as error:  # noqa: BLE001 - raised again by `call`
-                answer.set_exception(error)
-            self.tick_began_at = None
-
     def _wait_for_work(self) -> None:
         began_at = time.monotonic()
         self._wake.wait(IDLE_TICK_SECONDS)
         if self.clock.first_at is not None:
             self.clock.idle_seconds[self.why_idle()] += time.monotonic() - began_at
 
-    def _deliver(self, outcomes: Iterable[contract.Finished], at: float) -> None:
+    def _deliver(self, outcomes: Iterable[Finished], at: float) -> None:
         """Hands what is finished to the loop, as much as may wait there at once."""
         for_jobs: list[Delivery] = []
         for finished in outcomes:
@@ -423,14 +418,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _is_jobs(finished: contract.Finished) -> bool:
+def _is_jobs(finished: Finished) -> bool:
     """False for a failure, and for an image of `draw`, by which a node checks itself."""
     is_image = not isinstance(finished.outcome, FleetError)
     return is_image and finished.ticket >= 0
-
-
-def _answer() -> Future[Any]:
-    """A future for the engine thread's answer, which its caller cannot cancel."""
-    answer: Future[Any] = Future()
-    answer.set_running_or_notify_cancel()
-    return answer

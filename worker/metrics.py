@@ -220,15 +220,16 @@ class WorkerMetrics:
                 self.failed_jobs.labels(name)
 
 
+@dataclass(eq=False)
 class EngineCollector(Collector):
     """The engine's clock, its slots and the LoRA caches' hits, read at each scrape."""
 
-    def __init__(self, engine_thread: EngineThread, library: FileLibrary) -> None:
-        self._engine_thread = engine_thread
-        self._library = library
+    _engine_thread: EngineThread
+    _library: FileLibrary
 
     def collect(self) -> Iterator[Metric]:
-        clock, engine = self._engine_thread.clock, self._engine_thread.engine
+        clock = self._engine_thread.clock
+        engine = self._engine_thread.engine
         busy_seconds = clock.busy_seconds
         waited = dict.fromkeys(IDLE_REASONS, 0.0) | clock.idle_seconds.copy()
         yield _counter("gpu_busy_seconds", "Time the engine was busy.", busy_seconds)

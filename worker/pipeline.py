@@ -278,7 +278,8 @@ class Pipeline:
         """Stages and side tasks for *engine*; at the end, jobs in flight are handed back."""
         if self.models:
             self._queue.receive_only(self.models.served_now())
-        settler, watchdog = self.settler, self._checks.watchdog
+        settler = self.settler
+        watchdog = self._checks.watchdog
         settler.model_name = settler.bundles.model_name = engine.model_name
         upload = UploadStage(settler, watchdog)
         model_hash = self._hash_model()
@@ -380,12 +381,14 @@ class Pipeline:
         )
         side_tasks.start("measure queues", self._depths.run())
         held = partial(self._held, model_hash)
-        noting = note_served(self._storage.models, self._served, held)
+        models = self.models
+        noting = note_served(
+            self._storage.models,
+            lambda: models.names if models else [self.settler.model_name],
+            held,
+        )
         side_tasks.start("note models", noting)
         return side_tasks
-
-    def _served(self) -> list[str]:
-        return self.models.names if self.models else [self.settler.model_name]
 
     async def _held(
         self, model_hash: Future[str | None]

@@ -13,7 +13,7 @@ from typing import NoReturn
 from imagefleet.errors import MissingResourceError, NodeError, NoTokenError
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage, open_storage
-from imagefleet.storage.proofs import Prover, machine_of
+from imagefleet.storage.proofs import machine_of
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import probes, push
 from imagefleet.telemetry.logs import log
@@ -110,15 +110,6 @@ async def _check_files(files: BlobStore) -> None:
         files.may_be_missing = True
         log.warning(
             f"no files, and no list of what is cancelled: {error}", action="no_files"
-        )
-
-
-def _check_name(name: str, prover: Prover | None) -> None:
-    if prover is not None and machine_of(name) != prover.machine:
-        log.warning(
-            f"no proof of what {name} draws: its name does not begin with {prover.machine}-,"
-            " the machine's id, as without --name",
-            action="no_proof",
         )
 
 
@@ -230,7 +221,14 @@ class _Worker:
                 and await tasks.run_until(self._stop, _check_files(storage.files))
             ):
                 return
-            _check_name(self._settings.name, storage.prover)
+            name = self._settings.name
+            prover = storage.prover
+            if prover is not None and machine_of(name) != prover.machine:
+                log.warning(
+                    f"no proof of what {name} draws: its name does not begin with"
+                    f" {prover.machine}-, the machine's id, as without --name",
+                    action="no_proof",
+                )
             key = self._settings.trusted_key
             signed = f"jobs signed with {key} " if key else ""
             address = (
@@ -291,7 +289,8 @@ class _Worker:
         self._meter.measured(time.monotonic(), messages, self._counts())
 
     def _counts(self) -> Counts:
-        pipeline, dollars = self._pipeline, None
+        pipeline = self._pipeline
+        dollars = None
         if (
             pipeline is not None
             and (gpu_dollars := pipeline.cost.gpu_dollars) is not None
@@ -300,7 +299,8 @@ class _Worker:
         in_flight = recording = 0
         if pipeline is not None:
             settler = pipeline.settler
-            in_flight, recording = len(settler.in_flight), settler.pending.jobs
+            in_flight = len(settler.in_flight)
+            recording = settler.pending.jobs
         return Counts(
             images=self._metrics.images_stored,
             ended_jobs=sum(self._metrics.outcomes[outcome] for outcome in _ENDED)
@@ -348,7 +348,8 @@ class _Worker:
         counted = self._metrics.images_stored, dict(self._metrics.outcomes)
         if self._pipeline is None:
             return WorkerReport(*counted, seconds, start_up_seconds=seconds)
-        clock, cost = self._pipeline.engine_thread.clock, self._pipeline.cost
+        clock = self._pipeline.engine_thread.clock
+        cost = self._pipeline.cost
         return WorkerReport(
             *counted,
             seconds=seconds,
@@ -416,7 +417,8 @@ def _signals(
     *is_one_of_several*: SIGTERM stops and SIGINT hurries, as the parent sends them; a supervisor
     may send SIGTERM to both.
     """
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    stop = asyncio.Event()
+    hurry = asyncio.Event()
     received: list[Signals] = []
 
     def on_signal(number: Signals) -> None:

@@ -1,13 +1,12 @@
 """A worker's figures: now, for a terminal's live line or a log's line a minute, and at its end."""
 
-import math
 import signal
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from imagefleet.telemetry.logs import log
+from imagefleet.telemetry.logs import duration, log
 from imagefleet.telemetry.metrics import QueueFlow
 from imagefleet.validation import JSONDict
 
@@ -163,7 +162,8 @@ class ProgressMeter:
 
         Called every second or so: the rates come from what was counted at the earlier calls.
         """
-        images_per_second, jobs_per_second = None, None
+        images_per_second = None
+        jobs_per_second = None
         if phase in WORKING:
             images_per_second, jobs_per_second = self._rates(now, counts)
         else:  # the first images are made from here on
@@ -247,11 +247,3 @@ def _rounded(fields: Mapping[str, object]) -> JSONDict:
         name: round(value, 3) if isinstance(value, float) else value
         for name, value in fields.items()
     }
-
-
-def duration(seconds: float) -> str:
-    """`45 s`, `12.3 min`, `3.5 h`."""
-    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{math.ceil(seconds)} s"

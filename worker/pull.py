@@ -57,9 +57,9 @@ class Puller:
     #: Images of jobs pulled that the engine has not finished, by their level.
     _ahead: Counter[int] = field(default_factory=Counter)
     _images_per_message: float = bundle.MAX_JOBS  # of those received last
-    _less_ahead: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _stopped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _warning: Occasion = field(default_factory=Occasion, init=False)
+    _less_ahead: asyncio.Event = field(default_factory=asyncio.Event)
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    _warning: Occasion = field(default_factory=Occasion)
 
     def __post_init__(self) -> None:
         self.engine_thread.why_idle = self.why_idle
@@ -99,7 +99,8 @@ class Puller:
 
     async def run(self, add: Callable[[InFlightJob], None]) -> None:
         """Pulls until it is stopped, or with --until-empty until nothing is left."""
-        empty_polls, settings = 0, self.settler.settings
+        empty_polls = 0
+        settings = self.settler.settings
         longest_seconds = (
             LOCAL_PAUSE_SECONDS if settings.is_local else LONGEST_PAUSE_SECONDS
         )

@@ -61,11 +61,9 @@ class Settler:
     pending: RecordStage = field(init=False)
     bundles: BundleStage = field(init=False)
     #: The model whose jobs are in flight.
-    model_name: str = field(default="", init=False)
-    in_flight: dict[InFlightJob, None] = field(
-        default_factory=dict, init=False
-    )  # in order
-    nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    model_name: str = ""
+    in_flight: dict[InFlightJob, None] = field(default_factory=dict)  # in order
+    nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.nothing_in_flight.set()
@@ -320,7 +318,8 @@ class Settler:
         """
         if entry.job is None or not entry.settle():
             return
-        message, model = entry.lease.message, entry.job.model
+        message = entry.lease.message
+        model = entry.job.model
         own = self.storage.models.of(model)[priority_of(message.queue)]
         if own.name == message.queue:
             await self._release(entry)
@@ -359,7 +358,8 @@ class Settler:
         except LeaseLost as lost:
             await self._lose(entry, lost)
             return
-        reason, kind = entry.reason(error), type(error).__name__
+        reason = entry.reason(error)
+        kind = type(error).__name__
         entry.log(
             logging.WARNING, f"failed permanently: {reason}", "job_failed", error=kind
         )

@@ -37,7 +37,8 @@ async def first_of(
 @contextlib.contextmanager
 def on_signals(act: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Calls *act* in the loop for each SIGTERM and SIGINT during the block."""
-    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
         loop.add_signal_handler(number, act, number)
     try:
@@ -74,17 +75,24 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 def in_daemon_thread(work: Callable[[], Result], name: str) -> Future[Result]:
     """Runs *work* in a thread that the process does not wait for at its end."""
-    answer: Future[Result] = Future()
-    answer.set_running_or_notify_cancel()  # whoever is cancelled waits for it no longer
+    asked: Future[Result] = question()
+    threading.Thread(target=answer, args=(work, asked), name=name, daemon=True).start()
+    return asked
 
-    def run() -> None:
-        try:
-            answer.set_result(work())
-        except Exception as error:  # noqa: BLE001 - raised by whoever asks for the result
-            answer.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return answer
+def question() -> Future[Any]:
+    """A future for another thread's answer; whoever is cancelled waits for it no longer."""
+    asked: Future[Any] = Future()
+    asked.set_running_or_notify_cancel()
+    return asked
+
+
+def answer(work: Callable[[], object], asked: Future[Any]) -> None:
+    """Does *work*, and gives whoever has asked its result, or the error that it raised."""
+    try:
+        asked.set_result(work())
+    except Exception as error:  # noqa: BLE001 - raised by whoever asks for the result
+        asked.set_exception(error)
 
 
 class SideTasks:

@@ -48,7 +48,7 @@ def measure(setup: Setup, asked: BenchOptions, step: StartStep) -> dict[str, Any
         cfg_scales=(_CFG_SCALE,),
         steps=(asked.steps or _STEPS,),
     )
-    seconds: dict[int, float] = {}
+    seconds = {}
     for images in (*AT_ONCE, FULL):
         step(f"{images} at once", 1)
         slots = asked.slots if images == FULL else images

@@ -53,7 +53,7 @@ def build_random_checkpoint(
     size = {"sample_size": side // _PIXELS_PER_LATENT} if side else {}
     with torch.random.fork_rng(devices=gpus), torch.device(device):
         torch.manual_seed(0)
-        networks: dict[str, Any] = {
+        networks = {
             "unet": UNet2DConditionModel(**{**family.unet_config, **size}),
             "vae": AutoencoderKL(**family.vae_config),
         }

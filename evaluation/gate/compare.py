@@ -14,7 +14,8 @@ from evaluation.gate.pair import Shift
 from evaluation.score import metrics
 from evaluation.score.extractors import Extractor, TextExtractor, finite
 from evaluation.score.statistics import Doubles, Statistics
-from imagefleet import concurrency, sweep
+from imagefleet import concurrency
+from imagefleet.caption import caption_of
 
 #: Read and compared at once: of 1024x1024 pixels, some 100 MB.
 _BATCH = 16
@@ -197,4 +198,4 @@ def _add_clip_scores(
 def words(a: Drawing, b: Drawing) -> str | None:
     """Caption of a pair: that of its sweep, or the words of the prompt."""
     job = a.job or b.job
-    return None if job is None else sweep.caption_of(job)
+    return None if job is None else caption_of(job)

@@ -34,7 +34,7 @@ def of_file(path: Path | None, count: int | None, steps: int | None) -> list[Job
 
 async def of_images(side: images.Images, names: Collection[str]) -> list[Job]:
     """The jobs of stored images; raises NotComparableError if one does not say how it was drawn."""
-    found: dict[str, Job] = {}
+    found = {}
 
     async def read(name: str) -> None:
         data = await side.read(name)
@@ -73,7 +73,7 @@ def _to_draw(job: Job, steps: int | None) -> Job:
 
 
 def _distinct(jobs: list[Job]) -> list[Job]:
-    seen: set[str] = set()
+    seen = set[str]()
     for job in jobs:
         if str(job.id) in seen:
             raise SetupError(f"two of the captions have the id {job.id}")

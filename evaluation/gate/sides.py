@@ -7,7 +7,7 @@ from pathlib import Path
 from cli import target
 from imagefleet import validation
 from imagefleet.errors import SetupError
-from imagefleet.validation import JSONDict, JSONObject
+from imagefleet.validation import JSONObject
 
 #: The words for an engine's settings, and what each sets of `worker.engine.load.load_engine`.
 WORDS: Mapping[str, JSONObject] = {
@@ -80,7 +80,7 @@ def read(text: str) -> Side:
 
 
 def _settings(words: list[str]) -> JSONDict:
-    settings: JSONDict = {}
+    settings = {}
     for word in words:
         for name, value in _setting(word).items():
             if name in settings:

@@ -231,7 +231,7 @@ class _Axis:
         lowest, highest = min(values), max(values)
         margin = _MARGIN * (highest - lowest or abs(values[0]) or 1.0)
         begin, end = lowest - margin, highest + margin
-        self.place: Callable[[float], float] = scale(begin, end, low, high)
+        self.place = scale(begin, end, low, high)
         step = nice_step(end - begin)
         first = math.ceil(begin / step)
         last = math.floor(end / step + 1e-9)

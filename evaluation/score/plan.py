@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evaluation.score import extractors
-from imagefleet import errors, sweep
+from evaluation.sweep import manifest
+from evaluation.sweep.manifest import Group, Sweep
+from imagefleet import errors
+from imagefleet.caption import caption_of
 from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import Record, Spot
 from imagefleet.storage.open import Storage
-from imagefleet.sweep import Group, Sweep
 
 #: Images in a chunk, about; one that is interrupted is scored anew.
 CHUNK_IMAGES = 256
@@ -91,7 +93,7 @@ async def make(
     storage: Storage, campaign: str, work: Path, on_records: Callable[[int], None]
 ) -> ScorePlan:
     """Plans a campaign from its records, some at a time; raises SetupError without images."""
-    swept = await sweep.read(storage, campaign)
+    swept = await manifest.read(storage, campaign)
     counts = await reader.counts(storage, campaign)
     each = swept.captions.count if swept else counts.images
     damaged = Damaged()
@@ -159,7 +161,7 @@ class _Planner:
             rows[self._target / group / f"{number:06}.jsonl"].append(
                 ImageRow(
                     blob,
-                    sweep.caption_of(record),
+                    caption_of(record),
                     record.size_bytes,
                     record.sha256,
                     record.pack,
@@ -173,9 +175,7 @@ class _Planner:
             _append(path, some)
 
     def finish(self, damaged: Damaged) -> ScorePlan:
-        groups: dict[str, Group | None] = (
-            {ALL: None} if self._groups is None else {**self._groups}
-        )
+        groups = {ALL: None} if self._groups is None else {**self._groups}
         features = self._work / "features" / "groups"
         return ScorePlan(
             {

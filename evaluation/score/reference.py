@@ -117,7 +117,7 @@ def write(
     clip: ExtractorFacts | None,
 ) -> None:
     """Writes statistics that need no pictures any more, and that pytorch-fid reads, too."""
-    arrays: dict[str, np.ndarray] = {"count": np.array(found.images or 0)}
+    arrays = {"count": np.array(found.images or 0)}
     if found.statistics:
         arrays |= {"mu": found.statistics.mean, "sigma": found.statistics.covariance}
     for name, rows in (("features", found.features), ("clip_features", found.clip)):

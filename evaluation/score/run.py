@@ -128,13 +128,11 @@ def _in_processes(works: Sequence[FeatureTask], on_images: OnImages) -> None:
     context = multiprocessing.get_context(
         "spawn"
     )  # torch's threads do not outlive a fork
-    children: dict[Connection, BaseProcess] = {}
+    children = {}
     try:
         for work in works:
             here, there = context.Pipe(duplex=False)
-            child: BaseProcess = context.Process(
-                target=_child, args=(work, there), daemon=True
-            )
+            child = context.Process(target=_child, args=(work, there), daemon=True)
             child.start()
             there.close()
             children[here] = child
@@ -198,8 +196,8 @@ async def _compute(
     starts = range(0, len(rows), _BATCH)
     batches = [rows[first : first + _BATCH] for first in starts]
     parts: dict[str, list[Features]] = {"features": [], "clip": []}
-    scores: list[float] = []
-    left_out: list[str] = []
+    scores = []
+    left_out = []
     loop = asyncio.get_running_loop()
     reading = asyncio.ensure_future(_read(chunk, batches[0], storage))
     try:

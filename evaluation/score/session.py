@@ -1,5 +1,6 @@
 """One scoring run: the reference, then the campaign, then the figures."""
 
+import asyncio
 import os
 import time
 from dataclasses import dataclass, replace
@@ -17,11 +18,20 @@ from evaluation.score.reference import Reference
 from evaluation.score.run import Done, FeatureTask, NetworkPair
 from imagefleet import errors
 from imagefleet.records import reader
-from imagefleet.records.follower import Follower, follow
+from imagefleet.records.follower import Follower
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
 #: More only wait for the storage, and each has the networks in memory.
 _MOST_PROCESSES = 4
+
+#: Seconds between two polls, each of which is a listing and a read for each shard that has grown.
+POLL_SECONDS = 5.0
+
+#: Polls without a record after which a campaign without pending jobs has ended: its filler may
+#: be slower than the workers. One that has not ended is counted again after twice as many: on Azure
+#: that is a read of each shard.
+_QUIET_POLLS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +131,32 @@ def _compared(
     return reference.of_chunks(folder, chunks, extractor, clip)
 
 
+async def until_ended(storage: Storage, campaign: str) -> None:
+    """Returns once the campaign has ended, if it is known how many jobs were sent."""
+    follower = Follower(storage, campaign, trusts_images=True)
+    quiet, count_at = 0, _QUIET_POLLS
+    while True:
+        try:
+            if await follower.poll():
+                quiet, count_at = 0, _QUIET_POLLS
+                continue
+            quiet += 1
+            if quiet >= count_at:
+                count_at = 2 * quiet
+                if (await reader.counts(storage, campaign)).pending == 0:
+                    return
+        except errors.TransientError as error:
+            console.print_warning(f"trying again: {error.message}")
+        await asyncio.sleep(POLL_SECONDS)
+
+
 async def _plan(asked: ScoreRequest) -> ScorePlan:
     async with console.connected(asked.settings) as fleet:
         storage = fleet.storage
         await target.check_campaign(storage, asked.campaign)
         if asked.computing.follow:
             console.print_note(f"waiting for the end of {asked.campaign}")
-            follower = Follower(storage, asked.campaign, trusts_images=True)
-            warn = console.print_warning
-            async for _ in follow(storage, follower, asked.campaign, (), warn):
-                pass
+            await until_ended(storage, asked.campaign)
         pending = (await reader.counts(storage, asked.campaign)).pending
         if pending:
             console.print_warning(

@@ -26,8 +26,8 @@ async def show(storage: Storage, campaign: str, job_id: str, *, as_json: bool) -
         "job": job_key(found["campaign"], found["id"]),
         "state": state,
         "since": f"{since.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" if since else "-",
-        "stage": console.number(found["stage"]),
-        "attempts": console.number(found["attempts"]),
+        "stage": found["stage"],
+        "attempts": found["attempts"],
         "worker": found["worker"] or "-",
     }
     if reason := _WHY.get(state, found["reason"]):
@@ -48,7 +48,7 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JSONDict:
     digest = await ledger.digest_of(storage, campaign, job_id)
     stored = await decisions.job_images(storage, campaign, job_id, digest)
     address = columns.addresses(storage)
-    found: JSONDict = {
+    found = {
         "id": job_id,
         "campaign": campaign,
         "state": "unknown",

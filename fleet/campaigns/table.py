@@ -15,8 +15,8 @@ from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.counts import CachedCounts, Counts
 from imagefleet.storage.open import Storage
+from imagefleet.telemetry.logs import duration
 from imagefleet.validation import JSONDict
-from worker.progress import duration
 
 #: A watch counts all campaigns no more often: that takes a listing and some reads for each.
 _FRESH_SECONDS = 30.0

@@ -234,9 +234,8 @@ def draw_contact_sheet(images: Sequence[tuple[bytes, str]]) -> bytes:
         top = MARGIN_PIXELS + row * cell_height
         tile = read_tile(data)
         sheet.paste(tile, (left + (TILE_PIXELS - tile.width) // 2, top))
-        for number, line in enumerate(caption(text)):
-            baseline = top + TILE_PIXELS + 3 + number * LINE_PIXELS
-            draw.text((left, baseline), line, fill=_INK, font=font)
+        below = left, top + TILE_PIXELS + 3
+        draw.multiline_text(below, "\n".join(caption(text)), _INK, font, spacing=3)
     stored = BytesIO()
     sheet.save(stored, "PNG", optimize=True)
     return stored.getvalue()

@@ -111,8 +111,8 @@ async def _export(
         with files.writing(folder):
             found = Manifest.read(folder)
             if found is None:
-                keys = fleet.keys.signing, signs
-                found = await _make(storage, folder, wanted, keys, quiet=quiet)
+                key = fleet.keys.signing
+                found = await _make(storage, folder, wanted, key, signs, quiet=quiet)
             else:
                 _check_same(found, wanted, folder)
                 stored = (await reader.counts(storage, wanted.campaign)).images
@@ -129,12 +129,12 @@ async def _make(
     storage: Storage,
     folder: Path,
     wanted: ExportPlan,
-    keys: tuple[SigningKey | None, Credentials | None],
+    key: SigningKey | None,
+    signs: Credentials | None,
     *,
     quiet: bool,
 ) -> Manifest:
-    """Goes on with the export in *folder*, or begins one; *keys* sign it, and its pictures."""
-    key, signs = keys
+    """Goes on with the export in *folder*, or begins one; *key* signs it, *signs* its pictures."""
     if not (folder / WORK_FOLDER).exists():
         await target.check_campaign(storage, wanted.campaign)
         counts = await reader.counts(storage, wanted.campaign)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from imagefleet import sweep
+from imagefleet.caption import caption_of
 from imagefleet.files import pack
 from imagefleet.records import columns
 from imagefleet.records.record import Record
@@ -57,7 +57,7 @@ class Sample:
         result = columns.row(self.record, address)
         return {
             "url": result["address"],
-            "caption": sweep.caption_of(self.record),
+            "caption": caption_of(self.record),
             "key": self.key,
             "sha256": hashlib.sha256(self.data).hexdigest(),
             **{name: result[name] for name in FIELDS},

@@ -11,7 +11,6 @@ import itertools
 import sqlite3
 from collections.abc import (
     AsyncIterator,
-    Callable,
     Iterable,
     Iterator,
     Mapping,
@@ -24,6 +23,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, Field
 
 from cli import files
+from cli.console import Move
 from imagefleet import validation
 from imagefleet.errors import SetupError
 from imagefleet.keeping.rule import Keep
@@ -121,7 +121,7 @@ class PlanDatabase:
         stored: Iterable[AsyncIterator[BlobRecord]],
         plan: ExportPlan,
         damaged: Damaged,
-        on_records: Callable[[int], None],
+        on_records: Move,
     ) -> ExportPlan:
         """Writes the plan, whole or not at all; *plan* has no numbers yet.
 
@@ -151,9 +151,14 @@ class PlanDatabase:
             packed, packs = self._db.execute(
                 "SELECT count(pack), count(DISTINCT pack) FROM images"
             ).fetchone()
-            numbers = {"images": images, "stored": found, "bytes": size}
-            numbers |= {"packed": packed, "packs": packs}
-            numbers["misfits"] = damaged.count
+            numbers = {
+                "images": images,
+                "stored": found,
+                "bytes": size,
+                "packed": packed,
+                "packs": packs,
+                "misfits": damaged.count,
+            }
             plan = plan.model_copy(update=numbers)
             self._db.execute("INSERT INTO plan VALUES(?)", [plan.model_dump_json()])
         return plan

@@ -6,11 +6,12 @@ is killed in between it is made again, which comes out the same.
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import files
+from cli.console import Move
 from fleet.export.formats import Sample, ShardWriter
 from fleet.export.plan import WORK_FOLDER, ExportPlan, PlanDatabase, Shard
 from fleet.results import download
@@ -28,7 +29,7 @@ from imagefleet.submit import RETRIES
 _BATCH = 64
 
 
-@dataclass(slots=True)
+@dataclass
 class _Contents:
     """The contents of a shard, as it is filled."""
 
@@ -40,7 +41,7 @@ class _Contents:
     misfits: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Exporter:
     folder: Path
     database: PlanDatabase
@@ -48,18 +49,17 @@ class Exporter:
     storage: Storage
     signs: Credentials | None = None
 
-    async def run(self, on_images: Callable[[int], None]) -> list[Shard]:
+    async def run(self, on_images: Move) -> list[Shard]:
         """Makes the shards that are not there yet, and copies the packs; returns all."""
-        done: dict[int, Shard] = {}
+        done = {}
 
         async def make(work: tuple[int, list[Record] | None]) -> None:
             number, of_pack = work
-            if (shard := self._finished(number)) is not None:
-                on_images(shard.images + len(shard.missing) + len(shard.changed))
-            elif of_pack is None:
+            shard = self._finished(number)
+            if shard is None and of_pack is None:
                 shard = await self._make(number, on_images)
             else:
-                shard = await self._copy(of_pack)
+                shard = shard or await self._copy(of_pack or [])
                 on_images(shard.images + len(shard.missing) + len(shard.changed))
             self.database.note(number, shard)
             done[number] = shard
@@ -73,9 +73,7 @@ class Exporter:
 
     async def _copy(self, records: list[Record]) -> Shard:
         """Copies a pack, without pictures that none of its *records* is of."""
-        name = str(records[0].pack).rpartition("/")[2]
-        draft = self.folder / WORK_FOLDER / "draft" / name
-        draft.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._draft(str(records[0].pack).rpartition("/")[2])
         contents = _Contents()
         _, faults = await RETRIES.call(
             lambda: download.copy_pack(self.storage, records, draft)
@@ -87,19 +85,15 @@ class Exporter:
         contents.bytes = sum(sizes[blob] for blob in sizes.keys() - faults.keys())
         if not contents.images:
             self._writer(draft).close()  # an empty one
-        shard = await asyncio.to_thread(_complete, name, draft, contents)
-        await asyncio.to_thread(self._move, draft, self.folder / name)
-        return shard
+        return await asyncio.to_thread(self._complete, draft, contents)
 
     def _finished(self, number: int) -> Shard | None:
         """The shard if it was noted as done, and is there; else None."""
         shard = self.database.done(number)
         return shard if shard and shard.is_in(self.folder) else None
 
-    async def _make(self, number: int, on_images: Callable[[int], None]) -> Shard:
-        name = f"{number:05}.tar"
-        draft = self.folder / WORK_FOLDER / "draft" / name
-        draft.parent.mkdir(parents=True, exist_ok=True)
+    async def _make(self, number: int, on_images: Move) -> Shard:
+        draft = self._draft(f"{number:05}.tar")
         # As img2dataset makes them.
         digits = max(4, len(str(self.plan.shard_size - 1)))
         keys = (f"{number:05}{place:0{digits}}" for place in itertools.count())
@@ -118,9 +112,7 @@ class Exporter:
             await asyncio.to_thread(written.write, fetched)
         finally:
             await asyncio.to_thread(written.close)
-        shard = await asyncio.to_thread(_complete, name, draft, contents)
-        await asyncio.to_thread(self._move, draft, self.folder / name)
-        return shard
+        return await asyncio.to_thread(self._complete, draft, contents)
 
     async def _fetch(
         self, batch: Sequence[tuple[str, list[Record]]], contents: _Contents
@@ -165,21 +157,25 @@ class Exporter:
             address=columns.addresses(self.storage),
         )
 
-    def _move(self, draft: Path, target: Path) -> None:
-        draft.replace(target)
-        sync(target.parent)
+    def _draft(self, name: str) -> Path:
+        """Where a shard is written until it is complete."""
+        draft = self.folder / WORK_FOLDER / "draft" / name
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        return draft
 
-
-def _complete(name: str, file: Path, contents: _Contents) -> Shard:
-    """Flushes a finished shard to the disk, and describes it."""
-    sync(file)
-    return Shard(
-        file=name,
-        file_bytes=file.stat().st_size,
-        sha256=files.sha256(file),
-        images=contents.images,
-        bytes=contents.bytes,
-        missing=contents.faulty["missing"],
-        changed=contents.faulty["misfit"],
-        misfits=contents.misfits,
-    )
+    def _complete(self, draft: Path, contents: _Contents) -> Shard:
+        """Flushes a finished shard to the disk, moves it into place, and describes it."""
+        sync(draft)
+        shard = Shard(
+            file=draft.name,
+            file_bytes=draft.stat().st_size,
+            sha256=files.sha256(draft),
+            images=contents.images,
+            bytes=contents.bytes,
+            missing=contents.faulty["missing"],
+            changed=contents.faulty["misfit"],
+            misfits=contents.misfits,
+        )
+        draft.replace(self.folder / draft.name)
+        sync(self.folder)
+        return shard

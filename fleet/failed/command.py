@@ -18,7 +18,7 @@ from imagefleet.storage.open import signer_of
 from imagefleet.storage.settings import SignerSettings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JobFilter:
     job: target.OnlyJobs = None
     error: str | None = option(
@@ -30,7 +30,7 @@ class JobFilter:
         return Selection(self.error, *target.read(self.job), self.model)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class How:
     everything: bool = option("All failed jobs.", False, "--all")
     dry_run: bool = options.dry_run("what would be moved or deleted")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import textwrap
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict
@@ -83,7 +84,7 @@ def facts(record: Record) -> JSONDict:
 
 def whole(record: Record) -> JSONDict:
     """A failed job with its fields, or its message where that is not JSON."""
-    job: object = record.body
+    job = record.body
     with contextlib.suppress(ValueError, RecursionError):
         job = json.loads(str(job))
     return {**facts(record), "job": job}
@@ -173,10 +174,8 @@ def print_preview(
     console.print_plain(f"{jobs} would be {verb}", to)
     _print_counts(preview.kinds, "campaign", "error", to=to)
     for prompt in preview.prompts:
-        is_short = len(prompt) <= _TEXT_CHARACTERS
-        console.print_plain(
-            f"  {prompt if is_short else prompt[:_TEXT_CHARACTERS] + '…'}", to
-        )
+        shown = textwrap.shorten(prompt, _TEXT_CHARACTERS, placeholder=" …")
+        console.print_plain(f"  {shown}", to)
     _print_staying(preview.reasons, preview.refused, to)
 
 

@@ -28,7 +28,6 @@ from imagefleet.files.kinds import MODEL, FileKind
 from imagefleet.job.prompt import SAFE_NAME, SAFE_NAMES, is_safe_name
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
-from imagefleet.validation import JSONDict
 from worker.files import addresses, check
 
 Manifest = Annotated[
@@ -63,7 +62,7 @@ UPLOADS = 8
 _ONNX_BEGINS = b"\x08"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AddOptions:
     name: str | None = option(
         "Its name for jobs or workers; by default the file's.", metavar="NAME"
@@ -112,9 +111,9 @@ async def add(
             await store(
                 listing, kind, ready, show, replace=given.replace, dry_run=dry_run
             )
-        rows: list[JSONDict] = []
-        notes: list[str] = []
-        lines: list[str] = []
+        rows = []
+        notes = []
+        lines = []
         listed = f", listed {'and signed ' if keys.signing else ''}in {listing.blob}"
         for file in ready:
             blob, stem = f"{kind.folder}/{file.name}", kind.stem(file.name)

@@ -29,14 +29,14 @@ KindName = Annotated[str, Argument(metavar="KIND", help=f"{', '.join(KINDS)}.")]
 
 
 #: Options of `files add` that not all kinds take, with those that do.
-_ADD: Mapping[str, Collection[str]] = {
+_ADD = {
     **dict.fromkeys(("name", "sha256", "cache"), BROUGHT),
     "replace": ("kernels",),
 }
 
 
 #: The same of `files make`, with the worker's settings.
-_MAKE: Mapping[str, Collection[str]] = {
+_MAKE = {
     **dict.fromkeys({*MakeSettings.model_fields, "output"} - {"model"}, ("kernels",)),
     **dict.fromkeys((*SignerSettings.model_fields, "device", "dry_run"), MADE),
     **dict.fromkeys(

@@ -1,6 +1,6 @@
 """Finds the LoRAs, models, images and other files that jobs name and the storage has not."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -39,7 +39,7 @@ IMAGE = FileKind(
 )
 
 #: What jobs may name, by its noun, in the order of the report.
-NAMED: Mapping[str, FileKind] = {
+NAMED = {
     kind.noun: kind
     for kind in (
         LORA,
@@ -109,7 +109,7 @@ def named(job: Job) -> set[tuple[str, str]]:
     return names
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Elsewhere:
     """Files that workers have besides those of the storage."""
 

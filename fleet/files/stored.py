@@ -43,7 +43,7 @@ REPORTED = ("content", "bytes", "sha256", "change", "in_manifest")
 Progress = Callable[[int, int | None], None]
 
 
-@dataclass(slots=True)
+@dataclass
 class Ready:
     """A checked file on this machine, ready to be stored under a name; and what was done then."""
 
@@ -187,7 +187,7 @@ def _folder(cache: Path) -> Path:
     return cache.expanduser() / "added"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Listing:
     """The manifest of *folder*; *create* starts one, and signs a plain one for a key."""
 
@@ -314,7 +314,7 @@ async def find(
 ) -> list[StoredFile]:
     """The files called so, with or without suffix; raises SetupError unless there is one each."""
     rows = await read(storage, kind)
-    found: dict[str, StoredFile] = {}
+    found = {}
     for name in names:
         called = [row for row in rows if name in {row.name, kind.stem(row.name)}]
         if not called:

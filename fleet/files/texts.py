@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli import console, options
+from cli.filling import reading
 from cli.options import option
 from fleet.files import add, missing
 from fleet.files.add import Manifest
 from fleet.files.stored import Listing, Ready
-from fleet.filling import reading
 from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage
@@ -31,7 +31,7 @@ class MakeSettings(WorkerSettings, SignerSettings):
     """Settings of `files make`: a worker's, and the key that signs what is stored."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MakeOptions:
     form: options.JobFormat = None
     count: int | None = option("Number of jobs; overrides JOBS'.", min=1)
@@ -55,7 +55,7 @@ def make(
     from worker.engine.flow import encoders
 
     encoder = encoders.name_of(Path(settings.model))
-    prompts: dict[str, str] = {}
+    prompts = {}
     count = 0
 
     def note(_place: str, job: Job) -> None:
@@ -82,7 +82,7 @@ def make(
     }
     of = f"of {console.counted(len(prompts), 'prompt')} by {encoder}"
     said = f"{stored:,} text states stored, {len(prompts) - stored:,} were there, {of}"
-    shown: list[str] = []
+    shown = []
     if dry_run:
         said = f"{len(lacking):,} {of} have no text states in the storage"
         shown = [prompts[stem] for stem in lacking[:_SHOWN]]

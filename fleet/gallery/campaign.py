@@ -42,7 +42,7 @@ REMOTE_POLL_SECONDS = 5.0
 _POLLS_PER_COUNT = 12
 
 
-@dataclass(slots=True)
+@dataclass
 class View:
     """The rows of a filter, oldest first. New ones only come at the end, or *generation* grows."""
 

@@ -41,7 +41,7 @@ async def command(
         app = server.Gallery(fleet, host, shown).application()
         async with probes.listening(app, host, port, "the gallery") as chosen:
             name = "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared only
-            url = f"http://{f'[{name}]' if ':' in name else name}:{chosen}/"
+            url = f"http://{probes.authority(name, chosen)}/"
             console.print_plain(
                 f"The gallery of {fleet.storage.url} is at {url} (Ctrl-C ends it)"
             )

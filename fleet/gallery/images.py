@@ -32,7 +32,7 @@ class Images:
         self._storage = storage
         self._reads = asyncio.Semaphore(_READS)
         self._kept: LRUCache[str, bytes] = LRUCache(_KEPT_BYTES, getsizeof=len)
-        self._misfits: set[str] = set()
+        self._misfits = set[str]()
 
     async def thumbnail(
         self, records: Sequence[Record], is_wanted: Callable[[], bool]

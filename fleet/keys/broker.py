@@ -22,7 +22,6 @@ from imagefleet.errors import FleetError, SetupError, TransientError
 from imagefleet.storage import proofs
 from imagefleet.telemetry import logs, probes
 from imagefleet.telemetry.logs import log
-from imagefleet.validation import JSONDict
 
 #: Seconds in which nodes may still get tokens that are revoked already; they ask again.
 CHECK_SECONDS = 30.0
@@ -75,7 +74,7 @@ class Identities:
             key = await asyncio.to_thread(
                 self._keys.get_signing_key_from_jwt, identity_token
             )
-            claims: JSONDict = self._jwt.decode(
+            claims = self._jwt.decode(
                 identity_token,
                 key.key,
                 algorithms=[ALGORITHM],

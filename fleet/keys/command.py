@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scope:
     model: list[str] | None = option(
         "A model whose jobs they are for as well; repeatable.", metavar="NAME"

@@ -54,19 +54,15 @@ class Place(NamedTuple):
     def name(self, settings: StorageSettings) -> str:
         return roles.name_of(settings, *self)
 
-    def client(
-        self, settings: StorageSettings, credential: Any = None, **terms: Any
-    ) -> Any:
-        """The client of the queue or container, with a credential or the account's key."""
+    def client(self, settings: StorageSettings) -> Any:
+        """The client of the queue or container, with the account's key."""
         address = account.read_address(settings.storage.strip())
         is_blobs = roles.is_container(self.resource)
         open_client = address.container_client if is_blobs else address.queue_client
-        return open_client(
-            self.name(settings), credential, api_version=API_VERSION, **terms
-        )
+        return open_client(self.name(settings), None, api_version=API_VERSION)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Minted:
     """The tokens of a role by place, and the storage address without its key."""
 
@@ -143,7 +139,7 @@ class Minter:
         self, place: Place, role: Role, expires_at: datetime, policy: str | None
     ) -> str:
         name = place.name(self._settings)
-        terms: JSONDict = {
+        terms = {
             **self._account,
             "protocol": "https" if self._https else None,
             "expiry": expires_at,
@@ -203,17 +199,12 @@ async def store_policy(
     for place in places:
         if place not in optional:
             await store(place)
-    if models:
+    if optional:
         async with open_storage(settings) as storage:
+            await storage.models.create()
             for model in models:
                 await storage.models.make(model)
     for place in optional:
-        async with place.client(settings) as client:
-            with (
-                azure_errors.translated(f"the queue {client.queue_name!r}"),
-                azure_errors.tolerated({"QueueAlreadyExists"}),
-            ):
-                await client.create_queue()
         await store(place)
 
 

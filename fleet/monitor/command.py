@@ -16,8 +16,8 @@ from fleet.settings import MonitorSettings
 from imagefleet import concurrency
 from imagefleet.aio import Fleet
 from imagefleet.storage.protocol import QueueDepth
+from imagefleet.telemetry.logs import duration
 from imagefleet.validation import JSONDict, JSONObject
-from worker.progress import duration
 
 
 @options.flat
@@ -63,9 +63,7 @@ async def command(
 
 
 async def read_status(
-    client: Fleet,
-    server: prometheus.Prometheus | None = None,
-    campaigns: Campaigns | None = None,
+    client: Fleet, server: prometheus.Prometheus | None, campaigns: Campaigns
 ) -> JSONDict:
     """The depth of the queues, the *campaigns* and, with a *server*, the fleet's rates, as JSON.
 
@@ -73,33 +71,31 @@ async def read_status(
     `failed` are counted by their records: some may have several messages.
     """
     depth, storage = await client.depth(), client.storage
-    if campaigns:
-        await campaigns.refresh()
+    await campaigns.refresh()
     waiting = await _without_worker(client, depth.queue)
     return {
         "storage": storage.url,
         "queue": _queue(storage.queue.name, depth.queue),
         "failed": {
             **_queue(storage.poison.name, depth.failed),
-            "jobs": campaigns.failed if campaigns else None,
+            "jobs": campaigns.failed,
         },
-        "fleet": (await rates.fleet_rates(server)).model_dump() if server else None,
+        "fleet": await rates.fleet_rates(server) if server else None,
         "queues": [_queue(name, each) for name, each in depth.queue.by_queue.items()],
         "without_worker": [
             {"model": name, "messages": count} for name, count in waiting.items()
         ],
-        "campaigns": campaigns.records() if campaigns else [],
-        "unfit_records": campaigns.unfit_records if campaigns else 0,
+        "campaigns": campaigns.records(),
+        "unfit_records": campaigns.unfit_records,
     }
 
 
 async def _without_worker(client: Fleet, depth: QueueDepth) -> dict[str, int]:
     """Models with jobs but no worker, by what workers note every five minutes."""
-    waiting: Counter[str] = Counter()
-    for queue_depth in depth.by_queue.values():
-        if queue_depth.model is not None and queue_depth.messages:
-            waiting[queue_depth.model] += queue_depth.messages
-
+    waiting = Counter[str]()
+    for queue in depth.by_queue.values():
+        if queue.model is not None and queue.messages:
+            waiting[queue.model] += queue.messages
     models = client.storage.models
     asked = (client.run(models.is_served(model)) for model in waiting)
     served = zip(waiting, await concurrency.gather(*asked), strict=True)
@@ -118,9 +114,7 @@ def _queue(name: str, depth: QueueDepth) -> JSONDict:
     }
 
 
-def status_screen(
-    found: JSONObject, campaigns: Campaigns | None = None, count: int = 20
-) -> Group:
+def status_screen(found: JSONObject, campaigns: Campaigns, count: int) -> Group:
     """The tables of a status that `read_status` returned, with the first *count* campaigns."""
     headings = ("messages", "visible", "leased", "oldest")
     table = console.table(["queue"], headings)
@@ -142,7 +136,7 @@ def status_screen(
         )
     if (fleet := found["fleet"]) is not None:
         rows = {
-            "workers": console.number(fleet["workers"]),
+            "workers": fleet["workers"],
             "images/s": console.number(fleet["images_per_second"], 2),
             "images per dollar, GPU only": console.number(
                 fleet["images_per_dollar_gpu_only"]
@@ -154,8 +148,6 @@ def status_screen(
         if fleet["kept_share"] is not None:
             rows["kept of the images drawn"] = console.percent(fleet["kept_share"])
         parts.append(console.totals(rows))
-    if campaigns is None:
-        return Group(*parts)
     if campaigns.rows:
         parts += [Text(), campaigns.table(count)]
     return Group(*parts, *_notes(*campaigns.notes(count, found["queue"]["messages"])))

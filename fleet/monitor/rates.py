@@ -6,15 +6,14 @@ errors of `Prometheus.at`.
 
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Annotated, TypeVar
-
-from pydantic import BaseModel, BeforeValidator
+from typing import TypeVar
 
 from cli import console
 from fleet.monitor.prometheus import Prometheus
 from imagefleet import concurrency, validation
 from imagefleet.errors import FleetError
 from imagefleet.telemetry.logs import log
+from imagefleet.validation import JSONDict
 
 #: Long enough for several pushes or scrapes, short enough to show a change.
 WINDOW = "2m"
@@ -44,37 +43,25 @@ _FIGURES = {
     "images_per_dollar_gpu_only": f"sum({_IMAGES}) / sum({_GPU_DOLLARS})",
 }
 
+#: Those that are whole numbers. Replicas are machines: each has a worker for each of its GPUs.
+_COUNTS = ("workers", "replicas")
+
 #: Days in which a fleet counts as known: a server may keep no more than two weeks.
 KNOWN_DAYS = 7
 
 _Answer = TypeVar("_Answer")
 
-#: Prometheus has no whole numbers, and another server may answer in its place.
-_Count = Annotated[int, BeforeValidator(int)]
 
-
-class FleetRates(BaseModel, frozen=True):
-    """Rates of the whole fleet; None where there is no data."""
-
-    workers: _Count = 0
-    images_per_second: float | None = None
-    jobs_per_second: float | None = None
-    gpu_idle_fraction: float | None = None
-    dollars_per_hour: float | None = None
-    images_per_dollar_gpu_only: float | None = None
-    images_per_dollar: float | None = None
-    #: Stored images of those drawn, of workers that judge; images per dollar are those stored.
-    kept_share: float | None = None
-    #: Machines: each has one worker, or one for each of its GPUs.
-    replicas: _Count = 0
-
-
-async def fleet_rates(prometheus: Prometheus) -> FleetRates:
+async def fleet_rates(prometheus: Prometheus) -> JSONDict:
+    """Rates of the whole fleet by the names of `_FIGURES`; None where there is no data."""
     now = datetime.now(UTC)
     asked = (prometheus.at(query, now) for query in _FIGURES.values())
     answers = zip(_FIGURES, await concurrency.gather(*asked), strict=True)
-    figures = {name: series[0].last for name, series in answers if series}
-    return FleetRates.model_validate(figures)
+    found = {name: series[0].last if series else None for name, series in answers}
+    for name in _COUNTS:
+        # Prometheus has no whole numbers, and another server may answer in its place.
+        found[name] = int(found[name] or 0)
+    return found
 
 
 async def ask(

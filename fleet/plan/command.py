@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cli import console, options
+from cli.filling import reading
 from cli.options import argument, option
-from fleet.filling import reading
 from fleet.plan import estimate
 from fleet.plan import kept as keeping
 from fleet.plan.estimate import BatchPlan, Bench, Input, ModelSpeed, Part
@@ -19,7 +19,7 @@ from imagefleet.storage import bundle as bundles
 from loadgen import sources
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """Options that say what is to be drawn."""
 
@@ -48,7 +48,7 @@ class Batch:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Machines:
     """Options that say which GPUs draw it, at which speed and price."""
 
@@ -234,8 +234,8 @@ def show(plan: BatchPlan, table: PriceTable) -> None:
         for form, dollars in plan.storage_month_dollars.items()
     )
     rows = {
-        "images": f"{plan.images:,}",
-        "replicas": f"{plan.replicas:,}",
+        "images": plan.images,
+        "replicas": plan.replicas,
         "hours": f"{plan.hours:,.2f}",
         "GPU": f"${plan.gpu_dollars:,.2f}",
         "of that, start-up": f"${plan.start_up_dollars:,.2f}",

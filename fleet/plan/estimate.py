@@ -24,7 +24,7 @@ _ALIKE = 0.03
 Basis = Literal["measured", "given", "listed", "assumed", "estimated"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Input:
     """A number and its source."""
 
@@ -43,7 +43,7 @@ ASSUMED_START_UP = Input(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bench:
     """A GPU's speed, and of which images: those of the reference run, unless a report says it."""
 
@@ -54,7 +54,7 @@ class Bench:
     tflop_per_image: float = families.SD1.taken_tflop(families.SD1.image_tflop())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelSpeed:
     """The images of one model, and how fast one GPU draws them."""
 
@@ -69,7 +69,7 @@ class ModelSpeed:
         return self.images / self.images_per_second.value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """Replicas of one GPU class, with the speed, price and billed start-up of each."""
 
@@ -90,7 +90,7 @@ class Part:
         return self.replicas * self.images_per_second.value * seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelCost:
     """One model's share of a plan: its images, hours and dollars, start-up included."""
 
@@ -102,7 +102,7 @@ class ModelCost:
     images_per_dollar_gpu_only: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchPlan:
     """A batch on a fleet that starts all at once and is busy until the end."""
 
@@ -316,7 +316,7 @@ def mean_speed(speeds: Sequence[ModelSpeed]) -> Input:
     images = sum(each.images for each in speeds)
     value = images / sum(each.seconds for each in speeds)
     # As sure as the least sure of them.
-    order: tuple[Basis, ...] = ("estimated", "assumed", "measured", "given")
+    order = ("estimated", "assumed", "measured", "given")
     kind = min((each.images_per_second.kind for each in speeds), key=order.index)
     return Input(
         value, kind, f"the mean over {len(speeds)} models, weighted by their images"

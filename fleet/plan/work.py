@@ -18,7 +18,7 @@ from worker.accelerator import Accelerator
 _BUNDLE_TFLOP = 30 * families.SD1.image_tflop()
 
 
-@dataclass(slots=True)
+@dataclass
 class ModelJobs:
     """All jobs of one model; *model* is None for those that name none."""
 
@@ -54,7 +54,7 @@ def of_count(jobs: int, models: Models) -> list[ModelJobs]:
     return [ModelJobs(None, family, jobs, jobs, tflop, pixels, jobs)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Models:
     """The family of each model's jobs; *others* is that of models that nothing else tells."""
 
@@ -97,7 +97,7 @@ def add_stages(
 
     Raises JobError for impossible sizes, and for what contradicts the accelerator.
     """
-    before: families.Size | None = None
+    before = None
     for stage in job.stages_left():
         work = found.get(stage.model)
         if work is None:

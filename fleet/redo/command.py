@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -57,7 +57,7 @@ class Suspects(BaseModel):
         )
 
 
-@dataclass(slots=True)
+@dataclass
 class Images:
     """Images by name, each with its metadata."""
 
@@ -77,7 +77,7 @@ class Images:
         return Counter(each.get("worker", "") for each in self.images.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImageChoice:
     job: str | None = argument(
         "The images of this job, or this image of it, as in spring/a-2.png; for --worker"
@@ -179,7 +179,7 @@ async def _run(
         for copy, metadata in interrupted.items():
             found.images.pop(replace.original(copy), None)
             found.images[copy] = metadata
-        result: JSONDict = {
+        result = {
             "images": len(found.images),
             "workers": dict(found.by_worker.most_common()),
             "damaged_records": found.damaged_records,
@@ -258,7 +258,7 @@ def _show(result: JSONDict, *, dry_run: bool) -> None:
 
 
 async def select(
-    storage: Storage, which: ImageChoice, on_listed: Callable[[], None]
+    storage: Storage, which: ImageChoice, on_listed: console.Move
 ) -> Images:
     """Reads which images are wanted; *on_listed* is called for each that is looked at."""
     named = which.named

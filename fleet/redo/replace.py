@@ -11,9 +11,11 @@ import itertools
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
+from cli.console import Move
 from imagefleet import concurrency
 from imagefleet.errors import JobError, SetupError, UnusableFileError
 from imagefleet.files import picture
@@ -29,7 +31,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore, Metadata
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JobFinder:
     """The messages that draw images again; *given* by their job's key.
 
@@ -113,7 +115,7 @@ class Entry:
         return MARKS + self.copy.removeprefix(REPLACED)
 
 
-@dataclass(slots=True)
+@dataclass
 class Replaced:
     """Counts of images put aside and of jobs sent, and why other images stay as they are."""
 
@@ -155,7 +157,7 @@ async def replace(
     images: Mapping[str, Mapping[str, str]],
     packed: Mapping[str, Spot],
     finder: JobFinder,
-    on_image: Callable[[], None],
+    on_image: Move,
 ) -> Replaced:
     """Replaces *images*, by name; those of an interrupted run by the names of their copies.
 
@@ -212,7 +214,7 @@ async def _replace(
     missing = [entry for entry, is_gone in zip(entries, gone, strict=True) if is_gone]
     now = storage.blobs.clock.now()
     notes = (
-        dedupe.note(entry.name, entry.metadata, _digest_of(entry.copy), now)
+        dedupe.note(entry.name, entry.metadata, PurePosixPath(entry.copy).stem, now)
         for entry in missing
     )
     await log.add([note for note in notes if note is not None])
@@ -252,10 +254,6 @@ async def _prepare(
     await storage.blobs.create(entry.copy, data, content_type, metadata)
     await storage.files.create(entry.mark, b"", "text/plain", {})
     return entry
-
-
-def _digest_of(copy: str) -> str:
-    return copy.rpartition("/")[2].partition(".")[0]
 
 
 async def _delete(storage: Storage, entry: Entry) -> bool:

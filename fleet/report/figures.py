@@ -155,7 +155,7 @@ def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[dict[str, flo
         return 1, []
     begin, end = min(stored_in_second), max(stored_in_second)
     step = (end - begin) // _MAX_BINS + 1
-    bins: Counter[int] = Counter()
+    bins = Counter[int]()
     for second, count in stored_in_second.items():
         bins[second // step] += count
     return step, [

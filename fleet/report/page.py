@@ -5,7 +5,6 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import filesize
@@ -14,7 +13,7 @@ from cli.console import counted, significant
 from fleet.gallery.images import shrink
 from fleet.report.figures import Figures
 from fleet.report.records import Records
-from imagefleet import sweep
+from imagefleet.caption import caption_of
 from imagefleet.errors import JobError
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.job import prompt
@@ -22,8 +21,8 @@ from imagefleet.records import columns, pictures
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 from imagefleet.storage.open import Storage
+from imagefleet.telemetry.logs import duration
 from imagefleet.validation import JSONObject
-from worker.progress import duration
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15
@@ -49,7 +48,7 @@ async def read_samples(storage: Storage, records: Records) -> list[JSONObject]:
 
 def sample(record: Record, address: str, data: str | None) -> JSONObject:
     """An image for the page; *data* is a JPEG in base64, None for what is no image."""
-    words = printable(sweep.caption_of(record))
+    words = printable(caption_of(record))
     _, loras = prompt.read_words(record.prompt or "")
     return {
         "job": record.id,
@@ -79,38 +78,22 @@ def render(
         counted=counted,
         figures=figures,
         made_at=made_at,
-        plots=_plots(figures),
+        costs=_costs(figures),
         slowest=list(reversed(figures["workers"]))[:_MAX_WORKERS],
         samples=samples,
     )
 
 
-class Bar(NamedTuple):
-    """A named amount of a bar plot; *label* is shown to its right."""
-
-    name: str
-    value: float
-    label: str
-
-
-def _plots(figures: Figures) -> dict[str, list[Bar]]:
-    dollars: dict[str, float] = defaultdict(float)
-    money = figures["money"]
-    if money["gpu_dollars"] is not None:
-        for worker in figures["workers"]:
-            dollars[gpu_name(worker["gpu"])] += worker["gpu_dollars"]
-    costs = dict(sorted(dollars.items()))
-    costs["storage operations"] = money["storage_dollars"]
-    return {
-        "money": _bars(costs),
-        "split": _bars(money["split"] or {}),
-    }
-
-
-def _bars(amounts: Mapping[str, float]) -> list[Bar]:
-    return [
-        Bar(_words(name), value, _dollars(value)) for name, value in amounts.items()
-    ]
+def _costs(figures: Figures) -> dict[str, float]:
+    """Dollars by GPU class, and those of the storage's operations."""
+    costs: dict[str, float] = defaultdict(float)
+    if figures["money"]["gpu_dollars"] is not None:
+        for worker in sorted(
+            figures["workers"], key=lambda each: gpu_name(each["gpu"])
+        ):
+            costs[gpu_name(worker["gpu"])] += worker["gpu_dollars"]
+    costs["storage operations"] = figures["money"]["storage_dollars"]
+    return costs
 
 
 def gpu_name(recorded: str | None) -> str:

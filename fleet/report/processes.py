@@ -79,10 +79,6 @@ def worker_key(record: Record) -> WorkerKey:
     return printable(record.worker), started_at
 
 
-def _started_at(key: WorkerKey) -> datetime | None:
-    return datetime.fromisoformat(key[1]) if key[1] else None
-
-
 async def own_times(
     storage: Storage,
     campaign: str,
@@ -96,7 +92,11 @@ async def own_times(
     """
     writers = {writer_name(name) for name, _ in processes}
     began_at = min(
-        (_started_at(key) or known for key, known in processes.items()), default=_EVER
+        (
+            datetime.fromisoformat(started_at) if started_at else known
+            for (_, started_at), known in processes.items()
+        ),
+        default=_EVER,
     )
     every = [
         each

@@ -68,7 +68,7 @@ class Worker:
         return self.first_pull_at - timedelta(seconds=self.start_up_seconds)
 
 
-@dataclass(slots=True)
+@dataclass
 class Model:
     """The images of one model, and its part of the workers' times and costs.
 
@@ -82,7 +82,7 @@ class Model:
     images_per_dollar_gpu_only: float | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class Records:
     """Totals of a campaign; *given_price* ($/h) overrides what its workers recorded."""
 
@@ -286,7 +286,7 @@ async def _count_unused(storage: Storage, records: Records) -> None:
         noted.update((_drawing(note), worker_key(note)) for note in part)
     replaced = Counter(noted.values())
     # Who finds an image stored writes its record again; it has not drawn it.
-    copies: set[int] = set()
+    copies = set[int]()
     drawn, doubled = Counter[WorkerKey](), Counter[WorkerKey]()
     async for part in catalog.records_of(shards, "again", Damaged()):
         copies.update(map(_drawing, filter(records.is_credited, part)))

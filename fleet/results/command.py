@@ -20,13 +20,12 @@ from imagefleet.records.counts import Counts
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
-from imagefleet.validation import JSONDict
 
 #: Outcomes to show, as typer reads them from the command line.
 Outcome = StrEnum("Outcome", ["COMPLETED", "FAILED", "CANCELLED", "DROPPED"])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Output:
     as_json: options.AsJsonLines = False
     download: Path | None = option(
@@ -99,7 +98,7 @@ async def command(
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 
-@dataclass(slots=True)
+@dataclass
 class _Results:
     to: Output
     campaign: str
@@ -173,7 +172,7 @@ def _report_download(running: download.Download, *, as_json: bool) -> None:
     )
     if as_json:
         counted = ("images", "bytes", "already_there")
-        facts: JSONDict = {name: getattr(running, name) for name in counted}
+        facts = {name: getattr(running, name) for name in counted}
         for name, names in (("missing", missing), ("changed", changed)):
             facts |= {name: len(names), f"first_{name}": names[: download.SHOWN]}
         facts["misfits"] = running.unfit.count

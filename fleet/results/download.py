@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +64,7 @@ def opened(
 _Packs = dict[str, bytes | None]
 
 
-@dataclass(slots=True)
+@dataclass
 class Download:
     folder: Path
     storage: Storage
@@ -83,9 +83,7 @@ class Download:
     def named(self, fault: Fault) -> list[str]:
         return [name for name, why in self.undelivered.items() if why == fault]
 
-    async def run(
-        self, records: Iterable[Record], on_image: Callable[[], None]
-    ) -> None:
+    async def run(self, records: Iterable[Record], on_image: console.Move) -> None:
         """Downloads the images of *records*, each of which may have several."""
         images: dict[str, list[Record]] = {}
         packs: dict[str, list[Record]] = {}

@@ -27,7 +27,7 @@ def counts_table(counts: Counts) -> Table:
         "jobs discarded": counts.discarded,
     }
     return console.totals(
-        {name: f"{n:,}" for name, n in rows.items() if n or name == "images"}
+        {name: n for name, n in rows.items() if n or name == "images"}
     )
 
 

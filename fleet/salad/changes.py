@@ -5,11 +5,11 @@ nor more than the quota allows, which may have been lowered.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleet.salad import groups as salad_groups
-from fleet.salad.groups import Group, Quota
+from fleet.salad.groups import Groups, Quota, Replicas
 from imagefleet.errors import SetupError
 from imagefleet.validation import JSONObject
 
@@ -18,7 +18,7 @@ from imagefleet.validation import JSONObject
 STEPS = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Changes:
     """Groups to create or resize, with their replicas, to start, and old ones to delete.
 
@@ -26,21 +26,19 @@ class Changes:
     *least_replicas* stay throughout.
     """
 
-    create: Mapping[str, int]
-    resize: Mapping[str, int]
+    create: Replicas
+    resize: Replicas
     start: Sequence[str]
     delete: Sequence[str]
     new_replicas: int
     least_replicas: int
-    steps: Sequence[Mapping[str, int]]
+    steps: Sequence[Replicas]
 
     def __bool__(self) -> bool:
         return bool(self.create or self.resize or self.start or self.delete)
 
 
-def applied(
-    bodies: Sequence[JSONObject], existing: Sequence[Group], room: int
-) -> Changes:
+def applied(bodies: Sequence[JSONObject], existing: Groups, room: int) -> Changes:
     """Changes from the *existing* groups to *bodies*, by their names, which have the revision.
 
     *room*: the replicas that the quota leaves to all of them.
@@ -70,9 +68,7 @@ def applied(
     )
 
 
-def _steps(
-    wanted: Mapping[str, int], existing: Sequence[Group], room: int
-) -> list[Mapping[str, int]]:
+def _steps(wanted: Replicas, existing: Groups, room: int) -> list[Replicas]:
     """Replicas after each step: old ones give way to the same share of the new ones.
 
     So no step has more replicas, or a higher price, than the first or the last, nor more than have
@@ -88,7 +84,7 @@ def _steps(
             old[group.name] = min(group.live_replicas, group.running)
             live += group.live_replicas
     running, total = sum(old.values()), sum(wanted.values())
-    steps: list[Mapping[str, int]] = []
+    steps: list[Replicas] = []
     for left in reversed(range(STEPS)) if running else [0]:
         share = total * (STEPS - left) // STEPS
         new = salad_groups.resplit(new, min(total, max(sum(new.values()), share)))

@@ -13,7 +13,7 @@ from fleet.monitor import watch as watching
 from fleet.salad import changes, deployment, gpus, groups
 from fleet.salad import file as salad_file
 from fleet.salad.file import File, FleetFile, WaitMinutes
-from fleet.salad.groups import Group, Quota
+from fleet.salad.groups import Groups, Quota
 from imagefleet import concurrency
 from imagefleet.errors import SetupError, TransientError
 from imagefleet.pricing import prices
@@ -121,7 +121,7 @@ def _plan_lines(plan: changes.Changes) -> list[str]:
 def _render(file: FleetFile, replicas: int | None, *, as_json: bool) -> None:
     """Prints the groups of a fleet file, as `apply` creates them, and their price."""
     classes = file.gpu_classes(gpus.built_in())
-    missing: list[str] = []
+    missing = []
 
     def read_secret(source: salad_file.SecretSource) -> SecretStr:
         try:
@@ -155,9 +155,7 @@ def _render(file: FleetFile, replicas: int | None, *, as_json: bool) -> None:
         console.print_json(record)
         return
     console.print_json(shown)
-    rows = []
-    for gpu, each in dollars.items():
-        rows.append((gpu, f"{each:g}", f"{each * total:,.2f}"))
+    rows = ((gpu, f"{each:g}", f"{each * total:,.2f}") for gpu, each in dollars.items())
     console.print_tables(
         *(
             f"Serves {model.name} ({model.family.name}), from the queue {model.queue}."
@@ -237,9 +235,7 @@ async def drain(
         console.print_json({"drained": names, "deleted": names if delete else []})
 
 
-def _record(
-    groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quota
-) -> JSONDict:
+def _record(groups: Groups, known: Sequence[gpus.GpuClass], quota: Quota) -> JSONDict:
     """The JSON of `deploy status`; only running instances are billed."""
     names = {gpu.id: gpu.name for gpu in known}
     prices = [

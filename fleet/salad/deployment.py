@@ -12,7 +12,6 @@ from collections.abc import (
     Callable,
     Collection,
     Iterable,
-    Mapping,
     Sequence,
 )
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from fleet.salad import groups as salad_groups
 from fleet.salad.changes import Changes
 from fleet.salad.client import SaladClient
 from fleet.salad.file import FleetFile
-from fleet.salad.groups import Group
+from fleet.salad.groups import Group, Groups, Replicas
 from imagefleet.errors import SetupError, TransientError
 from imagefleet.telemetry import proxies
 from imagefleet.validation import JSONObject
@@ -94,9 +93,7 @@ class Deployment:
         if plan.delete:
             await self.delete(plan.delete)
 
-    async def resize(
-        self, groups: Iterable[Group], replicas: Mapping[str, int]
-    ) -> None:
+    async def resize(self, groups: Iterable[Group], replicas: Replicas) -> None:
         """Gives *groups* their *replicas*, and starts those that are stopped and get any."""
         for group in groups:
             name, count = group.name, replicas[group.name]
@@ -133,18 +130,18 @@ class Deployment:
             await self.client.delete(name)
             console.print_note(f"deleting {name}")
 
-        def left(groups: Sequence[Group]) -> int:
+        def left(groups: Groups) -> int:
             return sum(group.name in names for group in groups)
 
         await self._until_none(left, "group", "not deleted yet", wait_seconds)
 
     async def _until_at_most(
-        self, most: Mapping[str, int], before: Iterable[Group], wait_seconds: float
+        self, most: Replicas, before: Iterable[Group], wait_seconds: float
     ) -> None:
         """Raises SetupError if somebody else makes the fleet larger than it was *before*."""
         were = {group.name: group.live_replicas for group in before}
 
-        def more(groups: Sequence[Group]) -> int:
+        def more(groups: Groups) -> int:
             for group in groups:
                 if group.live_replicas > were.get(group.name, 0):
                     replicas = console.counted(group.live_replicas, "replica")
@@ -159,7 +156,7 @@ class Deployment:
         await self._until_none(more, "instance", "still to stop", wait_seconds)
 
     async def _until_running(self, new: Collection[str], wait_seconds: float) -> None:
-        def missing(groups: Sequence[Group]) -> int:
+        def missing(groups: Groups) -> int:
             started = [group for group in groups if group.name in new]
             enough = math.ceil(ENOUGH * sum(group.replicas for group in started))
             return max(0, enough - sum(group.running for group in started))
@@ -168,7 +165,7 @@ class Deployment:
 
     async def _until_none(
         self,
-        count: Callable[[Sequence[Group]], int],
+        count: Callable[[Groups], int],
         noun: str,
         state: str,
         wait_seconds: float,

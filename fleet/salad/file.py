@@ -69,7 +69,7 @@ WaitMinutes = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """One model of a fleet: *queue* is that of its jobs of normal priority."""
 

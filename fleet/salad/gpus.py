@@ -14,7 +14,7 @@ from imagefleet.validation import JSONObject
 _MEMORY = re.compile(r"\s*\((\d+)\s*GB\)$", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GpuClass:
     """One class: its name here, SaladCloud's id, $/h by priority."""
 
@@ -23,7 +23,7 @@ class GpuClass:
     dollars_per_hour: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PriceRange:
     """$/h, from the cheapest to the most expensive of the GPU classes."""
 

@@ -79,6 +79,12 @@ class Group(_Answer):
         return replica_price(classes, self.priority)
 
 
+Groups = Sequence[Group]
+
+#: Replicas by the names of groups.
+Replicas = Mapping[str, int]
+
+
 class Quota(_Answer):
     """The replicas that an organization may have; those of stopped groups count as used."""
 
@@ -105,7 +111,7 @@ def parse_name(fleet: str, name: str) -> tuple[str, int] | None:
     return (found[1], int(found[2])) if found else None
 
 
-def is_rolling(groups: Sequence[Group]) -> bool:
+def is_rolling(groups: Groups) -> bool:
     """True while groups of several revisions exist."""
     return len({group.name.rpartition("-")[0] for group in groups}) > 1
 
@@ -121,7 +127,7 @@ def split(replicas: int, now: Sequence[int] = (0,)) -> list[int]:
     return spread
 
 
-def resplit(shares: Mapping[str, int], replicas: int) -> dict[str, int]:
+def resplit(shares: Replicas, replicas: int) -> dict[str, int]:
     """Splits *replicas* over the groups of *shares*, their replicas now, as `split` does."""
     return dict(zip(shares, split(replicas, list(shares.values())), strict=True))
 

@@ -22,7 +22,7 @@ from imagefleet.validation import JSONDict
 from worker.accelerator import Accelerator
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Running:
     """Options on the speed of a replica, and on how the scaler runs."""
 

@@ -26,7 +26,7 @@ _BUDGET = "the budget allows no more"
 HYSTERESIS = 0.1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Goal:
     """The operator's goal and limits; the deadline is in Unix seconds."""
 
@@ -44,7 +44,7 @@ class Goal:
         return self.deadline is not None and now >= self.deadline
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Known:
     """One sample; *price* is None if unknown, *quota_free* if no change is due.
 
@@ -63,7 +63,7 @@ class Known:
     jobs_per_second: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decision:
     """The number of replicas, and why."""
 

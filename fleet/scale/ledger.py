@@ -16,7 +16,7 @@ from imagefleet.errors import SetupError
 _NOTABLE_SECONDS = 300.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ledger:
     """The cost up to *at* (Unix seconds), and the replicas running and their price then.
 

@@ -12,7 +12,7 @@ from fleet.salad import deployment
 from fleet.salad import groups as salad_groups
 from fleet.salad.file import Model
 from fleet.salad.gpus import GpuClass
-from fleet.salad.groups import Group
+from fleet.salad.groups import Groups
 from fleet.scale import ledger
 from fleet.scale.decision import (
     SETTLE_SECONDS,
@@ -31,7 +31,7 @@ from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Speed:
     """Jobs/s of one replica on the fleet's first model, and the source of that number."""
 
@@ -229,7 +229,7 @@ class Scaler:
             self._empty_since = empty_since or now
 
     async def _carry_out(
-        self, decision: Decision, known: Known, groups: Sequence[Group], *, is_due: bool
+        self, decision: Decision, known: Known, groups: Groups, *, is_due: bool
     ) -> None:
         is_late = known.messages and self._goal.has_passed(known.now)
         level = logging.WARNING if is_late else logging.INFO
@@ -254,7 +254,7 @@ class Scaler:
             live = {group.name: group.live_replicas for group in groups}
             await self._fleet.resize(groups, salad_groups.resplit(live, then))
 
-    def _price(self, groups: Sequence[Group]) -> float | None:
+    def _price(self, groups: Groups) -> float | None:
         """$/h of a replica of the most expensive class; None if that of a group is unknown."""
         found = [group.price(self._classes) for group in groups]
         highest = [price.most if price else 0.0 for price in found]

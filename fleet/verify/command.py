@@ -144,12 +144,9 @@ async def _verify_export(
     with console.counting("verified", None, quiet=as_json) as on_picture:
         verifier = export.Verifier(folder, settings.keys().trusted, on_picture)
         verdict = await asyncio.to_thread(verifier.run)
-    faults = verdict.faults[: console.SCREEN_LINES]
-    if as_json:
-        console.print_json({"export": str(folder), **asdict(verdict)})
-        faults = []
-    for fault in faults:
-        console.print_error(": ".join(filter(None, astuple(fault))))
+    if not as_json:
+        for fault in verdict.faults[: console.SCREEN_LINES]:
+            console.print_error(": ".join(filter(None, astuple(fault))))
     facts = {
         "pictures": verdict.pictures,
         "without a job in them": verdict.without_job,
@@ -157,8 +154,7 @@ async def _verify_export(
         "manifest signed with one": verdict.is_sealed,
         "faults": verdict.fault_count,
     }
-    if not as_json:
-        console.print_facts({name: f"{fact:,}" for name, fact in facts.items()})
+    console.show({"export": str(folder), **asdict(verdict)}, facts, as_json=as_json)
     if verifier.keys is None:
         console.print_note(
             "without --trusted-key: the files agree with each other, whoever made them"
@@ -174,9 +170,7 @@ def _show_counts(counts: Counter[pairs.Result]) -> None:
         )
         return
     shown = {
-        label: f"{counts[name]:,}"
-        for name, label in pairs.RESULTS.items()
-        if counts[name]
+        label: counts[name] for name, label in pairs.RESULTS.items() if counts[name]
     }
     console.print_tables(console.totals(shown))
 

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from io import BufferedReader
@@ -16,16 +16,18 @@ from pathlib import Path
 from tarfile import TarError, TarFile, TarInfo
 from typing import NamedTuple
 
+from cli.console import Move
 from fleet.export.formats import Sample
 from fleet.export.plan import MANIFEST, Manifest, Shard
-from imagefleet import sweep, validation
+from imagefleet import validation
+from imagefleet.caption import caption_of
 from imagefleet.errors import JobError, SetupError
 from imagefleet.files import pack, picture
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job, is_signed, read_job
 from imagefleet.records import columns
 from imagefleet.records.record import Record, of_job
 from imagefleet.signing import TrustedJobs, TrustedKeys
-from imagefleet.validation import JSONDict, JSONObject
+from imagefleet.validation import JSONDict
 
 #: Faults that are named; the others are counted.
 MOST_NAMED = 1_000
@@ -97,7 +99,7 @@ class Verifier:
 
     folder: Path
     keys: TrustedKeys | None
-    on_picture: Callable[[], None]
+    on_picture: Move
 
     def run(self) -> Verdict:
         """Looks at each picture; raises SetupError if there is no export."""
@@ -111,12 +113,10 @@ class Verifier:
         manifest = validation.read_file(
             Manifest, path, "is no manifest of this version"
         )
-        shards: dict[str, Shard | None] = dict.fromkeys(
-            sorted(each.name for each in self.folder.glob("*.tar"))
-        )
+        shards = dict.fromkeys(sorted(each.name for each in self.folder.glob("*.tar")))
         if manifest is None and not shards:
             raise SetupError(f"{self.folder} has no {MANIFEST}, and no packs")
-        self._loras: Mapping[str, str] = {}
+        self._loras = {}
         if manifest is not None:
             self._check_signature(manifest)
             self._loras = manifest.loras
@@ -207,7 +207,7 @@ class Verifier:
         if hashlib.sha256(data).hexdigest() != record.sha256:
             raise _FaultError("its file has another SHA-256 than its record")
         _check_columns(Sample(key, record, b""), row)
-        if texts not in ([], [sweep.caption_of(record).encode()]):
+        if texts not in ([], [caption_of(record).encode()]):
             raise _FaultError("its text is another caption than that of its record")
         self._check_hashes(data)
         message = picture.message_in(data)
@@ -251,7 +251,7 @@ def _places(file: BufferedReader) -> Iterator[_Place]:
 
 def _by_key(lines: bytes) -> dict[str, bytes]:
     """Lines of records by the keys of their pictures: a shard's has it, a pack's the name."""
-    found: dict[str, bytes] = {}
+    found = {}
     for line in filter(None, lines.split(b"\n")):
         fields = _object(line)
         key = str(fields.get("key", pack.key_of(str(fields.get("blob", "")))))
@@ -282,7 +282,7 @@ def _object(text: bytes) -> JSONDict:
 def _check_columns(sample: Sample, text: bytes) -> None:
     """Raises _FaultError if the columns beside a picture are not those of its record."""
     told = _object(text)
-    known: JSONObject = columns.sample(sample.record)
+    known = columns.sample(sample.record)
     if "url" in told:  # the address alone is not the record's
         row = sample.row(lambda _: str(told["url"]))
         row["sha256"] = sample.record.sha256  # which its file was compared with

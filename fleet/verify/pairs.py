@@ -4,11 +4,12 @@ import asyncio
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
+from cli.console import Move
 from cli.target import Target
 from imagefleet import concurrency, likeness
 from imagefleet.errors import UnusableFileError
@@ -88,9 +89,7 @@ async def listed(
                 )
 
 
-async def compare(
-    storage: Storage, pairs: Iterable[Pair], on_pair: Callable[[], None]
-) -> None:
+async def compare(storage: Storage, pairs: Iterable[Pair], on_pair: Move) -> None:
     proofs = await storage.proofs()
     pairs = list(pairs)
     packed = await _packed(storage, pairs)
@@ -106,7 +105,7 @@ async def _packed(
     storage: Storage, pairs: Iterable[Pair]
 ) -> dict[str | None, records.Record]:
     """The records of images in packs by name, in campaigns of which second drawings are."""
-    found: dict[str | None, records.Record] = {}
+    found = {}
     keys = {pair.image.rpartition(".")[0].partition(SEPARATOR)[0] for pair in pairs}
     for campaign in {key.partition("/")[0] for key in keys}:
         shards = await catalog.shards_of(storage, campaign)
@@ -232,7 +231,7 @@ def judge(pairs: Sequence[Pair]) -> list[Record]:
         each: different[each] / (compared[each] + _PRIOR_PAIRS) for each in compared
     }
     shares[NO_RECORD] = math.inf  # what no worker stored speaks against no worker
-    witnesses: dict[str, set[str]] = defaultdict(set)
+    witnesses = defaultdict(set)
     for pair in pairs:
         other, suspect = sorted(pair.workers, key=lambda each: shares.get(each, 0))
         if pair.result == "different" and shares[suspect] != shares[other]:

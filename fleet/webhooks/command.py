@@ -1,6 +1,5 @@
 """`imagefleet webhooks`: reports the ends of campaigns and jobs to a web address."""
 
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -15,19 +14,15 @@ from imagefleet import redaction
 from imagefleet.telemetry import logs, metrics, proxies
 
 
-@dataclass(frozen=True, slots=True)
-class Events:
-    campaign: target.OnlyCampaign = None
-    each_job: bool = option(
-        "Also the end of each job, not only of campaigns.", default=False
-    )
-    since: datetime | None = options.moment("Only what was stored since then")
-
-
 @options.flat
 async def command(
     settings: WebhookSettings,
-    events: Events,
+    campaign: target.OnlyCampaign = None,
+    each_job: bool = option(
+        "Also the end of each job, not only of campaigns.", default=False
+    ),
+    since: datetime | None = options.moment("Only what was stored since then"),
+    *,
     url: str = option("Where events are sent: https only.", ..., metavar="URL"),
     secret_file: Path = option(
         "The secret that signs, whsec_ and base64; several, one a line, while you replace it.",
@@ -51,7 +46,7 @@ async def command(
     imagefleet webhooks --url https://example.com/hook --secret-file secret.txt --each-job
     """
     logs.configure(settings.log_format)
-    campaign = target.campaign(events.campaign)
+    campaign = target.campaign(campaign)
     endpoint.check_url(url)
     secrets = endpoint.read_secrets(secret_file)
     registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
@@ -66,8 +61,8 @@ async def command(
                 client.storage,
                 found,
                 settings.fleet_name,
-                each_job=events.each_job,
-                since=events.since,
+                each_job=each_job,
+                since=since,
             )
             receiver = endpoint.Endpoint(
                 session, url, secrets, client.storage.blobs.clock

@@ -107,7 +107,7 @@ def check_url(url: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Endpoint:
     """The *clock* tells the time of each attempt, which receivers compare with theirs."""
 

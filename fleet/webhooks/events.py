@@ -4,11 +4,11 @@ import hashlib
 import json
 import time
 from dataclasses import KW_ONLY, dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, Field, JsonValue
+from pydantic import BaseModel, Field, JsonValue, TypeAdapter
 
 from imagefleet import validation
 from imagefleet.errors import SetupError
@@ -64,12 +64,7 @@ class Event(BaseModel, extra="forbid"):
 
     def body(self) -> bytes:
         """The JSON that is sent, the same in each attempt."""
-        fields = {
-            "type": self.type,
-            "timestamp": _text(self.timestamp),
-            "data": self.data,
-        }
-        return json.dumps(fields, separators=(",", ":")).encode()
+        return self.model_dump_json(include={"type", "timestamp", "data"}).encode()
 
 
 def job_ended(fleet: str, record: Record) -> Event | None:
@@ -114,25 +109,11 @@ def campaign_completed(
     fleet: str, campaign: str, counts: Counts, now: datetime
 ) -> Event:
     """The end of a campaign; one that goes on and ends again has another id."""
-    names = (
-        "sent",
-        "images",
-        "completed",
-        "failed",
-        "cancelled",
-        "dropped",
-        "discarded",
-        "pending",
-    )
-    figures: JSONDict = {name: getattr(counts, name) for name in names}
     kind = "campaign.completed"
-    data: JSONDict = {
-        "campaign": campaign,
-        **figures,
-        "first_at": _text(counts.first_at) if counts.first_at else None,
-        "last_at": _text(counts.last_at) if counts.last_at else None,
-    }
-    event_id = _event_id(fleet, kind, campaign, json.dumps(figures))
+    told = TypeAdapter(Counts).dump_python(counts, mode="json", exclude={"unknown"})
+    data: JSONDict = {"campaign": campaign, **told, "pending": counts.pending}
+    figures = [each for name, each in data.items() if not name.endswith("_at")]
+    event_id = _event_id(fleet, kind, json.dumps(figures))
     return Event(id=event_id, type=kind, timestamp=counts.last_at or now, data=data)
 
 
@@ -149,22 +130,16 @@ def _event_id(*parts: str) -> str:
     )
 
 
-def _text(moment: datetime) -> str:
-    return (
-        moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    )
-
-
 class State(BaseModel, extra="forbid"):
     """The position in the records, and the events before it that still wait."""
 
     address: str
     campaign: str | None = None
-    position: dict[str, int] = Field(default_factory=dict)
+    position: dict[str, int] = {}
     #: Events that are not delivered yet, by their ids.
-    waiting: dict[str, Event] = Field(default_factory=dict)
+    waiting: dict[str, Event] = {}
     #: Campaigns with records since their last end.
-    open_campaigns: set[str] = Field(default_factory=set)
+    open_campaigns: set[str] = set()
 
     @classmethod
     def read(cls, path: Path, address: str, campaign: str | None) -> Self:

@@ -19,9 +19,10 @@ from typer import Exit
 from cli import console, options
 from cli.options import option
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.logs import duration
 from worker.models import checkpoints
 from worker.node import salad
-from worker.progress import Progress, WorkerReport, duration
+from worker.progress import Progress, WorkerReport
 from worker.settings import MachineSettings, WorkerSettings, require_libraries
 
 
@@ -107,8 +108,8 @@ def _run(settings: WorkerSettings, gpu: str | None = None) -> WorkerReport:
     seconds, start_up = duration(report.seconds), duration(report.start_up_seconds)
     per_dollar = report.images_per_dollar
     facts = {
-        "images": f"{report.images:,}",
-        "failed jobs": f"{report.failed_jobs:,}",
+        "images": report.images,
+        "failed jobs": report.failed_jobs,
         "time": f"{seconds}, of which {start_up} to start up",
         "images/s": f"{report.images_per_second:.2f}",
         "engine idle": f"{console.percent(report.engine_idle_fraction)} of the time",

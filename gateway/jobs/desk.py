@@ -111,8 +111,7 @@ class Desk:
         )
         self._withdrawals = Withdrawals(fleet.storage, "gateway", self._forget)
         self._claims = Claims(fleet.storage, self._ledgers)
-        self._keyed: WeakValueDictionary[str, Ticket]
-        self._keyed = WeakValueDictionary()  # by the key of the job
+        self._keyed = WeakValueDictionary[str, Ticket]()  # by the key of the job
         self._unsent: list[Ticket] = []
         self._sending: list[Ticket] = []
         self._tickets: dict[str, Ticket] = {}  # by the key of the job

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from imagefleet import validation
 from imagefleet.errors import SetupError
 from imagefleet.files import contents, lora, safetensors
 from imagefleet.validation import JSONDict
@@ -27,7 +28,7 @@ def folders_of(folder: Path) -> Mapping[str, Path]:
 
 def pack(folder: Path, target: Path) -> None:
     """Writes the adapter in *folder* as one .safetensors file; raises SetupError."""
-    entries: JSONDict = {}
+    entries = {}
     stated: JSONDict = {}
     begin = 0
     folders = folders_of(folder)
@@ -54,13 +55,8 @@ def pack(folder: Path, target: Path) -> None:
 
 
 def _config_of(folder: Path) -> JSONDict:
-    try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SetupError(f"{str(folder / CONFIG)!r} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise SetupError(f"{str(folder / CONFIG)!r} is no JSON object")
-    return found
+    found = validation.read_file(JSONDict, folder / CONFIG, "is no JSON object")
+    return found or {}
 
 
 def _header_of(folder: Path) -> safetensors.Header:

@@ -1,8 +1,8 @@
 """Identifies a safetensors file by the names and shapes of tensors in its header."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from imagefleet.files.safetensors import Header, read_header
 
@@ -19,8 +19,7 @@ _WHOLE = "use the version of the checkpoint that has everything in one file"
 TEXT_STATES_FORMAT = "imagefleet text states 1"
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """A type of file content: its name for messages, with the article, and its use."""
 
     name: str
@@ -98,80 +97,59 @@ _DIFFUSERS_PARTS = Content(
 )
 
 #: Patterns for the names of tensors, by the content that they tell; the first that occurs decides.
-_TELLING_NAMES: tuple[tuple[Content, str], ...] = (
-    (
-        CONTROLNET,
-        r"^(control_model\.|(module\.)?controlnet_|lora_controlnet$|(.+\.)?input_hint_block\.)",
+_TELLING_NAMES = {
+    CONTROLNET: (
+        r"^(control_model\.|(module\.)?controlnet_|lora_controlnet$|(.+\.)?input_hint_block\.)"
     ),
-    (
-        Content("an IP-Adapter", "imagefleet does not use adapters"),
-        r"^(ip_adapter\.|image_proj(_model)?\.)",
+    Content("an IP-Adapter", "imagefleet does not use adapters"): (
+        r"^(ip_adapter\.|image_proj(_model)?\.)"
     ),
-    (
-        Content("a T2I-Adapter", "imagefleet does not use adapters"),
-        r"^adapter\.|^body\.\d+\.(resnets|block1|in_conv)\b",
+    Content("a T2I-Adapter", "imagefleet does not use adapters"): (
+        r"^adapter\.|^body\.\d+\.(resnets|block1|in_conv)\b"
     ),
-    (
-        Content("a motion module (AnimateDiff)", "imagefleet generates single images"),
-        r"\bmotion_modules\.",
+    Content("a motion module (AnimateDiff)", "imagefleet generates single images"): (
+        r"\bmotion_modules\."
     ),
-    (EMBEDDING, r"^(emb_params|clip_[gl]|text_encoders_[01])$"),
-    (
-        SD1_LORA,  # or for another architecture
-        (
-            r"^(lora|lycoris|oft)_|[._]lora_([AB]|down|up)\b|[._]lora(_linear_layer)?\.(down|up)\."
-            r"|\.(hada_w1_a|lokr_w[12](_a)?|oft_blocks|dora_scale)$"
-        ),
+    EMBEDDING: r"^(emb_params|clip_[gl]|text_encoders_[01])$",
+    SD1_LORA: (
+        r"^(lora|lycoris|oft)_|[._]lora_([AB]|down|up)\b|[._]lora(_linear_layer)?\.(down|up)\."
+        r"|\.(hada_w1_a|lokr_w[12](_a)?|oft_blocks|dora_scale)$"
+    ),  # or for another architecture
+    _DIFFUSERS_PARTS: r"^unet\.(conv_in|down_blocks)\.",
+    Content("a Stable Diffusion 3 checkpoint"): (
+        r"^(model\.diffusion_model\.)?joint_blocks\."
     ),
-    (_DIFFUSERS_PARTS, r"^unet\.(conv_in|down_blocks)\."),
-    (
-        Content("a Stable Diffusion 3 checkpoint"),
-        r"^(model\.diffusion_model\.)?joint_blocks\.",
+    Content("a HunyuanVideo checkpoint"): r"(^|\.)txt_in\.individual_token_refiner\.",
+    KLEIN: r"^(model\.diffusion_model\.)?double_stream_modulation_img\.lin",
+    Content("a Flux checkpoint"): (
+        r"^(model\.diffusion_model\.)?(double_blocks\.|single_transformer_blocks\.)"
     ),
-    (Content("a HunyuanVideo checkpoint"), r"(^|\.)txt_in\.individual_token_refiner\."),
-    (
-        KLEIN,
-        r"^(model\.diffusion_model\.)?double_stream_modulation_img\.lin",
+    Content("a Stable Cascade checkpoint"): (
+        r"^(model\.diffusion_model\.)?(clip_txt_mapper|clip_mapper|clf\.1)\b"
     ),
-    (
-        Content("a Flux checkpoint"),
-        r"^(model\.diffusion_model\.)?(double_blocks\.|single_transformer_blocks\.)",
+    Content("a diffusion transformer (SD3, Z-Image, Wan, Qwen-Image or similar)"): (
+        r"^(model\.diffusion_model\.|net\.)?(double_layers|double_stream_blocks"
+        r"|transformer_blocks|patchify_proj|patch_embedding|cap_embedder|x_embedder|adaln_single"
+        r"|pos_embed|txt_in|blocks\.\d+\.|layers\.\d+\.)"
     ),
-    (
-        Content("a Stable Cascade checkpoint"),
-        r"^(model\.diffusion_model\.)?(clip_txt_mapper|clip_mapper|clf\.1)\b",
+    REFINER: r"^conditioner\.embedders\.0\.model\.",
+    SDXL: r"^conditioner\.embedders\.",
+    SD1: r"^model\.diffusion_model\.input_blocks\.",  # or another with a UNet
+    _AVERAGE: r"^model_ema\.",
+    _UNET: r"^(diffusion_model\.)?(input_blocks|time_embed|time_embedding)\.",
+    VAE: r"^(first_stage_model\.|vae\.)?decoder\.conv_in\.",
+    _TINY_VAE: (
+        r"^(first_stage_model\.|vae\.)?encoder\.conv_in\.|^taesd_|^post_quant_conv\."
     ),
-    (
-        Content("a diffusion transformer (SD3, Z-Image, Wan, Qwen-Image or similar)"),
-        (
-            r"^(model\.diffusion_model\.|net\.)?(double_layers|double_stream_blocks"
-            r"|transformer_blocks|patchify_proj|patch_embedding|cap_embedder|x_embedder|adaln_single"
-            r"|pos_embed|txt_in|blocks\.\d+\.|layers\.\d+\.)"
-        ),
+    _TEXT_ENCODER: (
+        r"^(cond_stage_model\.)?(transformer\.)?(text_model\.|resblocks\.|text_projection)"
+        r"|^(embeddings\.token_embedding|encoder\.block\.|shared\.weight|model\.layers\.)"
     ),
-    (REFINER, r"^conditioner\.embedders\.0\.model\."),
-    (SDXL, r"^conditioner\.embedders\."),
-    (SD1, r"^model\.diffusion_model\.input_blocks\."),  # or another with a UNet
-    (_AVERAGE, r"^model_ema\."),
-    (_UNET, r"^(diffusion_model\.)?(input_blocks|time_embed|time_embedding)\."),
-    (VAE, r"^(first_stage_model\.|vae\.)?decoder\.conv_in\."),
-    (
-        _TINY_VAE,
-        r"^(first_stage_model\.|vae\.)?encoder\.conv_in\.|^taesd_|^post_quant_conv\.",
+    Content("an image encoder alone"): r"^(vision_model|visual)\.",
+    UPSCALER: (
+        r"^(conv_first\.|(params|params_ema|model)\.\d|body\.\d+\.rdb|RRDB_trunk\.|model\.1\.sub)"
     ),
-    (
-        _TEXT_ENCODER,
-        (
-            r"^(cond_stage_model\.)?(transformer\.)?(text_model\.|resblocks\.|text_projection)"
-            r"|^(embeddings\.token_embedding|encoder\.block\.|shared\.weight|model\.layers\.)"
-        ),
-    ),
-    (Content("an image encoder alone"), r"^(vision_model|visual)\."),
-    (
-        UPSCALER,
-        r"^(conv_first\.|(params|params_ema|model)\.\d|body\.\d+\.rdb|RRDB_trunk\.|model\.1\.sub)",
-    ),
-)
+}
 
 #: The width of the prompt's encoding, which the UNet's cross-attention takes in.
 _BY_CONTEXT = {1024: SD2, 1280: REFINER, 2048: SDXL}
@@ -230,7 +208,7 @@ _KLEIN_UP = re.compile(
 _KLEIN_ROWS = {18432, 27648}
 
 #: How training tools name the base model of a LoRA (ss_base_model_version).
-_LORA_BY_BASE = (("sdxl", SDXL_LORA), ("sd_v2", SD2_LORA), ("sd_v1", SD1_LORA))
+_LORA_BY_BASE = {"sdxl": SDXL_LORA, "sd_v2": SD2_LORA, "sd_v1": SD1_LORA}
 
 _ARCHITECTURE = "modelspec.architecture"
 _PREDICTION = "modelspec.prediction_type"
@@ -247,7 +225,7 @@ def identify(header: Header) -> Content:
     names = "\n".join(header.shapes)
     if ADAPTER_METADATA in header.metadata:
         return _lora(header, names)
-    for content, pattern in _TELLING_NAMES:
+    for content, pattern in _TELLING_NAMES.items():
         if re.search(pattern, names, re.MULTILINE):
             tell_apart = _BY_SHAPES.get(content)
             return content if tell_apart is None else tell_apart(header, names)
@@ -338,7 +316,11 @@ def _lora(header: Header, names: str) -> Content:
         "sd_xl", "sdxl"
     )
     return next(
-        (content for start, content in _LORA_BY_BASE if stated.startswith(start)),
+        (
+            content
+            for start, content in _LORA_BY_BASE.items()
+            if stated.startswith(start)
+        ),
         SD1_LORA,
     )
 

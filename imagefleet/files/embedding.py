@@ -5,6 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from imagefleet.files.safetensors import UnusableError
 from imagefleet.job.clip import CHUNK_TOKENS
 
+#: The shapes of tensors by their names.
+Shapes = Mapping[str, Sequence[int]]
+
 #: The text encoder that each tensor is for, in the file of an embedding for several.
 CLIP_L, CLIP_G = "clip_l", "clip_g"
 
@@ -15,9 +18,7 @@ _ALIASES = {"text_encoders_0": CLIP_L, "text_encoders_1": CLIP_G}
 _FAMILIES = {(768,): "SD 1.x", (1024,): "SD 2.x", (768, 1280): "SDXL"}
 
 
-def read(
-    shapes: Mapping[str, Sequence[int]], integers: Collection[str] = ()
-) -> dict[str, str]:
+def read(shapes: Shapes, integers: Collection[str] = ()) -> dict[str, str]:
     """The keys of SDXL's two tensors by text encoder, or that of the only one, as ''.
 
     As in AUTOMATIC1111, others beside SDXL's are left out. *integers*: the keys of those of no
@@ -50,9 +51,7 @@ def read(
     return found
 
 
-def describe(
-    shapes: Mapping[str, Sequence[int]], integers: Collection[str]
-) -> tuple[str, int]:
+def describe(shapes: Shapes, integers: Collection[str]) -> tuple[str, int]:
     """The models that an embedding is for, and its number of vectors; raises UnusableError."""
     found = read(shapes, integers)
     widths = tuple(shapes[key][-1] for key in found.values())

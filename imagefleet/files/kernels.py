@@ -6,8 +6,8 @@ Whoever can write one where workers find it can run programs there: loading an a
 import json
 import lzma
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from imagefleet.errors import SetupError
 
@@ -21,8 +21,7 @@ _LZMA_PRESET = 1
 _MAX_BYTES = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     #: The GPU and the version of torch, as lists show them.
     made_for: str
     #: The places of the kernels' inputs among the tensors of what was compiled.
@@ -31,7 +30,7 @@ class Header:
 
 def write(path: Path, header: Header, artifact: bytes) -> None:
     with lzma.open(path, "wb", preset=_LZMA_PRESET) as file:
-        file.write(json.dumps(asdict(header)).encode() + b"\n")
+        file.write(json.dumps(header._asdict()).encode() + b"\n")
         file.write(artifact)
 
 

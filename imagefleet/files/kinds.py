@@ -1,7 +1,7 @@
 """Kinds of files that workers read from the storage, a row each, for worker, loader and console."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
@@ -197,7 +197,7 @@ KERNELS = FileKind(
     is_made=True,
 )
 
-KINDS: Mapping[str, FileKind] = {
+KINDS = {
     kind.name: kind
     for kind in (
         MODEL,
@@ -213,7 +213,7 @@ KINDS: Mapping[str, FileKind] = {
     )
 }
 
-BY_FOLDER: Mapping[str, FileKind] = {kind.folder: kind for kind in KINDS.values()}
+BY_FOLDER = {kind.folder: kind for kind in KINDS.values()}
 
 
 def check(kind: FileKind, path: str, header: Header) -> str:

@@ -17,11 +17,9 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from imagefleet.files import contents, embedding
+from imagefleet.files.embedding import Shapes
 from imagefleet.files.safetensors import Header, UnusableError
 from imagefleet.job.prompt import is_safe_name
-from imagefleet.validation import JSONDict
-
-Shapes = Mapping[str, Sequence[int]]
 
 #: What follows the layer's name in a key, and our name of the tensor.
 _TENSORS = {
@@ -49,16 +47,22 @@ PEFT_LAYER_PREFIX = f"{PEFT_PREFIX}model."
 NETWORKS = ("unet", "transformer", "text_encoder", "text_encoder_2")
 
 #: Tensors of any kind: DoRA's norms by LyCORIS' and peft's name, and single numbers.
-NORMS = frozenset({"dora_scale", "magnitude"})
-NUMBERS = frozenset({"alpha", "scale", "on_input"})
+NORMS = {"dora_scale", "magnitude"}
+NUMBERS = {"alpha", "scale", "on_input"}
 
 #: Tensors that a kind may have beside its own.
 _OPTIONAL = {"full": {"bias"}, "oft": {"rescale"}, "turn": {"diff"}}
 
+#: Keys of tensors by their roles in one layer.
+Parts = dict[str, str]
+
+#: A kind, and the dimensions of its tensors.
+_Kind = tuple[str, Mapping[str, str]]
+
 #: Each kind's tensors and their dimensions, in the order of preference. The outputs are `o` and the
 #: inputs `i`, times `p`, `q` and the taps `k`, or without taps `j`; other letters are ranks. The
 #: last letter of a tensor is the product of all its further dimensions.
-_KINDS: Sequence[tuple[str, Mapping[str, str]]] = (
+_KINDS: Sequence[_Kind] = (
     ("lora", {"mid": "rsk", "up": "or", "down": "si"}),
     ("lora", {"up": "or", "down": "ri"}),
     (
@@ -113,7 +117,7 @@ _LAYER = re.compile(
 #: matched as an expression: a malicious one could block all threads for years.
 _LayerName = Annotated[str, Field(pattern=r"^\^?[\w.]+$")]
 
-_NO_ALIASES = frozenset({"none", "addams"})
+_NO_ALIASES = {"none", "addams"}
 
 #: A convolution's.
 _MOST_DIMENSIONS = 4
@@ -122,14 +126,14 @@ _MOST_DIMENSIONS = 4
 SHOWN = 200
 
 
-@dataclass(slots=True)
+@dataclass
 class Contents:
     """The tensors of a LoRA file, by their keys there."""
 
     #: Tensors per layer, keyed by their role (up, down, alpha ...) in that LoRA type.
-    layers: dict[str, dict[str, str]] = field(default_factory=dict)
+    layers: dict[str, Parts] = field(default_factory=dict)
     #: Tensors of the textual inversions that come with it, by the inversion's name.
-    embeddings: dict[str, dict[str, str]] = field(default_factory=dict)
+    embeddings: dict[str, Parts] = field(default_factory=dict)
     #: Outputs and inputs, of all taps, of each layer's change; 0 where its shapes fit any.
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     #: Tensors that change nothing.
@@ -156,7 +160,7 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 @functools.lru_cache(1_000)  # most layers are alike
-def kind_of(names: frozenset[str]) -> tuple[str, Mapping[str, str]]:
+def kind_of(names: frozenset[str]) -> _Kind:
     """The kind of a change with tensors of these names, and its row of `_KINDS`; '' for none."""
     return next((row for row in _KINDS if names.issuperset(row[1])), ("", {}))
 
@@ -197,7 +201,7 @@ def read(shapes: Shapes, integers: Collection[str] = ()) -> Contents:
     return found
 
 
-def _is_todays_glora(parts: Mapping[str, str], shapes: Shapes) -> bool:
+def _is_todays_glora(parts: Parts, shapes: Shapes) -> bool:
     """True if a layer's first matrix is the one that widens: [inputs, rank]."""
     if not parts.keys() >= _TODAYS_GLORA.keys():
         return False
@@ -314,7 +318,7 @@ def peft_type(configs: Mapping[str, PeftConfig]) -> str | None:
 def peft_configs(metadata: Mapping[str, str]) -> dict[str, PeftConfig]:
     """Each network's peft configuration, which diffusers writes into the header."""
     try:
-        stated: JSONDict = json.loads(metadata.get(contents.ADAPTER_METADATA, "{}"))
+        stated = json.loads(metadata.get(contents.ADAPTER_METADATA, "{}"))
         return {
             network: PeftConfig.model_validate(
                 {

@@ -8,9 +8,9 @@ import json
 import re
 import warnings
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -75,8 +75,7 @@ class DamagedImageError(ValueError):
     """A file is not an image that a worker stored, or too large; says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(NamedTuple):
     """An image: its (width, height) in pixels and its fingerprint."""
 
     size: tuple[int, int]

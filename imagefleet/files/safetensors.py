@@ -25,7 +25,7 @@ REST_SECONDS = 3.0
 Identity = tuple[str, int, int, int]
 
 #: Files that had not rested when they were first seen, and when that was.
-_unrested: LRUCache[str, tuple[Identity, float]] = LRUCache(1_000)
+_unrested = LRUCache[str, tuple[Identity, float]](1_000)
 
 #: The largest have a few MB. Without a limit, eight stray bytes could ask for all memory.
 MAX_HEADER_BYTES = 32 * 2**20

@@ -82,10 +82,8 @@ class Bodies:
     """Reads the bodies of all requests."""
 
     def __init__(self) -> None:
-        self._large: WeakValueDictionary[Hashable, Semaphore]
-        self._small: WeakValueDictionary[Hashable, Semaphore]
-        self._large = WeakValueDictionary()
-        self._small = WeakValueDictionary()
+        self._large = WeakValueDictionary[Hashable, Semaphore]()
+        self._small = WeakValueDictionary[Hashable, Semaphore]()
         self._large_thread = ThreadPoolExecutor(1, "large-body")
         self._small_threads = ThreadPoolExecutor(_SMALL_THREADS, "small-body")
 
@@ -172,7 +170,7 @@ def _has_more(body: bytearray, marks: Iterable[bytes], most: int) -> bool:
 
 def check_values(payload: JSONObject, images: frozenset[str]) -> None:
     """Raises Refused for more than a job has: depth, values, and text but in fields of *images*."""
-    left: list[tuple[Any, int, bool]] = [(payload, 0, False)]
+    left = [(payload, 0, False)]
     count = 0
     while left:
         value, depth, is_image = left.pop()

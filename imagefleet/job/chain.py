@@ -38,9 +38,7 @@ INHERITED = frozenset(FirstPass.model_fields) - {"batch_size", "n_iter"} | {
 }
 
 #: Fields of the whole job; a stage is refused that has one.
-OF_JOB = frozenset(
-    {"id", "campaign", "verify", "awaited", "keep", "defaults", THEN_FIELD}
-)
+OF_JOB = {"id", "campaign", "verify", "awaited", "keep", "defaults", THEN_FIELD}
 
 
 class StageField(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
@@ -101,7 +99,7 @@ def model_of(fields: JSONObject) -> object:
 
 def models_of(fields: JSONObject) -> list[object]:
     """The models of all stages of a message's job, as they are written there."""
-    models: list[object] = [fields.get("model")]
+    models = [fields.get("model")]
     stages = fields.get(THEN_FIELD)
     for each in stages[: MAX_STAGES - 1] if isinstance(stages, list) else ():
         models.append(each.get("model", models[-1]) if isinstance(each, dict) else None)

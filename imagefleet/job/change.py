@@ -21,7 +21,7 @@ from imagefleet.signing import SIGNATURE_FIELD, JobSigner
 from imagefleet.validation import JSONDict, JSONObject
 
 #: A job of another id is another job; and a second drawing is none of an operator's.
-_FIXED = frozenset({"id", "verify"})
+_FIXED = {"id", "verify"}
 
 _FIELDS = sorted(Job.model_fields.keys() - _FIXED)
 
@@ -39,7 +39,7 @@ class Change:
     @classmethod
     def read(cls, texts: Iterable[str], signer: JobSigner | None = None) -> Self:
         """Reads NAME=VALUE, each value by the type of its field; raises SetupError for others."""
-        values: JSONDict = {}
+        values = {}
         for text in texts:
             name, separator, value = text.partition("=")
             if not separator:
@@ -70,7 +70,7 @@ class Change:
 
     def _changed(self, fields: JSONDict, place: object) -> JSONDict:
         """The fields of a job with the new values, in the stage that has failed."""
-        own: Any = fields
+        own = fields
         try:
             if isinstance(place, dict):
                 own = fields[chain.THEN_FIELD][place["number"] - 2]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -80,8 +79,7 @@ class Embedding(Protocol):
     def __hash__(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Insert:
+class Insert(NamedTuple):
     """The vectors of an embedding in a chunk, from its token number *at* on."""
 
     at: int
@@ -129,8 +127,7 @@ class Names(Generic[T_co]):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Up to 75 tokens and the weight of each; the text encoder pads it."""
 
     #: `PLACEHOLDER` for each vector of an embedding.
@@ -172,7 +169,7 @@ def cut_into_chunks(
     """Cuts a prompt's words (text: without LoRA tags) into chunks, or raises JobError."""
     sections = sections_of(prompt)
     ids = iter(tokenise([part.text for section in sections for part in section]))
-    chunks: list[Chunk] = []
+    chunks = []
     for section in sections:
         phrases = [
             _places(found, part.weight)
@@ -203,7 +200,7 @@ def level(
     for place in itertools.zip_longest(*cut, fillvalue=Chunk()):
         is_weighted = any(weight != 1 for chunk in place for weight in chunk.weights)
         company = tuple(zip(place, counts, strict=True)) if is_weighted else ()
-        columns.append([replace(chunk, company=company) for chunk in place])
+        columns.append([chunk._replace(company=company) for chunk in place])
     return list(zip(*columns, strict=True))
 
 
@@ -231,7 +228,7 @@ def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chu
     """
     chunks = []
     chunk: list[_Place] = []
-    last_comma: int | None = None
+    last_comma = None
     for phrase in phrases:
         is_comma = phrase[0].token == comma
         if len(chunk) == CHUNK_TOKENS:

@@ -6,14 +6,15 @@ alone tells.
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 from imagefleet.job import samplers
 from imagefleet.job.passes import hires
 from imagefleet.job.passes.fields import PassFields
+from imagefleet.job.sizes import PartialSize
 from imagefleet.telemetry.logs import log
 
-KNOWN: Mapping[str, str] = {
+KNOWN = {
     "control_size": "a ControlNet's image of another size than the drawing's is resized with"
     " Pillow, where sd-webui-controlnet uses OpenCV and thins lines again: give it in that size",
     "gpu_noise": "with randn_source GPU, a small GPU draws the noise of more than some 700,000"
@@ -38,11 +39,8 @@ GPU_NOISE_PIXELS = 700_000
 #: Alternatives, and wildcards, of sd-dynamic-prompts.
 DYNAMIC = re.compile(r"\{[^{}]*\|[^{}]*\}|(?<![\w-])__[\w*/-]+?__(?![\w-])")
 
-#: Width and height of the first pass in pixels, as far as they are known.
-_Size = tuple[int | None, int | None]
 
-
-def _has_much_gpu_noise(job: PassFields, size: _Size) -> bool:
+def _has_much_gpu_noise(job: PassFields, size: PartialSize) -> bool:
     width, height = size
     if job.randn_source != "GPU" or width is None or height is None:
         return False
@@ -51,7 +49,7 @@ def _has_much_gpu_noise(job: PassFields, size: _Size) -> bool:
     return max(width * height for width, height in sizes) > GPU_NOISE_PIXELS
 
 
-def _has_one_aligned_step(job: PassFields, _: _Size) -> bool:
+def _has_one_aligned_step(job: PassFields, _: PartialSize) -> bool:
     passes = [(job.steps, job.sampler)]
     if job.enable_hr:
         passes.append((hires.steps(job), hires.sampler(job)))
@@ -61,20 +59,20 @@ def _has_one_aligned_step(job: PassFields, _: _Size) -> bool:
     )
 
 
-def _has_dynamic_prompt(job: PassFields, _: _Size) -> bool:
+def _has_dynamic_prompt(job: PassFields, _: PartialSize) -> bool:
     prompts = job.prompt, job.negative_prompt, job.hr_prompt, job.hr_negative_prompt
     return any("|" in text or "__" in text for text in prompts) and any(
         map(DYNAMIC.search, prompts)
     )
 
 
-def _has_options_of_parts(job: PassFields, _: _Size) -> bool:
+def _has_options_of_parts(job: PassFields, _: PartialSize) -> bool:
     own = job.eta, job.s_churn, job.s_tmin, job.s_tmax, job.s_noise, job.s_min_uncond
     return bool(job.details) and own != (None, 0, 0, 0, 1, 0)
 
 
 #: The differences that a job alone tells, but for the size that it may leave to the checkpoint.
-OF_JOBS: Mapping[str, Callable[[PassFields, _Size], bool]] = {
+OF_JOBS = {
     "gpu_noise": _has_much_gpu_noise,
     "one_aligned_step": _has_one_aligned_step,
     "dynamic_prompt": _has_dynamic_prompt,
@@ -82,7 +80,7 @@ OF_JOBS: Mapping[str, Callable[[PassFields, _Size], bool]] = {
 }
 
 
-def of_job(job: PassFields, size: _Size) -> Iterator[str]:
+def of_job(job: PassFields, size: PartialSize) -> Iterator[str]:
     """The names of the differences of a job whose first pass has that *size*."""
     if job.only_upscales:
         return

@@ -118,7 +118,7 @@ def _read(text: str) -> Sequence[_Piece]:
         return [text]
     pieces: list[_Piece] = []
     # Of each open bracket, the places of itself and of its colons and bars.
-    opened: list[list[int]] = []
+    opened = []
     bars = 0
     for piece in _SIGN.split(text):
         if piece in _OF_EMPHASIS:

@@ -8,15 +8,14 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import pydantic_core
 from pydantic import (
-    AfterValidator,
     BaseModel,
     Field,
     JsonValue,
+    StringConstraints,
     ValidationError,
     field_validator,
     model_validator,
@@ -29,7 +28,7 @@ from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import img2img
 from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.prompt import SAFE_NAME
-from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, Metadata
+from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, Metadata, PartialSize
 from imagefleet.keeping.rule import MAX_JUDGED, Keep
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
 from imagefleet.validation import JSONDict, JSONObject
@@ -72,26 +71,10 @@ MAX_IMAGE_PIXELS = MAX_SIDE**2
 MAX_IMAGE_BYTES = 32 * 2**20
 
 
-def _matches(pattern: re.Pattern[str], allowed: str) -> AfterValidator:
-    def check(text: str) -> str:
-        if not pattern.fullmatch(text):
-            raise ValueError(f"use 1 to 128 {allowed}")
-        return text
-
-    return AfterValidator(check)
-
-
-_SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-SafeId = Annotated[
-    str,
-    _matches(
-        _SAFE_ID, "letters, digits and . _ - only, beginning with a letter or a digit"
-    ),
-]
-SafeFileName = Annotated[
-    str,
-    _matches(SAFE_NAME, "letters, digits, spaces and _ . + ( ) - only, without a path"),
-]
+#: `validation` says in words what these two are.
+_SAFE_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+SafeId = Annotated[str, StringConstraints(pattern=_SAFE_ID)]
+SafeFileName = Annotated[str, StringConstraints(pattern=f"^{SAFE_NAME.pattern}$")]
 
 DEFAULT_CAMPAIGN = "default"
 
@@ -109,7 +92,7 @@ SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 def is_safe_id(value: object) -> bool:
     """True for what may be the id of a job, or a campaign."""
-    return isinstance(value, str) and _SAFE_ID.fullmatch(value) is not None
+    return isinstance(value, str) and re.fullmatch(_SAFE_ID, value) is not None
 
 
 class Output(BaseModel, extra="forbid", frozen=True):
@@ -253,7 +236,7 @@ class Job(
 
     def at_stage(self, number: int, message: str | None = None) -> Job:
         """The job of stage *number* of this job, from 1; raises ValueError if there is none."""
-        known: Job = self
+        known = self
         input_size = self.final_size
         for place, given in enumerate(self.then[: number - 1], start=2):
             before = known.model_dump(
@@ -297,7 +280,7 @@ class Job(
         return self.place.job if self.place else self
 
     @property
-    def input_size(self) -> tuple[int | None, int | None]:
+    def input_size(self) -> PartialSize:
         return self.place.input_size if self.place else (None, None)
 
     @property
@@ -406,8 +389,7 @@ class Job(
         return compact_text(fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A later stage's place in its job: `number` counts from 1."""
 
     job: Job
@@ -417,7 +399,7 @@ class Place:
     #: The id of the message of the first stage, or of the one that was replayed.
     message: str | None
     #: Width and height of the image of the stage before, as far as the job tells.
-    input_size: tuple[int | None, int | None]
+    input_size: PartialSize
 
 
 def read_job(

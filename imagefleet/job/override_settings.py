@@ -35,7 +35,7 @@ def fields(settings: object, payload: JSONObject, passes: Collection[str]) -> JS
     """The fields that *settings* set; raises ValueError where they conflict with *payload*, say."""
     if not isinstance(settings, dict):
         raise ValueError("override_settings: must be an object")  # noqa: TRY004 - for pydantic
-    found: JSONDict = {}
+    found = {}
     for name, value in settings.items():
         if (row := SETTINGS.get(name)) is None and name.startswith(FAMILIES):
             continue

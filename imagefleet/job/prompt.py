@@ -45,7 +45,7 @@ MAX_SUBPROMPTS = 8
 _USUAL_STEPS = 20
 
 _TAG = re.compile(r"<(\w+):([^>]*)>")
-_LORA_KINDS = frozenset({"lora", "lyco"})
+_LORA_KINDS = {"lora", "lyco"}
 
 _PLAIN_FACTORS = {"(": 1.1, "[": 1 / 1.1}
 _OPENED_BY = {")": "(", "]": "["}
@@ -80,8 +80,7 @@ class LoraTag:
     unet_weight: float
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     text: str
     weight: float
 
@@ -99,8 +98,7 @@ class State(NamedTuple):
     sections: tuple[Section, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Subprompt:
+class Subprompt(NamedTuple):
     """One of the prompts that AND joins, or the only one."""
 
     #: Texts in the course of the steps, ordered by `until`; several may have the same words.
@@ -114,8 +112,7 @@ class Subprompt:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A parsed prompt: its text without LoRA tags, the tags in order, its words by step."""
 
     text: str

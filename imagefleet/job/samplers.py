@@ -5,13 +5,18 @@ field `scheduler`. Both are accepted, and the field goes before the name. A name
 meant before 1.9, so 'DPM++ 2M' has no Karras schedule; with `scheduler` 'Automatic' it has, as in
 1.10.
 
-A new sampler is a row here and a function in `worker.engine.samplers`.
+A new sampler is a row of `samplers.toml` and a function in `worker.engine.samplers`.
 """
 
+import itertools
 import math
+import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import TypeAdapter
 
 from imagefleet import validation
 
@@ -39,33 +44,17 @@ class Options:
 DEFAULT_OPTIONS = Options()
 
 
-#: Schedules of sigmas: their keys and AUTOMATIC1111's titles. Turbo is Forge's, and the last two
-#: are ComfyUI's, whose formulas differ.
-SCHEDULES: Mapping[str, str] = {
-    "uniform": "Uniform",
-    "karras": "Karras",
-    "exponential": "Exponential",
-    "polyexponential": "Polyexponential",
-    "sgm_uniform": "SGM Uniform",
-    "kl_optimal": "KL Optimal",
-    "align_your_steps": "Align Your Steps",
-    "simple": "Simple",
-    "normal": "Normal",
-    "ddim": "DDIM",
-    "beta": "Beta",
-    "turbo": "Turbo",
-    "beta_comfyui": "Beta ComfyUI",
-    "kl_optimal_comfyui": "KL Optimal ComfyUI",
-}
+_TABLE = tomllib.loads(
+    Path(__file__).with_name("samplers.toml").read_text(encoding="utf-8")
+)
+
+#: Titles of the schedules of sigmas, by their keys.
+SCHEDULES: Mapping[str, str] = _TABLE["schedules"]
 
 SCHEDULERS = ("Automatic", *SCHEDULES.values())
 
-#: How the samplers' short names ended in AUTOMATIC1111 before 1.9.
-_SHORT = {"karras": "ka", "exponential": "exp"}
 
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
+class Sampler(NamedTuple):
     """A sampler with a schedule: its names, and all that jobs and the engine ask of it."""
 
     #: The sampler's key without its schedule.
@@ -135,159 +124,25 @@ class Sampler:
         return self.calls_in_all > 0
 
 
-_CHURN = ("s_churn", "s_tmin", "s_tmax", "s_noise")
-_ANCESTRAL = ("eta", "s_noise")
+_ROWS = TypeAdapter(tuple[Sampler, ...])
+_OF_SIGMAS = _ROWS.validate_python(_TABLE["sigmas"])
+_OF_TIMESTEPS = tuple(
+    each._replace(schedule=None) for each in _ROWS.validate_python(_TABLE["timesteps"])
+)
 
 #: Samplers by their bare names; those of sigmas are there with each other schedule as well.
-_BARE = (
-    Sampler(
-        "euler_ancestral",
-        "Euler a",
-        ("k_euler_a", "k_euler_ancestral", "euler_a", "euler ancestral"),
-        options=("eta",),
-        draws_pixels=True,
-    ),
-    Sampler(
-        "euler",
-        "Euler",
-        ("k_euler",),
-        options=_CHURN,
-        draws_pixels=True,
-        draws_flows=True,
-    ),
-    Sampler(
-        "dpmpp_2m",
-        "DPM++ 2M",
-        ("k_dpmpp_2m",),
-        automatic="karras",
-        draws_pixels=True,
-    ),
-    Sampler(
-        "dpmpp_sde",
-        "DPM++ SDE",
-        ("k_dpmpp_sde",),
-        automatic="karras",
-        options=_ANCESTRAL,
-        calls=2,
-    ),
-    Sampler(
-        "dpmpp_2m_sde",
-        "DPM++ 2M SDE",
-        ("k_dpmpp_2m_sde",),
-        automatic="exponential",
-        options=_ANCESTRAL,
-    ),
-    Sampler(
-        "dpmpp_2m_sde_heun",
-        "DPM++ 2M SDE Heun",
-        ("k_dpmpp_2m_sde_heun",),
-        automatic="exponential",
-        options=_ANCESTRAL,
-    ),
-    Sampler(
-        "dpmpp_3m_sde",
-        "DPM++ 3M SDE",
-        ("k_dpmpp_3m_sde",),
-        automatic="exponential",
-        options=_ANCESTRAL,
-        skips_next_to_last=True,
-    ),
-    Sampler(
-        "dpmpp_2s_ancestral",
-        "DPM++ 2S a",
-        ("k_dpmpp_2s_a",),
-        automatic="karras",
-        options=_ANCESTRAL,
-        calls=2,
-    ),
-    Sampler("lms", "LMS", ("k_lms",), estimates="noise"),
-    Sampler("heun", "Heun", ("k_heun",), options=_CHURN, calls=2),
-    Sampler(
-        "dpm_2",
-        "DPM2",
-        ("k_dpm_2",),
-        automatic="karras",
-        options=_CHURN,
-        calls=2,
-        skips_next_to_last=True,
-    ),
-    Sampler(
-        "dpm_2_ancestral",
-        "DPM2 a",
-        ("k_dpm_2_a",),
-        automatic="karras",
-        options=_ANCESTRAL,
-        calls=2,
-        skips_next_to_last=True,
-    ),
-    Sampler(
-        "dpm_fast",
-        "DPM fast",
-        ("k_dpm_fast",),
-        options=_ANCESTRAL,
-        is_between_ends=True,
-    ),
-    # 66 to 84 calls on the demo's model.
-    Sampler(
-        "dpm_adaptive",
-        "DPM adaptive",
-        ("k_dpm_ad",),
-        options=("eta",),
-        calls_in_all=75,
-        is_between_ends=True,
-    ),
-    Sampler(
-        "restart",
-        "Restart",
-        ("restart",),
-        schedule="karras",
-        automatic="karras",
-        calls=2,
-    ),
-    # Distilled on timesteps 19, 39, ... 999.
-    Sampler("lcm", "LCM", ("k_lcm",), distilled_stride=20, estimates="consistency"),
-    Sampler(
-        "ddim",
-        "DDIM",
-        schedule=None,
-        options=("eta",),
-        least_steps=2,
-        eta_setting="eta_ddim",
-        eta_word="Eta DDIM",
-        usual_eta=0.0,
-    ),
-    # It takes AUTOMATIC1111's scales from 0 to 12.5 as shares of 1.
-    Sampler(
-        "ddim_cfgpp",
-        "DDIM CFG++",
-        schedule=None,
-        options=("eta",),
-        least_steps=2,
-        guidance_share=1 / 12.5,
-        needs_negative=True,
-        eta_setting="eta_ddim",
-        eta_word="Eta DDIM",
-        usual_eta=0.0,
-    ),
-    Sampler("plms", "PLMS", schedule=None, least_steps=2),
-    Sampler("unipc", "UniPC", schedule=None),
-    Sampler("tcd", "TCD", schedule=None, options=("eta",), usual_eta=0.3),
-)
+_BARE = (*_OF_SIGMAS, *_OF_TIMESTEPS)
 
 
 def _with_schedules(bare: Sampler) -> Iterator[Sampler]:
-    if bare.schedule is None:
-        yield bare
-        return
     for schedule, label in SCHEDULES.items():
         names = [f"{bare.title} {label}"]
-        if schedule in _SHORT:
-            names.append(f"{bare.aliases[0]}_{_SHORT[schedule]}")
+        if short := _TABLE["short"].get(schedule):
+            names.append(f"{bare.aliases[0]}_{short}")
         if schedule == bare.schedule:
-            yield replace(bare, aliases=(*bare.aliases, *names))
+            yield bare._replace(aliases=(*bare.aliases, *names))
         else:
-            yield replace(
-                bare,
+            yield bare._replace(
                 schedule=schedule,
                 aliases=tuple(names),
                 is_bare=False,
@@ -296,30 +151,22 @@ def _with_schedules(bare: Sampler) -> Iterator[Sampler]:
 
 
 #: Samplers of models of latents, by their keys.
-SAMPLERS: Mapping[str, Sampler] = {
-    sampler.key: sampler for bare in _BARE for sampler in _with_schedules(bare)
+SAMPLERS = {
+    sampler.key: sampler
+    for sampler in (
+        *itertools.chain.from_iterable(map(_with_schedules, _OF_SIGMAS)),
+        *_OF_TIMESTEPS,
+    )
 }
-
-#: DeepFloyd IF's lists of timesteps.
-_LISTS = (
-    "fast27",
-    "smart27",
-    "smart50",
-    "smart100",
-    "smart185",
-    "super27",
-    "super40",
-    "super100",
-)
 
 #: Samplers of DeepFloyd IF's stages alone, which draw in pixels.
 _OF_PIXELS = (
     Sampler("ddpm", "DDPM", schedule=None),
-    *(Sampler(name, name, schedule=None) for name in _LISTS),
+    *(Sampler(name, name, schedule=None) for name in _TABLE["lists"]),
 )
 
 #: Samplers by every accepted name, in lower case.
-NAMES: Mapping[str, Sampler] = {
+NAMES = {
     name.lower(): sampler
     for sampler in (*SAMPLERS.values(), *_OF_PIXELS)
     for name in (sampler.key, sampler.name, *sampler.aliases)

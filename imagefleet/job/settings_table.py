@@ -2,16 +2,15 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from imagefleet.validation import JSONDict
 
 TXT2IMG, IMG2IMG, HIRES, EXTRAS = PASSES = ("txt2img", "img2img", "hires", "extras")
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
+class Effect(NamedTuple):
     """A field or a setting of AUTOMATIC1111: its effect in *passes*; in the others it has none."""
 
     passes: frozenset[str] = frozenset()
@@ -45,9 +44,12 @@ def _effects(rows: list[JSONDict]) -> Mapping[str, Effect]:
 FAMILIES: tuple[str, ...] = (*_TABLE["families"],)
 
 #: What AUTOMATIC1111 leaves out where `seed_enable_extras` is false.
-SEED_EXTRAS = frozenset(
-    {"subseed", "subseed_strength", "seed_resize_from_h", "seed_resize_from_w"}
-)
+SEED_EXTRAS = {
+    "subseed",
+    "subseed_strength",
+    "seed_resize_from_h",
+    "seed_resize_from_w",
+}
 
 #: The API of its release 1.10 as installed.
 A1111 = "a1111-1.10"

@@ -54,7 +54,14 @@ BYTE_ORDER_MARK = "\ufeff"
 _URL_SAFE = str.maketrans("-_", "+/")
 
 
-def whole_cells(width: int, height: int) -> tuple[int, int]:
+#: Width and height in pixels.
+Size = tuple[int, int]
+
+#: Width and height in pixels, as far as they are known.
+PartialSize = tuple[int | None, int | None]
+
+
+def whole_cells(width: int, height: int) -> Size:
     """The size of the image that is drawn for a job of this size, as AUTOMATIC1111 rounds it."""
     return width // CELL * CELL, height // CELL * CELL
 
@@ -130,7 +137,10 @@ def read_metadata_header(header: str) -> Any:
     )
 
 
-def _is_small(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
+_JSONValues = dict[str, JsonValue]
+
+
+def _is_small(metadata: _JSONValues) -> _JSONValues:
     try:
         size = len(metadata_json(metadata))
     except UnicodeEncodeError:
@@ -143,4 +153,4 @@ def _is_small(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 #: The `metadata` of a job: any JSON of its sender, up to a size.
-Metadata = Annotated[dict[str, JsonValue], AfterValidator(_is_small)]
+Metadata = Annotated[_JSONValues, AfterValidator(_is_small)]

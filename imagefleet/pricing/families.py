@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -143,7 +143,7 @@ _TABLES = tomllib.loads(
     Path(__file__).with_name("families.toml").read_text(encoding="utf-8")
 )
 _FAMILY = TypeAdapter(Family)
-FAMILIES: Mapping[str, Family] = {
+FAMILIES = {
     slug: _FAMILY.validate_python({"slug": slug, **table})
     for slug, table in _TABLES.items()
     if isinstance(table, dict)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, Field
 
@@ -39,8 +39,7 @@ QUEUE_OPERATIONS_PER_MESSAGE = 3
 WRITES_PER_PACK = 1.25
 
 
-@dataclass(frozen=True, slots=True)
-class GpuPrices:
+class GpuPrices(NamedTuple):
     """$/h of one replica by priority, the source, and the day that it is of, if that is known."""
 
     dollars_per_hour: Mapping[Priority, float]
@@ -76,8 +75,7 @@ class PriceTable:
     storage: StoragePrices
 
 
-@dataclass(frozen=True, slots=True)
-class WarmUp:
+class WarmUp(NamedTuple):
     """A fresh node until it draws at full speed, and the source of its figures."""
 
     first_image_seconds: float
@@ -103,9 +101,7 @@ GPU_PRICES_SOURCE: str = _DATA["prices_source"]
 SPEEDS_SOURCE: str = _DATA["speeds_source"]
 
 #: By what a node has to compile.
-WARM_UPS: Mapping[str, WarmUp] = {
-    case: WarmUp(**figures) for case, figures in _DATA["warm_up"].items()
-}
+WARM_UPS = {case: WarmUp(**figures) for case, figures in _DATA["warm_up"].items()}
 
 INTERRUPTIONS_SOURCE: str = _DATA["interruptions_source"]
 

@@ -10,6 +10,7 @@ from imagefleet.errors import FleetError, JobError, NameTakenError, SetupError
 from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, fields_if_any, job_key
 from imagefleet.records import reader
+from imagefleet.records.catalog import Positions
 from imagefleet.records.follower import Follower
 from imagefleet.records.ledger import Ledgers, entry_of, id_hash
 from imagefleet.records.outcomes import JobFacts
@@ -32,7 +33,7 @@ class Submission:
         self._storage = storage
         self._token = uuid.uuid4().hex[:12]
         #: Positions to read results from, by campaign; none where ids may be old.
-        self.positions: dict[str, dict[str, int]] = {}
+        self.positions: dict[str, Positions] = {}
         self._campaigns: set[str] = set()
         self._with_own_ids: set[str] = set()
         self._ledgers = ledgers
@@ -96,7 +97,7 @@ class Submission:
     async def before_send(self) -> None:
         """Notes where the campaigns' records end; a listing for each."""
         for campaign in self._campaigns:
-            found: dict[str, int] = {}
+            found = {}
             # Credentials that only add jobs: whoever asks for results is told so.
             with contextlib.suppress(SetupError):
                 found = await reader.end(self._storage, campaign)
@@ -138,7 +139,7 @@ class Watch:
         self,
         storage: Storage,
         jobs: Iterable[JobFacts],
-        positions: Mapping[str, dict[str, int]],
+        positions: Mapping[str, Positions],
     ) -> None:
         self.found: list[JobFacts] = []
         self.waiting = {job.key: job for job in jobs}
@@ -147,8 +148,8 @@ class Watch:
         self._followers = [
             Follower(storage, campaign, positions.get(campaign), own=self.waiting)
             for campaign in {
-                **positions,
-                **{job.campaign: {} for job in self.waiting.values()},
+                *positions,
+                *(job.campaign for job in self.waiting.values()),
             }
         ]
         self._storage = storage

@@ -8,8 +8,9 @@ import re
 import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from cachetools import LRUCache
 
@@ -48,13 +49,19 @@ CONCURRENT_READS = 16
 LEAST_SHARD_BYTES = len(shard_part((), Totals()))
 
 #: Shards that were found to hold nothing, which are not read again while they are as they were.
-_EMPTY: LRUCache[tuple[str, int, datetime | None], None] = LRUCache(100_000)
+_EMPTY = LRUCache[tuple[str, int, datetime | None], None](100_000)
 
 #: The fewest bytes of a compressed record; totals that say more records than that are not believed.
 _LEAST_RECORD_BYTES = 4
 
 #: A name that a worker gives an image: that of its job, a number, a stage, and its format.
 _IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,199}")
+
+#: Bytes that were read of shards, by their names.
+Positions = dict[str, int]
+
+#: Records some at a time.
+RecordParts = AsyncGenerator[list[Record]]
 
 _DAMAGED = "the shard is damaged: it is not one of JSON lines in gzip members"
 
@@ -63,7 +70,7 @@ _KEPT_REASONS = 10
 _SHOWN_REASONS = 3
 
 
-@dataclass(slots=True)
+@dataclass
 class ShardDecoder:
     """Reads a shard from its parts; `position` is the end of the last whole member."""
 
@@ -75,7 +82,7 @@ class ShardDecoder:
 
     def lines(self, data: bytes) -> list[bytes]:
         """The lines of the members that *data*, the next bytes, completes; or sets `is_damaged`."""
-        found: list[bytes] = []
+        found = []
         while data and not self.is_damaged:
             if self._member is None:
                 self._member, self._member_bytes, self._text = (
@@ -100,7 +107,7 @@ class ShardDecoder:
         return found
 
 
-@dataclass(slots=True)
+@dataclass
 class Damaged:
     """Counts records that were left out, and shards that are none, with the first reasons.
 
@@ -132,8 +139,7 @@ class Damaged:
         return f"{which} not fit: {'; '.join(shown)}{f'; and {more:,} more' if more else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredShard:
+class StoredShard(NamedTuple):
     """A shard as listed, what its name says, and the store that it lies in."""
 
     blob: BlobRecord
@@ -144,6 +150,10 @@ class StoredShard:
     is_cancelled: bool = False
     #: Some of its campaign's images are in packs, or nobody may tell.
     has_packs: bool = False
+
+
+#: Shards with lines of theirs.
+ShardLines = AsyncGenerator[tuple[StoredShard, list[bytes]]]
 
 
 async def packed_campaigns(storage: Storage) -> set[str] | None:
@@ -170,7 +180,7 @@ async def shards_of(
     """
     packed = await packed_campaigns(storage) if packs else set[str]()
     prefix = RECORDS if campaign is None else shard_folder(campaign)
-    found: list[StoredShard] = []
+    found = []
     # The images' first: a campaign is cancelled before a worker writes that a job was.
     for store, are_operators in ((storage.blobs, False), (storage.files, True)):
         async for blob in store.records(prefix):
@@ -183,8 +193,7 @@ async def shards_of(
                 )
     cancelled = {shard.campaign for shard in found if shard.kind == "cancelled"}
     return [
-        replace(
-            shard,
+        shard._replace(
             is_cancelled=shard.campaign in cancelled,
             has_packs=may_have_packs(shard.campaign, packed),
         )
@@ -267,9 +276,7 @@ async def lines(
         part = await blobs.read_part(name, offset, part_bytes)
 
 
-async def lines_of_all(
-    shards: Iterable[StoredShard], damaged: Damaged
-) -> AsyncGenerator[tuple[StoredShard, list[bytes]]]:
+async def lines_of_all(shards: Iterable[StoredShard], damaged: Damaged) -> ShardLines:
     """The lines of each shard, in order; the first parts of some shards are read together."""
     rest = deque(each for each in shards if _is_readable(each, damaged))
     while some := list(_together(rest)):
@@ -294,9 +301,7 @@ def _together(rest: deque[StoredShard]) -> Iterator[StoredShard]:
         yield rest.popleft()
 
 
-async def records(
-    shards: Iterable[StoredShard], damaged: Damaged
-) -> AsyncGenerator[list[Record]]:
+async def records(shards: Iterable[StoredShard], damaged: Damaged) -> RecordParts:
     """The records of each shard, some at a time: they take ten times the memory of their lines."""
     async for shard, found in lines_of_all(shards, damaged):
         async for some in records_in(shard, found, damaged):
@@ -305,13 +310,13 @@ async def records(
 
 def records_of(
     shards: Iterable[StoredShard], kind: ShardKind, damaged: Damaged
-) -> AsyncGenerator[list[Record]]:
+) -> RecordParts:
     return records(of_kind(shards, kind), damaged)
 
 
 async def records_in(
     shard: StoredShard, lines: Sequence[bytes], damaged: Damaged
-) -> AsyncGenerator[list[Record]]:
+) -> RecordParts:
     for first in range(0, len(lines), _PARSED):
         some = lines[first : first + _PARSED]
         yield await asyncio.to_thread(parsed, some, shard, damaged)

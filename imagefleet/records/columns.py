@@ -80,7 +80,7 @@ def addresses(storage: Storage) -> Address:
 
 
 def row(record: Record, address: Address) -> JSONDict:
-    result: JSONDict = {name: getattr(record, name, None) for name in COLUMNS}
+    result = {name: getattr(record, name, None) for name in COLUMNS}
     result["loras"] = [lora._asdict() for lora in record.loras]
     result["embeddings"] = [embedding._asdict() for embedding in record.embeddings]
     result["dropped"] = [image._asdict() for image in record.dropped]
@@ -99,17 +99,21 @@ _OF_SAMPLE = {*COLUMNS} - {
 }
 
 
-def sample(record: Record) -> dict[str, str | int | float]:
+#: A value that readers of data sets take.
+Cell = str | int | float
+
+
+def sample(record: Record) -> dict[str, Cell]:
     """The columns of one image as texts and numbers, of the same types whatever its record lacks.
 
     Readers of data sets take the types of a column from its first values.
     """
     known = record.model_dump(mode="json", include=_OF_SAMPLE)
-    result: dict[str, str | int | float] = {}
+    result: dict[str, Cell] = {}
     for name, value in known.items():
         if value is None:
             result[name] = 0 if name in (*INTEGERS, *REALS) else ""
-        elif isinstance(value, str | int | float):
+        elif isinstance(value, Cell):
             result[name] = value
         else:
             result[name] = json_text(value)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import (
-    AsyncGenerator,
     Callable,
     Collection,
     Container,
     Iterable,
-    Mapping,
     Sequence,
 )
 from datetime import datetime
@@ -22,13 +20,13 @@ from imagefleet.errors import SetupError
 from imagefleet.files import pack
 from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.records import catalog, dedupe
-from imagefleet.records.catalog import Damaged, StoredShard
+from imagefleet.records.catalog import Damaged, RecordParts, ShardLines, StoredShard
 from imagefleet.records.dedupe import Again, Replaced, Rivals
 from imagefleet.records.ledger import HASH_BYTES, Digests, id_hash
 from imagefleet.records.log import ShardKind
 from imagefleet.records.record import Outcome, Record, hashed
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.storage.protocol import BlobStore, Metadata
 
 #: Names of one job's images.
 _LOOKED_UP_AT_ONCE = 64
@@ -38,8 +36,6 @@ _OF_PACKED = ("digest", "sha256", "spot")
 
 _SUFFIXES = tuple(SUFFIXES.values())
 
-_Lines = AsyncGenerator[tuple[StoredShard, list[bytes]]]
-_Parts = AsyncGenerator[list[Record]]
 
 #: Why a record does not fit.
 ANOTHER = "a record of another image than the one that is stored"
@@ -82,7 +78,7 @@ class ImageRecords:
             self.again.add(records)
         return self
 
-    async def drawings(self, kind: ShardKind, damaged: Damaged) -> _Parts:
+    async def drawings(self, kind: ShardKind, damaged: Damaged) -> RecordParts:
         async for records in catalog.records_of(self._shards, kind, damaged):
             self._packs.update(record.pack for record in records if record.pack)
             yield self._replaced.without(records, once=kind == "images")
@@ -118,7 +114,7 @@ class ImageRecords:
             found += self._replaced.without(records, once=False)
         return found
 
-    async def each_once(self) -> _Parts:
+    async def each_once(self) -> RecordParts:
         """The record of each image once, and last the jobs that failed for a taken name."""
         shards = catalog.of_kind(self._shards, "images")
         first, second, count = await _twice(shards, self._damaged)
@@ -151,7 +147,7 @@ class ImageRecords:
                 jobs += self.again.completes(record) > record.completes_job
         return jobs
 
-    async def left(self) -> _Parts:
+    async def left(self) -> RecordParts:
         """Images whose taken name has no other record, and jobs that failed for a taken name."""
         if not self.again:
             return
@@ -208,7 +204,7 @@ class ImageRecords:
 
 async def _twice(
     shards: Collection[StoredShard], damaged: Damaged
-) -> tuple[_Lines, _Lines, int | None]:
+) -> tuple[ShardLines, ShardLines, int | None]:
     """The lines of *shards* two times, read once if they are few; then also their number."""
     if catalog.size_bytes(shards) > catalog.PART_BYTES:
         first = catalog.lines_of_all(shards, Damaged())
@@ -218,14 +214,14 @@ async def _twice(
     return _kept(kept), _kept(kept), count
 
 
-async def _kept(lines: Iterable[tuple[StoredShard, list[bytes]]]) -> _Lines:
+async def _kept(lines: Iterable[tuple[StoredShard, list[bytes]]]) -> ShardLines:
     for each in lines:
         yield each
 
 
 async def metadata_of(
     storage: Storage, images: Iterable[Record | str]
-) -> dict[str | None, Mapping[str, str]]:
+) -> dict[str | None, Metadata]:
     """The metadata of images, and their names; empty for an image that is gone.
 
     *images*: records, which tell their packs, or names. Of several that one name has, the first
@@ -235,7 +231,7 @@ async def metadata_of(
         (image, None) if isinstance(image, str) else (image.blob, image.pack)
         for image in images
     }
-    found: dict[str | None, list[tuple[datetime, str, Mapping[str, str]]]]
+    found: dict[str | None, list[tuple[datetime, str, Metadata]]]
     found = {name: [] for name, _ in wanted}
 
     async def look(blob: str) -> None:
@@ -272,7 +268,7 @@ async def stored_of(
 
     That of an image in a pack with itself, if it is there.
     """
-    found: list[tuple[Record, list[Record]]] = []
+    found = []
     by_pack: dict[bool, list[Record]] = {True: [], False: []}
     for record in records:
         by_pack[record.pack is not None].append(record)
@@ -440,7 +436,7 @@ class Ends:
             pass
         return self
 
-    async def records(self) -> _Parts:
+    async def records(self) -> RecordParts:
         """The ends of jobs, each once, without those of jobs of which all images are stored."""
         shards = catalog.of_kind(self.shards, "jobs")
         first, second, _ = await _twice(shards, self.damaged)
@@ -461,7 +457,9 @@ class Ends:
                         self.complete(self.job(record))
                 yield [record for record in new if self.job(record) in self.outcomes]
 
-    async def _with_images(self, ended: _Lines) -> tuple[set[int] | None, list[Record]]:
+    async def _with_images(
+        self, ended: ShardLines
+    ) -> tuple[set[int] | None, list[Record]]:
         """The jobs with ends and with records of images, and those of images in packs.
 
         None instead of the jobs if a look at each costs less.

@@ -119,23 +119,20 @@ class Again:
         for record in records:
             self._names.add(name := hashed(record.blob or ""))
             self._missing.add(name)
-            self._drawings.add(drawing := _of_digest(record.blob, record.digest))
+            self._drawings.add(drawing := _of_digest(record))
             if record.completes:
                 self._completed.add(drawing)
 
     def completes(self, record: Record) -> bool:
         """True if its worker, or one that found it, says that this image completes its job."""
-        return (
-            record.completes_job
-            or _of_digest(record.blob, record.digest) in self._completed
-        )
+        return record.completes_job or _of_digest(record) in self._completed
 
     def found(self, records: Iterable[Record]) -> None:
         """Notes that these images have records."""
         if self._drawings:
             for record in records:
                 self._missing.discard(hashed(record.blob or ""))
-                self._drawings.discard(_of_digest(record.blob, record.digest))
+                self._drawings.discard(_of_digest(record))
 
     def find(self, lines: Iterable[bytes]) -> list[bytes]:
         """The lines of records of images whose names were taken, perhaps."""
@@ -143,7 +140,7 @@ class Again:
 
     def is_left(self, record: Record) -> bool:
         """True if no image of its name, or none of its digest, has a record."""
-        drawing = _of_digest(record.blob, record.digest)
+        drawing = _of_digest(record)
         return drawing in self._drawings or self.is_missing(record)
 
     def is_missing(self, record: Record) -> bool:
@@ -152,7 +149,7 @@ class Again:
 
     def take(self, record: Record) -> bool:
         """True for the first record of a job whose digest no image of that name has."""
-        drawing = _of_digest(record.blob, record.digest)
+        drawing = _of_digest(record)
         is_left = drawing in self._drawings
         self._drawings.discard(drawing)
         return is_left
@@ -224,8 +221,8 @@ class Rivals:
         return is_first
 
 
-def _of_digest(blob: str | None, digest: str | None) -> int:
-    return hashed(f"{blob} {digest}")
+def _of_digest(record: Record) -> int:
+    return hashed(f"{record.blob} {record.digest}")
 
 
 def _name(line: bytes) -> str:

@@ -3,35 +3,25 @@
 import asyncio
 import contextlib
 from collections.abc import (
-    AsyncGenerator,
-    Callable,
     Collection,
     Container,
     Iterable,
-    Mapping,
 )
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from imagefleet.errors import SetupError, TransientError
-from imagefleet.records import catalog, decisions, reader
-from imagefleet.records.catalog import Damaged, StoredShard
+from imagefleet.errors import SetupError
+from imagefleet.records import catalog, decisions
+from imagefleet.records.catalog import Damaged, Positions, StoredShard
 from imagefleet.records.dedupe import Replaced
 from imagefleet.records.ledger import Ledgers
 from imagefleet.records.log import ShardKind
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import Metadata
 
 #: A follower's records at once, about.
 _POLLED = 20_000
-
-#: Seconds between two polls, each of which is a listing and a read for each shard that has grown.
-POLL_SECONDS = 5.0
-
-#: Polls without a record after which a campaign without pending jobs has ended: its filler may
-#: be slower than the workers. One that has not ended is counted again after twice as many: on Azure
-#: that is a read of each shard.
-_QUIET_POLLS = 3
 
 _FOLLOWED: Collection[ShardKind] = ("again", "images", "jobs", "settled")
 
@@ -47,7 +37,7 @@ class NewRecord(NamedTuple):
     offset: int = 0
 
 
-@dataclass(slots=True)
+@dataclass
 class RecordFilter:
     """Keeps new records of jobs that were sent, if that is noted, and that match what is stored."""
 
@@ -139,7 +129,7 @@ class RecordFilter:
 
 
 def _misfit(
-    record: Record, of_image: Mapping[str, str], of_job: list[Record], is_again: bool
+    record: Record, of_image: Metadata, of_job: list[Record], is_again: bool
 ) -> str:
     """The reason a record does not match what is stored; empty if it does."""
     if record.is_end:
@@ -161,7 +151,7 @@ class Follower:
         self,
         storage: Storage,
         campaign: str | None = None,
-        position: dict[str, int] | None = None,
+        position: Positions | None = None,
         damaged: Damaged | None = None,
         *,
         most: int | None = None,
@@ -170,19 +160,19 @@ class Follower:
         trusts_images: bool = False,
     ) -> None:
         """A poll returns some *most* records, and reads a shard by *part_bytes*."""
-        self.position: dict[str, int] = dict(position or {})
+        self.position: Positions = dict(position or {})
         self._storage = storage
         self._campaign = campaign
         self._damaged = damaged or Damaged()
         self._most = most or _POLLED
         self._part_bytes = part_bytes
         #: Sizes of shards with nothing to be read until they grow.
-        self._given_up: dict[str, int] = {}
+        self._given_up: Positions = {}
         ledgers = Ledgers(storage)
         self.checks = RecordFilter(storage, ledgers, self._damaged, own, trusts_images)
 
     @property
-    def start(self) -> dict[str, int]:
+    def start(self) -> Positions:
         """The position of one that goes on later: before all that still waits."""
         waiting = {
             each.shard.blob.name: each.offset for each in reversed(self.checks.waiting)
@@ -233,28 +223,3 @@ class Follower:
             self._given_up[name] = each.blob.size_bytes
         self.position[name] = decoder.position
         return found
-
-
-async def follow(
-    storage: Storage,
-    follower: Follower,
-    campaign: str,
-    outcomes: Collection[str],
-    on_retry: Callable[[str], object],
-) -> AsyncGenerator[list[Record]]:
-    """New results, until the campaign has ended, if that is known; *on_retry* gets errors."""
-    quiet, count_at = 0, _QUIET_POLLS
-    while True:
-        try:
-            if records := await follower.poll():
-                quiet, count_at = 0, _QUIET_POLLS
-            elif (quiet := quiet + 1) >= count_at:
-                count_at = 2 * quiet
-                if (await reader.counts(storage, campaign)).pending == 0:
-                    return
-        except TransientError as error:
-            on_retry(f"trying again: {error.message}")
-            records = []
-        yield [record for record in records if record.outcome in outcomes]
-        if not records:
-            await asyncio.sleep(POLL_SECONDS)

@@ -257,12 +257,12 @@ class Ledger:
                     end.number, max(0, total - _END_BYTES), _END_BYTES
                 )
                 data = b"" if part is None else part.data
-            at = data.rfind(_MAGIC)
-            while at >= 0 and _frame_end(data, at) is None:
-                at = data.rfind(_MAGIC, 0, at)
-            if at >= 0:
-                _, _, _, frames, jobs = _HEADER.unpack_from(data, at)
-                end = end._replace(frames=frames, jobs=jobs)
+            at = len(data)
+            while (at := data.rfind(_MAGIC, 0, at)) >= 0:
+                if (frame := _frame_at(data, at)) is not None:
+                    _, frames, jobs = frame
+                    end = end._replace(frames=frames, jobs=jobs)
+                    break
             end = end._replace(size_bytes=total)
             if not end.is_full:
                 break
@@ -270,8 +270,8 @@ class Ledger:
         return end
 
     async def _append(self, entries: bytes) -> None:
-        starts = range(0, len(entries), _ENTRY_BYTES)
-        ids = {entries[start : start + HASH_BYTES] for start in starts}
+        count = len(entries) // _ENTRY_BYTES
+        ids = {entry[:HASH_BYTES] for entry in _entries(entries)}
         for _ in range(_TRIES):
             if self._end is None:
                 self._end = await (
@@ -280,7 +280,7 @@ class Ledger:
             end = self._end.next_blob() if self._end.is_full else self._end
             known = sum(each in self.known for each in ids) if len(self.known) else 0
             jobs = end.jobs + len(ids) - known
-            header = _MAGIC, len(starts), zlib.crc32(entries), end.frames + 1, jobs
+            header = _MAGIC, count, zlib.crc32(entries), end.frames + 1, jobs
             frame = _HEADER.pack(*header) + entries
             append = partial(
                 self._files.append, self._name(end.number), frame, end.size_bytes
@@ -328,9 +328,8 @@ class Ledger:
         """Takes in the whole frames; returns the end of the last one."""
         at = taken = 0
         while (found := data.find(_MAGIC, at)) >= 0:
-            stop = _frame_end(data, found)
-            if stop is not None:
-                _, _, _, frames, jobs = _HEADER.unpack_from(data, found)
+            if (frame := _frame_at(data, found)) is not None:
+                stop, frames, jobs = frame
                 end = end._replace(frames=frames, jobs=jobs)
                 self._take(data[found + _HEADER.size : stop])
                 taken += stop - found
@@ -423,15 +422,15 @@ async def note(storage: Storage, bodies: Iterable[str]) -> None:
     await ledgers.note()
 
 
-def _frame_end(data: bytes, at: int) -> int | None:
-    """Byte offset of the end of the frame that begins at *at*; None if it is not whole."""
+def _frame_at(data: bytes, at: int) -> tuple[int, int, int] | None:
+    """Where the frame at *at* ends, its number, and the campaign's ids; None if it is not whole."""
     if len(data) < (start := at + _HEADER.size):
         return None
-    _, count, crc, _, _ = _HEADER.unpack_from(data, at)
-    end: int = start + count * _ENTRY_BYTES
+    _, count, crc, frames, jobs = _HEADER.unpack_from(data, at)
+    end = start + count * _ENTRY_BYTES
     if end > len(data) or zlib.crc32(data[start:end]) != crc:
         return None
-    return end
+    return end, frames, jobs
 
 
 def _entries(data: bytes | bytearray) -> Iterator[bytes]:

@@ -135,7 +135,7 @@ def totals_at(end: bytes) -> Totals | None:
     return found if found.jobs <= found.records else None
 
 
-@dataclass(slots=True)
+@dataclass
 class _Shard:
     """The open shard of one campaign and kind."""
 
@@ -172,14 +172,14 @@ class RecordLog:
         self._blobs = blobs
         self._writer = writer_name(writer)
         self._retry_policy = retry_policy
-        self._shards: LRUCache[tuple[str, ShardKind], _Shard] = LRUCache(_MAX_OPEN)
+        self._shards = LRUCache[tuple[str, ShardKind], _Shard](_MAX_OPEN)
 
     async def add(self, records: Iterable[Record], *, again: bool = False) -> None:
         """Adds records, those of images as `images`, or *again* if their names were taken."""
         grouped: dict[tuple[str, ShardKind], list[Record]] = {}
         for record in records:
             is_again = again and record.outcome == "completed"
-            kind: ShardKind = "again" if is_again else KINDS[record.outcome]
+            kind = "again" if is_again else KINDS[record.outcome]
             grouped.setdefault((record.campaign, kind), []).append(record)
             distinct: tuple[str, ShardKind] = (record.campaign, "distinct")
             if record.phash and distinct not in self._shards:

@@ -76,7 +76,7 @@ class JobFacts:
 async def of_campaign(storage: Storage, campaign: str) -> AsyncIterator[JobFacts]:
     """The jobs of a campaign that have ended, each once; 60 bytes of memory for each failed one."""
     ended = set[int]()
-    sent_again: dict[int, JobFacts] = {}
+    sent_again = {}
     partial: dict[int, dict[int, Record]] = {}
     async for record in reader.images(storage, campaign, ended=ended):
         if record.stage < record.stages:
@@ -118,7 +118,7 @@ async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
 
 async def last_end(storage: Storage, job: JobFacts) -> Record | None:
     """The last record of a job that ended without an image."""
-    latest: Record | None = None
+    latest = None
     async for record in reader.ended(storage, job.campaign, job_id=job.id):
         if latest is None or record.at >= latest.at:
             latest = record

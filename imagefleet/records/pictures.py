@@ -13,6 +13,7 @@ from imagefleet.job.names import duplicate_name
 from imagefleet.records import catalog, decisions
 from imagefleet.records.record import Record, Spot, of_job
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import Metadata
 
 #: Fault of an image that is not delivered: no file, or a file that none of its records fits.
 Fault = Literal["missing", "misfit"]
@@ -20,7 +21,10 @@ Fault = Literal["missing", "misfit"]
 #: Why a record is left out.
 MISFIT = "a record of another picture than the one that is stored"
 
-NO_PACKS: Mapping[str, bytes | None] = {}
+#: The packs that were read whole, by their names.
+Packs = Mapping[str, bytes | None]
+
+NO_PACKS: Packs = {}
 
 #: Drawings kept aside that are looked for: records that nobody can check name their workers.
 _MOST_ASIDE = 4
@@ -38,9 +42,7 @@ class Picture(NamedTuple):
     is_kept_aside: bool
 
 
-async def read(
-    storage: Storage, spot: Spot, packs: Mapping[str, bytes | None] = NO_PACKS
-) -> bytes | None:
+async def read(storage: Storage, spot: Spot, packs: Packs = NO_PACKS) -> bytes | None:
     """The file of an image; None if there is none. *packs*: those that were read whole.
 
     Raises UnusableFileError if it is larger than any image, JobError if its name is of none.
@@ -66,7 +68,7 @@ async def read_packed(storage: Storage, name: str) -> bytes | None:
 async def find(
     storage: Storage,
     records: Sequence[Record],
-    packs: Mapping[str, bytes | None] = NO_PACKS,
+    packs: Packs = NO_PACKS,
 ) -> Picture | Fault:
     """The picture that one of an image's *records* fits: the stored one, if there is any.
 
@@ -82,7 +84,7 @@ async def find(
     ]
     fault: Fault = "missing"
     for spot in (*stored, *asides):
-        told: Mapping[str, str] = {}
+        told: Metadata = {}
         try:
             data = await read(storage, spot, packs)
             # A worker that found the image of one that died does not know its bytes.
@@ -101,9 +103,7 @@ async def find(
     return fault
 
 
-def _fitting(
-    records: Sequence[Record], data: bytes, told: Mapping[str, str]
-) -> Record | None:
+def _fitting(records: Sequence[Record], data: bytes, told: Metadata) -> Record | None:
     """The record that has the file's SHA-256, and tells of the job that is in the file.
 
     One without, by *told*, the file's metadata: if they are of the file and of the record's job.

@@ -16,7 +16,7 @@ from imagefleet.job.message import RECORDS
 from imagefleet.keeping.duplicates import Hashed, near_duplicates
 from imagefleet.keeping.rule import Keep
 from imagefleet.records import catalog, decisions, ledger
-from imagefleet.records.catalog import Damaged, StoredShard
+from imagefleet.records.catalog import Damaged, Positions, RecordParts, StoredShard
 from imagefleet.records.counts import CachedCounts, Counts
 from imagefleet.records.decisions import Ends, ImageRecords
 from imagefleet.records.ledger import Digests, Ledger
@@ -47,7 +47,7 @@ async def campaigns(storage: Storage) -> AsyncIterator[str]:
 
 async def results(
     storage: Storage, campaign: str, outcomes: Collection[str], damaged: Damaged
-) -> AsyncGenerator[list[Record]]:
+) -> RecordParts:
     """A campaign's images, and then its jobs that ended without one, some at a time."""
     wanted = []
     if "completed" in outcomes:
@@ -61,7 +61,7 @@ async def results(
 
 async def drawings(
     storage: Storage, campaign: str, damaged: Damaged, rule: Keep | None = None
-) -> AsyncGenerator[list[Record]]:
+) -> RecordParts:
     """All that workers recorded of images; last of those whose names were taken.
 
     Without near-duplicates, and with a *rule* those that it keeps by their scores.
@@ -85,7 +85,7 @@ async def drawings(
         yield kept(records)
 
 
-async def end(storage: Storage, campaign: str) -> dict[str, int]:
+async def end(storage: Storage, campaign: str) -> Positions:
     """The position of a follower that has read all there is now; a listing."""
     return {
         each.blob.name: each.blob.size_bytes
@@ -119,8 +119,8 @@ async def all_counts(
     by_campaign: dict[str, list[StoredShard]] = {name: [] for name in noted}
     for shard in await catalog.shards_of(storage, None, damaged):
         by_campaign.setdefault(shard.campaign, []).append(shard)
-    found: dict[str, Counts] = {}
-    kept: dict[str, CachedCounts] = {}
+    found = {}
+    kept = {}
 
     async def count(campaign: str) -> None:
         blobs, shards, unfit = noted.get(campaign, ()), by_campaign[campaign], Damaged()
@@ -192,7 +192,7 @@ async def image_parts(
     *,
     known: Digests | None = None,
     ended: set[int] | None = None,
-) -> AsyncGenerator[list[Record]]:
+) -> RecordParts:
     """Each stored image of a campaign once; a listing, and a read for each 4 MiB of records.
 
     With *known* only those of jobs that are known to be sent. *ended* takes in the jobs that ended
@@ -218,7 +218,7 @@ async def ended_parts(
     *,
     job_id: str | None = None,
     known: Digests | None = None,
-) -> AsyncGenerator[list[Record]]:
+) -> RecordParts:
     """The jobs that ended without an image, and were not replayed, discarded or completed since.
 
     None: those of all campaigns. With *known* only those that are known to be sent.
@@ -272,7 +272,7 @@ async def _each_once(
 
 
 def _singly(
-    read: Callable[_Terms, AsyncGenerator[list[Record]]],
+    read: Callable[_Terms, RecordParts],
 ) -> Callable[_Terms, AsyncGenerator[Record]]:
     async def singly(
         *args: _Terms.args, **terms: _Terms.kwargs

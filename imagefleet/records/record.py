@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -43,7 +42,8 @@ from imagefleet.job.sizes import (
 )
 from imagefleet.keeping.duplicates import Hashed
 from imagefleet.keeping.rule import MAX_JUDGED, Keep
-from imagefleet.validation import JSONDict, JSONObject
+from imagefleet.storage.protocol import Metadata
+from imagefleet.validation import JSONObject
 
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600
@@ -56,6 +56,7 @@ MAX_SCORES = 32
 UNKNOWN_WORKER = "?"
 
 _Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARACTERS)]
+_BlobName = Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)]
 _Text = Annotated[str, StringConstraints(max_length=MAX_MESSAGE_BYTES)]
 #: What columns of tables and plots hold; a clock that was never set is in 1970.
 _Number = Annotated[int, Field(ge=0, lt=2**53)]
@@ -63,6 +64,7 @@ _Moment = Annotated[
     AwareDatetime,
     Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC)),
 ]
+_Stage = Annotated[int, Field(ge=1, le=MAX_STAGES)]
 _Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
@@ -167,7 +169,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     """One line of a shard: an image, or a job that ended otherwise."""
 
     outcome: Outcome
-    blob: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
+    blob: _BlobName | None = None
     #: The job's id; that of its message where the job could not be read.
     id: SafeId
     #: `Job.stage_digest` of an image, else `Job.digest`; None of what could not be read.
@@ -190,7 +192,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     #: SHA-256 (hex) of the image's file.
     sha256: _Sha256 | None = None
     #: The blob of the pack that the image is in, which then has none of its own.
-    pack: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
+    pack: _BlobName | None = None
     #: Where the image's file begins in its pack; it has `size_bytes`.
     offset: _Size | None = None
     #: The image's position among the job's images, from 0.
@@ -201,8 +203,8 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     #: Seconds from the pull of the job to the image's upload.
     seconds: _Seconds | None = None
     #: The stage of a job with `then` that this record is of.
-    stage: int = Field(default=1, ge=1, le=MAX_STAGES)
-    stages: int = Field(default=1, ge=1, le=MAX_STAGES)
+    stage: _Stage = 1
+    stages: _Stage = 1
 
     prompt: _Text | None = None
     negative_prompt: _Text | None = None
@@ -296,9 +298,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     def stem(self) -> str:
         return (self.blob or "").rpartition(".")[0]
 
-    def fits(
-        self, metadata: Mapping[str, str], *, of_any_drawing: bool = False
-    ) -> bool:
+    def fits(self, metadata: Metadata, *, of_any_drawing: bool = False) -> bool:
         """True if it is of the image that is stored with this *metadata*, as far as that tells.
 
         *of_any_drawing*: another drawing of its job may have the name, of other bytes.
@@ -311,7 +311,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
             is_there and metadata.get("sha256") in {None, self.sha256}
         )
 
-    def name_taken(self, metadata: Mapping[str, str]) -> Record:
+    def name_taken(self, metadata: Metadata) -> Record:
         """The end of its job instead, where the image with this *metadata* is another job's."""
         reason = (
             f"its name is taken: {self.blob} is the image of the job {self.key} with the digest"
@@ -334,12 +334,10 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
             raise JobError(validation.sentence(error)) from None
 
     @classmethod
-    def of_blob(cls, known: JSONObject, metadata: Mapping[str, str]) -> Self:
+    def of_blob(cls, known: JSONObject, metadata: Metadata) -> Self:
         """The record of an image, of which *known* is certain, from the *metadata* of its blob."""
         try:
-            told: JSONDict = {
-                name: metadata[name] for name in _OF_BLOB if name in metadata
-            }
+            told = {name: metadata[name] for name in _OF_BLOB if name in metadata}
             if "attempt" in metadata:
                 told["attempts"] = metadata["attempt"]
             if "scores" in metadata:

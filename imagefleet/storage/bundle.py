@@ -60,6 +60,10 @@ _COMMON = ("campaign", "model", "output")
 _NO_FIELDS: JSONObject = {}
 
 
+#: Names the bundle of some messages.
+NameOf = Callable[[Sequence[str]], str]
+
+
 class Bundle(NamedTuple):
     """A bundle that was read; *problem* says why none of its jobs may be drawn."""
 
@@ -153,13 +157,6 @@ def _is_alone(job: JSONObject, message: str) -> bool:
     return any(job.get(field) for field in _ALONE) or images_of(message) > 1
 
 
-def write(name: str, messages: Sequence[str]) -> str | None:
-    """The bundle of these jobs; None where it would not be exactly these."""
-    return _exactly(
-        _compact(name, [fields_if_any(message) for message in messages]), messages
-    )
-
-
 class Sent(NamedTuple):
     """The message of a job at its place in a source; left out if it *is_sent* by nobody now."""
 
@@ -181,16 +178,14 @@ class _Job(NamedTuple):
         }
 
 
-def bundled(
-    jobs: Sequence[Sent], most: int, name: Callable[[Sequence[str]], str]
-) -> list[str]:
+def bundled(jobs: Sequence[Sent], most: int, name: NameOf) -> list[str]:
     """The messages in as few as can hold them: bundles of up to *most* jobs of one kind.
 
     The same jobs give the same groups, whichever of them are sent and whenever they were signed.
     *name* is given a group's messages without their signatures.
     """
     groups: dict[str, list[_Job]] = {}
-    result: list[str] = []
+    result = []
     for message, is_sent in jobs:
         fields = fields_if_any(message)
         if is_bundle(message) or _is_alone(fields, message):
@@ -231,9 +226,7 @@ def _calls(fields: JSONObject) -> float:
     return float((rows * steps + _DECODING) * pixels**_BY_PIXELS * passes)
 
 
-def _fitting(
-    group: Sequence[_Job], name: Callable[[Sequence[str]], str]
-) -> Iterator[str]:
+def _fitting(group: Sequence[_Job], name: NameOf) -> Iterator[str]:
     """The jobs as one bundle, or as several of half of them where that is too large."""
     sent = [job for job in group if job.is_sent]
     if not sent:
@@ -294,7 +287,7 @@ def _shared(jobs: Sequence[JSONObject]) -> JSONDict:
 
 def _differences(shared: JSONObject, job: JSONObject) -> JSONDict:
     """The fields in which a job differs from the shared ones."""
-    own: JSONDict = {}
+    own = {}
     for name, value in job.items():
         of_all = shared[name]
         if name == SIGNATURE_FIELD and isinstance(of_all, dict):
@@ -306,7 +299,7 @@ def _differences(shared: JSONObject, job: JSONObject) -> JSONDict:
 
 def _merged(shared: JSONObject, own: JSONObject) -> JSONDict:
     """A job's fields: its own, and those shared ones that are not null."""
-    job: JSONDict = {}
+    job = {}
     for name, value in shared.items():
         if name in _OWN:
             continue

@@ -4,7 +4,6 @@ Anybody with a worker's token may add a record. So its job must be one that a wo
 takes before it is sent again, and with trusted keys it must be signed as well.
 """
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Collection, Iterable
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, NamedTuple, Self
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from imagefleet.errors import (
     FleetError,
@@ -26,8 +25,8 @@ from imagefleet.job.change import Change
 from imagefleet.job.message import (
     DELIVERIES_FIELD,
     Job,
-    SafeId,
     fields_if_any,
+    is_safe_id,
     is_signed,
     message_fields,
     message_text,
@@ -45,8 +44,6 @@ from imagefleet.validation import JSONDict
 MAX_REASON_CHARACTERS = 2_000
 
 _UNSIGNED = "it is not signed with your key"
-
-_SAFE_ID: TypeAdapter[str] = TypeAdapter(SafeId)
 
 
 class FailedJob(Record, extra="forbid"):
@@ -76,8 +73,7 @@ class FailedJob(Record, extra="forbid"):
         return self.model_copy(update={"body": None}).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(NamedTuple):
     """Selects the failed jobs that meet all of the given conditions.
 
     *error* is a part of the error's class or reason, ignoring case. *id* is the job's or its
@@ -239,11 +235,8 @@ def failed_job(
 def _named(body: str) -> JSONDict:
     """The id and campaign that even an invalid message gives: once mended, it is the same job."""
     fields = fields_if_any(body)
-    known = {}
-    for name in ("id", "campaign"):
-        with contextlib.suppress(ValidationError):
-            known[name] = _SAFE_ID.validate_python(fields.get(name), strict=True)
-    return known
+    names = (name for name in ("id", "campaign") if is_safe_id(fields.get(name)))
+    return {name: fields[name] for name in names}
 
 
 def replayable(message: LeasedMessage, job: Job | None) -> str:

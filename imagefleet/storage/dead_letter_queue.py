@@ -12,11 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
-
 from imagefleet import concurrency
 from imagefleet.errors import LeaseLost, TransientError
-from imagefleet.job.message import SafeId
+from imagefleet.job.message import is_safe_id
 from imagefleet.records import ledger
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
@@ -28,6 +26,7 @@ from imagefleet.storage.protocol import (
     MAX_RECEIVE,
     LeasedMessage,
     Message,
+    OnProgress,
 )
 from imagefleet.storage.settings import Priority
 from imagefleet.telemetry.logs import log
@@ -45,12 +44,8 @@ NO_CHECK = Check()
 
 _NOTED = {"id", "campaign", "source", "digest"}
 
-_CAMPAIGN: TypeAdapter[str | None] = TypeAdapter(SafeId | None)
 
-OnProgress = Callable[[int], None]
-
-
-@dataclass(slots=True)
+@dataclass
 class Swept:
     """Number of failed jobs that were replayed or discarded, and those that stay."""
 
@@ -58,7 +53,7 @@ class Swept:
     refused: list[Refused] = dataclasses.field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass
 class Preview:
     """Failed jobs that would be moved, by campaign and error, and those that would stay."""
 
@@ -73,18 +68,17 @@ async def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Reco
     """The selected jobs, which were neither replayed nor discarded since."""
     from imagefleet.records import reader  # numpy is slow to import
 
-    try:
-        _CAMPAIGN.validate_python(selection.campaign)
-    except ValidationError:  # no job has such a campaign
+    campaign = selection.campaign
+    if campaign is not None and not is_safe_id(campaign):  # no job has such a one
         return
-    async for record in reader.ended(storage, selection.campaign):
+    async for record in reader.ended(storage, campaign):
         if selection.matches(record):
             yield record
 
 
 async def in_batches(records: AsyncIterator[Record]) -> AsyncIterator[list[Record]]:
     """Groups records into batches; the last batch may be empty."""
-    batch: list[Record] = []
+    batch = []
     async for record in records:
         batch.append(record)
         if len(batch) == MAX_RECEIVE:

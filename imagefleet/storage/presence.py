@@ -1,6 +1,5 @@
 """Which jobs the queues hold, and for how long they wait."""
 
-import asyncio
 from collections.abc import Collection
 
 from imagefleet.job.message import fields_if_any, job_key
@@ -9,9 +8,6 @@ from imagefleet.storage.protocol import JobQueue, QueueDepth
 
 #: How messages of jobs tell that a client waits.
 _AWAITED = '"awaited":true'
-
-#: Messages that are read until others have a turn.
-_AT_ONCE = 100
 
 
 async def present_jobs(storage: Storage) -> Collection[str] | None:
@@ -25,13 +21,9 @@ async def present_jobs(storage: Storage) -> Collection[str] | None:
     if not queue.is_local:
         return None
     found = set()
-    count = 0
     async for message, _ in queue.find(_AWAITED):
         fields = fields_if_any(message.body)
         found.add(job_key(fields.get("campaign"), fields.get("id")))
-        count += 1
-        if count % _AT_ONCE == 0:
-            await asyncio.sleep(0)
     return found
 
 

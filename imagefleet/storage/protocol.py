@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from imagefleet import concurrency
 from imagefleet.errors import JobError, TransientError, UnusableFileError
@@ -134,6 +134,13 @@ class Clock:
             )
 
 
+#: Called with what is done so far, in bytes or jobs.
+OnProgress = Callable[[int], None]
+
+#: Messages that were found in a queue, and whether each is leased.
+FoundMessages = AsyncIterator[tuple[Message, bool]]
+
+
 class JobQueue(Protocol):
     """An at-least-once queue. Every method may raise TransientError."""
 
@@ -180,7 +187,7 @@ class JobQueue(Protocol):
         On Azure it sees the first 32 that are visible.
         """
 
-    def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
+    def find(self, text: str) -> FoundMessages:
         """The messages that may contain *text*, and whether each is leased; changes nothing."""
 
     async def depth(self) -> QueueDepth: ...
@@ -196,8 +203,7 @@ class StoredQueue(JobQueue, Protocol):
         """Creates the queue if it does not exist; False if the credentials do not allow that."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlobRecord:
+class BlobRecord(NamedTuple):
     """A blob without its content, as listed."""
 
     name: str
@@ -208,8 +214,7 @@ class BlobRecord:
     modified_at: datetime | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlobPart:
+class BlobPart(NamedTuple):
     """Some of a blob's bytes; `version` changes when the blob is rewritten."""
 
     data: bytes
@@ -253,7 +258,7 @@ class BlobStore(Protocol):
         file: Path,
         content_type: str,
         metadata: Metadata,
-        on_progress: Callable[[int], None] = lambda _: None,
+        on_progress: OnProgress = lambda _: None,
     ) -> bool:
         """Creates a blob from a file too large for memory; a reader sees all of it or nothing.
 
@@ -335,7 +340,7 @@ class BlobStore(Protocol):
         """The names of the folders right below *prefix*, which ends in a slash; lists no blobs."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Operations:
     """Operations so far, as Azure bills them: each request, retries included; deletes are free.
 

@@ -12,7 +12,6 @@ from logging import LoggerAdapter, LogRecord, StreamHandler
 from typing import Any, Literal
 
 from imagefleet import redaction
-from imagefleet.validation import JSONDict
 
 LogFormat = Literal["auto", "json", "text"]
 
@@ -55,7 +54,7 @@ class JsonLines(logging.Formatter):
         }
         # asyncio, for one, logs what nothing has handled as an error with its traceback.
         is_failure = record.exc_info and record.levelname in {"ERROR", "CRITICAL"}
-        line: JSONDict = {
+        line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(
                 timespec="milliseconds"
             ),
@@ -189,3 +188,11 @@ def _log_unraisable(
         f"{failure.err_msg or 'Exception ignored in'} {failure.object!r}: ",
         exit_code=None,
     )
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12.3 min`, `3.5 h`."""
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{math.ceil(seconds)} s"

@@ -34,7 +34,7 @@ RETRY_POLICY = concurrency.RetryPolicy(
     tries=3, longest_wait_seconds=2, on_retry=lambda _: None
 )
 
-_RETRYABLE = frozenset({408, 425, 429})
+_RETRYABLE = {408, 425, 429}
 
 
 @contextlib.asynccontextmanager

@@ -30,17 +30,6 @@ class JsonArray(Format):
         return [whole] if isinstance(whole, dict) else whole
 
 
-class CocoCaptions(JsonArray):
-    """The elements of the array `annotations` of an object, as COCO has its captions."""
-
-    name = "coco"
-    unit = "annotation"
-    _otherwise = "it is no object with the array 'annotations'"
-
-    def _elements(self, whole: Any) -> Any:
-        return whole.get("annotations") if isinstance(whole, dict) else None
-
-
 def _read(stream: BinaryIO) -> Any:
     """The value of a file, an empty array for an empty file; raises FormatError for no JSON."""
     data = bytearray()

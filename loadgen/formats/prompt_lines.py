@@ -13,7 +13,7 @@ from loadgen.formats.lines import Entry, JsonLines
 _OPTION = re.compile(r"(?:^|\s)--(?=[A-Za-z])")
 
 #: Options of "Prompts from file or textbox" (`scripts/prompts_from_file.py`), which begin the line.
-_OF_A1111: Mapping[str, str] = {
+_OF_A1111 = {
     name: name
     for name in (
         "prompt",
@@ -46,7 +46,7 @@ _WITHOUT_EFFECT = {
 }
 
 #: Options of kohya's `gen_img.py` and of its sample prompts, which follow on the prompt.
-_OF_KOHYA: Mapping[str, str] = {
+_OF_KOHYA = {
     "n": "negative_prompt",
     "w": "width",
     "h": "height",
@@ -55,6 +55,9 @@ _OF_KOHYA: Mapping[str, str] = {
     "s": "steps",
     "ss": "sampler_name",
 }
+
+
+_Fields = dict[str, str]
 
 
 class PromptLines(JsonLines):
@@ -79,7 +82,7 @@ class PromptLines(JsonLines):
         return Entry(place, json.dumps(fields, ensure_ascii=False), line=line)
 
 
-def _fields(text: str) -> dict[str, str]:
+def _fields(text: str) -> _Fields:
     if text.startswith("--"):
         fields = _from_a1111(text)
     elif _OPTION.search(text):
@@ -94,13 +97,13 @@ def _fields(text: str) -> dict[str, str]:
     return fields
 
 
-def _from_a1111(text: str) -> dict[str, str]:
+def _from_a1111(text: str) -> _Fields:
     """The fields of a line as `cmdargs` reads it: values in quotes as a shell has them."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise ValueError(f"its options cannot be read: {error}") from None
-    fields: dict[str, str] = {}
+    fields = {}
     while words:
         option = words.pop(0).removeprefix("--")
         values = []
@@ -116,7 +119,7 @@ def _from_a1111(text: str) -> dict[str, str]:
     return fields
 
 
-def _from_kohya(text: str) -> dict[str, str]:
+def _from_kohya(text: str) -> _Fields:
     prompt, *options = _OPTION.split(text)
     fields = {"prompt": prompt.strip()}
     for each in options:

@@ -18,15 +18,14 @@ from imagefleet.job import settings_table
 from imagefleet.job.chain import THEN_FIELD
 from imagefleet.job.message import FAILURE_FIELD, Job
 from imagefleet.job.passes import extras
-from imagefleet.validation import JSONDict
 from loadgen.formats.lines import MAX_JOB_LENGTH, Entry, Format, FormatError, lines
 
 #: Fields whose cells are text as it stands, with its white space.
-_PROMPTS = frozenset({"prompt", "negative_prompt", "hr_prompt", "hr_negative_prompt"})
+_PROMPTS = {"prompt", "negative_prompt", "hr_prompt", "hr_negative_prompt"}
 
 
 #: Fields whose cells are JSON objects; `metadata.NAME` is a column for one key of an object.
-_OBJECTS = frozenset({"alwayson_scripts", "metadata", "output", "override_settings"})
+_OBJECTS = {"alwayson_scripts", "metadata", "output", "override_settings"}
 
 
 def _is_text(annotation: Any) -> bool:
@@ -79,7 +78,7 @@ class Columns:
             return Entry(place, problem=str(error))
 
     def _job(self, cells: Iterable[Any]) -> str:
-        fields: JSONDict = {}
+        fields = {}
         for number, cell in enumerate(cells):
             # A missing number of pandas is NaN.
             if (

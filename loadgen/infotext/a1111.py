@@ -7,13 +7,12 @@ releases drew otherwise by `infotext_versions.py`, and what is written when by `
 import contextlib
 import json
 import re
-from collections.abc import Mapping
 
 from imagefleet.errors import JobError
 from imagefleet.files.picture import OWN_FIELDS, OWN_WORD
 from imagefleet.job.passes import adetailer
 from imagefleet.validation import JSONDict, JSONObject
-from loadgen.infotext.facts import SEVERAL_NEGATIVE, facts_of, parts_of
+from loadgen.infotext.facts import SEVERAL_NEGATIVE, Facts, facts_of, parts_of
 from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
 
 NO_PARAMETERS = "the file holds no parameters"
@@ -98,7 +97,7 @@ def _value(text: str) -> object:
     return text
 
 
-def _read_passes(facts: Mapping[str, str], reading: Reading, *, is_old: bool) -> None:
+def _read_passes(facts: Facts, reading: Reading, *, is_old: bool) -> None:
     """The second pass, or the image to begin with, of which a strength alone tells."""
     job, strength = reading.job, _value(facts.get("Denoising strength", ""))
     if any(name.startswith("hr_") for name in job):
@@ -136,7 +135,7 @@ def _read_passes(facts: Mapping[str, str], reading: Reading, *, is_old: bool) ->
         reading.cannot.append(f"{missing} not in the file, nor is the resize mode")
 
 
-def _read_models(facts: Mapping[str, str], reading: Reading) -> None:
+def _read_models(facts: Facts, reading: Reading) -> None:
     name, digits = (facts.get(word) for word in ("Model", "Model hash"))
     settings = reading.job["override_settings"]
     if name or digits:
@@ -169,7 +168,7 @@ def _hashes(text: str) -> dict[str, str]:
     return {name: digits for name, _, digits in pairs if name}
 
 
-def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
+def _read_extensions(facts: Facts, reading: Reading) -> None:
     """The units of ControlNet, and what of others is not drawn."""
     units = []
     details: dict[int, JSONDict] = {}
@@ -189,7 +188,7 @@ def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
             details.setdefault(ordinal, {})[field] = value if is_text else _value(value)
         elif word not in _KNOWN and value != "Use same choices":
             reading.cannot.append(f"{word} ({value[:80]}) is not drawn")
-    scripts: JSONDict = {"controlnet": {"args": units}} if units else {}
+    scripts = {"controlnet": {"args": units}} if units else {}
     if details:
         scripts["ADetailer"] = {"args": [details[each] for each in sorted(details)]}
     if scripts:

@@ -36,7 +36,7 @@ _WHOLE = {
     "return_with_leftover_noise": "disable",
 }
 
-_UPSCALERS: Mapping[str, str] = WORDS["comfyui"]["upscalers"]
+_UPSCALERS = WORDS["comfyui"]["upscalers"]
 
 #: What AUTOMATIC1111 reads otherwise in a prompt; square brackets are escaped.
 _OTHERWISE = re.compile(r"[()<#]|\b(?:AND|BREAK)\b|:[\d.]+\s*$")
@@ -48,7 +48,7 @@ _OF_PAGE = re.compile(r"\{[^{}]*\|[^{}]*\}|//|/\*")
 _EMBEDDING = re.compile(r"embedding:([^\s,():|]+)")
 
 #: Schedules by its names.
-_SCHEDULES: Mapping[str, str] = WORDS["comfyui"]["schedules"]
+_SCHEDULES = WORDS["comfyui"]["schedules"]
 
 #: The schedules that end at the smallest sigma, before 0.
 _WHOLE_SCHEDULES = {"normal", "karras", "exponential", "kl_optimal"}

@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import re
-from typing import NamedTuple
 
 from imagefleet.errors import JobError
 from imagefleet.validation import JSONDict
@@ -41,16 +40,12 @@ _FIRST_PASS_PIXELS, _CELL = 512**2, 64
 _UNKNOWN = "0x0"
 
 
-class Parts(NamedTuple):
-    """An infotext's parts; sentences about what is drawn otherwise."""
-
-    prompts: dict[str, str]
-    facts: dict[str, str]
-    said: list[str]
+#: Values by the words of A1111.
+Facts = dict[str, str]
 
 
-def parts_of(text: str) -> Parts:
-    """The parts of an infotext, whichever program wrote it."""
+def parts_of(text: str) -> tuple[dict[str, str], Facts, list[str]]:
+    """An infotext's prompts and facts, whichever program wrote it, and what is drawn otherwise."""
     *lines, last = text.strip().split("\n")
     if not last.startswith("Steps:"):
         *lines, last = _TEMPLATES.split(text.strip())[0].split("\n")
@@ -73,12 +68,12 @@ def parts_of(text: str) -> Parts:
     said += _resources(facts.pop("Civitai resources", "[]"))
     if sum(line.strip().startswith(_NEGATIVE) for line in lines) > 1:
         said.append(SEVERAL_NEGATIVE)
-    return Parts(_prompts(lines), facts, said)
+    return _prompts(lines), facts, said
 
 
-def facts_of(line: str) -> dict[str, str]:
+def facts_of(line: str) -> Facts:
     """`Word: value, Word: value`; a value that has one of these signs is a JSON string."""
-    found: dict[str, str] = {}
+    found = {}
     for match in [*_OF_JSON.finditer(line)][::-1]:
         with contextlib.suppress(ValueError, RecursionError):
             _, end = json.JSONDecoder().raw_decode(line, match.end())
@@ -116,9 +111,7 @@ def _without_bars(lines: list[str], last: str) -> tuple[list[str], str]:
     return lines, facts
 
 
-def _from_draw_things(
-    lines: list[str], facts: dict[str, str], said: list[str]
-) -> list[str]:
+def _from_draw_things(lines: list[str], facts: Facts, said: list[str]) -> list[str]:
     """Puts Draw Things' words into A1111's; its negative prompt begins with a hyphen."""
     said.append("drawn by Draw Things, whose noise is its own: alike and not equal")
     facts["CFG scale"] = facts.pop("Guidance Scale")
@@ -139,7 +132,7 @@ def _from_draw_things(
     return [*lines[:at], f"{_NEGATIVE} {lines[at][1:]}", *lines[at + 1 :]]
 
 
-def _from_2022(first_pass: str, facts: dict[str, str], said: list[str]) -> None:
+def _from_2022(first_pass: str, facts: Facts, said: list[str]) -> None:
     """Puts the second pass of 2022 into today's words, as `restore_old_hires_fix_params` does."""
     size = facts.get("Size", "512x512")
     sides = [int(side) for side in re.findall(r"\d{1,5}", size)[:2]]

@@ -5,7 +5,7 @@ import re
 
 from imagefleet.errors import JobError
 from imagefleet.job import samplers
-from imagefleet.validation import JSONObject
+from imagefleet.validation import JSONDict, JSONObject
 from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
 
 #: Words whose weights compel reads, in all releases.
@@ -16,48 +16,29 @@ def read(text: str) -> Reading:
     """The job of a picture's metadata; raises JobError for one with what no job draws."""
     try:
         found = json.loads(text)
-        return _read_first(found) if "image" in found else _read(found)
+        return _read(_in_todays_words(found) if "image" in found else found)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise JobError("its metadata is damaged") from None
 
 
-def _read(found: JSONObject) -> Reading:
-    mode = found.get("generation_mode", "txt2img").removeprefix("sdxl_")
-    prompts = found.get("positive_prompt") or "", found.get("negative_prompt") or ""
-    reading = _reading(found, mode, found["scheduler"], *prompts)
-    settings = reading.job["override_settings"]
-    if found.get("clip_skip"):
-        settings["CLIP_stop_at_last_layers"] = found["clip_skip"] + 1
-    if found.get("rand_device") == "cpu":
-        settings["randn_source"] = "CPU"
-    for kind, setting in (("model", "sd_model_checkpoint"), ("vae", "sd_vae")):
-        if found.get(kind):
-            settings[setting] = _add_file(reading, kind, found[kind])
-    for each in found.get("loras") or ():
-        name = _add_file(reading, "lora", each.get("model") or each["lora"])
-        reading.job["prompt"] += f" <lora:{name}:{each['weight']}>"
-    return reading
-
-
-def _read_first(found: JSONObject) -> Reading:
-    """Reads texts of releases up to 2.3, whose prompt has the negative one in square brackets."""
+def _in_todays_words(found: JSONObject) -> JSONDict:
+    """The text of a release up to 2.3, whose prompt has the negative one in square brackets."""
     image = found["image"]
     (prompt,) = image["prompt"]
-    words = " ".join(re.sub(r"\[[^][]*\]", "", prompt["prompt"]).split())
-    negative = " ".join(re.findall(r"\[([^][]*)\]", prompt["prompt"]))
-    reading = _reading(
-        image, image.get("type", "txt2img"), image["sampler"], words, negative
-    )
-    file = {"name": found.get("model_id"), "hash": found.get("model_hash")}
-    reading.job["override_settings"]["sd_model_checkpoint"] = _add_file(
-        reading, "model", file
-    )
-    return reading
+    words = re.sub(r"\[[^][]*\]", "", prompt["prompt"]).split()
+    return {
+        **image,
+        "generation_mode": image.get("type", "txt2img"),
+        "positive_prompt": " ".join(words),
+        "negative_prompt": " ".join(re.findall(r"\[([^][]*)\]", prompt["prompt"])),
+        "scheduler": image["sampler"],
+        "model": {"name": found.get("model_id"), "hash": found.get("model_hash")},
+    }
 
 
-def _reading(
-    found: JSONObject, mode: str, sampler: str, prompt: str, negative: str
-) -> Reading:
+def _read(found: JSONObject) -> Reading:
+    mode = found.get("generation_mode", "txt2img").removeprefix("sdxl_")
+    sampler = found["scheduler"]
     other = sorted(
         name
         for name, value in found.items()
@@ -72,19 +53,29 @@ def _reading(
     ):
         what = ", ".join([f"mode {mode}, sampler {sampler}", *other])[:200]
         raise JobError(f"it has what has no counterpart: {what}")
+    settings = {"randn_source": "CPU" if found.get("rand_device") == "cpu" else "GPU"}
     job = {
         name: found[name] for name in ("seed", "steps", "cfg_scale", "width", "height")
     }
-    job |= {"prompt": prompt, "negative_prompt": negative}
+    job["prompt"] = found.get("positive_prompt") or ""
+    job["negative_prompt"] = found.get("negative_prompt") or ""
     job |= sampler_fields(
         known.title, "Karras" if sampler.endswith("_k") else None, is_old=True
     )
-    reading = Reading(job | {"override_settings": {"randn_source": "GPU"}})
+    reading = Reading(job | {"override_settings": settings})
     reading.cannot.append("drawn with diffusers' scheduler: alike and not equal")
-    if _WEIGHTED.search(f"{prompt} {negative}"):
+    if _WEIGHTED.search(f"{job['prompt']} {job['negative_prompt']}"):
         reading.cannot.append(
             "its prompt has weights of InvokeAI's: they are read as words"
         )
+    if found.get("clip_skip"):
+        settings["CLIP_stop_at_last_layers"] = found["clip_skip"] + 1
+    for kind, setting in (("model", "sd_model_checkpoint"), ("vae", "sd_vae")):
+        if found.get(kind):
+            settings[setting] = _add_file(reading, kind, found[kind])
+    for each in found.get("loras") or ():
+        name = _add_file(reading, "lora", each.get("model") or each["lora"])
+        reading.job["prompt"] += f" <lora:{name}:{each['weight']}>"
     return reading
 
 

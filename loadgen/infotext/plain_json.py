@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from imagefleet.errors import JobError
 from imagefleet.job import samplers
+from imagefleet.job.message import fields_if_any
 from imagefleet.validation import JSONDict, JSONObject
 from loadgen.infotext import comfyui
 from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
@@ -48,7 +49,7 @@ _NUMBERS = {"seed": int, "steps": int, "width": int, "height": int, "cfg_scale":
 
 def is_settings(text: str) -> bool:
     """True if a text is one of these programs', and no infotext."""
-    return text.lstrip().startswith("{") and isinstance(_object(text), dict)
+    return text.lstrip().startswith("{") and bool(fields_if_any(text))
 
 
 def is_easy_diffusion(fields: JSONObject) -> bool:
@@ -58,8 +59,8 @@ def is_easy_diffusion(fields: JSONObject) -> bool:
 
 def read(text: str) -> Reading:
     """The job of a picture's JSON; raises JobError, which says why there is none."""
-    found = _object(text)
-    if not isinstance(found, dict):
+    found = fields_if_any(text)
+    if not found:
         raise JobError("its JSON is damaged")
     graph = inside if isinstance(inside := found.get("prompt"), dict) else found
     nodes = {name: node for name, node in graph.items() if "class_type" in str(node)}
@@ -77,7 +78,7 @@ def read_easy_diffusion(found: JSONObject) -> Reading:
 
 def read_settings(found: JSONObject, program: _Program) -> Reading:
     """The job of a program's settings by its keys; raises JobError for those of none."""
-    known: JSONDict = {}
+    known = {}
     others = []
     for key, value in found.items():
         field = program.fields.get(key)
@@ -96,13 +97,6 @@ def read_settings(found: JSONObject, program: _Program) -> Reading:
         raise JobError(f"its settings of {program.name} are damaged") from None
     reading.cannot += [*([program.said] if program.said else []), *others]
     return reading
-
-
-def _object(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _job(known: JSONDict, program: _Program) -> Reading:

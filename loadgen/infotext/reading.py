@@ -22,7 +22,7 @@ class Named(NamedTuple):
     digits: str | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class Reading:
     """A payload of AUTOMATIC1111's API as read from a picture's text, with what it lacks."""
 

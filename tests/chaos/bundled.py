@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from imagefleet import errors
 from imagefleet.files import pack
-from imagefleet.job.message import Job
+from imagefleet.job.message import Job, fields_if_any
 from imagefleet.records.log import GZIP, RECORDS
 from imagefleet.records.record import Record
 from imagefleet.storage import bundle
@@ -34,8 +34,8 @@ def job(number: int, **fields: object) -> str:
 
 
 def bundle_of(jobs: Iterable[str], name: str = NAME) -> str:
-    text = bundle.write(name, list(jobs))
-    assert text is not None
+    group = [bundle._Job(text, True, fields_if_any(text)) for text in jobs]
+    (text,) = bundle._fitting(group, lambda _: name)
     return text
 
 

@@ -191,11 +191,11 @@ async def test_a_narrow_terminal_has_the_figures_in_two_rows_and_no_torn_log(
     await fill(storage, 40)
     talk = """
 from worker.stages import upload as stage
-create = stage.UploadStage._metadata
+create = stage.UploadStage._record
 def talk(self, image, *facts):
     logging.getLogger("talk").info("%s is on its way, %s", image.job.id, "a long story " * 5)
     return create(self, image, *facts)
-stage.UploadStage._metadata = talk
+stage.UploadStage._record = talk
 """
     terminal, process = start(
         "--until-empty",

@@ -6,11 +6,8 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +16,7 @@ from aiolimiter import AsyncLimiter
 
 import forks
 from evaluation.stand_in import StandInEngine
+from forks import console_forks, start
 from imagefleet.files import kernels as kernel_files
 from imagefleet.job.message import Output
 from imagefleet.pricing import prices
@@ -34,20 +32,12 @@ from worker.replica import Replica
 from worker.settings import WorkerSettings
 from worker.stages import encode
 
-__all__ = ["as_it_was", "built", "in_process"]
+__all__ = ["as_it_was", "built", "console_forks", "in_process", "start"]
 
 #: Must never appear in any output.
 SECRET = "sv=2024-11-04&sp=up&sig=aB%2FcD3cReT%3D"
 
 NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
-
-
-@pytest.fixture(scope="session")
-def console_forks(tmp_path_factory) -> Iterator[forks.Forks]:
-    variables = {**os.environ, "COLUMNS": "80"}
-    folder = tmp_path_factory.mktemp("forks")
-    with forks.running(Path(sys.executable), folder, variables, forks.AZURE) as server:
-        yield server
 
 
 @pytest.fixture
@@ -59,19 +49,6 @@ def imagefleet(tmp_path, console_forks: forks.Forks) -> Imagefleet:
         return console_forks.run(*arguments, cwd=tmp_path, variables=environment)
 
     return run
-
-
-class Start(Protocol):
-    """Starts `imagefleet ARGUMENTS` in the test's folder; *errors* are kept from the output."""
-
-    def __call__(self, *arguments: str, errors: Path | None = None) -> forks.Fork: ...
-
-
-@pytest.fixture
-def start(tmp_path, console_forks: forks.Forks) -> Iterator[Start]:
-    """Starts commands; what still runs at the end is killed."""
-    with console_forks.ending() as start:
-        yield partial(start, cwd=tmp_path, variables=os.environ)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import forks
 import made_records
 from cli import console
 from fleet import main
+from fleet.campaigns.table import Campaigns
 from fleet.monitor import command as monitor
 from fleet.salad import command as salad
 from fleet.salad import gpus, groups
@@ -202,7 +203,9 @@ def queue_screen() -> Any:
     }
     rest: dict[str, Any] = {"queues": [], "without_worker": [], "fleet": None}
     return monitor.status_screen(
-        {"storage": "local:x", "queue": queue, "failed": queue, **rest}
+        {"storage": "local:x", "queue": queue, "failed": queue, **rest},
+        Campaigns(None),
+        20,
     )
 
 

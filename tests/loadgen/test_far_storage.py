@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 import imagefleet
+from evaluation.sweep.source import CaptionFile, SweepSource, all_groups
 from imagefleet import aio, errors
 from imagefleet.records import reader
 from imagefleet.records.ledger import Ledger
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from loadgen import sources
-from loadgen.caption_sweep import CaptionFile, SweepSource, groups
 from loadgen.load import Load
 from loadgen.rejects import Report
 from loadgen.settings import LoadSettings
@@ -46,7 +46,7 @@ def source(kind: str, folder: Path) -> Any:
         captions.write_text(
             "".join(f"caption {number}\n" for number in range(JOBS // 2))
         )
-        combined = groups(["5", "7"], ["Euler a"], ["20"], [None], None, [None])
+        combined = all_groups(["5", "7"], ["Euler a"], ["20"], [None], None, [None])
         return SweepSource(CaptionFile(captions), combined, "spring")
     if kind == "template":
         file = folder / "jobs.yaml"

@@ -10,7 +10,6 @@ from worker.progress import (
     Progress,
     ProgressMeter,
     WorkerReport,
-    duration,
 )
 
 
@@ -175,21 +174,6 @@ def test_a_report_leaves_the_start_up_out_of_the_rate_but_not_out_of_the_cost():
     assert report.images_per_second == 2
     assert report.images_per_dollar == pytest.approx(500)
     assert report.failed_jobs == 3
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (0.2, "1 s"),
-        (59.9, "60 s"),
-        (90, "1.5 min"),
-        (5400, "1.5 h"),
-        (129_600, "1.5 d"),
-    ],
-)
-def test_a_duration_has_one_unit(seconds: float, text: str):
-    assert duration(seconds) == text
 
 
 def test_cancelled_jobs_are_shown_once_there_are_any():

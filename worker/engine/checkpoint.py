@@ -347,7 +347,7 @@ def _config_folder(model: Path, config: Path | None) -> Path:
 
 
 def _read_file(path: Path, config: Path) -> _Read:
-    try:
+    with reading.named(str(path)):
         weights = {
             key: weight
             for key, weight in load_file(path).items()
@@ -378,10 +378,6 @@ def _read_file(path: Path, config: Path) -> _Read:
             )
             reading.assign(text_encoder, own)
             _number_positions(path, own, text_encoder)
-    except reading.LOADING_ERRORS as error:
-        raise SetupError(
-            f"{str(path)!r} cannot be loaded: {reading.brief(error)}"
-        ) from error
     has_own_size = not (config / family.backbone / "config.json").is_file()
     return _Read(family, networks, weights.keys(), has_own_size)
 
@@ -417,12 +413,8 @@ def _find_tokenizer(checkpoint: Path, vocabulary_size: int) -> CLIPTokenizer:
             f"the model's tokenizer is missing: {str(folder)!r}; its text encoder has"
             f" {vocabulary_size:,} tokens, and CLIP's tokenizer {clip.VOCABULARY_SIZE:,}"
         )
-    try:
+    with reading.named(str(folder), "the tokenizer "):
         return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-    except reading.LOADING_ERRORS as error:
-        raise SetupError(
-            f"the tokenizer {str(folder)!r} cannot be loaded: {reading.brief(error)}"
-        ) from error
 
 
 def _check_architecture(

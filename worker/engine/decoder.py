@@ -260,7 +260,7 @@ class Decoder:
         try:
             self._copies.append((part, self._decode(part)))
             return  # noqa: TRY300 - the rest handles the failure
-        except Exception as error:  # noqa: BLE001 - any failure is this slice's outcome
+        except Exception as error:  # noqa: BLE001 - this slice's outcome
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
             log.warning(
@@ -415,7 +415,7 @@ def decode_in_stripes(decoder: Any, latents: Tensor) -> Tensor:
     in all.
     """
     x: Tensor = decoder.mid_block(decoder.conv_in(latents))
-    image: _Image = _Image(x)
+    image = _Image(x)
     for block in decoder.up_blocks:
         for resnet in block.resnets:
             x = _add_resnet(resnet, image)

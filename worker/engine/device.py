@@ -19,7 +19,8 @@ _CPU_THREADS = 2
 
 #: Threads that encode prompts on the CPU: a share of its cores, up to so many. With two threads one
 #: of SDXL's takes almost a second.
-_TEXT_SHARE, _MAX_TEXT_THREADS = 1 / 2, 8
+_TEXT_SHARE = 1 / 2
+_MAX_TEXT_THREADS = 8
 
 #: The thread that feeds the GPU asks for Python's lock hundreds of times in each tick. By default,
 #: those that prepare jobs or compile may keep it for 5 ms at a time.

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from worker.engine.slots.engine import SlotEngine
     from worker.engine.slots.parts import Parts
 
-
 Compile = Literal["auto", "background", "off"]
 
 #: Held by whoever imports the libraries; others wait, which is no time of theirs.
@@ -145,10 +144,7 @@ def _read(settings: EngineSettings, device: torch.device) -> Parts:
         return _read_flow(settings, flow, device)
     dtype = devices.find_dtype(settings.precision, device)
     if table.pipeline_of(settings.model) in pixel_checkpoint.FAMILIES:
-        if settings.accelerator or settings.vae or settings.taesd:
-            raise SetupError(
-                "the model is a stage of IF, for which there is no accelerator, VAE or TAESD"
-            )
+        _refuse_parts(settings, "a stage of IF")
         stage = pixel_checkpoint.load_checkpoint(settings.model, device, dtype)
         devices.set_up(device, fp16_accumulate=settings.fp16_accumulate)
         return pixels.of_pixels(stage, settings)
@@ -179,10 +175,7 @@ def _read_flow(
     from worker.engine import device as devices
     from worker.engine.flow import checkpoint, parts
 
-    if settings.accelerator or settings.vae:
-        raise SetupError(
-            f"the model is {family.name}, for which there is no accelerator or other VAE"
-        )
+    _refuse_parts(settings, family.name)
     is_int8 = settings.precision == "int8"
     precision = "auto" if is_int8 else settings.precision
     dtype = devices.find_dtype(precision, device, "bfloat16")
@@ -191,6 +184,14 @@ def _read_flow(
     )
     devices.set_up(device, fp16_accumulate=False)
     return parts.of_flow(loaded, settings)
+
+
+def _refuse_parts(settings: EngineSettings, what: str) -> None:
+    """Raises SetupError for files of the settings that a model, which is *what*, has no use for."""
+    if settings.accelerator or settings.vae or settings.taesd:
+        raise SetupError(
+            f"the model is {what}, for which there is no accelerator, other VAE or TAESD"
+        )
 
 
 def _read_like(

@@ -147,11 +147,6 @@ def restore(latents: Tensor, image: Inpainting) -> Tensor:
     return latents * (1 - image.kept) + image.original * image.kept
 
 
-def scale_input(rows: Tensor, latents: Tensor) -> Tensor:
-    """The UNet's input for latents [batch, 4, height, width] and table rows [batch, COLUMNS]."""
-    return latents * rows[:, INPUT_SCALE, None, None, None]
-
-
 def step(
     rows: Tensor,
     latents: Tensor,

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -13,31 +14,24 @@ from worker.engine.lora import shared
 _DERIVED = "folded"
 
 
+@dataclass(eq=False)
 class SelfCheck:
     """See `contract.SelfCheck`."""
 
-    def __init__(
-        self,
-        checkpoint: Model,
-        merger: shared.Merger,
-        computing: Mapping[str, nn.Module],
-        text_encoder_lock: contextlib.AbstractContextManager[object],
-        reloaded: Callable[[], Mapping[str, Tensor]],
-    ) -> None:
-        """*computing*: the modules that compute, with buffers made of the checkpoint's weights.
+    _checkpoint: Model
+    _merger: shared.Merger
+    #: The modules that compute, with buffers made of the checkpoint's weights.
+    _computing: Mapping[str, nn.Module]
+    #: Held by another thread while it merges LoRAs into the text encoder.
+    _text_encoder_lock: contextlib.AbstractContextManager[object]
+    #: Puts the checkpoint's own weights in place; returns what computes in place of parameters that
+    #: are in the host's memory.
+    _reloaded: Callable[[], Mapping[str, Tensor]]
 
-        *reloaded*: puts the checkpoint's own weights in place; returns what computes in place of
-        parameters that are in the host's memory. Another thread may merge LoRAs into the text
-        encoder, while it holds *text_encoder_lock*.
-        """
-        self._networks = checkpoint.networks
-        self._backbone = checkpoint.family.backbone
-        self._merger = merger
-        self._computing = computing
-        self._text_encoder_lock = text_encoder_lock
-        self._reloaded = reloaded
-        self._expected = dict(checkpoint.weight_sums or {})
-        tensors = {**checksums.named_parameters(self._networks), **self._derived()}
+    def __post_init__(self) -> None:
+        self._expected = dict(self._checkpoint.weight_sums or {})
+        tensors = checksums.named_parameters(self._checkpoint.networks)
+        tensors |= self._derived()
         self._types = {name: tensor.dtype for name, tensor in tensors.items()}
 
     def find_fault(self) -> str | None:
@@ -48,8 +42,9 @@ class SelfCheck:
         replaced = dict(self._reloaded())
         originals = self._merger.originals
         replaced |= {f"{path}.weight": weight for path, weight in originals.items()}
-        tensors = checksums.named_parameters(self._networks)
-        tensors |= {f"{self._backbone}.{name}": each for name, each in replaced.items()}
+        tensors = checksums.named_parameters(self._checkpoint.networks)
+        backbone = self._checkpoint.family.backbone
+        tensors |= {f"{backbone}.{name}": each for name, each in replaced.items()}
         if not originals:
             tensors |= self._derived()
         # A VAE that overflowed was widened, which is exact in both directions.

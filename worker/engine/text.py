@@ -197,25 +197,23 @@ def _inserted(reader: Reader, chunks: Sequence[Chunk]) -> Iterator[None]:
         hook.remove()
 
 
+@dataclass(eq=False)
 class Encoder:
     """A model's text encoders as one, their vectors side by side; not thread-safe.
 
-    An LRU cache of *cache_bytes* for each holds their output on the device.
+    An LRU cache of so many bytes for each holds their output on the device.
     """
 
-    def __init__(
-        self,
-        readers: Sequence[Reader],
-        start: int,
-        end: int,
-        cache_bytes: int = _CACHE_BYTES,
-    ) -> None:
-        """*start* and *end* are their tokens; the pooled vectors are the last encoder's."""
-        self._readers = readers
-        self._start = start
-        self._end = end
+    #: The pooled vectors are the last one's.
+    _readers: Sequence[Reader]
+    #: The tokens that begin and end a chunk.
+    _start: int
+    _end: int
+    cache_bytes: int = _CACHE_BYTES
+
+    def __post_init__(self) -> None:
         self._cache: LRUCache[Hashable, _Encoded] = LRUCache(
-            cache_bytes * len(readers),
+            self.cache_bytes * len(self._readers),
             getsizeof=lambda encoded: encoded.vectors.nbytes,
         )
 

@@ -56,6 +56,12 @@ _CASCADE = {
 #: Transformers of flows by the class of their pipeline: the distilled one, and the guided one.
 _FLOWS = {"Flux2KleinPipeline": (contents.KLEIN, contents.KLEIN_BASE)}
 
+#: What folders that are no Stable Diffusion's must have: text encoders may be elsewhere.
+_PARTS_BY_PIPELINE: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(_CASCADE, ("unet",)),
+    **dict.fromkeys(_FLOWS, ("transformer", "vae")),
+}
+
 #: Starts of the classes of a folder's scheduler that have other noise than Stable Diffusion's.
 _OTHER_NOISE = ("EDM", "FlowMatch")
 
@@ -150,10 +156,8 @@ def _family_of_unet(unet: JSONObject) -> str:
         return contents.SDXL.family
     if unet.get("num_class_embeds") is not None:
         return contents.X4_UPSCALER.family
-    by_width = {1024: contents.SD2, 2048: contents.SDXL}
-    return next(
-        (found for each, found in by_width.items() if each == width), contents.SD1
-    ).family
+    by_width = {"1024": contents.SD2, "2048": contents.SDXL}
+    return by_width.get(str(width), contents.SD1).family
 
 
 def _is_sdxl(unet: JSONObject) -> bool:
@@ -170,7 +174,8 @@ def read_header(
         SetupError: it is none, or is cut off; TruncatedError: its header is, and the file is not
         *is_whole* yet.
     """
-    name, size = name or str(path), path.stat().st_size
+    name = name or str(path)
+    size = path.stat().st_size
     if other := _what_else(path, name):
         raise SetupError(f"{name!r} is {other}")
     with path.open("rb") as file:
@@ -260,7 +265,7 @@ def _value(content: object, keys: str) -> str:
 
 def _check_folder(folder: Path, kind: kinds.FileKind) -> None:
     pipeline = str(_read_json(folder / "model_index.json").get("_class_name", ""))
-    own_parts = _parts_by_pipeline().get(pipeline, ())
+    own_parts = _PARTS_BY_PIPELINE.get(pipeline, ())
     for part in own_parts:
         _check_part(folder / part)
     if own_parts:
@@ -288,12 +293,6 @@ def _check_folder(folder: Path, kind: kinds.FileKind) -> None:
     for part in (*_PARTS, "text_encoder_2") if _is_sdxl(unet) else _PARTS:
         if part != "text_encoder" or not is_refiner:
             _check_part(folder / part)
-
-
-def _parts_by_pipeline() -> Mapping[str, tuple[str, ...]]:
-    """What folders that are no Stable Diffusion's must have: text encoders may be elsewhere."""
-    of_cascade = dict.fromkeys(_CASCADE, ("unet",))
-    return {**of_cascade, **dict.fromkeys(_FLOWS, ("transformer", "vae"))}
 
 
 def _check_part(folder: Path) -> None:

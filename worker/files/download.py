@@ -124,7 +124,8 @@ class HttpSource:
                     response.headers.get("Content-Range", "")
                 )
                 if found is not None:
-                    begin, end = int(found[1]), int(found[2])
+                    begin = int(found[1])
+                    end = int(found[2])
                     total = None if found[3] == "*" else int(found[3])
                     is_known = bool(offset) if total is None else end < total
                     # A cache's parts may begin earlier than was asked, and end earlier.
@@ -156,7 +157,8 @@ class BlobSource:
         await asyncio.to_thread(rested_blob, self._blobs, self._blob)
         first = await self._part(offset)
         if offset and first.version != version:
-            offset, first = 0, await self._part(0)
+            offset = 0
+            first = await self._part(0)
         yield Opened(
             offset,
             first.total_bytes,
@@ -214,7 +216,7 @@ class Download:
     check: Callable[[Path, bool], None]
     on_progress: Callable[[int, int | None], None] = lambda _so_far, _total: None
     stated_in: str = "--model-sha256"
-    file_name: str | None = field(default=None, init=False)
+    file_name: str | None = None
     _is_head_checked: bool = False
     _furthest_bytes: int = 0
     _occasion: Occasion = field(default_factory=lambda: Occasion(seconds=10))
@@ -294,7 +296,8 @@ class Download:
         return self._size(), state.total_bytes, state.version
 
     async def _receive(self, opened: Opened, total: int | None) -> None:
-        size, began_at = opened.offset, time.monotonic()
+        size = opened.offset
+        began_at = time.monotonic()
         with self.cache.errors():
             if total is not None:
                 self.cache.check_room(self.copies * total - size)

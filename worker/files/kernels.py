@@ -10,7 +10,6 @@ of what an operator has added, or the metadata of what another worker has stored
 
 import asyncio
 import hashlib
-import shutil
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,9 @@ RETRIES = RetryPolicy(tries=3, give_up_seconds=30)
 
 #: What a signature is for, and the blob's metadata that hold it and what `files list` shows.
 _PURPOSE = "kernels"
-_SIGNATURE, _SHA256, _CONTENT = "signature", "sha256", "content"
+_SIGNATURE = "signature"
+_SHA256 = "sha256"
+_CONTENT = "content"
 
 
 @dataclass(eq=False)
@@ -82,12 +83,7 @@ class KernelExchange:
         source = self._image and self._image / name
         if source is None or not source.exists():
             return False
-
-        def copy() -> None:
-            with DiskCache(target.parent).errors(), appearing(target) as part:
-                shutil.copyfile(source, part)
-
-        await asyncio.to_thread(copy)
+        await asyncio.to_thread(lambda: _write(target, source.read_bytes()))
         log.info(f"{name} is the image's", action="kernels_fetched")
         return True
 
@@ -114,15 +110,9 @@ class KernelExchange:
                 action="kernels_refused",
             )
             return False
-        fetched = data
-
-        def write() -> None:
-            with DiskCache(target.parent).errors(), appearing(target) as part:
-                part.write_bytes(fetched)
-
-        await asyncio.to_thread(write)
+        await asyncio.to_thread(_write, target, data)
         log.info(
-            f"{name} is fetched: {len(fetched) / 1e6:.1f} MB", action="kernels_fetched"
+            f"{name} is fetched: {len(data) / 1e6:.1f} MB", action="kernels_fetched"
         )
         return True
 
@@ -172,3 +162,8 @@ class KernelExchange:
                 action="kernels_shared",
                 bytes=len(data),
             )
+
+
+def _write(target: Path, data: bytes) -> None:
+    with DiskCache(target.parent).errors(), appearing(target) as part:
+        part.write_bytes(data)

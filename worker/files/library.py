@@ -301,15 +301,13 @@ class FileLibrary:
     @property
     def _places(self) -> str:
         """Where files are looked for, in the words of whoever set it up."""
-        kind, folders = self._kind, " or ".join(map(str, self._folders))
+        kind = self._kind
+        folders = " or ".join(map(str, self._folders))
         if self._is_empty:
             folder = f"the {kind.noun} folder"
             return f" in {folder} {folders}" if folders else f": {folder} is not set"
         stored = f"{kind.folder}/ of the container {self._blobs.name!r}"
         return f" in {folders} or {stored}" if folders else f" in {stored}"
-
-    def _what(self, name: str) -> str:
-        return f"the {self._kind.noun} {name}{self._kind.suffixes[0]}"
 
     async def _verify(
         self, listed: Manifest | None, name: str, check: Callable[[str | None], None]
@@ -338,7 +336,7 @@ class FileLibrary:
             protocol.check_blob_size(path.name, size, self._kind.max_bytes)
             with whole(seen), path.open("rb") as file:
                 check_content(
-                    self._what(name),
+                    f"the {self._kind.noun} {name}{self._kind.suffixes[0]}",
                     file,
                     size,
                     sha256,

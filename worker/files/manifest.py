@@ -96,7 +96,7 @@ class FileHashes:
         if identity is None:
             with contextlib.suppress(OSError):  # its reader will say why
                 identity = identify(path)
-        key: Hashable = identity or path
+        key = identity or path
         found = self._found.get(key)
         if found is None or found.cancelled():
             found = self._found[key] = self._threads.submit(_try, read, path, identity)

@@ -130,7 +130,8 @@ async def fetch_to(
 
     A .tar is unpacked. Another kind is refused as soon as its first bytes tell. Raises as `fetch`.
     """
-    cache, name = DiskCache(folder), address.file_name or "model"
+    cache = DiskCache(folder)
+    name = address.file_name or "model"
     async with cache.fetching(name, seconds=-1):
         if found := find_fetched(folder, address):
             return found
@@ -149,7 +150,12 @@ async def fetch_to(
         await download.run(retry_policy)
         with cache.errors():
             is_tar = check.is_tar(download.part)
-            path = folder / _final_name(address, download.file_name, is_tar=is_tar)
+            suffix = ".tar" if is_tar else SUFFIX
+            # The checkpoint's name is the server's, where that is safe.
+            final = address.file_name or download.file_name or ""
+            if not addresses.FILE_NAME.fullmatch(final) or not final.endswith(suffix):
+                final = f"{address.stem}{suffix}"
+            path = folder / final.removesuffix(".tar")
             if is_tar:
                 await asyncio.to_thread(_unpack, download.part, path, cache)
             else:
@@ -193,15 +199,6 @@ def _source(address: Address, sha256: str | None, blobs: BlobStore | None) -> So
     if blobs is not None and address.blob is not None:
         return BlobSource(blobs, address.blob)
     return HttpSource(address.text, requires_https=sha256 is None)
-
-
-def _final_name(address: Address, sent_name: str | None, *, is_tar: bool) -> str:
-    """The name in the cache, which is the checkpoint's: the server's, where that is safe."""
-    name = address.file_name or sent_name or ""
-    suffix = ".tar" if is_tar else SUFFIX
-    if not (addresses.FILE_NAME.fullmatch(name) and name.endswith(suffix)):
-        name = f"{address.stem}{suffix}"
-    return name.removesuffix(".tar")
 
 
 def _check_part(part: Path, label: str, wanted: FileKind, *, is_whole: bool) -> None:

@@ -51,7 +51,8 @@ STEADY_SECONDS = 600.0
 
 #: The parent's signals to its workers. A supervisor may send the first to all processes, so it
 #: means the same however often it comes; Ctrl-C reaches the parent alone.
-STOP, HURRY = signal.SIGTERM, signal.SIGINT
+STOP = signal.SIGTERM
+HURRY = signal.SIGINT
 
 #: Names a worker's GPU and settings; not a setting, and not passed on.
 VARIABLE = "_IMAGEFLEET_GPU"

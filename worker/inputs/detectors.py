@@ -103,7 +103,8 @@ def _fitted(
     scale = min(width / pixels.shape[1], height / pixels.shape[0])
     size = round(pixels.shape[1] * scale), round(pixels.shape[0] * scale)
     small = Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR)
-    left, upper = (width - size[0]) // 2, (height - size[1]) // 2
+    left = (width - size[0]) // 2
+    upper = (height - size[1]) // 2
     whole = np.full((height, width, 3), _GREY, np.uint8)
     whole[upper : upper + size[1], left : left + size[0]] = np.asarray(small)
     levels = whole.transpose(2, 0, 1)[None].astype(np.float32)
@@ -119,7 +120,8 @@ def _boxes(output: NDArray[np.float64], name: str) -> Boxes:
         # A class for each, so that all stay.
         return np.column_stack([output[0, :, :5], np.arange(output.shape[1])])
     (middle_x, middle_y, width, height), scores = np.split(output[0], [4])
-    left, upper = middle_x - width / 2, middle_y - height / 2
+    left = middle_x - width / 2
+    upper = middle_y - height / 2
     found = [left, upper, left + width, upper + height]
     return np.stack([*found, scores.max(axis=0), scores.argmax(axis=0)], axis=1)
 
@@ -127,8 +129,9 @@ def _boxes(output: NDArray[np.float64], name: str) -> Boxes:
 def _without_overlaps(boxes: Boxes) -> Boxes:
     """The boxes without those that mostly cover a surer one of their class."""
     kept: list[int] = []
-    found, boxes = boxes, boxes[:, :4] + _APART * boxes[:, 5:]
-    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    found = boxes
+    boxes = boxes[:, :4] + _APART * boxes[:, 5:]
+    areas = _areas(boxes)
     for at, box in enumerate(boxes):
         others = boxes[kept]
         width = np.minimum(box[2], others[:, 2]) - np.maximum(box[0], others[:, 0])
@@ -139,9 +142,14 @@ def _without_overlaps(boxes: Boxes) -> Boxes:
     return found[kept]
 
 
+def _areas(boxes: Boxes) -> Boxes:
+    areas: Boxes = (boxes[:, 2:4] - boxes[:, :2]).prod(axis=1)
+    return areas
+
+
 def masks(detail: Detail, boxes: Boxes, size: tuple[int, int]) -> list[Mask]:
     """The mask of each part that is drawn again, of a picture of *size* (width, height)."""
-    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    areas = _areas(boxes)
     shares = areas / (size[0] * size[1])
     is_kept = (shares >= detail.ad_mask_min_ratio) & (
         shares <= detail.ad_mask_max_ratio

@@ -183,8 +183,10 @@ def crop_box(mask: Mask, padding: int, size: tuple[int, int]) -> Box | None:
     box = Image.fromarray(mask).getbbox()
     if box is None:
         return None
-    (left, upper, right, lower), (height, width) = box, mask.shape
-    left, upper = max(left - padding, 0), max(upper - padding, 0)
+    (left, upper, right, lower) = box
+    (height, width) = mask.shape
+    left = max(left - padding, 0)
+    upper = max(upper - padding, 0)
     right = min(right + padding, width)
     lower = min(lower + padding, height)
     ratio = size[0] / size[1]
@@ -201,7 +203,8 @@ def _widened(start: int, end: int, wanted: float, limit: int) -> tuple[int, int]
     start -= more // 2
     end += more - more // 2
     if end >= limit:
-        start, end = start - (end - limit), limit
+        start = start - (end - limit)
+        end = limit
     if start < 0:
         start, end = 0, end - start
     return start, min(end, limit)
@@ -231,7 +234,8 @@ def _kernel(sigma: int) -> list[np.uint16]:
         math.exp(-(distance**2) / (2 * sigma**2)) for distance in range(reach + 1)
     ]
     total = 2 * sum(weights[1:]) + weights[0]
-    rounded, error = [], 0.0
+    rounded = []
+    error = 0.0
     for weight in reversed(weights[1:]):
         exact = weight / total * _ONE + error
         rounded.append(round(exact))

@@ -29,10 +29,12 @@ _FORMATS = ("PNG", "JPEG", "WEBP")
 #: The longest of AUTOMATIC1111's texts in a file: twice a message, for two prompts of the longest.
 MAX_TEXT = 2**17
 
-_FIT, _FILL = 0, 2
+_FIT = 0
+_FILL = 2
 
 #: A picture of so few colours is a map of classes, whose colours must not mix.
-_FEWEST, _MANY = 2, 200
+_FEWEST = 2
+_MANY = 200
 
 #: Width and height in pixels.
 Size = tuple[int, int]
@@ -197,8 +199,10 @@ def control(image: Image.Image, mode: int, size: Size) -> Pixels:
 
 
 def _border_colour(image: Pixels) -> tuple[int, int, int]:
-    upper, lower = image[0], image[-1]
-    left, right = image[:, 0], image[:, -1]
+    upper = image[0]
+    lower = image[-1]
+    left = image[:, 0]
+    right = image[:, -1]
     borders = np.concatenate([upper, lower, left, right])
     red, green, blue = np.median(borders, axis=0).astype(np.uint8).tolist()
     return red, green, blue

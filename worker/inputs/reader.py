@@ -3,11 +3,8 @@
 One object reads them all for a worker's life.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +22,8 @@ from imagefleet.records.pictures import read_packed
 from imagefleet.signing import TrustedJobs, trusted_keys
 from imagefleet.storage.open import Storage
 from worker.accelerator import Accelerator
-from worker.engine import contract
 from worker.engine.contract import (
+    Control,
     Engine,
     HiresPass,
     InitImage,
@@ -59,7 +56,7 @@ class Inputs:
     init: InitImage | None = None
     hires: HiresPass | None = None
     text_states: tuple[Path, Path] | None = None
-    controls: tuple[contract.Control, ...] = ()
+    controls: tuple[Control, ...] = ()
     overlay: Overlay | None = None
     vae: Vae | None = None
     refiner: Refiner | None = None
@@ -149,7 +146,7 @@ class InputReader:
             pixels, parameters = await asyncio.to_thread(prepare)
         size = pixels.shape[1], pixels.shape[0]
         whole, (width, height) = extras.sizes_after(job, size)
-        paths: Sequence[Path | None] = [
+        paths = [
             await self._upscalers.resolve(name) if name in job.upscaler_files else None
             for name in job.upscalers
         ]
@@ -208,7 +205,7 @@ class InputReader:
             checkpoint=checkpoint,
         )
 
-    async def _control(self, job: Job, at: int, size: Size) -> contract.Control:
+    async def _control(self, job: Job, at: int, size: Size) -> Control:
         unit = job.controls[at]
         what = f"alwayson_scripts.controlnet.args[{at}].image"
         path = await self._controlnets.resolve(unit.model)
@@ -218,8 +215,9 @@ class InputReader:
             pixels = await asyncio.to_thread(
                 pictures.control, read, unit.resize_mode, sizes.whole_cells(*size)
             )
-        start, end = unit.guidance_start, unit.guidance_end
-        return contract.Control(unit.model, path, pixels, unit.weight, start, end)
+        start = unit.guidance_start
+        end = unit.guidance_end
+        return Control(unit.model, path, pixels, unit.weight, start, end)
 
     async def _find_texts(self, job: Job, encoder: str) -> tuple[Path, Path]:
         """The files of the prompt's text states and the negative prompt's."""
@@ -332,7 +330,8 @@ class JobFiles:
 
     async def own_paths(self) -> dict[str, Path]:
         """The files of `own`; raises SetupError if the storage has none that can be used."""
-        libraries, paths = {"accelerator": self.loras, "vae": self.inputs.vaes}, {}
+        libraries = {"accelerator": self.loras, "vae": self.inputs.vaes}
+        paths = {}
         for name, source in self.own.items():
             try:
                 is_file = source.endswith(".safetensors")

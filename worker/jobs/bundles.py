@@ -75,10 +75,10 @@ class BundleStage:
     retry_policy: concurrency.RetryPolicy
     pending: RecordStage
     on_ended: Callable[[InFlightJob, Outcome], None]
-    model_name: str = field(default="", init=False)
-    on_upload_failed: Callable[[], None] = field(default=lambda: None, init=False)
+    model_name: str = ""
+    on_upload_failed: Callable[[], None] = lambda: None
     _queue: asyncio.Queue[Bundle] = field(
-        default_factory=partial(asyncio.Queue, WAITING), init=False
+        default_factory=partial(asyncio.Queue, WAITING)
     )
 
     async def ended(
@@ -154,8 +154,10 @@ class BundleStage:
             while bundle.images or bundle.without:
                 await self._store_part(bundle)
         except (TransientError, ValueError) as error:
-            text = f"what is drawn of the bundle {bundle.name} is not stored: {error}"
-            log.warning(text, action="pack_not_stored")
+            log.warning(
+                f"what is drawn of the bundle {bundle.name} is not stored: {error}",
+                action="pack_not_stored",
+            )
             for _ in bundle.images:
                 self.cost.lost("failed")
             bundle.images.clear()
@@ -304,10 +306,10 @@ class BundleStage:
             await (call() if call else self.retry_policy.call(acknowledge))
         except FAULTS as error:
             if isinstance(error, TransientError):
-                text = (
-                    f"the message {lease.message.id} will be delivered again: {error}"
+                log.warning(
+                    f"the message {lease.message.id} will be delivered again: {error}",
+                    action="job_abandoned",
                 )
-                log.warning(text, action="job_abandoned")
             self.keeper.drop(lease)
             return False
         for each in failed:
@@ -315,7 +317,8 @@ class BundleStage:
         return True
 
     def _outcome(self, bundle: Bundle, entry: InFlightJob) -> Outcome:
-        record, outcome = bundle.stored(entry), bundle.ends[entry]
+        record = bundle.stored(entry)
+        outcome = bundle.ends[entry]
         if record is None:
             return "handed_back" if outcome in {"completed", "lost"} else outcome
         if record.outcome != "completed":
@@ -345,8 +348,10 @@ class BundleStage:
         except FAULTS:
             raise
         except FleetError as error:
-            text = f"the bundle {bundle.name} stays in the queue {message.queue}: {error.message}"
-            log.warning(text, action="job_not_moved")
+            log.warning(
+                f"the bundle {bundle.name} stays in the queue {message.queue}: {error.message}",
+                action="job_not_moved",
+            )
             bundle.delay_seconds = NOT_MOVED_SECONDS
             bundle.ends.update(dict.fromkeys(bundle.ends, "handed_back"))
             await self._release(bundle)

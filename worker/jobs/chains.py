@@ -24,7 +24,8 @@ async def send_next(
     Raises LeaseLost if another worker has the job now, and sends it, and JobCancelled if its
     campaign is: sent later than that was, the stage would be drawn.
     """
-    job, message = entry.job, entry.lease.message
+    job = entry.job
+    message = entry.lease.message
     assert job is not None  # noqa: S101 - its image is stored
     fields = message_fields(message.body)
     fields.pop(DELIVERIES_FIELD, None)

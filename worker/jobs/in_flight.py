@@ -97,8 +97,8 @@ class InFlightJob:
     overlay: Overlay | None = None
     #: AUTOMATIC1111's text in the file of the image that the job enlarges.
     source_parameters: str = ""
-    _uploads: int = field(default=0, init=False)
-    _upload_ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _uploads: int = 0
+    _upload_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextlib.contextmanager
     def uploading(self) -> Iterator[None]:
@@ -141,7 +141,8 @@ class InFlightJob:
         if not self.is_first_awaited:
             return
         self.is_first_awaited = False
-        waiting, self.waiting = self.waiting, []
+        waiting = self.waiting
+        self.waiting = []
         await concurrency.for_each(waiting, lambda store: store(), len(waiting))
 
     async def uploads_end(self) -> None:

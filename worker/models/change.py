@@ -67,7 +67,7 @@ class ModelChoice:
     clock: Callable[[], float] = time.monotonic
     longest_change_seconds: float = 0.0
     _since: float = field(init=False)
-    _left_at: dict[str, float] = field(default_factory=dict, init=False)
+    _left_at: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._since = self.clock()
@@ -80,7 +80,8 @@ class ModelChoice:
     def changed(self, model: str, change_seconds: float) -> None:
         """The worker serves *model* from now on; nothing was drawn for *change_seconds*."""
         self._left_at[self.current] = self.clock() - change_seconds
-        self.current, self._since = model, self.clock()
+        self.current = model
+        self._since = self.clock()
         self.longest_change_seconds = max(self.longest_change_seconds, change_seconds)
 
     @property
@@ -261,7 +262,8 @@ class WorkerModels:
 
     def changed(self, seconds: float, metrics: WorkerMetrics) -> None:
         """The engine has the current model now, after so many seconds without one."""
-        name, before = self.current.name, self._choice.current
+        name = self.current.name
+        before = self._choice.current
         if name == before:
             return  # the other could not be loaded
         self._choice.changed(name, seconds)

@@ -113,7 +113,8 @@ class OtherModels:
     """
 
     def __init__(self, settings: WorkerSettings, blobs: BlobStore) -> None:
-        self._settings, self._blobs = settings, blobs
+        self._settings = settings
+        self._blobs = blobs
         self._fetched: dict[str, Path] = {}
         self._fetching = asyncio.Lock()
 

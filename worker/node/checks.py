@@ -17,6 +17,7 @@ compared with what other nodes draw of the same jobs (`imagefleet verify`).
 import asyncio
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -44,29 +45,24 @@ RECORD_SECONDS = 60.0
 Watches = dict[str, Coroutine[Any, Any, None]]
 
 
+@dataclass(eq=False)
 class NodeChecks:
     """Checks the node and the engine that `begin` names."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        settings: WorkerSettings,
-        limits: NodeLimits,
-        metrics: WorkerMetrics,
-        engine_thread: EngineThread,
-        retry_policy: concurrency.RetryPolicy,
-    ) -> None:
-        self.start_up = StartUpCheck(settings, limits, metrics)
-        self.watchdog = NodeWatchdog(engine_thread, limits, metrics)
-        names = frozenset({settings.name, machine_name()})
-        self.quarantine = Quarantine(storage.files, names)
-        self._storage = storage
-        self._worker = settings.name
-        self._retry_policy = retry_policy
-        self._metrics = metrics
-        self._engine_thread = engine_thread
-        self._engine: Engine | None = None
-        self._fault: str | None = None
+    _storage: Storage
+    _settings: WorkerSettings
+    _limits: NodeLimits
+    _metrics: WorkerMetrics
+    _engine_thread: EngineThread
+    _retry_policy: concurrency.RetryPolicy
+    _engine: Engine | None = None
+    _fault: str | None = None
+
+    def __post_init__(self) -> None:
+        self.start_up = StartUpCheck(self._settings, self._limits, self._metrics)
+        self.watchdog = NodeWatchdog(self._engine_thread, self._limits, self._metrics)
+        names = frozenset({self._settings.name, machine_name()})
+        self.quarantine = Quarantine(self._storage.files, names)
         self._good(time.monotonic())
         self._one_at_a_time = asyncio.Lock()
 
@@ -78,7 +74,8 @@ class NodeChecks:
 
     async def begin(self, engine: Engine) -> None:
         """Checks the weights of an engine before its first job; raises NodeError."""
-        self._engine, self._fault = engine, None
+        self._engine = engine
+        self._fault = None
         self._good(time.monotonic())
         await self.check_weights()
 
@@ -149,7 +146,7 @@ class NodeChecks:
             async with asyncio.timeout(RECORD_SECONDS):
                 await suspects.record(
                     self._storage,
-                    self._worker,
+                    self._settings.name,
                     self._good_at,
                     self._fault,
                     self._retry_policy,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from pydantic import BaseModel, Field
@@ -71,13 +72,13 @@ async def add(files: BlobStore, workers: Iterable[str], reason: str) -> list[str
     return [node.name for node in new]
 
 
+@dataclass(eq=False)
 class Quarantine:
     """Looks one node up, by the names of its worker and of its machine."""
 
-    def __init__(self, files: BlobStore, names: frozenset[str]) -> None:
-        self._files = files
-        self._names = names
-        self._warning = logs.Occasion()
+    _files: BlobStore
+    _names: frozenset[str]
+    _warning: logs.Occasion = field(default_factory=logs.Occasion)
 
     async def reason(self) -> str | None:
         """The reason this node is quarantined; None if it is not, or if the list cannot be read."""

@@ -117,7 +117,8 @@ class SaladMetadata:
                     allow_redirects=False,
                 ) as answer,
             ):
-                status, reason = answer.status, answer.reason
+                status = answer.status
+                reason = answer.reason
                 content = await answer.content.read(_MAX_ANSWER_BYTES)
         except (ClientError, TimeoutError, OSError) as error:
             raise TransientError(
@@ -166,13 +167,15 @@ async def retry_until_fixed(
     If the last attempt got as far as working (*has_worked*), pauses and time start anew. A
     NodeError is raised at once.
     """
-    pauses, waiting_since = 0, time.monotonic()
+    pauses = 0
+    waiting_since = time.monotonic()
     while True:
         try:
             return await attempt()
         except (SetupError, TransientError) as error:
             if has_worked():
-                pauses, waiting_since = 0, time.monotonic()
+                pauses = 0
+                waiting_since = time.monotonic()
             waited_seconds = time.monotonic() - waiting_since
             longest = min(FIRST_PAUSE_SECONDS * 2**pauses, LONGEST_PAUSE_SECONDS)
             if waited_seconds + longest > GIVE_UP_SECONDS:

@@ -78,7 +78,8 @@ class StartUpCheck:
         )
 
     def _check_gpu(self) -> None:
-        least, device = self._limits.free_gpu_bytes, self._settings.device
+        least = self._limits.free_gpu_bytes
+        device = self._settings.device
         # Without a limit no GPU is rented: `auto` may mean the CPU.
         if device == "cpu" or not least:
             return

@@ -159,7 +159,8 @@ class NodeWatchdog:
 
     def _close_window(self) -> str | None:
         """Judges the window that ends now; None: nothing is wrong, or too little was measured."""
-        window, self._window = self._window, self._new_window()
+        window = self._window
+        self._window = self._new_window()
         drawing_seconds = self._window.busy_seconds - window.busy_seconds
         uploading_seconds = self._window.blocked_seconds - window.blocked_seconds
         if window.storage_faults:

@@ -42,7 +42,17 @@ async def draw(
         )
         size = pixels.shape[1], pixels.shape[0]
         masks = await asyncio.to_thread(detectors.masks, detail, boxes, size)
-        own_job = _own_job(job, detail)
+        # Of an inpainting's job, only the image and the mask are prepared.
+        fields = {
+            "denoising_strength": detail.ad_denoising_strength,
+            "resize_mode": 0,
+            "mask_blur": detail.ad_mask_blur,
+            "inpainting_fill": 1,
+            "inpainting_mask_invert": 0,
+            "inpaint_full_res": detail.ad_inpaint_only_masked,
+            "inpaint_full_res_padding": detail.ad_inpaint_only_masked_padding,
+        }
+        own_job = job.model_copy(update=fields)
         own = _own(request, detail, job.detail_prompts[at])
         for number, mask in enumerate(masks):
             init, overlay = await asyncio.to_thread(
@@ -58,20 +68,6 @@ async def draw(
             if overlay is not None:
                 pixels = await asyncio.to_thread(overlay.put_over, pixels)
     return pixels
-
-
-def _own_job(job: Job, detail: Detail) -> Job:
-    """The job of an inpainting, of which only the image and the mask are prepared."""
-    fields = {
-        "denoising_strength": detail.ad_denoising_strength,
-        "resize_mode": 0,
-        "mask_blur": detail.ad_mask_blur,
-        "inpainting_fill": 1,
-        "inpainting_mask_invert": 0,
-        "inpaint_full_res": detail.ad_inpaint_only_masked,
-        "inpaint_full_res_padding": detail.ad_inpaint_only_masked_padding,
-    }
-    return job.model_copy(update=fields)
 
 
 def _own(request: ImageRequest, detail: Detail, prompts: _Prompts) -> ImageRequest:

@@ -65,7 +65,8 @@ def parameters(
     sampler = samplers.NAMES[job.sampler]
     varies = bool(job.subseed_strength)
     is_denoised = bool(job.init_images) or job.enable_hr
-    resized, extra_noise = job.seed_resize_from, job.img2img_extra_noise
+    resized = job.seed_resize_from
+    extra_noise = job.img2img_extra_noise
     vae = job.sd_vae or vae
     facts: Facts = {
         "Steps": job.steps,
@@ -95,7 +96,13 @@ def parameters(
     if job.enable_hr:
         facts |= _hires(job, model_hashes.get("hr_checkpoint_name"))
     if job.refiner_checkpoint:
-        facts |= _refiner(job, model_hashes.get("refiner_checkpoint"))
+        model_hash = model_hashes.get("refiner_checkpoint")
+        by_steps = job.refiner_switch_by_sample_steps
+        facts |= {
+            "Refiner": _title(job.refiner_checkpoint, model_hash),
+            "Refiner switch at": job.refiner_switch_at,
+            "Refiner switch by sampling steps": by_steps or None,
+        }
     facts |= _details(job)
     facts["NGMS"] = job.s_min_uncond or None
     facts |= _options(job, sampler)
@@ -136,14 +143,6 @@ def _told(facts: Facts) -> str:
     return ", ".join(told)
 
 
-def _refiner(job: Job, model_hash: str | None) -> Facts:
-    return {
-        "Refiner": _title(job.refiner_checkpoint, model_hash),
-        "Refiner switch at": job.refiner_switch_at,
-        "Refiner switch by sampling steps": job.refiner_switch_by_sample_steps or None,
-    }
-
-
 def of_enlarged(job: Job, source: str) -> str:
     """The text of an image that a job only enlarges: that of its *source*, and what was done.
 
@@ -153,7 +152,7 @@ def of_enlarged(job: Job, source: str) -> str:
     size = f"{job.upscaling_resize_w}x{job.upscaling_resize_h}"
     to_size = bool(job.resize_mode)
     upscalers = "Postprocess upscaler", "Postprocess upscaler 2"
-    facts: Facts = {
+    facts = {
         "Postprocess upscale to": size if to_size else None,
         "Postprocess upscale by": None if to_size else job.upscaling_resize,
         "Postprocess crop to": size if to_size and job.upscaling_crop else None,

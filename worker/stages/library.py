@@ -42,7 +42,8 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.validation import JSONDict, JSONObject
 from worker import tasks
-from worker.engine import contract, load
+from worker.engine import load
+from worker.engine.contract import ImageRequest, Pixels
 from worker.files import check
 from worker.gpu_thread import EngineThread
 from worker.inputs.reader import JobFiles
@@ -137,7 +138,8 @@ class AsyncEngine:
             if isinstance(jobs, AsyncIterable)
             else _in_threads(iter(jobs))
         )
-        token, numbers = uuid.uuid4().hex[:12], itertools.count(1)
+        token = uuid.uuid4().hex[:12]
+        numbers = itertools.count(1)
 
         async def following() -> Job | None:
             given = await anext(source, None)
@@ -200,9 +202,7 @@ class AsyncEngine:
                 " workers"
             )
 
-    async def _pixels(
-        self, request: contract.ImageRequest, _: int = 0
-    ) -> contract.Pixels:
+    async def _pixels(self, request: ImageRequest, _: int = 0) -> Pixels:
         loop = asyncio.get_running_loop()
         prepare = self._engine.prepare
         prepared = await loop.run_in_executor(self._threads, prepare, request)

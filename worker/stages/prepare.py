@@ -6,6 +6,7 @@ import logging
 from asyncio import Queue, Semaphore
 from collections.abc import AsyncIterator, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -22,7 +23,7 @@ from imagefleet.errors import (
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key, read_job
 from imagefleet.storage.deliveries import Deliveries
 from worker.accelerator import Accelerator
-from worker.engine import contract
+from worker.engine.contract import Engine, ImageRequest
 from worker.inputs.reader import JobFiles
 from worker.jobs import stored
 from worker.jobs.in_flight import InFlightJob
@@ -72,23 +73,21 @@ class Isolation:
             yield
 
 
+@dataclass(eq=False)
 class PrepareStage:
     """Reads jobs, resolves their files and cuts their prompts; feeds the generate stage."""
 
-    def __init__(
-        self,
-        engine: contract.Engine,
-        files: JobFiles,
-        settler: Settler,
-        puller: Puller,
-        generate: GenerateStage,
-    ) -> None:
+    _engine: Engine
+    _files: JobFiles
+    _settler: Settler
+    _puller: Puller
+    _generate: GenerateStage
+
+    def __post_init__(self) -> None:
+        engine = self._engine
+        files = self._files
         self._own_models = {None, engine.model_name}
-        self._files = files
         self._usual = files.accelerator or Accelerator.of_family(engine.family)
-        self._settler = settler
-        self._puller = puller
-        self._generate = generate
         # Jobs in turns: one with images left waits behind the others for its next.
         self._ordinary: Queue[InFlightJob] = Queue()
         self._urgent: Queue[InFlightJob] = Queue()
@@ -205,13 +204,15 @@ class PrepareStage:
                 job = self._usual.fit(job)
             requests = await self._requests(entry, job, images)
             loop = asyncio.get_running_loop()
-            prepare = self._reader.engine.prepare
-            prepared = await loop.run_in_executor(self._threads, prepare, requests[0])
+            prepared = await loop.run_in_executor(
+                self._threads, self._engine.prepare, requests[0]
+            )
         if entry.settled:
             return  # handed back meanwhile
         entry.images_to_submit = entry.images_to_store = len(images)
         entry.is_first_awaited = job.images > 1 and 0 in images and job.keep is None
-        entry.drawn, entry.prepared = job, prepared
+        entry.drawn = job
+        entry.prepared = prepared
         entry.requests.extend(zip(images, requests, strict=True))
 
     async def _submit(self, entry: InFlightJob) -> None:
@@ -294,11 +295,12 @@ class PrepareStage:
 
     async def _requests(
         self, entry: InFlightJob, job: Job, images: Collection[int]
-    ) -> list[contract.ImageRequest]:
+    ) -> list[ImageRequest]:
         """The requests of a job's *images*; notes what their files are to tell of it."""
         found = await self._reader.read(job, images)
         entry.source_parameters = found.inputs.parameters if job.only_upscales else ""
-        hashes, inputs = self._files.hashes, found.inputs
+        hashes = self._files.hashes
+        inputs = found.inputs
         for lora in found.loras:
             entry.lora_hashes[lora.name] = hashes.of_lora(lora.path, lora.identity)
         if self._files.own and not job.only_upscales:

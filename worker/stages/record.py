@@ -74,18 +74,14 @@ class RecordStage:
     in_flight: Collection[InFlightJob]
     storage: Storage
     #: Jobs that are done but for their records and the end of their messages.
-    jobs: int = field(default=0, init=False)
-    _waiting: list[PendingRecords] = field(default_factory=list, init=False)
-    _records: int = field(default=0, init=False)  # of those that wait
-    _due_at: float = field(default=math.inf, init=False)  # of the first of them
-    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _room: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _stored: asyncio.Queue[PendingRecords] = field(
-        default_factory=asyncio.Queue, init=False
-    )
-    _stored_at: deque[float] = field(
-        default_factory=deque, init=False
-    )  # of those in `_stored`
+    jobs: int = 0
+    _waiting: list[PendingRecords] = field(default_factory=list)
+    _records: int = 0  # of those that wait
+    _due_at: float = math.inf  # of the first of them
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _room: asyncio.Event = field(default_factory=asyncio.Event)
+    _stored: asyncio.Queue[PendingRecords] = field(default_factory=asyncio.Queue)
+    _stored_at: deque[float] = field(default_factory=deque)  # of those in `_stored`
 
     @property
     def behind_seconds(self) -> float:
@@ -156,8 +152,10 @@ class RecordStage:
         """Removes and returns what waits, once some of it is due; else nothing."""
         if not self._is_all and time.monotonic() < self._due_at:
             return []
-        taken, self._waiting = self._waiting, []
-        self._records, self._due_at = 0, math.inf
+        taken = self._waiting
+        self._waiting = []
+        self._records = 0
+        self._due_at = math.inf
         return taken
 
     async def _write(self, batch: list[PendingRecords]) -> TransientError | None:

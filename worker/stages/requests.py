@@ -1,7 +1,5 @@
 """Reads the files that a job names and makes the engine's requests of it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Collection, Sequence

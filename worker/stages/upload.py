@@ -136,7 +136,8 @@ class UploadStage:
 
         *is_in_doubt*: it is this very image, perhaps. Raises NameTakenError if it is another job's.
         """
-        entry, job = image.owner, image.job
+        entry = image.owner
+        job = image.job
         look = partial(stored.look_up, self.settler.storage.blobs, job, image.index)
         if (found := await self.settler.retry_policy.call(look)) is None:
             raise TransientError("an image that had its name was removed meanwhile")
@@ -154,7 +155,8 @@ class UploadStage:
     ) -> None:
         """Stores a duplicate, so that what took its name first can be compared with it."""
         aside = duplicate_name(name, self.settler.settings.name)
-        blobs, proven = self.settler.storage.blobs, self._proven(aside, metadata)
+        blobs = self.settler.storage.blobs
+        proven = self._proven(aside, metadata)
 
         async def create() -> bool:
             image.owner.lease.check()

@@ -121,7 +121,7 @@ def named(
 def _of_part(
     words: Sequence[str], objects: frozenset[str], colours: frozenset[str]
 ) -> Iterator[tuple[str, str | None]]:
-    colour: str | None = None
+    colour = None
     for place, word in enumerate(words):
         if word in colours:
             colour = word

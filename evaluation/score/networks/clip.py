@@ -36,10 +36,10 @@ class ClipExtractor:
             )
         self._device = device
         try:
-            self._model: Any = CLIPModel.from_pretrained(
+            self._model = CLIPModel.from_pretrained(
                 folder, local_files_only=True, use_safetensors=True
             )
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+            self._tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True
             )
             self._preparation = _preparation(folder, self._model)

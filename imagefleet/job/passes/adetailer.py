@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from imagefleet.job.passes.first import Guidance, PromptText, Side
-from imagefleet.job.passes.img2img import MAX_BLUR, MAX_PADDING
+from imagefleet.job.passes.first import Guidance, PromptText, Share, Side
+from imagefleet.job.passes.img2img import MAX_PADDING, Blur
 from imagefleet.job.prompt import SAFE_NAME
 
 #: The most detectors of a job, as many as the extension's page shows at first.
@@ -112,7 +112,6 @@ def _without_tags(text: str) -> str:
 
 
 _Words = Annotated[PromptText, AfterValidator(_without_tags)]
-_Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Detail(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
@@ -122,18 +121,18 @@ class Detail(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     #: Empty: the picture's.
     ad_prompt: _Words = ""
     ad_negative_prompt: _Words = ""
-    ad_confidence: _Share = 0.3
+    ad_confidence: Share = 0.3
     ad_mask_filter_method: Literal["Area", "Confidence"] = "Area"
     #: So many of the largest or surest parts; 0: all.
     ad_mask_k: int = Field(default=0, ge=0, le=100)
-    ad_mask_min_ratio: _Share = 0.0
+    ad_mask_min_ratio: Share = 0.0
     #: The least and the largest share of the picture's area that a part has.
-    ad_mask_max_ratio: _Share = 1.0
+    ad_mask_max_ratio: Share = 1.0
     ad_dilate_erode: int = Field(default=4, ge=-MAX_DILATION, le=MAX_DILATION)
     ad_x_offset: int = Field(default=0, ge=-2048, le=2048)
     ad_y_offset: int = Field(default=0, ge=-2048, le=2048)
-    ad_mask_blur: int = Field(default=4, ge=0, le=MAX_BLUR)
-    ad_denoising_strength: _Share = 0.4
+    ad_mask_blur: Blur = 4
+    ad_denoising_strength: Share = 0.4
     ad_inpaint_only_masked: bool = True
     ad_inpaint_only_masked_padding: int = Field(default=32, ge=0, le=MAX_PADDING)
     ad_use_steps: bool = False

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_va
 
 from imagefleet.job.override_settings import name_of_title
 from imagefleet.job.passes.adetailer import Details
+from imagefleet.job.passes.first import Share
 from imagefleet.job.passes.img2img import ImageSource
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.redaction import printable
@@ -85,8 +86,8 @@ class Unit(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     image: ImageSource
     model: Annotated[str, AfterValidator(_model_name)]
     weight: float = Field(default=1.0, ge=0, le=2)
-    guidance_start: float = Field(default=0.0, ge=0, le=1)
-    guidance_end: float = Field(default=1.0, ge=0, le=1)
+    guidance_start: Share = 0.0
+    guidance_end: Share = 1.0
     resize_mode: Annotated[Literal[0, 1, 2], BeforeValidator(_resize_mode)] = 1
 
     @model_validator(mode="before")

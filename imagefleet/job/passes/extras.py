@@ -7,9 +7,9 @@ from pydantic import BeforeValidator, Field
 
 from imagefleet.errors import JobError
 from imagefleet.job.passes import hires, img2img
-from imagefleet.job.passes.hires import Size
+from imagefleet.job.passes.first import Share
 from imagefleet.job.passes.img2img import Img2Img
-from imagefleet.job.sizes import MAX_SIDE, MIN_SIDE
+from imagefleet.job.sizes import MAX_SIDE, MIN_SIDE, PartialSize, Size
 
 #: The most pixels of the result and of what it is cut out of, and the longest side to ask for.
 MAX_PIXELS = MAX_SIDE**2
@@ -51,7 +51,7 @@ class Extras(Img2Img):
     #: The first upscaler; None: the job draws.
     upscaler_1: _Upscaler = None
     upscaler_2: _Upscaler = None
-    extras_upscaler_2_visibility: float = Field(default=0.0, ge=0, le=1)
+    extras_upscaler_2_visibility: Share = 0.0
     upscaling_resize: float = Field(default=2.0, gt=0, le=8)
     upscaling_resize_w: _Target = 512
     #: Height of the result in pixels, as the width above it; both matter with `resize_mode` 1.
@@ -114,9 +114,7 @@ def sizes_after(job: Extras, size: Size) -> tuple[Size, Size]:
     return whole, final
 
 
-def final_size(
-    job: Extras, width: int | None, height: int | None
-) -> tuple[int | None, int | None]:
+def final_size(job: Extras, width: int | None, height: int | None) -> PartialSize:
     """The enlarged image's width and height, as far as known; JobError beyond the limits."""
     if width is not None and height is not None:
         return sizes_after(job, (width, height))[1]

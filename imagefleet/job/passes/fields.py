@@ -2,10 +2,9 @@
 
 import functools
 import itertools
-from dataclasses import dataclass
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from imagefleet import validation
 from imagefleet.job import override_settings, samplers, settings_table
@@ -14,14 +13,14 @@ from imagefleet.job.passes import controlnet, extras, hires, img2img
 from imagefleet.job.passes.adetailer import Detail
 from imagefleet.job.passes.controlnet import Scripts, Unit
 from imagefleet.job.passes.extras import Extras
-from imagefleet.job.passes.hires import Hires
+from imagefleet.job.passes.first import Share
+from imagefleet.job.passes.hires import Hires, PromptPair
 from imagefleet.job.prompt import LoraTag, Prompt
-from imagefleet.job.sizes import whole_cells
+from imagefleet.job.sizes import PartialSize, whole_cells
 from imagefleet.validation import JSONDict, JSONObject
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """Work of one pass: its size in pixels, and the UNet's calls with the rows of each."""
 
     width: int
@@ -58,7 +57,7 @@ class PassFields(Hires, Extras):
     #: The checkpoint that goes on with the image, with `enable_hr` in the second pass alone.
     refiner_checkpoint: _Named = None
     #: The share of the model's timesteps after which it does; None: from the beginning.
-    refiner_switch_at: float | None = Field(default=None, ge=0, le=1)
+    refiner_switch_at: Share | None = None
     #: True if that is a share of the steps, as up to AUTOMATIC1111 1.7.
     refiner_switch_by_sample_steps: bool = False
 
@@ -121,7 +120,7 @@ class PassFields(Hires, Extras):
         return self.alwayson_scripts.adetailer.args
 
     @functools.cached_property
-    def detail_prompts(self) -> tuple[tuple[Prompt | None, Prompt | None], ...]:
+    def detail_prompts(self) -> tuple[PromptPair, ...]:
         """The prompt and the negative prompt of each of the details; None: the image's."""
         found = []
         for detail in self.details:
@@ -144,7 +143,7 @@ class PassFields(Hires, Extras):
         return bool(self.init_images or self.enable_hr or self.controls or named)
 
     @property
-    def hires_prompts(self) -> tuple[Prompt | None, Prompt | None]:
+    def hires_prompts(self) -> PromptPair:
         """The prompt and the negative prompt of the second pass; None: the first's."""
         return hires.read_prompts(self) if self.enable_hr else (None, None)
 
@@ -191,17 +190,17 @@ class PassFields(Hires, Extras):
         return tuple(each for each in named if each and each not in hires.RESAMPLING)
 
     @property
-    def size_to_begin_with(self) -> tuple[int | None, int | None]:
+    def size_to_begin_with(self) -> PartialSize:
         """Width and height of the first pass, or of the image that is enlarged, as far as known."""
         return self.input_size if self.only_upscales else (self.width, self.height)
 
     @property
-    def input_size(self) -> tuple[int | None, int | None]:
+    def input_size(self) -> PartialSize:
         """Width and height of the image that the job is given, as far as known."""
         raise NotImplementedError
 
     @property
-    def final_size(self) -> tuple[int | None, int | None]:
+    def final_size(self) -> PartialSize:
         """Width and height of the job's images, as far as the job alone tells."""
         if self.only_upscales:
             return extras.final_size(self, *self.size_to_begin_with)

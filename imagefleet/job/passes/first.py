@@ -18,7 +18,7 @@ from imagefleet.job import prompt as prompts
 from imagefleet.job import samplers
 from imagefleet.job.noise import MAX_SEED, Noise, NoiseSource
 from imagefleet.job.prompt import Prompt
-from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, MIN_SIDE
+from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, MIN_SIDE, Size
 
 #: The largest `cfg_scale`, also times the prompt's own weight: beyond, images come out broken.
 MAX_GUIDANCE = 30
@@ -58,6 +58,11 @@ def _is_off_or_side(pixels: int) -> int:
 #: AUTOMATIC1111's `sd_vae_decode_method`: what decodes the images.
 VaeDecoder = Literal["Full", "TAESD"]
 
+#: A part of a whole.
+Share = Annotated[float, Field(ge=0, le=1)]
+_Count = Annotated[int, Field(ge=1, le=MAX_IMAGES_PER_JOB)]
+_Seed = Annotated[int, Field(ge=-1, le=MAX_SEED)]
+_Sigma = Annotated[float, Field(ge=0, le=1000)]
 Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
 Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE)]
 
@@ -75,25 +80,25 @@ class FirstPass(BaseModel):
     cfg_scale: Guidance = 7.0
     width: Side | None = None
     height: Side | None = None
-    seed: int = Field(default=-1, ge=-1, le=MAX_SEED)
-    batch_size: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
-    n_iter: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
+    seed: _Seed = -1
+    batch_size: _Count = 1
+    n_iter: _Count = 1
     clip_skip: int = Field(default=1, ge=1, le=12)
     #: The eta of all passes; None: that of each sampler's own setting.
-    eta: float | None = Field(default=None, ge=0, le=1)
-    eta_ancestral: float | None = Field(default=None, ge=0, le=1)
-    eta_ddim: float | None = Field(default=None, ge=0, le=1)
+    eta: Share | None = None
+    eta_ancestral: Share | None = None
+    eta_ddim: Share | None = None
     s_churn: float = Field(default=0.0, ge=0, le=100)
-    s_tmin: float = Field(default=0.0, ge=0, le=1000)
+    s_tmin: _Sigma = 0.0
     #: 0: no limit.
-    s_tmax: float = Field(default=0.0, ge=0, le=1000)
+    s_tmax: _Sigma = 0.0
     s_noise: float = Field(default=1.0, ge=0, le=10)
-    s_min_uncond: float = Field(default=0.0, ge=0, le=1000)
-    img2img_extra_noise: float = Field(default=0.0, ge=0, le=1)
+    s_min_uncond: _Sigma = 0.0
+    img2img_extra_noise: Share = 0.0
     randn_source: NoiseSource = "CPU"
     eta_noise_seed_delta: int = Field(default=0, ge=-(2**32), le=2**32)
-    subseed: int = Field(default=-1, ge=-1, le=MAX_SEED)
-    subseed_strength: float = Field(default=0.0, ge=0, le=1)
+    subseed: _Seed = -1
+    subseed_strength: Share = 0.0
     seed_resize_from_w: Annotated[int, AfterValidator(_is_off_or_side)] = 0
     seed_resize_from_h: Annotated[int, AfterValidator(_is_off_or_side)] = 0
     use_downcasted_alpha_bar: bool = False
@@ -182,7 +187,7 @@ class FirstPass(BaseModel):
         return self.subseed + index
 
     @property
-    def seed_resize_from(self) -> tuple[int, int] | None:
+    def seed_resize_from(self) -> Size | None:
         """(width, height) of the image that the seed is from, if both are given."""
         size = self.seed_resize_from_w, self.seed_resize_from_h
         return size if min(size) > 0 else None

@@ -10,7 +10,7 @@ from imagefleet.job import prompt as prompts
 from imagefleet.job import samplers
 from imagefleet.job.passes.first import FirstPass, PromptText, check_guidance
 from imagefleet.job.prompt import SAFE_NAME, Prompt
-from imagefleet.job.sizes import CELL, MAX_SIDE, MIN_SIDE, whole_cells
+from imagefleet.job.sizes import CELL, MAX_SIDE, MIN_SIDE, Size, whole_cells
 
 LATENT = (
     "Latent",
@@ -23,9 +23,6 @@ LATENT = (
 
 #: The upscalers that enlarge the picture without a file; `None` does it as `Lanczos` does.
 RESAMPLING = ("None", "Lanczos", "Nearest")
-
-#: Width and height in pixels.
-Size = tuple[int, int]
 
 
 def check_upscaler(name: str) -> str:
@@ -41,6 +38,9 @@ def check_upscaler(name: str) -> str:
         )
     return name
 
+
+#: A prompt and a negative prompt; None: those of the first pass.
+PromptPair = tuple[Prompt | None, Prompt | None]
 
 #: A second pass lengthens the schedule instead of shortening itself; DDIM has no more timesteps.
 MOST_STEPS = 1000
@@ -156,7 +156,7 @@ def check(job: Hires, strength: float) -> None:
         samplers.check_steps(key, steps(job))
 
 
-def read_prompts(job: Hires) -> tuple[Prompt | None, Prompt | None]:
+def read_prompts(job: Hires) -> PromptPair:
     """The prompts of the second pass, None for those of the first; ValueError if unreadable."""
     counted = samplers.editing_steps(sampler(job), steps(job)), job.editing_steps
     positive = negative = None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from imagefleet.job.passes.first import FirstPass
+from imagefleet.job.passes.first import FirstPass, Share
 from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
 
 #: Images of the fleet itself are named by this and their blob; all others are below `INPUTS`.
@@ -86,7 +86,8 @@ def _check(source: str) -> str:
 ImageSource = Annotated[str, AfterValidator(_check)]
 
 
-MAX_BLUR = 64
+#: Pixels.
+Blur = Annotated[int, Field(ge=0, le=64)]
 MAX_PADDING = 2048
 
 _RESIZE_MODES = "should be 0 (just resize), 1 (crop and resize) or 2 (resize and fill)"
@@ -107,13 +108,13 @@ class Img2Img(FirstPass):
         Field(max_length=1),
     ] = ()
     #: Strength of the noise on the image, from 0 to 1; it is the second pass' strength as well.
-    denoising_strength: float = Field(default=0.75, ge=0, le=1)
+    denoising_strength: Share = 0.75
     resize_mode: Annotated[Literal[0, 1, 2], BeforeValidator(_resize_mode)] = 0
     mask: ImageSource | None = None
     #: The blur in both directions, in place of the next two.
-    mask_blur: int | None = Field(default=None, ge=0, le=MAX_BLUR)
-    mask_blur_x: int = Field(default=4, ge=0, le=MAX_BLUR)
-    mask_blur_y: int = Field(default=4, ge=0, le=MAX_BLUR)
+    mask_blur: Blur | None = None
+    mask_blur_x: Blur = 4
+    mask_blur_y: Blur = 4
     inpainting_fill: int = Field(default=0, ge=0, le=3)
     inpaint_full_res: bool = True
     inpaint_full_res_padding: int = Field(default=0, ge=0, le=MAX_PADDING)

@@ -2,8 +2,7 @@
 
 import base64
 import re
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from azure.core.credentials import AzureSasCredential
@@ -32,8 +31,7 @@ Credential = AzureSasCredential | AsyncTokenCredential | None
 _Client = TypeVar("_Client", QueueClient, ContainerClient)
 
 
-@dataclass(frozen=True, slots=True)
-class AzureAddress:
+class AzureAddress(NamedTuple):
     """A connection string, or the URLs of both services of an account."""
 
     connection_string: str | None = None

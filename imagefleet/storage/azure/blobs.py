@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 from azure.core import MatchConditions
@@ -18,11 +18,19 @@ from azure.storage.blob import BlobBlock, BlobProperties, ContentSettings
 from azure.storage.blob.aio import BlobClient, BlobPrefix, ContainerClient
 
 from imagefleet import concurrency
+from imagefleet.concurrency import Result
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.roles import ANY_PERMISSION
-from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Clock, Metadata
+from imagefleet.storage.protocol import (
+    BlobPart,
+    BlobRecord,
+    BlobStore,
+    Clock,
+    Metadata,
+    OnProgress,
+)
 from imagefleet.validation import JSONDict
 
 #: Who asks for names mostly stops at the first.
@@ -32,7 +40,7 @@ _NAMES_PAGE = 1_000
 _NO_BLOB = ".imagefleet-check"
 
 #: The blob has another length, or is no append blob.
-_NOT_APPENDED = frozenset({"AppendPositionConditionNotMet", "InvalidBlobType"})
+_NOT_APPENDED = {"AppendPositionConditionNotMet", "InvalidBlobType"}
 
 #: A position beyond the end of any append blob.
 _NO_POSITION = 2**50
@@ -44,8 +52,6 @@ _CONCURRENT_BLOCKS = 4
 
 #: A block's answer comes only when all of it is sent: four at once take this long at 2 Mbit/s.
 _BLOCK_SECONDS = 150.0
-
-_Result = TypeVar("_Result")
 
 
 class AzureBlobs(BlobStore):
@@ -103,7 +109,7 @@ class AzureBlobs(BlobStore):
         file: Path,
         content_type: str,
         metadata: Metadata,
-        on_progress: Callable[[int], None] = lambda _: None,
+        on_progress: OnProgress = lambda _: None,
     ) -> bool:
         """Uploads blocks, of which a commit makes the blob; Azure removes others after a week."""
         blob = self._blob(name)
@@ -300,12 +306,12 @@ class AzureBlobs(BlobStore):
     async def _found(
         self,
         permission: str,
-        request: Callable[[], Awaitable[_Result]],
+        request: Callable[[], Awaitable[Result]],
         codes: Collection[str] = (),
-    ) -> _Result | None:
+    ) -> Result | None:
         """Awaits *request*; None if there is no blob, or for one of the error *codes*."""
 
-        async def tolerant() -> _Result | None:
+        async def tolerant() -> Result | None:
             with azure_errors.tolerated({*self._not_there, *codes}):
                 return await request()
             return None

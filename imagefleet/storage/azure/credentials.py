@@ -12,12 +12,12 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from azure.core.credentials import AzureSasCredential
 from azure.core.credentials_async import AsyncTokenCredential
 
 from imagefleet import concurrency
+from imagefleet.concurrency import Result
 from imagefleet.errors import FleetError, NoAccessError, NoTokenError, SetupError
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure import roles
@@ -31,10 +31,8 @@ from imagefleet.telemetry.logs import log
 #: Set by Kubernetes for a pod with workload identity, and by nothing else.
 FEDERATED_TOKEN_FILE = "AZURE_FEDERATED_TOKEN_FILE"  # noqa: S105 - a variable's name
 
-_Result = TypeVar("_Result")
 
-
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Access:
     """The requests to one queue or container: with its credential, retries and our errors."""
 
@@ -48,22 +46,22 @@ class Access:
     _accepted: bool = False
 
     async def call(
-        self, permission: str, request: Callable[[], Awaitable[_Result]]
-    ) -> _Result:
+        self, permission: str, request: Callable[[], Awaitable[Result]]
+    ) -> Result:
         """Makes a request, with retries; for *permission* see `attempt`."""
         return await self.retry_policy.call(partial(self.attempt, permission, request))
 
     async def call_in_doubt(
-        self, permission: str, request: Callable[[bool], Awaitable[_Result]]
-    ) -> _Result:
+        self, permission: str, request: Callable[[bool], Awaitable[Result]]
+    ) -> Result:
         """Makes a request, with retries; it gets whether a lost attempt may have done it."""
         return await self.retry_policy.call_in_doubt(
             lambda is_in_doubt: self.attempt(permission, partial(request, is_in_doubt))
         )
 
     async def attempt(
-        self, permission: str, request: Callable[[], Awaitable[_Result]]
-    ) -> _Result:
+        self, permission: str, request: Callable[[], Awaitable[Result]]
+    ) -> Result:
         """Makes a request once; repeats it with a newer token if its token was refused.
 
         *permission* is the letter (`roles`) that it needs; empty for what no token allows. Raises

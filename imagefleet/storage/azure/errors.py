@@ -6,8 +6,8 @@ Of a refusal, it says in one sentence why the credentials in use were refused, a
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 from urllib.parse import parse_qs
 
 from aiohttp import (
@@ -39,42 +39,48 @@ from imagefleet.storage.settings import Resource
 from imagefleet.telemetry import proxies
 
 #: Another worker has the message, or it was deleted.
-LEASE_LOST = frozenset({"MessageNotFound", "PopReceiptMismatch"})
+LEASE_LOST = {"MessageNotFound", "PopReceiptMismatch"}
 
 #: The blob exists. Azure answers with the second code if the token may create, but not write.
-TAKEN = frozenset({"BlobAlreadyExists", "UnauthorizedBlobOverwrite"})
+TAKEN = {"BlobAlreadyExists", "UnauthorizedBlobOverwrite"}
 
-MISSING = frozenset({"QueueNotFound", "ContainerNotFound"})
+MISSING = {"QueueNotFound", "ContainerNotFound"}
 
 #: The name is taken until Azure has removed what was there.
-_BEING_DELETED = frozenset({"QueueBeingDeleted", "ContainerBeingDeleted"})
+_BEING_DELETED = {"QueueBeingDeleted", "ContainerBeingDeleted"}
 
 #: The token is valid, but does not allow this request: a worker's SAS token may process messages
 #: without reading the queue's properties, and create blobs without listing them.
-LESS_PERMISSION = frozenset(
-    {"AuthorizationPermissionMismatch", "AuthorizationResourceTypeMismatch"}
-)
+LESS_PERMISSION = {
+    "AuthorizationPermissionMismatch",
+    "AuthorizationResourceTypeMismatch",
+}
 
 #: Answers to requests that no SAS token for one queue or container allows: to create it, say.
 NOT_FOR_TOKENS = LESS_PERMISSION | {"AuthorizationFailure"}
 
 #: The credentials are expired, revoked or not signed with the account's key. The second code is
 #: Azurite's; in Azure it is that of the firewall.
-_NOT_ACCEPTED = frozenset(
-    {"AuthenticationFailed", "AuthorizationFailure", "InvalidAuthenticationInfo"}
-)
+_NOT_ACCEPTED = {
+    "AuthenticationFailed",
+    "AuthorizationFailure",
+    "InvalidAuthenticationInfo",
+}
 
 #: The job is at fault; the next one may succeed.
-_JOB_AT_FAULT = frozenset(
-    {"RequestBodyTooLarge", "MetadataTooLarge", "InvalidMetadata", "EmptyMetadataKey"}
-)
+_JOB_AT_FAULT = {
+    "RequestBodyTooLarge",
+    "MetadataTooLarge",
+    "InvalidMetadata",
+    "EmptyMetadataKey",
+}
 
 _NO_CODE = "no error code"
 
 #: The server did nothing; after any other error of its own, it may have.
-_TOO_MANY_REQUESTS = frozenset({429, 503})
+_TOO_MANY_REQUESTS = {429, 503}
 
-_REASONS: Mapping[str, str] = {
+_REASONS = {
     "AccountIsDisabled": "the storage account is disabled",
     "AuthorizationProtocolMismatch": "the SAS token requires https",
     "AuthorizationSourceIPMismatch": "the SAS token is for another IP address",
@@ -83,8 +89,7 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Credential:
+class Credential(NamedTuple):
     """The credential that signed a request; without a token, the account key or an identity."""
 
     resource: Resource | None = None

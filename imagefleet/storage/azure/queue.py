@@ -6,14 +6,15 @@ message object it sends the whole body again; messages expire after seven days b
 """
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from azure.storage.queue import QueueMessage
 from azure.storage.queue.aio import QueueClient
 
 from imagefleet import concurrency
+from imagefleet.concurrency import Result
 from imagefleet.errors import NoTokenError, TransientError
 from imagefleet.job import sizes
 from imagefleet.storage.azure import errors as azure_errors
@@ -23,6 +24,7 @@ from imagefleet.storage.bundle import jobs_of
 from imagefleet.storage.protocol import (
     MAX_RECEIVE,
     Clock,
+    FoundMessages,
     LeasedMessage,
     Message,
     Metadata,
@@ -31,8 +33,6 @@ from imagefleet.storage.protocol import (
 
 #: Sends in flight at most: from far away, 128 at 50 ms are a queue's limit.
 MOST_SENDS = 128
-
-_Result = TypeVar("_Result")
 
 
 class AzureQueue:
@@ -77,7 +77,7 @@ class AzureQueue:
 
     async def send(self, bodies: Iterable[str]) -> list[LeasedMessage]:
         messages = sizes.checked_messages(bodies)
-        sent: dict[int, LeasedMessage] = {}
+        sent = {}
 
         async def send(numbered: tuple[int, str]) -> None:
             number, body = numbered
@@ -134,7 +134,7 @@ class AzureQueue:
         request = partial(self._client.delete_message, message.id, message.receipt)
         await self._call_with_receipt("p", request)
 
-    async def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
+    async def find(self, text: str) -> FoundMessages:
         for message in await self._peek(MAX_RECEIVE):
             if (
                 text in message.body
@@ -168,15 +168,15 @@ class AzureQueue:
                     raise
 
     async def _call_with_receipt(
-        self, permission: str, request: Callable[[], Awaitable[_Result]]
-    ) -> _Result | None:
+        self, permission: str, request: Callable[[], Awaitable[Result]]
+    ) -> Result | None:
         """Makes a request that invalidates its receipt.
 
         Returns None if a reply was lost, and the receipt is stale in the retry: either the request
         succeeded, or another worker has the message.
         """
 
-        async def attempt(is_in_doubt: bool) -> _Result | None:
+        async def attempt(is_in_doubt: bool) -> Result | None:
             with azure_errors.tolerated(azure_errors.LEASE_LOST if is_in_doubt else ()):
                 return await request()
             return None

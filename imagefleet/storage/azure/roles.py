@@ -23,13 +23,13 @@ OPTIONAL: frozenset[Resource] = frozenset({"queue_high", "queue_low"})
 ANY_PERMISSION = "*"
 
 #: What each permission of a SAS token allows.
-QUEUE_PERMISSIONS: Mapping[str, str] = {
+QUEUE_PERMISSIONS = {
     "r": "count and peek at messages",
     "a": "add messages",
     "u": "renew and hand back leased messages",
     "p": "lease and delete messages",
 }
-BLOB_PERMISSIONS: Mapping[str, str] = {
+BLOB_PERMISSIONS = {
     "r": "read blobs",
     "c": "create blobs, never overwrite one",
     "a": "append to records",
@@ -41,7 +41,7 @@ BLOB_PERMISSIONS: Mapping[str, str] = {
 
 #: Azure's roles for identities: the least that has each permission. To update a message, the roles
 #: for processing messages do not suffice.
-_AZURE_QUEUE_ROLES: Mapping[str, str] = {
+_AZURE_QUEUE_ROLES = {
     "r": "Storage Queue Data Reader",
     "a": "Storage Queue Data Message Sender",
     "u": "Storage Queue Data Contributor",
@@ -73,7 +73,7 @@ class Role:
         return replace(self, queue="raup", blob="rac")
 
 
-ROLES: Mapping[str, Role] = {
+ROLES = {
     role.name: role
     for role in (
         Role(
@@ -143,7 +143,7 @@ def name_of(
     queues = {
         JOB_QUEUES[each]: name for each, name in settings.queues_of(model).items()
     }
-    names: dict[Resource, str] = {
+    names = {
         **queues,
         "poison": settings.poison_queue,
         "blob": settings.container,

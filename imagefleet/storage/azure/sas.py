@@ -49,7 +49,7 @@ LONGEST_PAUSE_SECONDS = 30.0
 #: expired.
 _MAX_REFUSALS = 3
 
-_RETRYABLE = frozenset({408, 425, 429})
+_RETRYABLE = {408, 425, 429}
 
 #: Fetches this node's identity token, a JSON Web Token.
 IdentityToken = Callable[[], Awaitable[str]]
@@ -73,7 +73,7 @@ class QueueTokens(BaseModel, frozen=True, extra="ignore", hide_input_in_errors=T
     queue_low: _SasToken | None = None
 
     def token(self, resource: str) -> str:
-        token: SecretStr | None = getattr(self, resource, None)
+        token = getattr(self, resource, None)
         return token.get_secret_value() if token else ""
 
 

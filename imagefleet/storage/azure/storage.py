@@ -33,7 +33,6 @@ from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import Resource, StorageSettings
 from imagefleet.telemetry import proxies
 from imagefleet.telemetry.logs import log
-from imagefleet.validation import JSONDict
 
 #: An API version that every Azure cloud, Azurite and every allowed release of the SDK support. The
 #: SDK's default is the newest, which Azurite refuses.
@@ -112,7 +111,7 @@ class AzureStorage:
         )
         self.operations = Operations()
         self._clock = Clock()
-        options: JSONDict = {
+        options = {
             "transport": self._transport,
             "api_version": API_VERSION,
             # Only our policy retries. The SDK's does not handle 429, and would hide the lost reply

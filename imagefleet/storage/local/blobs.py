@@ -16,11 +16,12 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 from urllib.parse import quote
 
 from pydantic import BaseModel
 
+from imagefleet.concurrency import Result
 from imagefleet.errors import (
     DISK_FULL,
     FleetError,
@@ -36,6 +37,7 @@ from imagefleet.storage.protocol import (
     BlobStore,
     Clock,
     Metadata,
+    OnProgress,
     Operations,
 )
 
@@ -43,7 +45,7 @@ METADATA_FOLDER = ".metadata"
 TEMPORARY_FOLDER = ".temporary"
 
 _IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
-_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP}
 
 #: Copied between two reports of an upload's progress.
 _COPIED_BYTES = 8 * 2**20
@@ -58,8 +60,6 @@ _NAMES_PAGE = 1_000
 _ABANDONED_SECONDS = 86_400.0
 
 _NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-
-_Result = TypeVar("_Result")
 
 
 class _Details(BaseModel):
@@ -113,7 +113,7 @@ class LocalBlobs(BlobStore):
         file: Path,
         content_type: str,
         metadata: Metadata,
-        on_progress: Callable[[int], None] = lambda _: None,
+        on_progress: OnProgress = lambda _: None,
     ) -> bool:
         return await self._create(
             name, partial(_copy, file, on_progress), content_type, metadata
@@ -355,15 +355,15 @@ class LocalBlobs(BlobStore):
                 elif name.startswith(prefix):
                     yield name
 
-    async def _writing(self, work: Callable[[], _Result]) -> _Result:
+    async def _writing(self, work: Callable[[], Result]) -> Result:
         self._operations.blob_writes += 1
         return await self._in_thread(work)
 
-    async def _reading(self, work: Callable[[], _Result]) -> _Result | None:
+    async def _reading(self, work: Callable[[], Result]) -> Result | None:
         """None where the file is not there."""
         self._operations.blob_reads += 1
 
-        def read() -> _Result | None:
+        def read() -> Result | None:
             try:
                 return work()
             except _NOT_THERE:
@@ -371,7 +371,7 @@ class LocalBlobs(BlobStore):
 
         return await self._in_thread(read)
 
-    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
         try:
             return await asyncio.to_thread(work)
         except OSError as error:
@@ -434,7 +434,7 @@ def _version(status: os.stat_result) -> str:
     return f"{status.st_ino}-{status.st_mtime_ns}"
 
 
-def _copy(source: Path, on_progress: Callable[[int], None], file: BinaryIO) -> None:
+def _copy(source: Path, on_progress: OnProgress, file: BinaryIO) -> None:
     copied = 0
     with source.open("rb") as original:
         while data := original.read(_COPIED_BYTES):

@@ -86,17 +86,13 @@ EXISTS = "SELECT 1 FROM queues WHERE name = ?"
 #: An I/O error with less room than this is one of a full disk.
 _LEAST_FREE_BYTES = 2**18
 
-_NO_ROOM = frozenset(
-    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
-)
-_NO_ACCESS = frozenset(
-    {
-        sqlite3.SQLITE_READONLY,
-        sqlite3.SQLITE_PERM,
-        sqlite3.SQLITE_AUTH,
-        sqlite3.SQLITE_CANTOPEN,
-    }
-)
+_NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
+_NO_ACCESS = {
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_AUTH,
+    sqlite3.SQLITE_CANTOPEN,
+}
 
 _START_ANEW = (
     "put a copy of it back, or move it away together with its -wal and -shm and fill a new queue"

@@ -11,19 +11,24 @@ import contextlib
 import sqlite3
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from imagefleet.concurrency import Result
 from imagefleet.errors import LeaseLost, MissingResourceError
 from imagefleet.job import sizes
 from imagefleet.storage.bundle import jobs_of
 from imagefleet.storage.local import file as sqlite_file
-from imagefleet.storage.protocol import LeasedMessage, Message, Operations, QueueDepth
-
-_Result = TypeVar("_Result")
+from imagefleet.storage.protocol import (
+    FoundMessages,
+    LeasedMessage,
+    Message,
+    Operations,
+    QueueDepth,
+)
 
 _FOUND_AT_ONCE = 100
 
@@ -39,7 +44,7 @@ class QueueFile:
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
 
-    async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+    async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """Does *work* in the thread of the file.
 
         Raises TransientError if another process locks the file for too long, or the disk is full,
@@ -65,8 +70,8 @@ class QueueFile:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown()
 
-    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
-        def translated() -> _Result:
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        def translated() -> Result:
             try:
                 return work()
             except sqlite3.Error as error:
@@ -194,7 +199,7 @@ class LocalQueue:
     async def delete(self, message: LeasedMessage) -> None:
         await self._change(sqlite_file.DELETE, lambda: _key(message))
 
-    async def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
+    async def find(self, text: str) -> FoundMessages:
         last = 0
 
         def page(connection: sqlite3.Connection) -> list[Any]:
@@ -232,8 +237,8 @@ class LocalQueue:
         await self._run(clear)
 
     async def _run(
-        self, work: Callable[[sqlite3.Connection], _Result], operations: int = 1
-    ) -> _Result:
+        self, work: Callable[[sqlite3.Connection], Result], operations: int = 1
+    ) -> Result:
         self._operations.queue += operations
         return await self._file.run(work)
 

@@ -89,21 +89,24 @@ class ModelQueues:
                 self._made.add(model)
         return queues
 
-    async def note_served(self, model: str, now: datetime | None = None) -> None:
+    async def note_served(
+        self,
+        model: str,
+        now: datetime | None = None,
+        suffix: str = "",
+        data: bytes = b"",
+    ) -> None:
         """A worker serves the model: `status` and those who send jobs know it for five minutes."""
         if SAFE_NAME.fullmatch(model):
             now = now or self.blobs.clock.now()
-            await self.blobs.create(_note(model, now), b"", "text/plain", {})
-            await self.blobs.delete(_note(model, now - _KEPT))
+            name, old = (_note(model, each) + suffix for each in (now, now - _KEPT))
+            await self.blobs.create(name, data, "text/plain", {})
+            await self.blobs.delete(old)
 
     async def note_held(self, model: str, held: Mapping[str, object]) -> None:
         """A worker tells what it has to draw with the model: see `HeldFiles`."""
-        if SAFE_NAME.fullmatch(model):
-            now = self.blobs.clock.now()
-            name, old = _note(model, now), _note(model, now - _KEPT)
-            data = json.dumps(held).encode()
-            await self.blobs.create(name + HELD_SUFFIX, data, "application/json", {})
-            await self.blobs.delete(old + HELD_SUFFIX)
+        data = json.dumps(held).encode()
+        await self.note_served(model, suffix=HELD_SUFFIX, data=data)
 
     async def held_now(self, model: str) -> bytes:
         """What a worker has told in the last 5 to 10 minutes; nothing if none has."""

@@ -9,7 +9,6 @@ import contextlib
 import math
 import time
 from collections.abc import (
-    AsyncIterator,
     Awaitable,
     Callable,
     Collection,
@@ -21,13 +20,17 @@ from dataclasses import replace
 
 from imagefleet import concurrency
 from imagefleet.errors import (
-    FleetError,
     MissingResourceError,
     SetupError,
     TransientError,
 )
 from imagefleet.storage import bundle
-from imagefleet.storage.protocol import LeasedMessage, Message, QueueDepth, StoredQueue
+from imagefleet.storage.protocol import (
+    FoundMessages,
+    LeasedMessage,
+    QueueDepth,
+    StoredQueue,
+)
 from imagefleet.storage.routing import route as rule
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority
@@ -121,8 +124,8 @@ class RoutedQueue:
         queues that were empty are asked as seldom as beside others that have jobs.
         """
         received: list[LeasedMessage] = []
-        failures: dict[Route, FleetError] = {}
-        empty: list[Route] = []
+        failures = {}
+        empty = []
         for route in self._in_turn(above):
             try:
                 messages = await route.queue.receive(
@@ -182,7 +185,7 @@ class RoutedQueue:
     def is_local(self) -> bool:
         return all(route.queue.is_local for route in self.routes.values())
 
-    async def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
+    async def find(self, text: str) -> FoundMessages:
         for route in await self._all():
             with self._main_must_exist(route):
                 async for message, is_leased in route.queue.find(text):

@@ -34,7 +34,7 @@ LONGEST_IDLE_PAUSE_SECONDS = 10.0
 LOCAL_PAUSE_SECONDS = 0.03
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Route:
     """A plain queue of one priority and model, and what the receives so far have found there."""
 

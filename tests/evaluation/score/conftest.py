@@ -20,7 +20,7 @@ from demo_world import captions, world
 from evaluation.score import metrics, plan, reference, run
 from evaluation.score.networks import load
 from evaluation.score.statistics import Statistics
-from imagefleet import sweep
+from evaluation.sweep import manifest
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
@@ -69,21 +69,21 @@ async def fill(
 ) -> None:
     """Stores *drawn* as a campaign's images, with their records."""
     groups = [
-        sweep.Group(name=f"cfg-{each}", guidance=each, sampler="plms", steps=50)
+        manifest.Group(name=f"cfg-{each}", guidance=each, sampler="plms", steps=50)
         for each in GUIDANCE
     ]
-    texts = sweep.digest(drawn.captions)
+    texts = manifest.digest(drawn.captions)
     async with open_storage(settings) as storage:
         await storage.create()
         if swept:
-            manifest = sweep.Sweep(
+            swept = manifest.Sweep(
                 campaign=campaign, captions=texts, groups=tuple(groups)
             )
-            await sweep.write(storage, manifest)
+            await manifest.write(storage, swept)
         records = []
         for group in groups if swept else groups[:1]:
             for number, picture in enumerate(drawn.pictures):
-                name = sweep.job_id(group.name, number)
+                name = manifest.job_id(group.name, number)
                 data = png(picture, group.guidance, number)
                 await storage.blobs.create(
                     f"{campaign}/{name}.png", data, "image/png", {}

@@ -16,10 +16,9 @@ import pytest
 
 import sent_jobs
 from cli import console
-from evaluation.score import chunks, plan
-from imagefleet import sweep
+from evaluation.score import chunks, plan, session
+from evaluation.sweep import manifest
 from imagefleet.job.message import Job
-from imagefleet.records import follower
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
@@ -38,11 +37,11 @@ ROOT = Path(__file__).parents[3]
 
 def test_an_id_says_its_group():
     for group, number in [("cfg-3.0", 17), ("ddim-steps-50-cfg-1.5", 1_234_567)]:
-        found = sweep.job_id(group, number)
+        found = manifest.job_id(group, number)
 
         assert Job(prompt="x", id=found).id == found
         assert plan.group_of(found) == group
-    assert sweep.job_id("cfg-3.0", 17) == "cfg-3.0_000017"
+    assert manifest.job_id("cfg-3.0", 17) == "cfg-3.0_000017"
 
 
 @pytest.mark.parametrize(
@@ -337,7 +336,7 @@ def test_the_end_of_a_campaign_is_waited_for(
             await sent_jobs.note(storage, "plain", len(ids), ids=ids)
 
     asyncio.run(
-        note("late", *(sweep.job_id("cfg-1.5", number) for number in range(24)))
+        note("late", *(manifest.job_id("cfg-1.5", number) for number in range(24)))
     )
     assert (
         "1 job of plain still to do"
@@ -352,7 +351,7 @@ def test_the_end_of_a_campaign_is_waited_for(
             async with open_storage(copy) as storage:
                 await end_job(storage.blobs)
 
-    monkeypatch.setattr(follower.asyncio, "sleep", sleep)
+    monkeypatch.setattr(session.asyncio, "sleep", sleep)
     found = score("plain", "--clip", "demo", "--follow", storage=copy.storage)
     assert polls >= 12
     assert "still to do" not in found["stderr"]
@@ -406,10 +405,11 @@ async def test_a_chains_image_is_that_of_its_last_stage(storage: Storage, tmp_pa
             **known | changes,
         )
 
-    group = sweep.Group(name="cfg-3.0", guidance=3, sampler="ddpm", steps=30)
-    of_captions = sweep.digest(["a house"] * 2)
-    await sweep.write(
-        storage, sweep.Sweep(campaign="chained", captions=of_captions, groups=[group])
+    group = manifest.Group(name="cfg-3.0", guidance=3, sampler="ddpm", steps=30)
+    of_captions = manifest.digest(["a house"] * 2)
+    await manifest.write(
+        storage,
+        manifest.Sweep(campaign="chained", captions=of_captions, groups=[group]),
     )
     records = [record("cfg-3.0_000000", 1), record("cfg-3.0_000000", 2, cfg_scale=1.5)]
     records.append(record("cfg-3.0_000001", 1))  # whose second stage is still to do

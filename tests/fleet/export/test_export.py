@@ -101,8 +101,8 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         "planning": (plan.PlanDatabase, "_list"),
         "planned": (shards.Exporter, "_make"),
         "reading": (shards.Exporter, "_fetch"),
-        "written": (shards, "_complete"),
-        "noted": (shards.Exporter, "_move"),
+        "written": (shards.Exporter, "_complete"),
+        "synced": (shards, "sync"),
         "hashing": (shards.files, "sha256"),
         "done": (shards.Exporter, "_finished"),
     }

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from fleet.campaigns import job
+from fleet.campaigns.table import Campaigns
 from fleet.keys import command as keys
 from fleet.keys import mint
 from fleet.monitor import command as monitor
@@ -104,7 +105,10 @@ async def test_a_monitor_reads_everything_and_changes_nothing(
         by_tokens(azurite_settings, ROLES["monitor"]), concurrency.NEVER
     ) as storage:
         await storage.check()
-        assert (await monitor.read_status(aio.Fleet(storage)))["queue"]["messages"] == 1
+        campaigns = Campaigns(storage)
+        found = await monitor.read_status(aio.Fleet(storage), None, campaigns)
+        assert found["queue"]["messages"] == 1
+        assert campaigns.refusal is None
         assert [each.name async for each in storage.blobs.records("spring/")] == [
             "spring/fox.png"
         ]

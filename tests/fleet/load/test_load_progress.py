@@ -5,8 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from cli import console
-from fleet import filling
+from cli import console, filling
 from in_process import Imagefleet
 
 ROOT = Path(__file__).parents[3]

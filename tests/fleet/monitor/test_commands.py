@@ -132,16 +132,16 @@ async def test_two_gpus_of_a_machine_are_two_workers_and_one_replica(
 
     async with prometheus.connected(victoria_metrics.url, fleet) as server:
         rates_now = await rates.fleet_rates(server)
-    assert (rates_now.workers, rates_now.replicas) == (2, 1)
+    assert (rates_now["workers"], rates_now["replicas"]) == (2, 1)
 
 
 async def test_all_fleets_are_added_up_only_where_that_is_asked_for(
     two_fleets: TwoFleets,
 ):
     async with prometheus.connected(two_fleets.url) as everything:
-        assert (await rates.fleet_rates(everything)).workers >= 3
+        assert (await rates.fleet_rates(everything))["workers"] >= 3
     async with prometheus.connected(two_fleets.url, two_fleets.fleet) as own:
-        assert (await rates.fleet_rates(own)).workers == 2
+        assert (await rates.fleet_rates(own))["workers"] == 2
 
 
 async def test_the_exporter_serves_and_pushes_until_sigterm(

@@ -30,7 +30,8 @@ async def test_depths_are_reported_as_far_as_the_storage_knows_them(
     await storage.poison.send(["bad"])
     await storage.queue.receive(1, lease_seconds=60)
 
-    found = await command.read_status(aio.Fleet(storage))
+    campaigns = Campaigns(storage)
+    found = await command.read_status(aio.Fleet(storage), None, campaigns)
 
     assert found["storage"] == storage.url
     assert found["queue"]["messages"] == 3
@@ -58,7 +59,7 @@ async def test_a_failed_job_of_which_the_queue_has_several_messages_is_one(
     found = await command.read_status(aio.Fleet(storage), None, campaigns)
     assert (found["failed"]["messages"], found["failed"]["jobs"]) == (2, 1)
     text = StringIO()
-    screen = command.status_screen(found, campaigns)
+    screen = command.status_screen(found, campaigns, 20)
     Console(file=text, width=100).print(screen)
     rows = [line.split() for line in text.getvalue().splitlines()]
     (row,) = [row for row in rows if row[:1] == [found["failed"]["name"]]]
@@ -123,14 +124,14 @@ async def test_a_watch_outlives_an_outage(
     reads = 0
     third = asyncio.Event()
 
-    async def read(client: aio.Fleet, *_: object) -> dict[str, Any]:
+    async def read(*given: Any) -> dict[str, Any]:
         nonlocal reads
         reads += 1
         if reads == 2:
             raise errors.TransientError("the storage does not answer")
         if reads == 3:
             third.set()
-        return await read_status(client)
+        return await read_status(*given)
 
     read_status = command.read_status
     monkeypatch.chdir(tmp_path)
@@ -157,11 +158,12 @@ async def test_models_whose_jobs_wait_without_a_worker_are_named(
     await storage.models.note_served("b")
     for message in await storage.models.of("c")["normal"].receive(1, 60):
         await storage.models.of("c")["normal"].delete(message)
-    found = await command.read_status(aio.Fleet(storage))
+    campaigns = Campaigns(storage)
+    found = await command.read_status(aio.Fleet(storage), None, campaigns)
     assert found["without_worker"] == [{"model": "a", "messages": 2}]
     assert {each["model"] for each in found["queues"]} == {None, "a", "b", "c"}
     console = Console(width=120, record=True)
-    console.print(command.status_screen(found))
+    console.print(command.status_screen(found, campaigns, 20))
     screen = console.export_text()
     assert "2 jobs of the model a, which no worker serves" in screen
     assert storage.models.of("c")["normal"].name not in screen, "it is empty"

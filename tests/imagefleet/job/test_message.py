@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from imagefleet import errors
 from imagefleet.job import samplers, settings_table, sizes
-from imagefleet.job.message import Job, read_job
+from imagefleet.job.message import Job, is_safe_id, read_job
 from imagefleet.job.noise import Noise
 from imagefleet.job.passes import hires
 
@@ -170,9 +170,9 @@ def test_blob_names_follow_from_the_job_alone():
         ("cfg_scale", [-0.5, 31, math.nan, math.inf]),
         ("width", [0, 63, 64.5, 2056, -512]),
         ("seed", [-2, 2**63, 0.5]),
-        ("id", ["", "../a", "a/b", "-a", "x" * 129, "a b"]),
-        ("campaign", ["", "..", "a/b"]),
-        ("model", ["../m", "", "a/b", ".m"]),
+        ("id", ["", "../a", "a/b", "-a", "x" * 129, "a b", "a\n"]),
+        ("campaign", ["", "..", "a/b", "a\n"]),
+        ("model", ["../m", "", "a/b", ".m", "m\n"]),
         ("randn_source", ["cuda", "", 1]),
         ("infotext", ["Steps: 30, CFG scale: 9"]),
         ("sampler_name", ["LSM", "", "DDIM Karras", "DPM++ 4M SDE"]),
@@ -189,6 +189,7 @@ def test_a_value_out_of_bounds_is_refused_by_the_fields_name(
     for value in values:
         with pytest.raises(errors.InvalidMessageError, match=field):
             read(**{field: value})
+        assert field != "id" or not is_safe_id(value)
 
 
 @pytest.mark.parametrize(

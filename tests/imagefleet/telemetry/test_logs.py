@@ -94,3 +94,18 @@ def test_a_warning_of_an_outage_is_due_once_a_minute(
     assert [occasion.is_due() for _ in range(3)] == [True, False, False]
     now += 60
     assert [occasion.is_due() for _ in range(3)] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.2, "1 s"),
+        (59.9, "60 s"),
+        (90, "1.5 min"),
+        (5400, "1.5 h"),
+        (129_600, "1.5 d"),
+    ],
+)
+def test_a_duration_has_one_unit(seconds: float, text: str):
+    assert logs.duration(seconds) == text

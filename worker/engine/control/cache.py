@@ -35,10 +35,8 @@ from worker.engine.passes.begin import PreparedControl
 _PREFIX = "control_model."
 
 #: A tensor that every ControlNet has, in diffusers' names and the original ones.
-_HINT, _ORIGINAL_HINT = (
-    "controlnet_cond_embedding.conv_in.weight",
-    "input_hint_block.0.weight",
-)
+_HINT = "controlnet_cond_embedding.conv_in.weight"
+_ORIGINAL_HINT = "input_hint_block.0.weight"
 
 #: SDXL's tensors with their original names, which diffusers' conversion leaves out.
 _ADDED: Mapping[str, str] = DIFFUSERS_TO_LDM_MAPPING["controlnet"][

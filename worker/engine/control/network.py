@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from worker.engine import contract
+from worker.engine.contract import Pixels
 from worker.engine.kernels.layers import channels_last
 from worker.engine.networks.linear import SlotLinear
 from worker.engine.networks.transformer import Call, repeat_rows
 from worker.engine.networks.unet import SlotEncoder
+from worker.engine.passes.begin import levels_of
 
 
 class SlotControlNet(SlotEncoder):
@@ -60,10 +61,10 @@ class SlotControlNet(SlotEncoder):
         ]
 
     @torch.no_grad()
-    def embed(self, pixels: contract.Pixels) -> Tensor:
+    def embed(self, pixels: Pixels) -> Tensor:
         """The control image [channels, height, width] of the latents' size."""
-        levels = torch.from_numpy(pixels.copy()).to(self.device).permute(2, 0, 1)[None]
-        embedded: Tensor = self.hint((levels.float() / 255).to(self.dtype))
+        levels = levels_of(pixels, self.device)
+        embedded: Tensor = self.hint((levels / 255).to(self.dtype))
         return embedded[0]
 
     def record_stream(self) -> None:
@@ -109,7 +110,8 @@ class ControlState(NamedTuple):
         context: torch.Size,
     ) -> ControlState:
         """Empty, for latents of these *sides* (height, width); *context*: the UNet's own shape."""
-        like, (rows, tokens, _) = next(network.conv_in.parameters()), context
+        like = next(network.conv_in.parameters())
+        (rows, tokens, _) = context
         hints = channels_last(like.new_zeros((slots, len(like), *sides)))
         return cls(
             network,

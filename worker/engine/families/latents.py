@@ -17,7 +17,7 @@ from worker.engine.kernels import layers
 from worker.engine.lora.shared import Merger
 from worker.engine.networks import linear
 from worker.engine.networks.unet import SlotUnet
-from worker.engine.passes.checkpoints import CheckpointCache, Read
+from worker.engine.passes.checkpoints import Caches, CheckpointCache, Read
 from worker.engine.passes.images import Vaes
 from worker.engine.slots import memory
 from worker.engine.slots.parts import Parts
@@ -54,10 +54,9 @@ def of_latents(
     tiny = None if settings.taesd is None else _read_tiny(settings.taesd, checkpoint)
     overflows = checkpoint.family.overflows_in_float16
     vaes = Vaes(checkpoint.vae, overflows=overflows, has_own_layers=has_own_layers)
-    checkpoints = read and CheckpointCache(
-        checkpoint, read, has_own_layers=has_own_layers
-    )
-    stager = ClipStager(checkpoint, control_nets, tiny, vaes, checkpoints)
+    others = read and CheckpointCache(checkpoint, read, has_own_layers=has_own_layers)
+    caches = Caches(control_nets, vaes, others)
+    stager = ClipStager(checkpoint, caches, tiny)
     layer_bytes = linear.transformer_bytes(checkpoint.unet)
     weights = settings.slot_weights or memory.choose_weights(
         device, layer_bytes, is_large=is_large
@@ -78,18 +77,14 @@ def of_latents(
                 for name, text_encoder in checkpoint.text_encoders.items()
             },
         },
-        control_nets,
-        vaes,
-        checkpoints,
+        caches,
     )
     return Parts(
         model=checkpoint,
         settings=settings,
         unet=unet,
         preparer=preparer,
-        control_nets=control_nets,
-        caches=[each for each in (control_nets, vaes, checkpoints) if each],
-        checkpoints=checkpoints,
+        caches=caches,
         stager=stager,
         merger=merger,
         decoder=Decoder(checkpoint.vae, checkpoint.factor, tiny),

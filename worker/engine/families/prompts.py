@@ -35,15 +35,11 @@ class PromptEncoder:
         self._tokens = tokens
         self._text_of = text_of
         self._lock = threading.Lock()
-        try:
+        own = folder / "tokenizer"
+        with reading.named(str(own), "the tokenizer "):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                folder / "tokenizer", local_files_only=True
+                own, local_files_only=True
             )
-        except (*reading.LOADING_ERRORS, ImportError) as error:
-            raise SetupError(
-                f"the tokenizer {str(folder / 'tokenizer')!r} cannot be loaded:"
-                f" {reading.brief(error)}"
-            ) from error
         if len(self._tokenizer) > encoder.config.vocab_size:
             # On a GPU, a token id out of range is a device-side assert, which ends the process.
             raise SetupError(

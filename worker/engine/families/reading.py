@@ -4,9 +4,10 @@ The libraries' `from_pretrained` changes torch's default type for the whole proc
 a network: images that are drawn at that time would begin with other noise.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from imagefleet.errors import SetupError
 
 #: What the libraries raise for missing, truncated or mismatched files.
 LOADING_ERRORS = (
+    ImportError,
     OSError,
     ValueError,
     LookupError,
@@ -50,13 +52,20 @@ def read_network(
     """
     stem = "diffusion_pytorch_model" if issubclass(network, ModelMixin) else "model"
     files = _files(folder, stem)
-    try:
+    with named(str(folder)):
         weights = {key: each for path in files for key, each in load_file(path).items()}
         made = build(network, config or read_json(folder / "config.json"))
         assign(made, weights)
-    except LOADING_ERRORS as error:
-        raise SetupError(f"{str(folder)!r} cannot be loaded: {brief(error)}") from error
     return made
+
+
+@contextlib.contextmanager
+def named(path: str, what: str = "") -> Iterator[None]:
+    """Raises what the libraries raise in the block as a SetupError that names *path*."""
+    try:
+        yield
+    except LOADING_ERRORS as error:
+        raise SetupError(f"{what}{path!r} cannot be loaded: {brief(error)}") from error
 
 
 def build(network: type[Any], config: Mapping[str, Any]) -> Any:
@@ -154,7 +163,8 @@ def _name_in(own: Collection[str], key: str) -> str:
 
 
 #: Empty tensors that mark the single files of some checkpoints.
-V_PREDICTION_KEY, ZERO_TERMINAL_SNR_KEY = "v_pred", "ztsnr"
+V_PREDICTION_KEY = "v_pred"
+ZERO_TERMINAL_SNR_KEY = "ztsnr"
 
 #: AUTOMATIC1111's last value in place of 0, from which no image could be computed.
 _LAST_ALPHA = 4.8973451890853435e-08

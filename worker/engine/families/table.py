@@ -101,10 +101,6 @@ class Family:
             self.original_names,
         )
 
-    def whole_cells(self, width: int, height: int) -> tuple[int, int]:
-        """The size of the image that is drawn for a request of this size."""
-        return width - width % self.cell, height - height % self.cell
-
     def context_tokens(self, tokens: int) -> int:
         """The shortest context that holds so many tokens."""
         contexts = (self.plain_tokens, *self.long_tokens)

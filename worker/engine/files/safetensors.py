@@ -43,7 +43,8 @@ from imagefleet.telemetry.logs import log
 
 #: Unused memory that is kept: a share of the machine's, up to what a round of 16 jobs gives back
 #: at once with LoRAs of rank 256.
-SPARE_SHARE, MAX_SPARE_BYTES = 1 / 12, 4 * 2**30
+SPARE_SHARE = 1 / 12
+MAX_SPARE_BYTES = 4 * 2**30
 
 #: A spare buffer is used for no less than this share of it.
 _LEAST_SHARE = 0.5
@@ -129,7 +130,8 @@ def _cuda() -> Any:
 
 
 #: The buffers of this process: what files hold, and what is copied to a device.
-files, packs = Buffers(), Buffers()
+files = Buffers()
+packs = Buffers()
 
 #: Buffers of a checkpoint's layers without room on the device: they stay as long as their engine.
 layers = Buffers(spare_bytes=0)

@@ -139,16 +139,12 @@ def _read_transformer(model: Path, folder: Path, family: FlowFamily) -> Any:
     family.refuse(found)
     if model.is_dir():
         return reading.read_network(family.network, model / family.backbone)
-    try:
+    with reading.named(str(model)):
         weights = {
             key.removeprefix(_PREFIX): each for key, each in load_file(model).items()
         }
         transformer = reading.build(family.network, found)
         reading.assign(transformer, family.convert(_in_plain_types(weights)))
-    except reading.LOADING_ERRORS as error:
-        raise SetupError(
-            f"{str(model)!r} cannot be loaded: {reading.brief(error)}"
-        ) from error
     return transformer
 
 

@@ -15,7 +15,8 @@ def name_of(model: Path) -> str:
     """The name of a folder's encoder; raises SetupError if the folder has none."""
     family = checkpoint.family_of(model)
     if family is None:
-        text_stage.require_encoder(model)
+        prompts.require_encoder(model, text_stage.KIND)
+        text_stage.require_libraries(model)
         return text_stage.encoder_name(model)
     prompts.require_encoder(model, text.KIND)
     return text.encoder_name(model, family.text)

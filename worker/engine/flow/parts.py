@@ -8,7 +8,7 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from imagefleet.errors import JobError, SetupError
+from imagefleet.errors import JobError
 from worker.engine.contract import ImageRequest, Settings
 from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
@@ -19,6 +19,7 @@ from worker.engine.kernels import layers
 from worker.engine.lora.merge import Groups
 from worker.engine.lora.shared import Merger
 from worker.engine.passes import begin
+from worker.engine.passes.checkpoints import Caches
 from worker.engine.passes.images import ImageCoder
 from worker.engine.pixel import text_states
 from worker.engine.sampler import Schedule
@@ -85,15 +86,10 @@ class FlowPreparer(Preparer):
         encoder = own.states_encoder
         if encoder is None:
             return None
-        if paths is None:
-            raise JobError(
-                "the prompt's text states are missing, and this model has no text encoder:"
-                " `imagefleet files make text` makes them (docs/models.md)"
-            )
         sizes = own.text_width, own.family.plain_tokens
         states = [
             text_states.read(path, prompt, encoder, *sizes)
-            for prompt, path in zip(prompts, paths, strict=False)
+            for prompt, path in zip(prompts, paths or (None, None), strict=False)
         ]
         return torch.stack(states)
 
@@ -116,28 +112,19 @@ class FlowStager(LatentStager):
     def __init__(
         self,
         checkpoint: FlowCheckpoint,
-        control_nets: ControlNets,
+        caches: Caches,
         encoder: ChatEncoder | None,
     ) -> None:
-        super().__init__(checkpoint, ImageCoder(checkpoint.vae), control_nets)
+        super().__init__(checkpoint, ImageCoder(checkpoint.vae), caches)
         self._encoder = encoder
         self._states: LRUCache[str, Tensor] = LRUCache(_STATES_KEPT)
 
     @torch.no_grad()
     def _encode_together(self, jobs: Iterable[SlotJob]) -> None:
         prepared = [job.prepared for job in jobs if job.prepared.states is None]
-        self._find_states([prompt for each in prepared for prompt in each.prompts])
-
-    def _find_states(self, prompts: Iterable[str]) -> dict[str, Tensor]:
-        """The states [tokens, width] of *prompts*, which may be more than are kept."""
-        found = {}
-        missing = []
-        for prompt in dict.fromkeys(prompts):
-            known = self._states.get(prompt)
-            if known is None:
-                missing.append(prompt)
-            else:
-                found[prompt] = known
+        prompts = dict.fromkeys(prompt for each in prepared for prompt in each.prompts)
+        # Touched, those that are known outlast those that come now.
+        missing = [each for each in prompts if self._states.get(each) is None]
         for at in range(0, len(missing), _ENCODED_AT_ONCE):
             if self._encoder is None:
                 raise RuntimeError("text states come with a request, or are encoded")
@@ -145,8 +132,7 @@ class FlowStager(LatentStager):
             states = self._encoder.encode(part).to(self._device, self._dtype)
             for prompt, own in zip(part, states, strict=True):
                 # A view would keep those of the whole call in memory.
-                found[prompt] = self._states[prompt] = own.clone()
-        return found
+                self._states[prompt] = own.clone()
 
     def _encode(
         self, job: SlotJob, _loras: object, _other: object
@@ -154,14 +140,13 @@ class FlowStager(LatentStager):
         prepared = job.prepared
         if prepared.states is not None:
             return self._copy(prepared.states).to(self._dtype), None, None
-        states = self._find_states(prepared.prompts)
-        return torch.stack([states[each] for each in prepared.prompts]), None, None
+        self._encode_together([job])  # there may be more than are kept
+        states = [self._states[each] for each in prepared.prompts]
+        return torch.stack(states), None, None
 
 
 def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
     """The parts of an engine for a transformer of flows."""
-    if settings.taesd is not None:
-        raise SetupError(f"there is no TAESD for {checkpoint.family.name}")
     device = checkpoint.unet.device
     family = checkpoint.family
     if settings.packages is not None or device.type == "cuda":
@@ -178,7 +163,7 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
     network = family.slot_network(checkpoint.unet)
     weight_bytes = sum(each.nbytes for each in checkpoint.unet.parameters())
     keeps_on_cpu = memory.has_no_room_for_originals(device, weight_bytes)
-    control_nets = ControlNets(checkpoint.unet, has_own_layers=False)
+    caches = Caches(ControlNets(checkpoint.unet, has_own_layers=False))
     return Parts(
         model=checkpoint,
         settings=replace(
@@ -186,10 +171,8 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
         ),
         unet=network,
         preparer=FlowPreparer(checkpoint, {**network.groups, **network.changes.groups}),
-        control_nets=control_nets,
-        caches=[control_nets],
-        checkpoints=None,
-        stager=FlowStager(checkpoint, control_nets, encoder),
+        caches=caches,
+        stager=FlowStager(checkpoint, caches, encoder),
         merger=Merger(checkpoint.unet, keeps_on_cpu=keeps_on_cpu),
         decoder=Decoder(checkpoint.vae, checkpoint.factor),
     )

@@ -50,11 +50,9 @@ class ChatEncoder(PromptEncoder):
         Raises SetupError if one of them is missing or damaged.
         """
         self._rule = rule
-        encoder = _read_encoder(folder / "text_encoder", rule)
+        encoder, self._layers = _read_encoder(folder / "text_encoder", rule)
         Module.to(encoder, dtype=dtype)
         self.size_bytes = sum(each.nbytes for each in encoder.parameters())
-        whole = prompts.config_of(folder)["num_hidden_layers"]
-        self._layers = _layers(int(whole), rule)
         super().__init__(folder, encoder, device, rule.tokens, self._chat)
 
     def place(self, *, may_stay: bool) -> None:
@@ -122,19 +120,13 @@ def states_width(folder: Path, rule: TextRule) -> int:
     return len(rule.layers) * int(prompts.config_of(folder).get("hidden_size", 0))
 
 
-def _layers(count: int, rule: TextRule) -> list[int]:
-    return [layer % (count + 1) for layer in rule.layers]
-
-
-def _read_encoder(folder: Path, rule: TextRule) -> Any:
-    """The encoder without the layers and the norm after the last one that is taken."""
+def _read_encoder(folder: Path, rule: TextRule) -> tuple[Any, list[int]]:
+    """The encoder, without what follows on the last layer that is taken, and the layers taken."""
     config = reading.read_json(folder / "config.json")
     whole = int(config.get("num_hidden_layers", 0))
-    layers = _layers(whole, rule) if whole else []
-    if not layers or max(layers) > whole:
-        raise SetupError(
-            f"{str(folder)!r} has {whole} layers, and the states of {rule.layers} are taken"
-        )
+    if not whole:
+        raise SetupError(f"{str(folder)!r} has no config.json of a text encoder")
+    layers = [layer % (whole + 1) for layer in rule.layers]
     config = {**config, "num_hidden_layers": max(layers)}
     config.pop("layer_types", None)
     config.pop("max_window_layers", None)
@@ -143,4 +135,4 @@ def _read_encoder(folder: Path, rule: TextRule) -> Any:
         encoder.norm = nn.Identity()
     # Its frequencies were made without memory, and no file has them.
     encoder.rotary_emb = type(encoder.rotary_emb)(Qwen3Config.from_dict(config))
-    return encoder
+    return encoder, layers

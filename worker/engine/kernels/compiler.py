@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
@@ -33,17 +33,6 @@ class CompileError(Exception):
     """A call could not be compiled."""
 
 
-class _Order(NamedTuple):
-    content: bytes
-    target: Path
-
-
-class _Reply(NamedTuple):
-    problem: str | None
-    #: Of each phase.
-    seconds: Mapping[str, float]
-
-
 class _Child(NamedTuple):
     process: subprocess.Popen[bytes]
     orders: IO[bytes]
@@ -58,15 +47,29 @@ class Compiler:
 
     def start(self) -> None:
         """Starts the child ahead of its first call: it imports for ten seconds and more."""
-        if self._child is None or self._child.process.poll() is not None:
-            self._child = _start()
+        if self._child is not None and self._child.process.poll() is None:
+            return
+        process = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "TRITON_DISABLE_LINE_INFO": "1",  # a third of a package
+            },
+            start_new_session=True,  # Ctrl-C is its parent's
+        )
+        orders = process.stdin
+        replies = process.stdout
+        self._child = _Child(process, cast(IO[bytes], orders), cast(IO[bytes], replies))
 
     def begin(self, content: bytes, target: Path) -> None:
         """Has the package of a described call written; one at a time."""
         self.start()
         orders = self._begun.orders
         with contextlib.suppress(BrokenPipeError):  # `end` says so
-            pickle.dump(_Order(content, target), orders)
+            pickle.dump((content, target), orders)
             orders.flush()
 
     def is_done(self, seconds: float = 0.0) -> bool:
@@ -91,7 +94,8 @@ class Compiler:
 
     def close(self) -> None:
         """Ends the child at once, with all of its own."""
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -108,30 +112,13 @@ class Compiler:
         return self._child
 
 
-def _start() -> _Child:
-    process = subprocess.Popen(  # noqa: S603
-        [sys.executable, "-c", _PROGRAM],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "TRITON_DISABLE_LINE_INFO": "1",  # a third of a package
-        },
-        start_new_session=True,  # Ctrl-C is its parent's
-    )
-    return _Child(
-        process, cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
-    )
-
-
 def serve(prepare: Callable[[], None]) -> None:
     """The child: compiles what it reads until its parent is gone, once it is *prepare*d."""
     os.nice(_NICENESS)
     orders = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print
-    inbox: list[_Order] = []
+    inbox: list[tuple[bytes, Path]] = []
     arrived = threading.Semaphore(0)
 
     def read() -> None:
@@ -149,13 +136,13 @@ def serve(prepare: Callable[[], None]) -> None:
 
     while True:
         arrived.acquire()
-        order = inbox.pop(0)
+        content, target = inbox.pop(0)
         problem: str | None = None
         before = phases.seconds.copy()
         try:
-            package.compile_package(order.content, order.target)
+            package.compile_package(content, target)
         except BaseException as error:  # noqa: BLE001 - a compiler may raise anything
             problem = f"{type(error).__name__}: {str(error).strip()[:300]}"
         taken = {each: phases.seconds[each] - before[each] for each in before}
-        pickle.dump(_Reply(problem, taken), replies)
+        pickle.dump((problem, taken), replies)
         replies.flush()

@@ -6,6 +6,7 @@ Both are optional speed-ups: if either fails, that is logged and the function ru
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -46,42 +47,33 @@ class _Run(NamedTuple):
     is_behind_another: bool
 
 
+@dataclass(eq=False)
 class Graph:
-    """Calls *function* with the same tensors each time, which it updates in place.
+    """Calls a function with the same tensors each time, which it updates in place.
 
     Its runs are timed as they come: none is made for that.
     """
 
-    def __init__(
-        self,
-        name: str,
-        label: str,
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
-        pool: GraphPool | None,
-    ) -> None:
-        """*label*: how the name of its package's file begins.
-
-        With a *pool*, a CUDA graph is recorded in its memory.
-        An output is then valid only until the next graph of the pool runs.
-        """
-        #: False: the driver blocks if it is called again before the GPU has done most of it.
-        self.has_room_for_next = True
-        self.name = name
-        self.label = label
-        self.is_compiled = False
-        #: Of one recorded run; None until some have ended.
-        self.seconds: float | None = None
-        self._runs: deque[_Run] = deque()
-        self._timed_runs = 0
-        self._launching = 0.0
-        self._description: Description | None = None
-        self._function = function
-        self._arguments = arguments
-        self._pool = pool
-        self._recorded: torch.cuda.CUDAGraph | None = None
-        self._output: Any = None
-        self._is_prepared = False
+    name: str
+    #: How the name of its package's file begins.
+    label: str
+    _function: Callable[..., Any]
+    _arguments: Sequence[Any]
+    #: If given, a CUDA graph is recorded in its memory: an output is then valid only until the next
+    #: graph of the pool runs.
+    _pool: GraphPool | None
+    #: False: the driver blocks if it is called again before the GPU has done most of it.
+    has_room_for_next: bool = True
+    is_compiled: bool = False
+    #: Of one recorded run; None until some have ended.
+    seconds: float | None = None
+    _runs: deque[_Run] = field(default_factory=deque)
+    _timed_runs: int = 0
+    _launching: float = 0.0
+    _description: Description | None = None
+    _recorded: torch.cuda.CUDAGraph | None = None
+    _output: Any = None
+    _is_prepared: bool = False
 
     def describe(self) -> Description:
         """The same until it is compiled, however the function's networks change meanwhile."""
@@ -108,7 +100,11 @@ class Graph:
         self.prepare()
         if self._recorded is None:
             return self._function(*self._arguments)
-        self._read_times()
+        while self._runs and self._runs[0].ended.query():  # type: ignore[no-untyped-call]
+            run = self._runs.popleft()
+            seconds = run.began.elapsed_time(run.ended) / 1000
+            launched = run.launching_seconds if run.is_behind_another else 0
+            self.note_run(seconds, launched)
         stream = torch.cuda.current_stream()
         is_behind_another = not stream.query()
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -147,15 +143,6 @@ class Graph:
             self._try_to_record(self._pool)
         for tensor, copy in kept:
             tensor.copy_(copy)
-
-    def _read_times(self) -> None:
-        """Notes what the runs took that have ended by now."""
-        while self._runs and self._runs[0].ended.query():  # type: ignore[no-untyped-call]
-            run = self._runs.popleft()
-            seconds = run.began.elapsed_time(run.ended) / 1000
-            self.note_run(
-                seconds, run.launching_seconds if run.is_behind_another else 0
-            )
 
     def note_run(self, seconds: float, launching_seconds: float) -> None:
         """Notes what a run took, and its launch, if the GPU had other work meanwhile."""

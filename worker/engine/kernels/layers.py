@@ -38,7 +38,9 @@ AnyNetwork = TypeVar("AnyNetwork", bound=Module)
 _PIXELS = 256
 
 #: Of one program of `programs.py`: its partial sums' pixels and channels, and what it writes.
-_SUMMED_PIXELS, _SUMMED_CHANNELS, _WRITTEN = 128, 128, 4096
+_SUMMED_PIXELS = 128
+_SUMMED_CHANNELS = 128
+_WRITTEN = 4096
 
 
 def time_convolutions(*, lasting: bool) -> None:
@@ -71,7 +73,8 @@ def normalise(x: Tensor, norm: GroupNorm) -> Tensor:
     The variance is E[x^2] - E[x]^2: in float32 accurate to 1e-4 while a group's mean is less than
     thirty times its standard deviation.
     """
-    (rows, channels, height, width), groups = x.shape, norm.num_groups
+    (rows, channels, height, width) = x.shape
+    groups = norm.num_groups
     # Of enough parts to keep a GPU busy with their sums.
     pixels = math.gcd(height * width, _PIXELS)
     values = x.permute(0, 2, 3, 1).reshape(rows, -1, pixels, channels).float()
@@ -112,7 +115,8 @@ def normalise_and_activate(
         if activates:
             return F.silu(normed)
         return normed
-    (rows, channels, height, width), groups = x.shape, norm.num_groups
+    (rows, channels, height, width) = x.shape
+    groups = norm.num_groups
     x = x.contiguous(memory_format=torch.channels_last)
     pixels = height * width
     shifts = x if added is None else added.contiguous()

@@ -81,7 +81,12 @@ def _compile(content: bytes, target: Path) -> None:
             saved = Path(folder) / _ARTIFACT
             artifact.save(path=str(saved))
             part = Path(folder) / target.name
-            header = kernels.Header(_made_for(inputs[0].device), places)
+            device = inputs[0].device
+            made_for = platform.machine()
+            if device.type == "cuda":
+                made_for = torch.cuda.get_device_name(device)
+            made_for += f", torch {torch.__version__.partition('+')[0]}"
+            header = kernels.Header(made_for, places)
             kernels.write(part, header, saved.read_bytes())
             part.replace(target)
 
@@ -154,11 +159,17 @@ def name_of(label: str, description: Description, device: torch.device) -> str:
 @functools.cache
 def _surroundings(device: torch.device) -> dict[str, object]:
     """All that kernels depend on beside what is compiled."""
+    # Any of the engine's files may change what is compiled.
+    folder = Path(worker.__file__).parent / "engine"
+    sources = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        sources.update(path.relative_to(folder).as_posix().encode())
+        sources.update(path.read_bytes())
     found: dict[str, object] = {
         "torch": torch.__version__,
         "python": platform.python_version_tuple()[:2],
         "machine": platform.machine(),
-        "sources": _hash_sources(),
+        "sources": sources.hexdigest(),
         "fp16_accumulation": getattr(
             torch.backends.cuda.matmul, "allow_fp16_accumulation", False
         ),
@@ -168,19 +179,3 @@ def _surroundings(device: torch.device) -> dict[str, object]:
         found["capability"] = torch.cuda.get_device_capability(device)
         found["triton"] = metadata.version("triton")
     return found
-
-
-def _made_for(device: torch.device) -> str:
-    is_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_gpu else platform.machine()
-    return f"{name}, torch {torch.__version__.partition('+')[0]}"
-
-
-def _hash_sources() -> str:
-    """Of all the engine's files: any of them may change what is compiled."""
-    folder = Path(worker.__file__).parent / "engine"
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -27,7 +27,9 @@ _FIRST_FETCH_SECONDS = 2.0
 #: Processors and free memory of the host for each compiler, if there are several, and of the GPU
 #: for one more. It takes one processor for most of the time, 3 GB (for SDXL 13), and 4 GB of the
 #: GPU's at its end.
-_COMPILER_PROCESSORS, _COMPILER_BYTES, _GPU_BYTES = 4, 14 * 2**30, 8 * 2**30
+_COMPILER_PROCESSORS = 4
+_COMPILER_BYTES = 14 * 2**30
+_GPU_BYTES = 8 * 2**30
 
 #: More than three would wait for the same processors.
 _MOST_COMPILERS = 3
@@ -55,6 +57,7 @@ class _Wanted:
     origin: str = "disk"
 
 
+@dataclass(eq=False)
 class Packages:
     """Gives one graph at a time its compiled kernels; for the engine's thread.
 
@@ -63,14 +66,13 @@ class Packages:
     Loading one takes a second or two, in which nothing is drawn.
     """
 
-    def __init__(
-        self, folder: Path, device: torch.device, exchange: Exchange | None = None
-    ) -> None:
+    _folder: Path
+    _device: torch.device
+    _exchange: Exchange | None
+
+    def __post_init__(self) -> None:
         #: Graphs that got kernels, by where these are from.
         self.graphs = dict.fromkeys(ORIGINS, 0)
-        self._folder = folder
-        self._device = device
-        self._exchange = exchange
         self._compilers = [Compiler()]
         #: What is compiled, the graph that is wanted included.
         self._orders: dict[Path, Compiler] = {}
@@ -140,7 +142,8 @@ class Packages:
 
     def end(self) -> None:
         """Loads the kernels and gives them to the graph; raises CompileError."""
-        wanted, self._wanted = self._wanted, None
+        wanted = self._wanted
+        self._wanted = None
         if wanted is None:
             return
         if wanted.compiler is not None:

@@ -25,7 +25,8 @@ from worker.engine.lora import kinds
 MAX_BYTES = 2**30
 
 #: The highest rank and other sizes of a configuration: peft allocates before it compares.
-_MAX_RANK, _MAX_SIZE = 1024, 2**20
+_MAX_RANK = 1024
+_MAX_SIZE = 2**20
 
 #: How far a layer's outputs may be from those of its parts, relative to the largest of them.
 _TOLERANCE = 1e-4

@@ -368,20 +368,22 @@ def make_delta(
     return WeightDelta(own, factor)
 
 
-def split_rows(delta: WeightDelta, parts: int) -> list[WeightDelta]:
-    """The change of several layers of one shape, whose rows a file has as one layer's.
+def split_rows(
+    delta: WeightDelta, parts: int, shape: Sequence[int]
+) -> list[WeightDelta]:
+    """The change of several layers of one shape, whose rows a file has as one layer's of *shape*.
 
     Raises UnusableError for kinds whose change of some rows depends on the others.
     """
     tensors = delta.tensors
     rowed = tensors.keys() & (kinds.ROWS | lora.NORMS)
     divides = all(len(tensors[name]) % parts == 0 for name in rowed)
-    if not divides and "lokr_w1" in " ".join(tensors):
-        # Kronecker's blocks of rows do not end where a layer does.
-        whole = kinds.compute_alone(tensors, delta.scale)
+    of_weights = tensors.keys() & kinds.OF_WEIGHTS
+    if not (rowed and divides) and not of_weights:
+        # Kronecker's blocks of rows, say, do not end where a layer does.
+        whole = delta.compute(torch.empty(*shape))
         return [WeightDelta({"diff": each}, 1.0) for each in whole.chunk(parts)]
-    others = kinds.OF_WEIGHTS - lora.NORMS
-    if not (rowed and divides) or tensors.keys() & others:
+    if not (rowed and divides) or of_weights - lora.NORMS:
         raise UnusableError(
             "does not fit this model: queries, keys and values are one layer in it, which is"
             " changed by a kind that cannot be taken apart"
@@ -448,7 +450,10 @@ def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
         strength = config.alpha_of(layer) if alpha is None else float(alpha)
         delta = make_delta(tensors, strength, by_root=config.use_rslora)
         members = layers.members.get((network, layer))
-        parts = [delta] if members is None else split_rows(delta, len(members))
+        parts = [delta]
+        if members is not None:
+            whole = layers.shapes[network, layer]
+            parts = split_rows(delta, len(members), whole)
         for own, part in zip(members or (layer,), parts, strict=True):
             if own in deltas[network]:
                 raise UnusableError(

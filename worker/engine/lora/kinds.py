@@ -33,12 +33,6 @@ OF_WEIGHTS = lora.NORMS | {
 ROWS = frozenset({"up", "diff", "hada_w1_a", "hada_w2_a", "lokr_w1", "lokr_w1_a"})
 
 
-def compute_alone(tensors: Tensors, scale: float) -> Tensor:
-    """A LoKr's change of one layer [out, in] at strength 1, in float32."""
-    stacked = {name: each[None] for name, each in tensors.items()}
-    return _lokr(stacked, torch.empty(0))[0] * scale
-
-
 def compute(tensors: Tensors, scale: float, weights: Tensor) -> Tensor:
     """The layers' changes at strength 1, in float32 and in new memory.
 

@@ -47,7 +47,8 @@ Group = tuple[str, int, int]
 
 #: The highest rank, that of one job's LoRAs added up, of a 3x3 convolution (where 128 should cost a
 #: seventh of a tick, and takes 160 MB per slot) and of other layers.
-_MAX_RANK_3X3, _MAX_RANK = 128, 512
+_MAX_RANK_3X3 = 128
+_MAX_RANK = 512
 
 
 class Shape(NamedTuple):

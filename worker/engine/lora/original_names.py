@@ -1,7 +1,13 @@
 """The layers' names in the code of those who made a network, after which many LoRAs name them."""
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping
+
+import torch
+from diffusers.loaders.single_file_utils import (
+    convert_flux2_transformer_checkpoint_to_diffusers,
+)
 
 #: Gives, for the paths of a network's layers in diffusers, each original name's own: several are
 #: one layer there, with the rows of all.
@@ -66,51 +72,46 @@ def original_names(paths: Collection[str]) -> dict[str, str]:
     return names
 
 
-#: FLUX.2's layers outside of blocks.
-_KLEIN = {
-    "img_in": "x_embedder",
-    "txt_in": "context_embedder",
-    "time_in.in_layer": "time_guidance_embed.timestep_embedder.linear_1",
-    "time_in.out_layer": "time_guidance_embed.timestep_embedder.linear_2",
-    "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
-    "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
-    "single_stream_modulation.lin": "single_stream_modulation.linear",
-    "final_layer.linear": "proj_out",
-}
-_KLEIN_DOUBLE = {
-    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "img_attn.proj": ("attn.to_out.0",),
-    "img_mlp.0": ("ff.linear_in",),
-    "img_mlp.2": ("ff.linear_out",),
-    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    "txt_attn.proj": ("attn.to_add_out",),
-    "txt_mlp.0": ("ff_context.linear_in",),
-    "txt_mlp.2": ("ff_context.linear_out",),
-}
-_KLEIN_SINGLE = {
-    "linear1": ("attn.to_qkv_mlp_proj",),
-    "linear2": ("attn.to_out",),
-}
+#: FLUX.2's layers in Black Forest Labs' code, with a block's number open. Without the last
+#: modulation, whose halves are exchanged in diffusers.
+_KLEIN = (
+    "img_in",
+    "txt_in",
+    "time_in.in_layer",
+    "time_in.out_layer",
+    "double_stream_modulation_img.lin",
+    "double_stream_modulation_txt.lin",
+    "single_stream_modulation.lin",
+    "final_layer.linear",
+    "double_blocks.{}.img_attn.qkv",
+    "double_blocks.{}.img_attn.proj",
+    "double_blocks.{}.img_mlp.0",
+    "double_blocks.{}.img_mlp.2",
+    "double_blocks.{}.txt_attn.qkv",
+    "double_blocks.{}.txt_attn.proj",
+    "double_blocks.{}.txt_mlp.0",
+    "double_blocks.{}.txt_mlp.2",
+    "single_blocks.{}.linear1",
+    "single_blocks.{}.linear2",
+)
 
 
 def klein_names(paths: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Black Forest Labs' own, for the double blocks' queries, keys and values as one layer.
 
-    Beside them an alias that some exports have, cut off at its beginning. Not of the last
-    modulation, whose halves are exchanged in diffusers.
+    Beside them an alias that some exports have, cut off at its beginning.
     """
-    names: dict[str, tuple[str, ...]]
-    names = {name: (path,) for name, path in _KLEIN.items()}
-    blocks = {".".join(path.split(".")[:2]) for path in paths if "_blocks." in path}
-    for block in blocks:
-        kind, _, number = block.partition(".")
-        of_block = _KLEIN_DOUBLE if kind == "transformer_blocks" else _KLEIN_SINGLE
-        start = "double_blocks" if of_block is _KLEIN_DOUBLE else "single_blocks"
-        for name, own in of_block.items():
-            members = tuple(f"{block}.{each}" for each in own)
-            names[f"{start}.{number}.{name}"] = members
-            if of_block is _KLEIN_DOUBLE:
-                for member in members:
-                    names[member.replace("transformer_", "sformer_")] = (member,)
-    known = set(paths)
-    return {name: own for name, own in names.items() if known.issuperset(own)}
+    names: dict[str, tuple[str, ...]] = {}
+    for path in paths:
+        if path.startswith("transformer_blocks."):
+            names[path.removeprefix("tran")] = (path,)
+    numbers = {path.split(".")[1] for path in paths if "_blocks." in path}
+    for template, number in itertools.product(_KLEIN, numbers):
+        original = template.format(number)
+        # As diffusers names the tensors of a file, which it takes apart where they are joined.
+        weights = {f"{original}.weight": torch.empty(3, 0)}
+        named = convert_flux2_transformer_checkpoint_to_diffusers(weights)
+        members = tuple(key.removesuffix(".weight") for key in named)
+        if set(paths).issuperset(members):
+            names[original] = members
+    return names

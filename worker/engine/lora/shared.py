@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.files.safetensors import identify
 from worker.engine.families.table import Family
 from worker.engine.files import safetensors
@@ -86,9 +86,7 @@ def merge_for_good(path: Path, family: Family, networks: Mapping[str, Any]) -> N
     with safetensors.named(f"the accelerator {path.name!r}"):
         found = read_lora(path, identify(path), family.lora_layers(networks))
     if not found.deltas.get(family.backbone):
-        raise errors.SetupError(
-            f"the accelerator {path.name!r} changes nothing of the UNet"
-        )
+        raise SetupError(f"the accelerator {path.name!r} changes nothing of the UNet")
     for network, deltas in found.deltas.items():
         changed = adaptable(networks[network]) if deltas else {}
         for name, delta in deltas.items():

@@ -58,14 +58,20 @@ class LowRankChange(Module):
         """Adds to the *output* [rows, width] of x [rows, in], equally many rows per slot."""
         if not slots or self.down is None or self.up is None:
             return
-        changing = min(slots, len(self.down))
-        rows = len(x) // slots * changing
-        tokens = x[:rows].view(changing, -1, x.shape[1])
-        products = torch.bmm(tokens, self.down[:changing].transpose(1, 2))
-        by_layer = products.view(*tokens.shape[:2], len(self.paths), -1).transpose(1, 2)
+        products = self.narrow(x, slots, self.down)
+        by_layer = products.view(*products.shape[:2], len(self.paths), -1)
+        by_layer = by_layer.transpose(1, 2)
         # [slots, layers, tokens, rank] by [slots, layers, rank, out]
-        changed = torch.matmul(by_layer, self.up[:changing])
-        output[:rows] += changed.transpose(1, 2).flatten(2).flatten(0, 1)
+        changed = torch.matmul(by_layer, self.up[: len(products)])
+        changed = changed.transpose(1, 2).flatten(2).flatten(0, 1)
+        output[: len(changed)] += changed
+
+    def narrow(self, x: Tensor, slots: int, down: Tensor) -> Tensor:
+        """The products [changing slots, tokens, layers * taps * rank] of x [rows, ..., in]."""
+        changing = min(slots, len(down))
+        rows = len(x) // slots * changing
+        tokens = x[:rows].reshape(changing, -1, x.shape[-1])
+        return torch.bmm(tokens, down[:changing].transpose(1, 2))
 
 
 class SlotConv(Module):
@@ -104,13 +110,11 @@ class SlotConv(Module):
         up = self.change.up
         if down is None or up is None:
             return output
-        changing = min(slots, len(down))
-        x = x[: len(x) // slots * changing]
-        rows, channels, height, width = x.shape
-        pixels = x.permute(0, 2, 3, 1).reshape(changing, -1, channels)
-        products = torch.bmm(pixels, down[:changing].transpose(1, 2))
+        products = self.change.narrow(x.permute(0, 2, 3, 1), slots, down)
+        changing = len(products)
+        rows = len(x) // slots * changing
         if self.change.shape.taps > 1:
-            products = products.view(rows, height, width, -1)
+            products = products.view(rows, *x.shape[2:], -1)
             if size is not None:
                 products = F.interpolate(products.permute(0, 3, 1, 2), scale_factor=2.0)
                 products = products.permute(0, 2, 3, 1)

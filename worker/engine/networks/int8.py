@@ -23,13 +23,18 @@ def quantise(network: Module, paths: str) -> None:
     for path, layer in network.named_modules():
         if not isinstance(layer, Linear) or not re.search(paths, path):
             continue
-        exact = layer.weight.float()
-        largest = exact.abs().amax(dim=1, keepdim=True)
-        # In bfloat16's digits, so that nothing is lost where the scale is moved to that type.
-        scale = (largest.clamp_min(1e-30) / _MOST).bfloat16().float()
-        rounded = (exact / scale).round().clamp(-_MOST, _MOST).to(torch.int8)
+        rounded, scale = round_rows(layer.weight)
         layer.weight = Parameter(rounded, requires_grad=False)
         layer.register_buffer(SCALE, scale, persistent=False)
+
+
+def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [rows, columns] in int8, and the scale of each [rows, 1] in float32."""
+    exact = rows.float()
+    largest = exact.abs().amax(dim=1, keepdim=True)
+    # In bfloat16's digits, so that nothing is lost where the scale is moved to that type.
+    scale = (largest.clamp_min(1e-30) / _MOST).bfloat16().float()
+    return (exact / scale).round().clamp(-_MOST, _MOST).to(torch.int8), scale
 
 
 def scales_of(layers: Iterable[Linear]) -> Tensor | None:

@@ -5,8 +5,6 @@ and that the prompt's 512 text states are embedded once for an image. All blocks
 vectors that the time enters as.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch.nn import Linear, Module, ModuleList
 
 from worker.engine.networks import thin
 from worker.engine.networks.thin import Rotation, ThinLinear, modulate
-from worker.engine.networks.transformer import Call
+from worker.engine.networks.transformer import Call, attend, split_heads
 
 #: Shift, scale and gate [rows, 1, width], once or for attention and feed-forward.
 Modulation = tuple[Tensor, ...]
@@ -178,7 +176,7 @@ class _Pair(Module):
             strict=True,
         )
         query, key, value = (torch.cat(both, dim=2) for both in projected)
-        attended = thin.attend(thin.rotate(query, by), thin.rotate(key, by), value)
+        attended = attend(thin.rotate(query, by), thin.rotate(key, by), value)
         count = text.shape[1]
         text = self.text.add(text, attended[:, :count], of_text, slots)
         image = self.image.add(image, attended[:, count:], of_image, slots)
@@ -192,7 +190,8 @@ class _Block(Module):
         super().__init__()
         own = block.attn
         self.norm = block.norm
-        self.norm_q, self.norm_k = own.norm_q, own.norm_k
+        self.norm_q = own.norm_q
+        self.norm_k = own.norm_k
         self.enter: ThinLinear = make(own.to_qkv_mlp_proj)
         self.leave: ThinLinear = make(own.to_out)
         self._inner: int = own.inner_dim
@@ -204,7 +203,7 @@ class _Block(Module):
         entered = self.enter(modulate(self.norm(x), scale, shift), slots)
         qkv = entered[..., : 3 * self._inner]
         query, key, value = _normed(qkv, self.norm_q, self.norm_k)
-        attended = thin.attend(thin.rotate(query, by), thin.rotate(key, by), value)
+        attended = attend(thin.rotate(query, by), thin.rotate(key, by), value)
         gated = _swiglu(entered[..., 3 * self._inner :])
         left = self.leave(torch.cat([attended, gated], dim=-1), slots)
         added: Tensor = x + gate * left
@@ -214,7 +213,7 @@ class _Block(Module):
 def _normed(qkv: Tensor, norm_q: Any, norm_k: Any) -> tuple[Tensor, ...]:
     """Queries, keys and values [rows, heads, tokens, head width] of a product's columns."""
     width = int(norm_q.weight.shape[0])
-    query, key, value = (thin.split_heads(each, width) for each in qkv.chunk(3, dim=-1))
+    query, key, value = (split_heads(each, width) for each in qkv.chunk(3, dim=-1))
     return norm_q(query), norm_k(key), value
 
 

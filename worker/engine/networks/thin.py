@@ -48,12 +48,11 @@ class ThinLinear(Module):
         up = self.change.up
         if not slots or down is None or up is None:
             return output
-        changing = min(slots, len(down))
+        products = self.change.narrow(x, slots, down)
+        changing, tokens, _ = products.shape
         rows = len(x) // slots * changing
-        tokens = x[:rows].reshape(changing, -1, x.shape[-1])
-        products = torch.bmm(tokens, down[:changing].transpose(1, 2))
         layers = up.shape[1]
-        changed = output[:rows].view(changing, tokens.shape[1], layers, -1)
+        changed = output[:rows].view(changing, tokens, layers, -1)
         for layer, part in enumerate(products.chunk(layers, dim=-1)):
             changed[:, :, layer].baddbmm_(part, up[:changing, layer])
         return output
@@ -103,21 +102,8 @@ def rotate(x: Tensor, by: Rotation) -> Tensor:
     cosines, sines = by
     real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
     turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
-    rotated: Tensor = x.float() * cosines + turned.float() * sines
+    rotated = x.float() * cosines + turned.float() * sines
     return rotated.to(x.dtype)
-
-
-def split_heads(x: Tensor, width: int) -> Tensor:
-    """[rows, tokens, heads * width] to a view [rows, heads, tokens, width]."""
-    return x.reshape(*x.shape[:-1], -1, width).transpose(1, 2)
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
-) -> Tensor:
-    """Attention of [rows, heads, tokens, width] each; [rows, tokens, heads * width]."""
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    return attended.transpose(1, 2).flatten(2)
 
 
 def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from imagefleet import errors
+from imagefleet.errors import SetupError
 from imagefleet.job.prompt import MAX_SUBPROMPTS
 from worker.engine.kernels.layers import (
     Upsampler,
@@ -40,7 +40,6 @@ class Call(NamedTuple):
     """Arguments that all layers of one call share."""
 
     #: [rows, tokens, width]: see `PromptLayers.compute`.
-    #: [rows, tokens, width]: see `KeysValues.compute`.
     context: Tensor
     #: [rows, 1, 1, tokens], added to the attention scores.
     mask: Tensor | None = None
@@ -123,7 +122,8 @@ class Transformer(Module):
         self.proj_out = _linear(paths, original.proj_out)
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
-        rows, (_, channels, height, width) = len(call.context), x.shape
+        rows = len(call.context)
+        (_, channels, height, width) = x.shape
         # All rows of a slot as one from here on: Inductor copies inputs of products that it finds
         # in another shape.
         tokens = (
@@ -150,7 +150,7 @@ class _Block(Module):
             or original.attn2 is None
             or original.pos_embed
         ):
-            raise errors.SetupError(UNKNOWN_UNET)
+            raise SetupError(UNKNOWN_UNET)
         self.norm1 = original.norm1
         self.norm2 = original.norm2
         self.norm3 = original.norm3
@@ -180,17 +180,15 @@ class _Block(Module):
 class SelfAttention(Module):
     def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
-        self.heads = original.heads
+        self.head_width: int = original.inner_dim // original.heads
         self.qkv = _linear(paths, original.to_q, original.to_k, original.to_v)
         self.out = _linear(paths, original.to_out[0])
 
     def forward(self, x: Tensor, rows: int, per_slot: bool) -> Tensor:
-        q, k, v = (
-            _split_heads(each, rows, self.heads)
-            for each in self.qkv(x, per_slot).chunk(3, dim=-1)
-        )
-        attended = _merge_heads(F.scaled_dot_product_attention(q, k, v), len(x))
-        output: Tensor = self.out(attended, per_slot)
+        qkv = self.qkv(x, per_slot)
+        by_row = qkv.view(rows, -1, qkv.shape[2]).chunk(3, dim=-1)
+        attended = attend(*(split_heads(each, self.head_width) for each in by_row))
+        output: Tensor = self.out(attended.view(*x.shape[:2], -1), per_slot)
         return output
 
 
@@ -201,7 +199,7 @@ class CrossAttention(Module):
 
     def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
-        self.heads = original.heads
+        self.head_width: int = original.inner_dim // original.heads
         self.to_q = _linear(paths, original.to_q)
         self.to_k = original.to_k
         self.to_v = original.to_v
@@ -209,12 +207,12 @@ class CrossAttention(Module):
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
         context = call.context
-        q = _split_heads(self.to_q(x, call.per_slot), len(context), self.heads)
-        shape = (*context.shape[:2], self.heads, -1)
-        k = context[..., self.keys].view(shape).transpose(1, 2)
-        v = context[..., self.values].view(shape).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask)
-        output: Tensor = self.out(_merge_heads(attended, len(x)), call.per_slot)
+        queries = self.to_q(x, call.per_slot)
+        by_row = queries.view(len(context), -1, queries.shape[2])
+        attending = (by_row, context[..., self.keys], context[..., self.values])
+        query, key, value = (split_heads(each, self.head_width) for each in attending)
+        attended = attend(query, key, value, call.mask)
+        output: Tensor = self.out(attended.view(*x.shape[:2], -1), call.per_slot)
         return output
 
 
@@ -230,16 +228,17 @@ def repeat_rows(x: Tensor, rows: int) -> Tensor:
     return channels_last.repeat_interleave(rows // len(x), dim=0).movedim(-1, 1)
 
 
-def _split_heads(x: Tensor, rows: int, heads: int) -> Tensor:
-    """[slots, tokens of all rows, width] to a view [rows, heads, tokens, head width]."""
-    width = x.shape[2]
-    return x.view(rows, -1, heads, width // heads).transpose(1, 2)
+def split_heads(x: Tensor, width: int) -> Tensor:
+    """[rows, tokens, heads * width] to a view [rows, heads, tokens, width]."""
+    return x.reshape(*x.shape[:-1], -1, width).transpose(1, 2)
 
 
-def _merge_heads(x: Tensor, slots: int) -> Tensor:
-    """[rows, heads, tokens, head width] back to [slots, tokens of all rows, width]."""
-    _, heads, _, width = x.shape
-    return x.transpose(1, 2).reshape(slots, -1, heads * width)
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """Attention of [rows, heads, tokens, width] each; [rows, tokens, heads * width]."""
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    return attended.transpose(1, 2).flatten(2)
 
 
 class SlotState(NamedTuple):
@@ -331,6 +330,8 @@ class SlotNetwork(Module):
         self.prompt_layers = PromptLayers({})
         self._stacks: Mapping[Group, WeightStack | ReloadedStack] = {}
         self._upsamplers: list[Upsampler] = []
+        #: Embeds what a network takes beside the timestep, if it takes anything.
+        self.added: Module | None = None
 
     @property
     def groups(self) -> dict[Group, list[str]]:
@@ -342,10 +343,10 @@ class SlotNetwork(Module):
     def compute_prompt(
         self,
         vectors: Tensor,
-        added: tuple[Tensor, ...] | None,  # noqa: ARG002 - for networks that take it
+        added: tuple[Tensor, ...] | None,
         changes: Mapping[Group, StackedChange],
         context: Tensor,
-        added_rows: Tensor | None,  # noqa: ARG002
+        added_rows: Tensor | None,
     ) -> None:
         """Computes what a slot's calls take of its prompts, into the last two tensors.
 
@@ -356,6 +357,8 @@ class SlotNetwork(Module):
         timesteps.
         """
         self.prompt_layers.compute(vectors, changes, context)
+        if self.added is not None and added is not None and added_rows is not None:
+            added_rows.copy_(self.added(*added))
 
     @property
     def slot_bytes(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch.nn import Module, ModuleList
 
 from imagefleet.errors import SetupError
 from worker.engine.kernels.layers import Upsampler, normalise_and_activate
-from worker.engine.lora.merge import Group, StackedChange
 from worker.engine.networks.convolution import LowRankChange, SlotChanges, SlotConv
 from worker.engine.networks.linear import (
     ReloadedStack,
@@ -88,19 +87,6 @@ class SlotEncoder(SlotNetwork):
             cross.values = of_prompt.columns[paths[cross.to_v]]
         self.prompt_layers = of_prompt
         self.context_width = of_prompt.width
-
-    @torch.no_grad()
-    def compute_prompt(
-        self,
-        vectors: Tensor,
-        added: tuple[Tensor, ...] | None,
-        changes: Mapping[Group, StackedChange],
-        context: Tensor,
-        added_rows: Tensor | None,
-    ) -> None:
-        self.prompt_layers.compute(vectors, changes, context)
-        if self.added is not None and added is not None and added_rows is not None:
-            added_rows.copy_(self.added(*added))
 
     def encode(
         self,
@@ -272,7 +258,7 @@ class _TimeProjections(Module):
 
     def forward(self, time: Tensor, slots: int) -> Tensor:
         time = F.silu(time)
-        projected: Tensor = F.linear(time, self.weight, self.bias)
+        projected = F.linear(time, self.weight, self.bias)
         at = 0
         change: Any
         for change in self.changes:

@@ -21,8 +21,7 @@ from imagefleet.job.noise import Noise
 from imagefleet.job.passes.controlnet import MOST_CONTROLS
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.sizes import MAX_SIDE, MIN_SIDE
-from worker.engine import contract
-from worker.engine.contract import ImageRequest, InitImage, Pixels
+from worker.engine.contract import Control, ImageRequest, InitImage, Pixels
 from worker.engine.families.reading import ImageNoise
 from worker.engine.sampler import NoiseStream
 
@@ -87,6 +86,12 @@ class PreparedImage:
         return latents * kept + stream.first().to(latents.device) * (1 - kept)
 
 
+def levels_of(pixels: Pixels, device: torch.device | None = None) -> Tensor:
+    """An image's levels from 0 to 255, [1, 3, height, width] in float32; by default on the CPU."""
+    copied = torch.from_numpy(pixels.copy()).to(device)
+    return copied.permute(2, 0, 1)[None].float()
+
+
 def prepare_image(init: InitImage, factor: int) -> PreparedImage:
     """Prepares the image of a request; *factor*: pixels for each of the latents' rows."""
     if init.mask is None:
@@ -116,7 +121,8 @@ def _fill(pixels: Pixels, mask: Image.Image) -> Pixels:
 
 
 #: diffusers' default, and that of DeepFloyd IF's third stage there, as shares of all timesteps.
-_USUAL, _OF_CASCADE = 0.02, 0.1
+_USUAL = 0.02
+_OF_CASCADE = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,7 +201,7 @@ def prepare_enlarged(
             f" denoising_strength of {noise.max_level / noise.timesteps:g}; usual are {_USUAL:g}"
             f" and, after DeepFloyd IF, {_OF_CASCADE:g}"
         )
-    levels = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1).float() / 255
+    levels = levels_of(init.pixels)[0] / 255
     return LowResolution(levels * 2 - 1, noise, level)
 
 
@@ -210,7 +216,7 @@ class PreparedControl:
 
 
 def prepare_controls(
-    controls: Sequence[tuple[Identity, contract.Control]],
+    controls: Sequence[tuple[Identity, Control]],
     finished: Sequence[int],
     steps: int,
 ) -> tuple[PreparedControl, ...]:
@@ -234,7 +240,7 @@ def prepare_controls(
 
 
 def control_weights(
-    control: contract.Control, finished: Sequence[int], steps: int
+    control: Control, finished: Sequence[int], steps: int
 ) -> tuple[float, ...]:
     """The weight at each of a pass' calls of the UNet; 0 outside of its steps.
 

@@ -7,6 +7,7 @@ SDXL's own refiner, whose UNet is of another architecture, has that on the devic
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from imagefleet.files.safetensors import Identity, UnusableError
 from imagefleet.telemetry import host
 from worker.engine import embeddings, text
 from worker.engine.checkpoint import Checkpoint
+from worker.engine.control.cache import ControlNets
 from worker.engine.families import table
 from worker.engine.files.network_cache import MOST_CHECKED, NetworkCache
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.kernels import layers
 from worker.engine.networks.linear import TextEncoderLoras
 from worker.engine.networks.unet import SlotUnet
-from worker.engine.passes.images import ImageCoder
+from worker.engine.passes.images import ImageCoder, Vaes
 from worker.engine.slots import memory
 
 #: What two checkpoints with a UNet each may take of a GPU's memory: a slot and its image need the
@@ -186,6 +188,20 @@ class CheckpointCache(NetworkCache[CachedCheckpoint]):
             unet[name].copy_(read.pop(name))
         checkpoint.unet.to("meta")
         return CachedCheckpoint(checkpoint, unet)
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """The networks of files that jobs of one model may name; None: no job of it names any."""
+
+    control_nets: ControlNets
+    vaes: Vaes | None = None
+    checkpoints: CheckpointCache | None = None
+
+    @property
+    def known(self) -> list[NetworkCache[Any]]:
+        found = (self.control_nets, self.vaes, self.checkpoints)
+        return [each for each in found if each is not None]
 
 
 def _extent(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderTiny
 from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 from torch import Tensor, nn
 
-from imagefleet import errors
+from imagefleet.errors import TransientError
 from imagefleet.files.safetensors import Identity, UnusableError, identify
 from imagefleet.telemetry.logs import log
 from worker.engine import checkpoint, decoder
@@ -28,7 +28,7 @@ from worker.engine.families import reading
 from worker.engine.files import safetensors
 from worker.engine.files.network_cache import NetworkCache, assign
 from worker.engine.kernels import layers
-from worker.engine.passes.begin import PreparedImage
+from worker.engine.passes.begin import PreparedImage, levels_of
 
 #: What is remembered of images, latents and conditioning: those of a job begin with the same one.
 _REMEMBERED = 32
@@ -84,10 +84,7 @@ class ImageCoder:
 
     def _images_of(self, pixels: Pixels) -> Tensor:
         """[1, 3, height, width] on the device, from -1 to 1."""
-        levels = (
-            torch.from_numpy(pixels.copy()).to(self._vae.device).permute(2, 0, 1)[None]
-        )
-        return levels.float() / 255 * 2 - 1
+        return levels_of(pixels, self._vae.device) / 255 * 2 - 1
 
     def _to_latents(self, images: Tensor) -> Tensor:
         return self._finite(
@@ -121,7 +118,7 @@ class ImageCoder:
             self._vae = copy.deepcopy(self.vae).float()
             found = compute(self._vae)
         if not found.isfinite().all():
-            raise errors.TransientError(f"{what} NaN")
+            raise TransientError(f"{what} NaN")
         return found
 
 

@@ -35,6 +35,7 @@ from worker.engine import errors as engine_errors
 from worker.engine.contract import HiresPass, ImageRequest, Pixels, Upscale
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce
+from worker.engine.passes.begin import levels_of
 
 #: Enlarges an RGB image by a factor, or by its own if it has one. Called on the stager's thread.
 Enlarge = Callable[[Pixels, float], Pixels]
@@ -179,7 +180,8 @@ Network = Callable[[Pixels], NDArray[np.float32]]
 
 #: AUTOMATIC1111's settings `ESRGAN_tile`, `DAT_tile`, `SWIN_tile` and their `_tile_overlap`: pixels
 #: on a tile's side, and those that two tiles share at least.
-TILE, OVERLAP = 192, 8
+TILE = 192
+OVERLAP = 8
 
 #: Architectures whose tiles are averaged where they lie upon each other, by their tile there.
 AVERAGED: Mapping[str, int] = {"SwinIR": TILE, "SCUNet": 256}
@@ -339,10 +341,8 @@ class Upscaler:
 
     @torch.inference_mode()
     def _run(self, tile: Pixels) -> NDArray[np.float32]:
-        image = (
-            torch.from_numpy(tile[..., ::-1].copy()).to(self._device).permute(2, 0, 1)
-        )
-        levels = self._network(image[None].to(self._dtype) / 255)[0].float()
+        image = levels_of(tile[..., ::-1], self._device)
+        levels = self._network(image.to(self._dtype) / 255)[0].float()
         found: NDArray[np.float32] = levels.permute(1, 2, 0).cpu().numpy()[..., ::-1]
         return found
 

@@ -54,7 +54,7 @@ def load_checkpoint(
     folder: Path, device: torch.device, dtype: torch.dtype
 ) -> PixelCheckpoint:
     """Loads a stage; raises SetupError if it lacks something, is damaged or built otherwise."""
-    has_encoder = prompts.has_encoder(folder, "t5")
+    has_encoder = prompts.has_encoder(folder, text_stage.KIND)
     if has_encoder:
         text_stage.require_libraries(folder)
     family = FAMILIES[table.pipeline_of(folder)]

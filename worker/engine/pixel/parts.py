@@ -10,17 +10,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from imagefleet import errors
 from imagefleet.errors import JobError
 from imagefleet.job.prompt import Prompt
 from worker.engine.contract import ImageRequest, InitImage, Settings
 from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
-from worker.engine.families import prompts
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.lora.shared import Merger
 from worker.engine.passes import begin
-from worker.engine.passes.begin import LowResolution
+from worker.engine.passes.begin import LowResolution, levels_of
+from worker.engine.passes.checkpoints import Caches
 from worker.engine.pixel import schedules, text_states
 from worker.engine.pixel.checkpoint import PixelCheckpoint
 from worker.engine.pixel.text_stage import TextStage
@@ -67,47 +66,37 @@ class StagePreparer(Preparer):
     def _refuse_unsupported(self, request: ImageRequest) -> None:
         size = self._checkpoint.default_size
         if (request.width, request.height) != size:
-            raise errors.JobError(
+            raise JobError(
                 f"{request.width}x{request.height} pixels cannot be drawn: this stage draws"
                 f" {size[0]}x{size[1]} alone"
             )
         if request.loras:
-            raise errors.JobError(
-                "this model is a stage of IF: it does not support LoRAs"
-            )
+            raise JobError("this model is a stage of IF: it does not support LoRAs")
         begin.refuse_unsupported(request, "is a stage of IF")
         upscales = self._checkpoint.image_noise is not None
         if upscales and request.init is None:
-            raise errors.JobError(
+            raise JobError(
                 "this model upscales the image of another stage: the job needs init_images"
             )
         if request.init is not None and not upscales:
-            raise errors.JobError(
+            raise JobError(
                 "this model does not support init_images: it is IF's first stage"
             )
 
     def _find_states(self, prompt: str, path: Path | None) -> Tensor:
         def read() -> Tensor:
             own = self._checkpoint
-            if path is not None:
+            if path is not None or own.states_encoder is not None:
                 states = text_states.read(path, prompt, own.encoder, own.text_width)
-            else:
-                states = self._stage.get(own.folder, self._load_text_stage).encode(
-                    [prompt]
-                )[0]
-            return states.to(own.unet.dtype)
+                return states.to(own.unet.dtype)
+            # The stage's own text encoder, on the CPU, from when it is needed.
+            stage = self._stage.get(
+                own.folder,
+                lambda: TextStage(own.folder, torch.device("cpu"), torch.float32),
+            )
+            return stage.encode([prompt])[0].to(own.unet.dtype)
 
         return self._states.get(text_states.clean(prompt), read)
-
-    def _load_text_stage(self) -> TextStage:
-        """The stage's own text encoder, on the CPU, from when it is needed."""
-        folder = self._checkpoint.folder
-        if not prompts.has_encoder(folder, "t5"):
-            raise JobError(
-                "the prompt's text states are missing, and this stage has no text encoder:"
-                " `imagefleet files make text` makes them (docs/cascade.md)"
-            )
-        return TextStage(folder, torch.device("cpu"), torch.float32)
 
     def _read_image(self, init: InitImage | None) -> LowResolution | None:
         """The image that is upscaled, as `IFSuperResolutionPipeline` does it, and its noise level.
@@ -117,7 +106,7 @@ class StagePreparer(Preparer):
         noise = self._checkpoint.image_noise
         if init is None or noise is None:
             return None
-        pixels = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1)[None].float()
+        pixels = levels_of(init.pixels)
         pixels.div_(127.5).sub_(1)  # in place: the largest image takes 200 MB
         width, height = self._checkpoint.default_size
         upscaled = F.interpolate(
@@ -154,7 +143,7 @@ class PixelStager(Stager):
 def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
     """The parts of an engine for a stage; all of its images have one size."""
     limit = schedules.limit_of(checkpoint.noise)
-    control_nets = ControlNets(checkpoint.unet, has_own_layers=False)
+    caches = Caches(ControlNets(checkpoint.unet, has_own_layers=False))
     return Parts(
         model=checkpoint,
         settings=replace(settings, blocks=1, compiled_modes=("shared",)),
@@ -162,10 +151,8 @@ def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
             checkpoint.unet, limit, is_compiled=settings.packages is not None
         ),
         preparer=StagePreparer(checkpoint),
-        caches=[control_nets],
-        checkpoints=None,
-        control_nets=control_nets,
-        stager=PixelStager(checkpoint, control_nets),
+        caches=caches,
+        stager=PixelStager(checkpoint, caches),
         merger=Merger(checkpoint.unet),
         decoder=Decoder(None),
     )

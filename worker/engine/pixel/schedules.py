@@ -137,7 +137,8 @@ def threshold(images: Tensor, limit: float, share: float) -> Tensor:
     # torch.quantile looks at its numbers, which not every torch compiles.
     sizes = images.flatten(1).abs().sort(dim=1).values
     rank = share * (sizes.shape[1] - 1)
-    below, above = math.floor(rank), math.ceil(rank)
+    below = math.floor(rank)
+    above = math.ceil(rank)
     scale = torch.lerp(sizes[:, below], sizes[:, above], rank - below)
     scale = scale.clamp(min=1, max=limit)[:, None, None, None]
     return images.clamp(-scale, scale) / scale

@@ -22,6 +22,9 @@ from worker.engine.families import prompts, reading
 from worker.engine.families.prompts import PromptEncoder
 from worker.engine.pixel import text_states
 
+#: The encoder's `model_type`.
+KIND = "t5"
+
 #: The encoder of DeepFloyd IF's stages, where no configuration names one.
 DEFAULT_NAME = "t5-v1_1-xxl"
 
@@ -32,10 +35,18 @@ class TextStage(PromptEncoder):
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """*folder* has the subfolders `text_encoder` and `tokenizer`, as every IF stage's has.
 
-        Raises SetupError if one of them is missing or damaged. See `require_encoder`.
+        Raises SetupError if one of them is missing or damaged. See `require_libraries`.
         """
         text_of = clean_caption if _cleans(folder) else text_states.clean
-        _require_tokenizer(folder / "tokenizer")
+        # DeepFloyd's folders have a spiece.model, which takes a library.
+        own = folder / "tokenizer"
+        if (
+            importlib.util.find_spec("sentencepiece") is None
+            and not (own / "tokenizer.json").is_file()
+        ):
+            raise SetupError(
+                f"{str(own)!r} has no tokenizer.json: to read its spiece.model, pip install '.[t5]'"
+            )
         encoder = reading.read_network(T5EncoderModel, folder / "text_encoder")
         encoder.to(device=device, dtype=dtype)
         super().__init__(folder, encoder, device, text_states.TOKENS, text_of)
@@ -72,12 +83,6 @@ def _pipeline_class() -> Any:
     return IFPipeline
 
 
-def require_encoder(folder: Path) -> None:
-    """Raises SetupError where a stage's folder has no weights of T5, or a library is missing."""
-    prompts.require_encoder(folder, "t5")
-    require_libraries(folder)
-
-
 def require_libraries(folder: Path) -> None:
     """Raises SetupError, with the command to run, where prompts for a stage cannot be cleaned."""
     if _cleans(folder) and importlib.util.find_spec("bs4") is None:
@@ -93,12 +98,3 @@ def encoder_name(folder: Path) -> str:
 
 def _cleans(folder: Path) -> bool:
     return bool(prompts.config_of(folder).get("clean_caption", True))
-
-
-def _require_tokenizer(folder: Path) -> None:
-    """Raises SetupError for a spiece.model, as DeepFloyd's folders have, without its library."""
-    has_library = importlib.util.find_spec("sentencepiece") is not None
-    if not (has_library or (folder / "tokenizer.json").is_file()):
-        raise SetupError(
-            f"{str(folder)!r} has no tokenizer.json: to read its spiece.model, pip install '.[t5]'"
-        )

@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 #: DeepFloyd IF was trained with no more, though T5 takes any number.
 TOKENS = 77
 
-_TENSOR, _SCALES = "states", "scales"
+_TENSOR = "states"
+_SCALES = "scales"
 
 #: In the names of chat models' encoders (`flow.text.encoder_name`): prompts are read as they stand.
 CHAT_MARK = " layers "
-
-_MOST = 127  # of int8
 
 
 def stem(prompt: str, encoder: str) -> str:
@@ -50,8 +49,9 @@ def clean(prompt: str) -> str:
 
 def content(prompt: str, encoder: str, states: torch.Tensor) -> bytes:
     """The file with a prompt's states [tokens, width]."""
-    import torch
     from safetensors.torch import save
+
+    from worker.engine.networks import int8
 
     metadata = {
         "format": TEXT_STATES_FORMAT,
@@ -61,10 +61,7 @@ def content(prompt: str, encoder: str, states: torch.Tensor) -> bytes:
     states = states.cpu()
     tensors = {_TENSOR: states.half()}
     if CHAT_MARK in encoder:
-        exact = states.float()
-        largest = exact.abs().amax(dim=1, keepdim=True)
-        scales = largest.clamp_min(torch.finfo(torch.float32).tiny) / _MOST
-        rounded = (exact / scales).round().to(torch.int8)
+        rounded, scales = int8.round_rows(states)
         tensors = {_TENSOR: rounded, _SCALES: scales}
     contiguous = {name: each.contiguous() for name, each in tensors.items()}
     data: bytes = save(contiguous, metadata)
@@ -72,15 +69,20 @@ def content(prompt: str, encoder: str, states: torch.Tensor) -> bytes:
 
 
 def read(
-    path: Path, prompt: str, encoder: str, width: int, tokens: int = TOKENS
+    path: Path | None, prompt: str, encoder: str, width: int, tokens: int = TOKENS
 ) -> torch.Tensor:
     """The states [*tokens*, *width*] of a prompt in a file.
 
-    Raises JobError if they are of another prompt or encoder, or not finite, and TransientError if
-    the file cannot be read.
+    Raises JobError if there is none, or they are of another prompt or encoder, or not finite, and
+    TransientError if the file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
+    if path is None:
+        raise JobError(
+            "the prompt's text states are missing, and this model has no text encoder:"
+            " `imagefleet files make text` makes them (docs/models.md)"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

@@ -12,8 +12,13 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from worker.engine.kernels import layers
-from worker.engine.networks.thin import attend, split_heads
-from worker.engine.networks.transformer import Call, SlotNetwork, repeat_rows
+from worker.engine.networks.transformer import (
+    Call,
+    SlotNetwork,
+    attend,
+    repeat_rows,
+    split_heads,
+)
 
 
 class TextAttention(nn.Module):

@@ -19,7 +19,8 @@ from imagefleet.job.samplers import Options
 from worker.engine.sampler import BEFORE, Move
 from worker.engine.samplers.by_sigma import ancestral, bend, solver_step
 
-_ABSOLUTE, _RELATIVE = 0.0078, 0.05
+_ABSOLUTE = 0.0078
+_RELATIVE = 0.05
 _FIRST_LENGTH = 0.05
 _ACCEPTED = 0.81
 _TINY = 1e-5

@@ -22,8 +22,13 @@ _DIGITS = 6
 _POOL_SIZE = 24
 
 #: The constants of numpy's `SeedSequence`, whose results numpy promises to keep.
-_INIT_A, _MULT_A, _INIT_B, _MULT_B = 0x43B0D7E5, 0x931E8875, 0x8B51F9DD, 0x58F38DED
-_MIX_LEFT, _MIX_RIGHT, _WORD = 0xCA01F9DD, 0x4973F715, 0xFFFFFFFF
+_INIT_A = 0x43B0D7E5
+_MULT_A = 0x931E8875
+_INIT_B = 0x8B51F9DD
+_MULT_B = 0x58F38DED
+_MIX_LEFT = 0xCA01F9DD
+_MIX_RIGHT = 0x4973F715
+_WORD = 0xFFFFFFFF
 
 _Numbers = npt.NDArray[np.float32]
 

@@ -32,8 +32,10 @@ _LMS_ORDER = 4
 _RHO = 7.0
 
 #: Restart goes through these sigmas again, from so many steps on, and twice from more.
-_RESTART_FROM, _RESTART_TO = 0.1, 2.0
-_RESTART_STEPS, _MANY_RESTART_STEPS = 20, 36
+_RESTART_FROM = 0.1
+_RESTART_TO = 2.0
+_RESTART_STEPS = 20
+_MANY_RESTART_STEPS = 36
 
 
 def karras(largest: float, smallest: float, steps: int) -> Tensor:

@@ -54,7 +54,8 @@ def philox(seed: int, offset: int, start: int, count: int) -> tuple[_Words, _Wor
     even = np.full(count, offset, np.uint64)
     odd = np.arange(start, start + count, dtype=np.uint64)
     left = right = np.zeros(count, np.uint64)
-    key_even, key_odd = seed & _WORD, seed >> 32
+    key_even = seed & _WORD
+    key_odd = seed >> 32
     word = np.uint64(_WORD)
     half = np.uint64(32)
     product_even = np.empty_like(even)

@@ -24,7 +24,8 @@ from worker.engine.samplers import by_sigma, by_timestep
 from worker.engine.samplers.adaptive import Try
 
 #: LCM's boundary conditions (Luo et al. 2023): sigma_data, and the scale of timesteps.
-_LCM_DATA, _LCM_SCALE = 0.5, 10.0
+_LCM_DATA = 0.5
+_LCM_SCALE = 10.0
 
 
 #: Latents stay as they are.
@@ -100,7 +101,7 @@ def _of_sigmas(
             " use another schedule, or a larger denoising_strength"
         )
     count = steps if t_enc is None else len(sigmas) - 1
-    taken: by_sigma.Sigmas = sigmas
+    taken = sigmas
     if sampler.is_between_ends:
         # With an image alone the ends are the schedule's.
         ends = known.ends
@@ -224,7 +225,8 @@ _ALIGN_YOUR_STEPS_END = 0.029
 
 #: AUTOMATIC1111's `beta_dist_alpha` and `beta_dist_beta`, which here are one.
 _BETA_SHAPE = 0.6
-_BETA_TERMS, _BISECTIONS = 64, 60
+_BETA_TERMS = 64
+_BISECTIONS = 60
 
 _Numbers = npt.NDArray[np.float64]
 
@@ -316,14 +318,9 @@ def _polyexponential(known: Levels, steps: int) -> Tensor:
     return (torch.linspace(1, 0, steps) * (math.log(largest) - low) + low).exp()
 
 
-def _kl_optimal(known: Levels, steps: int) -> Tensor:
-    """One sigma more than steps: the last one ends above 0."""
-    return _even_angles(known, torch.arange(steps + 1) / steps)
-
-
 def _even_angles(known: Levels, shares: Tensor) -> Tensor:
     largest, smallest = (torch.tensor(end).arctan() for end in known.ends)
-    angles: Tensor = shares * smallest + (1.0 - shares) * largest
+    angles = shares * smallest + (1.0 - shares) * largest
     return angles.tan()
 
 
@@ -387,7 +384,10 @@ SCHEDULES: Mapping[str, Callable[[Levels, int], Tensor]] = {
     "sgm_uniform": lambda known, steps: known.at(
         known.spaced(steps + 1, by_sigma=True)[:-1]
     ),
-    "kl_optimal": _kl_optimal,
+    # One sigma more than steps: the last one ends above 0.
+    "kl_optimal": lambda known, steps: _even_angles(
+        known, torch.arange(steps + 1) / steps
+    ),
     "align_your_steps": _align_your_steps,
     "simple": _simple,
     "normal": lambda known, steps: known.at(known.spaced(steps, by_sigma=True)),

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
@@ -63,20 +64,15 @@ class ModeUsage(dict[WeightMode, float]):
             self[mode] = share + ((mode == wanted) - share) / _JUDGED_TICKS
 
 
+@dataclass(eq=False)
 class Outlook:
     """Forecast of work by graph key, from the images admitted last."""
 
-    def __init__(
-        self,
-        seconds_left: Callable[[], float | None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """*seconds_left*: until the queue is empty.
+    #: Until the queue is empty; None if unknown: then it is expected to last for as long as it has.
+    _seconds_left: Callable[[], float | None]
+    _clock: Callable[[], float] = time.monotonic
 
-        None if unknown: then it is expected to last for as long as it has.
-        """
-        self._seconds_left = seconds_left
-        self._clock = clock
+    def __post_init__(self) -> None:
         self._recent: deque[tuple[GraphKey, float]] = deque()
         self._images = Counter[GraphKey]()
         self._work: dict[GraphKey, float] = {}
@@ -131,7 +127,8 @@ class Outlook:
         Of all sizes: the first few images of one would tell each node something else, and each
         graph is compiled once for all nodes.
         """
-        images, changed = self._images.total(), self._changed
+        images = self._images.total()
+        changed = self._changed
         return changed > 0 and 1 - (1 - changed / images) ** slots >= _OFTEN
 
     @property

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,40 +26,33 @@ _MOST_SECONDS_WITHOUT_JOBS = 10.0
 _LOOK_SECONDS = 1.0
 
 
+@dataclass(eq=False)
 class Compilation:
     """Compiles one lane at a time; for the engine's thread, between two ticks.
 
     The images in a lane's slots stay as they are.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        runner: StepRunner,
-        lanes: Lanes,
-        *,
-        open_lane: Callable[[BatchKey], tuple[Lane, Step]],
-        use_less_memory: Callable[[], None],
-    ) -> None:
-        """*open_lane* gives a key's lane, with its tensors.
+    _parts: Parts
+    _runner: StepRunner
+    _lanes: Lanes
+    #: Gives a key's lane, with its tensors.
+    _open_lane: Callable[[BatchKey], tuple[Lane, Step]]
+    #: Closes all lanes, with fewer slots afterwards.
+    _use_less_memory: Callable[[], None]
+    #: True while something is compiled beside the ticks, or about to be.
+    is_under_way: bool = False
+    _begins_at: float | None = None
+    _asked: BatchKey | None = None
+    _lane: Lane | None = None
+    _step: Step | None = None
+    _pending: Graph | None = None
 
-        *use_less_memory* closes all lanes, with fewer slots afterwards.
-        """
-        #: True while something is compiled beside the ticks, or about to be.
-        self.is_under_way = False
-        self._unet = parts.unet
-        self._runner = runner
-        self._decoder = parts.decoder
-        self._lanes = lanes
-        self._open_lane = open_lane
-        self._use_less_memory = use_less_memory
-        self._packages = parts.settings.packages
-        self._begins_at: float | None = None
-        self._asked: BatchKey | None = None
-        self._lane: Lane | None = None
-        self._step: Step | None = None
+    def __post_init__(self) -> None:
+        self._unet = self._parts.unet
+        self._decoder = self._parts.decoder
+        self._packages = self._parts.settings.packages
         self._graphs: Iterator[Graph] = iter(())
-        self._pending: Graph | None = None
         self._foreseen: set[tuple[BatchKey, WeightMode]] = set()
 
     @property

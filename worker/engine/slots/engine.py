@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from imagefleet import errors
+from imagefleet.errors import FleetError, JobError
 from imagefleet.telemetry.logs import log
 from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
@@ -65,7 +65,6 @@ class SlotEngine:
         self._unet = parts.unet
         self._preparer = parts.preparer
         self._stager = parts.stager
-        self._control_nets = parts.control_nets
         self._caches = parts.caches
         self._merger = parts.merger
         self._decoder = parts.decoder
@@ -94,8 +93,8 @@ class SlotEngine:
             parts,
             self._runner,
             self._lanes,
-            open_lane=self._open_lane,
-            use_less_memory=self._recovery.use_less_memory,
+            self._open_lane,
+            self._recovery.use_less_memory,
         )
 
     @property
@@ -146,7 +145,7 @@ class SlotEngine:
     def prepare(self, request: ImageRequest) -> PreparedRequest | PreparedUpscale:
         """See `Preparer.prepare` and `UpscalerCache.prepare`."""
         if request.decoder == "TAESD" and not self._decoder.has_tiny:
-            raise errors.JobError(
+            raise JobError(
                 "sd_vae_decode_method is TAESD, and this worker has none (--taesd): leave it out of"
                 " the job"
             )
@@ -171,8 +170,9 @@ class SlotEngine:
     def tick(self) -> list[Finished]:
         """Fills a lane's free slots and runs one step of it; raises NodeError for a broken GPU."""
         self._compilation.advance()
-        finished, self._enlarged = self._enlarged, []
-        failure: errors.FleetError | None = None
+        finished = self._enlarged
+        self._enlarged = []
+        failure: FleetError | None = None
         out_of_memory = False
         lane = self._lanes.next()
         try:
@@ -184,7 +184,7 @@ class SlotEngine:
                 if self._weights.loads_while_decoding:
                     self._refill(lane, finished, waits=False)
                 self._stage_ahead()
-        except Exception as error:  # noqa: BLE001 - handled below; NodeError is raised here
+        except Exception as error:  # noqa: BLE001 - handled below, NodeError raised here
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
             images = len(lane.active) if lane else 0
@@ -248,7 +248,7 @@ class SlotEngine:
         self._runner.reset()
         self._decoder.clear()
         self._stager.close()
-        for cache in self._caches:
+        for cache in self._caches.known:
             cache.close()
         self._merger.reset()
         self._unet.close()
@@ -282,7 +282,7 @@ class SlotEngine:
             if unet is self._unet:
                 lane.block = self._lanes.choose_block(lane)
                 unet.use_block(lane.block, lane.slots)
-            networks = list(map(self._control_nets.get, lane.batch_key.controls))
+            networks = list(map(self._caches.control_nets.get, lane.batch_key.controls))
             lane.step = self._runner.make_step(
                 lane.batch_key, lane.slots, unet, networks
             )
@@ -529,7 +529,7 @@ class SlotEngine:
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height
         self._stager.room_bytes = fit.staged_bytes
-        for cache in self._caches:
+        for cache in self._caches.known:
             cache.kept_bytes = min(KEPT_BYTES, fit.staged_bytes / 4)
         self._unet.temporary_bytes = max(
             fit.temporary_bytes, self._unet.temporary_bytes

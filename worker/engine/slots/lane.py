@@ -120,24 +120,20 @@ class Lane:
         self.is_closing = False
 
 
+@dataclass(eq=False)
 class Lanes:
     """All admitted jobs, by batch key."""
 
-    def __init__(
-        self, slots: int, blocks: int, native: BatchKey, max_overtakes: int
-    ) -> None:
-        """*slots* of two rows in lanes of the *native* size and context, and of smaller ones.
-
-        *blocks*: for how many such lanes there is memory for weights.
-        """
-        self.slots = slots
-        self.blocks = blocks
-        self._native = native
-        self._max_overtakes = max_overtakes
-        self._lanes: dict[BatchKey, Lane] = {}
-        self._current: Lane | None = None
-        self._tick = 0
-        self._turn_began_at = 0
+    #: Slots of two rows in lanes of the native size and context, and of smaller ones.
+    slots: int
+    #: For how many such lanes there is memory for weights.
+    blocks: int
+    _native: BatchKey
+    _max_overtakes: int
+    _lanes: dict[BatchKey, Lane] = field(default_factory=dict)
+    _current: Lane | None = None
+    _tick: int = 0
+    _turn_began_at: int = 0
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes.values())

@@ -51,7 +51,8 @@ _MARGIN = 0.12
 
 #: Sizes beside the native one for which slots leave room; so few slots leave none: each is worth
 #: more than a size that runs compiled.
-_SIZES_TO_COME, _SLOTS_WITHOUT_ROOM = 2, 8
+_SIZES_TO_COME = 2
+_SLOTS_WITHOUT_ROOM = 8
 
 #: Slots that are kept when the memory was too short. One image fewer at once costs 1 or 2 %, and to
 #: compile again a minute.
@@ -70,7 +71,8 @@ _TEXT_SHARE = 0.3
 
 #: Above this share of the free memory, an image is decoded in stripes; slots take none of it where
 #: they are reloaded.
-_WHOLE_SHARE, _WHOLE_SHARE_RELOADED = 0.25, 0.45
+_WHOLE_SHARE = 0.25
+_WHOLE_SHARE_RELOADED = 0.45
 
 
 class Fit(NamedTuple):

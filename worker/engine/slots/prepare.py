@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -23,7 +23,6 @@ from imagefleet.job.prompt import Prompt
 from worker.engine import embeddings, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.contract import HiresPass, ImageRequest, Lora
-from worker.engine.control.cache import ControlNets
 from worker.engine.embeddings import Embedding
 from worker.engine.families.table import Family
 from worker.engine.files import safetensors
@@ -34,8 +33,7 @@ from worker.engine.lora.file import LoraCache, LoraFile, Network
 from worker.engine.lora.merge import AppliedLora, Groups, LoraKey, PackedLoras
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
-from worker.engine.passes.checkpoints import CheckpointCache
-from worker.engine.passes.images import Vaes
+from worker.engine.passes.checkpoints import Caches
 from worker.engine.passes.upscaling import UpscalerCache, Upscaling
 from worker.engine.sampler import NoiseStream, Schedule
 from worker.engine.samplers import schedule as schedules
@@ -159,9 +157,8 @@ class PreparedRequest:
     def rows(self, call: int) -> int:
         """The rows of a UNet call: the prompt's, and with guidance the negative prompt's."""
         count = len(self.weights)
-        if self.family.is_distilled:
-            return count
-        if self.embeds_guidance or any(self.schedule.unguided[call : call + 1]):
+        has_own = self.family.is_distilled or self.embeds_guidance
+        if has_own or any(self.schedule.unguided[call : call + 1]):
             return count
         needs_all = self.schedule.guidance_share != 1  # DDIM CFG++, at any scale
         return count + (needs_all or sum(self.scales(call)) != 1)
@@ -235,23 +232,22 @@ class LoraFields(TypedDict):
     packs: Mapping[Network, PackedLoras]
 
 
+@dataclass(eq=False)
 class LoraReader:
     """The LoRA files of one model; thread-safe."""
 
-    def __init__(
-        self,
-        family: Family,
-        networks: Mapping[str, Any],
-        groups: Mapping[Network, Groups],
-    ) -> None:
-        """*networks*: the model's, by name; *groups*: of each, what slots hold changes of."""
-        self.groups = groups
-        self._family = family
+    _family: Family
+    #: The model's, by name.
+    _networks: InitVar[Mapping[str, Any]]
+    #: What slots hold changes of, by network.
+    groups: Mapping[Network, Groups]
+
+    def __post_init__(self, networks: Mapping[str, Any]) -> None:
         # Diffusers looks through all of a network for its type.
         self.dtypes: Mapping[Network, torch.dtype] = {
-            name: networks[name].dtype for name in groups
+            name: networks[name].dtype for name in self.groups
         }
-        self.cache = LoraCache(family.lora_layers(networks), _LORA_CACHE_BYTES)
+        self.cache = LoraCache(self._family.lora_layers(networks), _LORA_CACHE_BYTES)
 
     def read(self, loras: Sequence[Lora], wait: Callable[[], object]) -> LoraFields:
         """Each network's LoRAs, if any; weights of one that is named twice add up, in any order.
@@ -330,16 +326,11 @@ class RequestPreparer(Preparer):
         self,
         checkpoint: Checkpoint,
         groups: Mapping[Network, Groups],
-        control_nets: ControlNets,
-        vaes: Vaes | None = None,
-        checkpoints: CheckpointCache | None = None,
+        caches: Caches,
     ) -> None:
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
-        self._vaes = vaes
-        self._checkpoints = checkpoints
-        self.groups = groups
-        self._control_nets = control_nets
+        self._caches = caches
         self._loras = LoraReader(checkpoint.family, checkpoint.networks, groups)
         self.tokenizer = Tokenizer(checkpoint.tokenizer)
         self._widths = {
@@ -351,14 +342,13 @@ class RequestPreparer(Preparer):
         self._embeddings = ReadOnce[Embedding](
             _EMBEDDING_CACHE_BYTES, lambda embedding: embedding.size_bytes
         )
-        self._lora_cache = self._loras.cache
-        self.lora_lookups = self._lora_cache.lookups
+        self.lora_lookups = self._loras.cache.lookups
 
     def use(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.tokenizer = Tokenizer(checkpoint.tokenizer)
-        if self._checkpoints is not None:
-            self._checkpoints.stand_beside(checkpoint)
+        if self._caches.checkpoints is not None:
+            self._caches.checkpoints.stand_beside(checkpoint)
 
     def find_embeddings(
         self, prompts: Iterable[Prompt | str], names: Collection[str]
@@ -405,7 +395,9 @@ class RequestPreparer(Preparer):
             image=image,
             controls=self._controls(request, schedule, steps),
             enlarged=enlarged,
-            vae=self._check_file(self._vaes, vae.name, vae.path) if vae else None,
+            vae=self._check_file(self._caches.vaes, vae.name, vae.path)
+            if vae
+            else None,
             embeds_guidance=self._checkpoint.unet.config.time_cond_proj_dim is not None,
         )
         if request.hires is None:
@@ -487,12 +479,13 @@ class RequestPreparer(Preparer):
         return rest
 
     def _check_checkpoint(self, path: Path | None) -> Identity | None:
-        return self._check_file(self._checkpoints, path.stem, path) if path else None
+        if path is None:
+            return None
+        return self._check_file(self._caches.checkpoints, path.stem, path)
 
     def _is_sdxls_refiner(self, checkpoint: Identity | None) -> bool:
-        return self._checkpoints is not None and self._checkpoints.is_refiner(
-            checkpoint
-        )
+        others = self._caches.checkpoints
+        return others is not None and others.is_refiner(checkpoint)
 
     def _text_rows(
         self, request: ImageRequest, named: Sequence[Embedding]
@@ -522,7 +515,7 @@ class RequestPreparer(Preparer):
                 "DPM adaptive cannot be controlled: it has no number of steps"
             )
         self._may_go_on.wait()
-        check = self._control_nets.check_file
+        check = self._caches.control_nets.check_file
         checked = [(check(each.name, each.path), each) for each in request.controls]
         return begin.prepare_controls(checked, schedule.finished, steps)
 
@@ -569,7 +562,7 @@ class RequestPreparer(Preparer):
     ) -> Sequence[Embedding]:
         """Embeddings, and those in LoRAs' files; *named* ones go first, as in AUTOMATIC1111."""
         found = {each.name: each for each in named}
-        for file in map(self._lora_cache.get, dict.fromkeys(loras)):
+        for file in map(self._loras.cache.get, dict.fromkeys(loras)):
             what = f"the LoRA {file.identity[0]!r}, for the word"
             for name in file.embeddings.keys() - found:
                 with safetensors.named(f"{what} {name!r},"):

@@ -51,8 +51,10 @@ class BatchKey(NamedTuple):
         request = prepared.request
         family = prepared.family
         tokens = prepared.tokens
+        cell = family.cell
         key = cls(
-            *family.whole_cells(request.width, request.height),
+            request.width // cell * cell,
+            request.height // cell * cell,
             tokens,
             merged_loras=None if prepared.pack else prepared.lora_key or None,
             isolated=None,

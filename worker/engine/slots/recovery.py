@@ -1,13 +1,14 @@
 """Restarts in-flight images when a tick fails or the GPU runs out of memory."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
 from imagefleet.errors import FleetError
 from imagefleet.files.safetensors import Identity
 from imagefleet.telemetry.logs import log
-from worker.engine import contract
+from worker.engine.contract import Finished
 from worker.engine.slots import memory
 from worker.engine.slots.lane import Lane, Lanes
 from worker.engine.slots.parts import Parts
@@ -16,21 +17,18 @@ from worker.engine.slots.step import StepRunner
 from worker.engine.slots.weights import Weights
 
 
+@dataclass(eq=False)
 class Recovery:
     """Restarts images from their seeds, and takes less memory; for the engine's thread."""
 
-    def __init__(
-        self, parts: Parts, lanes: Lanes, runner: StepRunner, weights: Weights
-    ) -> None:
-        self._lanes = lanes
-        self._runner = runner
-        self._weights = weights
-        self._decoder = parts.decoder
-        self._parts = parts
+    _parts: Parts
+    _lanes: Lanes
+    _runner: StepRunner
+    _weights: Weights
 
     def recover(
         self, lane: Lane, failure: FleetError, *, out_of_memory: bool
-    ) -> list[contract.Finished]:
+    ) -> list[Finished]:
         """Restarts in-flight images from their seeds, in a way that is less likely to fail.
 
         Out of memory concerns all lanes: networks that no job needs now are dropped; then the
@@ -63,7 +61,7 @@ class Recovery:
         for job in reversed(again):
             self._lanes.add(job.batch_key, [job], first=True)
         torch.cuda.empty_cache()
-        return [contract.Finished(job.ticket, failure) for job in jobs if not again]
+        return [Finished(job.ticket, failure) for job in jobs if not again]
 
     def restart_all(self) -> None:
         """Frees the tensors of all lanes; their images start again."""
@@ -102,7 +100,7 @@ class Recovery:
     ) -> list[SlotJob]:
         """Frees memory after a call of *in_call* images had too little; what may run again."""
         needed = self._needed(failed)
-        if any(cache.keep_only(needed) for cache in self._parts.caches):
+        if any(cache.keep_only(needed) for cache in self._parts.caches.known):
             return jobs
         if self._lanes.blocks > 1:
             self._share_block()
@@ -139,7 +137,7 @@ class Recovery:
             f"out of memory: compilation is off {until}", action="compile_dropped"
         )
         self.restart_all()
-        self._decoder.forget_compiled()
+        self._parts.decoder.forget_compiled()
         torch.cuda.empty_cache()
         return True
 
@@ -169,7 +167,7 @@ class Recovery:
 
     def _shrink(self, slots: int) -> None:
         log.warning(f"out of memory: reduced to {slots} slots", action="slots_shrunk")
-        self._runner.slots = self._lanes.slots = self._decoder.max_images = slots
+        self._runner.slots = self._lanes.slots = self._parts.decoder.max_images = slots
         self._resize()
 
     def _resize(self) -> None:
@@ -177,6 +175,6 @@ class Recovery:
         for lane in self._lanes:
             lane.slots = self._lanes.slots_of(lane.batch_key)
         self._weights.resize([0])
-        self._decoder.forget_compiled()
+        self._parts.decoder.forget_compiled()
         torch.cuda.empty_cache()  # the memory of CUDA graphs too, which nothing else could use
         self._weights.resize(self._lanes.block_slots)

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from imagefleet.files.safetensors import Identity
 from imagefleet.job.clip import Chunk
-from worker.engine import contract, text
 from worker.engine import errors as engine_errors
+from worker.engine import text
 from worker.engine.checkpoint import Checkpoint
-from worker.engine.control.cache import ControlNets
+from worker.engine.contract import Finished
 from worker.engine.families.table import Family, Model
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges
 from worker.engine.passes.begin import LowResolution
-from worker.engine.passes.checkpoints import CachedCheckpoint, CheckpointCache, Coders
-from worker.engine.passes.images import ImageCoder, Vaes
+from worker.engine.passes.checkpoints import CachedCheckpoint, Caches, Coders
+from worker.engine.passes.images import ImageCoder
 from worker.engine.passes.upscaling import Upscaling
 from worker.engine.sampler import Inpainting, NoiseStream
 from worker.engine.slots.prepare import AssembledLoras, PreparedRequest
@@ -57,11 +57,8 @@ class Stager:
     `begin_within` and `try_to_stage` are for the engine's thread.
     """
 
-    def __init__(
-        self, model: Model, control_nets: ControlNets, vaes: Vaes | None = None
-    ) -> None:
-        self._control_nets = control_nets
-        self._vaes = vaes
+    def __init__(self, model: Model, caches: Caches) -> None:
+        self._caches = caches
         self._device: torch.device = model.unet.device
         self._channels = model.channels
         self._factor = model.factor
@@ -79,9 +76,8 @@ class Stager:
 
     def first_with_room(self, jobs: Sequence[SlotJob]) -> Sequence[SlotJob]:
         """The first of *jobs* whose LoRAs have room on the device together; at least one."""
-        held_bytes = self._control_nets.held_bytes + (
-            self._vaes.held_bytes if self._vaes else 0
-        )
+        beside = (self._caches.control_nets, self._caches.vaes)
+        held_bytes = sum(cache.held_bytes for cache in beside if cache)
         room_bytes = max(0.0, self.room_bytes - held_bytes)
         taken = itertools.accumulate(job.prepared.lora_bytes for job in jobs)
         return jobs[: max(1, bisect_right(list(taken), room_bytes))]
@@ -108,7 +104,7 @@ class Stager:
             if not (job.staged or job.staging or job.assembling):
                 job.assembling = self._assemble(job)
 
-    def try_to_stage(self, job: SlotJob) -> contract.Finished | None:
+    def try_to_stage(self, job: SlotJob) -> Finished | None:
         """Waits until a job is staged; the failure of one whose own prompt or LoRA is at fault."""
         if job.staged is not None:
             return None
@@ -120,7 +116,7 @@ class Stager:
         except Exception as error:  # any failure is this job's outcome
             if engine_errors.is_out_of_memory(error):
                 raise
-            return contract.Finished(job.ticket, engine_errors.classify(error))
+            return Finished(job.ticket, engine_errors.classify(error))
         if job.staged is not None and self._device.type == "cuda":
             ticks = torch.cuda.current_stream(self._device)
             for tensor in job.staged.tensors:
@@ -207,15 +203,12 @@ class LatentStager(Stager):
         self,
         model: Model,
         images: ImageCoder,
-        control_nets: ControlNets,
+        caches: Caches,
         tiny: AutoencoderTiny | None = None,
-        vaes: Vaes | None = None,
-        checkpoints: CheckpointCache | None = None,
     ) -> None:
         """*images*: the coder of the model's own VAE."""
-        super().__init__(model, control_nets, vaes)
+        super().__init__(model, caches)
         self._tiny = tiny
-        self._checkpoints = checkpoints
         self._dtype: torch.dtype = model.unet.dtype
         self._is_inpainting = (
             model.conditioning_channels > 0 and not model.family.enlarges_image
@@ -237,8 +230,8 @@ class LatentStager(Stager):
             copied = self._copy(loras[prepared.family.backbone])
             changes = prepared.pack.of(copied)
         other = None
-        if prepared.checkpoint is not None and self._checkpoints is not None:
-            other = self._checkpoints.get(prepared.checkpoint)
+        if prepared.checkpoint is not None and self._caches.checkpoints is not None:
+            other = self._caches.checkpoints.get(prepared.checkpoint)
         vectors, mask, added = self._encode(job, loras, other)
         noise = prepared.noise(self._channels, self._factor)
         coder = self._coder_of(prepared, prepared.checkpoint)
@@ -269,7 +262,7 @@ class LatentStager(Stager):
             latents = latents + prepared.schedule.image_scale * original
             if image is not None and image.kept is not None:
                 kept = Inpainting(self._copy(image.kept), original)
-        hints = list(map(self._control_nets.embed, prepared.controls))
+        hints = list(map(self._caches.control_nets.embed, prepared.controls))
         if self._is_inpainting:
             request = prepared.request
             # A second pass has no mask: as in AUTOMATIC1111, it sees nothing of the first image.
@@ -300,10 +293,11 @@ class LatentStager(Stager):
     ) -> ImageCoder | None:
         """The VAE of a request or else of a checkpoint; None: the engine's own as it is."""
         coder = None
-        if prepared.vae is not None and self._vaes is not None:
-            coder = self._vaes.get(prepared.vae)
-        elif checkpoint is not None and self._checkpoints is not None:
-            coder = self._checkpoints.get(checkpoint).coders.images
+        caches = self._caches
+        if prepared.vae is not None and caches.vaes is not None:
+            coder = caches.vaes.get(prepared.vae)
+        elif checkpoint is not None and caches.checkpoints is not None:
+            coder = caches.checkpoints.get(checkpoint).coders.images
         if prepared.request.tiling:
             return (coder or self._images).tiling
         return coder
@@ -342,14 +336,11 @@ class ClipStager(LatentStager):
     def __init__(
         self,
         checkpoint: Checkpoint,
-        control_nets: ControlNets,
-        tiny: AutoencoderTiny | None = None,
-        vaes: Vaes | None = None,
-        checkpoints: CheckpointCache | None = None,
+        caches: Caches,
+        tiny: AutoencoderTiny | None,
     ) -> None:
         self._own = Coders(checkpoint)
-        images = self._own.images
-        super().__init__(checkpoint, images, control_nets, tiny, vaes, checkpoints)
+        super().__init__(checkpoint, self._own.images, caches, tiny)
 
     def forget(self) -> None:
         self._own.forget()

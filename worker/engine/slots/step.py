@@ -56,7 +56,8 @@ def tick(
     coefficients = state.rows[:, : sampler.COLUMNS]
     image = sampler.Inpainting(state.kept, state.original)
     seen = sampler.mask_input(coefficients, state.latents, image)
-    x = channels_last(sampler.scale_input(coefficients, seen).to(unet.dtype))
+    scaled = seen * coefficients[:, sampler.INPUT_SCALE, None, None, None]
+    x = channels_last(scaled.to(unet.dtype))
     times = coefficients[:, sampler.TIMESTEP]
     slots = len(x) if weight_mode == "per_slot_convolutions" else 0
     controlled = _GUIDANCE + state.slot_rows

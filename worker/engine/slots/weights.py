@@ -52,7 +52,7 @@ class Weights:
         self.merged: LoraKey | None = ()
         self._unet = unet = parts.unet
         self._original = parts.model.unet
-        self._checkpoints = parts.checkpoints
+        self._checkpoints = parts.caches.checkpoints
         # Whose weights are in place of the engine's own, which that one keeps meanwhile.
         self._other: CachedCheckpoint | None = None
         self._merger = parts.merger

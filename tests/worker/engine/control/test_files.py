@@ -273,8 +273,8 @@ def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
     assert reads == [str(path)]
     prepared = engine.prepare(request)
     engine._lanes.clear()
-    assert engine._control_nets.keep_only(())
-    assert engine._control_nets.held_bytes == 0
+    assert engine._caches.control_nets.keep_only(())
+    assert engine._caches.control_nets.held_bytes == 0
     engine.admit(0, prepared)
     (again,) = [each for _ in range(9) for each in engine.tick()]
     assert difference(again.outcome, image) <= ROUNDING
@@ -287,7 +287,7 @@ def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
 def test_beyond_their_room_the_least_recently_used_one_is_freed(
     make_slot_engine: Any, make_control: Any
 ):
-    nets = make_slot_engine(slots=2)._control_nets
+    nets = make_slot_engine(slots=2)._caches.control_nets
     first, second, third = (checked(nets, make_control(seed)) for seed in range(3))
     size = nets.get(first).size_bytes
     nets.get(second)

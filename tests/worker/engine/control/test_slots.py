@@ -137,7 +137,7 @@ def test_controlnets_without_effect_take_no_lane_and_load_nothing_on_the_device(
     idle = [make_control(seed, weight=0.0) for seed in range(4)]
     image, plain = draw(engine, make_request(controls=tuple(idle)), make_request())
     assert difference(image, plain) <= ROUNDING
-    assert engine._control_nets.held_bytes == 0
+    assert engine._caches.control_nets.held_bytes == 0
 
 
 def test_more_controlnets_than_work_at_once_are_refused(
@@ -158,7 +158,7 @@ def test_without_memory_unneeded_controlnets_are_dropped_before_slots(
     requests = [make_request(seed=seed, controls=(make_control(1),)) for seed in (1, 2)]
     sound = draw(make_slot_engine(slots=4), *requests)
     draw(engine, make_request(controls=(make_control(0),)))
-    nets, failures = engine._control_nets, iter([True])
+    nets, failures = engine._caches.control_nets, iter([True])
     unneeded = set(nets._kept)
     (lane,) = engine._lanes
     lane.close()
@@ -187,7 +187,7 @@ def test_a_controlnet_that_has_no_room_beside_the_slots_gets_theirs(
     engine = make_slot_engine(slots=4, blocks=1)
     request = make_request(controls=(make_control(),))
     (sound,) = draw(make_slot_engine(slots=4), request)
-    nets = engine._control_nets
+    nets = engine._caches.control_nets
     copy = nets._copy
 
     def fail(identity: Any) -> Any:
@@ -212,7 +212,7 @@ def test_a_controlnet_that_fits_no_gpu_fails_its_own_jobs_alone(
     def fail(identity: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(engine._control_nets, "_copy", fail)
+    monkeypatch.setattr(engine._caches.control_nets, "_copy", fail)
     controls = (make_control(),)
     requests = [make_request(seed=seed) for seed in (1, 2)]
     requests[1:1] = [
@@ -232,7 +232,7 @@ def test_their_memory_is_taken_from_the_room_for_the_next_jobs_loras(
 ):
     engine = make_slot_engine(slots=2)
     draw(engine, make_request(controls=(make_control(),)))
-    taken = engine._control_nets.held_bytes
+    taken = engine._caches.control_nets.held_bytes
     assert taken > 0
     jobs = [SimpleNamespace(prepared=SimpleNamespace(lora_bytes=taken))] * 4
     for room, fitting in ((3, 2), (0.5, 1)):

@@ -9,7 +9,7 @@ from worker.engine.lora import file as lora_file
 
 @pytest.fixture(scope="module")
 def layers(engine: Any) -> lora_file.Layers:
-    return engine._preparer._lora_cache._layers
+    return engine._preparer._loras.cache._layers
 
 
 @pytest.fixture

@@ -218,7 +218,7 @@ def test_a_lora_of_a_plain_model_changes_the_same_inputs_of_one_for_inpainting(
     file = write(tmp_path / "x.safetensors", prefixed("conv_in", parts))
     delta = lora_file.LoraCache(layers, 10**9).get(file).deltas["unet"]["conv_in"]
     found = delta.compute(unet.conv_in.weight.detach())
-    own = lora_file.LoraCache(engine._preparer._lora_cache._layers, 10**9).get(file)
+    own = lora_file.LoraCache(engine._preparer._loras.cache._layers, 10**9).get(file)
     plain = own.deltas["unet"]["conv_in"].compute(torch.zeros(32, 4, 3, 3))
     assert torch.equal(found[:, :4], plain)
     assert not found[:, 4:].any()

@@ -39,7 +39,7 @@ def files(slot_engine: Any, tmp_path_factory) -> dict[str, Path]:
             "unet": "lora_unet",
             "text_encoder": "lora_te_text_model",
         }.items()
-        for group, paths in slot_engine._preparer.groups[network].items()
+        for group, paths in slot_engine._preparer._loras.groups[network].items()
         if not isinstance(group, Shape)
         for path, layer in adaptable_layers(networks[network]).items()
         if path in paths

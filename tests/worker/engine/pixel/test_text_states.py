@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from imagefleet import errors
 from pixel import tiny_cascade
 from worker.engine.families import prompts
+from worker.engine.flow import encoders
 from worker.engine.pixel import text_stage, text_states
 
 pytestmark = pytest.mark.slow
@@ -85,7 +86,7 @@ def test_without_what_cleans_prompts_no_encoder_is_loaded(
         lambda name: None if name == "bs4" else find(name),
     )
     with pytest.raises(errors.SetupError, match=r"is not installed.*\[t5\]"):
-        text_stage.require_encoder(stage("base"))
+        encoders.name_of(stage("base"))
     with pytest.raises(errors.SetupError, match="is not installed"):
         make_engine()
     make_engine(folder=without_encoder)
@@ -156,7 +157,7 @@ def test_a_folder_without_a_text_encoder_is_refused(without_encoder: Path):
     assert text_stage.encoder_name(without_encoder) == NAME
     assert not prompts.has_encoder(without_encoder, "t5")
     with pytest.raises(errors.SetupError, match="has no weights of a T5 encoder"):
-        text_stage.require_encoder(without_encoder)
+        encoders.name_of(without_encoder)
 
 
 def test_an_encoder_without_a_name_is_deepfloyds(tmp_path):

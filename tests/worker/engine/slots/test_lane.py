@@ -40,7 +40,7 @@ class Drawing:
         weight_mode: WeightMode = "shared",
         calls: Iterator[int] | None = None,
     ) -> None:
-        self.lanes = Lanes(SLOTS, blocks, LARGEST, max_overtakes=2)
+        self.lanes = Lanes(SLOTS, blocks, LARGEST, 2)
         self.calls = calls
         self.weight_mode = weight_mode
         self.waiting = [
@@ -186,7 +186,7 @@ def test_guided_and_unguided_jobs_fill_calls_as_large():
 
 @pytest.mark.parametrize(("blocks", "slots"), [(1, SLOTS), (3, SLOTS), (4, 2 * SLOTS)])
 def test_slots_of_one_row_are_as_many_as_there_are_weights_for(blocks: int, slots: int):
-    lanes = Lanes(SLOTS, blocks, LARGEST, max_overtakes=2)
+    lanes = Lanes(SLOTS, blocks, LARGEST, 2)
     with_loras = SIZES[0]._replace(slot_rows=1)
     plain = with_loras._replace(is_plain=True)
     assert [lanes.slots_of(each) for each in (with_loras, plain)] == [slots, 2 * SLOTS]

@@ -56,7 +56,10 @@ def sample(
             if inpainting is None
             else sampler.mask_input(rows, latents, inpainting)
         )
-        inputs, times = sampler.scale_input(rows, seen), rows[:, sampler.TIMESTEP]
+        inputs, times = (
+            seen * rows[:, sampler.INPUT_SCALE, None, None, None],
+            rows[:, sampler.TIMESTEP],
+        )
         output = unet(inputs, times)
         without = None if uncond is None else uncond(inputs, times)
         if without is not None:

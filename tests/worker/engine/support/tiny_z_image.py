@@ -15,7 +15,7 @@ from worker.engine.flow.families import FlowFamily
 from worker.engine.flow.text import TextRule
 from worker.engine.lora.merge import Group, StackedChange
 from worker.engine.networks import thin
-from worker.engine.networks.transformer import Call
+from worker.engine.networks.transformer import Call, attend, split_heads
 
 #: Tokens of a caption and of an image come in multiples of so many.
 _MULTIPLE = 32
@@ -147,10 +147,10 @@ class _Block(nn.Module):
         before, after, ahead, behind = self.norms
         qkv = self.qkv(before(x) * scales[0], slots)
         width = x.shape[-1] // self._heads
-        query, key, value = (thin.split_heads(each, width) for each in qkv.chunk(3, -1))
+        query, key, value = (split_heads(each, width) for each in qkv.chunk(3, -1))
         query = thin.rotate(self.norm_q(query), by)
         key = thin.rotate(self.norm_k(key), by)
-        attended = self.out(thin.attend(query, key, value, mask), slots)
+        attended = self.out(attend(query, key, value, mask), slots)
         x = x + scales[1] * after(attended)
         gates, values = self.gate(ahead(x) * scales[2], slots).chunk(2, -1)
         return x + scales[3] * behind(self.shrink(F.silu(gates) * values, slots))

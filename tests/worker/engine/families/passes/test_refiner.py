@@ -339,7 +339,7 @@ def test_they_are_dropped_once_no_job_needs_them_and_the_engine_may_take_another
     other_folder: Any,
     make_engine: Any,
 ):
-    held = engine._stager._checkpoints
+    held = engine._stager._caches.checkpoints
     held.kept_bytes = 0
     draw(engine, mixed[0], mixed[4], mixed[0])
     swap = load.read_beside(engine, load.EngineSettings(other_folder("sd1", 3)))

@@ -115,7 +115,7 @@ def test_it_encodes_what_a_job_begins_with_and_what_is_enlarged(
             )
         coder = engine._stager._images
         if each is vae:
-            coder = engine._stager._vaes.get(
+            coder = engine._stager._caches.vaes.get(
                 engine.prepare(make_request(vae=named)).vae
             )
         torch.testing.assert_close(coder.encode(pixels), mean, rtol=1e-5, atol=1e-5)

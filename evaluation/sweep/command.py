@@ -5,18 +5,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli import console, options, target
+from cli import console, filling, options, target
 from cli.options import argument, option
-from fleet import filling
-from imagefleet import sweep as swept
+from evaluation.sweep import manifest
+from evaluation.sweep.manifest import Group
+from evaluation.sweep.source import CaptionFile, SweepSource, all_groups
 from imagefleet.errors import SetupError
 from imagefleet.job.change import Change
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import open_storage, signer_of
-from imagefleet.sweep import Group
 from imagefleet.validation import JSONDict
-from loadgen import caption_sweep
-from loadgen.caption_sweep import CaptionFile, SweepSource
 from loadgen.settings import LoadSettings
 
 #: The fields that may have several values, and their values by default.
@@ -139,7 +137,7 @@ async def _note(settings: LoadSettings, source: SweepSource, sending: Sending) -
         await enqueue.JobSender(storage, sending.priority, elsewhere=elsewhere).check(
             _models_of(source)
         )
-        await swept.write(storage, source.sweep)
+        await manifest.write(storage, source.sweep)
 
 
 def _models_of(source: SweepSource) -> set[str]:
@@ -160,7 +158,7 @@ def _groups_and_shared(
         name: [value.strip() for value in given.pop(name, default).split(",")]
         for name, default in _COMBINED.items()
     }
-    groups = caption_sweep.groups(
+    groups = all_groups(
         combined["cfg_scale"],
         combined["sampler_name"],
         combined["steps"],
@@ -173,7 +171,7 @@ def _groups_and_shared(
 
 
 def _given(texts: Iterable[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    found = {}
     for text in texts:
         name, separator, values = text.partition("=")
         if not separator:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from imagefleet import errors, sweep
+from evaluation.sweep.source import CaptionFile, SweepSource, all_groups
+from imagefleet import errors
+from imagefleet.caption import caption_of
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.record import Record
-from loadgen.caption_sweep import CaptionFile, SweepSource, groups
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def source_of(
     path: Path, guidance: Sequence[float] = (1.5, 7), **terms: Any
 ) -> SweepSource:
     return SweepSource(
-        CaptionFile(path), groups(guidance, ["PLMS"], [50]), "curve", **terms
+        CaptionFile(path), all_groups(guidance, ["PLMS"], [50]), "curve", **terms
     )
 
 
@@ -60,7 +61,7 @@ def test_a_seed_is_the_captions_alone_whatever_else_is_swept(path: Path):
     one = {job.id: job.seed for job in jobs(source_of(path))}
     many = SweepSource(
         CaptionFile(path),
-        groups([3, 7], ["ddim"], [10, 20], ["a", "b"], "ink", [0, 1]),
+        all_groups([3, 7], ["ddim"], [10, 20], ["a", "b"], "ink", [0, 1]),
         "other",
     )
     seeds = {(int(str(job.id).rpartition("_")[2]), job.seed) for job in jobs(many)}
@@ -75,7 +76,7 @@ def test_a_seed_is_the_captions_alone_whatever_else_is_swept(path: Path):
 def test_a_name_says_what_differs_between_the_groups():
     names = [
         each.name
-        for each in groups(
+        for each in all_groups(
             [3, 7.25], ["Euler a"], [20, 30], [None, "sd_xl base.v1"], "ink", [-0.5, 1]
         )
     ]
@@ -83,8 +84,10 @@ def test_a_name_says_what_differs_between_the_groups():
     assert names[0] == "own-model-steps-20-lora--0.5-cfg-3.0"
     assert names[-1] == "sd-xl-base.v1-steps-30-lora-1.0-cfg-7.25"
     assert len(set(names)) == 16
-    assert [each.name for each in groups([7], ["k_euler_a"], [20])] == ["cfg-7.0"]
-    swept = [each.name for each in groups([7], ["k_euler_a", "DPM++ 2M Karras"], [20])]
+    assert [each.name for each in all_groups([7], ["k_euler_a"], [20])] == ["cfg-7.0"]
+    swept = [
+        each.name for each in all_groups([7], ["k_euler_a", "DPM++ 2M Karras"], [20])
+    ]
     assert swept == ["euler-ancestral-cfg-7.0", "dpmpp-2m-karras-cfg-7.0"]
 
 
@@ -107,7 +110,7 @@ def test_a_name_says_what_differs_between_the_groups():
 )
 def test_groups_that_cannot_be_are_refused(axes: Any, sentence: str):
     with pytest.raises(errors.SetupError, match=sentence):
-        groups(*axes)
+        all_groups(*axes)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +135,13 @@ def test_a_group_that_could_draw_nothing_is_refused_before_anything_is_sent(
     path: Path, axes: Any, job: dict[str, int], sentence: str
 ):
     with pytest.raises(errors.SetupError, match=sentence):
-        SweepSource(CaptionFile(path), groups(*axes), "curve", job=dict(job))
+        SweepSource(CaptionFile(path), all_groups(*axes), "curve", job=dict(job))
 
 
 def test_a_lora_of_strength_0_is_none_and_others_are_in_the_prompt(path: Path):
     source = SweepSource(
         CaptionFile(path),
-        groups([7], ["ddim"], [20], lora="ink", strengths=[0, 0.5]),
+        all_groups([7], ["ddim"], [20], lora="ink", strengths=[0, 0.5]),
         "curve",
     )
     without, with_lora = jobs(source)[2:4]
@@ -177,10 +180,10 @@ def test_the_caption_of_a_drawing_is_the_line_of_the_file(
 ):
     file = tmp_path / "c.jsonl"
     file.write_text(json.dumps(caption) + "\n")
-    swept = groups([3], ["PLMS"], [50], [None], lora, [0.5 if lora else None])
+    swept = all_groups([3], ["PLMS"], [50], [None], lora, [0.5 if lora else None])
 
     (job,) = jobs(SweepSource(CaptionFile(file), swept, "curve"))
 
     drawn = {"prompt": job.prompt, "metadata": job.metadata}
     record = Record(outcome="completed", id="x", at=datetime.now(UTC), **drawn)
-    assert sweep.caption_of(record) == sweep.caption_of(job) == caption
+    assert caption_of(record) == caption_of(job) == caption

@@ -1,23 +1,22 @@
-"""A sweep's manifest lies with its campaign, and captions say what its images show."""
+"""A sweep's manifest lies with its campaign."""
 
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from imagefleet import errors, sweep
+from evaluation.sweep import manifest
+from imagefleet import errors
 from imagefleet.records import reader
-from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 
 CAPTIONS = ["a red house", "a blue boat", "a red house"]
 
-SWEEP = sweep.Sweep(
+SWEEP = manifest.Sweep(
     campaign="quality",
-    captions=sweep.digest(CAPTIONS),
+    captions=manifest.digest(CAPTIONS),
     groups=(
-        sweep.Group(name="cfg-1.5", guidance=1.5, sampler="plms", steps=50),
-        sweep.Group(
+        manifest.Group(name="cfg-1.5", guidance=1.5, sampler="plms", steps=50),
+        manifest.Group(
             name="cfg-7-lora-0.5",
             guidance=7,
             sampler="plms",
@@ -31,22 +30,22 @@ SWEEP = sweep.Sweep(
 
 
 async def test_the_manifest_is_read_as_it_was_written(storage: Storage):
-    assert await sweep.read(storage, "quality") is None
+    assert await manifest.read(storage, "quality") is None
 
-    await sweep.write(storage, SWEEP)
+    await manifest.write(storage, SWEEP)
 
-    assert await sweep.read(storage, "quality") == SWEEP
+    assert await manifest.read(storage, "quality") == SWEEP
     assert SWEEP.images == 6
 
 
 async def test_the_same_sweep_again_changes_nothing_and_another_is_refused(
     storage: Storage,
 ):
-    await sweep.write(storage, SWEEP)
-    await sweep.write(storage, SWEEP)
+    await manifest.write(storage, SWEEP)
+    await manifest.write(storage, SWEEP)
 
     changes: list[tuple[dict[str, Any], str]] = [
-        ({"captions": sweep.digest(["a dog"])}, "other captions"),
+        ({"captions": manifest.digest(["a dog"])}, "other captions"),
         ({"groups": SWEEP.groups[:1]}, "its groups differ by cfg-7-lora-0.5"),
         ({"seed": 2}, "another field of all its jobs differs"),
     ]
@@ -54,12 +53,12 @@ async def test_the_same_sweep_again_changes_nothing_and_another_is_refused(
         with pytest.raises(
             errors.SetupError, match=f"{sentence}.*choose another --campaign"
         ):
-            await sweep.write(storage, SWEEP.model_copy(update=change))
-    assert await sweep.read(storage, "quality") == SWEEP
+            await manifest.write(storage, SWEEP.model_copy(update=change))
+    assert await manifest.read(storage, "quality") == SWEEP
 
 
 async def test_the_manifest_is_taken_for_no_record(storage: Storage):
-    await sweep.write(storage, SWEEP)
+    await manifest.write(storage, SWEEP)
 
     assert [record async for record in reader.images(storage, "quality")] == []
     assert (await reader.counts(storage, "quality")).images == 0
@@ -84,35 +83,27 @@ async def test_a_damaged_manifest_is_never_trusted(
     )
 
     with pytest.raises(errors.SetupError, match=sentence):
-        await sweep.read(storage, "quality")
+        await manifest.read(storage, "quality")
     with pytest.raises(errors.SetupError, match=sentence):
-        await sweep.write(storage, SWEEP)
+        await manifest.write(storage, SWEEP)
 
 
 def test_the_captions_are_those_of_a_text_file_by_their_hash():
     # printf 'a red house\na blue boat\na red house\n' | sha256sum
     expected = "215766a96ec379ac47a89e68ec165d8564e8795362ab573876dd85cc5b325e45"
-    assert sweep.digest(iter(CAPTIONS)) == sweep.Captions(count=3, sha256=expected)
+    assert manifest.digest(iter(CAPTIONS)) == manifest.Captions(
+        count=3, sha256=expected
+    )
 
 
 def test_a_caption_has_one_seed_in_all_groups_and_another_where_it_comes_again():
-    seeds = [sweep.seed_of(number, caption) for number, caption in enumerate(CAPTIONS)]
+    seeds = [
+        manifest.seed_of(number, caption) for number, caption in enumerate(CAPTIONS)
+    ]
 
     assert len(set(seeds)) == 3
     assert all(0 <= seed < 2**32 for seed in seeds)
     assert seeds[0] == 3_320_119_099, (
         "of an earlier version: images of then and now are compared"
     )
-    assert sweep.seed_of(0, CAPTIONS[0], seed=1) != seeds[0]
-
-
-def test_the_caption_of_an_image_is_that_of_the_sweep_not_its_escaped_prompt():
-    record = Record(
-        outcome="completed", id="x", at=datetime.now(UTC), prompt=r"a \(red\) house"
-    )
-
-    assert sweep.caption_of(record) == "a (red) house"
-    noted = record.model_copy(update={"metadata": {sweep.CAPTION: "a (red) house"}})
-    assert sweep.caption_of(noted) == "a (red) house"
-    forged = record.model_copy(update={"metadata": {sweep.CAPTION: 3}})
-    assert sweep.caption_of(forged) == "a (red) house"
+    assert manifest.seed_of(0, CAPTIONS[0], seed=1) != seeds[0]

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from imagefleet import errors, sweep
+from evaluation.sweep import manifest
+from evaluation.sweep.source import CaptionFile, prompt_of
+from imagefleet import errors
 from imagefleet.job.prompt import read_prompt
-from loadgen.caption_sweep import CaptionFile, prompt_of
 
 CAPTIONS = ["A red house.", "Two dogs (brown) play", "A red house."]
 
@@ -52,7 +53,7 @@ def test_every_format_gives_the_same_captions_with_the_same_hash(tmp_path, name:
     found = CaptionFile(tmp_path / name)
 
     assert list(found.read()) == CAPTIONS
-    assert found.facts == sweep.digest(CAPTIONS)
+    assert found.facts == manifest.digest(CAPTIONS)
 
 
 def test_the_first_captions(tmp_path):

@@ -4,26 +4,40 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
 
-from imagefleet import sweep, validation
+from evaluation.sweep import manifest
+from evaluation.sweep.manifest import Group, Sweep
+from imagefleet import validation
+from imagefleet.caption import CAPTION
 from imagefleet.errors import SetupError
 from imagefleet.job import samplers, sizes
 from imagefleet.job.message import Job
 from imagefleet.job.prompt import read_words
 from imagefleet.signing import JobSigner
-from imagefleet.sweep import Group, Sweep
 from imagefleet.validation import JSONDict
 from loadgen import file_source
 from loadgen.file_source import UnchangedFile
-from loadgen.formats.json_array import CocoCaptions
-from loadgen.formats.lines import Entry, Format, FormatError
+from loadgen.formats.json_array import JsonArray
+from loadgen.formats.lines import Entry, FormatError
 
-FORMATS: Mapping[str, Format] = {
+
+class CocoCaptions(JsonArray):
+    """The elements of the array `annotations` of an object, as COCO has its captions."""
+
+    name = "coco"
+    unit = "annotation"
+    _otherwise = "it is no object with the array 'annotations'"
+
+    def _elements(self, whole: Any) -> Any:
+        return whole.get("annotations") if isinstance(whole, dict) else None
+
+
+FORMATS = {
     "coco": CocoCaptions(),
     **{name: file_source.FORMATS[name] for name in ("jsonl", "txt")},
 }
@@ -59,7 +73,7 @@ class CaptionFile:
         self._form = file_source.find_format(path, form, FORMATS)
         self._count = count
         self._file = UnchangedFile(path, self._form)
-        self.facts = sweep.digest(self.read())
+        self.facts = manifest.digest(self.read())
         if not self.facts.count:
             raise SetupError(f"{path} holds no captions")
 
@@ -109,7 +123,7 @@ def prompt_of(caption: str) -> str:
 _NAME_CHARACTERS = 40
 
 
-def groups(
+def all_groups(
     guidance: Sequence[float | str],
     names_of_samplers: Sequence[str],
     steps: Sequence[int | str],
@@ -122,16 +136,16 @@ def groups(
         keys = [samplers.find(name).key for name in names_of_samplers]
     except ValueError as error:
         raise SetupError(f"--set sampler_name: {error}") from None
-    axes: Mapping[str, Sequence[Any]] = {
+    axes = {
         "model": models,
         "sampler": keys,
         "steps": steps,
         "lora_strength": strengths,
         "guidance": guidance,
     }
-    if (total := math.prod(map(len, axes.values()))) > sweep.MAX_GROUPS:
-        raise SetupError(f"these are {total:,} groups; {sweep.MAX_GROUPS:,} at most")
-    found: dict[str, Group] = {}
+    if (total := math.prod(map(len, axes.values()))) > manifest.MAX_GROUPS:
+        raise SetupError(f"these are {total:,} groups; {manifest.MAX_GROUPS:,} at most")
+    found = {}
     for values in itertools.product(*axes.values()):
         fields = {
             "name": "unnamed",
@@ -206,11 +220,11 @@ class SweepSource:
         prompt = prompt_of(caption)
         fields: JSONDict = {
             **self.sweep.job,
-            "id": sweep.job_id(group.name, number),
+            "id": manifest.job_id(group.name, number),
             "campaign": self.campaign,
             "prompt": prompt,
             "enable_prompt_comments": False,  # a caption's '#' is a letter
-            "seed": sweep.seed_of(number, caption, self.sweep.seed),
+            "seed": manifest.seed_of(number, caption, self.sweep.seed),
             "cfg_scale": group.guidance,
             "sampler_name": group.sampler,
             "steps": group.steps,
@@ -220,7 +234,7 @@ class SweepSource:
             fields["prompt"] += f" <lora:{group.lora}:{group.lora_strength:g}>"
         # Who reads the prompt alone would lose what follows a '#', say.
         if {caption} != {fields["prompt"], read_words(fields["prompt"])[0]}:
-            fields["metadata"] = {sweep.CAPTION: caption}
+            fields["metadata"] = {CAPTION: caption}
         before = f"group {group.name}, caption {number} ({caption[:60]!r}): "
         with validation.as_error(SetupError, before, Job.model_fields):
             return Job.model_validate(fields)
@@ -232,19 +246,14 @@ class SweepSource:
         return body
 
 
-def slug(text: str) -> str:
-    """Writes a text in letters, digits, full stops and underscores."""
-    return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_.")
-
-
 def _slug(name: str | None) -> str:
     """Writes a name in the characters of a group's name."""
-    text = slug(name or "own-model").replace("_", "-")
+    text = re.sub(r"[^A-Za-z0-9.]+", "-", name or "own-model").strip("-.")
     return text[:_NAME_CHARACTERS].rstrip("-.") or "x"
 
 
 #: What differs between groups, as their names have it.
-_IN_NAMES: Mapping[str, Callable[[Any], str]] = {
+_IN_NAMES = {
     "model": _slug,
     "sampler": _slug,
     "steps": "steps-{}".format,

@@ -8,19 +8,14 @@ from pydantic import BaseModel, Field, JsonValue, StringConstraints
 
 from imagefleet import validation
 from imagefleet.errors import SetupError
-from imagefleet.job import prompt
-from imagefleet.job.message import Job, SafeFileName, SafeId
+from imagefleet.job.message import SafeFileName, SafeId
 from imagefleet.records.log import shard_folder
-from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 
 MAX_GROUPS = 10_000
 
 #: The largest file of a sweep: some 300 bytes a group.
 MAX_BYTES = 4 * 2**20
-
-#: Key of a job's metadata: its caption, where its prompt is written otherwise.
-CAPTION = "caption"
 
 GroupName = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$", max_length=100)
@@ -82,16 +77,6 @@ def digest(captions: Iterable[str]) -> Captions:
         hasher.update(caption.encode() + b"\n")
         count += 1
     return Captions(count=count, sha256=hasher.hexdigest())
-
-
-def caption_of(drawn: Record | Job) -> str:
-    """Caption of an image: the sweep's, or the words that its prompt draws."""
-    caption = drawn.metadata.get(CAPTION)
-    return (
-        caption
-        if isinstance(caption, str)
-        else prompt.read_words(drawn.prompt or "")[0]
-    )
 
 
 async def read(storage: Storage, campaign: str) -> Sweep | None:

@@ -18,19 +18,18 @@ from imagefleet import concurrency
 from imagefleet.errors import SetupError, TransientError
 from imagefleet.job import differences
 from imagefleet.storage.open import Storage, open_storage
+from imagefleet.telemetry.logs import duration
 from imagefleet.validation import JSONObject
 from loadgen.campaigns import changes_of, shown
-from loadgen.caption_sweep import SweepSource
 from loadgen.load import Load, Summary
 from loadgen.settings import LoadSettings
-from loadgen.sources import Source
-from worker.progress import duration
+from loadgen.sources import JobSource, Source
 
 #: Seconds between two lines of progress where there is no terminal.
 SECONDS_BETWEEN_LINES = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sending:
     """Options of `load` and `sweep` for sending jobs."""
 
@@ -62,7 +61,7 @@ def reading(path: Path, doing: str, *, is_shown: bool) -> Iterator[None]:
 
 def fill(
     settings: LoadSettings,
-    source: Source | SweepSource,
+    source: JobSource,
     file: str,
     sending: Sending,
     reading: Reading | None = None,

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,17 @@ import forks
 import polling
 from browsing import visible
 from cli import console, options
+from evaluation.sweep import manifest
+from evaluation.sweep.source import CaptionFile, SweepSource, all_groups
 from fleet.keys import mint
-from imagefleet import sweep
-from imagefleet.records import ledger, reader
+from imagefleet.caption import caption_of
+from imagefleet.job.message import read_job
+from imagefleet.records import ledger
+from imagefleet.records.record import Record, of_job
 from imagefleet.storage.azure.roles import ROLES
-from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet, assert_refused
-from loadgen.caption_sweep import CaptionFile, SweepSource, groups
 
 pytestmark = pytest.mark.slow
 
@@ -121,7 +124,7 @@ def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
     assert result.returncode == console.EXIT_DONE, result.stderr
     assert "6 jobs sent" in result.stderr
     assert {job["id"] for job in jobs} == {
-        sweep.job_id(group, number)
+        manifest.job_id(group, number)
         for group in ("cfg-1.5", "cfg-7.0")
         for number in range(3)
     }
@@ -129,9 +132,9 @@ def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
         (64, 72, "bad, worse")
     }
 
-    async def read() -> tuple[sweep.Sweep | None, int | None]:
+    async def read() -> tuple[manifest.Sweep | None, int | None]:
         async with open_storage(local(tmp_path)) as storage:
-            return await sweep.read(storage, "curve"), await ledger.Ledger(
+            return await manifest.read(storage, "curve"), await ledger.Ledger(
                 storage, "curve"
             ).count()
 
@@ -143,7 +146,7 @@ def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
         ("cfg-1.5", 1.5, "plms", 50),
         ("cfg-7.0", 7.0, "plms", 50),
     ]
-    assert found.captions == sweep.digest(
+    assert found.captions == manifest.digest(
         ["a red house", "a (blue) boat", "a green hill"]
     )
     assert jobs_sent == 6
@@ -235,24 +238,20 @@ def test_the_tokens_of_an_operator_suffice(
     assert asyncio.run(messages()) == 6
 
 
-async def test_the_images_of_a_sweep_say_their_group_in_their_records(
-    storage: Storage, captions: Path, run_worker: Any
-):
-    source = SweepSource(
-        CaptionFile(captions), groups([1.5, 7], ["PLMS"], [50]), "curve"
+def test_the_images_of_a_sweep_say_their_group_in_their_records(captions: Path):
+    swept = SweepSource(
+        CaptionFile(captions), all_groups([1.5, 7], ["PLMS"], [50]), "curve"
     )
-    await storage.queue.send(str(body) for body in source.bodies())
-    await run_worker("w1")
-
-    found = [record async for record in reader.images(storage, "curve")]
+    found = [
+        Record(outcome="completed", at=datetime.now(UTC), **of_job(job))
+        for job in (read_job(body, "unused") for body in swept.bodies())
+    ]
 
     assert Counter(record.id.rpartition("_")[0] for record in found) == {
         "cfg-1.5": 3,
         "cfg-7.0": 3,
     }
-    assert {sweep.caption_of(record) for record in found} == set(
-        CaptionFile(captions).read()
-    )
+    assert {caption_of(record) for record in found} == set(CaptionFile(captions).read())
     by_caption = {(record.id.rpartition("_")[2], record.seed) for record in found}
     assert len(by_caption) == 3, "one seed in both groups"
 
