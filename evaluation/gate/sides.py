@@ -7,7 +7,7 @@ from pathlib import Path
 from cli import target
 from imagefleet import validation
 from imagefleet.errors import SetupError
-from imagefleet.validation import JSONObject
+from imagefleet.validation import JSONDict, JSONObject
 
 #: The words for an engine's settings, and what each sets of `worker.engine.load.load_engine`.
 WORDS: Mapping[str, JSONObject] = {
