@@ -13,12 +13,12 @@ from evaluation.score import figures as drawing
 from evaluation.score import session
 from evaluation.score.extractors import DEMO
 from evaluation.score.figures import Scores, facts
-from evaluation.score.sample import Sample, svg, take
+from evaluation.score.sample import svg, take
 from evaluation.score.session import Computing, Networks
 from imagefleet.errors import SetupError
 from imagefleet.keeping.rule import Keep
 from imagefleet.storage.settings import StorageSettings
-from imagefleet.validation import JSONObject
+from imagefleet.validation import JSONDict
 
 #: Facts of a group that differ in one sweep and not in another.
 _VARIED = ("sampler", "steps", "model", "lora", "lora_strength")
@@ -63,12 +63,8 @@ def command(
     target.campaign(campaign)
     if sample is not None:
         console.check_writable(output)
-        _show_sample(
-            console.run(_sampled(settings, campaign, sample, keep)),
-            keep,
-            output,
-            as_json=as_json,
-        )
+        figures = console.run(_sampled(settings, campaign, sample, keep))
+        _show_sample(figures, output, as_json=as_json)
         return
     reference, clip, extractor = networks.reference, networks.clip, networks.extractor
     if extractor == DEMO:
@@ -89,17 +85,14 @@ def command(
 
 async def _sampled(
     settings: StorageSettings, campaign: str, count: int, rule: Keep | None
-) -> Sample:
+) -> JSONDict:
     async with console.connected(settings) as fleet:
         await target.check_campaign(fleet.storage, campaign)
         with tempfile.TemporaryDirectory() as cache:
             return await take(fleet.storage, campaign, count, rule, Path(cache))
 
 
-def _show_sample(
-    found: Sample, rule: Keep | None, drawing_to: Path | None, *, as_json: bool
-) -> None:
-    figures = found.figures(rule)
+def _show_sample(figures: JSONDict, drawing_to: Path | None, *, as_json: bool) -> None:
     if drawing_to is not None:
         console.write_file(drawing_to, svg(figures))
     if as_json:
@@ -113,12 +106,12 @@ def _show_sample(
             f" {spread['least']:g} to {spread['most']:g}, {spread['mean']:.3g} in the mean"
         )
         console.print_tables(console.table((), heads, rows=rows), "")
-    if rule is not None:
+    if "rule" in figures:
         share, dollars = _kept(figures["rule"])
         console.print_plain(f"the rule keeps {share}, ${dollars} a 1,000 kept images")
 
 
-def _kept(of: JSONObject) -> tuple[str, str]:
+def _kept(of: JSONDict) -> tuple[str, str]:
     dollars = of["dollars_per_thousand"]
     return f"{of['kept']:.1%}", "-" if dollars is None else console.significant(dollars)
 

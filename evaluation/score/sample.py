@@ -10,7 +10,6 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -33,58 +32,44 @@ from worker.judges.networks import Drawn, Judges
 SHARES = (0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.03)
 
 
-@dataclass(slots=True)
-class Sample:
-    """The scores of so many images of a campaign, and what drawing one has cost."""
+#: Scores of the images of jobs, job by job.
+_Jobs = Sequence[Sequence[Scores]]
 
-    campaign: str
-    #: Dollars of the GPU's; None: no price is known.
-    dollars_per_image: float | None
-    #: Scores of the images of each job that is in the sample, as a whole.
-    jobs: list[list[Scores]] = field(default_factory=list)
 
-    def _kept(self, share: float) -> JSONDict:
-        """A share of the drawn images, and the dollars for a thousand of these."""
-        dollars = self.dollars_per_image
-        cost = None if dollars is None or not share else 1000 * dollars / share
+def _figures(
+    jobs: _Jobs, rule: Keep | None, dollars_per_image: float | None
+) -> JSONDict:
+    """How each score is spread, and what some minima and the *rule* keep and cost."""
+
+    def kept(share: float) -> JSONDict:
+        cost = dollars_per_image and 1000 * dollars_per_image / share if share else None
         return {"kept": share, "dollars_per_thousand": cost}
 
-    def figures(self, rule: Keep | None) -> JSONDict:
-        """How each score is spread, and what some minima and the *rule* keep and cost."""
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
+    for scores in itertools.chain.from_iterable(jobs):
+        for name, value in scores.items():
+            by_name[name].append(value)
+    spreads = []
+    for name, values in by_name.items():
+        spread = np.array(values)
+        minima = np.quantile(spread, [1 - share for share in SHARES], method="higher")
         found: JSONDict = {
-            "campaign": self.campaign,
-            "images": sum(map(len, self.jobs)),
-            "dollars_per_image": self.dollars_per_image,
-            "scores": [],
+            "name": name,
+            "images": len(values),
+            "least": float(spread.min()),
+            "mean": float(spread.mean()),
+            "most": float(spread.max()),
         }
-        by_name: defaultdict[str, list[float]] = defaultdict(list)
-        for scores in itertools.chain.from_iterable(self.jobs):
-            for name, value in scores.items():
-                by_name[name].append(value)
-        for name, values in by_name.items():
-            spread = np.array(values)
-            minima = np.quantile(
-                spread, [1 - share for share in SHARES], method="higher"
-            )
-            ends = {"least": spread.min(), "mean": spread.mean(), "most": spread.max()}
-            found["scores"].append(
-                {
-                    "name": name,
-                    "images": len(values),
-                    **{end: float(value) for end, value in ends.items()},
-                    "minima": [
-                        {
-                            "minimum": least,
-                            **self._kept(float((spread >= least).mean())),
-                        }
-                        for least in minima.tolist()
-                    ],
-                }
-            )
-        if rule is not None:  # near-duplicates included
-            reasons = [reason for job in self.jobs for reason in rule.choose(job)]
-            found["rule"] = self._kept(reasons.count(None) / len(reasons))
-        return found
+        found["minima"] = [
+            {"minimum": least, **kept(float((spread >= least).mean()))}
+            for least in minima.tolist()
+        ]
+        spreads.append(found)
+    figures: JSONDict = {"dollars_per_image": dollars_per_image, "scores": spreads}
+    if rule is not None:  # near-duplicates included
+        reasons = [reason for job in jobs for reason in rule.choose(job)]
+        figures["rule"] = kept(reasons.count(None) / len(reasons))
+    return figures
 
 
 def svg(figures: JSONDict) -> str:
@@ -106,7 +91,7 @@ def svg(figures: JSONDict) -> str:
 
 async def take(
     storage: Storage, campaign: str, count: int, rule: Keep | None, cache: Path
-) -> Sample:
+) -> JSONDict:
     """Samples about *count* drawn images, whole jobs; raises SetupError if none has a score."""
     records = [record async for record in reader.images(storage, campaign)]
     ended = reader.ended(storage, campaign)
@@ -114,25 +99,21 @@ async def take(
     by_job: defaultdict[int, list[Record]] = defaultdict(list)
     for record in records:
         by_job[record.job].append(record)
-    sample = Sample(campaign, _dollars_per_image(records))
     judges = Judges(Source(storage.files, cache, 2**34), "auto")
-    left = count
+    jobs: list[list[Scores]] = []
     for job in sorted(by_job, key=lambda job: hashed(str(job))):
-        if left <= 0:
+        if sum(map(len, jobs)) >= count:
             break
-        scores: list[Scores] = []
-        for record in by_job[job]:
-            scores += [image.scores for image in record.dropped]
-            if own := await _scores(storage, record, rule, judges):
-                scores.append(own)
-        sample.jobs.append(scores)
-        left -= sum(map(_drawn, by_job[job]))
-    if not any(sample.jobs):
+        dropped = [image.scores for record in by_job[job] for image in record.dropped]
+        own = [await _scores(storage, each, rule, judges) for each in by_job[job]]
+        jobs.append([*dropped, *filter(None, own)])
+    if not any(jobs):
         raise SetupError(
             f"no image of {campaign} has a recorded score: load some jobs with --keep clip=0, say,"
             " or give --keep for scores of the images that are stored"
         )
-    return sample
+    figures = _figures(jobs, rule, _dollars_per_image(records))
+    return {"campaign": campaign, "images": sum(map(len, jobs)), **figures}
 
 
 async def _scores(
@@ -153,10 +134,6 @@ async def _scores(
     return {**record.scores, **finite}
 
 
-def _drawn(record: Record) -> int:
-    return len(record.dropped) + (record.blob is not None)
-
-
 def _dollars_per_image(records: Sequence[Record]) -> float | None:
     """What the GPUs cost from their workers' first pull to their last image, an image drawn."""
     by_worker: defaultdict[object, list[Record]] = defaultdict(list)
@@ -170,4 +147,5 @@ def _dollars_per_image(records: Sequence[Record]) -> float | None:
         ended = [record.at.timestamp() for record in own]
         began = [record.at.timestamp() - (record.seconds or 0) for record in own]
         dollars += (max(ended) - min(began)) / 3600 * price
-    return dollars / max(1, sum(map(_drawn, records)))
+    drawn = sum(len(record.dropped) + bool(record.blob) for record in records)
+    return dollars / max(1, drawn)

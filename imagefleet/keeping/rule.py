@@ -75,7 +75,7 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
     @model_validator(mode="after")
     def _has_scores(self) -> Self:
-        if not self.scores:
+        if not self.ranking:
             raise ValueError("it names no score: clip=25 keeps images of at least 25")
         for name in self.scores:
             if not SAFE_NAME.fullmatch(name):
@@ -90,7 +90,7 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     @property
     def scores(self) -> list[str]:
         """The names of the scores that it needs."""
-        return [name for name in dict.fromkeys((*self.minimum, self.ranking)) if name]
+        return [*dict.fromkeys((*self.minimum, self.ranking))]
 
     @property
     def networks(self) -> list[str]:

@@ -5,8 +5,9 @@ import os
 import signal
 import sys
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ from imagefleet.records.log import GZIP, RECORDS
 from imagefleet.records.record import Record
 from imagefleet.storage import bundle
 from imagefleet.storage.open import Storage, open_storage
-from imagefleet.storage.routing.queue import RoutedQueue
 from messages import Drawing
 from storm_worker import BAD_STEPS
 from worker.engine import contract
@@ -153,23 +153,30 @@ def worker_that_is_killed() -> None:
         is_bad = request.steps == BAD_STEPS
         return errors.JobError("cannot be drawn") if is_bad else None
 
+    run_wrapped(partial(Drawing, fails), {part: (name,)}, deadly)
+
+
+def run_wrapped(
+    engine: Callable[[], contract.Engine],
+    calls: Mapping[str, Iterable[str]],
+    wrap: Callable[[Any], Any],
+) -> None:
+    """Runs a worker until the queue is empty, with these calls of parts of its storage wrapped."""
+
+    def wrap_all(part: str, of: Any) -> Any:
+        for name in calls.get(part, ()):
+            setattr(of, name, wrap(getattr(of, name)))
+        return of
+
     async def run() -> None:
         usual = WorkerSettings(model=Path("stand-in"), until_empty=True)
         settings = usual.model_copy(update={"lease_seconds": 1})
         async with open_storage(settings) as storage:
             served = storage.models.served
-
-            def routed(models: Iterable[str]) -> RoutedQueue:
-                queue = served(models)
-                if part == "queue":
-                    setattr(queue, name, deadly(getattr(queue, name)))
-                return queue
-
-            storage.models.served = routed  # type: ignore[method-assign]
-            if part != "queue":
-                owner = getattr(storage, part)
-                setattr(owner, name, deadly(getattr(owner, name)))
-            pipeline = Pipeline(storage, lambda: Drawing(fails), settings)
+            storage.models.served = lambda models: wrap_all("queue", served(models))  # type: ignore[method-assign]
+            for part in calls.keys() - {"queue"}:
+                wrap_all(part, getattr(storage, part))
+            pipeline = Pipeline(storage, engine, settings)
             await pipeline.run(asyncio.Event(), asyncio.Event())
 
     asyncio.run(run())

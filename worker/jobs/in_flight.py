@@ -16,7 +16,7 @@ from imagefleet.errors import FleetError, JobError, TransientError
 from imagefleet.files.marks import Mark
 from imagefleet.files.pack import Member
 from imagefleet.job.message import DEFAULT_CAMPAIGN, DELIVERIES_FIELD, Job
-from imagefleet.records.record import DroppedImage, Record
+from imagefleet.records.record import Record
 from imagefleet.storage.deliveries import (
     SUSPECT_AFTER,
     Deliveries,
@@ -25,6 +25,7 @@ from imagefleet.storage.deliveries import (
 from imagefleet.storage.protocol import LeasedMessage
 from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.metrics import MAX_MODELS, OTHER_MODELS
+from imagefleet.validation import JSONDict
 from worker.engine.contract import Embedding, ImageRequest, Pixels, PreparedRequest
 from worker.inputs.img2img import Overlay
 from worker.leases import Lease
@@ -319,10 +320,8 @@ class InFlightImage:
     ready_at: float = field(default_factory=time.monotonic)
     #: Its position among the images that are drawn; `index` is that among those stored.
     drawn_index: int = 0
-    scores: dict[str, float] = field(default_factory=dict)
-    #: The job's images that are not stored, of its first image.
-    dropped: tuple[DroppedImage, ...] = ()
-    phash: str | None = None
+    #: Facts of its record by its judges: scores, the job's dropped images, and its hash.
+    facts: JSONDict = field(default_factory=dict)
 
     @property
     def embeddings(self) -> tuple[Embedding, ...]:

@@ -81,7 +81,7 @@ class JudgeStage:
         if not all(map(math.isfinite, scores.values())):
             raise TransientError(f"a score is not finite: {scores}")
         self.watchdog.images_failed_in_a_row = 0
-        image.scores = scores
+        image.facts["scores"] = scores
         image.owner.judged.append((image, pixels))
         await self.settler.less_to_store(image.owner, 1)
 
@@ -93,7 +93,7 @@ class JudgeStage:
         if len(judged) < image.job.images_to_draw:  # the worker drains
             await self.settler.hand_back(entry)
             return
-        rule, scores = _rule(image), [image.scores for image, _ in judged]
+        rule, scores = _rule(image), [each.facts["scores"] for each, _ in judged]
         # Those whose facts nobody may read do not tell how many their delivery has kept.
         before = [record.images for record in entry.again if record.sha256]
         kept: list[_Image] = []
@@ -131,10 +131,11 @@ class JudgeStage:
         for place in sorted(missing):
             image, pixels = kept[place]
             image.index = place
-            image.dropped = () if place else dropped
+            if not place:
+                image.facts["dropped"] = dropped
             if _rule(image).distinct is not None:
                 shown = _shown(image, pixels).pixels
-                image.phash = await asyncio.to_thread(perceptual_hash, shown)
+                image.facts["phash"] = await asyncio.to_thread(perceptual_hash, shown)
             await self.encode.queue.put((image, pixels))
         if not missing:
             await self.settler.images_ended(entry)

@@ -174,7 +174,7 @@ class UploadStage:
         return self.settler.record(
             image.owner,
             "completed",
-            **of_job(image.job) | {"images": images},
+            **of_job(image.job) | {"images": images} | image.facts,
             blob=image.job.blob_name(image.index),
             size_bytes=len(file.data),
             sha256=file.sha256,
@@ -185,9 +185,6 @@ class UploadStage:
             width=width,
             height=height,
             mark=file.mark,
-            scores=image.scores,
-            dropped=image.dropped,
-            phash=image.phash,
             embeddings=tuple(map(attrgetter("name", "sha256"), image.embeddings)),
             seconds=round(time.monotonic() - image.owner.pulled_at, 3),
         )

@@ -1,21 +1,18 @@
 """Judged jobs for tests of kills: eight images each, of contrasts that their seeds decide."""
 
-import asyncio
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bundled import run_wrapped
 from evaluation.stand_in import StandInEngine
 from imagefleet.job.message import Job
 from imagefleet.records import reader
-from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.open import Storage
 from worker.engine import contract
-from worker.pipeline import Pipeline
-from worker.settings import WorkerSettings
 
 IMAGES = 8
 
@@ -89,24 +86,4 @@ def worker() -> None:
 
         return call_or_die
 
-    async def run() -> None:
-        usual = WorkerSettings(model=Path("stand-in"), until_empty=True)
-        settings = usual.model_copy(update={"lease_seconds": 1})
-        async with open_storage(settings) as storage:
-            served = storage.models.served
-
-            def routed(models: Any) -> Any:
-                queue: Any = served(models)
-                for name in _CALLS["queue"]:
-                    setattr(queue, name, counted(getattr(queue, name)))
-                return queue
-
-            storage.models.served = routed  # type: ignore[method-assign]
-            for name in _CALLS["blobs"]:
-                call = counted(getattr(storage.blobs, name))
-                setattr(storage.blobs, name, call)
-            engine = StandInEngine(draw=draw, capacity=IMAGES)
-            pipeline = Pipeline(storage, lambda: engine, settings)
-            await pipeline.run(asyncio.Event(), asyncio.Event())
-
-    asyncio.run(run())
+    run_wrapped(lambda: StandInEngine(draw=draw, capacity=IMAGES), _CALLS, counted)

@@ -244,7 +244,7 @@ async def test_of_near_duplicates_the_better_one_counts_whichever_is_drawn_first
     (alone,) = await records(storage)
     assert alone.id == first
     await run_pipeline(alike, sent=set(bodies.values()) - {bodies[first]})
-    (counted,) = await records(storage)
-    assert counted.id == "b"
+    (left,) = await records(storage)
+    assert left.id == "b"
     assert (await ends(storage))["a"].reason == "near-duplicate of b"
     assert await counted(storage) == (1, 1, 1)
