@@ -448,18 +448,15 @@ class SlotEngine:
                 history = step.state.history[:, slot]
                 self._end_pass(job, latents, history)
             elif self._weights.may_move(lane, job):
+                # On to the lane whose slots have the rows of its next call.
                 del lane.active[slot]
-                self._change_lane(job, step, slot)
-
-    def _change_lane(self, job: SlotJob, step: Step, slot: int) -> None:
-        """Passes an image on to the lane whose slots have the rows of its next call."""
-        latents = step.state.latents[slot].clone()
-        history = step.state.history[:, slot].clone()
-        job.staged = replace(job.data, latents=latents, history=history)
-        job.has_weights = False
-        key = job.batch_key.at(job.prepared, job.call)
-        job.batch_key = self._runner.lane_key(key)
-        self._lanes.add(job.batch_key, [job], first=True)
+                latents = step.state.latents[slot].clone()
+                history = step.state.history[:, slot].clone()
+                job.staged = replace(job.data, latents=latents, history=history)
+                job.has_weights = False
+                following = job.batch_key.at(job.prepared, job.call)
+                job.batch_key = self._runner.lane_key(following)
+                self._lanes.add(job.batch_key, [job], first=True)
 
     def _end_pass(self, job: SlotJob, latents: Tensor, history: Tensor) -> None:
         """Passes latents on: to the decoder, or to the lane of the job's next pass."""

@@ -357,7 +357,14 @@ class RequestPreparer(Preparer):
 
     def prepare(self, request: ImageRequest) -> PreparedRequest:
         """Checks a request, tokenises its prompts, reads its files and packs its LoRAs."""
-        self._check_clip_skip(request.clip_skip)
+        first, *_ = self._checkpoint.text_encoders.values()
+        layers = first.config.num_hidden_layers
+        encoders = self._checkpoint.family.text_encoders
+        is_taken = any(each.rules.layer is None for each in encoders)
+        if is_taken and not 1 <= request.clip_skip <= layers:
+            raise JobError(
+                f"clip_skip is {request.clip_skip}; this model's text encoder has {layers} layers"
+            )
         init = request.init
         image = None
         steps = request.steps
@@ -544,18 +551,6 @@ class RequestPreparer(Preparer):
             return None
         self._may_go_on.wait()
         return cache.check_file(name, path)
-
-    def _check_clip_skip(self, clip_skip: int) -> None:
-        first, *_ = self._checkpoint.text_encoders.values()
-        layers = first.config.num_hidden_layers
-        encoders = self._checkpoint.family.text_encoders
-        if (
-            any(each.rules.layer is None for each in encoders)
-            and not 1 <= clip_skip <= layers
-        ):
-            raise JobError(
-                f"clip_skip is {clip_skip}; this model's text encoder has {layers} layers"
-            )
 
     def _with_bundled(
         self, named: Sequence[Embedding], loras: Sequence[Lora]
