@@ -498,8 +498,21 @@ class RequestPreparer(Preparer):
         self, request: ImageRequest, named: Sequence[Embedding]
     ) -> tuple[PromptRow, ...]:
         """The rows of a pass, whose words are also those that its own LoRAs bundle."""
-        named = self._with_bundled(named, request.loras)
-        rows = self.tokenizer.rows(request.prompt, named)
+        # Named ones go before those in LoRAs' files, as in AUTOMATIC1111.
+        found = {each.name: each for each in named}
+        for file in map(self._loras.cache.get, dict.fromkeys(request.loras)):
+            what = f"the LoRA {file.identity[0]!r}, for the word"
+            for name in file.embeddings.keys() - found:
+                with safetensors.named(f"{what} {name!r},"):
+                    vectors = embeddings.vectors_of(
+                        file.embeddings[name],
+                        self._widths,
+                        self._loras.dtypes["text_encoder"],
+                    )
+                identity = f"{file.identity} {name}"
+                found[name] = Embedding(name, identity, vectors)
+        words = [*found.values()]
+        rows = self.tokenizer.rows(request.prompt, words)
         if (
             len(rows) > 1
             and self._checkpoint.unet.config.time_cond_proj_dim is not None
@@ -509,7 +522,7 @@ class RequestPreparer(Preparer):
             )
         if len(rows) > 1 and request.controls and request.sampler_options.s_min_uncond:
             raise JobError("AND with s_min_uncond and ControlNets is not supported")
-        return (*rows, *self.tokenizer.rows(request.negative_prompt, named))
+        return (*rows, *self.tokenizer.rows(request.negative_prompt, words))
 
     def _controls(
         self, request: ImageRequest, schedule: Schedule, steps: int
@@ -551,21 +564,3 @@ class RequestPreparer(Preparer):
             return None
         self._may_go_on.wait()
         return cache.check_file(name, path)
-
-    def _with_bundled(
-        self, named: Sequence[Embedding], loras: Sequence[Lora]
-    ) -> Sequence[Embedding]:
-        """Embeddings, and those in LoRAs' files; *named* ones go first, as in AUTOMATIC1111."""
-        found = {each.name: each for each in named}
-        for file in map(self._loras.cache.get, dict.fromkeys(loras)):
-            what = f"the LoRA {file.identity[0]!r}, for the word"
-            for name in file.embeddings.keys() - found:
-                with safetensors.named(f"{what} {name!r},"):
-                    vectors = embeddings.vectors_of(
-                        file.embeddings[name],
-                        self._widths,
-                        self._loras.dtypes["text_encoder"],
-                    )
-                identity = f"{file.identity} {name}"
-                found[name] = Embedding(name, identity, vectors)
-        return [*found.values()]
