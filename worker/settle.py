@@ -260,7 +260,10 @@ class Settler:
             entry.settle()
             await self._lose(entry, error)
             return
-        error = entry.fault_of(error)
+        if not isinstance(error, FleetError):
+            # A bug of ours is retried: it could end all workers.
+            entry.log(logging.ERROR, "hit a bug", "job_defect", exc_info=error)
+            error = TransientError(f"{type(error).__name__}: {error}")
         if (
             image is None or entry.has_ended
         ):  # at its end no image is left that could be awaited

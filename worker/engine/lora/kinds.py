@@ -110,11 +110,7 @@ def factorise(change: Tensors, most: int) -> Factors | None:
         # Kronecker's; the second half's columns end with the kernel, as a weight's do.
         up = functools.reduce(torch.kron, ups)
         down = functools.reduce(torch.kron, downs)
-    return _balanced(up, down)
-
-
-def _balanced(up: Tensor, down: Tensor) -> Factors:
-    """Rescales two factors to the same magnitude, so that neither underflows in float16."""
+    # To the same magnitude, so that neither underflows in float16.
     smallest = torch.finfo(torch.float32).tiny
     up_size = up.abs().amax(0).clamp_min(smallest).sqrt()
     down_size = down.abs().amax(1).clamp_min(smallest).sqrt()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from imagefleet.errors import FleetError, JobError
 from imagefleet.telemetry.logs import log
-from worker.engine import contract, sampler
+from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.contract import Finished, ImageRequest
 from worker.engine.families.table import Model
@@ -462,7 +462,8 @@ class SlotEngine:
         """Passes latents on: to the decoder, or to the lane of the job's next pass."""
         staged = job.data
         if staged.inpainting is not None and job.prepared.ends is None:
-            latents = sampler.restore(latents, staged.inpainting)
+            kept, original = staged.inpainting
+            latents = latents * (1 - kept) + original * kept
         if (following := job.prepared.next_pass) is None:
             named = staged.coder and staged.coder.vae
             self._decoder.add(job.ticket, latents, job.prepared.request.decoder, named)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import threading
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
@@ -222,7 +223,8 @@ class PreparedRequest:
         if self.prompts:
             return self.family.plain_tokens
         longest = max(length for _, length in self.texts)
-        return self.family.context_tokens(longest * text.CONTEXT_TOKENS)
+        contexts = (self.family.plain_tokens, *self.family.long_tokens)
+        return contexts[bisect_left(contexts, longest * text.CONTEXT_TOKENS)]
 
 
 class LoraFields(TypedDict):
