@@ -7,7 +7,7 @@ lock: a delete with the previous receipt would fail.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from imagefleet.errors import LeaseLost, TransientError
@@ -25,14 +25,14 @@ TRIES_PER_LEASE = 10
 RenewalResult = Literal["renewed", "unknown", "lost"]
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
     """One leased message: its latest receipt and what is known about the lease."""
 
-    def __init__(self, message: LeasedMessage, expires_at: float) -> None:
-        self.message = message
-        self.expires_at = expires_at  # on this machine's monotonic clock
-        self.is_lost = False  # not where a renewal's reply was: the next one tells
-        self.lock = asyncio.Lock()
+    message: LeasedMessage
+    expires_at: float  # on this machine's monotonic clock
+    is_lost: bool = False  # not where a renewal's reply was: the next one tells
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def check(self) -> None:
         """Raises LeaseLost if another worker may have the message."""

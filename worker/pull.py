@@ -119,7 +119,13 @@ class Puller:
                 await self._take(leases, add)
                 empty_polls = 0
             else:
-                await self._pause(empty_polls, longest_seconds)
+                waits = [self._stopped.wait()]
+                if settings.until_empty and self.settler.in_flight:
+                    waits.append(self.settler.nothing_in_flight.wait())
+                seconds = concurrency.backoff(
+                    empty_polls, FIRST_PAUSE_SECONDS, longest_seconds
+                )
+                await tasks.first_of(*waits, timeout_seconds=seconds)
                 empty_polls += 1
 
     async def _pull_urgent(self, add: Callable[[InFlightJob], None]) -> None:
@@ -199,13 +205,6 @@ class Puller:
         if not self.settler.settings.until_empty or self.settler.in_flight:
             return False
         return (await self.queue.depth()).messages == 0
-
-    async def _pause(self, empty_polls: int, longest_seconds: float) -> None:
-        waits = [self._stopped.wait()]
-        if self.settler.settings.until_empty and self.settler.in_flight:
-            waits.append(self.settler.nothing_in_flight.wait())
-        seconds = concurrency.backoff(empty_polls, FIRST_PAUSE_SECONDS, longest_seconds)
-        await tasks.first_of(*waits, timeout_seconds=seconds)
 
     def _images_ahead(self, above: int | None = None) -> int:
         """Images ahead of the engine, or in it; of priorities *above* a level."""

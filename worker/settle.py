@@ -270,7 +270,10 @@ class Settler:
             entry.settle()
             await self._lose(entry, error)
             return
-        error = entry.fault_of(error)
+        if not isinstance(error, FleetError):
+            # A bug of ours is retried: it could end all workers.
+            entry.log(logging.ERROR, "hit a bug", "job_defect", exc_info=error)
+            error = TransientError(f"{type(error).__name__}: {error}")
         # At its end no image is left that could be awaited; a judgement needs all of them.
         if image is None or entry.has_ended or (image.job.keep and not entry.kept):
             await self._fail(entry, [error])
@@ -301,7 +304,17 @@ class Settler:
             entry.log(logging.INFO, f"waits: {error}", "job_waits_for_file")
             await self._release(entry, safetensors.REST_SECONDS)
         else:
-            await self._retry(entry, error, attempts)
+            delay_seconds = concurrency.backoff(
+                attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
+            )
+            entry.log(
+                logging.WARNING,
+                f"failed, attempt {attempts} of {self.settings.max_attempts}, retrying in"
+                f" {delay_seconds:.0f} s: {error}",
+                "job_retried",
+                error=type(error).__name__,
+            )
+            await self._release(entry, delay_seconds, failed=True)
 
     async def hand_back(self, entry: InFlightJob, delay_seconds: float = 0) -> None:
         """Leaves a job that was not finished in time to another worker, by default at once.
@@ -375,21 +388,6 @@ class Settler:
 
         record = self.record(entry, **failed.model_dump(exclude_unset=True))
         await self._end_without_image(entry, "failed", record, failed)
-
-    async def _retry(
-        self, entry: InFlightJob, error: FleetError, attempts: int
-    ) -> None:
-        delay_seconds = concurrency.backoff(
-            attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
-        )
-        entry.log(
-            logging.WARNING,
-            f"failed, attempt {attempts} of {self.settings.max_attempts}, retrying in"
-            f" {delay_seconds:.0f} s: {error}",
-            "job_retried",
-            error=type(error).__name__,
-        )
-        await self._release(entry, delay_seconds, failed=True)
 
     async def _release(
         self, entry: InFlightJob, delay_seconds: float = 0, *, failed: bool = False

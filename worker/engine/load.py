@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from worker.engine.contract import Engine
     from worker.engine.device import Precision
     from worker.engine.families.table import Family
-    from worker.engine.flow.families import FlowFamily
     from worker.engine.kernels.packages import Exchange
     from worker.engine.slots.engine import SlotEngine
     from worker.engine.slots.parts import Parts
@@ -137,11 +136,20 @@ def _read(settings: EngineSettings, device: torch.device) -> Parts:
     from worker.engine import device as devices
     from worker.engine.families import latents, table
     from worker.engine.flow import checkpoint as flow_checkpoint
+    from worker.engine.flow import parts as flows
     from worker.engine.pixel import checkpoint as pixel_checkpoint
     from worker.engine.pixel import parts as pixels
 
     if (flow := flow_checkpoint.family_of(settings.model)) is not None:
-        return _read_flow(settings, flow, device)
+        _refuse_parts(settings, flow.name)
+        is_int8 = settings.precision == "int8"
+        precision = "auto" if is_int8 else settings.precision
+        dtype = devices.find_dtype(precision, device, "bfloat16")
+        model = flow_checkpoint.load_checkpoint(
+            settings.model, flow, device, dtype, settings.config, is_int8=is_int8
+        )
+        devices.set_up(device, fp16_accumulate=False)
+        return flows.of_flow(model, settings)
     dtype = devices.find_dtype(settings.precision, device)
     if table.pipeline_of(settings.model) in pixel_checkpoint.FAMILIES:
         _refuse_parts(settings, "a stage of IF")
@@ -167,23 +175,6 @@ def _read(settings: EngineSettings, device: torch.device) -> Parts:
         return _read_like(its, like, takes_refiner=True)
 
     return latents.of_latents(loaded, settings, read)
-
-
-def _read_flow(
-    settings: EngineSettings, family: FlowFamily, device: torch.device
-) -> Parts:
-    from worker.engine import device as devices
-    from worker.engine.flow import checkpoint, parts
-
-    _refuse_parts(settings, family.name)
-    is_int8 = settings.precision == "int8"
-    precision = "auto" if is_int8 else settings.precision
-    dtype = devices.find_dtype(precision, device, "bfloat16")
-    loaded = checkpoint.load_checkpoint(
-        settings.model, family, device, dtype, settings.config, is_int8=is_int8
-    )
-    devices.set_up(device, fp16_accumulate=False)
-    return parts.of_flow(loaded, settings)
 
 
 def _refuse_parts(settings: EngineSettings, what: str) -> None:

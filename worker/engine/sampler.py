@@ -142,11 +142,6 @@ def mask_input(rows: Tensor, latents: Tensor, image: Inpainting) -> Tensor:
     return latents * (1 - kept) + image.original * kept
 
 
-def restore(latents: Tensor, image: Inpainting) -> Tensor:
-    """Drawn latents with what an image keeps, of one image or a batch."""
-    return latents * (1 - image.kept) + image.original * image.kept
-
-
 def step(
     rows: Tensor,
     latents: Tensor,

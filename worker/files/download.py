@@ -21,7 +21,7 @@ from yarl import URL
 
 from imagefleet import concurrency, redaction
 from imagefleet.errors import SetupError, TransientError
-from imagefleet.files.kinds import BY_FOLDER, MODEL
+from imagefleet.files.kinds import MODEL
 from imagefleet.storage.protocol import BlobPart, BlobStore
 from imagefleet.telemetry import proxies
 from imagefleet.telemetry.logs import Occasion, log
@@ -144,12 +144,11 @@ class HttpSource:
 
 
 class BlobSource:
-    """The blob FOLDER/NAME in the container of files."""
+    """A model's blob in the container of files."""
 
-    def __init__(self, blobs: BlobStore, name: str, folder: str = MODEL.folder) -> None:
+    def __init__(self, blobs: BlobStore, name: str) -> None:
         self._blobs = blobs
-        self._folder = folder
-        self._blob = f"{folder}/{name}"
+        self._blob = f"{MODEL.folder}/{name}"
         self.label = f"{self._blob} in the container {blobs.name!r}"
 
     @contextlib.asynccontextmanager
@@ -182,8 +181,7 @@ class BlobSource:
         part = await self._blobs.read_part(self._blob, offset, _PART_BYTES)
         if part is None:
             raise SetupError(
-                f"there is no {self.label}: `{BY_FOLDER[self._folder].add_command}` stores it"
-                + (", or correct --model" if self._folder == MODEL.folder else "")
+                f"there is no {self.label}: `{MODEL.add_command}` stores it, or correct --model"
             )
         return part
 

@@ -81,7 +81,17 @@ def find(
             f"the detector {name!r} finds outlines: only those of boxes are supported"
         )
     height, width = sides
-    image, scale, left, upper = _fitted(pixels, width, height)
+    # The picture is brought to the middle of the network's input.
+    scale = min(width / pixels.shape[1], height / pixels.shape[0])
+    wide = round(pixels.shape[1] * scale)
+    high = round(pixels.shape[0] * scale)
+    small = Image.fromarray(pixels).resize((wide, high), Image.Resampling.BILINEAR)
+    left = (width - wide) // 2
+    upper = (height - high) // 2
+    whole = np.full((height, width, 3), _GREY, np.uint8)
+    whole[upper : upper + high, left : left + wide] = np.asarray(small)
+    image = whole.transpose(2, 0, 1)[None].astype(np.float32)
+    image /= 255
     try:
         output = np.asarray(network.run(None, {given.name: image})[0], np.float64)
     except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
@@ -94,22 +104,6 @@ def find(
     places = (boxes[:, :4] - [left, upper] * 2) / scale
     boxes[:, :4] = places.clip(0, pixels.shape[1::-1] * 2)
     return boxes
-
-
-def _fitted(
-    pixels: Pixels, width: int, height: int
-) -> tuple[NDArray[np.float32], float, int, int]:
-    """The picture in the middle of the network's input, with its scale and its corner there."""
-    scale = min(width / pixels.shape[1], height / pixels.shape[0])
-    size = round(pixels.shape[1] * scale), round(pixels.shape[0] * scale)
-    small = Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR)
-    left = (width - size[0]) // 2
-    upper = (height - size[1]) // 2
-    whole = np.full((height, width, 3), _GREY, np.uint8)
-    whole[upper : upper + size[1], left : left + size[0]] = np.asarray(small)
-    levels = whole.transpose(2, 0, 1)[None].astype(np.float32)
-    levels /= 255
-    return levels, scale, left, upper
 
 
 def _boxes(output: NDArray[np.float64], name: str) -> Boxes:

@@ -191,21 +191,14 @@ def control(image: Image.Image, mode: int, size: Size) -> Pixels:
         return np.asarray(
             stretched.crop((left, upper, left + size[0], upper + size[1]))
         )
-    filled = Image.new("RGB", size, _border_colour(np.asarray(image)))
+    outer = np.asarray(image)
+    borders = np.concatenate([outer[0], outer[-1], outer[:, 0], outer[:, -1]])
+    red, green, blue = np.median(borders, axis=0).astype(np.uint8).tolist()
+    filled = Image.new("RGB", size, (red, green, blue))
     left = max(0, (size[0] - inner_width) // 2)
     upper = max(0, (size[1] - inner_height) // 2)
     filled.paste(stretched, (left, upper))
     return np.asarray(filled)
-
-
-def _border_colour(image: Pixels) -> tuple[int, int, int]:
-    upper = image[0]
-    lower = image[-1]
-    left = image[:, 0]
-    right = image[:, -1]
-    borders = np.concatenate([upper, lower, left, right])
-    red, green, blue = np.median(borders, axis=0).astype(np.uint8).tolist()
-    return red, green, blue
 
 
 def _stretched_map(image: Image.Image, size: Size) -> Image.Image:

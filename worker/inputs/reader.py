@@ -239,22 +239,19 @@ class InputReader:
             find("negative prompt", str(job.parsed_negative_prompt)),
         )
 
-    def _refuse_others(self, job: Job, field: str, source: str, campaign: str) -> None:
+    async def _file(self, job: Job, field: str, source: str) -> bytes:
+        """The file of an image that a field of a job names, or has in it."""
+        place = given.place(source)
+        if place is None:
+            return given.content(source)
         own = job.campaign or DEFAULT_CAMPAIGN
+        campaign = place.campaign or own
         if campaign != own and self._campaigns.isdisjoint({campaign, "*"}):
             raise JobError(
                 f"{field}: {source!r} is an image of the campaign {campaign!r}, and the job is of"
                 f" {own!r}: give workers --input-campaigns {campaign}, or store the image in"
                 f" {given.INPUTS} of the container of files"
             )
-
-    async def _file(self, job: Job, field: str, source: str) -> bytes:
-        """The file of an image that a field of a job names, or has in it."""
-        place = given.place(source)
-        if place is None:
-            return given.content(source)
-        if place.campaign is not None:
-            self._refuse_others(job, field, source, place.campaign)
         blobs = self._containers[place.container]
         try:
             # Images are never overwritten; inputs may be half-copied.

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.errors import FleetError, JobError, TransientError
+from imagefleet.errors import FleetError, JobError
 from imagefleet.files.marks import Mark
 from imagefleet.files.pack import Member
 from imagefleet.job.message import DEFAULT_CAMPAIGN, DELIVERIES_FIELD, Job
@@ -228,13 +227,6 @@ class InFlightJob:
         )
         if ends_others or len(self.failures) > most:
             self.is_stopping = True
-
-    def fault_of(self, error: Exception) -> FleetError:
-        """*error*; for a bug of ours one that is retried, as that could end all workers."""
-        if isinstance(error, FleetError):
-            return error
-        self.log(logging.ERROR, "hit a bug", "job_defect", exc_info=error)
-        return TransientError(f"{type(error).__name__}: {error}")
 
     def log(self, level: int, text: str, action: str, **fields: Any) -> None:
         log.log(level, f"job {self.id} {text}", action=action, job_id=self.id, **fields)

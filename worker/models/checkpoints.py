@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from imagefleet.errors import NodeError, SetupError, TransientError, UnusableFileError
@@ -106,17 +106,17 @@ def refuse_unusable_names(checkpoints: Sequence[Checkpoint]) -> None:
         )
 
 
+@dataclass(slots=True, eq=False)
 class OtherModels:
     """Finds the checkpoints that jobs name beside their own: refiners, and those of second passes.
 
     By name: of the worker's own models, else of the storage; each is fetched once.
     """
 
-    def __init__(self, settings: WorkerSettings, blobs: BlobStore) -> None:
-        self._settings = settings
-        self._blobs = blobs
-        self._fetched: dict[str, Path] = {}
-        self._fetching = asyncio.Lock()
+    _settings: WorkerSettings
+    _blobs: BlobStore
+    _fetched: dict[str, Path] = field(default_factory=dict)
+    _fetching: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def find(self, name: str | None, own: str) -> Path | None:
         """A model's path on this machine; None for the engine's *own*.

@@ -11,16 +11,12 @@ from dataclasses import replace
 from PIL import Image
 
 from imagefleet.job.message import Job
-from imagefleet.job.passes.adetailer import Detail
-from imagefleet.job.prompt import Prompt
 from worker.engine.contract import ImageRequest, Pixels
 from worker.files.library import FileLibrary
 from worker.inputs import detectors, img2img
 
 #: Draws a part that the detector of this number found.
 Draw = Callable[[ImageRequest, int], Awaitable[Pixels]]
-
-_Prompts = tuple[Prompt | None, Prompt | None]
 
 
 async def draw(
@@ -53,7 +49,22 @@ async def draw(
             "inpaint_full_res_padding": detail.ad_inpaint_only_masked_padding,
         }
         own_job = job.model_copy(update=fields)
-        own = _own(request, detail, job.detail_prompts[at])
+        positive, negative = job.detail_prompts[at]
+        # The picture's first pass, without its ControlNets and refiner.
+        own = replace(
+            request,
+            prompt=positive or request.prompt,
+            # A prompt of its own has no tags, and so no LoRAs.
+            loras=request.loras if positive is None else (),
+            negative_prompt=negative or request.negative_prompt,
+            steps=detail.own("ad_steps", request.steps),
+            cfg_scale=detail.own("ad_cfg_scale", request.cfg_scale),
+            width=detail.own("ad_inpaint_width", request.width),
+            height=detail.own("ad_inpaint_height", request.height),
+            hires=None,
+            controls=(),
+            refiner=None,
+        )
         for number, mask in enumerate(masks):
             init, overlay = await asyncio.to_thread(
                 img2img.begin,
@@ -68,22 +79,3 @@ async def draw(
             if overlay is not None:
                 pixels = await asyncio.to_thread(overlay.put_over, pixels)
     return pixels
-
-
-def _own(request: ImageRequest, detail: Detail, prompts: _Prompts) -> ImageRequest:
-    """The request for a part: the picture's first pass, without its ControlNets and refiner."""
-    positive, negative = prompts
-    return replace(
-        request,
-        prompt=request.prompt if positive is None else positive,
-        # A prompt of its own has no tags, and so no LoRAs.
-        loras=request.loras if positive is None else (),
-        negative_prompt=request.negative_prompt if negative is None else negative,
-        steps=detail.own("ad_steps", request.steps),
-        cfg_scale=detail.own("ad_cfg_scale", request.cfg_scale),
-        width=detail.own("ad_inpaint_width", request.width),
-        height=detail.own("ad_inpaint_height", request.height),
-        hires=None,
-        controls=(),
-        refiner=None,
-    )

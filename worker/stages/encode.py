@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 from isal import isal_zlib
 from PIL import ExifTags, Image, PngImagePlugin
 
@@ -176,21 +175,15 @@ def _png(pixels: Pixels, parameters: str, job: str, mark: Mark | None) -> bytes:
     PngImagePlugin.putchunk(file, b"IHDR", header)
     for kind, text, *_ in texts.chunks:
         PngImagePlugin.putchunk(file, kind, text)
-    compressed = isal_zlib.compress(_filtered(pixels), COMPRESSION_LEVEL)
+    rows = pixels.reshape(height, -1)
+    filtered = np.empty((height, 1 + rows.shape[1]), np.uint8)
+    filtered[:, 0] = FILTER_UP
+    filtered[0, 1:] = rows[0]
+    np.subtract(rows[1:], rows[:-1], out=filtered[1:, 1:])
+    compressed = isal_zlib.compress(filtered, COMPRESSION_LEVEL)
     PngImagePlugin.putchunk(file, b"IDAT", compressed)
     PngImagePlugin.putchunk(file, b"IEND", b"")
     return file.getvalue()
-
-
-def _filtered(pixels: Pixels) -> npt.NDArray[np.uint8]:
-    height, width, channels = pixels.shape
-    rows = pixels.reshape(height, width * channels)
-    filtered = np.empty((height, 1 + width * channels), np.uint8)
-    filtered[:, 0] = FILTER_UP
-    filtered[0, 1:] = rows[0]
-    differences = filtered[1:, 1:]
-    np.subtract(rows[1:], rows[:-1], out=differences)
-    return filtered
 
 
 def _with_pillow(

@@ -9,7 +9,7 @@ their tensors tell.
 import inspect
 import itertools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -160,31 +160,24 @@ def _config(tensors: Weights, unet_config: JSONObject) -> JSONDict:
     config["conditioning_channels"] = hint.shape[1] if hint.dim() > 1 else 0
     config["conditioning_embedding_out_channels"] = (hint.shape[0], *wider)
     if unet_config.get("addition_embed_type") is not None:
-        config |= _sizes(tensors.keys(), unet_config)
-    return config
-
-
-def _sizes(names: Collection[str], unet_config: JSONObject) -> JSONDict:
-    """Options that say which of SDXL's attentions a ControlNet has."""
-    depths: dict[int, int] = {}
-    for name in names:
-        if match := _ATTENTION.match(name):
+        # Which of SDXL's attentions it has.
+        depths: dict[int, int] = {}
+        for match in filter(None, map(_ATTENTION.match, tensors)):
             block = int(match[1])
             depth = int(match[2] or -1) + 1
             depths[block] = max(depths.get(block, 0), depth)
-    types = unet_config["down_block_types"]
-    layers = unet_config["transformer_layers_per_block"]
-    layers = [layers] * len(types) if isinstance(layers, int) else layers
-    attends = any(each.startswith("mid_block.attentions.") for each in names)
-    return {
-        "down_block_types": [
+        types = unet_config["down_block_types"]
+        layers = unet_config["transformer_layers_per_block"]
+        layers = [layers] * len(types) if isinstance(layers, int) else layers
+        config["down_block_types"] = [
             own_type if block in depths else "DownBlock2D"
             for block, own_type in enumerate(types)
-        ],
-        "mid_block_type": unet_config["mid_block_type"]
-        if attends
-        else "UNetMidBlock2D",
-        "transformer_layers_per_block": [
+        ]
+        if any(each.startswith("mid_block.attentions.") for each in tensors):
+            config["mid_block_type"] = unet_config["mid_block_type"]
+        else:
+            config["mid_block_type"] = "UNetMidBlock2D"
+        config["transformer_layers_per_block"] = [
             depths.get(block, layer) for block, layer in enumerate(layers)
-        ],
-    }
+        ]
+    return config

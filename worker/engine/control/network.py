@@ -160,12 +160,10 @@ def residuals(
         weight = weights[:, at].to(x.dtype)
         call = Call(control.context, mask, slot_rows=control.slot_rows)
         found = control.network(x, times, call, control.added, control.hints, weight)
-        total = (
-            [_sum(*pair) for pair in zip(total, found, strict=True)] if total else found
-        )
+        if not total:
+            total = found
+            continue
+        for layer, (one, other) in enumerate(zip(total, found, strict=True)):
+            rows = max(len(one), len(other))
+            total[layer] = repeat_rows(one, rows) + repeat_rows(other, rows)
     return total
-
-
-def _sum(one: Tensor, other: Tensor) -> Tensor:
-    rows = max(len(one), len(other))
-    return repeat_rows(one, rows) + repeat_rows(other, rows)

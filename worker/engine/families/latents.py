@@ -1,7 +1,6 @@
 """The parts of an engine that draws latents."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from diffusers import AutoencoderTiny
@@ -25,20 +24,6 @@ from worker.engine.slots.prepare import RequestPreparer
 from worker.engine.slots.staging import ClipStager
 
 
-def _read_tiny(folder: Path, checkpoint: Checkpoint) -> AutoencoderTiny:
-    """The TAESD of a folder, beside the checkpoint's VAE; raises SetupError if it is none."""
-    tiny: AutoencoderTiny = reading.read_network(AutoencoderTiny, folder)
-    factor = 2 ** (len(tiny.config.decoder_block_out_channels) - 1)
-    if (factor, tiny.config.latent_channels) != (
-        checkpoint.factor,
-        checkpoint.channels,
-    ):
-        raise SetupError(f"--taesd {str(folder)!r} does not fit the model's latents")
-    nn.Module.to(tiny, device=checkpoint.vae.device, dtype=checkpoint.vae.dtype)
-    tiny.to(memory_format=torch.channels_last)
-    return tiny
-
-
 def of_latents(
     checkpoint: Checkpoint, settings: Settings, read: Read | None = None
 ) -> Parts:
@@ -51,7 +36,17 @@ def of_latents(
         layers.replace_modules(checkpoint.unet, layers.group_norm)
         layers.replace_modules(checkpoint.vae, layers.group_norm, layers.upsampler)
     control_nets = ControlNets(checkpoint.unet, has_own_layers=has_own_layers)
-    tiny = None if settings.taesd is None else _read_tiny(settings.taesd, checkpoint)
+    tiny: AutoencoderTiny | None = None
+    if settings.taesd is not None:
+        tiny = reading.read_network(AutoencoderTiny, settings.taesd)
+        factor = 2 ** (len(tiny.config.decoder_block_out_channels) - 1)
+        own = (checkpoint.factor, checkpoint.channels)
+        if (factor, tiny.config.latent_channels) != own:
+            raise SetupError(
+                f"--taesd {str(settings.taesd)!r} does not fit the model's latents"
+            )
+        nn.Module.to(tiny, device=checkpoint.vae.device, dtype=checkpoint.vae.dtype)
+        tiny.to(memory_format=torch.channels_last)
     overflows = checkpoint.family.overflows_in_float16
     vaes = Vaes(checkpoint.vae, overflows=overflows, has_own_layers=has_own_layers)
     others = read and CheckpointCache(checkpoint, read, has_own_layers=has_own_layers)

@@ -3,7 +3,6 @@
 The configurations are those of single files without a configuration folder, as published.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -100,11 +99,6 @@ class Family:
             self.backbone,
             self.original_names,
         )
-
-    def context_tokens(self, tokens: int) -> int:
-        """The shortest context that holds so many tokens."""
-        contexts = (self.plain_tokens, *self.long_tokens)
-        return contexts[bisect_left(contexts, tokens)]
 
     def size_ids(self, width: int, height: int, *, is_negative: bool = False) -> Tensor:
         """Original size, crop's corner, and target size or score, as AUTOMATIC1111 sends them."""

@@ -86,7 +86,13 @@ def load_checkpoint(
     folder = model
     if not model.is_dir():
         folder = config or model.with_suffix("")
-        _require_folder(model, folder)
+        for part in ("vae", "text_encoder"):
+            if not (folder / part / "config.json").is_file():
+                raise SetupError(
+                    f"{str(model)!r} has a transformer alone, and {str(folder)!r} no {part}: give"
+                    " with --config a folder in diffusers' format that has the parts vae,"
+                    " text_encoder and tokenizer of the same model"
+                )
     transformer = _read_transformer(model, folder, family)
     scheduler = reading.read_json(folder / "scheduler" / "scheduler_config.json")
     scheduler = scheduler or dict(schedules.USUAL_CONFIG)
@@ -122,16 +128,6 @@ def load_checkpoint(
         weight_sums=sums,
         is_int8=is_int8,
     )
-
-
-def _require_folder(model: Path, folder: Path) -> None:
-    for part in ("vae", "text_encoder"):
-        if not (folder / part / "config.json").is_file():
-            raise SetupError(
-                f"{str(model)!r} has a transformer alone, and {str(folder)!r} no {part}: give with"
-                " --config a folder in diffusers' format that has the parts vae, text_encoder and"
-                " tokenizer of the same model"
-            )
 
 
 def _read_transformer(model: Path, folder: Path, family: FlowFamily) -> Any:

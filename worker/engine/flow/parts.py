@@ -22,7 +22,6 @@ from worker.engine.passes import begin
 from worker.engine.passes.checkpoints import Caches
 from worker.engine.passes.images import ImageCoder
 from worker.engine.pixel import text_states
-from worker.engine.sampler import Schedule
 from worker.engine.slots import memory
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import LoraReader, PreparedRequest, Preparer
@@ -68,10 +67,19 @@ class FlowPreparer(Preparer):
         if own.family.is_distilled:
             del prompts[1:]
         self._may_go_on.wait()
+        patches = request.width // own.factor * (request.height // own.factor)
+        schedule = schedules.make_schedule(
+            request.sampler,
+            request.steps,
+            own.scheduler,
+            own.family.mu(patches, request.steps),
+            request.sampler_options,
+            t_enc,
+        )
         return PreparedRequest(
             request,
             own.family,
-            self._schedule(request, t_enc),
+            schedule,
             prompts=tuple(prompts),
             states=self._read_states(prompts, request.text_states),
             **loras,
@@ -92,18 +100,6 @@ class FlowPreparer(Preparer):
             for prompt, path in zip(prompts, paths or (None, None), strict=False)
         ]
         return torch.stack(states)
-
-    def _schedule(self, request: ImageRequest, t_enc: int | None) -> Schedule:
-        own = self._checkpoint
-        patches = request.width // own.factor * (request.height // own.factor)
-        return schedules.make_schedule(
-            request.sampler,
-            request.steps,
-            own.scheduler,
-            own.family.mu(patches, request.steps),
-            request.sampler_options,
-            t_enc,
-        )
 
 
 class FlowStager(LatentStager):

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +49,22 @@ class ChatEncoder(PromptEncoder):
         Raises SetupError if one of them is missing or damaged.
         """
         self._rule = rule
-        encoder, self._layers = _read_encoder(folder / "text_encoder", rule)
+        own = folder / "text_encoder"
+        config = reading.read_json(own / "config.json")
+        whole = int(config.get("num_hidden_layers", 0))
+        if not whole:
+            raise SetupError(f"{str(own)!r} has no config.json of a text encoder")
+        self._layers = [layer % (whole + 1) for layer in rule.layers]
+        # Without what follows on the last layer that is taken.
+        last = max(self._layers)
+        config["num_hidden_layers"] = last
+        config.pop("layer_types", None)
+        config.pop("max_window_layers", None)
+        encoder = reading.read_network(Qwen3Model, own, config)
+        if last < whole:
+            encoder.norm = nn.Identity()
+        # Its frequencies were made without memory, and no file has them.
+        encoder.rotary_emb = type(encoder.rotary_emb)(Qwen3Config.from_dict(config))
         Module.to(encoder, dtype=dtype)
         self.size_bytes = sum(each.nbytes for each in encoder.parameters())
         super().__init__(folder, encoder, device, rule.tokens, self._chat)
@@ -118,21 +132,3 @@ def encoder_name(folder: Path, rule: TextRule) -> str:
 
 def states_width(folder: Path, rule: TextRule) -> int:
     return len(rule.layers) * int(prompts.config_of(folder).get("hidden_size", 0))
-
-
-def _read_encoder(folder: Path, rule: TextRule) -> tuple[Any, list[int]]:
-    """The encoder, without what follows on the last layer that is taken, and the layers taken."""
-    config = reading.read_json(folder / "config.json")
-    whole = int(config.get("num_hidden_layers", 0))
-    if not whole:
-        raise SetupError(f"{str(folder)!r} has no config.json of a text encoder")
-    layers = [layer % (whole + 1) for layer in rule.layers]
-    config = {**config, "num_hidden_layers": max(layers)}
-    config.pop("layer_types", None)
-    config.pop("max_window_layers", None)
-    encoder = reading.read_network(Qwen3Model, folder, config)
-    if max(layers) < whole:
-        encoder.norm = nn.Identity()
-    # Its frequencies were made without memory, and no file has them.
-    encoder.rotary_emb = type(encoder.rotary_emb)(Qwen3Config.from_dict(config))
-    return encoder, layers

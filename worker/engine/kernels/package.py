@@ -9,6 +9,7 @@ import hashlib
 import platform
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -122,12 +123,12 @@ def trace(
             raise  # Dynamo gives a backend's errors a type of its own
 
 
+@dataclass(frozen=True, slots=True)
 class Package:
     """The kernels of a call, loaded."""
 
-    def __init__(self, artifact: Callable[..., Any], inputs: Sequence[int]) -> None:
-        self._artifact = artifact
-        self._inputs = inputs
+    _artifact: Callable[..., Any]
+    _inputs: Sequence[int]
 
     @classmethod
     def load(cls, path: Path) -> "Package":

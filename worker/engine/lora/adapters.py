@@ -106,7 +106,19 @@ class _PeftLayers:
         self._generator = torch.Generator().manual_seed(seed)
         network = Module()
         for name, shape in shapes.items():
-            self._add_layer(network, name, shape)
+            *parents, own = name.split(".")
+            parent = network
+            for part in parents:
+                if not hasattr(parent, part):
+                    parent.add_module(part, Module())
+                parent = parent.get_submodule(part)
+            outputs, inputs, *kernel = shape
+            layer: Linear | Conv2d = Linear(inputs, outputs, device="meta")
+            if kernel:
+                layer = Conv2d(inputs, outputs, kernel[0], device="meta")
+            layer.weight = Parameter(self._random(shape), requires_grad=False)
+            layer.bias = Parameter(torch.zeros(outputs), requires_grad=False)
+            parent.add_module(own, layer)
         # peft draws what the adapter replaces, and what a seed of its own decides.
         with torch.random.fork_rng(devices=()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -116,20 +128,6 @@ class _PeftLayers:
             raise ValueError(f"unknown key {loaded.unexpected_keys[0][: lora.SHOWN]!r}")
         model.eval().requires_grad_(requires_grad=False)
         self._layers = {name: network.get_submodule(name) for name in shapes}
-
-    def _add_layer(self, network: Module, name: str, shape: torch.Size) -> None:
-        *parents, own = name.split(".")
-        for parent in parents:
-            if not hasattr(network, parent):
-                network.add_module(parent, Module())
-            network = network.get_submodule(parent)
-        outputs, inputs, *kernel = shape
-        layer: Linear | Conv2d = Linear(inputs, outputs, device="meta")
-        if kernel:
-            layer = Conv2d(inputs, outputs, kernel[0], device="meta")
-        layer.weight = Parameter(self._random(shape), requires_grad=False)
-        layer.bias = Parameter(torch.zeros(outputs), requires_grad=False)
-        network.add_module(own, layer)
 
     def _random(self, shape: torch.Size) -> Tensor:
         return torch.randn(shape, generator=self._generator)

@@ -47,7 +47,17 @@ def compute(tensors: Tensors, scale: float, weights: Tensor) -> Tensor:
         norms = tensors["magnitude"].flatten(1)
     if norms is None:
         return changes
-    return _decompose(weights, changes, norms)
+    # DoRA: the changed weights rescaled to the norms, minus the original ones. The norms are of the
+    # outputs, or in older files of the inputs [layers, 1, inputs, ...]. The strength multiplies the
+    # difference, as in AUTOMATIC1111; in peft it is inside the norm.
+    exact = weights.float()  # sums of two types take twice as long
+    changed = changes.add_(exact)
+    kept = 1 if norms.shape[1] == weights.shape[1] else 2
+    others = [dim for dim in range(1, weights.ndim) if dim != kept]
+    own = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
+    smallest = torch.finfo(torch.float32).tiny
+    changed *= norms.float().reshape(own.shape) / own.clamp_min_(smallest)
+    return changed.sub_(exact)
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
@@ -100,11 +110,7 @@ def factorise(change: Tensors, most: int) -> Factors | None:
         # Kronecker's; the second half's columns end with the kernel, as a weight's do.
         up = functools.reduce(torch.kron, ups)
         down = functools.reduce(torch.kron, downs)
-    return _balanced(up, down)
-
-
-def _balanced(up: Tensor, down: Tensor) -> Factors:
-    """Rescales two factors to the same magnitude, so that neither underflows in float16."""
+    # To the same magnitude, so that neither underflows in float16.
     smallest = torch.finfo(torch.float32).tiny
     up_size = up.abs().amax(0).clamp_min(smallest).sqrt()
     down_size = down.abs().amax(1).clamp_min(smallest).sqrt()
@@ -150,22 +156,6 @@ def _with_core(core: Tensor, inner: Tensor) -> Tensor:
     Tucker's form; the inputs are those of all taps of the kernel.
     """
     return torch.einsum("nrs...,nsi->nri...", core.float(), inner.float()).flatten(2)
-
-
-def _decompose(weights: Tensor, changes: Tensor, norms: Tensor) -> Tensor:
-    """DoRA: the changed weights rescaled to *norms*, minus the original ones; in *changes*.
-
-    The norms are of the outputs, or in older files of the inputs [layers, 1, inputs, ...]. The
-    strength multiplies this difference, as in AUTOMATIC1111; in peft it is inside the norm.
-    """
-    weights = weights.float()  # sums of two types take twice as long
-    changed = changes.add_(weights)
-    kept = 1 if norms.shape[1] == weights.shape[1] else 2
-    others = [dim for dim in range(1, weights.ndim) if dim != kept]
-    own = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
-    smallest = torch.finfo(torch.float32).tiny
-    changed *= norms.float().reshape(own.shape) / own.clamp_min_(smallest)
-    return changed.sub_(weights)
 
 
 def _glora(tensors: Tensors, weights: Tensor) -> Tensor:

@@ -194,7 +194,12 @@ class _TimeEmbedding(Module):
     def forward(self, x: Tensor, slots: int, guidance: Tensor | None = None) -> Tensor:
         """*guidance*: the scales [slots], of which LCM's models take more than their rows."""
         if self.embed_guidance is not None and guidance is not None:
-            scales = _sines(guidance - 1, self.embed_guidance.in_features)
+            # Luo et al. (2023), latent consistency.
+            half = self.embed_guidance.in_features // 2
+            rate = -math.log(10_000) / (half - 1)
+            rates = torch.arange(half, device=x.device) * rate
+            angles = 1000 * (guidance - 1)[:, None] * torch.exp(rates)
+            scales = torch.cat([angles.sin(), angles.cos()], dim=1)
             x = x + self.embed_guidance(scales.to(x.dtype))
         hidden = self.first(x)
         self.first_change.add(hidden, x, slots)
@@ -202,15 +207,6 @@ class _TimeEmbedding(Module):
         output: Tensor = self.second(hidden)
         self.second_change.add(output, hidden, slots)
         return output
-
-
-def _sines(scales: Tensor, width: int) -> Tensor:
-    """Guidance scales as LCM embeds them [slots, width] (Luo et al. 2023, latent consistency)."""
-    half = width // 2
-    rate = -math.log(10_000) / (half - 1)
-    rates = torch.arange(half, device=scales.device) * rate
-    angles = 1000 * scales[:, None] * torch.exp(rates)
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 class _AddedEmbedding(Module):

@@ -97,27 +97,23 @@ def prepare_image(init: InitImage, factor: int) -> PreparedImage:
     if init.mask is None:
         return PreparedImage(init.pixels, None, init.masked_content)
     mask = Image.fromarray(init.mask)
-    pixels = (
-        init.pixels if init.masked_content == "original" else _fill(init.pixels, mask)
-    )
+    pixels = init.pixels
+    if init.masked_content != "original":
+        # The colours around the mask come below it: ever finer blurs of what is outside.
+        outside = Image.new("RGBa", mask.size)
+        opaque = Image.fromarray(pixels).convert("RGBA").convert("RGBa")
+        outside.paste(opaque, mask=ImageOps.invert(mask))
+        filled = Image.new("RGBA", mask.size)
+        for radius, times in _BLURS:
+            layer = outside.filter(ImageFilter.GaussianBlur(radius)).convert("RGBA")
+            for _ in range(times):
+                filled.alpha_composite(layer)
+        pixels = np.asarray(filled.convert("RGB"))
     sides = mask.width // factor, mask.height // factor
     small = np.asarray(mask.resize(sides, Image.Resampling.BICUBIC))
     kept = torch.from_numpy(1 - np.around(small.astype(np.float32) / 255))
     hidden = torch.from_numpy(np.around(init.mask.astype(np.float32) / 255))
     return PreparedImage(pixels, kept[None], init.masked_content, hidden[None])
-
-
-def _fill(pixels: Pixels, mask: Image.Image) -> Pixels:
-    """The image with the colours around the mask below it: ever finer blurs of what is outside."""
-    outside = Image.new("RGBa", mask.size)
-    opaque = Image.fromarray(pixels).convert("RGBA").convert("RGBa")
-    outside.paste(opaque, mask=ImageOps.invert(mask))
-    filled = Image.new("RGBA", mask.size)
-    for radius, times in _BLURS:
-        layer = outside.filter(ImageFilter.GaussianBlur(radius)).convert("RGBA")
-        for _ in range(times):
-            filled.alpha_composite(layer)
-    return np.asarray(filled.convert("RGB"))
 
 
 #: diffusers' default, and that of DeepFloyd IF's third stage there, as shares of all timesteps.

@@ -14,7 +14,6 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 
-_Numbers = NDArray[np.float32]
 #: 32-bit words, each in 64 bits.
 _Words = NDArray[np.uint64]
 
@@ -41,7 +40,11 @@ class Philox:
         numbers = np.empty(math.prod(shape), np.float32)
         for start in range(0, len(numbers), _BLOCK):
             block = numbers[start : start + _BLOCK]
-            block[:] = _box_muller(*philox(self._seed, self._calls, start, len(block)))
+            first, second = philox(self._seed, self._calls, start, len(block))
+            # The first of Box and Muller's two normal numbers.
+            uniform = first * 2.0**-32 + 2.0**-33
+            angle = second * _RADIANS + _RADIANS / 2
+            block[:] = np.sqrt(-2 * np.log(uniform)) * np.sin(angle)
         self._calls += 1
         return torch.from_numpy(numbers.reshape(shape))
 
@@ -70,12 +73,3 @@ def philox(seed: int, offset: int, start: int, count: int) -> tuple[_Words, _Wor
         key_even = (key_even + _KEY_STEPS[0]) & _WORD
         key_odd = (key_odd + _KEY_STEPS[1]) & _WORD
     return even, left
-
-
-def _box_muller(first: _Words, second: _Words) -> _Numbers:
-    """The first of the transform's two normal numbers."""
-    uniform = first * 2.0**-32 + 2.0**-33
-    angle = second * _RADIANS + _RADIANS / 2
-    radius = np.sqrt(-2 * np.log(uniform))
-    numbers: _Numbers = (radius * np.sin(angle)).astype(np.float32)
-    return numbers

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from imagefleet.errors import FleetError, JobError
 from imagefleet.telemetry.logs import log
-from worker.engine import contract, sampler
+from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.contract import Finished, ImageRequest
 from worker.engine.families.table import Model
@@ -448,24 +448,22 @@ class SlotEngine:
                 history = step.state.history[:, slot]
                 self._end_pass(job, latents, history)
             elif self._weights.may_move(lane, job):
+                # On to the lane whose slots have the rows of its next call.
                 del lane.active[slot]
-                self._change_lane(job, step, slot)
-
-    def _change_lane(self, job: SlotJob, step: Step, slot: int) -> None:
-        """Passes an image on to the lane whose slots have the rows of its next call."""
-        latents = step.state.latents[slot].clone()
-        history = step.state.history[:, slot].clone()
-        job.staged = replace(job.data, latents=latents, history=history)
-        job.has_weights = False
-        key = job.batch_key.at(job.prepared, job.call)
-        job.batch_key = self._runner.lane_key(key)
-        self._lanes.add(job.batch_key, [job], first=True)
+                latents = step.state.latents[slot].clone()
+                history = step.state.history[:, slot].clone()
+                job.staged = replace(job.data, latents=latents, history=history)
+                job.has_weights = False
+                following = job.batch_key.at(job.prepared, job.call)
+                job.batch_key = self._runner.lane_key(following)
+                self._lanes.add(job.batch_key, [job], first=True)
 
     def _end_pass(self, job: SlotJob, latents: Tensor, history: Tensor) -> None:
         """Passes latents on: to the decoder, or to the lane of the job's next pass."""
         staged = job.data
         if staged.inpainting is not None and job.prepared.ends is None:
-            latents = sampler.restore(latents, staged.inpainting)
+            kept, original = staged.inpainting
+            latents = latents * (1 - kept) + original * kept
         if (following := job.prepared.next_pass) is None:
             named = staged.coder and staged.coder.vae
             self._decoder.add(job.ticket, latents, job.prepared.request.decoder, named)

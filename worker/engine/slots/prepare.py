@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import threading
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
@@ -222,7 +223,8 @@ class PreparedRequest:
         if self.prompts:
             return self.family.plain_tokens
         longest = max(length for _, length in self.texts)
-        return self.family.context_tokens(longest * text.CONTEXT_TOKENS)
+        contexts = (self.family.plain_tokens, *self.family.long_tokens)
+        return contexts[bisect_left(contexts, longest * text.CONTEXT_TOKENS)]
 
 
 class LoraFields(TypedDict):
@@ -357,7 +359,14 @@ class RequestPreparer(Preparer):
 
     def prepare(self, request: ImageRequest) -> PreparedRequest:
         """Checks a request, tokenises its prompts, reads its files and packs its LoRAs."""
-        self._check_clip_skip(request.clip_skip)
+        first, *_ = self._checkpoint.text_encoders.values()
+        layers = first.config.num_hidden_layers
+        encoders = self._checkpoint.family.text_encoders
+        is_taken = any(each.rules.layer is None for each in encoders)
+        if is_taken and not 1 <= request.clip_skip <= layers:
+            raise JobError(
+                f"clip_skip is {request.clip_skip}; this model's text encoder has {layers} layers"
+            )
         init = request.init
         image = None
         steps = request.steps
@@ -491,8 +500,21 @@ class RequestPreparer(Preparer):
         self, request: ImageRequest, named: Sequence[Embedding]
     ) -> tuple[PromptRow, ...]:
         """The rows of a pass, whose words are also those that its own LoRAs bundle."""
-        named = self._with_bundled(named, request.loras)
-        rows = self.tokenizer.rows(request.prompt, named)
+        # Named ones go before those in LoRAs' files, as in AUTOMATIC1111.
+        found = {each.name: each for each in named}
+        for file in map(self._loras.cache.get, dict.fromkeys(request.loras)):
+            what = f"the LoRA {file.identity[0]!r}, for the word"
+            for name in file.embeddings.keys() - found:
+                with safetensors.named(f"{what} {name!r},"):
+                    vectors = embeddings.vectors_of(
+                        file.embeddings[name],
+                        self._widths,
+                        self._loras.dtypes["text_encoder"],
+                    )
+                identity = f"{file.identity} {name}"
+                found[name] = Embedding(name, identity, vectors)
+        words = [*found.values()]
+        rows = self.tokenizer.rows(request.prompt, words)
         if (
             len(rows) > 1
             and self._checkpoint.unet.config.time_cond_proj_dim is not None
@@ -502,7 +524,7 @@ class RequestPreparer(Preparer):
             )
         if len(rows) > 1 and request.controls and request.sampler_options.s_min_uncond:
             raise JobError("AND with s_min_uncond and ControlNets is not supported")
-        return (*rows, *self.tokenizer.rows(request.negative_prompt, named))
+        return (*rows, *self.tokenizer.rows(request.negative_prompt, words))
 
     def _controls(
         self, request: ImageRequest, schedule: Schedule, steps: int
@@ -544,33 +566,3 @@ class RequestPreparer(Preparer):
             return None
         self._may_go_on.wait()
         return cache.check_file(name, path)
-
-    def _check_clip_skip(self, clip_skip: int) -> None:
-        first, *_ = self._checkpoint.text_encoders.values()
-        layers = first.config.num_hidden_layers
-        encoders = self._checkpoint.family.text_encoders
-        if (
-            any(each.rules.layer is None for each in encoders)
-            and not 1 <= clip_skip <= layers
-        ):
-            raise JobError(
-                f"clip_skip is {clip_skip}; this model's text encoder has {layers} layers"
-            )
-
-    def _with_bundled(
-        self, named: Sequence[Embedding], loras: Sequence[Lora]
-    ) -> Sequence[Embedding]:
-        """Embeddings, and those in LoRAs' files; *named* ones go first, as in AUTOMATIC1111."""
-        found = {each.name: each for each in named}
-        for file in map(self._loras.cache.get, dict.fromkeys(loras)):
-            what = f"the LoRA {file.identity[0]!r}, for the word"
-            for name in file.embeddings.keys() - found:
-                with safetensors.named(f"{what} {name!r},"):
-                    vectors = embeddings.vectors_of(
-                        file.embeddings[name],
-                        self._widths,
-                        self._loras.dtypes["text_encoder"],
-                    )
-                identity = f"{file.identity} {name}"
-                found[name] = Embedding(name, identity, vectors)
-        return [*found.values()]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from imagefleet.errors import FleetError
-from imagefleet.files.safetensors import Identity
 from imagefleet.telemetry.logs import log
 from worker.engine.contract import Finished
 from worker.engine.slots import memory
@@ -99,7 +98,13 @@ class Recovery:
         self, failed: Lane, jobs: list[SlotJob], in_call: int, *, has_others: bool
     ) -> list[SlotJob]:
         """Frees memory after a call of *in_call* images had too little; what may run again."""
-        needed = self._needed(failed)
+        # The ControlNets and other checkpoints of all jobs that are here.
+        keys = [
+            failed.batch_key,
+            *(lane.batch_key for lane in self._lanes if lane.held),
+        ]
+        needed = {identity for key in keys for identity in key.controls}
+        needed |= {key.checkpoint for key in keys if key.checkpoint is not None}
         if any(cache.keep_only(needed) for cache in self._parts.caches.known):
             return jobs
         if self._lanes.blocks > 1:
@@ -140,15 +145,6 @@ class Recovery:
         self._parts.decoder.forget_compiled()
         torch.cuda.empty_cache()
         return True
-
-    def _needed(self, failed: Lane) -> set[Identity]:
-        """The ControlNets and other checkpoints of all jobs that are here."""
-        keys = [
-            failed.batch_key,
-            *(lane.batch_key for lane in self._lanes if lane.held),
-        ]
-        needed = {identity for key in keys for identity in key.controls}
-        return needed | {key.checkpoint for key in keys if key.checkpoint is not None}
 
     def _isolate(self, job: SlotJob) -> SlotJob:
         """Gives a job a lane of its own: it may be what breaks the calls of others."""

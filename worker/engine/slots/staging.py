@@ -31,8 +31,7 @@ from worker.engine.lora.merge import NO_CHANGES, LoraChanges
 from worker.engine.passes.begin import LowResolution
 from worker.engine.passes.checkpoints import CachedCheckpoint, Caches, Coders
 from worker.engine.passes.images import ImageCoder
-from worker.engine.passes.upscaling import Upscaling
-from worker.engine.sampler import Inpainting, NoiseStream
+from worker.engine.sampler import Inpainting
 from worker.engine.slots.prepare import AssembledLoras, PreparedRequest
 from worker.engine.slots.queue import (
     AddedInputs,
@@ -236,7 +235,10 @@ class LatentStager(Stager):
         noise = prepared.noise(self._channels, self._factor)
         coder = self._coder_of(prepared, prepared.checkpoint)
         if job.first_pass is not None and prepared.begins:
-            self._spend(noise, prepared)
+            # What the calls have taken that another checkpoint has done before.
+            spent = torch.empty_like(prepared.first_latents(noise))
+            for _ in range(sum(prepared.schedule.noisy[: prepared.begins])):
+                noise.fill(spent)
             return replace(
                 job.first_pass,
                 vectors=vectors,
@@ -282,12 +284,6 @@ class LatentStager(Stager):
             checkpoint=other,
         )
 
-    def _spend(self, noise: NoiseStream, prepared: PreparedRequest) -> None:
-        """Draws what the calls have taken that another checkpoint has done before."""
-        spent = torch.empty_like(prepared.first_latents(noise))
-        for _ in range(sum(prepared.schedule.noisy[: prepared.begins])):
-            noise.fill(spent)
-
     def _coder_of(
         self, prepared: PreparedRequest, checkpoint: Identity | None
     ) -> ImageCoder | None:
@@ -305,29 +301,22 @@ class LatentStager(Stager):
     def _image_of(self, job: SlotJob, images: ImageCoder) -> Tensor | None:
         """The latents [4, height, width] that a job begins with beside noise, if any."""
         prepared = job.prepared
-        if job.first_pass is not None and prepared.upscaling is not None:
+        drawn = job.first_pass
+        upscaling = prepared.upscaling
+        if drawn is not None and upscaling is not None:
             if self._stream is not None and job.drawn is not None:
                 self._stream.wait_event(job.drawn)
-            tiny = self._tiny if prepared.request.decoder != "Full" else None
-            return self._upscale(job.first_pass, prepared.upscaling, images, tiny)
+            if upscaling.latent_mode is not None:
+                latents = upscaling.enlarge_latents(drawn.latents, self._factor)
+            else:
+                tiny = self._tiny if prepared.request.decoder != "Full" else None
+                pixels = (drawn.coder or self._images).decode(drawn.latents, tiny)
+                latents = images.encode(upscaling.enlarge_pixels(pixels))
+            return upscaling.crop(latents, self._factor)
         if prepared.image is None:
             return None
         latents = images.encode_init(prepared.image)
         return prepared.image.with_content(latents, prepared.request)
-
-    def _upscale(
-        self,
-        drawn: Staged,
-        upscaling: Upscaling,
-        images: ImageCoder,
-        tiny: AutoencoderTiny | None,
-    ) -> Tensor:
-        if upscaling.latent_mode is not None:
-            latents = upscaling.enlarge_latents(drawn.latents, self._factor)
-        else:
-            pixels = (drawn.coder or self._images).decode(drawn.latents, tiny)
-            latents = images.encode(upscaling.enlarge_pixels(pixels))
-        return upscaling.crop(latents, self._factor)
 
 
 class ClipStager(LatentStager):
