@@ -205,8 +205,7 @@ def _log_format(arguments: Sequence[str], variables: Mapping[str, str]) -> LogFo
     """The log format of a command line that nothing has checked yet; an invalid one is `auto`."""
     flags = re.findall(r"--log-format[= ](\w+)", " ".join(arguments))
     given = flags[-1] if flags else variables.get("IMAGEFLEET_LOG_FORMAT")
-    formats = get_args(LogFormat)
-    return next((each for each in formats if each == given), "auto")
+    return next((each for each in get_args(LogFormat) if each == given), "auto")
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 
 import typer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -41,13 +40,10 @@ def command(
 
     imagefleet prompt 'a (red:1.3) castle, <lora:night-palette:0.8>' --negative 'blurry'
     """
-    readers = {
-        "prompt": partial(prompts.read_prompt, text, steps=steps),
-        "negative": partial(prompts.read_negative_prompt, negative, steps=steps),
+    readings = {
+        "prompt": _read(prompts.read_prompt, text, steps),
+        "negative": _read(prompts.read_negative_prompt, negative, steps),
     }
-    readings = {name: _read(read, steps) for name, read in readers.items()}
-    for name, written in (("prompt", text), ("negative", negative)):
-        readings[name]["comments"] = re.findall("#.*", written)
     if as_json:
         console.print_json(readings)
     else:
@@ -71,11 +67,12 @@ def _tokenise(texts: Sequence[str]) -> list[list[int]]:
     ]
 
 
-def _read(read: Callable[[], Prompt], steps: int) -> JSONDict:
+def _read(read: Callable[..., Prompt], text: str, steps: int) -> JSONDict:
     """The prompt as JSON, or the reason why it is not supported."""
+    comments = re.findall("#.*", text)
+    texts = []
     try:
-        parsed = read()
-        texts = []
+        parsed = read(text, steps=steps)
         for number, part in enumerate(parsed.subprompts, start=1):
             drawn = [part.at(call) for call in range(steps)]
             for state in {state.text: state for state in part.states}.values():
@@ -84,9 +81,15 @@ def _read(read: Callable[[], Prompt], steps: int) -> JSONDict:
                 weight = {"part": number, "weight": part.weight}
                 texts.append({**weight, **_text(state), "steps": own})
     except JobError as error:
-        return {"texts": [], "loras": [], "unsupported": error.message}
+        unsupported = error.message
+        return {
+            "texts": [],
+            "loras": [],
+            "unsupported": unsupported,
+            "comments": comments,
+        }
     loras = [asdict(lora) for lora in parsed.loras]
-    return {"texts": texts, "loras": loras, "unsupported": None}
+    return {"texts": texts, "loras": loras, "unsupported": None, "comments": comments}
 
 
 def chunks_of(text: State) -> tuple[clip.Chunk, ...]:

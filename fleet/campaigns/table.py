@@ -59,7 +59,12 @@ class Campaigns:
                 raise
             self.refusal = error.message
         else:
-            self.rows = sorted(found.items(), key=_by_last, reverse=True)
+            # Whoever stores images may make up campaigns, but not that their jobs were sent.
+            self.rows = sorted(
+                found.items(),
+                key=lambda row: (row[1].sent is not None, row[1].last_at or _LONG_AGO),
+                reverse=True,
+            )
             self.unfit_records = damaged.count
             self.refusal = None
         known = CancelledCampaigns(self._storage.files, self._storage.queue.name)
@@ -160,9 +165,3 @@ def seconds_left(counts: Counts) -> float | None:
         return None
     seconds = (counts.last_at - counts.first_at).total_seconds()
     return counts.pending * seconds / counts.ended if seconds > 0 else None
-
-
-def _by_last(row: tuple[str, Counts]) -> tuple[bool, datetime]:
-    """Whoever stores images may make up campaigns, but not that their jobs were sent."""
-    _, counts = row
-    return counts.sent is not None, counts.last_at or _LONG_AGO

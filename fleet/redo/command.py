@@ -287,11 +287,6 @@ async def select(
     return found
 
 
-def is_image(name: str) -> bool:
-    """Tells what a job draws, an image or a second drawing, from what is put aside."""
-    return name.startswith(CHECKS) or not name.startswith(ASIDE)
-
-
 async def _of_job(storage: Storage, campaign: str, job_id: str) -> Images:
     """The images of a job, or the one image of that name."""
     name = job_key(campaign, job_id)
@@ -317,7 +312,9 @@ async def _records(blobs: BlobStore, campaign: str | None) -> AsyncIterator[Blob
     )
     for prefix in prefixes:
         async for record in blobs.records(prefix):
-            if is_image(record.name) or record.name.startswith(DUPLICATES):
+            # What a job draws, an image or a second drawing, and no other thing that is put aside.
+            is_drawn = record.name.startswith((CHECKS, DUPLICATES))
+            if is_drawn or not record.name.startswith(ASIDE):
                 yield record
 
 

@@ -100,16 +100,8 @@ def gpu_name(recorded: str | None) -> str:
     return {None: "GPU", "none": "no GPU"}.get(recorded, recorded or "GPU")
 
 
-def _words(slug: str) -> str:
-    return slug[:80].replace("_", " ")
-
-
 def _dollars(value: float) -> str:
     return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${significant(value)}"  # noqa: PLR2004
-
-
-def _seconds(value: float) -> str:
-    return f"{significant(value)} s"
 
 
 _FILTERS: Mapping[str, Callable[..., str]] = {
@@ -118,10 +110,10 @@ _FILTERS: Mapping[str, Callable[..., str]] = {
     "second": lambda at: f"{datetime.fromtimestamp(at, UTC):%d %b %H:%M:%S}",
     "significant": significant,
     "number": lambda value, spec=",": format(value, spec),
-    "seconds": _seconds,
+    "seconds": lambda value: f"{significant(value)} s",
     "size": filesize.decimal,
     "span": duration,
-    "words": _words,
+    "words": lambda slug: slug[:80].replace("_", " "),
 }
 
 

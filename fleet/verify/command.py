@@ -164,15 +164,15 @@ async def _verify_export(
 
 
 def _show_counts(counts: Counter[pairs.Result]) -> None:
-    if not counts:
-        console.print_plain(
-            "no second drawings: `imagefleet load --verify-share` asks for them"
-        )
-        return
     shown = {
         label: counts[name] for name, label in pairs.RESULTS.items() if counts[name]
     }
-    console.print_tables(console.totals(shown))
+    if shown:
+        console.print_tables(console.totals(shown))
+    else:
+        console.print_plain(
+            "no second drawings: `imagefleet load --verify-share` asks for them"
+        )
 
 
 def _show_different(

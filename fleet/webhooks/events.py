@@ -81,7 +81,11 @@ def job_ended(fleet: str, record: Record) -> Event | None:
     if record.outcome == "completed" and record.completes_job:
         # A job that is drawn again by another message, after a crash say, is complete once.
         source = ""
-        blobs = _all_images(record) if record.images > 1 else [record.blob or ""]
+        blobs = [record.blob or ""]
+        if record.images > 1:  # their names differ by their numbers
+            stems = (image_stem(record.key, index) for index in range(record.images))
+            suffix = blobs[0].rpartition(".")[2]
+            blobs = [f"{stem}.{suffix}" for stem in stems]
         data["images"] = [*blobs[:MAX_IMAGES]]
         data["seed"] = (
             None if record.seed is None else max(0, record.seed - record.index)
@@ -115,12 +119,6 @@ def campaign_completed(
     figures = [each for name, each in data.items() if not name.endswith("_at")]
     event_id = _event_id(fleet, kind, json.dumps(figures))
     return Event(id=event_id, type=kind, timestamp=counts.last_at or now, data=data)
-
-
-def _all_images(last: Record) -> list[str]:
-    """The names of a job's images, by that of one: they differ by their numbers."""
-    suffix = (last.blob or "").rpartition(".")[2]
-    return [f"{image_stem(last.key, index)}.{suffix}" for index in range(last.images)]
 
 
 def _event_id(*parts: str) -> str:

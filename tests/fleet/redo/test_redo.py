@@ -15,7 +15,8 @@ import signers
 from cli import console, target
 from fleet.redo import command, replace
 from fleet.verify import pairs
-from imagefleet.job.message import read_job
+from imagefleet.job.message import CHECKS, read_job
+from imagefleet.job.names import ASIDE
 from imagefleet.records import reader
 from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import open as opening
@@ -79,7 +80,7 @@ async def workers(storage: Storage) -> dict[str, str]:
     return {
         record.name: record.metadata.get("worker", "")
         async for record in storage.blobs.records()
-        if command.is_image(record.name)
+        if record.name.startswith(CHECKS) or not record.name.startswith(ASIDE)
     }
 
 
