@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.routing.models import ModelQueues

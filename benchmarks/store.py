@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE, LeasedMessage
 from worker.process import run_worker

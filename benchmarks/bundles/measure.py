@@ -29,7 +29,7 @@ from rich.table import Table
 import azurite
 from benchmarks import operations
 from benchmarks.bundles import gpu
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from imagefleet.pricing import prices
 from imagefleet.storage import bundle
 from imagefleet.storage.open import Storage, open_storage

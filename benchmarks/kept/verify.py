@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.rows import groups
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from imagefleet.signing import SigningKey
 from worker import process
 from worker.engine import contract

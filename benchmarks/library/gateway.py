@@ -30,8 +30,8 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 import aiohttp
 
 import imagefleet
+from benchmarks.stand_in import StandInEngine
 from evaluation.bench import machine
-from evaluation.stand_in import StandInEngine
 from gateway import server
 from gateway.settings import GatewaySettings
 from imagefleet import aio, concurrency

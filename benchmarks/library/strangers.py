@@ -30,8 +30,8 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 import aiohttp
 import psutil
 
+from benchmarks.stand_in import StandInEngine
 from evaluation.bench import machine
-from evaluation.stand_in import StandInEngine
 from library import attacks, gateway, turns
 from rows.groups import Figures, add_figures
 from worker.engine import device

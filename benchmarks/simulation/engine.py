@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.stand_in import StandInPrepared
+from benchmarks.stand_in import StandInPrepared
 from imagefleet import errors
 from imagefleet.job.prompt import Prompt
 from simulation.account import IMAGE_BYTES, STEPS

@@ -99,7 +99,7 @@ def images_at_once(engine: Engine) -> int:
 def draw(engine: Engine, requests: Sequence[ImageRequest]) -> list[Pixels]:
     """Draws images as fast as the engine takes them; raises FleetError if one failed."""
     waiting = deque(enumerate(requests))
-    images: dict[int, Pixels] = {}
+    images = {}
     while waiting or engine.busy:
         while waiting and engine.free:
             ticket, request = waiting.popleft()
@@ -130,8 +130,8 @@ def drive(
         FleetError: an image failed.
     """
     width = width or images_at_once(engine)
-    drawn: list[ImageRequest] = []
-    finished_at: list[float] = []
+    drawn = []
+    finished_at = []
     for finished in draw_on(engine, requests, width):
         drawn += finished
         finished_at += [time.perf_counter()] * len(finished)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.score.figures import Point, plot
-from imagefleet import sweep
+from imagefleet.caption import caption_of
 from imagefleet.errors import SetupError
 from imagefleet.files import picture
 from imagefleet.keeping.rule import Keep, Scores
@@ -128,7 +128,7 @@ async def _scores(
     image = await asyncio.to_thread(picture.decode, read.data)
     if image is None:
         return record.scores
-    drawn = Drawn(np.asarray(image.convert("RGB")), sweep.caption_of(record))
+    drawn = Drawn(np.asarray(image.convert("RGB")), caption_of(record))
     (own,) = await judges.scores(rule.scores, [drawn])
     finite = {name: score for name, score in own.items() if math.isfinite(score)}
     return {**record.scores, **finite}
@@ -136,7 +136,7 @@ async def _scores(
 
 def _dollars_per_image(records: Sequence[Record]) -> float | None:
     """What the GPUs cost from their workers' first pull to their last image, an image drawn."""
-    by_worker: defaultdict[object, list[Record]] = defaultdict(list)
+    by_worker = defaultdict(list)
     for record in records:
         by_worker[record.worker, record.started_at].append(record)
     dollars = 0.0

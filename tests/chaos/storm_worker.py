@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from benchmarks.stand_in import StandInEngine
 from cli import console, options
-from evaluation.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.job.message import Job
 from imagefleet.storage import open as storage_open

@@ -18,8 +18,8 @@ import pytest
 import typer
 import write_settings
 
+from benchmarks.stand_in import StandInEngine
 from cli import console, options
-from evaluation.stand_in import StandInEngine
 from fleet import main
 from imagefleet.job.message import Job, read_job
 from imagefleet.storage.open import open_storage

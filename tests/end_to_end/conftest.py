@@ -23,7 +23,7 @@ import asyncio, fcntl, logging, os, sys, termios, threading, time, warnings
 from fleet import main
 from imagefleet import errors
 from worker import process
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 
 if os.isatty(0):
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches it
@@ -110,7 +110,7 @@ def start(environment: dict[str, str]) -> Iterator[Start]:
 def stand_in_forks(tmp_path_factory) -> Iterator[forks.Forks]:
     """Of workers with a stand-in engine, which it starts without their imports."""
     folder = tmp_path_factory.mktemp("forks")
-    prelude = "import evaluation.stand_in, worker.process"
+    prelude = "import benchmarks.stand_in, worker.process"
     with forks.running(Path(sys.executable), folder, os.environ, prelude) as made:
         yield made
 

@@ -24,7 +24,7 @@ JOBS = {"one": 8, "two": 48}
 
 #: Draws the model's number into the corner.
 LOADING = """
-    from evaluation.stand_in import draw_noise
+    from benchmarks.stand_in import draw_noise
     def draw(request):
         image = draw_noise(request)
         image[:4, :4] = {"one": 1, "two": 2}.get(checkpoint.name, 0)

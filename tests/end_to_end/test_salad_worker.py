@@ -33,7 +33,7 @@ from imagefleet.telemetry import logs
 from worker import gpu_thread, process, pull
 from worker.node import salad
 from worker.settings import WorkerSettings
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 
 salad.FIRST_PAUSE_SECONDS = 0.2
 pull.LONGEST_PAUSE_SECONDS = 1

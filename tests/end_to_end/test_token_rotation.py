@@ -39,7 +39,7 @@ from imagefleet.storage.azure.credentials import RotatingTokens
 from imagefleet.telemetry import logs
 from worker import process
 from worker.settings import WorkerSettings
-from evaluation.stand_in import StandInEngine, draw_noise
+from benchmarks.stand_in import StandInEngine, draw_noise
 
 renew = RotatingTokens.renew
 

@@ -224,7 +224,7 @@ async def test_ctrl_c_drains_and_says_so(storage: Storage, start: Start):
     await fill(storage, 400)
     held = """
 import signal
-from evaluation import stand_in
+from benchmarks import stand_in
 may_go_on, tick = threading.Event(), stand_in.StandInEngine.tick
 signal.signal(signal.SIGUSR1, lambda *_: may_go_on.set())
 stand_in.StandInEngine.tick = lambda engine: may_go_on.wait() and tick(engine)

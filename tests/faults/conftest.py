@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from fleet import main
 from imagefleet import concurrency
 from imagefleet.storage.open import Storage, open_storage

@@ -8,7 +8,7 @@ import pytest
 from azure.storage.blob import BlobServiceClient
 from azure.storage.queue import QueueServiceClient
 
-from evaluation.stand_in import StandInEngine, draw_noise
+from benchmarks.stand_in import StandInEngine, draw_noise
 from imagefleet import concurrency, errors
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import Storage, open_storage

@@ -15,7 +15,7 @@ import pytest
 from aiolimiter import AsyncLimiter
 
 import forks
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from forks import console_forks, start
 from imagefleet.files import kernels as kernel_files
 from imagefleet.job.message import Output

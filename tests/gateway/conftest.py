@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from evaluation.stand_in import StandInEngine, draw_noise
+from benchmarks.stand_in import StandInEngine, draw_noise
 from gateway import server
 from gateway.settings import GatewaySettings
 from imagefleet import aio, concurrency, errors

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 #: A worker whose engine is loaded at once and makes 20 images/s.
 WORKER = """
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from fleet import main
 from worker import process
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.stand_in import StandInEngine, draw_noise
+from benchmarks.stand_in import StandInEngine, draw_noise
 from imagefleet import aio, errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings

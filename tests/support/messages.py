@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from benchmarks.stand_in import StandInEngine, draw_noise
 from browsing import visible
-from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.record import Record

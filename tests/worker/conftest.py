@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import read_job

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import polling
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from imagefleet import cancelled
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage

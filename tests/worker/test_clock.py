@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import generate_latest
 
 import azurite
+from benchmarks.stand_in import StandInEngine, draw_noise
 from browsing import visible
-from evaluation.stand_in import StandInEngine, draw_noise
 from fleet.report import figures
 from fleet.report import records as report_records
 from fleet.webhooks import events

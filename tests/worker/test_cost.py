@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import polling
-from evaluation.stand_in import StandInEngine, draw_noise
+from benchmarks.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.storage.open import Storage

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import polling
-from evaluation.stand_in import StandInEngine, StandInPrepared, draw_noise
+from benchmarks.stand_in import StandInEngine, StandInPrepared, draw_noise
 from imagefleet import errors
 from worker import gpu_thread
 from worker.engine import contract

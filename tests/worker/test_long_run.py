@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prometheus_client import generate_latest
 
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from messages import blobs, message

@@ -4,8 +4,8 @@ import json
 from collections import Counter
 from collections.abc import Callable
 
+from benchmarks.stand_in import StandInEngine
 from browsing import visible
-from evaluation.stand_in import StandInEngine
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings

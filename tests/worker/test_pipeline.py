@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import polling
-from evaluation.stand_in import StandInEngine, draw_noise
+from benchmarks.stand_in import StandInEngine, draw_noise
 from imagefleet import concurrency, errors
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Selection

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from imagefleet import sweep
+from imagefleet.caption import caption_of
 from imagefleet.errors import TransientError
 from imagefleet.keeping.rule import Keep
 from imagefleet.records.record import DroppedImage
@@ -157,4 +157,4 @@ def _shown(image: InFlightImage, pixels: Pixels) -> Drawn:
     overlay = image.owner.overlay
     if overlay is not None:
         pixels = overlay.put_over(pixels)
-    return Drawn(pixels, sweep.caption_of(image.job))
+    return Drawn(pixels, caption_of(image.job))

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.stand_in import StandInEngine
 from bundled import run_wrapped
-from evaluation.stand_in import StandInEngine
 from imagefleet.job.message import Job
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage

@@ -57,7 +57,7 @@ OFTEN = "from imagefleet.telemetry import push; push.PUSH_SECONDS = 1.0"
 #: Draws nothing for a broken prompt, as long as the file *marker* is there.
 BREAKS = """
     from pathlib import Path
-    from evaluation.stand_in import draw_noise
+    from benchmarks.stand_in import draw_noise
     def draw(request):
         if str(request.prompt) == "broken" and Path("{marker}").exists():
             raise errors.JobError

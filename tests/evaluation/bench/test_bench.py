@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import tiny_model
+from benchmarks.stand_in import StandInEngine
 from evaluation.bench import command as bench
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs, machine, work
-from evaluation.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.job.message import read_job
 from worker.engine import contract

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import exported
-from evaluation.stand_in import draw_noise
+from benchmarks.stand_in import draw_noise
 from fleet.webhooks import events
 from imagefleet import aio, errors
 from imagefleet.job.message import Job

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.stand_in import draw_noise
+from benchmarks.stand_in import draw_noise
 from imagefleet import errors
 from imagefleet.records.ledger import Ledger
 from imagefleet.storage.open import open_storage

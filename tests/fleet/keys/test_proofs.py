@@ -15,7 +15,7 @@ from azure.core.credentials import AzureSasCredential
 from azure.core.exceptions import HttpResponseError
 
 import thief
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from fleet.keys import mint
 from fleet.report import records as report_records
 from imagefleet import concurrency

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from benchmarks.stand_in import StandInEngine, draw_noise
 from bundled import bundle_of
 from bundled import job as job_message
-from evaluation.stand_in import StandInEngine, draw_noise
 from fleet.keys import mint
 from imagefleet import errors
 from imagefleet.files.kinds import TEXT

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import polling
-from evaluation.stand_in import StandInEngine, StandInPrepared
+from benchmarks.stand_in import StandInEngine, StandInPrepared
 from imagefleet import errors
 from imagefleet.files.kinds import LORA
 from imagefleet.job import prompt

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import tiny_model
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from imagefleet.files.picture import message_in, parameters
 from imagefleet.storage.open import Storage
 from messages import (

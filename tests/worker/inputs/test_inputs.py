@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from header_files import LORA, REFINER, file_of
 from imagefleet import errors
 from imagefleet.storage.open import Storage

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import polling
-from evaluation.stand_in import draw_noise
+from benchmarks.stand_in import draw_noise
 from imagefleet import cancelled, errors
 from imagefleet.files import picture
 from imagefleet.job.change import Change

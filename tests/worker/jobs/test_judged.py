@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.stand_in import StandInEngine
 from bundled import NAME, bundle_of, packed
-from evaluation.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.job.message import read_job
 from imagefleet.records import reader

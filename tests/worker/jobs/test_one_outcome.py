@@ -16,7 +16,7 @@ import pytest
 
 import storm_clashes
 import storm_worker
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from imagefleet import concurrency, errors
 from imagefleet.records import reader
 from imagefleet.storage.open import QUEUE_FILE, Storage, open_storage

@@ -10,7 +10,7 @@ from typing import Any, Self
 import pytest
 
 import polling
-from evaluation.stand_in import StandInEngine, draw_noise
+from benchmarks.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.job.message import Job
 from imagefleet.records import reader

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 import polling
+from benchmarks.stand_in import StandInEngine, draw_noise
 from browsing import visible
-from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import host

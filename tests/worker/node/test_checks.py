@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import polling
-from evaluation.stand_in import StandInEngine, draw_noise
+from benchmarks.stand_in import StandInEngine, draw_noise
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
 from messages import RunPipeline, blobs, message

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from evaluation.stand_in import StandInEngine, draw_noise
+from benchmarks.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.storage.open import Storage
 from messages import RunPipeline, blobs, message

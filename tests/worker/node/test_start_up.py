@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from imagefleet import errors
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node.start_up import StartUpCheck

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
 from imagefleet.storage.open import Storage

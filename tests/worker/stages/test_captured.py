@@ -8,7 +8,7 @@ import pytest
 
 import made_records
 import signers
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.log import RecordLog

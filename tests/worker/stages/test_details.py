@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny_model
-from evaluation.stand_in import draw_noise
+from benchmarks.stand_in import draw_noise
 from imagefleet.job.passes.fields import Pass
 from imagefleet.storage.open import Storage
 from messages import Drawing, RunPipeline, blobs, failed_jobs, image, message

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import imagefleet
-from evaluation.stand_in import StandInEngine, draw_noise
+from benchmarks.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.files import demo
 from tiny_detectors import write_detector

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.stand_in import StandInEngine, draw_noise
+from benchmarks.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.files import picture
 from imagefleet.job.message import read_job

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 import polling
-from evaluation.stand_in import StandInEngine
+from benchmarks.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.storage.deliveries import CONDEMNED_AFTER, Deliveries
 from imagefleet.storage.open import Storage
