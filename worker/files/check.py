@@ -236,24 +236,22 @@ def prediction_type(path: Path) -> str | None:
     if not path.is_file():
         return None
     beside = path.with_suffix(".yaml")
-    if beside.is_file() and (stated := _parameterization(beside)) is not None:
-        return stated
-    return contents.prediction_type(read_header(path))
-
-
-def _parameterization(path: Path) -> str | None:
-    """Reads it as AUTOMATIC1111 does: `parameterization`, or SDXL's class of the scaling."""
-    try:
-        content = yaml_file.parse(_read(path, _MAX_YAML_BYTES))
-    except (OSError, ValueError):
-        raise SetupError(
-            f"{str(path)!r} beside the checkpoint is not a readable configuration"
-        ) from None
-    stated = _value(content, "model.params.parameterization")
-    scaling = _value(
-        content, "model.params.denoiser_config.params.scaling_config.target"
-    )
-    return _PARAMETERIZATIONS.get(stated) or _SCALINGS.get(scaling.rpartition(".")[2])
+    found = None
+    if beside.is_file():
+        # As AUTOMATIC1111 reads it: `parameterization`, or SDXL's class of the scaling.
+        try:
+            content = yaml_file.parse(_read(beside, _MAX_YAML_BYTES))
+        except (OSError, ValueError):
+            raise SetupError(
+                f"{str(beside)!r} beside the checkpoint is not a readable configuration"
+            ) from None
+        stated = _value(content, "model.params.parameterization")
+        scaling = _value(
+            content, "model.params.denoiser_config.params.scaling_config.target"
+        )
+        found = _SCALINGS.get(scaling.rpartition(".")[2])
+        found = _PARAMETERIZATIONS.get(stated) or found
+    return found or contents.prediction_type(read_header(path))
 
 
 def _value(content: object, keys: str) -> str:

@@ -109,13 +109,32 @@ class InputReader:
         encoder = engine.text_encoder
         texts = None if encoder is None else await self._find_texts(job, encoder)
         init, overlay = await self._begin(job, None if is_enlarged else size)
+        controls = []
+        for at, unit in enumerate(job.controls):
+            what = f"alwayson_scripts.controlnet.args[{at}].image"
+            path = await self._controlnets.resolve(unit.model)
+            image = await self._file(job, what, unit.image)
+            async with self._room:
+                read = await asyncio.to_thread(
+                    pictures.read, f"{what}: the image", image
+                )
+                pixels = await asyncio.to_thread(
+                    pictures.control, read, unit.resize_mode, sizes.whole_cells(*size)
+                )
+            control = Control(
+                unit.model,
+                path,
+                pixels,
+                unit.weight,
+                unit.guidance_start,
+                unit.guidance_end,
+            )
+            controls.append(control)
         return Inputs(
             init=init,
             hires=await self._hires(job, size, engine.model_name),
             text_states=texts,
-            controls=tuple(
-                [await self._control(job, at, size) for at in range(len(job.controls))]
-            ),
+            controls=tuple(controls),
             overlay=overlay,
             vae=Vae(job.sd_vae, await self.vaes.resolve(job.sd_vae))
             if job.sd_vae
@@ -204,20 +223,6 @@ class InputReader:
             whole=whole,
             checkpoint=checkpoint,
         )
-
-    async def _control(self, job: Job, at: int, size: Size) -> Control:
-        unit = job.controls[at]
-        what = f"alwayson_scripts.controlnet.args[{at}].image"
-        path = await self._controlnets.resolve(unit.model)
-        image = await self._file(job, what, unit.image)
-        async with self._room:
-            read = await asyncio.to_thread(pictures.read, f"{what}: the image", image)
-            pixels = await asyncio.to_thread(
-                pictures.control, read, unit.resize_mode, sizes.whole_cells(*size)
-            )
-        start = unit.guidance_start
-        end = unit.guidance_end
-        return Control(unit.model, path, pixels, unit.weight, start, end)
 
     async def _find_texts(self, job: Job, encoder: str) -> tuple[Path, Path]:
         """The files of the prompt's text states and the negative prompt's."""

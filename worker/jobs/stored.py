@@ -39,23 +39,16 @@ async def look_up(blobs: BlobStore, job: Job, index: int) -> BlobRecord | None:
     if found is None:
         return None
     # A job of fewer stages draws the same images as another does on its way.
-    if _digest_and_stages(found) != (job.stage_digest, str(job.stages)):
-        raise NameTakenError(_taken_by(job, found))
-    return found
-
-
-def _digest_and_stages(image: BlobRecord) -> tuple[str, str]:
-    return image.metadata.get("digest", "none"), image.metadata.get("stages", "1")
-
-
-def _taken_by(job: Job, other: BlobRecord) -> str:
-    digest, stages = _digest_and_stages(other)
+    digest = found.metadata.get("digest", "none")
+    stages = found.metadata.get("stages", "1")
+    if (digest, stages) == (job.stage_digest, str(job.stages)):
+        return found
     of_stages = f" and {stages[:1]} stages" if stages != str(job.stages) else ""
-    worker = other.metadata.get("worker", "an unknown worker")[:_QUOTED_CHARACTERS]
-    return (
-        f"the name {other.name} is taken by the image of another job, of digest"
+    worker = found.metadata.get("worker", "an unknown worker")[:_QUOTED_CHARACTERS]
+    raise NameTakenError(
+        f"the name {found.name} is taken by the image of another job, of digest"
         f" {digest[:_DIGEST_CHARACTERS]}{of_stages}, that {worker} stored at"
-        f" {other.created_at:%Y-%m-%dT%H:%M:%SZ}; this job is {_shown(job)}: {_HOW_TO_MEND}"
+        f" {found.created_at:%Y-%m-%dT%H:%M:%SZ}; this job is {_shown(job)}: {_HOW_TO_MEND}"
     )
 
 

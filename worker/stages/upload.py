@@ -114,7 +114,15 @@ class UploadStage:
             written = await self.settler.retry_policy.call_in_doubt(create)
         sha256: str | None = file.sha256
         if doubt.is_set():
-            sha256 = await self._sha256_of_taken(image, is_in_doubt=written)
+            # Of the file that has its name: this very image's, perhaps, or another job's.
+            blobs = self.settler.storage.blobs
+            look = partial(stored.look_up, blobs, image.job, image.index)
+            if (found := await self.settler.retry_policy.call(look)) is None:
+                raise TransientError("an image that had its name was removed meanwhile")
+            is_unread = found.metadata is stored.NOT_READ
+            if is_unread and not (entry.is_redelivered or written):
+                raise stored.taken_unseen(image.job, image.index)
+            sha256 = stored.sha256_in(found.metadata)
         stored_at = self.settler.storage.blobs.clock.now()
         record = record.model_copy(update={"sha256": sha256, "at": stored_at})
         if image.job.verify:
@@ -128,23 +136,6 @@ class UploadStage:
             self.settler.cost.lost("duplicate")
             entry.again.append(record)
             await self._keep_aside(image, file, name, metadata)
-
-    async def _sha256_of_taken(
-        self, image: InFlightImage, *, is_in_doubt: bool
-    ) -> str | None:
-        """The SHA-256 of the file that has an image's name; None if it is not known.
-
-        *is_in_doubt*: it is this very image, perhaps. Raises NameTakenError if it is another job's.
-        """
-        entry = image.owner
-        job = image.job
-        look = partial(stored.look_up, self.settler.storage.blobs, job, image.index)
-        if (found := await self.settler.retry_policy.call(look)) is None:
-            raise TransientError("an image that had its name was removed meanwhile")
-        is_unread = found.metadata is stored.NOT_READ
-        if is_unread and not (entry.is_redelivered or is_in_doubt):
-            raise stored.taken_unseen(job, image.index)
-        return stored.sha256_in(found.metadata)
 
     async def _keep_aside(
         self,

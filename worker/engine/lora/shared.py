@@ -52,18 +52,21 @@ class Merger:
             self._weights[path].copy_(self._originals[path])
         self._merged = self._merged & deltas.keys()
         for path, weighted in deltas.items():
-            weight = self._weights[path]
-            if path not in self._originals:
-                copied = weight.detach().cpu() if self._keeps_on_cpu else weight
-                self._originals[path] = copied.clone()
-            # Computed on the device, though layers that are reloaded are in the host's memory.
-            original = self._originals[path].to(self._device, torch.float32)
-            merged = original.clone()
-            for strength, delta in weighted:
-                merged += strength * delta.compute(original)
-            self._merged.add(path)
-            weight.copy_(merged)
+            self._merge(path, weighted)
         self._active = key
+
+    def _merge(self, path: str, weighted: Sequence[Weighted]) -> None:
+        weight = self._weights[path]
+        if path not in self._originals:
+            copied = weight.detach().cpu() if self._keeps_on_cpu else weight
+            self._originals[path] = copied.clone()
+        # Computed on the device, though layers that are reloaded are in the host's memory.
+        original = self._originals[path].to(self._device, torch.float32)
+        merged = original.clone()
+        for strength, delta in weighted:
+            merged += strength * delta.compute(original)
+        self._merged.add(path)
+        weight.copy_(merged)
 
     @property
     def originals(self) -> Mapping[str, Tensor]:
