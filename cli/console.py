@@ -151,7 +151,8 @@ async def connected(settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
 
 async def until_stopped(work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
     """Does *work*, which SIGTERM and Ctrl-C cancel; raises what it raises."""
-    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):

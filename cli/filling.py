@@ -146,7 +146,8 @@ def showing(
     total: int, *, is_live: bool, quiet: bool
 ) -> Iterator[Callable[[int], None]]:
     """A bar if *is_live*, else occasional lines on stderr with the rate since the last one."""
-    said, said_at = 0, time.monotonic()
+    said = 0
+    said_at = time.monotonic()
     with console.counting("sending", total, quiet=quiet or not is_live) as move:
 
         def show(confirmed: int) -> None:
@@ -156,7 +157,8 @@ def showing(
             if quiet or is_live or seconds < SECONDS_BETWEEN_LINES:
                 return
             speed = (confirmed - said) / seconds
-            said, said_at = confirmed, time.monotonic()
+            said = confirmed
+            said_at = time.monotonic()
             rate = f"{console.number(speed)} jobs/s"
             if speed:
                 rate += f", {duration((total - confirmed) / speed)} left"

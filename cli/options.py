@@ -287,7 +287,8 @@ def subject(model: type[BaseSettings], name: str) -> str:
 def _parameters(model: type[BaseSettings]) -> Iterator[Parameter]:
     """Typer options that leave values as text, so that pydantic alone judges them."""
     for name, field in model.model_fields.items():
-        kind, default = _bare_type(field.annotation), shown_default(field)
+        kind = _bare_type(field.annotation)
+        default = shown_default(field)
         is_switch = kind is bool
         extra = field.json_schema_extra
         is_repeatable = isinstance(extra, dict) and bool(extra.get("repeatable"))

@@ -35,7 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--port", default=os.environ.get("IMAGEFLEET_PORT") or "0")
     given = parser.parse_args(arguments)
     if not given.port.isdecimal() or not 0 < int(given.port) <= 65_535:  # noqa: PLR2004
-        is_so, answer = False, "set IMAGEFLEET_PORT or --port to the worker's port"
+        is_so = False
+        answer = "set IMAGEFLEET_PORT or --port to the worker's port"
     else:
         host = os.environ.get("IMAGEFLEET_HOST") or "127.0.0.1"
         is_so, answer = probe(given.what, _EVERYWHERE.get(host, host), int(given.port))

@@ -75,7 +75,9 @@ def command(
     """
     found = [file for path in paths for file in _expanded(path)]
     rows = console.run(_stored(settings))
-    uses, said, ids = Uses(), Counter[str](), Counter[str]()
+    uses = Uses()
+    said = Counter[str]()
+    ids = Counter[str]()
     with (
         load.reporting(rejects, skips=True, as_json=as_json) as report,
         console.counting("reading", len(found), quiet=quiet or as_json) as move,
@@ -136,7 +138,8 @@ async def _stored(settings: SignerSettings) -> Rows:
 
 def _found(named: Named, reading: Reading, rows: Rows) -> Named:
     """A file, called as the one in the storage with its hash; says where that is another one."""
-    kind, digits = KINDS.get(named.kind), str(named.digits)
+    kind = KINDS.get(named.kind)
+    digits = str(named.digits)
     if kind is None or len(digits) not in _DIGITS:
         return named
     known = {
@@ -158,7 +161,8 @@ def _found(named: Named, reading: Reading, rows: Rows) -> Named:
 
 
 def _rename(reading: Reading, named: Named, name: str) -> None:
-    job, old = reading.job, re.escape(named.name or "")
+    job = reading.job
+    old = re.escape(named.name or "")
     if found := _TITLED.get(named.kind):
         for fields in (job, job["override_settings"]):
             for field in found & fields.keys():

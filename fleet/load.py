@@ -118,7 +118,8 @@ def command(
     imagefleet load winter.json --inputs photos
     """
     target.check_name("--campaign", jobs.campaign)
-    file, rejects = Path(jobs.file), jobs.rejects
+    file = Path(jobs.file)
+    rejects = jobs.rejects
     is_shown = not (sending.quiet or as_json)
     read = functools.partial(filling.reading, file, is_shown=is_shown)
     if rejects is not None and rejects.resolve() == file.resolve():
@@ -270,7 +271,8 @@ def _check(
     as_json: bool,
 ) -> None:
     """Reads all jobs, and tells what they name that workers would not find."""
-    uses, doubled = Uses(), DoubledIds()
+    uses = Uses()
+    doubled = DoubledIds()
 
     def note(place: str, job: Job) -> None:
         uses.add(place, job)
@@ -305,7 +307,8 @@ class DoubledIds:
 
     def add(self, place: str, job: Job) -> None:
         key = job_key(job.campaign, job.id)
-        hashed, digest = id_hash(key), id_hash(job.digest)
+        hashed = id_hash(key)
+        digest = id_hash(job.digest)
         known = self._known.get(hashed)
         if known is None:
             self._known.put(hashed + digest)

@@ -115,10 +115,15 @@ async def _progress(request: Request) -> Response:
     """Tells how far the client's own jobs are, by the seconds that others took for a step."""
     desk = request.app[DESK]
     tickets = desk.of(request[CLIENT])
-    job, step, steps, progress, left = "", 0, 0, 0.0, 0.0
+    job = ""
+    step = 0
+    steps = 0
+    progress = 0.0
+    left = 0.0
     if tickets:
         first = tickets[0]
-        job, steps = first.id, first.job.steps
+        job = first.id
+        steps = first.job.steps
         expected = desk.seconds_per_step * steps * first.job.images or _GUESSED_SECONDS
         passed = time.monotonic() - first.created_at
         # Nobody tells of steps: it nears 1, and reaches it with the image.

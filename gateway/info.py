@@ -26,7 +26,8 @@ def answer(
     texts = [sent_images.text_of(data) for data in images]
     known = picture.parsed_parameters(texts[0]) if texts else {}
     prompt, negative_prompt = job.shown_prompts
-    count, drawn = len(images), job.identified(facts.id)
+    count = len(images)
+    drawn = job.identified(facts.id)
     width, height = (
         (facts.records[0].width, facts.records[0].height) if images else (0, 0)
     )

@@ -108,7 +108,8 @@ class Gateway:
         )
         self.app = Application(middlewares=[slashes, self._answer])
         self.app[work.BODIES] = Bodies()
-        self.app[DESK], self.app[_REGISTRY] = self.desk, registry
+        self.app[DESK] = self.desk
+        self.app[_REGISTRY] = registry
         self.app[a1111.OPTIONS] = {}
         defaults = dict(settings_table.DEFAULTS[settings_table.A1111])
         if settings.native_size:
@@ -119,7 +120,8 @@ class Gateway:
         for routes in (a1111.ROUTES, lists.ROUTES, openai.ROUTES, ROUTES):
             self.app.add_routes(routes)
         # Made once: who asks for them needs no key, and each takes some 20 ms.
-        page, document = description.page(self.app), description.openapi(self.app, Job)
+        page = description.page(self.app)
+        document = description.openapi(self.app, Job)
         self.app.router.add_get("/docs", lists.fixed(page, "text/html"))
         self.app.router.add_get("/openapi.json", lists.fixed(document))
 
@@ -182,7 +184,8 @@ async def _job(request: Request) -> Response:
 @ROUTES.get("/jobs/{id}/{index:[0-9]{1,4}}")
 async def _image(request: Request) -> Response:
     """An image of a job of the client's campaign."""
-    desk, index = request.app[DESK], int(request.match_info["index"])
+    desk = request.app[DESK]
+    index = int(request.match_info["index"])
     facts = await desk.facts(request[CLIENT].campaign, request.match_info["id"])
     if index >= len(facts.blobs):
         raise Refused(404, f"job {facts.id} has no image {index}")
@@ -210,19 +213,22 @@ def _error(request: Request, error: Exception) -> Response:
     headers = {}
     match error:
         case Refused():
-            status, message, headers = error.status, error.message, error.headers
+            status = error.status
+            message = error.message
+            headers = error.headers
         case JobError():
-            status, message = 422, error.message
+            status = 422
+            message = error.message
         case TransientError():
-            status, message = 503, "the storage does not answer now: try again"
+            status = 503
+            message = "the storage does not answer now: try again"
             headers = {"Retry-After": "5"}
         case HTTPException():
-            status, message = error.status, error.reason
+            status = error.status
+            message = error.reason
         case _:
-            status, message = (
-                _SERVER_ERROR,
-                "an error of the gateway, whose log has more of it",
-            )
+            status = _SERVER_ERROR
+            message = "an error of the gateway, whose log has more of it"
     if status >= _SERVER_ERROR and not isinstance(error, Refused):
         log.error(f"{request.path}: {error}", action="request_failed", exc_info=error)
     message = redaction.message(message)
@@ -252,7 +258,8 @@ async def serving(
     fleet: Fleet, settings: GatewaySettings
 ) -> AsyncIterator[tuple[Gateway, int]]:
     """Serves while the block runs; yields the port that was chosen."""
-    gateway, at = Gateway(fleet, settings), (settings.host, settings.port)
+    gateway = Gateway(fleet, settings)
+    at = (settings.host, settings.port)
     # A handler whose client hangs up is cancelled, and with it its job.
     async with probes.listening(
         gateway.app,

@@ -132,7 +132,8 @@ async def begin(
     fields: JSONDict,
 ) -> Ticket:
     """Sends the job of *fields*, in A1111's names; raises Refused or a FleetError."""
-    client, desk = request[CLIENT], request.app[DESK]
+    client = request[CLIENT]
+    desk = request.app[DESK]
     for name in _NOT_THEIRS:
         if fields.get(name):
             raise Refused(422, f"{name}: unknown key; the client's own key decides it")

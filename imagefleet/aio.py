@@ -97,7 +97,8 @@ class Result(JobFacts):
 
         if not self.blobs:
             raise JobError(f"job {self.id} has no image: {self.reason or self.status}")
-        name, storage = self.blobs[index], self.fleet.storage
+        name = self.blobs[index]
+        storage = self.fleet.storage
         unsaid = {
             "prompt": None,
             "negative_prompt": None,
@@ -254,7 +255,8 @@ class Fleet:
 
     async def depth(self) -> Depth:
         """Sizes of the job queue and of the queue of failed jobs."""
-        queue, failed = self.storage.queue, self.storage.poison
+        queue = self.storage.queue
+        failed = self.storage.poison
         return Depth(await self.run(queue.depth()), await self.run(failed.depth()))
 
     def failed(self, **which: Unpack[FailedJobFilter]) -> Results:
@@ -288,7 +290,8 @@ class Fleet:
 
     def check(self, change: Change | None = None) -> Check:
         """Conditions for failed jobs to be sent again: signed, where there is a key."""
-        keys, scope = self.keys.trusted, self.storage.scope
+        keys = self.keys.trusted
+        scope = self.storage.scope
         trusted = (
             None if keys is None else signing.TrustedJobs(keys, scope, at_any_time=True)
         )
@@ -348,7 +351,8 @@ class Batch:
         progress = False
         while watch.waiting:
             await pace.poll(watch.poll)
-            found, watch.found = watch.found, []
+            found = watch.found
+            watch.found = []
             progress = progress or bool(found)
             for facts in found:
                 yield Result(**facts.fields(), fleet=self._fleet)

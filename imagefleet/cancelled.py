@@ -123,7 +123,9 @@ class CancelledCampaigns:
             BLOB, 0, 1
         )  # a byte tells whether it has changed
         if start is None:
-            self.times, self.paused, self._version = {}, frozenset(), None
+            self.times = {}
+            self.paused = frozenset()
+            self._version = None
         elif start.version != self._version:
             part = await self._files.read_part(BLOB, 0, MAX_BYTES)
             self._version = None if part is None else part.version
@@ -165,7 +167,8 @@ async def cancel_jobs(
 
 async def pause(storage: Storage, campaign: str, *, is_paused: bool) -> bool:
     """Pauses a campaign, or resumes it; False if it was so before. A cancellation resumes it."""
-    queue, at = storage.queue.name, storage.blobs.clock.now()
+    queue = storage.queue.name
+    at = storage.blobs.clock.now()
     entry = Cancellation(queue=queue, campaign=campaign, at=at, is_paused=True)
     was_paused = await _edit(
         storage,

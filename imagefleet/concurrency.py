@@ -171,7 +171,8 @@ class RetryPolicy:
         error: TransientError,
         began_at: float,
     ) -> Result:
-        failures, attempts = [error], _Attempts(self, began_at, error)
+        failures = [error]
+        attempts = _Attempts(self, began_at, error)
 
         async def attempt() -> Result:
             if failures:
@@ -213,7 +214,8 @@ class _Attempts:
         self.error = error
         self.is_in_doubt = self.is_in_doubt or error.outcome_is_unknown
         error.outcome_is_unknown = self.is_in_doubt
-        policy, longest = self.policy, self.policy.longest_wait_seconds
+        policy = self.policy
+        longest = self.policy.longest_wait_seconds
         is_closed = isinstance(error, NoAccessError | StorageFullError)
         if is_closed and policy.waits_for_access:
             self.pause = jitter(longest, low=0)
@@ -222,7 +224,8 @@ class _Attempts:
             self.pause = backoff(self.waited, policy.first_wait_seconds / 10, longest)
             self.waited += 1
             return True
-        self.failed, self.waited = self.failed + 1, 0
+        self.failed = self.failed + 1
+        self.waited = 0
         is_late = time.monotonic() - self.began_at >= policy.give_up_seconds
         self.is_over = self.failed >= policy.tries or is_late
         self.pause = backoff(self.failed - 1, policy.first_wait_seconds, longest, low=0)

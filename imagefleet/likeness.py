@@ -63,6 +63,7 @@ def _cell_means(values: NDArray[np.integer]) -> NDArray[np.float32]:
     # A loop over slices: five times as fast as `np.add.reduceat` on whole pictures.
     of_rows = [values[top:end].sum(0, np.uint32) for top, end in pairwise(rows)]
     sums = np.add.reduceat(np.stack(of_rows), columns[:-1], axis=1)
-    heights, widths = np.diff(rows), np.diff(columns)
+    heights = np.diff(rows)
+    widths = np.diff(columns)
     sizes = heights[:, None, None] * widths[:, None]
     return np.asarray(sums / sizes, np.float32)

@@ -83,7 +83,8 @@ def read_file(model: type[Model], path: Path, otherwise: str) -> Model | None:
 
 def reason(detail: JSONObject, known: Iterable[str] = ()) -> str:
     """One error detail as a sentence; it never quotes the input, which may be a secret."""
-    where, what = location(detail["loc"]), message(detail)
+    where = location(detail["loc"])
+    what = message(detail)
     if detail["type"] == "extra_forbidden":
         what = "unknown key" + suggestion(str(detail["loc"][-1]), known)
     return f"{where}: {what}" if where else what

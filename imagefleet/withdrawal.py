@@ -81,8 +81,10 @@ class Withdrawals:
             await self._has_work.wait()
             await asyncio.sleep(concurrency.jitter(_WAIT_SECONDS))
             self._has_work.clear()
-            new, self._new = self._new, []
-            ended, self._ended = self._ended, set()
+            new = self._new
+            self._new = []
+            ended = self._ended
+            self._ended = set()
             try:
                 await self._withdraw(new, ended)
             except FleetError as error:  # they are drawn instead

@@ -120,7 +120,8 @@ class LoadedCampaigns:
         if isinstance(body, MendedMessage):
             found = "new"
         self.counts[found] += 1
-        key, digest = job.entry[:HASH_BYTES], job.entry[HASH_BYTES:]
+        key = job.entry[:HASH_BYTES]
+        digest = job.entry[HASH_BYTES:]
         if found == "changed" and not self.skips_changed:
             raise SetupError(
                 f"the job {job_key(job.campaign, job.id)}, number {self.position + 1}, was sent"

@@ -217,7 +217,8 @@ class FileSource:
         self.comments = self.empty = self.repeated = 0
         with self._opened() as stream:
             for entry in itertools.islice(self._form.entries(stream), self.count):
-                problem, body = entry.problem, None
+                problem = entry.problem
+                body = None
                 try:
                     if entry.text:
                         body = self._message(entry, repeats, on_job)

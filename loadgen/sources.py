@@ -163,7 +163,8 @@ def open_source(
     *balance*: the column whose values have turns. The report of the *terms*
     says whether rows that are no jobs are skipped; else they are a SetupError.
     """
-    path, report = Path(name), terms.get("report")
+    path = Path(name)
+    report = terms.get("report")
     if form is None and path.suffix in template.SUFFIXES:
         flags = {"--inputs": pictures, "--unique": unique, "--balance": balance}
         if report is not None:

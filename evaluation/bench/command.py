@@ -72,7 +72,8 @@ def _measure_latency(asked: BenchOptions) -> dict[str, Any]:
         _steps() as step,
     ):
         step("creating the model", 1)
-        folder, family = Path(name), asked.family
+        folder = Path(name)
+        family = asked.family
         setup = bench_engine.prepare(
             asked.model, folder, asked.device, loras=1, family=family
         )

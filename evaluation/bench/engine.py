@@ -136,7 +136,8 @@ def measure(setup: Setup, asked: BenchOptions, step: StartStep) -> dict[str, Any
     (steps,) = workload.steps
     flops = machine.count_image_flops(setup.model, *workload.sizes[0], steps)
     limit = matrix_rate / flops
-    mixed, without = run.mixed.images_per_second, run.without.images_per_second
+    mixed = run.mixed.images_per_second
+    without = run.without.images_per_second
     peak_memory_bytes = machine.peak_memory_bytes(device)
     plain = None
     if asked.baseline:
@@ -227,6 +228,7 @@ class _EngineRun:
         return engine, [self.workload.message(number) for number in range(jobs)]
 
     def _drive(self, engine: SlotEngine, name: str, workload: Workload) -> work.Rate:
-        seconds, width = self._seconds, engine.slots_for(workload.request(0))
+        seconds = self._seconds
+        width = engine.slots_for(workload.request(0))
         progress = self._step(name, seconds)
         return work.drive(engine, workload.requests(), seconds, progress, width=width)

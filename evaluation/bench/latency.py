@@ -28,7 +28,9 @@ FULL = 512
 #: Images of one call of diffusers in the full batch, all of which no card holds.
 _DIFFUSERS_BATCH = {"cuda": 32, "cpu": 4}
 
-_SAMPLER, _CFG_SCALE, _STEPS = "plms", 7.5, 50
+_SAMPLER = "plms"
+_CFG_SCALE = 7.5
+_STEPS = 50
 _SIDE = 512
 _REPEATS = 3
 

@@ -76,7 +76,8 @@ def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
     On random numbers: on zeros a GPU draws less power and runs faster than on any real data.
     """
-    side, repeats = _SIDES[device.type], _REPEATS[device.type]
+    side = _SIDES[device.type]
+    repeats = _REPEATS[device.type]
     one, other = (
         torch.randn((side, side), device=device, dtype=dtype) for _ in range(2)
     )

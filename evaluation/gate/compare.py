@@ -165,7 +165,8 @@ def _add_features(
     if found.directions is None:
         empty = Statistics.merged([], a.shape[1])
         found.directions = np.zeros(a.shape[1])
-        found.halves_a, found.halves_b = [empty, empty], [empty, empty]
+        found.halves_a = [empty, empty]
+        found.halves_b = [empty, empty]
     first = len(found.pairs) % 2
     for half in (0, 1):
         rows = slice((half + first) % 2, None, 2)

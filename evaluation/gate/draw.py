@@ -110,7 +110,9 @@ def _drawn(
 
 
 def _write(image: _Image, pixels: Pixels, model: str, folder: Path) -> None:
-    job, request, overlay = image.job, image.request, image.overlay
+    job = image.job
+    request = image.request
+    overlay = image.overlay
     if overlay is not None:
         pixels = overlay.put_over(pixels)
     size = request.width, request.height

@@ -58,7 +58,8 @@ def tone(a: Pixels, b: Pixels) -> tuple[float, float]:
     """
     regions = [_regions(each) for each in (a, b)]
     grey_a, grey_b = (each.mean(-1, keepdims=True) for each in regions)
-    of_a, of_b = regions[0] - grey_a, regions[1] - grey_b
+    of_a = regions[0] - grey_a
+    of_b = regions[1] - grey_b
     apart = np.linalg.norm(of_b - of_a, axis=-1).mean()
     own = np.linalg.norm(of_a, axis=-1).mean()
     lighter = np.abs(grey_b - grey_a).mean()
@@ -104,8 +105,10 @@ class Shift:
                 edges += step.mean((1, 2))
         grey_a, grey_b = grey
         apart = (grey_b - grey_a)[1:-1, 1:-1].ravel().astype(np.float64)
-        right, left = grey_a[1:-1, 2:], grey_a[1:-1, :-2]
-        below, above = grey_a[2:, 1:-1], grey_a[:-2, 1:-1]
+        right = grey_a[1:-1, 2:]
+        left = grey_a[1:-1, :-2]
+        below = grey_a[2:, 1:-1]
+        above = grey_a[:-2, 1:-1]
         gradient = np.stack([(right - left).ravel(), (below - above).ravel()]) / 2
         gradient = gradient.astype(np.float64)
         return cls(

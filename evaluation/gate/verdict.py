@@ -203,7 +203,8 @@ def _shift_checks(found: Comparison, bounds: Bounds) -> list[Check]:
     """
     shift = found.shift
     assert shift is not None  # noqa: S101 - there is a pair
-    brighter, sharper = shift.brightness_levels, abs(shift.sharpness_percent)
+    brighter = shift.brightness_levels
+    sharper = abs(shift.sharpness_percent)
     moved = shift.displacement_pixels
     return [
         Check(
@@ -250,8 +251,10 @@ def _fids(found: Comparison, measures: Measures) -> tuple[float | None, ...]:
     """
     if not found.halves_a or min(each.count for each in found.halves_a) < 2:  # noqa: PLR2004
         return None, None, None
-    (even_a, odd_a), (even_b, odd_b) = found.halves_a, found.halves_b
-    a, b = even_a + odd_a, even_b + odd_b
+    (even_a, odd_a) = found.halves_a
+    (even_b, odd_b) = found.halves_b
+    a = even_a + odd_a
+    b = even_b + odd_b
     between = max(0.0, frechet_distance(b, a))
     if measures.reference is not None:
         fid_a = frechet_distance(a, measures.reference)

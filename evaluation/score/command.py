@@ -66,9 +66,12 @@ def command(
         figures = console.run(_sampled(settings, campaign, sample, keep))
         _show_sample(figures, output, as_json=as_json)
         return
-    reference, clip, extractor = networks.reference, networks.clip, networks.extractor
+    reference = networks.reference
+    clip = networks.clip
+    extractor = networks.extractor
     if extractor == DEMO:
-        clip, reference = clip or DEMO, reference or DEMO
+        clip = clip or DEMO
+        reference = reference or DEMO
     _check(reference, extractor, clip, write_reference)
     for path in (write_reference, output, json_file):
         console.check_writable(path)

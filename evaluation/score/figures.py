@@ -9,8 +9,12 @@ from pydantic import BaseModel
 
 from cli import console
 
-_WIDTH, _HEIGHT = 480, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 18, 50
+_WIDTH = 480
+_HEIGHT = 340
+_LEFT = 62
+_RIGHT = 24
+_TOP = 18
+_BOTTOM = 50
 
 _MIDDLE = 'text-anchor="middle"'
 
@@ -73,7 +77,8 @@ class GroupScores(BaseModel, extra="ignore", frozen=True, allow_inf_nan=False):
 
     def shown(self, name: str) -> str:
         """A figure and how far its interval of 95 % reaches: `12.345 ±0.067`."""
-        value, interval = getattr(self, name), getattr(self, f"{name}_interval")
+        value = getattr(self, name)
+        interval = getattr(self, f"{name}_interval")
         if value is None:
             return "-"
         digits = FIGURES[name]
@@ -172,7 +177,8 @@ def svg(scores: Scores) -> str:
 
 
 def _point(group: GroupScores) -> Point:
-    clip, fid = group.clip or 0.0, group.fid or 0.0
+    clip = group.clip or 0.0
+    fid = group.fid or 0.0
     return Point(
         clip,
         fid,
@@ -228,9 +234,11 @@ def plot(
 
 class _Axis:
     def __init__(self, values: Sequence[float], low: float, high: float) -> None:
-        lowest, highest = min(values), max(values)
+        lowest = min(values)
+        highest = max(values)
         margin = _MARGIN * (highest - lowest or abs(values[0]) or 1.0)
-        begin, end = lowest - margin, highest + margin
+        begin = lowest - margin
+        end = highest + margin
         self.place = scale(begin, end, low, high)
         step = nice_step(end - begin)
         first = math.ceil(begin / step)
@@ -239,7 +247,8 @@ class _Axis:
 
 
 def _grid(x: _Axis, y: _Axis, x_name: str, y_name: str) -> list[str]:
-    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    bottom = _HEIGHT - _BOTTOM
+    right = _WIDTH - _RIGHT
     parts = [
         f'<path d="M{_LEFT} {y.place(mark):.1f}H{right}" stroke="currentColor" opacity=".15"/>'
         f'<text x="{_LEFT - 8}" y="{y.place(mark) + 4:.1f}" text-anchor="end">'
@@ -260,10 +269,14 @@ def _grid(x: _Axis, y: _Axis, x_name: str, y_name: str) -> list[str]:
 
 
 def _drawn(point: Point, x: _Axis, y: _Axis, colour: str) -> list[str]:
-    across, down = x.place(point.x), y.place(point.y)
-    (left, right), (low, high) = point.x_interval, point.y_interval
-    begin, end = x.place(left), x.place(right)
-    bottom, top = y.place(low), y.place(high)
+    across = x.place(point.x)
+    down = y.place(point.y)
+    (left, right) = point.x_interval
+    (low, high) = point.y_interval
+    begin = x.place(left)
+    end = x.place(right)
+    bottom = y.place(low)
+    top = y.place(high)
     return [
         (
             f'<path d="M{begin:.1f} {down:.1f}H{end:.1f}M{across:.1f} {bottom:.1f}V{top:.1f}"'

@@ -136,15 +136,14 @@ def kid(
     random = np.random.RandomState(_KID_SEED)
     are_whole = a.shape[0] == b.shape[0] == size
     subsets = 1 if are_whole else subsets
-    found, shares = [], np.zeros(a.shape[0])
+    found = []
+    shares = np.zeros(a.shape[0])
     for _ in range(subsets):
         numbers = random.choice(a.shape[0], size, replace=False)
         one = a[numbers].astype(np.float64)
         other = b[random.choice(b.shape[0], size, replace=False)].astype(np.float64)
-        within, across = (
-            _without_itself(_cubic(one, one)),
-            _cubic(one, other).mean(axis=1),
-        )
+        within = _without_itself(_cubic(one, one))
+        across = _cubic(one, other).mean(axis=1)
         within_other = _without_itself(_cubic(other, other)).mean()
         found.append(float(within.mean() + within_other - 2 * across.mean()))
         apart = within - across
@@ -170,7 +169,8 @@ def cmmd(a: Rows, b: Rows, *, within_b: float | None = None) -> Estimate:
     *within_b* is the mean of `mean_kernels(b, b)`, where it is known already.
     """
     within_b = float(mean_kernels(b, b).mean()) if within_b is None else within_b
-    within, across = mean_kernels(a, a), mean_kernels(a, b)
+    within = mean_kernels(a, a)
+    across = mean_kernels(a, b)
     value = _CMMD_SCALE * float(within.mean() + within_b - 2 * across.mean())
     return Estimate.of(
         max(0.0, value), _CMMD_SCALE * 2 * (within - across) / len(within)

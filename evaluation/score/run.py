@@ -236,7 +236,9 @@ def _score(
     work: FeatureTask, batch: Sequence[ImageRow], read: Sequence[bytes | None]
 ) -> _Scored:
     """Decodes a batch and computes what is asked for of the images that are whole."""
-    images, captions, left_out = [], [], []
+    images = []
+    captions = []
+    left_out = []
     for row, data in zip(batch, read, strict=True):
         image = picture.decode(data) if data is not None and row.is_of(data) else None
         if image is None:

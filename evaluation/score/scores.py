@@ -31,7 +31,8 @@ def compute(
     """The figures of what is computed already; the same files give the same digits."""
     extractor, clip = facts
     compared = _Compared(reference, extractor, clip) if reference else None
-    groups, named = [], list[str]()
+    groups = []
+    named = list[str]()
     for name, group in plan.groups.items():
         notes = [note for note in map(chunks.read_note, plan.chunks[name]) if note]
         left_out = [each for note in notes for each in note.left_out]

@@ -134,11 +134,13 @@ def _compared(
 async def until_ended(storage: Storage, campaign: str) -> None:
     """Returns once the campaign has ended, if it is known how many jobs were sent."""
     follower = Follower(storage, campaign, trusts_images=True)
-    quiet, count_at = 0, _QUIET_POLLS
+    quiet = 0
+    count_at = _QUIET_POLLS
     while True:
         try:
             if await follower.poll():
-                quiet, count_at = 0, _QUIET_POLLS
+                quiet = 0
+                count_at = _QUIET_POLLS
                 continue
             quiet += 1
             if quiet >= count_at:

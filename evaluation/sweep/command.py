@@ -120,7 +120,8 @@ def command(
     if is_shown:
         console.print_note(source.describe())
     console.run(_note(settings, source, sending))
-    name, facts = str(source.path), functools.partial(_facts, source)
+    name = str(source.path)
+    facts = functools.partial(_facts, source)
     filling.fill(settings, source, name, sending, as_json=as_json, facts=facts)
 
 

@@ -72,7 +72,8 @@ def seed_of(number: int, caption: str, seed: int = 0) -> int:
 
 def digest(captions: Iterable[str]) -> Captions:
     """Counts and hashes captions, each without line breaks, as they come."""
-    hasher, count = hashlib.sha256(), 0
+    hasher = hashlib.sha256()
+    count = 0
     for caption in captions:
         hasher.update(caption.encode() + b"\n")
         count += 1

@@ -21,7 +21,9 @@ async def show(storage: Storage, campaign: str, job_id: str, *, as_json: bool) -
     found = await look_up(storage, campaign, job_id)
     if found["state"] == "unknown" and not found["images"]:
         raise await target.unknown_job(storage, target.Target(campaign, job_id))
-    since, state, error = found["since"], found["state"], found["error"]
+    since = found["since"]
+    state = found["state"]
+    error = found["error"]
     facts = {
         "job": job_key(found["campaign"], found["id"]),
         "state": state,

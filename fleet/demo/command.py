@@ -73,11 +73,14 @@ def command(
     require_libraries()
     if cascade:
         stages = [demo.find_checkpoint(demo.CASCADE / name) for name in ("base", "sr")]
-        model, loras = ",".join(map(str, stages)), None
+        model = ",".join(map(str, stages))
+        loras = None
         messages = demo.read_jobs(demo.CASCADE, "demo-cascade")
     else:
         checkpoint = demo.find_checkpoint()
-        model, loras, messages = str(checkpoint), checkpoint / "loras", demo.messages()
+        model = str(checkpoint)
+        loras = checkpoint / "loras"
+        messages = demo.messages()
         if few_steps:
             messages = list(map(demo.without_sampling, messages))
     storage = output / "storage"
@@ -178,7 +181,8 @@ async def _demo(
 def _show(
     report: JSONObject, settings: WorkerSettings, storage: Path, *, cascade: bool
 ) -> None:
-    speed, seconds = report["images_per_second"], report["seconds"]
+    speed = report["images_per_second"]
+    seconds = report["seconds"]
     facts = {
         "images": f"{report['images']} in {storage / settings.container}",
         "contact sheet": report["contact_sheet"],

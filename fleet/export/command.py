@@ -203,7 +203,8 @@ async def _plan(
 def _check_same(begun: ExportPlan | Manifest, wanted: ExportPlan, folder: Path) -> None:
     """Raises SetupError if *folder* has an export with other options."""
     for name in ("campaign", "storage", "shard_size", "keep", "has_credentials"):
-        has, asked = getattr(begun, name), getattr(wanted, name)
+        has = getattr(begun, name)
+        asked = getattr(wanted, name)
         if has != asked:
             raise SetupError(
                 f"{folder} has an export with the {name.replace('_', ' ')} {has}, not {asked}:"

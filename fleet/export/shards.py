@@ -99,7 +99,8 @@ class Exporter:
         keys = (f"{number:05}{place:0{digits}}" for place in itertools.count())
         images = self.database.records(number, self.plan.shard_size)
         keyed = zip(keys, images, strict=False)
-        contents, written = _Contents(), self._writer(draft)
+        contents = _Contents()
+        written = self._writer(draft)
         try:
             fetched: Sequence[Sample] = []
             while batch := list(itertools.islice(keyed, _BATCH)):

@@ -116,7 +116,8 @@ async def add(
         lines = []
         listed = f", listed {'and signed ' if keys.signing else ''}in {listing.blob}"
         for file in ready:
-            blob, stem = f"{kind.folder}/{file.name}", kind.stem(file.name)
+            blob = f"{kind.folder}/{file.name}"
+            stem = kind.stem(file.name)
             is_refiner = file.content == contents.REFINER.family
             shown = kinds.OTHER_MODEL if is_refiner else kind
             facts = {name: getattr(file, name) for name in stored.REPORTED}
@@ -178,7 +179,8 @@ async def _aliases(
     """
     contents = await listing.read() if any(file.alias for file in files) else None
     listed = dict(contents.files) if contents else {}
-    found, ambiguous = dict[str, str](), set[str]()
+    found = dict[str, str]()
+    ambiguous = set[str]()
     for file in files:
         blob = f"{listing.folder}/{file.alias}{kinds.LORA.suffixes[0]}"
         if not file.alias or await listing.storage.files.metadata(blob) is not None:
@@ -253,7 +255,8 @@ def _name(kind: FileKind, path: Path, name: str | None) -> str:
         "NFC", (name or path.resolve().name).removesuffix(suffix)
     )
     if kind in {kinds.LORA, kinds.EMBEDDING}:
-        is_safe, advice = is_safe_name(stem), SAFE_NAMES
+        is_safe = is_safe_name(stem)
+        advice = SAFE_NAMES
     else:
         pattern, signs = (addresses.STEM, "") if kind is MODEL else (SAFE_NAME, " ( )")
         is_safe = pattern.fullmatch(stem) is not None
@@ -266,7 +269,8 @@ def _name(kind: FileKind, path: Path, name: str | None) -> str:
 async def _model(stack: AsyncExitStack, path: Path, given: AddOptions) -> Ready:
     """The checkpoint as one file; raises SetupError if it is unusable."""
     check.check_path(path, kinds.OTHER_MODEL)
-    content, file = check.family(path), path
+    content = check.family(path)
+    file = path
     file_name = _name(MODEL, path, given.name)
     if file_name.endswith(".safetensors"):
         stated = contents.prediction_type(check.read_header(path))
@@ -303,7 +307,8 @@ def pack(folder: Path, target: Path, on_progress: Progress) -> None:
         for path in files:
             # Without times and owners, which would make each .tar another.
             entry = tarfile.TarInfo(path.relative_to(folder).as_posix())
-            entry.size, entry.mode = path.stat().st_size, 0o644
+            entry.size = path.stat().st_size
+            entry.mode = 0o644
             with path.open("rb") as file:
                 tar.addfile(entry, file)
             packed += entry.size

@@ -148,8 +148,10 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
             if not wanted:
                 continue
             kind = NAMED[noun]
-            own, rows = elsewhere.names(kind), await rows_of(storage, kind)
-            there, deeper = names_of(kind, rows), in_folders(kind, rows)
+            own = elsewhere.names(kind)
+            rows = await rows_of(storage, kind)
+            there = names_of(kind, rows)
+            deeper = in_folders(kind, rows)
             if kind is LORA:
                 there |= await aliases(storage, keys, there)
             if settings.is_local and kind is not MODEL:

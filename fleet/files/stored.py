@@ -36,7 +36,9 @@ _MAX_BYTES = manifest.MAX_BYTES + 1
 CONTENT_TYPE = "application/octet-stream"
 
 #: The blob's metadata, which `list` shows.
-SHA256, CONTENT, LORA_HASH = "sha256", "content", "lora_hash"
+SHA256 = "sha256"
+CONTENT = "content"
+LORA_HASH = "lora_hash"
 
 REPORTED = ("content", "bytes", "sha256", "change", "in_manifest")
 
@@ -141,7 +143,8 @@ async def store(
                 " another --name; kernels are put in its place with --replace"
             )
         # The same, as another machine computes it.
-        is_same, ready.sha256 = True, known or sha256
+        is_same = True
+        ready.sha256 = known or sha256
     if there is None:
         ready.change = "stored"
     else:
@@ -259,7 +262,8 @@ class Listing:
         """Returns the manifest's contents if these keys may change it; raises SetupError."""
         if contents is None:
             return None
-        why, keys = "", self.keys
+        why = ""
+        keys = self.keys
         if contents.is_signed:
             if keys.signing is None or not contents.is_signed_by(
                 keys.trusted, self.folder

@@ -86,7 +86,8 @@ class Campaign:
     @property
     def read_share(self) -> float:
         """The share read of the bytes that the shards had when the campaign was opened."""
-        ends, position = self._ends or {}, self._follower.position
+        ends = self._ends or {}
+        position = self._follower.position
         read = 0
         for name, end in ends.items():
             read += min(end, position.get(name, 0))
@@ -152,15 +153,15 @@ class Campaign:
         return view
 
     async def _select(self, chosen: Filter, view: View) -> None:
-        began_at, version, is_complete = (
-            time.monotonic(),
-            self._version,
-            self.is_complete,
-        )
+        began_at = time.monotonic()
+        version = self._version
+        is_complete = self.is_complete
         if began_at < view.select_at and is_complete == view.is_complete:
             return
         seqs = await asyncio.to_thread(self.index.select, chosen)
         view.generation += not np.array_equal(seqs[: len(view.seqs)], view.seqs)
-        view.seqs, view.version, view.is_complete = seqs, version, is_complete
+        view.seqs = seqs
+        view.version = version
+        view.is_complete = is_complete
         ended_at = time.monotonic()
         view.select_at = ended_at + (ended_at - began_at) / _SELECT_SHARE

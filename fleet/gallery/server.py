@@ -208,9 +208,11 @@ async def _errors_as_json(request: Request, handler: Handler) -> StreamResponse:
     try:
         return await handler(request)
     except ValidationError as error:
-        why, status = validation.sentence(error), 400
+        why = validation.sentence(error)
+        status = 400
     except sqlite3.Error as error:
-        why, status = f"The index of the gallery cannot be read: {error}", 503
+        why = f"The index of the gallery cannot be read: {error}"
+        status = 503
     except (DamagedImageError, FleetError) as error:
         why = str(error)
         status = 415 if isinstance(error, DamagedImageError) else 503

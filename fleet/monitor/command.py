@@ -70,7 +70,8 @@ async def read_status(
     `queue` is the sum of `queues`, which are in the order in which workers take jobs; the `jobs` of
     `failed` are counted by their records: some may have several messages.
     """
-    depth, storage = await client.depth(), client.storage
+    depth = await client.depth()
+    storage = client.storage
     await campaigns.refresh()
     waiting = await _without_worker(client, depth.queue)
     return {
@@ -130,7 +131,8 @@ def status_screen(found: JSONObject, campaigns: Campaigns, count: int) -> Group:
         table.add_row(queue["name"], *shown, "-" if age is None else duration(age))
     parts: list[Text | Table] = [console.untrusted(found["storage"], "bold"), table]
     for waiting in found["without_worker"]:
-        jobs, model = console.counted(waiting["messages"], "job"), waiting["model"]
+        jobs = console.counted(waiting["messages"], "job")
+        model = waiting["model"]
         parts += _notes(
             f"{jobs} of the model {model}, which no worker serves: start one with that --model"
         )

@@ -20,7 +20,8 @@ TIMEOUT_SECONDS = 30.0
 _SHOWN_CHARACTERS = 200
 
 #: Workers push what they like: a figure beyond these is none of a fleet.
-_MIN_VALUE, _MAX_VALUE = 1e-15, 1e15
+_MIN_VALUE = 1e-15
+_MAX_VALUE = 1e15
 
 
 class Series(BaseModel):

@@ -164,7 +164,8 @@ def _mix_of(
     """The GPU classes with their speeds and prices; raises SetupError for what is not known."""
     benches = [estimate.read_bench(path, table) for path in machines.bench or []]
     named = _named(machines.gpu, benches)
-    dollars, rate = machines.price_per_hour, machines.images_per_second
+    dollars = machines.price_per_hour
+    rate = machines.images_per_second
     if len(named) > 1 and (dollars is not None or rate is not None):
         raise SetupError(
             "--price-per-hour and --images-per-second apply to one GPU class; for a mix use"

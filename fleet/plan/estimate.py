@@ -336,7 +336,9 @@ def find_speed(
         raise SetupError(
             f"no speed is known for the {gpu}: give --images-per-second or a --bench report"
         )
-    speed, family, tflop = bench.images_per_second, bench.family, bench.tflop_per_image
+    speed = bench.images_per_second
+    family = bench.family
+    tflop = bench.tflop_per_image
     # A report's rate is with another LoRA for each job.
     is_alike = math.isclose(work.tflop_per_image, tflop, rel_tol=_ALIKE)
     if work.family is family and is_alike:

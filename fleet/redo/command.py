@@ -265,7 +265,8 @@ async def select(
     if named.campaign is not None and named.id is not None:
         return await _of_job(storage, named.campaign, named.id)
     await check_campaign(storage, named.campaign)
-    found, wanted = Images(), list[Suspects]()
+    found = Images()
+    wanted = list[Suspects]()
     if which.worker is not None:
         wanted.append(Suspects(worker=which.worker, since=which.since))
     else:
@@ -320,8 +321,10 @@ async def _records(blobs: BlobStore, campaign: str | None) -> AsyncIterator[Blob
 
 async def _recorded(storage: Storage) -> tuple[list[Suspects], int]:
     """The images that workers recorded as suspect, and the number of damaged records."""
-    found, damaged = list[Suspects](), 0
-    blobs, proofs = storage.blobs, await storage.proofs()
+    found = list[Suspects]()
+    damaged = 0
+    blobs = storage.blobs
+    proofs = await storage.proofs()
     async for blob in blobs.records(SUSPECT):
         if not blob.name.endswith(".json"):
             continue

@@ -153,7 +153,8 @@ def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[dict[str, flo
     """Mean rates from Unix seconds on; no empty bin is left out, so that a pause shows."""
     if not stored_in_second:
         return 1, []
-    begin, end = min(stored_in_second), max(stored_in_second)
+    begin = min(stored_in_second)
+    end = max(stored_in_second)
     step = (end - begin) // _MAX_BINS + 1
     bins = Counter[int]()
     for second, count in stored_in_second.items():

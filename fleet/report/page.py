@@ -33,9 +33,11 @@ _SHOWN_CHARACTERS = 110
 
 async def read_samples(storage: Storage, records: Records) -> list[JSONObject]:
     """The samples of *records* that are still there; counts the damaged ones in them."""
-    samples, address = [], columns.addresses(storage)
+    samples = []
+    address = columns.addresses(storage)
     for record in records.samples:
-        blob, shown = record.blob or "", None
+        blob = record.blob or ""
+        shown = None
         try:
             if (data := await pictures.read(storage, record.spot)) is None:
                 continue

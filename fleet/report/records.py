@@ -287,7 +287,8 @@ async def _count_unused(storage: Storage, records: Records) -> None:
     replaced = Counter(noted.values())
     # Who finds an image stored writes its record again; it has not drawn it.
     copies = set[int]()
-    drawn, doubled = Counter[WorkerKey](), Counter[WorkerKey]()
+    drawn = Counter[WorkerKey]()
+    doubled = Counter[WorkerKey]()
     async for part in catalog.records_of(shards, "again", Damaged()):
         copies.update(map(_drawing, filter(records.is_credited, part)))
     async for part in catalog.records_of(shards, "images", Damaged()):

@@ -147,7 +147,8 @@ async def _write(results: _Results) -> None:
 
 
 async def _download(results: _Results, folder: Path) -> bool:
-    to, damaged = results.to, results.damaged
+    to = results.to
+    damaged = results.damaged
     total = min(await results.total(), to.limit or sys.maxsize)
     # With the records of second drawings: one of them may be that of the stored image.
     drawings = reader.drawings(results.storage, results.campaign, damaged, to.keep)
@@ -166,7 +167,8 @@ async def _download(results: _Results, folder: Path) -> bool:
 
 
 def _report_download(running: download.Download, *, as_json: bool) -> None:
-    missing, changed = running.named("missing"), running.named("misfit")
+    missing = running.named("missing")
+    changed = running.named("misfit")
     download.report_undelivered(
         {"missing": (len(missing), missing), "not as recorded": (len(changed), changed)}
     )
@@ -190,7 +192,9 @@ def _report_download(running: download.Download, *, as_json: bool) -> None:
 
 
 async def _show(results: _Results) -> None:
-    to, storage, campaign = results.to, results.storage, results.campaign
+    to = results.to
+    storage = results.storage
+    campaign = results.campaign
     counts = await reader.counts(storage, campaign)
     console.print_tables(forms.counts_table(counts))
     shown = 0

@@ -109,7 +109,8 @@ class Credentials:
         """The picture with its credentials, and the record of that file."""
         import c2pa
 
-        record, data = found.record, found.data
+        record = found.record
+        data = found.data
         try:
             with picture.opened(data) as image:
                 kind = str(image.format).lower()

@@ -83,7 +83,8 @@ def _steps(wanted: Replicas, existing: Groups, room: int) -> list[Replicas]:
         else:
             old[group.name] = min(group.live_replicas, group.running)
             live += group.live_replicas
-    running, total = sum(old.values()), sum(wanted.values())
+    running = sum(old.values())
+    total = sum(wanted.values())
     steps: list[Replicas] = []
     for left in reversed(range(STEPS)) if running else [0]:
         share = total * (STEPS - left) // STEPS

@@ -180,7 +180,8 @@ class SaladClient:
 
 def _read(response: ClientResponse, text: str, shown: str) -> Any:
     """The JSON in a response whose body is *text*, *shown* in errors, which are those of `call`."""
-    status, headers = response.status, response.headers
+    status = response.status
+    headers = response.headers
     message = redaction.printable(redaction.message(_message(shown)))
     details = f"HTTP {status}" + (f", {message}" if message else "")
     failure = "SaladCloud's API does not return JSON"

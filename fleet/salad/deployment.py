@@ -83,7 +83,8 @@ class Deployment:
                 await self._until_at_most(kept, groups, wait_seconds)
             await self.resize(await self.groups(), step)
             for body in bodies:
-                name, count = body["name"], step[body["name"]]
+                name = body["name"]
+                count = step[body["name"]]
                 if count and name not in kept:
                     await self.client.create({**body, "replicas": count})
                     replicas = console.counted(count, "replica")
@@ -96,7 +97,8 @@ class Deployment:
     async def resize(self, groups: Iterable[Group], replicas: Replicas) -> None:
         """Gives *groups* their *replicas*, and starts those that are stopped and get any."""
         for group in groups:
-            name, count = group.name, replicas[group.name]
+            name = group.name
+            count = replicas[group.name]
             if count != group.replicas:
                 await self.client.patch(name, {"replicas": count})
                 console.print_note(f"{name}: {console.counted(count, 'replica')}")

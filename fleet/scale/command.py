@@ -146,7 +146,8 @@ def _assumed_speed(file: salad_file.FleetFile) -> Speed | None:
     records = [prices.ASSUMED_IMAGES_PER_SECOND.get(each.name) for each in classes]
     served = file.served_models()
     family = served[0].family if served else families.SD1
-    steps, rows = family.steps, family.rows
+    steps = family.steps
+    rows = family.rows
     if name := file.environment.get(options.variable("accelerator")):
         steps, rows = Accelerator.of(str(name)).usual
     known = [

@@ -87,9 +87,11 @@ def decide(goal: Goal, known: Known, *, is_due: bool) -> Decision:
     most, bound = _most(goal, known)
     is_close = abs(need - known.replicas) <= HYSTERESIS * known.replicas
     if need > most:
-        need, why = most, f"{why}, but {bound}"
+        need = most
+        why = f"{why}, but {bound}"
     elif known.replicas <= most and is_close:
-        need, why = known.replicas, f"{why}: close enough"
+        need = known.replicas
+        why = f"{why}: close enough"
     return Decision(need, why)
 
 

@@ -214,7 +214,8 @@ class Scaler:
         self._quota_free = quota.free
 
     async def _read_queue(self, now: float) -> None:
-        empty_since, self._empty_since = self._empty_since, None
+        empty_since = self._empty_since
+        self._empty_since = None
         depth = await self._storage.queue.depth()
         counted = [
             (queue.model, queue.messages)
@@ -233,7 +234,8 @@ class Scaler:
     ) -> None:
         is_late = known.messages and self._goal.has_passed(known.now)
         level = logging.WARNING if is_late else logging.INFO
-        now, then = known.replicas, decision.replicas
+        now = known.replicas
+        then = decision.replicas
         spent = f"${known.spent_dollars:,.2f} of ${self._goal.max_dollars:,.2f} spent"
         doing = "would scale" if self.is_dry_run else "scaling"
         text = f"{doing} from {now} to {then} replicas"

@@ -150,7 +150,8 @@ class Verifier:
         if path.name != name or path.is_symlink() or not path.is_file():
             raise _FaultError("is no file in the folder of the export")
         verdict = self.verdict
-        faults, pictures = verdict.fault_count, verdict.pictures
+        faults = verdict.fault_count
+        pictures = verdict.pictures
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             is_listed = shard is not None and shard.sha256 == sha256

@@ -164,7 +164,8 @@ async def _read(storage: Storage, spot: Spot) -> bytes | None:
 
 
 def _judge(first: bytes, second: bytes) -> tuple[Result, float | None, str | None]:
-    a, b = picture.read(first), picture.read(second)
+    a = picture.read(first)
+    b = picture.read(second)
     if a is None and b is None:
         return "unreadable", None, None
     if a is None or b is None:

@@ -34,7 +34,8 @@ _OVERLOADED = frozenset({429, 502, 503, 504})
 PREFIX = "whsec_"
 
 #: The specification's limits.
-MIN_SECRET_BYTES, MAX_SECRET_BYTES = 24, 64
+MIN_SECRET_BYTES = 24
+MAX_SECRET_BYTES = 64
 
 _SETTING = "--secret-file"
 

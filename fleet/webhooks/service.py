@@ -173,16 +173,16 @@ class Service:
         if now - event.since >= GIVE_UP_SECONDS and not answer.is_gone:
             del self._state.waiting[event.id]
             self._given_up.inc()
-            level, then, action = logging.ERROR, "it is given up", "webhook_given_up"
+            level = logging.ERROR
+            then = "it is given up"
+            action = "webhook_given_up"
         else:
             pause = RETRY_SECONDS[min(event.attempts, len(RETRY_SECONDS)) - 1]
             event.due_at = now + max(
                 concurrency.jitter(pause, *_JITTER), answer.pause_seconds
             )
-            level, then = (
-                logging.WARNING,
-                f"the next follows in {event.due_at - now:.0f} s",
-            )
+            level = logging.WARNING
+            then = f"the next follows in {event.due_at - now:.0f} s"
         log.log(
             level,
             f"{event.type} of {event.subject} is not delivered, attempt {event.attempts}:"

@@ -105,7 +105,8 @@ def _run(settings: WorkerSettings, gpu: str | None = None) -> WorkerReport:
     # An error is printed when the live line is gone.
     with console.one_line_errors(), showing() as show:
         report = asyncio.run(process.run_worker(settings, on_progress=show))
-    seconds, start_up = duration(report.seconds), duration(report.start_up_seconds)
+    seconds = duration(report.seconds)
+    start_up = duration(report.start_up_seconds)
     per_dollar = report.images_per_dollar
     facts = {
         "images": report.images,

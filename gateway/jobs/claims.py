@@ -48,7 +48,8 @@ class Claims:
 
         Raises Refused if the key was used for another job.
         """
-        blobs, digest = self._storage.blobs, ticket.job.digest
+        blobs = self._storage.blobs
+        digest = ticket.job.digest
         name = self._name(ticket, ticket.attempts)
         ticket.attempts += 1
         if await blobs.create(name, digest.encode(), "text/plain", {}):

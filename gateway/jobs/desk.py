@@ -34,7 +34,8 @@ from imagefleet.telemetry.logs import log
 from imagefleet.withdrawal import Withdrawals
 
 #: Seconds between two looks at the records; on Azure a look is two billed listings.
-_LOCAL_POLL_SECONDS, _REMOTE_POLL_SECONDS = 0.015, 0.5
+_LOCAL_POLL_SECONDS = 0.015
+_REMOTE_POLL_SECONDS = 0.5
 
 #: The first where a worker of this process says what it has ended, and each look takes from its
 #: drawing: for what others have drawn.
@@ -103,7 +104,8 @@ class Desk:
         self._fleet = fleet
         self._poll_seconds = _REMOTE_POLL_SECONDS
         if fleet.storage.settings.is_local:
-            beside, alone = _POLL_SECONDS_BESIDE_WORKER, _LOCAL_POLL_SECONDS
+            beside = _POLL_SECONDS_BESIDE_WORKER
+            alone = _LOCAL_POLL_SECONDS
             self._poll_seconds = beside if has_worker else alone
         self._ledgers = Ledgers(fleet.storage)
         self._cancelled = CancelledCampaigns(
@@ -116,7 +118,9 @@ class Desk:
         self._sending: list[Ticket] = []
         self._tickets: dict[str, Ticket] = {}  # by the key of the job
         self._watches: dict[str, Watch] = {}  # by campaign
-        self._has_unsent, self._has_waiting, self._has_news = Event(), Event(), Event()
+        self._has_unsent = Event()
+        self._has_waiting = Event()
+        self._has_news = Event()
         self._looking = Lock()
         self._look_at = self._looked_at = 0.0  # the next thorough look, and the last
         self._ages: dict[str, tuple[float, float]] = {}  # time and age, by queue
@@ -303,7 +307,8 @@ class Desk:
         while True:
             await self._has_unsent.wait()
             self._has_unsent.clear()
-            self._sending, self._unsent = self._unsent, []
+            self._sending = self._unsent
+            self._unsent = []
             await concurrency.for_each(
                 [ticket for ticket in self._sending if ticket.is_keyed],
                 self._claim,
@@ -362,7 +367,8 @@ class Desk:
                 ticket.refuse(error)
 
     async def _submit(self, tickets: list[Ticket]) -> None:
-        campaign, priority = tickets[0].client.campaign, tickets[0].priority
+        campaign = tickets[0].client.campaign
+        priority = tickets[0].priority
         submission = Submission(self.storage, self._ledgers)
         jobs = [ticket.job for ticket in tickets]
         bodies = list(submission.messages(jobs, campaign, self._fleet.signer))
@@ -425,7 +431,8 @@ class Desk:
     @property
     def _is_reading(self) -> bool:
         """True while somebody waits, or more records may be there already."""
-        tickets, watches = self._tickets.values(), self._watches.values()
+        tickets = self._tickets.values()
+        watches = self._watches.values()
         return any(ticket.is_waited_for for ticket in tickets) or any(
             watch.is_behind for watch in watches
         )
@@ -459,7 +466,8 @@ class Desk:
         """Reads the campaigns' new records, and answers those whose jobs have ended."""
         for campaign, watch in list(self._watches.items()):
             await RETRIES.call(watch.poll)
-            found, watch.found = watch.found, []
+            found = watch.found
+            watch.found = []
             for facts in found:
                 if (ticket := self._tickets.pop(facts.key, None)) is not None:
                     ticket.end(facts)
@@ -549,7 +557,8 @@ class Desk:
     def _withdraw(self, ticket: Ticket, reason: str) -> None:
         if ticket.is_dropped:
             return
-        ticket.is_dropped, ticket.reason = True, reason
+        ticket.is_dropped = True
+        ticket.reason = reason
         if ticket.sent_at:
             self._withdrawals.add(ticket.withdrawn())
 

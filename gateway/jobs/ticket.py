@@ -63,7 +63,8 @@ class Ticket:
 
     def is_sent(self, facts: JobFacts, message: LeasedMessage | None) -> None:
         """The job is in the queue, by this *message* if it is known."""
-        self.facts, self.message = facts, message or self.message
+        self.facts = facts
+        self.message = message or self.message
         self.sent_at = time.monotonic()
 
     def withdrawn(self) -> SentJob:

@@ -10,7 +10,8 @@ from imagefleet.errors import SetupError
 from imagefleet.files import contents, lora, safetensors
 from imagefleet.validation import JSONDict
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
 
 def folders_of(folder: Path) -> Mapping[str, Path]:

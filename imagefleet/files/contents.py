@@ -172,10 +172,12 @@ _ALIKE = (
 #: Inputs of the UNet: the latents that are drawn, and those of another image, or the three colours
 #: of one that is enlarged. Inpainting checkpoints have nine, for a mask and a masked image: they
 #: are of their family's kind.
-_EDITING_INPUTS, _UPSCALER_INPUTS = 8, 7
+_EDITING_INPUTS = 8
+_UPSCALER_INPUTS = 7
 
 #: The first layer of a VAE's decoder, and the channels of the latents that it takes.
-_VAE_INPUT, _LATENTS = re.compile(r"decoder\.conv_in\.weight$"), 4
+_VAE_INPUT = re.compile(r"decoder\.conv_in\.weight$")
+_LATENTS = 4
 
 #: FLUX.2's layer that takes the text in, and the width of that of klein-9B.
 _TEXT_INPUT = re.compile(r"(^|\.)txt_in\.weight$")

@@ -19,7 +19,8 @@ def _trained(name: str) -> Path:
 
 
 #: The demo's checkpoint, and the folder of the cascade's two.
-TRAINED, CASCADE = _trained("demo_model"), _trained("demo_cascade")
+TRAINED = _trained("demo_model")
+CASCADE = _trained("demo_cascade")
 
 #: The LoRA with which the demo's checkpoint draws in four steps.
 ACCELERATOR = TRAINED / "loras" / "few-steps.safetensors"
@@ -52,7 +53,9 @@ def read_jobs(folder: Path, campaign: str = CAMPAIGN) -> list[str]:
 def messages() -> list[str]:
     """All messages in order: the reference job, the checkpoint's 21, and the invalid ones."""
     jobs = read_jobs(TRAINED)
-    first, others, last = jobs[:7], jobs[7:14], jobs[14:]
+    first = jobs[:7]
+    others = jobs[7:14]
+    last = jobs[14:]
     return [
         REFERENCE_MESSAGE,
         *first,

@@ -9,7 +9,8 @@ from imagefleet.job.clip import CHUNK_TOKENS
 Shapes = Mapping[str, Sequence[int]]
 
 #: The text encoder that each tensor is for, in the file of an embedding for several.
-CLIP_L, CLIP_G = "clip_l", "clip_g"
+CLIP_L = "clip_l"
+CLIP_G = "clip_g"
 
 #: The names that diffusers' training scripts for SDXL gave these tensors at first.
 _ALIASES = {"text_encoders_0": CLIP_L, "text_encoders_1": CLIP_G}

@@ -239,7 +239,8 @@ def _size_of(
     size = {part: math.prod(shape) for part, shape in shapes.items()}
     sizes: dict[str, int] = {}
     for part, letters in dimensions.items():
-        first, rest = shapes[part][: len(letters) - 1], shapes[part][len(letters) - 1 :]
+        first = shapes[part][: len(letters) - 1]
+        rest = shapes[part][len(letters) - 1 :]
         for letter, length in zip(
             letters, (*first, math.prod(rest)), strict=bool(letters)
         ):

@@ -147,7 +147,8 @@ def _laid_out(
     _check(name, records, ends)
     drafts = [record.model_copy(update=_NO_PLACE) for record in records]
     room = sum(len(record.line()) for record in (*drafts, *ends))
-    packed, offsets = BytesIO(), []
+    packed = BytesIO()
+    offsets = []
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
 
         def add(file: str, data: bytes, record: Record) -> None:
@@ -159,7 +160,8 @@ def _laid_out(
         add(HEAD, bytes(room), (*records, *ends)[0])
         for (record, data), sample in zip(members, samples, strict=True):
             file = str(record.blob).rpartition("/")[2]
-            key, suffix = key_of(file), file.rpartition(".")[2]
+            key = key_of(file)
+            suffix = file.rpartition(".")[2]
             add(f"{key}.{suffix}", data, record)
             offsets.append(tar.offset - len(data) - (-len(data) % tarfile.BLOCKSIZE))
             add(f"{key}.json", sample, record)

@@ -222,7 +222,8 @@ def parsed_parameters(text: str) -> dict[str, str]:
     *lines, last = text.strip().split("\n")
     found = {name: value.strip('"') for name, value in _PARAMETER.findall(last)}
     if "Steps" not in found:
-        lines, found = [*lines, last], {}
+        lines = [*lines, last]
+        found = {}
     prompt, _, negative_prompt = "\n".join(lines).partition("Negative prompt:")
     return {
         "Prompt": prompt.strip(),

@@ -99,7 +99,8 @@ def rested(path: Path) -> Identity:
     A time that a clock set elsewhere has put into the future does not count: such a file has rested
     once this process has seen it unchanged for as long.
     """
-    found, now = identify(path), time.monotonic()
+    found = identify(path)
+    now = time.monotonic()
     if time.time() - found[1] / 1e9 >= REST_SECONDS:
         return found
     seen, since = _unrested.get(found[0], (None, now))

@@ -100,9 +100,13 @@ class Bodies:
         """
         _check_header(request)
         length = request.content_length
-        places, most, threads = self._small, _SMALL_AT_ONCE, self._small_threads
+        places = self._small
+        most = _SMALL_AT_ONCE
+        threads = self._small_threads
         if length is None or length > _LARGE_BYTES:
-            places, most, threads = self._large, 1, self._large_thread
+            places = self._large
+            most = 1
+            threads = self._large_thread
         place = places.setdefault(client, Semaphore(most))
         async with place:
             body = await _received(request)

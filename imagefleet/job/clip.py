@@ -240,13 +240,12 @@ def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chu
             ):
                 end = last_comma + 1
             chunks.append(_chunk(chunk, end))
-            chunk, last_comma = (
-                [place._replace(embedding=None) for place in chunk[end:]],
-                None,
-            )
+            chunk = [place._replace(embedding=None) for place in chunk[end:]]
+            last_comma = None
         if len(chunk) + len(phrase) > CHUNK_TOKENS:
             chunks.append(_chunk(chunk))
-            chunk, last_comma = [], None
+            chunk = []
+            last_comma = None
         if is_comma:
             last_comma = len(chunk)
         chunk += phrase
@@ -257,10 +256,8 @@ def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chu
 
 def _chunk(places: Sequence[_Place], end: int = CHUNK_TOKENS) -> Chunk:
     """A chunk of the places before *end*, with the embeddings of all."""
-    kept, given = (
-        places[:end],
-        ((at, place.embedding) for at, place in enumerate(places)),
-    )
+    kept = places[:end]
+    given = ((at, place.embedding) for at, place in enumerate(places))
     return Chunk(
         tuple(place.token for place in kept),
         tuple(place.weight for place in kept),

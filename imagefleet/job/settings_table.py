@@ -58,4 +58,5 @@ A1111 = "a1111-1.10"
 DEFAULTS: Mapping[str, Mapping[str, object]] = _TABLE["defaults"]
 
 #: Fields of payloads, beside those that simply are fields of a job, and `override_settings`' names.
-FIELDS, SETTINGS = _effects(_TABLE["fields"]), _effects(_TABLE["settings"])
+FIELDS = _effects(_TABLE["fields"])
+SETTINGS = _effects(_TABLE["settings"])

@@ -91,7 +91,8 @@ def checked_messages(bodies: Iterable[str]) -> list[str]:
         if len(body) * _MOST_BYTES_A_CHARACTER > MAX_MESSAGE_BYTES - STAGE_BYTES:
             # The message of a job's first stage leaves room for those of the others.
             is_first = '"then":' in body and '"stage":{' not in body
-            most, size = MAX_MESSAGE_BYTES - STAGE_BYTES * is_first, message_bytes(body)
+            most = MAX_MESSAGE_BYTES - STAGE_BYTES * is_first
+            size = message_bytes(body)
             if size > most:
                 of_chain = " of a job with further stages" if is_first else ""
                 raise JobError(
@@ -121,10 +122,8 @@ def metadata_json(metadata: Mapping[str, JsonValue]) -> bytes:
 
 def metadata_header(metadata: Mapping[str, JsonValue]) -> str:
     """A job's metadata as the header of its image's blob: JSON in ASCII, or base64 if shorter."""
-    text, encoded = (
-        json.dumps(metadata),
-        base64.b64encode(metadata_json(metadata)).decode(),
-    )
+    text = json.dumps(metadata)
+    encoded = base64.b64encode(metadata_json(metadata)).decode()
     return text if text.isprintable() and len(text) <= len(encoded) else encoded
 
 

@@ -85,7 +85,8 @@ class Submission:
         except SetupError:
             return  # credentials that only add jobs: a worker says so, and the job fails
         for job in self.jobs.values():
-            known, entry = read.get(job.campaign), _entry(job)
+            known = read.get(job.campaign)
+            entry = _entry(job)
             if known is not None and known.compare(entry) == "changed":
                 before = known.digest_of(entry) or b""
                 raise NameTakenError(
@@ -206,7 +207,8 @@ class Watch:
 
     async def _in_their_place(self) -> list[Record]:
         """Records of other jobs of the same names, if an operator has sent these since."""
-        others, self._others = self._others, []
+        others = self._others
+        self._others = []
         ledgers = {each.campaign: self._ledgers.of(each.campaign) for each in others}
         for ledger in ledgers.values():
             with contextlib.suppress(SetupError):

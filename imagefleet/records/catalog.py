@@ -85,11 +85,9 @@ class ShardDecoder:
         found = []
         while data and not self.is_damaged:
             if self._member is None:
-                self._member, self._member_bytes, self._text = (
-                    zlib.decompressobj(GZIP),
-                    0,
-                    b"",
-                )
+                self._member = zlib.decompressobj(GZIP)
+                self._member_bytes = 0
+                self._text = b""
             try:
                 self._text += self._member.decompress(data, MAX_MEMBER_BYTES + 1)
             except zlib.error:
@@ -263,7 +261,9 @@ async def lines(
     part_bytes: int = PART_BYTES,
 ) -> AsyncGenerator[list[bytes]]:
     """A shard's lines from the decoder's position on; *part*, if it was read, is the first."""
-    blobs, name, offset = each.store, each.blob.name, decoder.position
+    blobs = each.store
+    name = each.blob.name
+    offset = decoder.position
     part = part or await blobs.read_part(name, offset, part_bytes)
     while part and part.data:
         offset += len(part.data)

@@ -468,7 +468,8 @@ class Ends:
         async for shard, lines in ended:
             async for records in catalog.records_in(shard, lines, Damaged()):
                 keys.update(record.key for record in self.add(records))
-        jobs, found = {*self.outcomes}, set[int]()
+        jobs = {*self.outcomes}
+        found = set[int]()
         self.outcomes.clear()
         own = [shard for shard in self.shards if shard.campaign in self._campaigns]
         packed = await packed_images(self.storage, own, keys)

@@ -58,12 +58,14 @@ class RecordFilter:
 
         *shards*: with the notes of replaced images.
         """
-        sent, waiting = list[NewRecord](), list[NewRecord]()
+        sent = list[NewRecord]()
+        waiting = list[NewRecord]()
         trusted = list[Record]()
         now = self.storage.blobs.clock.now()
         read = set[str]()
         for each in (*self.waiting, *new):
-            record, kind = each.record, each.shard.kind
+            record = each.record
+            kind = each.shard.kind
             if self.own is not None or kind == "settled":
                 is_sent = True
             else:
@@ -108,7 +110,8 @@ class RecordFilter:
         found = list[Record]()
         misfits = list[tuple[Record, str]]()
         for record, shard, _ in new:
-            of_image, of_job = told.get(record.blob, {}), of_jobs.get(record.job, [])
+            of_image = told.get(record.blob, {})
+            of_job = of_jobs.get(record.job, [])
             is_again = shard.kind == "again"
             if is_again and not record.fits(of_image, of_any_drawing=True):
                 found.append(record.name_taken(of_image))
@@ -186,7 +189,8 @@ class Follower:
             shards = await catalog.shards_of(self._storage, self._campaign, packs=False)
             found = await self.checks.fitting((), shards)
             for shard in shards:
-                name, size = shard.blob.name, shard.blob.size_bytes
+                name = shard.blob.name
+                size = shard.blob.size_bytes
                 if shard.kind not in _FOLLOWED or self._given_up.get(name) == size:
                     continue
                 offset = self.position.get(name, 0)
@@ -203,7 +207,8 @@ class Follower:
     async def _read(
         self, each: StoredShard, offset: int, shards: Collection[StoredShard]
     ) -> list[Record]:
-        name, found = each.blob.name, list[Record]()
+        name = each.blob.name
+        found = list[Record]()
         decoder = catalog.ShardDecoder(offset)
         async for lines in catalog.lines(
             each, decoder, self._damaged, part_bytes=self._part_bytes

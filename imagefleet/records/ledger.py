@@ -58,7 +58,9 @@ _BUCKET_BYTES = 2
 #: A job beside the one that was sent with its id.
 Compared = Literal["new", "changed", "as_before"]
 
-_ID, _DIGEST, _CAMPAIGN = ('"id":"', '"digest":"', '"campaign":"')
+_ID = '"id":"'
+_DIGEST = '"digest":"'
+_CAMPAIGN = '"campaign":"'
 
 
 class SentJob(NamedTuple):
@@ -249,7 +251,8 @@ class Ledger:
         """The end as the last whole frame tells it: one read of a short ledger."""
         end = _End()
         while (part := await self._part(end.number, 0, _END_BYTES)) is not None:
-            total, data = part.total_bytes, part.data
+            total = part.total_bytes
+            data = part.data
             if end == _End() and total == len(data):
                 self._start = part
             if total > len(data):
@@ -308,7 +311,8 @@ class Ledger:
     async def _read(self, damaged: Damaged) -> _End:
         end = self._read_until
         while True:
-            part, self._start = self._start, None
+            part = self._start
+            self._start = None
             if part is None or end != _End():
                 part = await self._part(end.number, end.size_bytes, PART_BYTES)
             if part is None:
@@ -318,7 +322,8 @@ class Ledger:
             if read_bytes < part.total_bytes:
                 continue
             # What is left is no whole frame; the next one begins behind it.
-            self._read_until, end = end, end._replace(size_bytes=part.total_bytes)
+            self._read_until = end
+            end = end._replace(size_bytes=part.total_bytes)
             if not end.is_full:
                 break
             self._read_until = end = end.next_blob()

@@ -235,7 +235,8 @@ def _parts(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
     for line in lines:
         if part and size + len(line) > MAX_MEMBER_BYTES:
             yield part
-            part, size = [], 0
+            part = []
+            size = 0
         part.append(line)
         size += len(line)
     yield part

@@ -123,7 +123,9 @@ async def all_counts(
     kept = {}
 
     async def count(campaign: str) -> None:
-        blobs, shards, unfit = noted.get(campaign, ()), by_campaign[campaign], Damaged()
+        blobs = noted.get(campaign, ())
+        shards = by_campaign[campaign]
+        unfit = Damaged()
         listed = [*blobs, *(shard.blob for shard in shards)]
         of_campaign = before.get(campaign)
         if of_campaign is None or of_campaign.listed != listed:
@@ -284,7 +286,8 @@ def _singly(
     return singly
 
 
-images, ended = _singly(image_parts), _singly(ended_parts)
+images = _singly(image_parts)
+ended = _singly(ended_parts)
 
 
 async def _counted(ends: Ends, images: ImageRecords) -> Totals:
@@ -319,7 +322,8 @@ async def _recounted(ends: Ends, images: ImageRecords) -> Totals:
         ends.add(records)
     await images.read()
     count = 0
-    completed, contested = set[int](), dict[int, Record]()
+    completed = set[int]()
+    contested = dict[int, Record]()
     async for records in _each_once(ends, ends.shards, images):
         ends.add(records)
         drawn = [record for record in records if record.outcome == "completed"]

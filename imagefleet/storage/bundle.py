@@ -207,7 +207,8 @@ def _parts(jobs: Sequence[_Job], most: int) -> Iterator[list[_Job]]:
         own = _calls(job.fields)
         if part and (len(part) >= most or calls + own > _MOST_CALLS):
             yield part
-            part, calls = [], 0.0
+            part = []
+            calls = 0.0
         part.append(job)
         calls += own
     if part:

@@ -173,7 +173,8 @@ class Check:
 
     def choose(self, records: Iterable[Record]) -> tuple[list[Chosen], list[Refused]]:
         """Splits failed jobs into those that can be sent again, and those that stay."""
-        chosen, refused = list[Chosen](), list[Refused]()
+        chosen = list[Chosen]()
+        refused = list[Refused]()
         for record in records:
             try:
                 chosen.append(Chosen(record, *self.job(record)))

@@ -54,7 +54,8 @@ class HeldFiles:
         async with self._reading:
             if time.monotonic() - self._read_at < _READ_SECONDS:
                 return
-            self.hashes, self.loras = {}, set()
+            self.hashes = {}
+            self.loras = set()
             for model in served:
                 self._add_held(model, await self._storage.models.held_now(model))
             self._add_manifest(await self._manifest())

@@ -117,11 +117,13 @@ class Clock:
     def answered(self, date: datetime, asked_at: float) -> None:
         """Learns from an answer's *date*; it was asked for at *asked_at* of `machine`."""
         second = date.timestamp()
-        least, most = asked_at - second - 1.0, self.machine() - second
+        least = asked_at - second - 1.0
+        most = self.machine() - second
         self._least = max(least, self._least)
         self._most = min(most, self._most)
         if self._least > self._most:  # the first answer; or one of the clocks was set
-            self._least, self._most = least, most
+            self._least = least
+            self._most = most
         ahead = self.offset_seconds
         if abs(ahead) > NOTABLE_OFFSET_SECONDS and not self._is_named:
             self._is_named = True

@@ -27,7 +27,8 @@ def free_memory_bytes() -> int:
     except (OSError, ValueError):
         return 0
     with contextlib.suppress(OSError, ValueError):  # no such files, or no limit
-        limit, used = _read("memory.max"), _read("memory.current")
+        limit = _read("memory.max")
+        used = _read("memory.current")
         stat = (_CONTROL_GROUP / "memory.stat").read_text(encoding="ascii")
         of_files = sum(
             int(size)

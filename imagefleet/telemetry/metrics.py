@@ -143,7 +143,8 @@ class QueueFlow:
     @property
     def seconds_to_empty(self) -> float | None:
         """Time left at the current rate: 0 when empty, infinite while it does not shrink."""
-        messages, net = self._samples[-1][1], self.net_per_second
+        messages = self._samples[-1][1]
+        net = self.net_per_second
         if messages == 0:
             return 0.0
         if net is None:

@@ -113,7 +113,8 @@ class Pusher:
             async with self._client.post(
                 self._url, data=body, headers=headers, allow_redirects=False
             ) as answer:
-                status, reason = answer.status, answer.reason
+                status = answer.status
+                reason = answer.reason
         except (ClientError, TimeoutError) as error:
             raise proxies.unreachable(f"{where} does not answer", error) from None
         if status < 300:  # noqa: PLR2004

@@ -137,7 +137,8 @@ DELIMITERS = ",;\t"
 _IN_QUOTES = re.compile(r'"(?:[^"]|"")*"')
 
 #: Lines within a cell that may be rows: few if each has a row's separators, or many.
-_FEW_LINES, _MANY_LINES = 3, 100
+_FEW_LINES = 3
+_MANY_LINES = 100
 
 
 class CsvRows(Format):

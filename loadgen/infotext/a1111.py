@@ -99,12 +99,14 @@ def _value(text: str) -> object:
 
 def _read_passes(facts: Facts, reading: Reading, *, is_old: bool) -> None:
     """The second pass, or the image to begin with, of which a strength alone tells."""
-    job, strength = reading.job, _value(facts.get("Denoising strength", ""))
+    job = reading.job
+    strength = _value(facts.get("Denoising strength", ""))
     if any(name.startswith("hr_") for name in job):
         job |= {"enable_hr": True} | (
             {"denoising_strength": strength} if strength != "" else {}
         )
-        sampler, schedule = facts.get("Hires sampler"), facts.get("Hires schedule type")
+        sampler = facts.get("Hires sampler")
+        schedule = facts.get("Hires schedule type")
         if sampler or schedule:
             usual = None if is_old else job["scheduler"]
             name = sampler or facts.get("Sampler", "")

@@ -18,7 +18,9 @@ from imagefleet.job import samplers
 from imagefleet.validation import JSONDict, JSONObject
 from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
 
-_FIRST, _LORA, _SKIP = "CheckpointLoaderSimple", "LoraLoader", "CLIPSetLastLayer"
+_FIRST = "CheckpointLoaderSimple"
+_LORA = "LoraLoader"
+_SKIP = "CLIPSetLastLayer"
 _PREDICTION = "ModelSamplingDiscrete"
 _SAMPLERS = ("KSampler", "KSamplerAdvanced")
 _VALUES = (
@@ -153,11 +155,13 @@ def _read(graph: Mapping[str, _Node]) -> Reading:
 
 def _sampled(node: _Node) -> Reading:
     """Reads the settings of a sampler node, but for its strength."""
-    value, is_advanced = node.value, node.kind == _SAMPLERS[1]
+    value = node.value
+    is_advanced = node.kind == _SAMPLERS[1]
     is_whole = all(value(name) == usual for name, usual in _WHOLE.items())
     if is_advanced and not (is_whole and value("end_at_step") >= value("steps")):
         raise JobError(f"node {node.name} ({node.kind}) does not do all steps")
-    sampler, schedule = value("sampler_name"), value("scheduler")
+    sampler = value("sampler_name")
+    schedule = value("scheduler")
     fields, said = fields_of_sampler(sampler, schedule)
     *on_unet, checkpoint = node.chain(
         "model", _LORA, "LoraLoaderModelOnly", _PREDICTION
@@ -209,7 +213,8 @@ def fields_of_sampler(name: str, scheduler: str) -> tuple[JSONDict, list[str]]:
 
     Raises JobError for one without a counterpart.
     """
-    known, schedule = _SAMPLERS_HERE.get(name), _SCHEDULES.get(scheduler)
+    known = _SAMPLERS_HERE.get(name)
+    schedule = _SCHEDULES.get(scheduler)
     if known is None or schedule is None:
         shown = f"{name} {scheduler}"[:80]
         raise JobError(f"the sampler and schedule {shown!r} have no counterpart")
@@ -255,7 +260,8 @@ def _said_of_texts(texts: Sequence[str]) -> Iterator[str]:
 def _enlarged(node: _Node, first: JSONObject) -> JSONDict:
     """The fields of the second pass that a node which enlarges a latent has."""
     method = str(node.value("upscale_method"))
-    x, y = node.value("width", 0), node.value("height", 0)
+    x = node.value("width", 0)
+    y = node.value("height", 0)
     if method not in _UPSCALERS or x * first["height"] != y * first["width"]:
         raise JobError(
             f"node {node.name} ({node.kind}) cuts, or enlarges by {method[:40]}"

@@ -30,10 +30,12 @@ _FACT = re.compile(
 _OF_JSON = re.compile(r"(Civitai (?:resources|metadata)): (?=[\[{])")
 
 #: SD.Next's separator, and its word before a prompt.
-_BARS, _PROMPT = " | ", "prompt: "
+_BARS = " | "
+_PROMPT = "prompt: "
 
 #: A1111 cuts the first pass of 2022 to so many pixels, in sides that are multiples of the cell.
-_FIRST_PASS_PIXELS, _CELL = 512**2, 64
+_FIRST_PASS_PIXELS = 512**2
+_CELL = 64
 
 
 #: The size of a first pass that A1111 had chosen.
@@ -95,7 +97,8 @@ def _prompts(lines: list[str]) -> dict[str, str]:
     for line in lines:
         words = line.strip()
         if words.startswith(_NEGATIVE):
-            into, words = "negative_prompt", words.removeprefix(_NEGATIVE).strip()
+            into = "negative_prompt"
+            words = words.removeprefix(_NEGATIVE).strip()
         found[into].append(words)
     return {name: "\n".join(each).strip() for name, each in found.items()}
 

@@ -156,7 +156,8 @@ def _loras(known: JSONObject) -> Iterator[tuple[str, float]]:
     """The names of LoRAs and their weights, which may be in a list of their own."""
     loras, weights = (_list(known.get(name)) for name in ("loras", "weights"))
     for at, lora in enumerate(loras):
-        name, weight = lora, weights[at] if at < len(weights) else 1
+        name = lora
+        weight = weights[at] if at < len(weights) else 1
         if isinstance(lora, list | tuple):
             name, weight, *_ = lora
         yield (

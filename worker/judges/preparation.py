@@ -27,6 +27,7 @@ def clip_crop(image: Image.Image, size: int) -> Features:
     image = image.convert("RGB")
     width, height = (int(size * side / min(image.size)) for side in image.size)
     image = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = (width - size) // 2, (height - size) // 2
+    left = (width - size) // 2
+    top = (height - size) // 2
     centre = image.crop((left, top, left + size, top + size))
     return np.asarray(centre, np.float32)

@@ -93,7 +93,8 @@ class JudgeStage:
         if len(judged) < image.job.images_to_draw:  # the worker drains
             await self.settler.hand_back(entry)
             return
-        rule, scores = _rule(image), [each.facts["scores"] for each, _ in judged]
+        rule = _rule(image)
+        scores = [each.facts["scores"] for each, _ in judged]
         # Those whose facts nobody may read do not tell how many their delivery has kept.
         before = [record.images for record in entry.again if record.sha256]
         kept: list[_Image] = []

@@ -89,7 +89,8 @@ class DemoTextExtractor(_Judging):
         return np.stack([self._row(text) for text in texts])
 
     def _row(self, text: str) -> Features:
-        objects, colours = self._judge.shapes, self._judge.colours
+        objects = self._judge.shapes
+        colours = self._judge.colours
         shares = np.zeros((len(objects), len(colours)), np.float32)
         for name, colour in named(text, objects, colours):
             columns = slice(None) if colour is None else colours.index(colour)

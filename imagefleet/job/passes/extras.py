@@ -19,10 +19,12 @@ _MAX_TARGET = 8192
 _ALIGNMENT = 8
 
 #: What most networks enlarge a side by, and how often one is applied at most.
-_USUAL_SCALE, _MOST_TIMES = 4, 3
+_USUAL_SCALE = 4
+_MOST_TIMES = 3
 
 #: `resize_mode`: by a factor, or to a size.
-_BY_FACTOR, _TO_SIZE = 0, 1
+_BY_FACTOR = 0
+_TO_SIZE = 1
 
 #: The field of its payload that is `init_images` here.
 IMAGE = "image"
@@ -125,7 +127,8 @@ def final_size(job: Extras, width: int | None, height: int | None) -> PartialSiz
 
 def network_pixels(size: Size, times: float) -> int:
     """Pixels that a usual network takes in until an image of *size* is so many *times* larger."""
-    pixels, reached = 0, 1
+    pixels = 0
+    reached = 1
     for _ in range(_MOST_TIMES if times >= 1 else 0):
         pixels += size[0] * size[1] * reached**2
         reached *= _USUAL_SCALE

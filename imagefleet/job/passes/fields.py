@@ -221,10 +221,8 @@ class PassFields(Hires, Extras):
             )
             whole, _ = extras.sizes_after(self, size)
             return [Pass(*whole, 0, decodes=False, enlarged=enlarged)]
-        controls, begins_with_image = (
-            len(self.controls),
-            bool(self.init_images) and not enlarges,
-        )
+        controls = len(self.controls)
+        begins_with_image = bool(self.init_images) and not enlarges
         steps = self.steps
         if begins_with_image:
             # A schedule's last, as AUTOMATIC1111 counts them.

@@ -87,13 +87,12 @@ def sizes_after(job: Hires, size: Size) -> tuple[Size, Size]:
     As `calculate_target_resolution` (AUTOMATIC1111 1.10). Raises JobError beyond the limits.
     """
     width, height = size
-    x, y = job.hr_resize_x, job.hr_resize_y
+    x = job.hr_resize_x
+    y = job.hr_resize_y
     cut = (0, 0)
     if not (x or y):
-        field, whole = (
-            "hr_scale",
-            (int(width * job.hr_scale), int(height * job.hr_scale)),
-        )
+        field = "hr_scale"
+        whole = (int(width * job.hr_scale), int(height * job.hr_scale))
     else:
         field = "hr_resize_x" if x else "hr_resize_y"
         whole = covering(size, (x, y)) if x and y else _with_side(size, x, y)

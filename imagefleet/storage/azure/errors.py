@@ -172,7 +172,8 @@ def _from_response(
     credential: Credential,
     permission: str,
 ) -> FleetError:
-    status, code = error.status_code, code_of(error)
+    status = error.status_code
+    code = code_of(error)
     if isinstance(error, ClientAuthenticationError) and code == _NO_CODE:
         reason = f"the account key for {what} is malformed"
         if credential.is_identity:
@@ -197,7 +198,8 @@ def _from_response(
     if status == 413 or code in _JOB_AT_FAULT:  # noqa: PLR2004 - Content Too Large
         return JobError(f"{what} refuses the job: {answer}")
     if status is None or status < 400:  # noqa: PLR2004 - a success of a proxy, say
-        status, answer = 500, not_of_azure(what)
+        status = 500
+        answer = not_of_azure(what)
     else:
         answer = f"{what} answered {answer}"
     maybe_done = status == 408 or status >= 500  # noqa: PLR2004
@@ -237,7 +239,8 @@ def refusal(
 
     *answer* begins with Azure's code; *at* is Azure's own time.
     """
-    resource, token = credential.resource, f"the SAS token of {what}"
+    resource = credential.resource
+    token = f"the SAS token of {what}"
     renewal = "; mint others: `imagefleet keys mint`"
     if credential.field("si"):  # one of the same name would bring revoked tokens back
         renewal += " with a --policy of another name"

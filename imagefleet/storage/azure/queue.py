@@ -163,7 +163,8 @@ class AzureQueue:
             try:
                 return await self._call("", self._client.clear_messages)
             except TransientError:
-                before, left = left, (await self.depth()).messages
+                before = left
+                left = (await self.depth()).messages
                 if left >= before:
                     raise
 

@@ -260,7 +260,8 @@ class LocalBlobs(BlobStore):
         protocol.check_blob_name(name)
         protocol.check_metadata(metadata)
         details = _Details(content_type=content_type, metadata=dict(metadata))
-        path, own = self.folder / name, self._sidecar(name)
+        path = self.folder / name
+        own = self._sidecar(name)
         draft = self.folder / TEMPORARY_FOLDER / uuid.uuid4().hex
         sidecar = draft.with_suffix(".json")
 

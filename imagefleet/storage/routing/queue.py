@@ -139,7 +139,8 @@ class RoutedQueue:
                 continue
             route.is_missing = False
             if messages:
-                route.empty_receives, route.due_at = 0, 0.0
+                route.empty_receives = 0
+                route.due_at = 0.0
                 route.last_receive = self._receives + 1
                 received += messages
             else:
@@ -226,7 +227,9 @@ class RoutedQueue:
 
     def _in_turn(self, above: int | None) -> list[Route]:
         """The plain queues to ask now, in this order; those of normal priority are each time."""
-        now, main, due = self.clock(), self.main, []
+        now = self.clock()
+        main = self.main
+        due = []
         for route in self.routes.values():
             is_normal = route.level == main.level and not route.is_missing
             is_due = route.due_at <= now
