@@ -50,7 +50,8 @@ def test_a_test_that_waits_for_ever_fails_with_the_line_that_it_waits_at(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells it")
 def test_what_waits_for_a_busy_processor_does_not_hang():
-    me, cores = psutil.Process(), os.sched_getaffinity(0)
+    me = psutil.Process()
+    cores = os.sched_getaffinity(0)
     me.cpu_affinity([min(cores)])
     try:
         with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:

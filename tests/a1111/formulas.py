@@ -56,7 +56,8 @@ _AYS = [14.615, 6.475, 3.861, 2.697, 1.886, 1.396, 0.963, 0.652, 0.399, 0.152, 0
 _AYS_XL = [14.615, 6.315, 3.771, 2.181, 1.342, 0.862, 0.555, 0.380, 0.234, 0.113, 0.029]
 
 #: The place of the masks' white in `payloads`: left, upper, right, lower; and their side.
-_WHITE, _MASK_SIDE = (8, 8, 40, 40), 64
+_WHITE = (8, 8, 40, 40)
+_MASK_SIDE = 64
 
 #: The model's timestep, and the standard deviation of noise after the call; None: none is drawn.
 Call = tuple[float, float | None]
@@ -148,9 +149,11 @@ def _crop_box(payload: dict[str, Any]) -> tuple[int, ...] | None:
     wanted = (right - left) / ratio if is_wide else (lower - upper) * ratio
     low, high = ends[is_wide]
     more = int(wanted - (high - low))
-    low, high = low - more // 2, high + more - more // 2
+    low = low - more // 2
+    high = high + more - more // 2
     if high >= _MASK_SIDE:
-        low, high = low - (high - _MASK_SIDE), _MASK_SIDE
+        low = low - (high - _MASK_SIDE)
+        high = _MASK_SIDE
     if low < 0:
         low, high = 0, high - low
     ends[is_wide] = [low, min(high, _MASK_SIDE)]
@@ -161,10 +164,12 @@ def _crop_box(payload: dict[str, Any]) -> tuple[int, ...] | None:
 def _sampler_and_scheduler(payload: dict[str, Any]) -> tuple[str, str]:
     """`sd_samplers.get_sampler_and_scheduler`, and `api.text2imgapi`: the field goes first."""
     name = payload.get("sampler_name") or payload["sampler_index"]
-    field_, found = payload.get("scheduler"), "Automatic"
+    field_ = payload.get("scheduler")
+    found = "Automatic"
     for label in sorted(set(_LABELS), key=len, reverse=True):
         if name.endswith(f" {label}") and name.removesuffix(f" {label}") != "":
-            name, found = name.removesuffix(f" {label}"), _LABELS[label]
+            name = name.removesuffix(f" {label}")
+            found = _LABELS[label]
             break
     if _OWN_SCHEDULE.get(name) == found:
         found = "Automatic"
@@ -303,7 +308,8 @@ def _first_pass(
     case: Case, model: _Model, sampler: str, label: str, *, has_image: bool
 ) -> Pass:
     payload = case.payload
-    steps, t_enc = payload["steps"], None
+    steps = payload["steps"]
+    t_enc = None
     if has_image:
         # `setup_img2img_steps`, without steps of its own.
         strength = payload.get("denoising_strength", 0.75)
@@ -338,7 +344,8 @@ def _second_pass(
 def _hires_size(payload: dict[str, Any], size: tuple[int, int]) -> tuple[int, int]:
     """`calculate_target_resolution`, and `truncate_x` and `truncate_y` in cells of 8."""
     width, height = size
-    x, y = payload.get("hr_resize_x", 0), payload.get("hr_resize_y", 0)
+    x = payload.get("hr_resize_x", 0)
+    y = payload.get("hr_resize_y", 0)
     if not (x or y):
         scale = payload.get("hr_scale", 2.0)
         found = int(width * scale), int(height * scale)
@@ -414,7 +421,8 @@ def _controls(payload: dict[str, Any], calls: int, steps: int) -> list[float]:
     if scripts is None:
         return []
     (unit,) = scripts["controlnet"]["args"]
-    start, end = unit.get("guidance_start", 0), unit.get("guidance_end", 1)
+    start = unit.get("guidance_start", 0)
+    end = unit.get("guidance_end", 1)
     shares = [max(call - 1, 0) / steps for call in range(calls)]
     weight = unit.get("weight", 1)
     return [weight if start <= share <= end else 0.0 for share in shares]
@@ -435,7 +443,8 @@ def _by_timesteps(
     taken = known
     if t_enc is not None:
         alpha = float(alphas[known[t_enc]])
-        made.image_scale, made.noise_scale = math.sqrt(alpha), math.sqrt(1 - alpha)
+        made.image_scale = math.sqrt(alpha)
+        made.noise_scale = math.sqrt(1 - alpha)
         taken = known[:t_enc]
     if sampler == "UniPC":
         if not taken:
@@ -449,7 +458,8 @@ def _by_timesteps(
     for at, (timestep, following) in enumerate(pairwise(taken[::-1])):
         noise = None
         if sampler != "PLMS":
-            now, then = alphas[timestep], alphas[following]
+            now = alphas[timestep]
+            then = alphas[following]
             variance = (1 - then) / (1 - now) * (1 - now / then)
             noise = options.eta * math.sqrt(variance)
         made.calls.append((float(timestep), noise))
@@ -477,7 +487,8 @@ def _by_sigmas(
         return
     if sampler == "DPM fast":
         levels = model.levels(sampler)
-        ends, count = (float(levels[-1]), float(levels[0])), steps
+        ends = (float(levels[-1]), float(levels[0]))
+        count = steps
         if t_enc is not None:
             ends = sigmas[0], sigmas[max(-2, -len(sigmas))]
             count = len(sigmas) - 1

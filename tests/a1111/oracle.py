@@ -43,7 +43,8 @@ from worker.settings import WorkerSettings
 from worker.stages.requests import JobRequests, RequestReader
 
 #: Of timesteps, and of standard deviations of noise, which have the rounding of float32.
-_TIMESTEPS, _NOISE = 2e-2, 1e-4
+_TIMESTEPS = 2e-2
+_NOISE = 1e-4
 
 
 class Comparison:
@@ -111,7 +112,8 @@ def _reader(
     asyncio.run(storage.create())
     if family == "sd1":
         data = tiny_controlnets.build(folder / "lines.safetensors", own).read_bytes()
-        name, kind = "controlnets/lines.safetensors", "application/octet-stream"
+        name = "controlnets/lines.safetensors"
+        kind = "application/octet-stream"
         asyncio.run(storage.files.create(name, data, kind, {}))
     files = JobFiles(storage, settings)
 
@@ -130,7 +132,8 @@ def _differences(
     engine: Any,
 ) -> Iterator[str]:
     there = formulas.told(case, engine.checkpoint.alphas_cumprod)
-    requests, overlay = read.requests, read.inputs.overlay
+    requests = read.requests
+    overlay = read.inputs.overlay
     box = None if overlay is None else overlay.box
     if box != there.box:
         yield f"box {box}, there {there.box}"
@@ -158,7 +161,8 @@ def _differences(
 
 
 def _of_pass(own: PreparedRequest, there: formulas.Pass) -> Iterator[str]:
-    request, schedule = own.request, own.schedule
+    request = own.request
+    schedule = own.schedule
     size = request.width // 8 * 8, request.height // 8 * 8
     if size != there.size:
         yield f"size {size}, there {there.size}"

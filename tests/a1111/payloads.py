@@ -102,7 +102,8 @@ class Case:
 def case(seed: int) -> Case:
     """The payload of that number."""
     chance = random.Random(seed)
-    prompt, negative = _prompt(chance, joins=True), _prompt(chance, joins=False)
+    prompt = _prompt(chance, joins=True)
+    negative = _prompt(chance, joins=False)
     payload: dict[str, Any] = {
         "prompt": prompt.written,
         "negative_prompt": negative.written,

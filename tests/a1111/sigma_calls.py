@@ -108,7 +108,8 @@ def _lcm(sigmas: Sequence[float], _: Options) -> _Calls:
 
 def _restart(sigmas: Sequence[float], _: Options) -> _Calls:
     """`sd_samplers_extra.py`, `restart_sampler`."""
-    known, again = list(sigmas), {}
+    known = list(sigmas)
+    again = {}
     count = len(known) - 1
     if count >= 20:
         steps, times = (count // 4, 2) if count >= 36 else (9, 1)
@@ -141,7 +142,8 @@ def dpm_fast(largest: float, smallest: float, count: int, options: Options) -> _
         np.linspace(math.log(largest), math.log(smallest), steps + 1)
     ).tolist()
     for order, (sigma, following) in zip(orders, pairwise(ends), strict=False):
-        down, noise = following, None
+        down = following
+        noise = None
         if options.eta:
             down = max(smallest, _ancestral(sigma, following, options.eta)[0])
             noise = options.noise * math.sqrt(max(0.0, following**2 - down**2))

@@ -36,7 +36,8 @@ def check_prompts(count: int) -> None:
     for number in range(count):
         chance = random.Random(number)
         text = payloads.text(chance)
-        steps, first_steps = chance.randint(1, 40), chance.choice([None, 0, 12])
+        steps = chance.randint(1, 40)
+        first_steps = chance.choice([None, 0, 12])
         found = editing.schedule(payloads.written(text), steps, first_steps or 0)
         expected = formulas.schedule(text, steps, first_steps or None)
         calls = range(steps)

@@ -149,7 +149,8 @@ def test_a_job_deleted_without_its_image_is_counted_as_lost():
 
 def test_only_the_newest_receipt_counts_and_a_lease_that_ended_is_delivered_again():
     store = account.Account(lambda: 0.0)
-    queue, message = store.queue("jobs"), _leased(store)
+    queue = store.queue("jobs")
+    message = _leased(store)
     old = str(message.receipt)
     assert queue.receive(32, 30, 29.9) == []
     assert queue.receive(32, 30, 30.1) == [message]

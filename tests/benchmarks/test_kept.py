@@ -53,7 +53,8 @@ def test_the_curve_of_eight_scales_is_drawn_and_scored_with_intervals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_file: Callable[[Path], Any]
 ):
     program = load_file(PROGRAM.parents[1] / "scoring" / "fid_clip.py")
-    figures, picture = tmp_path / "figures.json", tmp_path / "curve.svg"
+    figures = tmp_path / "figures.json"
+    picture = tmp_path / "curve.svg"
     arguments = ["--folder", str(tmp_path / "curve"), "--captions", "4", "--steps", "2"]
     arguments += ["--device", "cpu", "--out", str(figures), "--picture", str(picture)]
     monkeypatch.setattr("sys.argv", ["fid_clip.py", *arguments])

@@ -152,7 +152,8 @@ def start_here(
     command: Sequence[str], **_: Any
 ) -> contextlib.nullcontext[SimpleNamespace]:
     """The command in this process: it has ended at the second look."""
-    out, noted = StringIO(), StringIO()
+    out = StringIO()
+    noted = StringIO()
     with (
         pytest.MonkeyPatch.context() as patched,
         contextlib.redirect_stdout(out),
@@ -165,7 +166,8 @@ def start_here(
         each.seek(0)
     looks = iter((None, 0))
     run = SimpleNamespace(pid=os.getpid(), poll=looks.__next__, stdout=out)
-    run.stderr, run.returncode = noted, ended.value.code or 0
+    run.stderr = noted
+    run.returncode = ended.value.code or 0
     return contextlib.nullcontext(run)
 
 
@@ -220,7 +222,8 @@ def test_the_demos_reference_is_made_with_the_networks_that_read_it(
 ):
     program = load_file(ROOT / "benchmarks" / "scoring" / "reference.py")
     monkeypatch.setattr(program, "PICTURES", 4)
-    made, lines = tmp_path / "reference.npz", tmp_path / "captions.txt"
+    made = tmp_path / "reference.npz"
+    lines = tmp_path / "captions.txt"
     arguments = ["--captions", str(lines), "--reference", str(made)]
     monkeypatch.setattr(sys, "argv", ["reference.py", *arguments])
 

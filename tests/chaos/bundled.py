@@ -96,7 +96,8 @@ async def logged(storage: Storage, campaign: str = "default") -> list[Record]:
         data = await storage.blobs.read(name) or b""
         while data:
             member = zlib.decompressobj(GZIP)
-            lines, data = member.decompress(data), member.unused_data
+            lines = member.decompress(data)
+            data = member.unused_data
             found += [Record.read(line) for line in lines.splitlines()]
     return found
 
@@ -110,7 +111,8 @@ async def faults(
     recorded = {(each.id, each.outcome) for each in records}
     wrong = set()
     for name in jobs:
-        images, ends = found.images.get(name, []), set(found.ends.get(name, []))
+        images = found.images.get(name, [])
+        ends = set(found.ends.get(name, []))
         ends |= {outcome for each, outcome in recorded if each == name} - {"completed"}
         if not images and not ends:
             wrong.add(f"{name} lost")

@@ -19,10 +19,12 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
     """A service takes over the log and the hooks for what nothing handles."""
-    handlers, level = logging.root.handlers[:], logging.root.level
+    handlers = logging.root.handlers[:]
+    level = logging.root.level
     hooks = sys.excepthook, sys.unraisablehook, threading.excepthook
     yield
-    logging.root.handlers[:], logging.root.level = handlers, level
+    logging.root.handlers[:] = handlers
+    logging.root.level = level
     sys.excepthook, sys.unraisablehook, threading.excepthook = hooks
     logging.captureWarnings(capture=False)
 

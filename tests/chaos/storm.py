@@ -173,10 +173,8 @@ class Storm:
 
     async def send_rivals(self, storage: Storage, count: int | None = None) -> int:
         """Sends some of the messages that clash with others, or are copies; all by default."""
-        sent, self._unsent = (
-            self._unsent[:count],
-            self._unsent[len(self._unsent[:count]) :],
-        )
+        sent = self._unsent[:count]
+        self._unsent = self._unsent[len(self._unsent[:count]) :]
         await storage.queue.send(sent)
         return len(sent)
 
@@ -405,7 +403,8 @@ async def disturbances(
     if settings.storage.startswith("local:"):
         yield settings, None
         return
-    names, weights = list(FAULTS), list(FAULTS.values())
+    names = list(FAULTS)
+    weights = list(FAULTS.values())
 
     def next_fault() -> Fault:
         if chance.random() >= share:

@@ -165,7 +165,8 @@ async def outcomes_of(
     wrong = list[str]()
     owners = await _owners(storage, sent, campaign, wrong)
     failed = await _failed(storage, campaign, wrong)
-    completed, bad = set[Key](), set[Key]()
+    completed = set[Key]()
+    bad = set[Key]()
     for key, job in jobs.items():
         names = drawings([sent_as[key]])
         own = {(name, digest, job.stages) for name in names for digest in names[name]}
@@ -275,7 +276,8 @@ async def compare_counts(
         for line in (await console("results", campaign, "--json")).splitlines()
     ]
     failed_results = [each for each in results if each["outcome"] == "failed"]
-    completed, failed_count = len(truth.completed), len(truth.failed)
+    completed = len(truth.completed)
+    failed_count = len(truth.failed)
     for what, says, is_ in (
         ("campaigns: completed", counts.completed, completed),
         ("campaigns: failed", counts.failed, failed_count),

@@ -176,11 +176,9 @@ def test_a_panel_of_one_fleet_shows_what_that_fleet_alone_would(seen: Seen, name
 @pytest.mark.parametrize("name", queries())
 def test_all_fleets_are_shown_apart_or_added_up_knowingly(seen: Seen, name: str):
     """Each fleet's values, or, by other labels, at least the smaller one and at most their sum."""
-    everything, chosen, other = (
-        seen.everything[name],
-        seen.chosen[name],
-        seen.other[name],
-    )
+    everything = seen.everything[name]
+    chosen = seen.chosen[name]
+    other = seen.other[name]
 
     assert everything.keys() == chosen.keys() | other.keys()
     for labels, value in everything.items():
@@ -314,7 +312,8 @@ def watch(
     folder: Path,
 ) -> Seen:
     model = make_model(folder)
-    storage, other = f"local:{folder / 'storage'}", f"local:{folder / 'other'}"
+    storage = f"local:{folder / 'storage'}"
+    other = f"local:{folder / 'other'}"
     asyncio.run(fill(storage, JOBS))
     asyncio.run(fill(other, JOBS // 4))
     server_of_forks = forks.running(
@@ -359,7 +358,8 @@ def watch(
     assert polling.until_in_thread(broken.poll) != 0, logs(folder)
     polling.until_in_thread(lambda: has_faults(server))
     moment = polling.until_in_thread(lambda: settled(server, alone))
-    recorded, alerting = rules("record"), rules("alert")
+    recorded = rules("record")
+    alerting = rules("alert")
     answers = asyncio.run(ask_all(server, queries(), ALL, moment))
     chosen = asyncio.run(ask_all(server, queries(), FLEET, moment))
     of_other = asyncio.run(ask_all(server, queries(), OTHER_FLEET, moment))

@@ -176,12 +176,14 @@ async def test_what_a_process_counted_before_it_crashed_and_began_anew_at_its_ad
 async def test_a_counter_that_begins_anew_within_its_series_adds_up_as_well(
     past: Callable[..., Awaitable[Past]],
 ):
-    crashed, anew = Process("a", 0, 1800), Process("a", 1815, 3600, images_per_second=2)
+    crashed = Process("a", 0, 1800)
+    anew = Process("a", 1815, 3600, images_per_second=2)
     anew.labels = crashed.labels
 
     fleet = await past(crashed, anew)
 
-    images, dollars = crashed.images + anew.images, crashed.dollars + anew.dollars
+    images = crashed.images + anew.images
+    dollars = crashed.dollars + anew.dollars
     assert await fleet.panel(DOLLARS, 3660, 3720) == pytest.approx(dollars, rel=0.01)
     per_dollar = await fleet.panel(ALL_IN, 3660, 3720)
     assert per_dollar == pytest.approx(images / dollars, rel=0.01)
@@ -193,7 +195,8 @@ async def test_a_silence_at_the_start_of_a_time_range_adds_nothing_to_it(
     past: Callable[..., Awaitable[Past]], minutes: float, heard_again: float
 ):
     """An agent that was restarted: a worker's whole life is not gained in one hour of it."""
-    hour, began = 3600.0, 12 * 3600.0
+    hour = 3600.0
+    began = 12 * 3600.0
     heard_again = min(heard_again, 3600 - minutes * 60)
     silence = (began - minutes * 60, began + heard_again)
     process = Process("a", 0, 14 * hour, images_per_second=0.2, dollars_per_hour=0.36)
@@ -213,7 +216,8 @@ async def test_a_silence_at_the_start_of_a_time_range_adds_nothing_to_it(
 async def test_status_counts_nothing_of_a_silence_as_gained_since(
     past: Callable[..., Awaitable[Past]], heard_for: float
 ):
-    began, silence = 12 * 3600.0, 360.0
+    began = 12 * 3600.0
+    silence = 360.0
     process = Process(
         "a", 0, began + 3600, images_per_second=0.2, dollars_per_hour=0.36
     )
@@ -241,7 +245,8 @@ async def test_after_a_silence_of_hours_a_time_range_has_what_was_heard_in_it(
 async def test_dollars_per_hour_count_a_killed_worker_for_two_pushes_and_its_successor_at_once(
     past: Callable[..., Awaitable[Past]],
 ):
-    killed, other = Process("a", 0, 120), Process("b", 0, 400, dollars_per_hour=0.36)
+    killed = Process("a", 0, 120)
+    other = Process("b", 0, 400, dollars_per_hour=0.36)
     successor = Process("c", 125, 400)
     fleet = await past(killed, other, successor)
 
@@ -254,10 +259,8 @@ async def test_dollars_per_hour_count_a_killed_worker_for_two_pushes_and_its_suc
 async def test_a_campaign_has_its_images_and_its_part_of_what_their_workers_cost(
     past: Callable[..., Awaitable[Past]],
 ):
-    cheap, dear = (
-        Process("a", 0, 1000, device="0"),
-        Process("b", 0, 1000, dollars_per_hour=3.6),
-    )
+    cheap = Process("a", 0, 1000, device="0")
+    dear = Process("b", 0, 1000, dollars_per_hour=3.6)
     anew = Process("a", 1010, 2000, device="0")
     for process, spring in ((cheap, 1.0), (dear, 0.25), (anew, 0.5)):
         series = "imagefleet_campaign_images_total"
@@ -298,7 +301,8 @@ async def test_panels_records_and_raw_counters_agree_on_every_fleet(
     ) as storage:
         await storage.create()
         counted = await past_fleet.write_records(storage, processes, bad, chance)
-        reports, status = [], Campaigns(storage)
+        reports = []
+        status = Campaigns(storage)
         for campaign in past_fleet.CAMPAIGNS:
             found = await report_records.read_records(storage, campaign, samples=0)
             reports.append(figures.compute(found, "local", FREE))

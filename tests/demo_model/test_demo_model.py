@@ -99,7 +99,8 @@ def draw(
 
 
 def test_it_is_small_and_its_weights_are_float16():
-    sizes, kinds = [], set()
+    sizes = []
+    kinds = set()
     for path in DEMO_MODEL.rglob("*.safetensors"):
         sizes.append(path.stat().st_size)
         with safe_open(path, framework="pt") as file:

@@ -40,7 +40,8 @@ def test_the_cascade_is_trained_and_goes_on_from_its_state(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_klein_is_trained_and_goes_on_from_its_state(tmp_path, capsys):
     torch.set_num_threads(1)
-    state, model = tmp_path / "state", tmp_path / "model"
+    state = tmp_path / "state"
+    model = tmp_path / "model"
     small = ["--toy", "--out", str(model), "--state", str(state), "--processes", "0"]
 
     train_klein.main([*small, "--steps", "1"])

@@ -140,7 +140,8 @@ def test_two_gateways_stand_behind_a_proxy(
 
     services = read("compose.yaml", "gateway.yaml")
 
-    gateway, proxy = services["gateway"], services["proxy"]
+    gateway = services["gateway"]
+    proxy = services["proxy"]
     assert gateway["deploy"]["replicas"] == 2
     assert gateway["command"][0] == "serve"
     assert "ports" not in gateway  # only the proxy is reached

@@ -92,7 +92,8 @@ def test_the_script_runs_a_worker_without_a_token_in_its_arguments(
     assert ran.returncode == 3, "the exit code decides whether SkyPilot starts it again"
     arguments = (tmp_path / "arguments").read_text().splitlines()
     image = arguments.index(task["envs"]["IMAGE"])
-    options, command = arguments[1:image], arguments[image + 1 :]
+    options = arguments[1:image]
+    command = arguments[image + 1 :]
     assert not [
         value for value in secrets.values() if "sig=" in value and value in arguments
     ]

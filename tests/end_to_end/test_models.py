@@ -108,10 +108,8 @@ async def test_workers_killed_in_a_change_of_models_lose_nothing_and_draw_nothin
     second.kill()
     await finish(fork(*both, "--until-empty"))
 
-    alone, together = (
-        await pictures(storage, "alone"),
-        await pictures(storage, "together"),
-    )
+    alone = await pictures(storage, "alone")
+    together = await pictures(storage, "together")
     later = await pictures(storage, "later")
     moved = await pictures(storage, "sent-to-the-wrong-queue")
     assert (

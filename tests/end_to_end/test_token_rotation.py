@@ -141,7 +141,8 @@ async def test_a_worker_survives_tokens_that_are_rotated_in_a_file_sometimes_too
 
     async def until_they_are_due(images: float) -> None:
         """Returns after so many *images*, once the tokens have expired, or the worker ends."""
-        drawn, expired = told["DRAWN"], told["EXPIRED"]
+        drawn = told["DRAWN"]
+        expired = told["EXPIRED"]
         await until(
             lambda: (
                 told["DRAWN"] >= drawn + images

@@ -55,7 +55,8 @@ def test_an_actor_that_is_killed_and_rows_that_are_no_jobs_lose_and_double_nothi
         # By default Ray's workers are at 15, and get nothing of a busy machine.
         "RAY_worker_niceness": "0",
     }
-    killed, told = tmp_path / "killed", tmp_path / "found.json"
+    killed = tmp_path / "killed"
+    told = tmp_path / "found.json"
 
     ended = subprocess.run(
         [

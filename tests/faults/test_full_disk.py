@@ -65,7 +65,8 @@ async def test_a_disk_that_is_full_of_images_stores_no_half_image_and_acknowledg
     mount: Mount, jobs: Jobs, work: RunPipeline, caplog
 ):
     caplog.set_level(logging.INFO)  # an upload says so as it is retried
-    images, queue = mount(256), mount()
+    images = mount(256)
+    queue = mount()
     (queue.folder / "images").symlink_to(images.folder)
     settings = StorageSettings(storage=f"local:{queue.folder}")
     async with open_storage(settings) as storage:

@@ -50,10 +50,8 @@ def test_every_file_of_a_folder_is_a_job_or_refused_by_its_name(
 
     result = in_process("import", str(CASES), "--rejects", "refused.jsonl")
 
-    jobs, refused = (
-        lines(result.stdout),
-        lines((tmp_path / "refused.jsonl").read_text()),
-    )
+    jobs = lines(result.stdout)
+    refused = lines((tmp_path / "refused.jsonl").read_text())
     places = {Path(each["failure"]["place"]).name for each in refused}
     assert len(jobs) + len(places) == len(files)
     assert (
@@ -186,7 +184,8 @@ def test_seeds_of_64_bits_are_those_of_32_with_the_same_noise(
 def test_files_are_found_by_their_hash_whatever_they_are_called_in_the_storage(
     in_process: Imagefleet, tmp_path
 ):
-    lora, worse = tmp_path / "ink v2.safetensors", tmp_path / "worse.safetensors"
+    lora = tmp_path / "ink v2.safetensors"
+    worse = tmp_path / "worse.safetensors"
     lora.write_bytes(lora_of())
     save_file({"emb_params": np.zeros((2, 768), np.float16)}, worse)
     for kind, file in (("lora", lora), ("embedding", worse)):

@@ -455,7 +455,8 @@ def test_broken_services_are_one_sentence_without_the_secrets_sent_to_them(
     storage_works: bool,
 ):
     for status, how in some(SERVICES, command):
-        broken.status, broken.how = status, how
+        broken.status = status
+        broken.how = how
         port = 1 if how == "unreachable" else broken.port
         scheme = "https" if how == "tls" else "http"
         address = f"{scheme}://u:{MARK}Pass@127.0.0.1:{port}"

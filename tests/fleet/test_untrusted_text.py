@@ -176,12 +176,11 @@ def test_no_command_hands_others_control_of_the_terminal(
 
 def test_a_log_line_of_a_job_cannot_pass_for_another():
     record = logging.LogRecord("x", logging.WARNING, "", 0, "job %s failed", (), None)
-    record.msg, record.args = (
-        "job %s failed",
-        (f"{HOSTILE}\n2026-11-01 00:00:00 INFO all is well",),
-    )
+    record.msg = "job %s failed"
+    record.args = (f"{HOSTILE}\n2026-11-01 00:00:00 INFO all is well",)
 
-    text, line = logs.TextLines().format(record), logs.JsonLines().format(record)
+    text = logs.TextLines().format(record)
+    line = logs.JsonLines().format(record)
 
     assert not redaction.CONTROLS.search(text + line)
     assert "\n  2026-11-01 00:00:00 INFO all is well" in text

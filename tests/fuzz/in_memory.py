@@ -9,7 +9,8 @@ class InMemory:
     def __init__(self, data: bytes, name: str) -> None:
         self._data = data
         self.name = name
-        self.suffix, self.parent = Path(name).suffix, Path()
+        self.suffix = Path(name).suffix
+        self.parent = Path()
 
     def __str__(self) -> str:
         return self.name

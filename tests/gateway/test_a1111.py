@@ -14,7 +14,8 @@ from imagefleet.storage.settings import StorageSettings
 from polling import until
 
 Serve = Callable[..., Any]
-TXT2IMG, IMG2IMG = "/sdapi/v1/txt2img", "/sdapi/v1/img2img"
+TXT2IMG = "/sdapi/v1/txt2img"
+IMG2IMG = "/sdapi/v1/img2img"
 
 
 @pytest.fixture
@@ -218,7 +219,8 @@ async def test_defaults_are_those_of_a1111(serve: Serve, native: bool):
 
     _, found = await served.post(TXT2IMG, {"prompt": "a"})
 
-    text, size = text_of(found), "" if native else "Size: 512x512"
+    text = text_of(found)
+    size = "" if native else "Size: 512x512"
     assert "Steps: 50, Sampler: Euler," in text
     assert size in text
 

@@ -17,7 +17,8 @@ from polling import until
 
 pytestmark = pytest.mark.slow
 
-REQUESTS, AT_ONCE = 5_000, 50
+REQUESTS = 5_000
+AT_ONCE = 50
 
 TXT2IMG = "/sdapi/v1/txt2img"
 
@@ -73,7 +74,8 @@ class Endings:
         await cancelled.allow(storage, "gateway")
         while True:
             await until(lambda: self._to_cancel)
-            keys, self._to_cancel = self._to_cancel, set()
+            keys = self._to_cancel
+            self._to_cancel = set()
             await cancelled.cancel_jobs(storage, keys, ())
 
 
@@ -83,7 +85,8 @@ async def test_campaigns_add_up_places_are_free_and_nobody_looks(
     monkeypatch.setattr(desk, "_LOOK_SECONDS", 0.2)
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.2)
     served = await serve()
-    endings, numbers = Endings(served), iter(range(REQUESTS))
+    endings = Endings(served)
+    numbers = iter(range(REQUESTS))
 
     async def client() -> None:
         for number in numbers:

@@ -41,7 +41,9 @@ process.load.import_libraries = lambda: None
 main.main()
 """
 
-CLIENTS, REQUESTS, KILLS = 50, 1_000, 40
+CLIENTS = 50
+REQUESTS = 1_000
+KILLS = 40
 
 
 @pytest.fixture

@@ -100,7 +100,8 @@ async def test_polls_of_one_client_wait_for_each_other(
 ):
     monkeypatch.setattr(server, "_POLLS", 1)
     served = await serve(works=False, clients=clients_file)
-    entered, goes_on = asyncio.Event(), asyncio.Event()
+    entered = asyncio.Event()
+    goes_on = asyncio.Event()
 
     async def refresh() -> None:
         entered.set()

@@ -407,7 +407,8 @@ async def test_another_site_in_a_browser_here_gets_nothing(serve: Serve):
     assert await is_empty(served)
 
 
-EVIL, GOOD = "https://evil.example", "https://good.example"
+EVIL = "https://evil.example"
+GOOD = "https://good.example"
 
 
 @pytest.mark.parametrize(("origin", "status"), [(EVIL, 403), (GOOD, 200)])
@@ -480,7 +481,8 @@ async def test_who_waits_for_too_much_is_told_when_to_come_again(
     serve: Serve, clients_file: Path
 ):
     served = await serve(works=False, clients=clients_file)
-    url, body = served.url + TXT2IMG, {"prompt": "a", "n_iter": 8}
+    url = served.url + TXT2IMG
+    body = {"prompt": "a", "n_iter": 8}
     waiting = asyncio.create_task(served.post(TXT2IMG, body, headers=ALICE))
     await until(lambda: served.gateway.desk.tickets)
 

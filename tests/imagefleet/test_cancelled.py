@@ -94,7 +94,8 @@ async def test_two_who_cancel_at_once_both_do(
 async def test_an_old_entry_is_dropped_once_no_message_can_be_older(
     local: Storage, messages: int, kept: set[str]
 ):
-    name, now = local.queue.name, datetime.now(UTC)
+    name = local.queue.name
+    now = datetime.now(UTC)
     recently = now - timedelta(days=7)
     await write(
         local,

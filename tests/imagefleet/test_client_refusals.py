@@ -20,7 +20,8 @@ async def test_a_picture_that_is_not_the_one_recorded_is_refused(
     batch = await fleet.submit([Job(prompt=name, id=name) for name in ("a", "b")])
     await work()
     found = {result.id: result async for result in batch.results(20)}
-    a, b = found["a"], found["b"]
+    a = found["a"]
+    b = found["b"]
     other = await b.data()
     await fleet.storage.blobs.delete("default/a.png")
     assert await fleet.storage.blobs.create("default/a.png", other, "image/png", {})

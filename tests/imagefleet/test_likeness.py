@@ -15,9 +15,11 @@ def picture(seed: int, height: int = 96, width: int = 128) -> Pixels:
     """Soft colours with an object on them, as no two seeds have."""
     random = np.random.default_rng(seed)
     coarse = random.uniform(40, 200, (4, 4, 3))
-    rows, columns = np.arange(height) * 4 // height, np.arange(width) * 4 // width
+    rows = np.arange(height) * 4 // height
+    columns = np.arange(width) * 4 // width
     pixels = coarse[rows][:, columns]
-    top, left = random.integers(0, height // 2), random.integers(0, width // 2)
+    top = random.integers(0, height // 2)
+    left = random.integers(0, width // 2)
     pixels[top : top + height // 3, left : left + width // 3] = random.uniform(
         0, 255, 3
     )

@@ -41,7 +41,8 @@ async def test_every_job_is_sent_once(storage: Storage):
 async def test_confirmations_stop_at_the_first_gap(storage: Storage):
     send = storage.queue.send
     confirmed: list[int] = []
-    first_may_go, others_are_stored = asyncio.Event(), asyncio.Event()
+    first_may_go = asyncio.Event()
+    others_are_stored = asyncio.Event()
 
     async def slow_first(bodies: Iterable[str]) -> None:
         messages = list(bodies)
@@ -87,7 +88,8 @@ async def test_a_send_that_fails_for_good_leaves_a_correct_count(
 
 async def test_no_more_sends_are_in_flight_than_allowed(storage: Storage):
     send = storage.queue.send
-    in_flight, most = 0, 0
+    in_flight = 0
+    most = 0
     together = asyncio.Event()
 
     async def counted(bodies: Iterable[str]) -> None:

@@ -33,7 +33,8 @@ def test_a_second_drawing_is_the_same_job_stored_apart():
     message = Sample(1, "k").second_drawing(body)
 
     assert message is not None
-    first, second = read_job(body, ""), read_job(message, "")
+    first = read_job(body, "")
+    second = read_job(message, "")
     assert second.model_copy(update={"verify": False}) == first
     assert (first.images_to_draw, second.images_to_draw) == (4, 1)
     assert (first.blob_name(0), second.blob_name(0)) == ("c/a.png", "-checks/c/a.png")

@@ -38,14 +38,17 @@ class HangWatchdog(threading.Thread):
         signal.signal(signal.SIGUSR1, self._fail)
 
     def run(self) -> None:
-        test, idle_seconds, active_before = None, 0.0, 0.0
+        test = None
+        idle_seconds = 0.0
+        active_before = 0.0
         while True:
             time.sleep(_LOOK_SECONDS)
             active = _active_seconds()
             is_idle = abs(active - active_before) < _IDLE_SHARE * _LOOK_SECONDS
             active_before = active
             if not is_idle or self.test is None or self.test != test:
-                test, idle_seconds = self.test, 0.0
+                test = self.test
+                idle_seconds = 0.0
                 continue
             # Looks are counted, not the clock: a machine that stands does not make them.
             idle_seconds += _LOOK_SECONDS
@@ -104,7 +107,8 @@ def _stack_of(awaited: Any) -> str:
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
         if frame is not None:
-            name, number = frame.f_code.co_filename, frame.f_lineno
+            name = frame.f_code.co_filename
+            number = frame.f_lineno
             code = linecache.getline(name, number).strip()
             lines.append(f'  File "{name}", line {number}\n    {code}\n')
         awaited = getattr(awaited, "cr_await", None) or getattr(

@@ -21,10 +21,14 @@ PUSH_SECONDS = 15
 
 #: One drawing of so many is of an image that process 0 has stored, of a job that fails, of the
 #: first image of two whose job is cancelled meanwhile, or of a failed job that was replayed.
-DOUBLED, FAILED, CANCELLED, REPLAYED = 40, 23, 150, 7
+DOUBLED = 40
+FAILED = 23
+CANCELLED = 150
+REPLAYED = 7
 
 #: The campaigns, each of which has so many jobs in turn.
-CAMPAIGNS, IN_TURN = ("spring", "summer", "autumn"), 70
+CAMPAIGNS = ("spring", "summer", "autumn")
+IN_TURN = 70
 
 #: A killed process has written no records of its last images, which others find.
 UNRECORDED = 5
@@ -136,8 +140,10 @@ def a_fleet(chance: random.Random) -> list[Process]:
     """
     processes: list[Process] = []
     for number in range(chance.randint(2, 4)):
-        at, device = chance.uniform(0, 600), chance.choice(["0", None])
-        name, speed = f"m{number}", chance.uniform(0.05, 0.2)
+        at = chance.uniform(0, 600)
+        device = chance.choice(["0", None])
+        name = f"m{number}"
+        speed = chance.uniform(0.05, 0.2)
         price = chance.choice([0.05, 0.18, 0.36, 1.2])
         for run in range(chance.randint(1, 3)):
             end = at + chance.uniform(3_000, 6_000)
@@ -172,14 +178,16 @@ def drawings(
     seconds = process.end - process.start - process.start_up_seconds
     drawn = int(seconds * process.images_per_second)
     for place in range(drawn):
-        name, outcome = f"{number}-{place}", fate(place)
+        name = f"{number}-{place}"
+        outcome = fate(place)
         campaign = campaign_of(place)
         if (
             place == drawn - 1
         ):  # it is stored: a worker's records tell its time until then
             outcome = "completed"
         elif place in doubled:
-            name, outcome = f"0-{place}", "completed"
+            name = f"0-{place}"
+            outcome = "completed"
         elif replayed and outcome == "completed" and place % REPLAYED == 0:
             name, campaign = replayed.pop()
         at = process.end - (drawn - 1 - place) / process.images_per_second
@@ -207,7 +215,9 @@ async def write_records(
     Half of the failed jobs are replayed, and jobs are cancelled while they wait, too. The bad one's
     last images are replaced; none is drawn in their place: it would be one more.
     """
-    found, of_first, to_draw = Counter[str](), 0, list[tuple[str, str]]()
+    found = Counter[str]()
+    of_first = 0
+    to_draw = list[tuple[str, str]]()
     unrecorded: list[Record] = []
     operator = RecordLog(storage.files, "operator")
     for campaign in CAMPAIGNS:

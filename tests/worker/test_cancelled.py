@@ -35,7 +35,8 @@ class Noting(StandInEngine):
     ) -> None:
         super().__init__(**options)
         self.begun: list[str] = []
-        self._held_after, self._may_go_on = held_after, may_go_on
+        self._held_after = held_after
+        self._may_go_on = may_go_on
 
     def admit(
         self, ticket: int, prepared: contract.PreparedRequest, **how: Any
@@ -108,7 +109,8 @@ async def test_a_paused_campaigns_jobs_wait_until_it_is_resumed_and_are_no_failu
     assert await cancelled.pause(storage, "spring", is_paused=True)
     assert not await cancelled.pause(storage, "spring", is_paused=True)
     await storage.queue.send([*spring, autumn])
-    engine, stop = Noting(), asyncio.Event()
+    engine = Noting()
+    stop = asyncio.Event()
     running = asyncio.create_task(run_pipeline(engine, stop=stop, until_empty=False))
     await polling.until(lambda: engine.count("autumn") == 1)
 
@@ -176,7 +178,8 @@ async def test_a_worker_that_was_idle_for_hours_reads_the_list_before_it_draws(
     await storage.queue.send([message(id="s", seed=1, campaign="spring")])
     (first, held) = await storage.queue.receive(2, 600)
     await storage.queue.release(first)
-    engine, stop = Noting(), asyncio.Event()
+    engine = Noting()
+    stop = asyncio.Event()
     running = asyncio.create_task(run_pipeline(engine, stop=stop, until_empty=False))
     await polling.until(lambda: engine.count("autumn") == 1)
     await cancelled.cancel(storage, "spring")

@@ -27,7 +27,8 @@ def held_engine(
     capacity: int = 1,
 ) -> tuple[StandInEngine, threading.Event, threading.Event]:
     """An engine, whether it has begun to draw, and whether it may go on."""
-    drawing, may_end = threading.Event(), threading.Event()
+    drawing = threading.Event()
+    may_end = threading.Event()
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         drawing.set()
@@ -423,7 +424,8 @@ async def test_a_starved_worker_and_one_that_hardly_warmed_up_have_no_such_speed
 async def test_a_worker_that_starts_again_has_figures_of_its_own_and_another_model_no_speed(
     monkeypatch,
 ):
-    first, second = WarmingUp(monkeypatch), WarmingUp(monkeypatch)
+    first = WarmingUp(monkeypatch)
+    second = WarmingUp(monkeypatch)
     async with engine_thread_with(first) as engine_thread:
         await draw_in_turn(engine_thread, 4)
         await engine_thread.replace(lambda: second)

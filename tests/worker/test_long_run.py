@@ -42,7 +42,8 @@ async def test_a_worker_keeps_no_file_open_and_adds_no_series_per_job(
         assert len(await blobs(storage)) == JOBS
         assert (await storage.queue.depth()).messages == 0
     assert dict(pipeline.metrics.outcomes) == {"completed": JOBS}
-    (series, descriptors, threads), last = used[JOBS // 10], used[-1]
+    (series, descriptors, threads) = used[JOBS // 10]
+    last = used[-1]
     assert last[0] == series
     assert last[1] <= descriptors + 20
     assert last[2] <= threads + 8

@@ -195,7 +195,8 @@ async def test_the_loras_of_a_job_are_fetched_concurrently(
     lora_bytes: Callable[[str], bytes],
     monkeypatch,
 ):
-    both, read = asyncio.Barrier(2), storage.files.read
+    both = asyncio.Barrier(2)
+    read = storage.files.read
 
     async def wait(name: str, max_bytes: int | None = None) -> bytes | None:
         if name.endswith(".safetensors"):
@@ -236,7 +237,9 @@ async def test_a_stop_finishes_what_has_begun_and_hands_the_rest_back(
     run_pipeline: RunPipeline,
     monkeypatch,
 ):
-    begun, may_end, stop = threading.Event(), threading.Event(), asyncio.Event()
+    begun = threading.Event()
+    may_end = threading.Event()
+    stop = asyncio.Event()
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         begun.set()
@@ -280,7 +283,8 @@ class HungEngine:
 @pytest.fixture
 def hung(monkeypatch) -> Iterator[HungEngine]:
     monkeypatch.setattr(gpu_thread, "STOP_SECONDS", 0.01)  # in vain
-    begun, may_end = threading.Event(), threading.Event()
+    begun = threading.Event()
+    may_end = threading.Event()
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         begun.set()
@@ -320,7 +324,8 @@ async def test_a_second_signal_ends_the_grace_time(
     run_pipeline: RunPipeline,
     hung: HungEngine,
 ):
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    stop = asyncio.Event()
+    hurry = asyncio.Event()
     await storage.queue.send([message(id="j")])
     running = asyncio.create_task(
         run_pipeline(

@@ -33,7 +33,8 @@ async def test_a_job_that_is_retried_stays_in_the_queue_of_its_priority(
     monkeypatch,
 ):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 30)
-    stop, engine = asyncio.Event(), Drawing(lambda _: errors.TransientError("x"))
+    stop = asyncio.Event()
+    engine = Drawing(lambda _: errors.TransientError("x"))
     for priority in ("high", "low"):
         await storage.queues[priority].send([message(id=priority)])
     running = asyncio.create_task(run_pipeline(engine, stop=stop, until_empty=False))
@@ -59,7 +60,8 @@ async def test_an_urgent_job_overtakes_what_has_many_images_image_by_image(
     storage: Storage, run_pipeline: RunPipeline, monkeypatch, long: str, jobs: int
 ):
     """What is of low priority, and longer than what a worker pulls ahead."""
-    begun, is_urgent_there = threading.Event(), threading.Event()
+    begun = threading.Event()
+    is_urgent_there = threading.Event()
     submit = EngineThread.submit
 
     async def noting(self: EngineThread, *given: object, is_urgent: bool) -> bool:

@@ -72,7 +72,8 @@ def test_the_actual_card_has_its_price(
     answer: str, gpu: str, dollars: float | None, driver: Driver
 ):
     name, mebibytes = answer.split(", ")
-    driver.name, driver.mebibytes = name, int(mebibytes)
+    driver.name = name
+    driver.mebibytes = int(mebibytes)
     found = find()
 
     assert (found.gpu, found.dollars_per_hour) == (gpu, dollars)

@@ -90,7 +90,8 @@ def test_all_is_in_the_namespace_that_the_base_makes(manifests: Any):
 
 
 def test_referenced_names_exist(manifests: Any):
-    accounts, maps = manifests.of_kind("ServiceAccount"), manifests.of_kind("ConfigMap")
+    accounts = manifests.of_kind("ServiceAccount")
+    maps = manifests.of_kind("ConfigMap")
     for _, pod, container in manifests.pods():
         assert pod["serviceAccountName"] in accounts
         for source in container["envFrom"]:

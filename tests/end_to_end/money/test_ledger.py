@@ -35,13 +35,16 @@ PAGE = ROOT / "dashboards" / "grafana" / "cost.json"
 
 #: Jobs that are drawn, some at once; that fail when they are, until they are replayed; and that are
 #: cancelled.
-DRAWN, BROKEN, CANCELLED = 20, 6, 8
+DRAWN = 20
+BROKEN = 6
+CANCELLED = 8
 
 #: Jobs of a message of those that are drawn, in every second load.
 BUNDLED = 3
 
 #: Requests to the gateway, at the same time; and captions of a sweep of two values.
-REQUESTS, CAPTIONS = 12, 6
+REQUESTS = 12
+CAPTIONS = 6
 
 #: Images of the worker of which a rate is asked.
 RATED = 3
@@ -49,7 +52,8 @@ RATED = 3
 #: Images that a killed worker has stored since its last push, at most.
 UNPUSHED = 8
 
-IMAGES, READY = "imagefleet_images_total", "imagefleet_start_up_seconds"
+IMAGES = "imagefleet_images_total"
+READY = "imagefleet_start_up_seconds"
 OF_CAMPAIGN = "imagefleet_campaign_images_total"
 
 #: Pushes several times a second, so that a killed worker has pushed nearly all that it counted.
@@ -339,7 +343,8 @@ async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
     async with prometheus.connected(victoria_metrics.url) as server:
         (panel,) = await server.at(query, datetime.now(UTC))
 
-    dollars, drawn = noting.total("imagefleet_cost_dollars_total"), noting.total(IMAGES)
+    dollars = noting.total("imagefleet_cost_dollars_total")
+    drawn = noting.total(IMAGES)
     exactly = partial(pytest.approx, rel=1e-3)
     assert redone["replaced"] > 0
     # Of two processes that were killed, what was stored since the last push is in no counter.

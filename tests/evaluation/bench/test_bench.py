@@ -37,7 +37,8 @@ def workload(tmp_path) -> jobs.Workload:
 @pytest.fixture
 def _little_is_measured(monkeypatch) -> None:
     """As many LoRAs as two slots need, and one image by diffusers."""
-    prepare, baseline = bench_engine.prepare, bench_engine.measure_baseline
+    prepare = bench_engine.prepare
+    baseline = bench_engine.measure_baseline
     monkeypatch.setattr(bench_engine, "prepare", partial(prepare, loras=4))
     monkeypatch.setattr(bench_engine, "measure_baseline", partial(baseline, images=1))
     monkeypatch.setitem(machine._REPEATS, "cpu", 3)
@@ -122,10 +123,8 @@ def test_the_price_is_looked_up_by_the_gpus_name_and_memory(
 
 def test_requests_and_messages_are_the_same_jobs(workload: jobs.Workload):
     for number in range(5):
-        request, job = (
-            workload.request(number),
-            read_job(workload.message(number), "id"),
-        )
+        request = workload.request(number)
+        job = read_job(workload.message(number), "id")
         (lora,) = request.loras
         assert f"<lora:{lora.name}:{lora.unet_weight}>" in job.prompt
         assert job.prompt.startswith(request.prompt)
@@ -168,7 +167,8 @@ def test_a_rate_of_several_sizes_does_not_depend_on_which_of_them_ends_last(
         (11, 150),
         (11, 150),
     )  # images and their pixels; 15 ticks by turns
-    finished_at, pixels = [], []
+    finished_at = []
+    pixels = []
     for tick in range(300):
         images, size = lanes[tick % 3]
         if (tick // 3 + phases[tick % 3]) % 15 == 0:

@@ -88,7 +88,8 @@ def test_the_plan_counts_what_encoding_and_a_controlnet_take():
             up_block_types=("UpDecoderBlock2D",) * 4,
             layers_per_block=2,
         )
-        pixels, latents = torch.empty(1, 3, 512, 512), torch.empty(1, 4, 64, 64)
+        pixels = torch.empty(1, 3, 512, 512)
+        latents = torch.empty(1, 4, 64, 64)
         context = torch.empty(1, 77, 768)
         encoding = tflop(lambda: vae.encode(pixels))
         controlling = tflop(lambda: control(latents, torch.empty(1), context, pixels))

@@ -69,13 +69,16 @@ async def rows(folder: FolderImages) -> Features:
 async def test_features_fid_and_pixels_are_those_of_all_images_at_once(
     tmp_path,
 ):
-    a, b = write(tmp_path / "a", COUNT, 0), write(tmp_path / "b", COUNT, 9)
+    a = write(tmp_path / "a", COUNT, 0)
+    b = write(tmp_path / "b", COUNT, 9)
     measures = Measures(Corners(), None, None)
 
     judged = verdict.judge(await compared(a, b, measures), measures, verdict.Bounds())
 
-    all_a, all_b = await rows(a), await rows(b)
-    one, other = unit(all_a), unit(all_b)
+    all_a = await rows(a)
+    all_b = await rows(b)
+    one = unit(all_a)
+    other = unit(all_b)
     within = np.mean([1 - one[i] @ one[j] for i, j in combinations(range(COUNT), 2)])
     assert judged.feature_distance == pytest.approx(
         np.mean(1 - (one * other).sum(1)) / within
@@ -111,7 +114,8 @@ async def test_features_fid_and_pixels_are_those_of_all_images_at_once(
 
 
 async def test_a_folder_is_a_reference_for_fid(tmp_path):
-    a, b = write(tmp_path / "a", 9, 0), write(tmp_path / "b", 9, 9)
+    a = write(tmp_path / "a", 9, 0)
+    b = write(tmp_path / "b", 9, 9)
     other = write(tmp_path / "other", COUNT, 30, seed=2)
     reference = await run._statistics(other, Corners())
     measures = Measures(Corners(), None, reference)
@@ -133,7 +137,8 @@ def test_the_clip_score_is_that_of_captions_without_loras():
 
     job = read_job('{"prompt": "a red cat <lora:fox:0.5>", "id": "cat"}', "cat")
     pixels = np.random.default_rng(1).integers(0, 256, (8, 8, 3), np.uint8)
-    with_job, without = Drawing(pixels, job, 1), Drawing(pixels // 2, None, None)
+    with_job = Drawing(pixels, job, 1)
+    without = Drawing(pixels // 2, None, None)
     found = compare.Comparison()
 
     compare._add_clip_scores(
@@ -181,7 +186,8 @@ def test_pictures_of_any_size_have_a_similarity(side: int):
 
 
 async def test_with_three_pairs_it_is_said_that_fid_is_left_out(tmp_path):
-    a, b = write(tmp_path / "a", 3, 0), write(tmp_path / "b", 3, 1)
+    a = write(tmp_path / "a", 3, 0)
+    b = write(tmp_path / "b", 3, 1)
     measures = Measures(Corners(), None, None)
     found = await compared(a, b, measures)
 

@@ -20,8 +20,10 @@ async def test_a_campaign_that_goes_on_is_not_counted_at_each_poll(
     local_settings: StorageSettings, monkeypatch
 ):
     """On Azure that would be a read of each shard every five seconds."""
-    polled, counted = list[Follower](), list[str]()
-    real_counts, real_poll = reader.counts, Follower.poll
+    polled = list[Follower]()
+    counted = list[str]()
+    real_counts = reader.counts
+    real_poll = Follower.poll
 
     async def counts(storage: Storage, campaign: str) -> reader.Counts:
         counted.append(campaign)

@@ -144,8 +144,10 @@ def test_kid_of_few_images_says_how_few(features: Any):
 def test_cmmd_is_that_of_its_paper(features: Any):
     """As `cmmd/distance.py` of its authors has it, in google-research on GitHub."""
     x, y = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in features)
-    x, y = x.astype(np.float64), y.astype(np.float64)
-    x_squared, y_squared = np.diag(x @ x.T), np.diag(y @ y.T)
+    x = x.astype(np.float64)
+    y = y.astype(np.float64)
+    x_squared = np.diag(x @ x.T)
+    y_squared = np.diag(y @ y.T)
     gamma = 1 / (2 * 10**2)
 
     def mean_of(a: np.ndarray, b: np.ndarray, aa: np.ndarray, bb: np.ndarray) -> float:

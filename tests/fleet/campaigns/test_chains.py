@@ -50,7 +50,9 @@ def run(
         command = [*arguments, *flags(storage_settings), "--json"]
         done = await asyncio.to_thread(imagefleet, *command)
         assert done.returncode == 0, done.stderr
-        decoder, found, place = json.JSONDecoder(), [], 0
+        decoder = json.JSONDecoder()
+        found = []
+        place = 0
         while place < len(text := done.stdout.rstrip()):
             value, place = decoder.raw_decode(text, place)
             found.append(value)

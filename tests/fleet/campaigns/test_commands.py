@@ -71,7 +71,8 @@ async def fill(storage: Storage) -> None:
     """Spring: 5 jobs sent, of which each ended otherwise and one is queued; autumn: all done."""
     await store(storage, "spring", "done")
     await store(storage, "autumn", "done")
-    log, operator = RecordLog(storage.blobs, "w2"), RecordLog(storage.files, "operator")
+    log = RecordLog(storage.blobs, "w2")
+    operator = RecordLog(storage.files, "operator")
     ended: dict[str, Any] = {"campaign": "spring", "at": NOW, "worker": "w2"}
     await log.add(
         [

@@ -26,7 +26,8 @@ from made_records import store
 from tokens import by_tokens
 
 SHARD = "-records/spring/20261122T120000Z-thief-0.{}.jsonl.gz"
-ONE, OTHER = made_records.DIGEST, "2" * 64
+ONE = made_records.DIGEST
+OTHER = "2" * 64
 
 image = partial(made_records.image, digest=ONE)
 ended = partial(made_records.ended, digest=ONE, error="JobError", reason="no")
@@ -339,7 +340,8 @@ async def test_shards_that_hold_nothing_are_read_once_or_not_at_all(
     kinds = ("images", "jobs", "again")
     for place, (content, kind) in enumerate(itertools.product(contents, kinds)):
         await storage.blobs.append(name.format(place, kind), content, 0)
-    read_part, reads = storage.blobs.read_part, Counter[str]()
+    read_part = storage.blobs.read_part
+    reads = Counter[str]()
 
     async def counting(blob: str, *terms: Any) -> Any:
         reads[blob] += "thief" in blob

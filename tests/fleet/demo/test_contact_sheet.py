@@ -24,11 +24,9 @@ def opened(data: bytes) -> Image.Image:
 def test_each_image_is_enlarged_with_its_caption_below():
     sheet = opened(contact_sheet.draw_contact_sheet([(picture(64, 64), "a house")]))
 
-    left, top, tile = (
-        contact_sheet.MARGIN_PIXELS,
-        contact_sheet.MARGIN_PIXELS,
-        contact_sheet.TILE_PIXELS,
-    )
+    left = contact_sheet.MARGIN_PIXELS
+    top = contact_sheet.MARGIN_PIXELS
+    tile = contact_sheet.TILE_PIXELS
     assert sheet.getpixel((left + 5, top + 5)) == (255, 0, 0)
     assert sheet.getpixel((left + tile - 5, top + tile - 5)) == (0, 0, 255)
     caption = sheet.crop((left, top + tile + 1, left + tile, sheet.height))

@@ -342,7 +342,9 @@ def test_no_two_images_have_one_name_in_the_storage_a_download_or_an_export(
     places: list[tuple[str, tuple[str, tuple[int, int], str]]],
 ):
     """Of ids, indices, stages, formats and campaigns; keys of WebDataset end at the first dot."""
-    blobs, keys, folders = set(), set(), set()
+    blobs = set()
+    keys = set()
+    folders = set()
     for number, (campaign, (job_id, (index, stage), form)) in enumerate(places):
         blob = f"{image_stem(job_key(campaign, job_id), index, stage)}.{SUFFIXES[form]}"
         assert image_name(blob, campaign) is not None

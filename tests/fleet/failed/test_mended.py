@@ -52,7 +52,8 @@ async def fail(storage: Storage, *bodies: str) -> None:
     for body in bodies:
         await storage.queue.send([body])
         (message,) = await storage.queue.receive(1, 60)
-        job, error = None, errors.FleetError("out of memory")
+        job = None
+        error = errors.FleetError("out of memory")
         try:
             job = read_job(message.body, message.id)
         except errors.JobError as invalid:

@@ -41,7 +41,8 @@ def settings(tmp_path) -> StorageSettings:
                         "a damaged checkpoint"
                     )
                 except errors.JobError as invalid:
-                    job, error = None, invalid
+                    job = None
+                    error = invalid
                 failed = await made_records.dead_letter(
                     storage, message, job, error, "worker-1"
                 )

@@ -87,7 +87,8 @@ def test_a_signed_list_loses_a_file_only_with_its_key(
 ):
     SigningKey.create(tmp_path / "key.pem")
     (tmp_path / "night.safetensors").write_bytes(lora_of())
-    storage, key = f"--storage={local_settings.storage}", ("--signing-key", "key.pem")
+    storage = f"--storage={local_settings.storage}"
+    key = ("--signing-key", "key.pem")
     in_process("files", "add", "lora", "night.safetensors", storage, *key)
     remove = ("files", "remove", "lora", "night.safetensors", "--yes", storage)
     assert "set IMAGEFLEET_SIGNING_KEY" in in_process(*remove).stderr

@@ -87,7 +87,8 @@ async def test_rows_are_those_that_the_page_knows_until_it_asks_what_is_new(
     campaign = opened(storage)
     await campaign.refresh()
     first = await campaign.view(Filter())
-    generation, count = first.generation, len(first.seqs)
+    generation = first.generation
+    count = len(first.seqs)
     await campaign.refresh()
     known = await campaign.view(Filter(), is_new=False)
     assert (known.generation, len(known.seqs)) == (generation, count)
@@ -116,7 +117,8 @@ async def test_a_long_campaign_is_listed_without_a_look_at_each_image(
 
 
 async def test_a_full_disk_loses_no_record(storage: Storage, monkeypatch):
-    real, calls = Index.add, itertools.count()
+    real = Index.add
+    calls = itertools.count()
 
     def add(self: Index, records: Iterable[Record], *, at_end: bool = False) -> None:
         if next(calls) in {1, 3, 4}:

@@ -145,7 +145,8 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
         by_tokens(azurite_settings, ROLES["operator"]), concurrency.NEVER
     ) as storage:
         await storage.check()
-        one, everything = Selection(id="j1"), Selection()
+        one = Selection(id="j1")
+        everything = Selection()
         assert (await dead_letter_queue.discard(storage, one)).done == 1
         assert (await dead_letter_queue.replay(storage, everything)).done == 39
         assert (await owner.queue.depth()).messages == 39

@@ -185,7 +185,8 @@ def test_a_policy_makes_the_queues_of_other_priorities(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
 ):
     """Its tokens for a queue that is made later would have no permissions."""
-    address, names = azurite_settings.storage, azurite_settings.queues_of(None)
+    address = azurite_settings.storage
+    names = azurite_settings.queues_of(None)
     for priority in ("high", "low"):
         with QueueClient.from_connection_string(
             address, names[priority], api_version=API_VERSION

@@ -158,20 +158,17 @@ async def test_no_token_reads_or_changes_the_secret(
     address = read_address(minted.storage)
     seen = []
     for resource, token in minted.fields.items():
-        name, credential = (
-            name_of(storage_settings, resource),
-            AzureSasCredential(token),
-        )
+        name = name_of(storage_settings, resource)
+        credential = AzureSasCredential(token)
         client: Any
         if is_container(resource):
             client = address.container_client(name, credential, **thief.OPTIONS)
-            read, change = (
-                client.get_container_properties,
-                client.set_container_metadata,
-            )
+            read = client.get_container_properties
+            change = client.set_container_metadata
         else:
             client = address.queue_client(name, credential, **thief.OPTIONS)
-            read, change = client.get_queue_properties, client.set_queue_metadata
+            read = client.get_queue_properties
+            change = client.set_queue_metadata
         async with client:
             with contextlib.suppress(HttpResponseError):
                 seen.append(dict((await read()).metadata or {}))

@@ -222,7 +222,8 @@ async def test_a_token_is_good_for_nothing_but_its_own_resource(
     settings = azurite_settings
     minted = mint.Minter(settings).mint(ROLES["worker"], timedelta(hours=1))
     address = read_address(minted.storage)
-    before, answers = await state(owner), []
+    before = await state(owner)
+    answers = []
 
     async def attempt(request: Awaitable[Any]) -> None:
         with pytest.raises(HttpResponseError) as caught:

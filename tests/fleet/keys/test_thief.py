@@ -79,7 +79,8 @@ async def role(
         monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
         await storage.create()
         for kind in ("loras", "embeddings"):
-            name, listed = f"{kind}/manifest.json", manifest.encode(kind, {}, key)
+            name = f"{kind}/manifest.json"
+            listed = manifest.encode(kind, {}, key)
             await storage.files.create(name, listed, "application/json", {})
     return (
         ROLES["worker"].for_chains() if request.param == "chains" else ROLES["worker"]
@@ -96,7 +97,8 @@ async def loot(
     """An honest campaign: some jobs drawn, all of them twice, one failed, and some that wait."""
     drawn = bodies("a", "b", "c", "d")
     failed = bodies("bad", prompt="a house <lora:none:1>")
-    waiting, prey = bodies("late", "later"), bodies("prey-1", "prey-2", "prey-3")
+    waiting = bodies("late", "later")
+    prey = bodies("prey-1", "prey-2", "prey-3")
     async with aio.connect(
         **storage_settings.model_dump(exclude_defaults=True)
     ) as fleet:

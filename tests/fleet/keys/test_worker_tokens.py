@@ -128,7 +128,8 @@ def _hasty_worker(monkeypatch) -> None:
 @pytest.fixture
 def load(monkeypatch) -> Iterator[Load]:
     """Loads an engine that draws the slow image until its lease was renewed, or cannot be."""
-    renewed, renew = threading.Event(), LeaseKeeper._renew
+    renewed = threading.Event()
+    renew = LeaseKeeper._renew
 
     async def note(self: LeaseKeeper, lease: Lease) -> None:
         try:

@@ -124,7 +124,8 @@ async def test_status_shows_images_per_second_and_per_dollar(
 async def test_two_gpus_of_a_machine_are_two_workers_and_one_replica(
     victoria_metrics: Any,
 ):
-    fleet, machine = uuid.uuid4().hex[:12], uuid.uuid4().hex[:12]
+    fleet = uuid.uuid4().hex[:12]
+    machine = uuid.uuid4().hex[:12]
     text = history("0", "H200", 4.0, 2.0, fleet, machine)
     await pushed(
         victoria_metrics, text + history("1", "H200", 1.0, 2.0, fleet, machine)

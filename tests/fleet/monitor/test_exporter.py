@@ -69,7 +69,8 @@ async def test_an_outage_is_counted_and_the_last_values_stay(tmp_path, monkeypat
         monkeypatch.setattr(storage.queue, "depth", no_answer)
         with pytest.raises(errors.SetupError):
             await exporter.run()
-    value, mine = exporter.registry.get_sample_value, {"fleet": "mine"}
+    value = exporter.registry.get_sample_value
+    mine = {"fleet": "mine"}
     (failed,) = (
         each for each in exporter.registry.collect() if "failed_looks" in each.name
     )

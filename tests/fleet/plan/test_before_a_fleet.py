@@ -24,7 +24,8 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 #: As a consumer card may be: a tenth of the measured one's speed.
 SPEED = 0.1
 
-REPLICAS, DOLLARS_PER_HOUR = 3, 0.36
+REPLICAS = 3
+DOLLARS_PER_HOUR = 0.36
 
 START_UP_SECONDS = 60.0
 

@@ -122,7 +122,8 @@ def test_an_accelerators_steps_of_one_row_are_planned_as_if_the_job_named_them(
     family: str, side: int, times: float, in_process: Imagefleet, jobs: Write
 ):
     size = {"width": side, "height": side}
-    of, few = ("--family", family), ("--accelerator", "lightning_4step")
+    of = ("--family", family)
+    few = ("--accelerator", "lightning_4step")
     guided = plan(in_process, jobs(size | {"steps": 20, "cfg_scale": 7}), *of)["hours"]
     named = plan(in_process, jobs(size | {"steps": 4, "cfg_scale": 1}), *of)["hours"]
 

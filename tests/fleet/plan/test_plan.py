@@ -255,7 +255,8 @@ def test_few_steps_and_loras_are_planned_as_they_were_measured(
         assert result.returncode == 0, result.stderr
         return float(json.loads(result.stdout)["mix"][0]["images_per_second"]["value"])
 
-    none, one = ["a"] * 50, ["a <lora:one:1>"] * 50
+    none = ["a"] * 50
+    one = ["a <lora:one:1>"] * 50
     others = [f"a <lora:style-{number}:1>" for number in range(50)]
     few_steps = {"steps": 4, "cfg_scale": 1}
     assert planned(others, steps=15) == pytest.approx(mixed)

@@ -51,7 +51,8 @@ def png(
 
 def black_rows(width: int, height: int) -> bytes:
     """As many black pixels, in a thousandth of their size."""
-    packer, row = zlib.compressobj(9), bytes(1 + 3 * width)
+    packer = zlib.compressobj(9)
+    row = bytes(1 + 3 * width)
     return b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
 
 

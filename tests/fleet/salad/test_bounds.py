@@ -86,7 +86,8 @@ REVISIONS = st.builds(
 
 @st.composite
 def groups_before(draw: st.DrawFn, revisions: list[Revision]) -> Before:
-    replicas, is_stopped = draw(COUNTS), draw(st.booleans())
+    replicas = draw(COUNTS)
+    is_stopped = draw(st.booleans())
     return Before(
         draw(st.sampled_from(revisions)),
         replicas,
@@ -100,7 +101,8 @@ def groups_before(draw: st.DrawFn, revisions: list[Revision]) -> Before:
 def cases(draw: st.DrawFn) -> Case:
     revisions = draw(st.lists(REVISIONS, min_size=1, max_size=3))
     before = draw(st.lists(groups_before(revisions), max_size=4))
-    replicas, others = draw(st.integers(1, 1600)), draw(st.integers(0, 300))
+    replicas = draw(st.integers(1, 1600))
+    others = draw(st.integers(0, 300))
     requested = sum(each.replicas for each in before)
     needed = others + replicas
     quota = draw(
@@ -146,7 +148,8 @@ def set_up(salad: SaladFake, case: Case, path: Path) -> None:
         )
         salad.groups[name].body["replicas"] = case.others
     path.write_text(case.after.text(salad.url, case.replicas))
-    salad.quota, salad.most_stops = case.quota, case.most_stops
+    salad.quota = case.quota
+    salad.most_stops = case.most_stops
     salad.class_prices = PRICES
     salad.requests.clear()
     salad.billed.clear()

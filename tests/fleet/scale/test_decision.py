@@ -148,7 +148,10 @@ def test_the_budget_holds_through_an_hour_in_which_nobody_watches(
     goal: Goal, price: float, speed: float, jobs: int, samples: list[Any]
 ):
     """Also if the scaler dies and the operator stops the fleet an hour later."""
-    now, due_at, gone_by, messages = 0.0, 0.0, 0.0, float(jobs)
+    now = 0.0
+    due_at = 0.0
+    gone_by = 0.0
+    messages = float(jobs)
     ledger = scale_ledger.Ledger("fleet", began=0, at=0, running=0, end=1e9)
     billed = 0.0
     replicas = running = 0
@@ -186,7 +189,8 @@ def test_the_budget_holds_through_an_hour_in_which_nobody_watches(
         worked_seconds = min(replicas, max(running, later)) * seconds
         billed += (worked_seconds + ending_seconds) * price / 3600
         messages = max(0.0, messages - worked_seconds * speed)
-        now, running = now + seconds, later
+        now = now + seconds
+        running = later
     assert billed <= goal.max_dollars
 
 

@@ -248,7 +248,8 @@ async def test_the_budget_holds_however_long_nobody_watches(
     goal = replace(GOAL, max_dollars=20, max_replicas=500)
     scaler_ = make(goal)
     scaler_._speeds = scaler.Speeds(given=scaler.Speed(0.0001, "given"))
-    paid, most = 0.0, 0
+    paid = 0.0
+    most = 0
 
     async def pass_minutes(count: int, *, watched: bool) -> None:
         nonlocal paid, most
@@ -258,7 +259,8 @@ async def test_the_budget_holds_however_long_nobody_watches(
             clock.now += 60
             salad.pass_a_minute(clock.now)
             left = sum(group.left for group in salad.groups.values())
-            paid, most = paid + left * 0.03 / 60, max(most, left)
+            paid = paid + left * 0.03 / 60
+            most = max(most, left)
 
     await pass_minutes(minutes, watched=True)
     if is_away == "the API":
@@ -306,7 +308,8 @@ async def test_a_clock_that_is_set_moves_the_deadline_and_no_dollar(
     scaler_ = make(goal, wall_clock=wall)
     spent = []
     for jump in (0.0, 0.0, 3600.0, -36_000.0, 0.0):
-        wall.now, clock.now = wall.now + 60 + jump, clock.now + 60
+        wall.now = wall.now + 60 + jump
+        clock.now = clock.now + 60
         spent.append((await scaler_.step())["spent_dollars"])
     minutes = [after - before for before, after in itertools.pairwise(spent)]
     assert minutes[1:] == pytest.approx([2 * 0.03 / 60] * 3)  # two replicas

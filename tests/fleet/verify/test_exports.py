@@ -281,7 +281,8 @@ def cut(path: Path) -> None:
 
 def member_of(name: str, kind: bytes = tarfile.REGTYPE, size: int = 0) -> bytes:
     info = tarfile.TarInfo(name)
-    info.type, info.size = kind, size
+    info.type = kind
+    info.size = size
     info.linkname = "../../secret"
     return info.tobuf(tarfile.USTAR_FORMAT)
 

@@ -198,10 +198,8 @@ async def test_each_job_is_reported_if_asked(
     await operator.add([record(4, "discarded")])
     await log.add([record(3, "cancelled")])
     await run(each_job=True)
-    (completed,), (failed,) = (
-        receiver.told("job.completed"),
-        receiver.told("job.failed"),
-    )
+    (completed,) = receiver.told("job.completed")
+    (failed,) = receiver.told("job.failed")
     assert completed["metadata"] == {"order": 7}
     assert completed["images"] == ["spring/job-1.png"]
     assert (failed["error"], failed["attempts"], len(failed["reason"])) == (
@@ -335,7 +333,8 @@ async def test_an_outage_of_the_storage_loses_no_event(
 ):
     for number in range(3):
         await ImageLog(storage.blobs, f"worker-{number}").add([record(number)])
-    read_part, calls = storage.blobs.read_part, 0
+    read_part = storage.blobs.read_part
+    calls = 0
 
     async def fail(*arguments: Any) -> Any:
         nonlocal calls

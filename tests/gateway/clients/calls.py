@@ -101,7 +101,8 @@ def sd_backend_client(url: str) -> Calls:
 
     def inpaint() -> Any:
         given = body.model_copy()
-        given.init_images, given.mask = [picture()], picture().convert("L")
+        given.init_images = [picture()]
+        given.mask = picture().convert("L")
         return backend.submit_inpaint(given).wait().images
 
     return {

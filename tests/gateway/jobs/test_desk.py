@@ -93,7 +93,8 @@ async def test_nobody_who_waits_is_no_look_at_the_storage(serve: Serve, monkeypa
     await served.storage.queue.receive(1, 60)  # by a worker that dies
     await leave(waiting)
     await until(lambda: served.storage.files.read_part(cancelled.BLOB, 0, 10_000))
-    polls, poll = 0, Watch.poll
+    polls = 0
+    poll = Watch.poll
 
     async def counted(self: Watch) -> None:
         nonlocal polls
@@ -232,7 +233,8 @@ async def test_hundreds_that_wait_cost_the_storage_what_ten_do(
     serve: Serve, monkeypatch
 ):
     served = await serve(works=False)
-    operations, waiting = served.storage.operations, list[asyncio.Task[Any]]()
+    operations = served.storage.operations
+    waiting = list[asyncio.Task[Any]]()
 
     async def looks_of(count: int) -> float:
         """Operations of 20 looks at the records while so many wait."""
@@ -243,7 +245,8 @@ async def test_hundreds_that_wait_cost_the_storage_what_ten_do(
         )
         await until(lambda: all(ticket.sent_at for ticket in tickets))
         (watch,) = served.gateway.desk._watches.values()
-        looks, poll = 0, type(watch).poll
+        looks = 0
+        poll = type(watch).poll
 
         async def counted(self: Any) -> None:
             nonlocal looks

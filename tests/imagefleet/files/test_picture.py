@@ -42,7 +42,8 @@ def test_a_job_without_an_id_has_that_of_its_message_so_that_it_keeps_its_name_a
     found = picture.message_in(file_of(body))
 
     assert found is not None
-    first, again = read_job(body, "message-1"), read_job(found, "message-2")
+    first = read_job(body, "message-1")
+    again = read_job(found, "message-2")
     assert first == again
     assert again.blob_name(0) == "default/message-1.png"
 

@@ -113,7 +113,8 @@ async def test_a_thousand_at_once_are_all_answered():
 
 async def test_a_thousand_connections_at_once_leave_others_their_turn(monkeypatch):
     """However many there are, few are accepted in one turn of the event loop."""
-    turns, accepted = 0, [0]
+    turns = 0
+    accepted = [0]
     accept = connections.Connections.accept
 
     def counted(self: connections.Connections) -> asyncio.BaseProtocol:

@@ -44,7 +44,9 @@ def test_a_stage_takes_over_what_it_does_not_give():
         output={"format": "webp"},
         metadata={"order": 3},
     )
-    first, second, third = read_job(body, "m"), at(body, 2), at(body, 3)
+    first = read_job(body, "m")
+    second = at(body, 2)
+    third = at(body, 3)
     assert (first.model, first.steps, first.stage, first.stages) == ("first", 12, 1, 3)
     assert (second.model, second.steps, second.stage, second.stages) == (
         "second",
@@ -71,7 +73,9 @@ def test_a_stage_takes_over_what_it_does_not_give():
 def test_fields_of_one_image_are_a_stages_own():
     second_pass = {"enable_hr": True, "hr_scale": 2, "width": 512, "height": 512}
     body = text({"denoising_strength": 0.3}, {}, denoising_strength=0.6, **second_pass)
-    first, second, third = read_job(body, "m"), at(body, 2), at(body, 3)
+    first = read_job(body, "m")
+    second = at(body, 2)
+    third = at(body, 3)
     assert [each.denoising_strength for each in (first, second, third)] == [
         0.6,
         0.3,
@@ -166,7 +170,8 @@ def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(
     tmp_path,
 ):
     key = SigningKey.create(tmp_path / "key.pem")
-    trusted, signer = signers.trusted(key), signers.signer(key)
+    trusted = signers.trusted(key)
+    signer = signers.signer(key)
     body = Job(prompt="a house", id="a", then=({"steps": 5}, {"steps": 6})).to_message(
         signer
     )

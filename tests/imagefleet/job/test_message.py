@@ -145,7 +145,8 @@ def test_a_job_survives_the_way_through_its_message(job: Job):
 
 
 def test_a_job_without_an_id_takes_its_messages_and_always_the_same_seed():
-    first, again = read(), read()
+    first = read()
+    again = read()
 
     assert first.id == "message-1"
     assert first.seed == again.seed >= 0

@@ -31,7 +31,8 @@ def images(job_id: str, *indices: int, of: int) -> list[Record]:
 
 
 def end(job_id: str, outcome: str, message: str = "m", **fields: Any) -> Record:
-    source, reason = f"{message}-{job_id}", f"{job_id} has {outcome}"
+    source = f"{message}-{job_id}"
+    reason = f"{job_id} has {outcome}"
     return ended(job_id, outcome, source=source, reason=reason, **fields)
 
 
@@ -272,7 +273,8 @@ async def test_many_results_cost_a_read_for_each_shard_and_few_listings(
         log = ImageLog(fleet.storage.blobs, f"worker-{worker}")
         await log.add(image(job_id) for job_id in batch.ids[worker::shards])
     operations = fleet.storage.operations
-    listings, reads = operations.blob_writes, operations.blob_reads
+    listings = operations.blob_writes
+    reads = operations.blob_reads
 
     assert sum([1 async for _ in batch.results(60)]) == 100
     assert operations.blob_writes - listings == 4, "80 records at a time"

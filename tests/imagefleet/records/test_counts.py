@@ -51,7 +51,8 @@ async def count(
         storage, Damaged(), {} if counted is None else counted
     )
     after = storage.operations.blob_reads, storage.operations.blob_writes
-    listings, reads = after[0] - before[0], after[1] - before[1]
+    listings = after[0] - before[0]
+    reads = after[1] - before[1]
     return found, Cost(listings, reads)
 
 

@@ -17,7 +17,8 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from stored_images import ImageLog
 
-ONE, OTHER = made_records.DIGEST, "2" * 64
+ONE = made_records.DIGEST
+OTHER = "2" * 64
 
 
 def record(job_id: str, outcome: str = "completed", **fields: Any) -> Record:
@@ -173,7 +174,8 @@ async def test_shards_that_hold_nothing_are_read_once_until_they_grow(
         await storage.blobs.append(name.format(place), content, 0)
     told = {"job": "b", "images": "1", "digest": ONE, "sha256": ONE}
     await storage.blobs.create(str(late.blob), b"pixels", "image/png", told)
-    read_part, reads = storage.blobs.read_part, list[str]()
+    read_part = storage.blobs.read_part
+    reads = list[str]()
 
     async def noting(blob: str, *terms: Any) -> Any:
         reads.append(blob)

@@ -52,7 +52,8 @@ async def test_a_campaign_is_a_data_frame(local_settings: StorageSettings):
 
     assert tuple(table.columns) == columns.COLUMNS
     assert list(table.outcome) == ["completed", "failed"]
-    image, failed = table.iloc[0], table.iloc[1]
+    image = table.iloc[0]
+    failed = table.iloc[1]
     assert (image.seed, image.seconds, image["at"]) == (2**32 - 1, 1.5, NOON)
     assert image.loras == [{"name": "outline-style", "weight": 0.8}]
     assert image.metadata == {"order": 7}

@@ -87,8 +87,10 @@ async def test_an_append_that_was_cancelled_is_asked_for_and_not_made_twice(
     storage: Storage, monkeypatch, arrives: str
 ):
     """As at a load's end, which cancels whoever notes beside it, and notes the rest itself."""
-    append, read_part = storage.files.append, storage.files.read_part
-    began, on_its_way = asyncio.Event(), list[Any]()
+    append = storage.files.append
+    read_part = storage.files.read_part
+    began = asyncio.Event()
+    on_its_way = list[Any]()
 
     async def never_answers(*arguments: Any) -> bool:
         monkeypatch.setattr(storage.files, "append", append)
@@ -161,7 +163,8 @@ def test_a_message_tells_its_job_whatever_it_holds_besides():
 
 def test_digests_are_found_and_replaced_among_many():
     rng = random.Random(1)
-    digests, expected = Digests(), dict[bytes, bytes]()
+    digests = Digests()
+    expected = dict[bytes, bytes]()
     for _ in range(20_000):
         key = rng.randbytes(1) * 2 + rng.randbytes(6)
         value = rng.randbytes(8)

@@ -99,7 +99,8 @@ async def test_a_submission_that_is_cancelled_during_its_note_breaks_no_other(
     fleet: aio.Fleet, monkeypatch
 ):
     append = fleet.storage.files.append
-    begun, may_end = asyncio.Event(), asyncio.Event()
+    begun = asyncio.Event()
+    may_end = asyncio.Event()
 
     async def held(*arguments: Any) -> bool:
         begun.set()

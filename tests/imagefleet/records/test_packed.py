@@ -97,7 +97,8 @@ async def test_of_a_single_job_and_a_member_the_first_stored_counts_and_the_othe
     storage: Storage, first: str
 ):
     """Names of packs are in the order in which they are not stored."""
-    ours, other = member("a"), member("a", shade=1)
+    ours = member("a")
+    other = member("a", shade=1)
 
     async def store(which: str) -> Record:
         if which == "single":

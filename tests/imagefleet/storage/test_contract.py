@@ -213,7 +213,8 @@ async def test_a_message_released_with_a_delay_is_hidden_until_it_is_over(
     storage: Storage,
 ):
     await storage.queue.send(["a job", "another"])
-    hidden, shown = await receive_one(storage), await receive_one(storage)
+    hidden = await receive_one(storage)
+    shown = await receive_one(storage)
     await storage.queue.release(hidden, delay_seconds=LEASE_SECONDS)
     await storage.queue.release(shown, delay_seconds=1)
     (message,) = await polling.until(lambda: storage.queue.receive(2, LEASE_SECONDS))

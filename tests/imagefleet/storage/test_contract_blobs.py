@@ -87,7 +87,8 @@ async def test_an_empty_file_is_uploaded_too(storage: Storage, tmp_path):
 async def test_a_blob_is_replaced_only_in_the_version_that_was_read(
     storage: Storage,
 ):
-    blobs, name = storage.blobs, "loras/manifest.json"
+    blobs = storage.blobs
+    name = "loras/manifest.json"
     assert await blobs.replace(name, b"1", "application/json", None)
     assert not await blobs.replace(name, b"2", "application/json", None)
     first = await blobs.read_part(name, 0, 10)

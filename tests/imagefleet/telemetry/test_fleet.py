@@ -141,7 +141,8 @@ def test_a_counter_that_begins_anew_at_its_address_is_a_series_of_its_own():
 
 
 def test_without_labels_nothing_is_added():
-    plain, labelled = CollectorRegistry(), metrics.LabelledRegistry({})
+    plain = CollectorRegistry()
+    labelled = metrics.LabelledRegistry({})
     for registry in (plain, labelled):
         Gauge("left", "Left.", registry=registry)
 

@@ -55,7 +55,8 @@ def damaged(chance: random.Random, text: str) -> str:
 def of_another_type(chance: random.Random, text: str) -> str:
     """A JSON object with one of its values, at any depth, of another type."""
     found = json.loads(text)
-    place, key = found, chance.choice(list(found))
+    place = found
+    key = chance.choice(list(found))
     while isinstance(place[key], dict | list) and place[key] and chance.random() < 0.8:
         place = place[key]
         key = chance.choice([*place] if isinstance(place, dict) else range(len(place)))

@@ -66,13 +66,15 @@ def picture(seed: int, pixels: int = 512) -> bytes:
     )
     draw = ImageDraw.Draw(image)
     size = chance.randrange(pixels // 12, pixels // 6)
-    x, y = chance.randrange(size, pixels - size), chance.randrange(size, pixels // 2)
+    x = chance.randrange(size, pixels - size)
+    y = chance.randrange(size, pixels // 2)
     draw.ellipse((x - size, y - size, x + size, y + size), colour(120, 60, 255))
     image = image.filter(ImageFilter.GaussianBlur(pixels / 200))
     draw = ImageDraw.Draw(image)
     for layer in range(4):
         height = pixels * (0.45 + 0.14 * layer)
-        ridge, step = [(0.0, height)], pixels / 24
+        ridge = [(0.0, height)]
+        step = pixels / 24
         for number in range(1, 25):
             height += chance.uniform(-1, 1) * pixels / 28
             ridge.append((number * step, height))

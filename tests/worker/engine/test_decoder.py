@@ -13,7 +13,8 @@ from worker.engine.passes.images import ImageCoder
 
 VAE: Any = object()
 TINY: Any = object()
-SMALL, LARGE = torch.Size((4, 2, 2)), torch.Size((4, 2, 4))
+SMALL = torch.Size((4, 2, 2))
+LARGE = torch.Size((4, 2, 4))
 
 
 @pytest.fixture

@@ -15,7 +15,9 @@ from imagefleet.job import prompt
 from imagefleet.job.clip import Chunk
 from worker.engine import contract, embeddings, text
 
-START, END, COMMA = 49406, 49407, 267
+START = 49406
+END = 49407
+COMMA = 267
 WIDTHS = {"clip_l": 8}
 SDXL = {"clip_l": 8, "clip_g": 12}
 

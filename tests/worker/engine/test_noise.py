@@ -53,7 +53,8 @@ def test_nv_noise_is_that_of_this_gpu(seed: int):
 
 
 def test_the_gpus_noise_is_the_same_as_nv():
-    ours, theirs = stream(3, Noise("GPU")), stream(3, NV)
+    ours = stream(3, Noise("GPU"))
+    theirs = stream(3, NV)
     assert torch.equal(ours.first(), theirs.first())
     assert torch.equal(drawn(ours), drawn(theirs))
 
@@ -71,10 +72,8 @@ def test_each_draw_comes_from_new_counters_and_none_is_left_out():
 
 @pytest.mark.parametrize("source", ["CPU", "NV"])
 def test_the_seeds_delta_changes_all_noise_but_the_first(source: Any):
-    plain, moved = (
-        stream(10, Noise(source)),
-        stream(10, Noise(source, seed_delta=31337)),
-    )
+    plain = stream(10, Noise(source))
+    moved = stream(10, Noise(source, seed_delta=31337))
     assert torch.equal(plain.first(), moved.first())
     assert torch.equal(drawn(moved), stream(10 + 31337, Noise(source)).first())
     assert not torch.equal(drawn(plain), drawn(moved))

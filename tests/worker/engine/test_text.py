@@ -9,7 +9,8 @@ import torch
 from imagefleet import errors
 from worker.engine import text
 
-START, END = 49406, 49407
+START = 49406
+END = 49407
 
 
 def test_a_wide_comma_and_curly_quotes_are_the_tokens_that_automatic1111_reads(

@@ -20,7 +20,9 @@ from imagefleet.job.prompt import weighted_parts
 from worker.engine import text
 
 ROOT = Path(__file__).parents[3]
-COMMA, START, END = 267, 49406, 49407
+COMMA = 267
+START = 49406
+END = 49407
 
 Array = npt.NDArray[np.float64]
 Chunks = list[list[tuple[int, float]]]
@@ -107,7 +109,8 @@ def a_prompt(number: int) -> str:
         opening, closing = dice.choice(
             [("(", ")"), ("(", ":1.2)"), ("[", "]"), ("(", "")]
         )
-        words[start], words[end] = opening + words[start], words[end] + closing
+        words[start] = opening + words[start]
+        words[end] = words[end] + closing
     return dice.choice([" ", " ", ", "]).join(words)
 
 
@@ -165,9 +168,7 @@ def test_a_prompt_has_32_chunks_at_most(tokenizer: text.Tokenizer):
 def test_neighbours_of_equal_weight_are_tokenised_together(
     tokenizer: text.Tokenizer,
 ):
-    (apart,), (joined,) = (
-        tokenizer.chunks("light(house:1.2)"),
-        tokenizer.chunks("light(house:1.0)"),
-    )
+    (apart,) = tokenizer.chunks("light(house:1.2)")
+    (joined,) = tokenizer.chunks("light(house:1.0)")
     assert len(apart.tokens) == 2
     assert joined == tokenizer.chunks("lighthouse")[0]

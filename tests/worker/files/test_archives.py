@@ -13,7 +13,8 @@ from worker.files.disk_cache import DiskCache
 
 def entry_of(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
     entry = tarfile.TarInfo(name)
-    entry.type, entry.linkname = kind, link
+    entry.type = kind
+    entry.linkname = link
     return entry
 
 

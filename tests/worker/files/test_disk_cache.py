@@ -104,7 +104,8 @@ def test_partial_files_of_killed_workers_are_removed_and_current_ones_stay(
 ):
     loras = disk_cache.DiskCache(folder, 1000)
     loras.store("a", b"bytes")
-    old, new = folder / ".old.part", folder / ".new.part"
+    old = folder / ".old.part"
+    new = folder / ".new.part"
     for path, seconds in ((old, DAY), (new, 60)):
         path.write_bytes(b"half")
         os.utime(path, (time.time() - seconds,) * 2)

@@ -258,7 +258,8 @@ async def test_an_image_and_its_record_tell_the_embeddings_of_their_prompts(
         path.write_bytes(await storage.blobs.read(f"default/{name}.png") or b"")
         with Image.open(path) as image:
             texts[name] = image.text["parameters"]  # type: ignore[attr-defined]
-    mist, ash = sha256(lora_bytes("a")), sha256(lora_bytes("b"))
+    mist = sha256(lora_bytes("a"))
+    ash = sha256(lora_bytes("b"))
     assert f'TI hashes: "mist: {mist[:12]}, ash: {ash[:12]}", Version: ' in texts["two"]
     assert "TI hashes" not in texts["none"]
     assert {each.id: each.embeddings for each in await records(storage)} == {

@@ -59,7 +59,8 @@ class ModelServer:
         if self.statuses:
             return web.Response(status=self.statuses.pop(0))
         hangs = self.hangs
-        begin, same = 0, request.headers.get("If-Range") in {None, self.etag}
+        begin = 0
+        same = request.headers.get("If-Range") in {None, self.etag}
         if self.takes_ranges and same and (asked := request.headers.get("Range")):
             begin = int(asked.removeprefix("bytes=").removesuffix("-"))
         if begin >= len(self.content):
@@ -170,7 +171,8 @@ async def test_more_breaks_than_tries_are_survived_while_something_arrives(
 async def test_a_restarted_worker_resumes_the_download(
     client: Client, server: ModelServer
 ):
-    server.breaks_after, server.hangs = [1_000_000], True
+    server.breaks_after = [1_000_000]
+    server.hangs = True
     running = asyncio.create_task(client.fetch())
     await polling.until(lambda: server.has_stored(0, bytes(1_000_000)))
     running.cancel()
@@ -242,7 +244,8 @@ async def test_a_stalled_server_is_given_up_and_asked_again(
     monkeypatch,
 ):
     monkeypatch.setattr(download, "STALL_SECONDS", 0.2)
-    server.breaks_after, server.hangs = [1_500_000], True
+    server.breaks_after = [1_500_000]
+    server.hangs = True
     running = asyncio.create_task(client.fetch())
     await polling.until(lambda: server.ranges)
     server.hangs = False  # the first answer is in it already
@@ -293,7 +296,8 @@ async def test_such_a_download_resumes_with_its_name(
     address = server.url.replace("sd15.safetensors", "1")
     with pytest.raises(errors.TransientError):
         await client.fetch(model=address)
-    server.breaks_after, server.disposition = [], None
+    server.breaks_after = []
+    server.disposition = None
     assert (await client.fetch(model=address)).name == "dreams.safetensors"
     assert server.sent_bytes < 1.2 * len(CONTENT)
 
@@ -344,7 +348,8 @@ async def test_two_workers_share_one_download_and_one_says_that_it_fetched(
 async def test_a_worker_that_stops_does_not_wait_for_the_model(
     client: Client, server: ModelServer
 ):
-    server.breaks_after, server.hangs = [1_000_000], True
+    server.breaks_after = [1_000_000]
+    server.hangs = True
     stop = asyncio.Event()
     asyncio.get_running_loop().call_later(0.1, stop.set)
     fetching = model.fetch(client.settings(), client.blobs, IMPATIENT)

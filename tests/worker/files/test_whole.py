@@ -284,7 +284,8 @@ def test_a_model_that_is_overwritten_while_it_is_read_is_read_again(
 ):
     model = tiny_model.build_tiny_checkpoint(tmp_path / "model")
     (weights,) = (model / "unet").glob("*.safetensors")
-    read, reads = load._read, 0
+    read = load._read
+    reads = 0
 
     def overwritten_meanwhile(*arguments: Any) -> Any:
         nonlocal reads

@@ -119,7 +119,8 @@ def test_a_wrong_choice_is_one_sentence(
 def test_a_machine_without_gpus_is_one_sentence(
     driver: Driver, cards: int, error: Exception | None, sentence: str
 ):
-    driver.cards, driver.error = cards, error
+    driver.cards = cards
+    driver.error = error
     with pytest.raises(errors.SetupError, match=sentence):
         chosen("all")
 

@@ -140,10 +140,8 @@ async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
     engine = StandInEngine(size=(64, 64))
     pipeline = await run_pipeline(engine)
     assert dict(pipeline.metrics.outcomes) == {"completed": 2}
-    plain, kept = (
-        await image(storage, "default/a.png"),
-        await image(storage, "default/b.jpg"),
-    )
+    plain = await image(storage, "default/a.png")
+    kept = await image(storage, "default/b.jpg")
     assert plain.size == kept.size == (256, 192)
     facts = "Postprocess upscale by: 4, Postprocess upscaler: 4x_Tiny"
     assert plain.info["parameters"] == facts

@@ -129,7 +129,8 @@ async def test_an_image_has_whole_cells_of_the_size_that_is_asked_for(
     storage: Storage, run_pipeline: RunPipeline
 ):
     """Also one with a mask, whose borders outside of them are left out."""
-    source, mask = picture(200, 120), disc(200, 120)
+    source = picture(200, 120)
+    mask = disc(200, 120)
     await put(storage, "inputs/a.png", image_file(source))
     await put(storage, "inputs/mask.png", image_file(mask))
     masked = {"init_images": ["a.png"], "mask": "mask.png", "inpaint_full_res": False}

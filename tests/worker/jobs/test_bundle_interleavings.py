@@ -116,7 +116,8 @@ class Worker:
         self.running = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
 
         def fails(request: Any) -> errors.FleetError | None:
             if self.drains and request.seed == COUNT // 2:

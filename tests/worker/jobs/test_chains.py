@@ -253,7 +253,8 @@ async def test_a_campaign_that_is_cancelled_while_the_queue_does_not_answer_goes
     spring_is_read: threading.Event,
     monkeypatch,
 ):
-    send, calls = storage.models.send, iter([True])
+    send = storage.models.send
+    calls = iter([True])
 
     async def unanswered(*given: Any) -> None:
         if next(calls, False):

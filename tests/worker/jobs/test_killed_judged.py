@@ -67,7 +67,8 @@ async def test_kills_keep_exactly_what_an_undisturbed_run_keeps(
         kills += (await asyncio.gather(*map(work, calls))).count(-9)
     assert kills >= KILLS
     for rule in RULES:
-        calm, wild = f"calm-{rule}", f"wild-{rule}"
+        calm = f"calm-{rule}"
+        wild = f"wild-{rule}"
         kept = await judged.kept(storage, calm)
         assert kept
         assert await judged.kept(storage, wild) == kept

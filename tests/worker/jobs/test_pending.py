@@ -84,8 +84,10 @@ async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_
     run_pipeline: RunPipeline,
     monkeypatch,
 ):
-    is_storing, has_failed = threading.Event(), asyncio.Event()
-    create, image_failed = storage.blobs.create, InFlightJob.image_failed
+    is_storing = threading.Event()
+    has_failed = asyncio.Event()
+    create = storage.blobs.create
+    image_failed = InFlightJob.image_failed
 
     async def slow(name: str, *arguments: Any, **options: Any) -> bool:
         if name.startswith("-"):  # no image

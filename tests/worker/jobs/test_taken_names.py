@@ -208,7 +208,8 @@ async def test_a_token_that_cannot_read_takes_a_redelivered_jobs_taken_name_for_
     run_pipeline: RunPipeline,
     store_images: StoreImages,
 ):
-    own, other = message(id="own"), message(id="other", prompt="a dog")
+    own = message(id="own")
+    other = message(id="other", prompt="a dog")
     await store_images(own)
     await store_images(message(id="other", prompt="a cat"))
     await redelivered(storage, own, other)
@@ -240,7 +241,8 @@ async def test_an_image_whose_reply_was_lost_is_told_from_another_jobs(
     monkeypatch,
 ):
     await store_images(message(id="1", prompt="a cat"))
-    create, is_lost = storage.blobs.create, True
+    create = storage.blobs.create
+    is_lost = True
 
     async def losing(name: str, *arguments: Any, **options: Any) -> bool:
         nonlocal is_lost

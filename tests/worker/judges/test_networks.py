@@ -91,7 +91,9 @@ def test_clip_and_heads_on_its_embedding_score_as_the_evaluation_does(
     assert found == pytest.approx(metrics.clip_score(seen, texts), abs=1e-3)
 
     seen = metrics.unit(seen)
-    first, bias, last = torch.randn(8, 16), torch.randn(8), torch.randn(1, 8)
+    first = torch.randn(8, 16)
+    bias = torch.randn(8)
+    last = torch.randn(1, 8)
     layers = {"0.weight": first, "0.bias": bias, "2.weight": last}
     weights = {f"layers.{name}": tensor for name, tensor in layers.items()}
     save_file(weights, judges / "aesthetic.safetensors")
@@ -185,10 +187,8 @@ def test_the_hash_of_a_picture_outlives_its_size_and_its_brightness():
     chance = np.random.default_rng(1)
     small = Image.fromarray(chance.integers(0, 256, (6, 6, 3), np.uint8))
     picture = small.resize((96, 96), Image.Resampling.BICUBIC)
-    darker, larger = (
-        picture.point(lambda value: value * 0.8),
-        picture.resize((192, 192)),
-    )
+    darker = picture.point(lambda value: value * 0.8)
+    larger = picture.resize((192, 192))
     own, *others = (
         int(pixels.perceptual_hash(np.asarray(image)), 16)
         for image in (picture, darker, larger, picture.rotate(90))

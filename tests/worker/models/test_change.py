@@ -195,7 +195,8 @@ async def test_a_job_that_cannot_be_moved_is_handed_back_and_never_poison(
     monkeypatch.setattr(type(storage.queues["normal"]), "release", noting)
     monkeypatch.setattr(storage.models, "send", refuse)
     await storage.queues["normal"].send([job(1, "second")])
-    engines, stop = Engines(worker_settings, "first"), asyncio.Event()
+    engines = Engines(worker_settings, "first")
+    stop = asyncio.Event()
     running = asyncio.create_task(
         work(storage, worker_settings(until_empty=False), engines.models(), stop)
     )
@@ -316,8 +317,10 @@ async def test_a_long_job_is_put_off_for_another_model_and_loses_no_image_that_i
 async def test_a_stop_during_a_change_loses_nothing(
     storage: Storage, worker_settings: MakeSettings
 ):
-    engines, stop = Engines(worker_settings, "first", "second"), asyncio.Event()
-    loading, go_on = threading.Event(), threading.Event()
+    engines = Engines(worker_settings, "first", "second")
+    stop = asyncio.Event()
+    loading = threading.Event()
+    go_on = threading.Event()
     load = engines.load
 
     def slow(checkpoint: Checkpoint) -> contract.Engine:

@@ -146,7 +146,8 @@ async def test_a_node_that_is_quarantined_while_it_works_hands_its_jobs_back(
     storage: Storage, run_pipeline: RunPipeline, monkeypatch
 ):
     monkeypatch.setattr(quarantine, "PERIOD_SECONDS", 0.05)
-    stored, is_read = threading.Event(), threading.Event()
+    stored = threading.Event()
+    is_read = threading.Event()
     reason = quarantine.Quarantine.reason
 
     async def noting(self: quarantine.Quarantine) -> str | None:

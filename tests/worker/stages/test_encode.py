@@ -38,7 +38,8 @@ def test_any_size_and_any_text_survive_in_a_png(
     height: int, width: int, seed: int, text: str
 ):
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    pixels[0, 0], pixels[0, 1] = 0, 255
+    pixels[0, 0] = 0
+    pixels[0, 1] = 255
     file = encode.encode(pixels, Output(), text)
     image = opened(file)
     assert (image.format, file.content_type) == ("PNG", "image/png")

@@ -17,7 +17,8 @@ async def test_a_distant_storage_does_not_hold_up_the_fastest_engine(
     monkeypatch,
 ):
     """None is stored before as many are on their way."""
-    create, on_their_way = storage.blobs.create, asyncio.Barrier(IMAGES)
+    create = storage.blobs.create
+    on_their_way = asyncio.Barrier(IMAGES)
 
     async def wait_and_create(name: str, *rest: Any, **more: Any) -> bool:
         if name.endswith(".png"):

@@ -166,7 +166,8 @@ def test_an_image_has_whole_cells_of_the_size_that_is_asked_for():
 
 
 def test_the_loras_of_the_second_pass_are_those_of_its_own_prompt():
-    words, others = "a <lora:x:1> <lora:y:1>", "b <lora:y:1> <lora:x:0.5>"
+    words = "a <lora:x:1> <lora:y:1>"
+    others = "b <lora:y:1> <lora:x:0.5>"
     job = read(prompt=words, enable_hr=True, hr_prompt=others)
     assert [(each.name, each.unet_weight) for each in job.loras] == [
         ("x", 1.0),
@@ -200,7 +201,8 @@ def test_a_second_pass_counts_its_steps_from_those_of_the_first():
         "steps": 10,
     }
     job = read(**words, enable_hr=True, hr_second_pass_steps=4, hr_sampler_name="Heun")
-    first, second = job.parsed_prompt, job.hires_prompts[0]
+    first = job.parsed_prompt
+    second = job.hires_prompts[0]
     assert second is not None
     assert job.hires_prompts[1] is not None
     assert [(each.until, each.text) for each in first.states] == [

@@ -280,7 +280,8 @@ async def test_a_brokers_key_proves_what_its_machine_stores_and_is_not_shown(
     caplog,
 ):
     caplog.set_level("DEBUG")
-    machine, key = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11", "5ec2e7" * 10
+    machine = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11"
+    key = "5ec2e7" * 10
     broker.answer = lambda: answer(
         json.dumps(json.loads(mint()) | {"machine": machine, "machine_key": key})
     )

@@ -220,7 +220,8 @@ async def test_hidden_folders_that_were_deleted_are_made_again(
 async def test_a_listing_that_is_cancelled_while_a_thread_reads_the_folder_ends_as_cancelled(
     blobs: LocalBlobs, monkeypatch
 ):
-    is_reading, may_end = threading.Event(), threading.Event()
+    is_reading = threading.Event()
+    may_end = threading.Event()
     scandir = os.scandir
 
     def slow(path: Path) -> object:

@@ -246,7 +246,8 @@ async def test_a_send_is_synced_to_the_disk_and_a_lease_is_not(
     def synchronous(connection: sqlite3.Connection) -> int:
         return int(connection.execute("PRAGMA synchronous").fetchone()[0])
 
-    full, normal = 2, 1
+    full = 2
+    normal = 1
     await queue.send(["a job"])
     assert await file.run(synchronous) == full
     (message,) = await queue.receive(1, LEASE_SECONDS)

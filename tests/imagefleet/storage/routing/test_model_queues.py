@@ -23,7 +23,8 @@ from tokens import by_tokens
 
 AZURE_RULE = re.compile(r"(?=.{3,63}$)[a-z0-9](-?[a-z0-9])*")
 
-A, B = "Dreamshaper 8", "sd_xl+base (1.0)"
+A = "Dreamshaper 8"
+B = "sd_xl+base (1.0)"
 
 
 def job(model: str | None = None, **fields: object) -> str:

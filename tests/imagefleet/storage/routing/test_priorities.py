@@ -385,7 +385,8 @@ async def test_after_an_outage_of_all_queues_none_waits_for_long():
 async def test_messages_leased_before_a_fault_are_returned():
     fleet = StandIns(high=1)
     for error in (errors.TransientError("503"), errors.SetupError("gone")):
-        fleet.high.jobs, fleet.normal.error = 1, error
+        fleet.high.jobs = 1
+        fleet.normal.error = error
         fleet.clock.now += 10.0
         assert await fleet.receive() == ["jobs-high"]
 

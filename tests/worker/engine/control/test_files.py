@@ -135,12 +135,11 @@ def test_sdxls_smaller_ones_leave_attentions_out(
     }
     network.load_state_dict(tensors)
     ours = sdxl_nets.get(checked(sdxl_nets, write(tensors)))
-    x, vectors, times = (
-        torch.randn(1, 4, 8, 8),
-        torch.randn(2, 77, 80),
-        torch.tensor([300.0]),
-    )
-    pooled, sizes = torch.randn(2, 48), torch.tensor([[64.0, 64, 0, 0, 64, 64]] * 2)
+    x = torch.randn(1, 4, 8, 8)
+    vectors = torch.randn(2, 77, 80)
+    times = torch.tensor([300.0])
+    pooled = torch.randn(2, 48)
+    sizes = torch.tensor([[64.0, 64, 0, 0, 64, 64]] * 2)
     pixels = torch.randint(0, 256, (64, 64, 3), dtype=torch.uint8)
     expected = network(
         x.repeat(2, 1, 1, 1),
@@ -255,7 +254,8 @@ def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
     tmp_path,
 ):
     engine = make_slot_engine(slots=2)
-    reads, load = [], cache.ControlNets.load
+    reads = []
+    load = cache.ControlNets.load
     monkeypatch.setattr(
         cache.ControlNets,
         "load",

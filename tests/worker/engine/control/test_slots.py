@@ -78,7 +78,8 @@ def test_the_next_images_of_a_job_use_its_embedded_control_image(
         make_request(seed=seed, controls=(make_control(),)) for seed in range(4)
     ]
     apart = draw_alone(engine, requests)
-    embedded, embed = [], network.SlotControlNet.embed
+    embedded = []
+    embed = network.SlotControlNet.embed
     monkeypatch.setattr(
         network.SlotControlNet,
         "embed",
@@ -158,7 +159,8 @@ def test_without_memory_unneeded_controlnets_are_dropped_before_slots(
     requests = [make_request(seed=seed, controls=(make_control(1),)) for seed in (1, 2)]
     sound = draw(make_slot_engine(slots=4), *requests)
     draw(engine, make_request(controls=(make_control(0),)))
-    nets, failures = engine._caches.control_nets, iter([True])
+    nets = engine._caches.control_nets
+    failures = iter([True])
     unneeded = set(nets._kept)
     (lane,) = engine._lanes
     lane.close()

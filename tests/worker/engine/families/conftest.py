@@ -142,7 +142,8 @@ def build_taesd(tmp_path) -> Any:
     def build(blocks: int = 2) -> Path:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            widths, counts = (8,) * blocks, (1,) * blocks
+            widths = (8,) * blocks
+            counts = (1,) * blocks
             tiny = AutoencoderTiny(
                 encoder_block_out_channels=widths,
                 decoder_block_out_channels=widths,
@@ -178,7 +179,8 @@ def mask() -> np.ndarray[Any, Any]:
 def latents(family_engine: Any, monkeypatch) -> list[torch.Tensor]:
     """Those that decoders are given from now on."""
     kind = type(family_engine("sd1")._decoder)
-    seen, add = [], kind.add
+    seen = []
+    add = kind.add
     monkeypatch.setattr(
         kind, "add", lambda *given: seen.append(given[2]) or add(*given)
     )

@@ -57,7 +57,8 @@ def test_a_larger_rank_drops_the_graph_of_convolutions_alone(
         )
         return slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2, **settings)))
 
-    engine, plain = load(packages=TracedPackages(), compiled_modes=("shared",)), load()
+    engine = load(packages=TracedPackages(), compiled_modes=("shared",))
+    plain = load()
     requests = []
     for rank in (4, 8, 40):
         (name,) = lora_kinds.build(
@@ -67,7 +68,8 @@ def test_a_larger_rank_drops_the_graph_of_convolutions_alone(
         requests.append(
             make_request(loras=(lora,), steps=2, seed=rank, width=8, height=8)
         )
-    small, large = requests[:2], [requests[2], make_request(steps=2, width=8, height=8)]
+    small = requests[:2]
+    large = [requests[2], make_request(steps=2, width=8, height=8)]
     draw(engine, *small)
     engine.warm_up()
     (step,) = engine._runner._compiled.values()

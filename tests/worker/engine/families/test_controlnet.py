@@ -45,7 +45,8 @@ def draw_steered(family_pipeline: Any) -> Any:
         images = [Image.fromarray(each.pixels) for each in request.controls]
         scales = [each.weight for each in request.controls]
         if not isinstance(network, MultiControlNetModel):
-            (images,), (scales,) = images, scales
+            (images,) = images
+            (scales,) = scales
         return draw_in_diffusers(
             pipeline,
             request,

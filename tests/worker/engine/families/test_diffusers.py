@@ -24,7 +24,8 @@ from worker.engine.networks.unet import SlotUnet
 FAMILIES = ["sd1", "sd2", "sdxl"]
 
 
-WORDS, OTHERS = "a red circle above a blue square", "green, blurry"
+WORDS = "a red circle above a blue square"
+OTHERS = "green, blurry"
 
 pytestmark = pytest.mark.slow
 
@@ -124,12 +125,14 @@ def test_unet_output_is_diffusers(
     for family in FAMILIES:
         checkpoint = family_checkpoint(family)
         a1111.resize_last(checkpoint.unet)
-        original, width = checkpoint.unet, checkpoint.unet.config.cross_attention_dim
+        original = checkpoint.unet
+        width = checkpoint.unet.config.cross_attention_dim
         generator = torch.Generator().manual_seed(0)
         x = torch.randn((3, 4, *sides), generator=generator)
         vectors = torch.randn((6, 154, width), generator=generator)
         times = torch.tensor([999.0, 401.5, 1.0])
-        added, extra = None, {}
+        added = None
+        extra = {}
         if family == "sdxl":
             pooled = torch.randn((6, 48), generator=generator)
             sizes = torch.stack(

@@ -31,7 +31,8 @@ STEPS = 5
 
 LONG = "a red house in a meadow under a blue sky " * 9
 
-RED, BLUE = "a red house", "a blue house"
+RED = "a red house"
+BLUE = "a blue house"
 
 UGLY: Joined = (1.0, [(STEPS, [("ugly", 1)])])
 
@@ -164,7 +165,8 @@ class Reference:
         tokenizer = pipeline.tokenizer
         cut = []
         for _, words in entries:
-            ids, weights = [], []
+            ids = []
+            weights = []
             for text, weight in words:
                 found = tokenizer(text, add_special_tokens=False).input_ids
                 ids += found
@@ -176,12 +178,14 @@ class Reference:
         encoders = [(pipeline.text_encoder, tokenizer.eos_token_id)]
         if is_xl:
             encoders.append((pipeline.text_encoder_2, 0))
-        vectors, pooled = [], None
+        vectors = []
+        pooled = None
         for place in range(count):
             sides = []
             for encoder, padding in encoders:
                 chunks = [chunks[place] for chunks in cut]
-                begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+                begin = tokenizer.bos_token_id
+                end = tokenizer.eos_token_id
                 ids = [
                     [begin, *each, end, *[padding] * (75 - len(each))]
                     for each, _ in chunks
@@ -244,7 +248,8 @@ class Reference:
             uncond = predict([text_of(ends, unconds)])
             applied = scale
             if alternates and calls[0] % 2:
-                uncond, applied = outputs[0], 1.0
+                uncond = outputs[0]
+                applied = 1.0
             denoised = uncond.clone()
             for (weight, _, _), output in zip(conds, outputs, strict=True):
                 denoised += (output - uncond) * (weight * applied)
@@ -347,7 +352,8 @@ def test_all_are_drawn_beside_each_other_and_plain_jobs_as_alone(
     monkeypatch,
 ):
     reference = Reference(family_pipeline(family), k_diffusion)
-    expected, requests = [], []
+    expected = []
+    requests = []
     for seed, case in enumerate(CASES.values(), start=1):
         requests.append(request_of(case, seed))
         drawn = reference.draw(requests[-1], case.joined, case.negative)

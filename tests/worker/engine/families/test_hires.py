@@ -119,7 +119,8 @@ def test_a_target_of_another_shape_is_cut_out_of_the_middle(
     pipeline = family_pipeline(family)
     reference = a1111.Reference(pipeline, k_diffusion)
     begins = a1111.interpolate(first_pass(pipeline, request), *size, mode="bilinear")
-    columns, rows = (size[0] - width) // 8, (size[1] - height) // 8
+    columns = (size[0] - width) // 8
+    rows = (size[1] - height) // 8
     begins = begins[
         :,
         :,

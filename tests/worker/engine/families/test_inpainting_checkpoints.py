@@ -305,7 +305,8 @@ def test_a_single_file_is_told_by_its_first_layer(
     file = tmp_path / "one.safetensors"
     save_file(key_names.original_layout(whole), file)
     single = load.load_engine(load.EngineSettings(file, "cpu", slots=2))
-    (one,), (other,) = draw(single, request_of()), draw(engine("sd1"), request_of())
+    (one,) = draw(single, request_of())
+    (other,) = draw(engine("sd1"), request_of())
     single.close()
     assert (one == other).all()
 

@@ -80,7 +80,8 @@ def test_loras_draw_as_in_diffusers_with_peft(
     path = write_lora(
         tmp_path / "style.safetensors", family_checkpoint(family), spelling
     )
-    engine, pipeline = family_engine(family), family_pipeline(family)
+    engine = family_engine(family)
+    pipeline = family_pipeline(family)
     words = {
         "prompt": "a red circle",
         "negative_prompt": "green",

@@ -37,12 +37,10 @@ def test_images_with_an_image_to_begin_with_are_automatic1111s_in_any_company(
 ):
     """Beside others of their size that do not tile, and that are drawn as alone."""
     init = contract.InitImage(pixels, 0.6)
-    engine, (tiled, plain) = (
-        family_engine(family),
-        (
-            make_request(init=init, prompt="a star", steps=6, tiling=each)
-            for each in (True, False)
-        ),
+    engine = family_engine(family)
+    (tiled, plain) = (
+        make_request(init=init, prompt="a star", steps=6, tiling=each)
+        for each in (True, False)
     )
     drawn = draw(engine, tiled, plain, make_request(seed=9, tiling=True))
     theirs = reference(family)

@@ -10,7 +10,8 @@ from worker.engine.files.safetensors import Buffers
 def test_memory_is_used_again_once_no_tensor_refers_to_it():
     buffers = Buffers()
     first = buffers.take(1000)
-    place, view = first.data_ptr(), first[500:].view(torch.float16)
+    place = first.data_ptr()
+    view = first[500:].view(torch.float16)
     del first
     assert buffers.take(1000).data_ptr() != place, "a view still uses it"
     del view

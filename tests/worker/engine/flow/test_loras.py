@@ -61,7 +61,8 @@ def adapted(layers: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """The layers of one name in Black Forest Labs' code, by it."""
     found: dict[str, tuple[str, ...]] = {name: (own,) for own, name in OUTSIDE.items()}
     for number in range(2):
-        double, single = f"double_blocks.{number}", f"single_blocks.{number}"
+        double = f"double_blocks.{number}"
+        single = f"single_blocks.{number}"
         block = f"transformer_blocks.{number}"
         for own, name in DOUBLE.items():
             found[f"{double}.{name}"] = (f"{block}.{own}",)
@@ -78,7 +79,8 @@ def change_all(
 ) -> tuple[dict[str, tuple[Any, Any]], Tensors]:
     """Factors by the makers' names, and the dense differences by diffusers'."""
     generator = torch.Generator().manual_seed(seed)
-    made, dense = {}, {}
+    made = {}
+    dense = {}
     for name, paths in adapted(layers).items():
         up_and_down = [factors(layers[path], rank, generator) for path in paths]
         down = up_and_down[0][1]
@@ -194,7 +196,8 @@ def test_unlike_loras_ranks_strengths_and_steps_share_calls(
     request_of: Any,
     draw_floats: Any,
 ):
-    requests, differences = [], []
+    requests = []
+    differences = []
     for number, (rank, weight, steps) in enumerate(
         [(4, 1.0, 4), (8, 0.35, 6), (0, 1.0, 5), (128, -0.5, 3), (16, 1.0, 8)]
     ):
@@ -266,7 +269,8 @@ def lokr(
     """A LoKr's tensors, with its second half of a *rank* or whole, and the dense difference."""
     generator = torch.Generator().manual_seed(seed)
     first = torch.randn(split, 2, generator=generator) * 0.2
-    outer, inner = layer_rows // split, inputs // 2
+    outer = layer_rows // split
+    inner = inputs // 2
     tensors = {"lokr_w1": first}
     if rank is None:
         second = torch.randn(outer, inner, generator=generator) * 0.2
@@ -291,7 +295,8 @@ def test_a_lokr_of_the_makers_names_changes_queries_keys_and_values_as_one(
     request_of: Any,
     draw_floats: Any,
 ):
-    tensors, dense = {}, {}
+    tensors = {}
+    dense = {}
     for seed, (name, paths) in enumerate(adapted(layers).items()):
         rows = sum(len(layers[path].weight) for path in paths)
         if rows % split or "double" not in name:
@@ -317,14 +322,18 @@ def test_lycoris_own_names_and_kinds_share_calls(
     draw_floats: Any,
 ):
     generator = torch.Generator().manual_seed(0)
-    loha, hadamard, kron, kronecker = {}, {}, {}, {}
+    loha = {}
+    hadamard = {}
+    kron = {}
+    kronecker = {}
     for seed, (path, layer) in enumerate(layers.items()):
         if "blocks" not in path:
             continue
         key = f"lycoris_{path.replace('.', '_')}"
         halves = [factors(layer, 2, generator) for _ in range(2)]
         for half, (up, down) in enumerate(halves, 1):
-            loha[f"{key}.hada_w{half}_a"], loha[f"{key}.hada_w{half}_b"] = up, down
+            loha[f"{key}.hada_w{half}_a"] = up
+            loha[f"{key}.hada_w{half}_b"] = down
         loha[f"{key}.alpha"] = torch.tensor(2.0)
         hadamard[path] = (halves[0][0] @ halves[0][1]) * (halves[1][0] @ halves[1][1])
         parts, whole = lokr(*layer.weight.shape, 2, 2, seed)
@@ -345,7 +354,8 @@ def test_lycoris_own_names_and_kinds_share_calls(
 def test_a_lora_of_another_model_is_refused_by_what_does_not_fit(
     make_engine: Any, save: Any, request_of: Any
 ):
-    up, down = torch.zeros(64, 2), torch.zeros(2, 4096)
+    up = torch.zeros(64, 2)
+    down = torch.zeros(2, 4096)
     key = "transformer.transformer_blocks.0.attn.to_q"
     wide = save("wide", {f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up})
     with pytest.raises(errors.JobError, match=r"'wide' does not fit this model"):

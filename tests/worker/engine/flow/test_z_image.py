@@ -85,7 +85,8 @@ def test_its_loras_are_thin_products_in_slots(
     engine: Any, z_image: Any, request_of: Any, draw_floats: Any, tmp_path
 ):
     path = "layers.0.attention.to_q"
-    up, down = torch.randn(32, 4), torch.randn(4, 32) / 8
+    up = torch.randn(32, 4)
+    down = torch.randn(4, 32) / 8
     key = f"diffusion_model.{path}"
     file = tmp_path / "style.safetensors"
     save_file({f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up}, file)

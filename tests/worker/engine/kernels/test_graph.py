@@ -20,7 +20,8 @@ def compile_it(graph: Graph) -> None:
 
 
 def test_a_compiled_graph_runs_on_the_tensors_as_they_are_when_it_is_called():
-    state, weight = torch.arange(12.0).reshape(3, 4) - 5, torch.eye(4) / 2
+    state = torch.arange(12.0).reshape(3, 4) - 5
+    weight = torch.eye(4) / 2
     expected = state.clone()
     graph = make(state, weight)
     compile_it(graph)

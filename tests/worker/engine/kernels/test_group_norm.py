@@ -95,13 +95,12 @@ def test_what_is_added_and_activated_in_the_same_kernel_is_what_torch_computes(
         norm = nn.GroupNorm(groups, channels, eps=1e-6)
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
-        x, added = (
-            3 * torch.randn(rows, channels, height, width) + 1,
-            torch.randn(rows, channels),
-        )
+        x = 3 * torch.randn(rows, channels, height, width) + 1
+        added = torch.randn(rows, channels)
         expected = F.silu(norm(x + added[:, :, None, None]))
         moved = (each.to(device, dtype) for each in (x, added))
-        x, added = next(moved), next(moved)
+        x = next(moved)
+        added = next(moved)
         ours = layers.normalise_and_activate(
             x, norm.to(device, dtype), added=added, activates=True
         )

@@ -65,7 +65,8 @@ def test_changed_weights_are_folded_into_the_same_memory():
     ours = layers.Upsampler(Upsample2D(8, use_conv=True))
     ours.fold()
     recorded = ours.folded
-    before, x = recorded.clone(), torch.randn(1, 8, 4, 4)
+    before = recorded.clone()
+    x = torch.randn(1, 8, 4, 4)
     with torch.no_grad():
         ours.conv.weight.mul_(2)
         ours.fold()

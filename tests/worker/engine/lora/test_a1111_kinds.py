@@ -31,7 +31,8 @@ from worker.engine import contract
 from worker.engine.lora import file as lora_file
 
 BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
-LINEAR, CONV = f"{BLOCK}.attn1.to_k", "down_blocks.0.resnets.0.conv1"
+LINEAR = f"{BLOCK}.attn1.to_k"
+CONV = "down_blocks.0.resnets.0.conv1"
 
 
 def ia3_of_outputs(weight: Array) -> tuple[Tensors, Array]:
@@ -52,22 +53,30 @@ def glora_parts(*weights: Array) -> Tensors:
 
 def glora(weight: Array) -> tuple[Tensors, Array]:
     outer, inner = weight.shape
-    a1, a2, b1, b2 = drawn(3, inner), drawn(inner, 3), drawn(3, inner), drawn(outer, 3)
+    a1 = drawn(3, inner)
+    a2 = drawn(inner, 3)
+    b1 = drawn(3, inner)
+    b2 = drawn(outer, 3)
     return glora_parts(a1, a2, b1, b2), b2 @ b1 + (weight @ a2) @ a1
 
 
 def todays_glora(weight: Array) -> tuple[Tensors, Array]:
     """LyCORIS 3's `GLoRAModule`, which A1111 fails to read; its rank divides alpha."""
     outer, inner = weight.shape
-    a1, a2, b1, b2 = drawn(inner, 3), drawn(3, inner), drawn(outer, 3), drawn(3, inner)
+    a1 = drawn(inner, 3)
+    a2 = drawn(3, inner)
+    b1 = drawn(outer, 3)
+    b2 = drawn(3, inner)
     return glora_parts(a1, a2, b1, b2), 2 / 3 * (b1 @ b2 + weight @ a1 @ a2)
 
 
 def todays_glora_of_a_convolution(weight: Array) -> tuple[Tensors, Array]:
     """The part of the layer's own weight has its kernel, that of B a kernel of its own."""
     outer, inner, *kernel = weight.shape
-    a1, a2 = drawn(inner, 3, 1, 1), drawn(3, inner, 1, 1)
-    b1, b2 = drawn(outer, 3, 1, 1), drawn(3, inner, *kernel)
+    a1 = drawn(inner, 3, 1, 1)
+    a2 = drawn(3, inner, 1, 1)
+    b1 = drawn(outer, 3, 1, 1)
+    b2 = drawn(3, inner, *kernel)
     added = np.einsum("or,ri...->oi...", b1[..., 0, 0], b2)
     inputs = a1[..., 0, 0] @ a2[..., 0, 0]
     changed = np.einsum("oi...,ij->oj...", weight, inputs)
@@ -76,7 +85,8 @@ def todays_glora_of_a_convolution(weight: Array) -> tuple[Tensors, Array]:
 
 def turned(weight: Array, turns: Array) -> Array:
     """Each block of outputs by the transpose of its matrix."""
-    size, result = turns.shape[1], np.empty_like(weight)
+    size = turns.shape[1]
+    result = np.empty_like(weight)
     for block, matrix in enumerate(turns):
         rows = slice(block * size, (block + 1) * size)
         result[rows] = np.tensordot(matrix.T, weight[rows], 1)
@@ -98,14 +108,16 @@ def oft(weight: Array) -> tuple[Tensors, Array]:
 
 
 def oft_with_a_limit(weight: Array) -> tuple[Tensors, Array]:
-    blocks, alpha = drawn(2, len(weight) // 2, len(weight) // 2), 1e-2
+    blocks = drawn(2, len(weight) // 2, len(weight) // 2)
+    alpha = 1e-2
     limit = float(np.float32(alpha)) * len(weight)
     parts = {"oft_blocks": blocks, "alpha": np.array(alpha)}
     return parts, turned(weight, cayley(blocks, limit)) - weight
 
 
 def oft_diag_rescaled(weight: Array) -> tuple[Tensors, Array]:
-    turns, rescale = drawn(4, len(weight) // 4, len(weight) // 4), drawn(len(weight))
+    turns = drawn(4, len(weight) // 4, len(weight) // 4)
+    rescale = drawn(len(weight))
     parts = {"oft_diag": turns, "rescale": rescale}
     rows = rescale.reshape(-1, *[1] * (weight.ndim - 1))
     return parts, rows * turned(weight, turns) - weight
@@ -113,7 +125,8 @@ def oft_diag_rescaled(weight: Array) -> tuple[Tensors, Array]:
 
 def scaled(weight: Array) -> tuple[Tensors, Array]:
     """A scale of its own goes before alpha over rank; an alpha may be a whole number."""
-    down, up = drawn(3, weight.shape[1]), drawn(len(weight), 3)
+    down = drawn(3, weight.shape[1])
+    up = drawn(len(weight), 3)
     parts = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(2)}
     return {**parts, "scale": np.array(0.25)}, 0.25 * (up @ down)
 
@@ -170,7 +183,8 @@ def test_each_kind_changes_the_weight_by_its_formula(
 def test_a_bias_changes_with_its_weight_and_without_its_scale(
     engine: Any, tmp_path, path: str, names: tuple[str, str]
 ):
-    weight, bias = base(engine, path), base(engine, f"{path}.bias")
+    weight = base(engine, path)
+    bias = base(engine, f"{path}.bias")
     parts = dict(zip(names, (drawn(*weight.shape), drawn(*bias.shape)), strict=True))
     lora = write(
         tmp_path / "x.safetensors", prefixed(path, {**parts, "scale": np.array(0.5)})
@@ -286,7 +300,8 @@ def test_embeddings_in_a_loras_file_are_words_of_its_jobs(slot_engine: Any, tmp_
             path.stem, path, hashlib.sha256(path.read_bytes()).hexdigest()
         )
 
-    vectors, others = drawn(2, 32), drawn(4, 32)
+    vectors = drawn(2, 32)
+    others = drawn(4, 32)
     alone = write(tmp_path / "alone.safetensors", prefixed(LINEAR, parts))
     bundled = {
         "bundle_emb.mist.string_to_param.*": vectors,

@@ -72,7 +72,8 @@ def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_besid
     monkeypatch,
     has_style: bool,
 ):
-    merged, activate = list[int](), Merger.activate
+    merged = list[int]()
+    activate = Merger.activate
 
     monkeypatch.setattr(
         Merger,

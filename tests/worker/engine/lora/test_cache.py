@@ -23,7 +23,8 @@ def slowed(calls: int, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Records the reads of files, the first of which lasts until there were so many calls."""
     reads = []
     called = []
-    read, identify = lora_file.read_lora, lora_file.identify
+    read = lora_file.read_lora
+    identify = lora_file.identify
 
     def slow_read(*arguments: Any) -> lora_file.LoraFile:
         reads.append(arguments)

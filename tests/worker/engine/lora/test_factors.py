@@ -6,7 +6,8 @@ import torch
 from tests.worker.engine.lora import test_formats as formats
 from worker.engine.lora import file, kinds
 
-OUT, IN = 24, 16
+OUT = 24
+IN = 16
 
 
 #: A convolution's change of each kind, and the highest rank that it may have.

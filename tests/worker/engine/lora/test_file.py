@@ -49,10 +49,8 @@ def pair(layer: str, inner: int = 4) -> Weights:
 
 
 def under_another_name(weights: Weights) -> Weights:
-    flat, dotted = (
-        "lora_unet_mid_block_attentions_0_proj_in",
-        "unet.mid_block.attentions.0.proj_in",
-    )
+    flat = "lora_unet_mid_block_attentions_0_proj_in"
+    dotted = "unet.mid_block.attentions.0.proj_in"
     return {
         key.replace(flat, dotted): weights[key].clone()
         for key in weights

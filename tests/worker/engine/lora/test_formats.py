@@ -52,7 +52,8 @@ def locon_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
 
 
 def loha(weight: Array) -> tuple[Tensors, Array]:
-    outer, columns = len(weight), weight[0].size
+    outer = len(weight)
+    columns = weight[0].size
     shapes = [(outer, RANK), (RANK, columns)] * 2
     w1_a, w1_b, w2_a, w2_b = numbers(*shapes)
     names = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")

@@ -13,7 +13,8 @@ from worker.engine.lora.merge import StackedChange
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-OUT, IN = 12, 8
+OUT = 12
+IN = 8
 GROUP = ("layers", OUT, IN)
 PATHS = ["zero", "one", "two", "three", "four"]
 GROUPS = {GROUP: PATHS}
@@ -102,7 +103,8 @@ def expected(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("paths", [PATHS, ["one", "four"]])
 def test_each_kind_is_merged_into_all_layers_at_once(kind: str, paths: list[str]):
-    lora, original = make_lora(KINDS[kind], paths=paths), draw(5, OUT, IN)
+    lora = make_lora(KINDS[kind], paths=paths)
+    original = draw(5, OUT, IN)
     before = original.clone()
     found = merged(unpack([lora]), original)
     torch.testing.assert_close(found, expected([lora], original), rtol=1e-5, atol=1e-5)
@@ -154,7 +156,8 @@ def test_chunks_of_one_layer_give_the_same_bits_as_one_chunk(kind: str):
         make_lora(LOHA, 0.2, ["one", "two"]),
         make_lora(LORA, 0.4),
     ]
-    original, change = draw(5, OUT, IN).half(), unpack(loras, torch.float16)
+    original = draw(5, OUT, IN).half()
+    change = unpack(loras, torch.float16)
     whole = merged(change, original)
     for temporary_bytes in (0, 2 * 3 * 4 * OUT * IN):
         assert torch.equal(merged(change, original, temporary_bytes), whole)
@@ -211,10 +214,8 @@ def test_a_gpu_merges_the_same(kind: str, dtype: torch.dtype):
     original = draw(5, OUT, IN).to(dtype)
     packed = merge.pack(loras, GROUPS, dtype=dtype)
     change = packed.of(packed.assemble().cuda()).stacked[GROUP]
-    on_cpu, on_gpu = (
-        merged(unpack(loras, dtype), original),
-        merged(change, original.cuda()),
-    )
+    on_cpu = merged(unpack(loras, dtype), original)
+    on_gpu = merged(change, original.cuda())
     torch.testing.assert_close(
         on_gpu.cpu().float(), on_cpu.float(), rtol=2**-7, atol=2**-7
     )

@@ -28,10 +28,8 @@ FILES = {
 @pytest.fixture(scope="module")
 def files(slot_engine: Any, tmp_path_factory) -> dict[str, Path]:
     """LoRAs of all linear and 1x1 layers that slots can hold, and of the text encoder."""
-    folder, generator = (
-        tmp_path_factory.mktemp("kinds"),
-        torch.Generator().manual_seed(0),
-    )
+    folder = tmp_path_factory.mktemp("kinds")
+    generator = torch.Generator().manual_seed(0)
     networks = slot_engine.checkpoint.networks
     layers = {
         f"{prefix}_{path.removeprefix('text_model.').replace('.', '_')}": layer.weight.shape

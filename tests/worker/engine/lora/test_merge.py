@@ -31,7 +31,8 @@ def test_weight_zero_is_the_base_model(engine: Any, lora_paths: list[Path]):
 def test_many_merges_leave_the_checkpoints_weights_bit_exact(
     engine: Any, lora_paths: list[Path]
 ):
-    unet, merger = engine.checkpoint.unet, engine._merger
+    unet = engine.checkpoint.unet
+    merger = engine._merger
     merger.activate(())
     before = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
     for at in range(12):

@@ -169,7 +169,8 @@ def test_each_layout_of_an_embedding_is_stored_and_drawn_or_refused_in_both_plac
     layout = LAYOUTS["embeddings"][name]
     path = tmp_path / f"{name}.safetensors"
     path.write_bytes(save(tensors := made(layout)))
-    drawn_by, reasons = [], set()
+    drawn_by = []
+    reasons = set()
     for model, widths in WIDTHS.items():
         try:
             found = embeddings.vectors_of(tensors, widths, torch.float32)

@@ -90,7 +90,8 @@ def test_the_images_of_a_job_share_what_was_prepared_and_what_was_encoded(
         [make_request(seed=seed, steps=2, **kind) for seed in (1, 2)] for kind in kinds
     ]
     apart = [draw_alone(engine, each) for each in requests]
-    encoded, encode = [], ImageCoder.encode
+    encoded = []
+    encode = ImageCoder.encode
     monkeypatch.setattr(
         ImageCoder,
         "encode",
@@ -165,7 +166,8 @@ def test_a_vae_that_overflows_in_float16_encodes_in_float32(
     sound = draw(engine, *requests)
     from worker.engine.passes import images
 
-    types, encode = [], images._encode
+    types = []
+    encode = images._encode
 
     def overflow(vae: AutoencoderKL, pixels: torch.Tensor) -> torch.Tensor:
         types.append(vae.dtype)
@@ -188,7 +190,8 @@ def test_a_first_pass_without_memory_to_decode_it_whole_is_decoded_in_stripes(
     engine = make_slot_engine(slots=2)
     request = make_request(hires=hires(upscaler="Lanczos"))
     (sound,) = draw(engine, request)
-    original, ways = decoder.to_images, []
+    original = decoder.to_images
+    ways = []
 
     def to_images(
         vae: Any, latents: torch.Tensor, *, in_stripes: bool = False

@@ -40,7 +40,9 @@ def test_tiles_become_smaller_while_the_memory_is_short(
 ):
     path, network = build()
     upscaler = model.UpscalerCache(CPU).get(path)
-    run, sizes, longest = model.in_tiles, [], 96
+    run = model.in_tiles
+    sizes = []
+    longest = 96
 
     def short(
         network: Any, pixels: contract.Pixels, scale: int, tile: int, **how: Any

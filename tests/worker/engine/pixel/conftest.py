@@ -24,7 +24,8 @@ from worker.engine.pixel import checkpoint as checkpoints
 from worker.engine.pixel.parts import of_pixels
 from worker.engine.slots.engine import SlotEngine
 
-PROMPT, NEGATIVE = "A red house", "blurry"
+PROMPT = "A red house"
+NEGATIVE = "blurry"
 
 Images = dict[int, torch.Tensor]
 

@@ -31,7 +31,8 @@ def change(path: Path, **changes: Any) -> None:
 
 
 def test_a_stage_has_its_scheduler_and_its_sizes(stage: Any):
-    base, sr = read(stage("base")), read(stage("sr"))
+    base = read(stage("base"))
+    sr = read(stage("sr"))
     assert schedules.limit_of(base.noise).keywords["limit"] == 1.5
     assert schedules.limit_of(sr.noise).keywords["limit"] == 1.0
     assert base.image_noise is None

@@ -11,7 +11,8 @@ from worker.engine import contract
 
 pytestmark = pytest.mark.slow
 
-PROMPT, NEGATIVE = "A red house", "blurry"
+PROMPT = "A red house"
+NEGATIVE = "blurry"
 
 #: Of values between -1 and 1. Random weights and guidance enlarge the rounding of a call, which is
 #: some 1e-5 in float32, a hundred times over an image; `test_unet` compares the calls in float64.
@@ -68,7 +69,8 @@ def test_a_super_resolution_image_is_that_of_diffusers(
     low_image: Any,
     draw_floats: Any,
 ):
-    engine, owned = make_engine("sr", slots=2), pipeline("sr")
+    engine = make_engine("sr", slots=2)
+    owned = pipeline("sr")
     flipped = low_image[::-1]
     requests = [
         request_of("sr", seed=seed, init=contract.InitImage(low, strength))

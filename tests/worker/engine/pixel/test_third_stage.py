@@ -60,7 +60,8 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     request_of: Any,
     stored: Any,
 ):
-    base, middle = make_engine(), make_engine("sr")
+    base = make_engine()
+    middle = make_engine("sr")
     fields = {
         "prompt": "A red house",
         "negative_prompt": "blurry",

@@ -67,7 +67,8 @@ async def store_states(
 ) -> list[str]:
     """Stores what the encoder of a stage's *folder* says of prompts; returns the files' stems."""
     text = text_stage.TextStage(folder, torch.device("cpu"), torch.float32)
-    encoder, stems = text_stage.encoder_name(folder), []
+    encoder = text_stage.encoder_name(folder)
+    stems = []
     for prompt in prompts:
         stems.append(text_states.stem(prompt, encoder))
         content = text_states.content(prompt, encoder, text.encode([prompt])[0])

@@ -29,7 +29,8 @@ def cpu(seed: int) -> torch.Tensor:
 @pytest.fixture
 def theirs(k_diffusion: Any) -> Callable[[float, float, int], Any]:
     def make(low: float, high: float, seed: int) -> Any:
-        like, ends = torch.zeros(1, *SHAPE), (torch.tensor(low), torch.tensor(high))
+        like = torch.zeros(1, *SHAPE)
+        ends = (torch.tensor(low), torch.tensor(high))
         return k_diffusion.sampling.BrownianTreeNoiseSampler(like, *ends, seed=[seed])
 
     return make

@@ -90,7 +90,8 @@ def test_each_schedule_is_the_references(theirs: Any, schedule: str):
 def test_a_schedule_in_half_precision_is_k_diffusions(schedule: str, k_diffusion: Any):
     """As AUTOMATIC1111 drew before 1.7, whose model had its `alphas_cumprod` in float16 as well."""
     key = "euler" if schedule == "uniform" else f"euler_{schedule}"
-    noise, alphas = noises(1), alphas_cumprod()
+    noise = noises(1)
+    alphas = alphas_cumprod()
     made = make_schedule(key, 8, alphas, "epsilon", Options(is_downcast=True))
     found = sample(made, noise, stand_in)
     halved = references.Reference(k_diffusion, stand_in, alphas.float().half())

@@ -79,7 +79,8 @@ def test_tcd_is_diffusers(eta: float | None, prediction: str, monkeypatch):
     scheduler = TCDScheduler(**BETAS, prediction_type=prediction, clip_sample=False)
     options = Options(eta=eta)
     gamma = 0.3 if eta is None else eta
-    timesteps, found = {}, {}
+    timesteps = {}
+    found = {}
     for steps in COUNTS:
         noise = noises(steps + 1)
         monkeypatch.setattr(module, "randn_tensor", taking(noise[1:]))
@@ -101,7 +102,8 @@ def test_unipcs_velocities_are_of_the_timesteps_that_float32_tells(steps: int):
     different = {}
     for t_enc in (None, *range(1, steps)):
         made = make_schedule("unipc", steps, alphas, "v_prediction", t_enc=t_enc)
-        start, count = torch.tensor(1.0), steps
+        start = torch.tensor(1.0)
+        count = steps
         if t_enc is not None:
             start = torch.tensor(1 + (t_enc - 1) * (1000 // steps)) / 1000 + 1 / 1000
             count = t_enc
@@ -115,7 +117,8 @@ def test_unipcs_velocities_are_of_the_timesteps_that_float32_tells(steps: int):
 
 def velocity_timestep(row: torch.Tensor, alphas: torch.Tensor) -> int:
     """The timestep of the alpha by which a row makes an image of a velocity."""
-    latents, output = row[sampler.FROM_LATENTS], row[sampler.FROM_OUTPUT]
+    latents = row[sampler.FROM_LATENTS]
+    output = row[sampler.FROM_OUTPUT]
     scale = 2 * latents / (1 + latents**2 + output**2)
     alpha = (scale * output) ** 2 / (1 - scale**2)
     return int((alphas - alpha).abs().argmin())
@@ -158,7 +161,8 @@ def test_lcm_is_automatic1111s(schedule: str, timesteps: list[int]):
     ):
         output = stand_in(latents / math.sqrt(sigma**2 + 1), torch.tensor(timestep))
         scaled = 10 * timestep
-        out, skip = scaled / math.hypot(scaled, 0.5), 0.25 / (scaled**2 + 0.25)
+        out = scaled / math.hypot(scaled, 0.5)
+        skip = 0.25 / (scaled**2 + 0.25)
         latents = (latents - sigma * output) * out + latents * skip + following * fresh
     assert relative_difference(sample(made, noise, stand_in), latents) < 1e-5
 
@@ -206,11 +210,13 @@ def test_ddim_cfgpp_puts_the_noise_without_the_prompt_back(
             return output
         return math.sqrt(alpha) * output + math.sqrt(1 - alpha) * latents
 
-    noise, alphas = noises(steps + 20), alphas_cumprod().tolist()
+    noise = noises(steps + 20)
+    alphas = alphas_cumprod().tolist()
     latents, *fresh = noise
     path = [1 + at for at in range(0, 1000, 1000 // steps)][::-1]
     for (timestep, following), drawn in zip(pairwise(path), fresh, strict=False):
-        alpha, after = alphas[timestep], alphas[following]
+        alpha = alphas[timestep]
+        after = alphas[following]
         uncond = noise_of(without, latents, timestep, alpha)
         cond = noise_of(stand_in, latents, timestep, alpha)
         guided = uncond + 7 / 12.5 * (cond - uncond)
@@ -231,10 +237,8 @@ def test_restart_is_automatic1111s(k_diffusion: Any, steps: int, schedule: str):
     """Xu et al. (2023): of 20 steps and more, some go back from sigma 0.1 to 2, by noise."""
     noise = noises(4)
     reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
-    karras, sigmas = (
-        k_diffusion.sampling.get_sigmas_karras,
-        reference.sigmas(schedule, steps),
-    )
+    karras = k_diffusion.sampling.get_sigmas_karras
+    sigmas = reference.sigmas(schedule, steps)
     parts = [sigmas]
     if steps >= 20:
         again, times = (9, 1) if steps < 36 else (steps // 4, 2)

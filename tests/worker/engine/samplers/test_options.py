@@ -69,7 +69,8 @@ def test_no_churn_follows_on_a_last_step_that_ends_above_zero(
     reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
     options = {"s_churn": 5.0}
     theirs = reference.draw(method, "kl_optimal", steps, noise, options)
-    known, name = alphas_cumprod(), f"{method}_kl_optimal"
+    known = alphas_cumprod()
+    name = f"{method}_kl_optimal"
     made = make_schedule(name, steps, known, "epsilon", Options(**options))
     assert not made.noisy[-1]
     assert relative_difference(sample(made, noise, stand_in), theirs) < 1e-5
@@ -109,9 +110,11 @@ def test_an_inpainting_of_the_end_of_a_schedule_is_k_diffusions(
 def test_v_prediction_is_k_diffusions(
     k_diffusion: Any, method: str, is_rescaled: bool, monkeypatch
 ):
-    alphas, bound = alphas_cumprod(), 1e-5
+    alphas = alphas_cumprod()
+    bound = 1e-5
     if is_rescaled:
-        alphas, bound = reading.rescale_to_zero_terminal_snr(alphas), 1e-4
+        alphas = reading.rescale_to_zero_terminal_snr(alphas)
+        bound = 1e-4
     noise = noises(100)
     monkeypatch.setattr(torch, "randn_like", taking(noise[1:]))
     reference = references.Reference(k_diffusion, stand_in, alphas)

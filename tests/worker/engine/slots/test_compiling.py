@@ -132,7 +132,8 @@ def test_out_of_memory_while_recording_costs_slots_or_that_mode_but_no_image(
     monkeypatch,
 ):
     engine = make_slot_engine(slots=4, packages=compiler)
-    take_up_graph, attempts = step.StepRunner.take_up, iter(range(100))
+    take_up_graph = step.StepRunner.take_up
+    attempts = iter(range(100))
 
     def fail_once(self: Any, used: step.Step, mode: Any, graph: Graph) -> None:
         if mode == full_at and next(attempts) == 0:

@@ -131,7 +131,8 @@ def test_each_of_several_locons_draws_its_own_image_in_any_slot_and_company(
     write_lora: Write,
     styles: list[contract.Lora],
 ):
-    one, other = write_lora(rank=5), write_lora(rank=2, seed=1, weight=-0.7)
+    one = write_lora(rank=5)
+    other = write_lora(rank=2, seed=1, weight=-0.7)
     style, *_ = styles
     loras = [(one,), (other, style), (), (style,), (one, other), ()]
     requests = [
@@ -154,7 +155,8 @@ def test_locons_of_two_sizes_take_turns(
 ):
     """Both lanes' changes are in the same memory, or in blocks of their own that grow together."""
     path = "mid_block.resnets.0.conv1"
-    small, large = write_lora(path, rank=4), write_lora(path, rank=17, seed=1)
+    small = write_lora(path, rank=4)
+    large = write_lora(path, rank=17, seed=1)
     ours = make_slot_engine(slots=2, blocks=blocks)
     requests = [
         make_request(seed=1, loras=(small,), steps=6),
@@ -177,7 +179,8 @@ def test_no_trace_of_a_slots_last_locon_is_left(
     calls = watch_calls(monkeypatch, engine)
     mixed = [make_request(seed=seed, loras=(styles[seed],)) for seed in range(2)]
     before = draw(engine, *mixed)
-    strong, weak = write_lora(weight=3.0), write_lora(seed=1, weight=0.01)
+    strong = write_lora(weight=3.0)
+    weak = write_lora(seed=1, weight=0.01)
     # Both slots hold one; then a slot holds none, in calls with another's.
     draw(
         engine,
@@ -247,7 +250,8 @@ def test_loras_of_one_job_add_up_to_at_most_the_highest_rank(
     slot_engine: slots.SlotEngine, write_lora: Write
 ):
     path = "down_blocks.1.resnets.0.conv2"
-    one, other = write_lora(path, rank=64), write_lora(path, rank=64, seed=1)
+    one = write_lora(path, rank=64)
+    other = write_lora(path, rank=64, seed=1)
     fits = slot_engine.prepare(make_request(loras=(one, other)))
     assert list(fits.packs["unet"].ranks.values()) == [128]
     more = (one, other, write_lora(path, rank=1, seed=2))

@@ -18,7 +18,8 @@ EVERY_OTHER = Options(s_min_uncond=1000.0)
 
 def changing(request: contract.ImageRequest) -> contract.ImageRequest:
     """The same words in texts that differ by a space, and as two prompts of half the weight."""
-    words, negative = request.prompt, request.negative_prompt
+    words = request.prompt
+    negative = request.negative_prompt
     edited = f"[{words}|{words} ]"
     prompt = read_prompt(f"{edited}:0.5 AND {edited}:0.5", steps=request.steps)
     if request.controls or request.sampler_options.s_min_uncond:

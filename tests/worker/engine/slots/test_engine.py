@@ -178,7 +178,8 @@ def test_lanes_with_equal_loras_share_them_and_others_do_not_merge_in_turns(
         "activate",
         lambda loras: activate(merges.append(loras) or loras),
     )
-    one, other = lora(lora_paths[0]), lora(lora_paths[1])
+    one = lora(lora_paths[0])
+    other = lora(lora_paths[1])
     draw(
         engine,
         *(

@@ -73,7 +73,8 @@ def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
         for layer in engine._unet.modules()
         if isinstance(layer, SlotLinear)
     ]
-    resize, held = Weights.resize, []
+    resize = Weights.resize
+    held = []
 
     def note(weights: Weights, slots: list[int]) -> None:
         if any(slots):
@@ -192,7 +193,8 @@ def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
         queue_seconds=lambda: lasts,
         compiled_modes=("shared",),
     )
-    large, ordinary = make_request(width=128), make_request()
+    large = make_request(width=128)
+    ordinary = make_request()
     (sound,) = draw(make_slot_engine(model=small_model, slots=1), large)
     native = engine._runner.native._replace(width=64, height=64)
     engine._compilation.run(native)

@@ -19,7 +19,8 @@ LONG = "a red house in a meadow, (under a blue sky:1.2), " * 5
 EVERY_OTHER = Options(s_min_uncond=1000.0)
 
 #: A level of 255 in every value; images in company are to be within 50 dB of those alone.
-ROUNDING, LEAST_DECIBELS = 2, 50
+ROUNDING = 2
+LEAST_DECIBELS = 50
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,9 @@ def test_images_of_one_row_with_loras_are_twice_as_many_if_weights_for_them_have
 def test_the_engine_asks_for_as_many_images_as_fill_its_calls(
     make_slot_engine: Any, monkeypatch
 ):
-    engine, tickets, finished = make_slot_engine(slots=2), itertools.count(), 0
+    engine = make_slot_engine(slots=2)
+    tickets = itertools.count()
+    finished = 0
     prepared = engine.prepare(make_request(cfg_scale=1.0, steps=2))
     calls = watch_calls(monkeypatch, engine)
     while finished < 12:

@@ -84,7 +84,8 @@ class Drawing:
     def admit(self) -> None:
         while self.waiting and self.lanes.free:
             job = self.waiting.pop(0)
-            job.call, job.calls = 0, next(self.calls) if self.calls else CALLS
+            job.call = 0
+            job.calls = next(self.calls) if self.calls else CALLS
             self.admitted_at[job.ticket] = len(self.ran)
             self.lanes.add(job.batch_key, [as_slot_job(job)])
         self.most_held = max(self.most_held, self.lanes.jobs)
@@ -171,7 +172,8 @@ def test_urgent_images_without_end_leave_others_their_turns():
 
 
 def test_guided_and_unguided_jobs_fill_calls_as_large():
-    chosen, guided = random.Random(3), SIZES[0]
+    chosen = random.Random(3)
+    guided = SIZES[0]
     unguided = guided._replace(slot_rows=1, is_plain=True)
     keys = [chosen.choice([guided, unguided]) for _ in range(600)]
     drawing = Drawing(keys, calls=various_calls()).run()

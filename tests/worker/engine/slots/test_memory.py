@@ -74,7 +74,8 @@ def test_changes_of_convolutions_take_no_slot_and_have_room_in_all_lanes(
     """SD1.5's take 46 MB per slot at rank 32: the first lane's fit the margin."""
     changes = 0.043
     for free in (5.2, 13, 21, 75, 135):
-        plain, found = find(monkeypatch, free), find(monkeypatch, free, changes=changes)
+        plain = find(monkeypatch, free)
+        found = find(monkeypatch, free, changes=changes)
         assert found._replace(blocks=plain.blocks) == plain
         assert found.slots * changes < 0.75 * memory._MARGIN * free
         used = (found.blocks - 1) * found.slots * (0.48 + changes) + found.slots * 0.73
@@ -177,14 +178,18 @@ def test_a_gpu_that_cannot_hold_one_image_is_refused_before_the_first_job(
 
 #: SDXL in float16, GiB, measured on an H200: a slot's copies of linear layers, a tick of one slot,
 #: and decoding an image; by its shape, a slot's keys and values of two prompts.
-COPY, TICK, WHOLE = 3.57, 0.28, 1.88
+COPY = 3.57
+TICK = 0.28
+WHOLE = 1.88
 CONTEXT = 0.055
 
 
 def test_on_8_gb_sdxl_encodes_prompts_on_the_cpu_copies_layers_and_decodes_in_stripes(
     monkeypatch,
 ):
-    model, text, gpu = int(5.15 * GIB), int(1.53 * GIB), torch.device("cuda", 0)
+    model = int(5.15 * GIB)
+    text = int(1.53 * GIB)
+    gpu = torch.device("cuda", 0)
     for free, has_none in ((7.4, True), (11.1, False)):
         monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: int(free * GIB))
         assert memory.has_no_room_for_text(gpu, text, model) == has_none

@@ -47,7 +47,8 @@ def test_the_cheaper_weight_mode_is_chosen():
     costs = slot_queue.Costs(
         per_slot_seconds=1.1, shared_seconds=1.0, merge_seconds=1.0
     )
-    one, other = ("one",), ("other",)
+    one = ("one",)
+    other = ("other",)
     assert slot_queue.choose_mode([one, other], (), 100, costs) == ("per_slot", ())
     assert slot_queue.choose_mode([one, one], (), 100, costs) == ("shared", one)
     assert slot_queue.choose_mode([one, one], (), 5, costs) == ("per_slot", ()), (

@@ -15,7 +15,8 @@ from worker.engine.slots.staging import ClipStager
 @pytest.fixture
 def second_may_go_on(monkeypatch) -> threading.Event:
     """The second job's prompt is not encoded before this is set."""
-    encode, may_go_on = ClipStager._encode, threading.Event()
+    encode = ClipStager._encode
+    may_go_on = threading.Event()
 
     def wait(self: ClipStager, job: Any, *given: Any) -> Any:
         assert job.ticket == 0 or may_go_on.wait()
@@ -54,10 +55,13 @@ def test_loras_are_not_read_while_slots_are_filled(
     styles: list[contract.Lora],
     monkeypatch,
 ):
-    start, reading = slot_engine._start, []
+    start = slot_engine._start
+    reading = []
     may_go_on = slot_engine._preparer._may_go_on
-    wait, waits = may_go_on.wait, queue.SimpleQueue[bool]()
-    held, lookups = [], []
+    wait = may_go_on.wait
+    waits = queue.SimpleQueue[bool]()
+    held = []
+    lookups = []
 
     def wait_and_say_so() -> None:
         waits.put(not may_go_on.is_set())
@@ -138,7 +142,8 @@ def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahea
     expected = draw(engine, *requests)
     size_bytes = engine.prepare(requests[0]).lora_bytes
     engine._stager.room_bytes = int(2.5 * size_bytes)
-    stage, at_once = engine._stager.try_to_stage, []
+    stage = engine._stager.try_to_stage
+    at_once = []
 
     def count(job: Any) -> Any:
         failure = stage(job)

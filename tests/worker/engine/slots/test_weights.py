@@ -210,7 +210,8 @@ def test_weights_are_not_loaded_again_for_the_loras_that_they_hold(
     styles: list[contract.Lora],
     loads: list[bool],
 ):
-    plain, (one, other) = (), styles
+    plain = ()
+    (one, other) = styles
     for loras, expected in [
         (plain, [False]),
         (plain, []),
@@ -250,7 +251,8 @@ def test_what_slots_cannot_hold_is_merged_below_the_slot_and_undone(
     path = tmp_path / "full.safetensors"
     save_file({f"{CONVOLUTION}.diff": change}, path)
     full = contract.Lora("full", path, 1.0, 1.0)
-    plain, styled = make_request(), make_request(loras=(styles[0],))
+    plain = make_request()
+    styled = make_request(loras=(styles[0],))
     merged = make_request(loras=(full, styles[0]))
     assert "unet" not in engine.prepare(merged).packs
     before = draw(engine, plain, styled)
@@ -270,7 +272,8 @@ def test_weights_that_could_not_be_loaded_are_loaded_again(
 ):
     requests = [make_request(loras=(styles[0],)), make_request(seed=2)]
     sound = draw(engine, *requests)
-    original, failed = ReloadedStack.load, []
+    original = ReloadedStack.load
+    failed = []
 
     def load(self: ReloadedStack, *arguments: Any) -> None:
         original(self, *arguments)

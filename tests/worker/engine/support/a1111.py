@@ -49,7 +49,8 @@ class Reference:
         self, request: contract.ImageRequest, size: tuple[int, int]
     ) -> Predict:
         """The UNet's noise with guidance; *size* is the width and height that SDXL is told."""
-        pipeline, extra = self.pipeline, {}
+        pipeline = self.pipeline
+        extra = {}
         # Without words, a negative prompt is zeros for SDXL.
         words = {
             "prompt": request.prompt,
@@ -89,7 +90,8 @@ class Reference:
 
     def _ids_with_scores(self, size: tuple[int, int]) -> Any:
         """Those of SDXL's refiner, with AUTOMATIC1111's settings as installed."""
-        sides, corner = size[::-1], (0, 0)
+        sides = size[::-1]
+        corner = (0, 0)
         return self.pipeline._get_add_time_ids(
             sides,
             corner,
@@ -184,7 +186,8 @@ class Reference:
             return predict(mask.blend(x) if mask else x, timestep.float())
 
         def move(x: torch.Tensor, noise: torch.Tensor, at: int) -> torch.Tensor:
-            now, then = alphas[timesteps[at]], alphas[timesteps[at - 1]]
+            now = alphas[timesteps[at]]
+            then = alphas[timesteps[at - 1]]
             image = (x - (1 - now).sqrt() * noise) / now.sqrt()
             return (then.sqrt() * image + (1 - then).sqrt() * noise).float()
 

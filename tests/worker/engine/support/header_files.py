@@ -35,7 +35,8 @@ def file_of(*names: str, data: bytes = b"", **metadata: str) -> bytes:
 
 def shaped(**shapes: list[int]) -> bytes:
     """A file with tensors of these names and shapes, of zeros."""
-    entries, at = {}, 0
+    entries = {}
+    at = 0
     for name, shape in shapes.items():
         end = at + math.prod(shape)
         entries[name] = {"dtype": "F8_E4M3", "shape": shape, "data_offsets": [at, end]}

@@ -66,7 +66,8 @@ def unet_names(layers: int = 1) -> dict[str, str]:
         "mid_block.attentions.0.": "middle_block.1.",
     }
     for block in range(4):
-        down, up = (layers + 1) * block, 2 * block
+        down = (layers + 1) * block
+        up = 2 * block
         for layer in range(layers):
             at = down + 1 + layer
             places[f"down_blocks.{block}.resnets.{layer}"] = f"input_blocks.{at}.0"
@@ -138,7 +139,8 @@ def respell(
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """A kohya LoRA for the model in a folder, with the keys and metadata of another tool."""
     layers = _kohya_names(model)
-    alphas, renamed = set(), {}
+    alphas = set()
+    renamed = {}
     for key, weight in load_file(path).items():
         flat, part = key.split(".", 1)
         if part == "alpha":

@@ -38,7 +38,8 @@ class PlainPackages:
         return self.may_end > 0
 
     def end(self) -> None:
-        graph, self._graph = self._graph, None
+        graph = self._graph
+        self._graph = None
         if graph is None:
             return
         self.may_end -= 1

@@ -48,7 +48,8 @@ def sample(
     history = latents.new_zeros((sampler.HISTORY, *latents.shape))
     call = 0
     while call < len(schedule.table):
-        row, noisy = schedule.table[call], schedule.noisy[call]
+        row = schedule.table[call]
+        noisy = schedule.noisy[call]
         call += 1
         rows = row.expand(len(latents), -1)
         seen = (
@@ -56,10 +57,8 @@ def sample(
             if inpainting is None
             else sampler.mask_input(rows, latents, inpainting)
         )
-        inputs, times = (
-            seen * rows[:, sampler.INPUT_SCALE, None, None, None],
-            rows[:, sampler.TIMESTEP],
-        )
+        inputs = seen * rows[:, sampler.INPUT_SCALE, None, None, None]
+        times = rows[:, sampler.TIMESTEP]
         output = unet(inputs, times)
         without = None if uncond is None else uncond(inputs, times)
         if without is not None:

@@ -70,7 +70,8 @@ class SlotZImage(thin.ThinNetwork):
         _residuals: object = (),
     ) -> Tensor:
         slots, channels, height, width = x.shape
-        high, wide = height // 2, width // 2
+        high = height // 2
+        wide = width // 2
         there = call.context[..., -1] > 0.5
         time = self.embed_time(1000 - times).to(x.dtype)
         time = time.repeat_interleave(call.slot_rows, dim=0)
@@ -123,10 +124,14 @@ class SlotZImage(thin.ThinNetwork):
 class _Block(nn.Module):
     def __init__(self, block: Any, make: Any) -> None:
         super().__init__()
-        own, feed = block.attention, block.feed_forward
-        self.qkv, self.out = make(own.to_q, own.to_k, own.to_v), make(own.to_out[0])
-        self.norm_q, self.norm_k = own.norm_q, own.norm_k
-        self.gate, self.shrink = make(feed.w1, feed.w3), make(feed.w2)
+        own = block.attention
+        feed = block.feed_forward
+        self.qkv = make(own.to_q, own.to_k, own.to_v)
+        self.out = make(own.to_out[0])
+        self.norm_q = own.norm_q
+        self.norm_k = own.norm_k
+        self.gate = make(feed.w1, feed.w3)
+        self.shrink = make(feed.w2)
         attention = block.attention_norm1, block.attention_norm2
         self.norms = nn.ModuleList([*attention, block.ffn_norm1, block.ffn_norm2])
         self.modulate = make(block.adaLN_modulation[0]) if block.modulation else None

@@ -74,7 +74,8 @@ class Refined(a1111.Reference):
         known = self.k_diffusion.external.DiscreteEpsDDPMDenoiser(
             both[0], alphas, quantize=False
         )
-        refining, calls = [False], [0]
+        refining = [False]
+        calls = [0]
 
         def predict(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
             sigma = known.t_to_sigma(timestep.float())
@@ -322,7 +323,8 @@ def test_a_check_of_the_weights_in_between_finds_the_checkpoints_own(
 ):
     alone = draw(engine, mixed[0])[0]
     engine.admit(0, engine.prepare(mixed[0]))
-    checked, finished = 0, []
+    checked = 0
+    finished = []
     while engine.busy:
         finished += engine.tick()
         if engine._weights._other is not None:

@@ -123,7 +123,8 @@ def test_it_goes_on_with_its_own_unet_texts_scores_and_vae_beside_jobs_without(
     )
     request = dataclasses.replace(request, width=width, height=height)
     refined = dataclasses.replace(request, refiner=refiner)
-    engine, base = family_engine("sdxl"), family_pipeline("sdxl")
+    engine = family_engine("sdxl")
+    base = family_pipeline("sdxl")
     plain, image = draw(engine, request, refined)
     both = Refined(base, k_diffusion, second=pipeline, switch_at=SWITCH_AT)
     factor = base.vae_scale_factor
@@ -152,10 +153,8 @@ def test_a_lora_changes_what_it_goes_on_with_and_nothing_after(
         tmp_path / "one.safetensors", engine.checkpoint, "original", seed=1
     )
     lora = contract.Lora("one", path, 0.6, 0.4)
-    whole, late = (
-        contract.Refiner(refiner_folder),
-        contract.Refiner(refiner_folder, SWITCH_AT),
-    )
+    whole = contract.Refiner(refiner_folder)
+    late = contract.Refiner(refiner_folder, SWITCH_AT)
     plain, with_lora = (
         [
             make_request(prompt="a star", seed=3, steps=4, loras=loras, refiner=each)

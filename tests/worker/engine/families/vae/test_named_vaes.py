@@ -190,7 +190,8 @@ def test_a_workers_own_is_that_of_all_jobs_that_name_none(
     family_folder: Any,
 ):
     """Of those that begin with an image, too, and of a model that is changed to."""
-    (own, _), (other, _) = vaes(family, "original"), vaes(family, seed=8)
+    (own, _) = vaes(family, "original")
+    (other, _) = vaes(family, seed=8)
     init = contract.InitImage(pixels, 0.4)
     requests = [make_request(), make_request(vae=other), make_request(init=init)]
     usual = family_engine(family)

@@ -56,10 +56,8 @@ def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
 
 
 def test_a_request_has_the_decoder_that_it_asks_for(with_taesd: Any):
-    (engine, _, plain), hires = (
-        with_taesd("sd1"),
-        contract.HiresPass(96, 96, 0.5, 2, "Lanczos"),
-    )
+    (engine, _, plain) = with_taesd("sd1")
+    hires = contract.HiresPass(96, 96, 0.5, 2, "Lanczos")
     for request in (make_request(), make_request(hires=hires)):
         full, tiny, usual = draw(
             engine,
