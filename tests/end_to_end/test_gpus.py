@@ -141,7 +141,7 @@ def is_alive(process_id: int) -> bool:
 
 
 async def test_two_gpus_share_the_jobs_one_comes_back_and_sigterm_drains_both(
-    storage: Storage, machine: Callable[..., Any]
+    storage: Storage, machine
 ):
     expected = await fill(storage)
     running = await machine(
@@ -173,7 +173,7 @@ async def test_two_gpus_share_the_jobs_one_comes_back_and_sigterm_drains_both(
 
 
 async def test_workers_do_not_outlive_a_killed_parent_and_their_jobs_are_back(
-    storage: Storage, machine: Callable[..., Any]
+    storage: Storage, machine
 ):
     await fill(storage)
     running = await machine("--lease-seconds", "300")

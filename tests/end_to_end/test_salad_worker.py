@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -69,7 +68,7 @@ Program = Callable[..., forks.Fork]  # the fixture below
 
 @pytest.fixture
 def on_salad(
-    local_settings: StorageSettings, salad_metadata_service: Any, tmp_path
+    local_settings: StorageSettings, salad_metadata_service, tmp_path
 ) -> dict[str, str]:
     """The environment of a worker in a SaladCloud container."""
     return {
@@ -203,7 +202,7 @@ async def test_a_worker_waits_for_a_new_token_and_works_on(
 
 
 async def test_a_node_that_works_too_slowly_in_three_windows_is_reallocated_once(
-    local_storage: Storage, start: Program, salad_metadata_service: Any
+    local_storage: Storage, start: Program, salad_metadata_service
 ):
     await local_storage.queue.send(
         f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(200)
@@ -228,7 +227,7 @@ async def test_a_node_that_works_too_slowly_in_three_windows_is_reallocated_once
 
 
 async def test_a_broken_node_that_is_not_stopped_in_time_exits_with_the_code_for_another_one(
-    local_storage: Storage, start: Program, salad_metadata_service: Any
+    local_storage: Storage, start: Program, salad_metadata_service
 ):
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(
@@ -244,7 +243,7 @@ async def test_a_broken_node_that_is_not_stopped_in_time_exits_with_the_code_for
 
 
 async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_reallocated(
-    local_storage: Storage, start: Program, salad_metadata_service: Any, port: int
+    local_storage: Storage, start: Program, salad_metadata_service, port: int
 ):
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(

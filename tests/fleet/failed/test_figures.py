@@ -30,7 +30,7 @@ def draw(request: contract.ImageRequest) -> contract.Pixels:
 
 
 @pytest.fixture
-def run(in_process: Any, storage_settings: StorageSettings, monkeypatch) -> Run:
+def run(in_process, storage_settings: StorageSettings, monkeypatch) -> Run:
     for name in ("storage", "queue", "container", "files_container"):
         value = str(getattr(storage_settings, name))
         monkeypatch.setenv(f"IMAGEFLEET_{name.upper()}", value)
@@ -45,7 +45,7 @@ def run(in_process: Any, storage_settings: StorageSettings, monkeypatch) -> Run:
 
 
 @pytest.fixture
-def work(run_worker: Any, storage_settings: StorageSettings) -> Callable[[str], None]:
+def work(run_worker, storage_settings: StorageSettings) -> Callable[[str], None]:
     """Runs a worker until the queue is empty."""
 
     async def until_empty(name: str) -> None:
@@ -68,7 +68,7 @@ def figures(run: Run) -> dict[str, int]:
 
 @pytest.mark.parametrize("way", ["replay", "load", "load and discard"])
 def test_rows_add_up_when_a_failed_job_is_mended(
-    run: Run,
+    run,
     work: Callable[[str], None],
     storage_settings: StorageSettings,
     tmp_path: Path,

@@ -24,7 +24,6 @@ from in_process import Imagefleet
 from storage_flags import flags
 from stored_images import member as made_picture
 
-RunWorker = Callable[..., Any]
 #: Verifies an export in a process without a storage: its exit code, and what it prints as JSON.
 Verify = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -52,7 +51,7 @@ def bundle(request: pytest.FixtureRequest) -> int:
 async def export(
     storage_settings: StorageSettings,
     imagefleet: Imagefleet,
-    run_worker: RunWorker,
+    run_worker,
     key: SigningKey,
     bundle: int,
     tmp_path: Path,

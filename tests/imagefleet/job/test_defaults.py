@@ -67,7 +67,7 @@ def test_a_samplers_name_alone_has_the_schedule_of_1_10(name: str, sampler: str)
         {"steps": 20, "then": [{"cfg_scale": 5.0}]},
     ],
 )
-def test_a_value_that_is_our_own_default_is_told_beside_others_defaults(given: Any):
+def test_a_value_that_is_our_own_default_is_told_beside_others_defaults(given):
     """Most payloads of A1111's page have 20 steps of Euler a."""
     job = read(defaults=A1111, id="a", **given)
     again = read_job(job.to_message(), "message")

@@ -62,7 +62,7 @@ def settings(azurite_settings: StorageSettings, file: Path) -> StorageSettings:
 
 
 @pytest.fixture
-def broker_settings(settings: StorageSettings, broker: Any) -> StorageSettings:
+def broker_settings(settings: StorageSettings, broker) -> StorageSettings:
     return settings.model_copy(update={"sas_file": None, "broker_url": broker.url})
 
 
@@ -246,7 +246,7 @@ async def test_a_missing_permission_is_not_waited_for(
 
 
 async def test_a_broker_is_asked_once_while_its_tokens_are_valid(
-    owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
+    owner: Storage, broker_settings: StorageSettings, broker, mint: Mint
 ):
     broker.answer = lambda: answer(mint())
     async with opened(broker_settings) as storage:
@@ -256,7 +256,7 @@ async def test_a_broker_is_asked_once_while_its_tokens_are_valid(
 
 
 async def test_a_broker_is_asked_again_before_its_tokens_expire(
-    owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
+    owner: Storage, broker_settings: StorageSettings, broker, mint: Mint
 ):
     broker.answer = lambda: answer(mint())
     async with opened(broker_settings) as storage:
@@ -275,7 +275,7 @@ async def test_a_broker_is_asked_again_before_its_tokens_expire(
 async def test_a_brokers_key_proves_what_its_machine_stores_and_is_not_shown(
     owner: Storage,
     broker_settings: StorageSettings,
-    broker: Any,
+    broker,
     mint: Mint,
     caplog,
 ):
@@ -301,7 +301,7 @@ async def test_a_brokers_key_proves_what_its_machine_stores_and_is_not_shown(
 
 
 async def test_a_wrong_clock_does_not_shorten_a_tokens_life(
-    owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
+    owner: Storage, broker_settings: StorageSettings, broker, mint: Mint
 ):
     tomorrow = datetime.now(UTC) + timedelta(
         days=1
@@ -318,7 +318,7 @@ async def test_a_wrong_clock_does_not_shorten_a_tokens_life(
 async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_expire(
     owner: Storage,
     broker_settings: StorageSettings,
-    broker: Any,
+    broker,
     mint: Mint,
     caplog,
     monkeypatch,
@@ -347,7 +347,7 @@ async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_expire(
 
 
 async def test_revoked_tokens_are_replaced_at_once(
-    owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
+    owner: Storage, broker_settings: StorageSettings, broker, mint: Mint
 ):
     answers = iter((mint(), mint(2 * ONE_HOUR)))
     broker.answer = lambda: answer(next(answers))
@@ -360,7 +360,7 @@ async def test_revoked_tokens_are_replaced_at_once(
 
 
 async def test_repeated_refusals_of_the_broker_are_a_setup_error(
-    owner: Storage, broker_settings: StorageSettings, broker: Any
+    owner: Storage, broker_settings: StorageSettings, broker
 ):
     policy = concurrency.RetryPolicy(
         tries=6, first_wait_seconds=0.01, on_retry=lambda _: None
@@ -381,7 +381,7 @@ async def test_repeated_refusals_of_the_broker_are_a_setup_error(
 
 
 async def test_an_invalid_answer_of_the_broker_is_a_transient_error(
-    broker_settings: StorageSettings, broker: Any
+    broker_settings: StorageSettings, broker
 ):
     for body in ("<html>", '{"queue": "x"}', "null", ""):
         broker.answer = lambda body=body: answer(body)
@@ -393,7 +393,7 @@ async def test_an_invalid_answer_of_the_broker_is_a_transient_error(
 
 
 async def test_the_identity_token_is_not_sent_to_a_broker_with_an_untrusted_certificate(
-    broker_settings: StorageSettings, broker: Any, monkeypatch
+    broker_settings: StorageSettings, broker, monkeypatch
 ):
     monkeypatch.delenv("SSL_CERT_FILE")
     async with opened(broker_settings) as storage:

@@ -118,7 +118,7 @@ def test_a_network_for_grey_images_is_refused(build: Build):
         (lambda tensors: tensors["model.0.bias"].fill_(torch.nan), "NaN, infinity"),
     ],
 )
-def test_damaged_weights_are_refused(build: Build, damage: Any, reason: str):
+def test_damaged_weights_are_refused(build: Build, damage, reason: str):
     path, network = build()
     tensors = network.state_dict()
     damage(tensors)
