@@ -21,6 +21,14 @@ def _short_pauses(monkeypatch) -> None:
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.05)
 
 
+async def ask(served: Any) -> tuple[asyncio.Task[Any], Any]:
+    """A request that waits for its job, which is in the queue, and the job's ticket."""
+    waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
+    (ticket,) = await until(lambda: served.gateway.desk.tickets)
+    await until(lambda: ticket.sent_at)
+    return waiting, ticket
+
+
 async def leave(waiting: asyncio.Task[Any]) -> None:
     """Hangs up."""
     waiting.cancel()
@@ -42,9 +50,7 @@ async def test_who_hangs_up_takes_the_message_along_and_the_campaign_adds_up(
     serve,
 ):
     served = await serve(works=False)
-    waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
-    tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(lambda: tickets[0].sent_at)
+    waiting, ticket = await ask(served)
 
     await leave(waiting)
 
@@ -52,15 +58,13 @@ async def test_who_hangs_up_takes_the_message_along_and_the_campaign_adds_up(
     assert served.gateway.desk.tickets == []
     counts = await counts_of(served)
     assert (counts.sent, counts.cancelled, counts.pending) == (1, 1, 0)
-    facts = await outcomes.look_up(served.storage, tickets[0].facts)
+    facts = await outcomes.look_up(served.storage, ticket.facts)
     assert (facts.status, facts.reason) == ("cancelled", "its client hung up")
 
 
 async def test_a_job_that_a_worker_has_is_listed_until_it_has_ended(serve):
     served = await serve(works=False)
-    waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
-    tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(lambda: tickets[0].sent_at)
+    waiting, ticket = await ask(served)
     (message,) = await served.storage.queue.receive(1, 60)
 
     await leave(waiting)
@@ -68,7 +72,7 @@ async def test_a_job_that_a_worker_has_is_listed_until_it_has_ended(serve):
     part = await until(
         lambda: served.storage.files.read_part(cancelled.BLOB, 0, 10_000)
     )
-    assert tickets[0].id.encode() in part.data
+    assert ticket.id.encode() in part.data
     await served.storage.queue.release(message)
     await serve(port=0)  # whose worker reads the list
 
@@ -79,15 +83,13 @@ async def test_a_job_that_a_worker_has_is_listed_until_it_has_ended(serve):
         assert part is not None
         return bytes(part.data)
 
-    await until(listed, lambda data: tickets[0].id.encode() not in data)
+    await until(listed, lambda data: ticket.id.encode() not in data)
     assert (await counts_of(served)).cancelled == 1
 
 
 async def test_nobody_who_waits_is_no_look_at_the_storage(serve, monkeypatch):
     served = await serve(works=False)
-    waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
-    tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(lambda: tickets[0].sent_at)
+    waiting, _ = await ask(served)
     await served.storage.queue.receive(1, 60)  # by a worker that dies
     await leave(waiting)
     await until(lambda: served.storage.files.read_part(cancelled.BLOB, 0, 10_000))
@@ -117,14 +119,12 @@ async def drained_but(served: Any, messages: int) -> None:
 async def test_a_message_that_somebody_deletes_ends_its_request(serve, monkeypatch):
     monkeypatch.setattr(desk, "_LOOK_SECONDS", 0.05)
     served = await serve(works=False)
-    one = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
-    tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(lambda: tickets[0].sent_at)
+    one, ticket = await ask(served)
 
     await served.storage.queue.clear()
 
     status, found = await one
-    assert (status, tickets[0].id in found["detail"]) == (409, True)
+    assert (status, ticket.id in found["detail"]) == (409, True)
     assert "its message was deleted from the queue" in found["detail"]
     await drained(served)
     counts = await counts_of(served)
@@ -137,9 +137,7 @@ async def test_a_cancelled_campaign_ends_its_requests_though_no_worker_is_there(
     monkeypatch.setattr(desk, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(cancelled, "_wait", asyncio.sleep)
     served = await serve(works=False)
-    one = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
-    tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(lambda: tickets[0].sent_at)
+    one, _ = await ask(served)
 
     async def at_once(_: float) -> None: ...
 
@@ -311,14 +309,12 @@ async def test_one_job_that_cannot_be_sent_fails_no_other(serve):
 
 async def test_a_gateway_that_stops_answers_all_who_wait(serve):
     served = await serve(works=False)
-    waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a"}))
-    tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(lambda: tickets[0].sent_at)
+    waiting, ticket = await ask(served)
 
     served.gateway.desk.stop()
 
     status, found = await waiting
     assert status == 503
-    assert f"/jobs/{tickets[0].id}" in found["detail"]
-    left = await outcomes.look_up(served.storage, tickets[0].facts)
+    assert f"/jobs/{ticket.id}" in found["detail"]
+    left = await outcomes.look_up(served.storage, ticket.facts)
     assert left.status == "pending"
