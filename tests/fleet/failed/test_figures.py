@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from evaluation.stand_in import draw_noise
-from imagefleet import errors
 from imagefleet.records.ledger import Ledger
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker.engine import contract
+from messages import draw_unless_broken
 
 JOBS = (
     {"prompt": "a house", "id": "a", "campaign": "spring"},
@@ -21,12 +19,6 @@ JOBS = (
 )
 
 Run = Callable[..., Any]
-
-
-def draw(request: contract.ImageRequest) -> contract.Pixels:
-    if "broken" in str(request.prompt):
-        raise errors.JobError("the prompt is broken")
-    return draw_noise(request)
 
 
 @pytest.fixture
@@ -50,7 +42,7 @@ def work(run_worker, storage_settings: StorageSettings) -> Callable[[str], None]
 
     async def until_empty(name: str) -> None:
         async with open_storage(storage_settings) as opened:
-            await run_worker(name, draw, opened)
+            await run_worker(name, draw_unless_broken, opened)
 
     return lambda name: asyncio.run(until_empty(name))
 

@@ -31,11 +31,6 @@ JOBS = 6
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> SigningKey:
-    return SigningKey.create(tmp_path / "key.pem")
-
-
-@pytest.fixture
 def storage_settings(local_settings: StorageSettings) -> StorageSettings:
     """Of one storage: an export is the same of all."""
     return local_settings

@@ -1,19 +1,15 @@
 """A job with `defaults` has those of AUTOMATIC1111's API where it leaves fields out."""
 
 import json
-from typing import Any
 
 import pytest
 
 from imagefleet import errors
 from imagefleet.job import settings_table
-from imagefleet.job.message import Job, read_job
+from imagefleet.job.message import read_job
+from messages import read
 
 A1111 = settings_table.A1111
-
-
-def read(**fields: Any) -> Job:
-    return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
 
 
 def test_what_is_left_out_is_as_the_api_has_it_and_so_is_the_digest():

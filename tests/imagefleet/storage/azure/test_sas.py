@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,6 @@ ONE_HOUR = timedelta(hours=1)
 ENDED = -timedelta(minutes=5)
 
 Mint = Callable[..., str]
-
-
-@pytest.fixture
-async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
-    """The storage, opened with the account's key."""
-    async with open_storage(azurite_settings) as storage:
-        await storage.create()
-        yield storage
 
 
 @pytest.fixture
