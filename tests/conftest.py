@@ -41,8 +41,10 @@ from prometheus_client import CollectorRegistry
 import azurite
 import hang
 import polling
+import signers
 from imagefleet import cancelled
 from imagefleet.files import safetensors
+from imagefleet.signing import JobSigner, SigningKey, TrustedJobs
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import probes
@@ -447,6 +449,38 @@ async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
     async with open_storage(storage_settings) as storage:
         await storage.create()
         yield storage
+
+
+@pytest.fixture
+async def local_storage(local_settings: StorageSettings) -> AsyncIterator[Storage]:
+    """For what no storage does in its own way."""
+    async with open_storage(local_settings) as storage:
+        await storage.create()
+        yield storage
+
+
+@pytest.fixture
+async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
+    """The storage, opened with the account's key."""
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
+        yield storage
+
+
+@pytest.fixture
+def key(tmp_path) -> SigningKey:
+    return SigningKey.create(tmp_path / "key.pem")
+
+
+@pytest.fixture
+def signer(key: SigningKey) -> JobSigner:
+    """Signs jobs of the fleet of `signers.scope`."""
+    return signers.signer(key)
+
+
+@pytest.fixture
+def trusted(key: SigningKey) -> TrustedJobs:
+    return signers.trusted(key)
 
 
 @pytest.fixture

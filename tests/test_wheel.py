@@ -264,7 +264,7 @@ def environment(wheel: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def variables(environment: Path, salad: Any, tmp_path_factory) -> dict[str, str]:
+def variables(environment: Path, salad, tmp_path_factory) -> dict[str, str]:
     """All that the commands see of this machine."""
     return {
         "PATH": f"{environment / 'bin'}:/usr/bin:/bin",
@@ -277,7 +277,7 @@ def variables(environment: Path, salad: Any, tmp_path_factory) -> dict[str, str]
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory, azurite_address: str, salad: Any) -> Path:
+def work(tmp_path_factory, azurite_address: str, salad) -> Path:
     """The folder in which the commands run, with jobs to load, a failed one, and a stored image."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "jobs.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')

@@ -107,7 +107,7 @@ def given(tmp_path) -> Any:
     ],
 )
 async def test_a_row_that_is_killed_keeps_its_figures_and_those_of_others(
-    given: Any, monkeypatch, ending: str, kept: dict[str, Any]
+    given, monkeypatch, ending: str, kept: dict[str, Any]
 ):
     measure.keep(given.out, "uniform", {"run": "a", "rows_per_second": 400.0})
     program = f"echo noise; echo '{{\"rows_per_second\": 200.0}}'; {ending}"
@@ -122,9 +122,7 @@ async def test_a_row_that_is_killed_keeps_its_figures_and_those_of_others(
     assert is_whole == ("is_complete" in kept)
 
 
-async def test_a_row_that_measures_nothing_replaces_none_that_did(
-    given: Any, monkeypatch
-):
+async def test_a_row_that_measures_nothing_replaces_none_that_did(given, monkeypatch):
     measure.keep(given.out, "library", {"run": "a", "library_over_worker": 1.0})
     monkeypatch.setattr(processes, "command", lambda *_: ["false"])
 

@@ -36,7 +36,7 @@ def check_torch(script: Path, load_file: Callable[[Path], Any]) -> Any:
     ],
 )
 def test_a_torch_as_asked_for_is_accepted(
-    wanted: str, cuda: str | None, architectures: list[str], check_torch: Any
+    wanted: str, cuda: str | None, architectures: list[str], check_torch
 ):
     assert check_torch.problem(wanted, cuda, architectures) is None
 
@@ -58,7 +58,7 @@ def test_a_wrong_torch_is_named(
     cuda: str | None,
     architectures: list[str],
     problem: str,
-    check_torch: Any,
+    check_torch,
 ):
     assert check_torch.problem(wanted, cuda, architectures) == problem
 

@@ -89,7 +89,7 @@ def test_third_party_images_are_pinned_by_digest(read: Callable[..., Services]):
 
 
 def test_every_command_and_variable_is_valid(
-    read: Callable[..., Services], parse_command: Callable[..., Any]
+    read: Callable[..., Services], parse_command
 ):
     for service in ours(read("compose.yaml")).values():
         variables = {

@@ -24,7 +24,7 @@ JOBS = 6
 
 
 @pytest.fixture
-def sbom_schema(builder: Any) -> jsonschema.Draft7Validator:
+def sbom_schema(builder) -> jsonschema.Draft7Validator:
     """CycloneDX 1.6, which names two other schemas by their files."""
     names = [f"{name}.SNAPSHOT.schema.json" for name in ("bom-1.6", "spdx", "jsf-0.82")]
     sbom, *others = map(builder.read_schema, names)
@@ -57,7 +57,7 @@ def test_the_dockerfile_sets_existing_settings(repository: Path):
 
 @BUILDS
 def test_the_light_image_loads_jobs_and_has_no_torch(
-    light_image: Any, data: Path, repository: Path
+    light_image, data: Path, repository: Path
 ):
     jobs = (
         (repository / "demo_model" / "demo_jobs.jsonl").read_text().splitlines()[:JOBS]
@@ -77,7 +77,7 @@ def test_the_light_image_loads_jobs_and_has_no_torch(
 
 @BUILDS
 def test_the_worker_image_drains_a_queue_unprivileged_with_a_read_only_root(
-    worker_image: Any, light_image: Any, data: Path, repository: Path
+    worker_image, light_image, data: Path, repository: Path
 ):
     jobs = (
         (repository / "demo_model" / "demo_jobs.jsonl").read_text().splitlines()[-JOBS:]
@@ -104,7 +104,7 @@ def test_the_worker_image_drains_a_queue_unprivileged_with_a_read_only_root(
 
 
 @BUILDS
-def test_the_worker_image_has_the_torch_it_was_built_for(worker_image: Any, data: Path):
+def test_the_worker_image_has_the_torch_it_was_built_for(worker_image, data: Path):
     right, wrong = (
         worker_image.run(
             "python", "/pins/check_torch.py", wanted, data=data, entrypoint=False
@@ -144,7 +144,7 @@ def test_the_worker_image_has_the_torch_it_was_built_for(worker_image: Any, data
     ],
 )
 def test_the_cuda_argument_selects_torch_and_its_index(
-    arguments: dict[str, str], lines: list[str], builder: Any
+    arguments: dict[str, str], lines: list[str], builder
 ):
     locked = builder.read_pins(arguments)
     chosen = [line for line in locked if re.match(r"(--|torch=)", line)]
@@ -152,7 +152,7 @@ def test_the_cuda_argument_selects_torch_and_its_index(
     assert all("--hash=sha256:" in line for line in locked if "==" in line)
 
 
-def test_an_unknown_cuda_version_fails_the_build(builder: Any, repository: Path):
+def test_an_unknown_cuda_version_fails_the_build(builder, repository: Path):
     with pytest.raises(AssertionError, match="exit status 1"):
         builder.read_pins({"CUDA": "12.6"})
 
@@ -173,7 +173,7 @@ def test_an_unknown_cuda_version_fails_the_build(builder: Any, repository: Path)
 
 @BUILDS
 def test_the_worker_image_has_its_command_user_and_health_check(
-    worker_image: Any,
+    worker_image,
 ):
     config = worker_image.config
     assert config["Entrypoint"] == ["imagefleet"]
@@ -199,7 +199,7 @@ def test_the_worker_image_has_its_command_user_and_health_check(
 
 @BUILDS
 def test_the_sbom_of_the_worker_image_lists_what_is_in_it(
-    worker_image: Any, sbom_schema: Any, data: Path, repository: Path
+    worker_image, sbom_schema, data: Path, repository: Path
 ):
     packages = sbom(worker_image, sbom_schema, data)
     assert packages["torch"]["version"] == "2.13.0+cpu"
@@ -214,7 +214,7 @@ def test_the_sbom_of_the_worker_image_lists_what_is_in_it(
 
 @BUILDS
 def test_the_sbom_of_the_light_image_lists_what_is_in_it(
-    light_image: Any, sbom_schema: Any, data: Path, repository: Path
+    light_image, sbom_schema, data: Path, repository: Path
 ):
     packages = sbom(light_image, sbom_schema, data)
     assert locked(repository, "light") <= versions(packages)
@@ -249,7 +249,7 @@ def versions(packages: dict[str, dict[str, Any]]) -> set[tuple[str, str]]:
 
 @BUILDS
 def test_a_change_of_the_code_ships_megabytes_without_torch(
-    worker_image: Any, light_image: Any, capsys
+    worker_image, light_image, capsys
 ):
     *_, code = worker_image.layer_bytes
     assert code < 8e6

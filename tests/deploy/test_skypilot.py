@@ -5,7 +5,6 @@ import itertools
 import os
 import shlex
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def task(repository: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def secrets(in_process: Callable[..., Any], monkeypatch) -> dict[str, str]:
+def secrets(in_process, monkeypatch) -> dict[str, str]:
     """What `imagefleet keys mint worker` prints, read as a file of variables."""
     key = base64.b64encode(bytes(64)).decode()
     account = f"DefaultEndpointsProtocol=https;AccountName=ours;AccountKey={key}"
@@ -77,7 +76,7 @@ def test_the_script_runs_a_worker_without_a_token_in_its_arguments(
     task: dict[str, Any],
     secrets: dict[str, str],
     tmp_path,
-    parse_command: Callable[..., Any],
+    parse_command,
 ):
     docker = tmp_path / "docker"
     docker.write_text(DOCKER)

@@ -126,7 +126,7 @@ def steps(repository: Path) -> list[Step]:
 
 
 @pytest.fixture
-def salad(salad_module: Any) -> Iterator[Any]:
+def salad(salad_module) -> Iterator[Any]:
     fake = salad_module.SaladFake()
     fake.class_prices["RTX 3070 (8 GB)"] = {"batch": "0.04"}
     with salad_module.serving(fake):
@@ -140,7 +140,7 @@ def cloud_module(load_file: Callable[[Path], Any]) -> Any:
 
 
 @pytest.fixture
-def cloud(cloud_module: Any, data: Path) -> Iterator[Any]:
+def cloud(cloud_module, data: Path) -> Iterator[Any]:
     """SaladCloud's identities, and Azure Container Apps."""
     fake = cloud_module.CloudFake(data)
     fake.organization = "acme"
@@ -150,7 +150,7 @@ def cloud(cloud_module: Any, data: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def start_app(
-    cloud: Any, cloud_module: Any, builder: Any, unused_port: int, tmp_path
+    cloud, cloud_module, builder, unused_port: int, tmp_path
 ) -> Callable[[list[str]], None]:
     """Runs the container that `az containerapp create` asks for."""
 
@@ -345,7 +345,7 @@ class Node:
 
 
 @pytest.fixture
-def node(salad: Any, cloud: Any, builder: Any, data: Path) -> Iterator[Node]:
+def node(salad, cloud, builder, data: Path) -> Iterator[Node]:
     started = Node(salad, cloud, builder, data)
     yield started
     started.end()
@@ -364,10 +364,10 @@ def wait(until: Callable[[], bool], shell: subprocess.Popen[str] | None = None) 
 def operator(
     checkout: Path,
     repository: Path,
-    builder: Any,
+    builder,
     connection: str,
-    salad: Any,
-    cloud: Any,
+    salad,
+    cloud,
     tmp_path,
 ) -> Operator:
     endpoints = dict(part.split("=", 1) for part in connection.strip(";").split(";"))
@@ -415,12 +415,12 @@ def operator(
 def test_the_ten_commands_lead_from_nothing_to_images(
     steps: list[Step],
     operator: Operator,
-    salad: Any,
-    salad_module: Any,
+    salad,
+    salad_module,
     node: Node,
     checkout: Path,
     connection: str,
-    cloud: Any,
+    cloud,
     start_app: Callable[[list[str]], None],
 ):
     queue = QueueClient.from_connection_string(

@@ -20,6 +20,7 @@ import pytest
 import polling
 from cli import console
 from imagefleet.storage.open import Storage
+from messages import images
 
 JOBS = 40
 
@@ -118,11 +119,6 @@ async def fill(storage: Storage, campaign: str = "default") -> set[str]:
     return {f"{campaign}/j{number}.png" for number in range(JOBS)}
 
 
-async def names(storage: Storage) -> set[str]:
-    """Of the images."""
-    return {name async for name in storage.blobs.names() if not name.startswith("-")}
-
-
 async def back(storage: Storage) -> int:
     """Jobs that can be leased now."""
     count = 0
@@ -141,7 +137,7 @@ def is_alive(process_id: int) -> bool:
 
 
 async def test_two_gpus_share_the_jobs_one_comes_back_and_sigterm_drains_both(
-    storage: Storage, machine: Callable[..., Any]
+    storage: Storage, machine
 ):
     expected = await fill(storage)
     running = await machine(
@@ -155,17 +151,17 @@ async def test_two_gpus_share_the_jobs_one_comes_back_and_sigterm_drains_both(
     await running.said("worker_crashed", gpu="1", exit_code=-9)
     assert (await running.said("worker_started", 2, gpu="1"))["process_id"]
     await running.said("start", 2, device="1")
-    await polling.until(lambda: names(storage), lambda found: not found < expected)
+    await polling.until(lambda: images(storage), lambda found: not found < expected)
     async with aiohttp.ClientSession() as client:
         for probe in ("/started", "/live", "/ready"):
             assert (await client.get(address + probe)).ok, probe
         text = await (await client.get(f"{address}/metrics")).text()
         assert 'imagefleet_gpu_up{device="1"' in text
     await fill(storage, "more")
-    await polling.until(lambda: names(storage), lambda found: len(found) >= JOBS + 4)
+    await polling.until(lambda: images(storage), lambda found: len(found) >= JOBS + 4)
     running.process.send_signal(signal.SIGTERM)
     assert await running.end() == console.EXIT_DONE
-    stored = await names(storage)
+    stored = await images(storage)
     assert expected < stored
     assert len(stored) < 2 * JOBS, "too late to prove anything"
     assert await back(storage) == 2 * JOBS - len(stored)
@@ -173,7 +169,7 @@ async def test_two_gpus_share_the_jobs_one_comes_back_and_sigterm_drains_both(
 
 
 async def test_workers_do_not_outlive_a_killed_parent_and_their_jobs_are_back(
-    storage: Storage, machine: Callable[..., Any]
+    storage: Storage, machine
 ):
     await fill(storage)
     running = await machine("--lease-seconds", "300")
@@ -185,5 +181,5 @@ async def test_workers_do_not_outlive_a_killed_parent_and_their_jobs_are_back(
     await running.end()  # the log ends with the last process
     await polling.until(lambda: not any(map(is_alive, running.processes().values())))
     left = (await storage.queue.depth()).messages
-    assert left >= JOBS - len(await names(storage))
+    assert left >= JOBS - len(await images(storage))
     assert await back(storage) == left  # at once: no lease of 300 s is left

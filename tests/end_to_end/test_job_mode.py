@@ -10,6 +10,7 @@ import pytest
 import forks
 import polling
 from imagefleet.storage.open import Storage
+from messages import images
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +32,6 @@ async def exit_code(process: forks.Fork) -> int:
     output, _ = await asyncio.to_thread(process.communicate)
     assert "Traceback" not in output
     return process.returncode
-
-
-async def images(storage: Storage) -> set[str]:
-    return {name async for name in storage.blobs.names() if not name.startswith("-")}
 
 
 @on_azurite

@@ -5,10 +5,8 @@ import json
 import os
 import re
 import signal
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -69,7 +67,7 @@ Program = Callable[..., forks.Fork]  # the fixture below
 
 @pytest.fixture
 def on_salad(
-    local_settings: StorageSettings, salad_metadata_service: Any, tmp_path
+    local_settings: StorageSettings, salad_metadata_service, tmp_path
 ) -> dict[str, str]:
     """The environment of a worker in a SaladCloud container."""
     return {
@@ -105,21 +103,6 @@ def start(
         yield begin
 
 
-@pytest.fixture
-def port() -> int:
-    """A free port."""
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        return int(bound.getsockname()[1])
-
-
-@pytest.fixture
-async def local_storage(local_settings: StorageSettings) -> AsyncIterator[Storage]:
-    """A storage that exists."""
-    async with open_storage(local_settings) as opened:
-        await opened.create()
-        yield opened
-
-
 async def end(worker: forks.Fork) -> str:
     output, _ = await asyncio.to_thread(worker.communicate)
     return output
@@ -139,13 +122,13 @@ async def line_with(worker: forks.Fork, words: str) -> str:
 
 
 async def test_a_worker_waits_for_missing_storage_and_reports_it_to_the_probes(
-    local_settings: StorageSettings, start: Program, port: int
+    local_settings: StorageSettings, start: Program, unused_port: int
 ):
-    worker = start(port=str(port))
+    worker = start(port=str(unused_port))
     line = json.loads(await line_with(worker, "setup_awaited"))
     assert (line["severity"], line["error"]) == ("ERROR", "MissingResourceError")
     assert "there is no queue" in line["message"]
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{unused_port}") as client:
 
         async def status(path: str) -> int:
             async with client.get(path) as answer:
@@ -183,14 +166,14 @@ async def test_a_worker_waits_for_missing_storage_and_reports_it_to_the_probes(
 
 
 async def test_a_worker_waits_for_a_new_token_and_works_on(
-    local_storage: Storage, start: Program, port: int
+    local_storage: Storage, start: Program, unused_port: int
 ):
-    worker = start(EXPIRED_ONCE, port=str(port))
+    worker = start(EXPIRED_ONCE, port=str(unused_port))
     await line_with(worker, "setup_awaited")
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     await depth_is(local_storage, 0)
     async with (
-        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+        aiohttp.ClientSession(f"http://127.0.0.1:{unused_port}") as client,
         client.get("/metrics") as answer,
     ):
         series = [
@@ -203,7 +186,7 @@ async def test_a_worker_waits_for_a_new_token_and_works_on(
 
 
 async def test_a_node_that_works_too_slowly_in_three_windows_is_reallocated_once(
-    local_storage: Storage, start: Program, salad_metadata_service: Any
+    local_storage: Storage, start: Program, salad_metadata_service
 ):
     await local_storage.queue.send(
         f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(200)
@@ -228,7 +211,7 @@ async def test_a_node_that_works_too_slowly_in_three_windows_is_reallocated_once
 
 
 async def test_a_broken_node_that_is_not_stopped_in_time_exits_with_the_code_for_another_one(
-    local_storage: Storage, start: Program, salad_metadata_service: Any
+    local_storage: Storage, start: Program, salad_metadata_service
 ):
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(
@@ -244,16 +227,16 @@ async def test_a_broken_node_that_is_not_stopped_in_time_exits_with_the_code_for
 
 
 async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_reallocated(
-    local_storage: Storage, start: Program, salad_metadata_service: Any, port: int
+    local_storage: Storage, start: Program, salad_metadata_service, unused_port: int
 ):
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(
         "salad.REALLOCATION_SECONDS = gpu_thread.STALL_SECONDS = 1",
         engine="StandInEngine(tick_seconds=60)",
-        port=str(port),
+        port=str(unused_port),
     )
     await until(lambda: salad_metadata_service.reasons)
-    assert await asyncio.to_thread(health.probe, "live", "127.0.0.1", port) == (
+    assert await asyncio.to_thread(health.probe, "live", "127.0.0.1", unused_port) == (
         False,
         "the engine hangs",
     )

@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
@@ -125,7 +124,7 @@ async def check_that_each_job_was_done_once(storage: Storage, output: str) -> No
 
 
 async def test_a_worker_survives_tokens_that_are_rotated_in_a_file_sometimes_too_late(
-    azurite_settings: StorageSettings, mint: Mint, start: Any, tmp_path
+    azurite_settings: StorageSettings, mint: Mint, start, tmp_path
 ):
     file = tmp_path / "tokens.json"
     told = Counter[str]()  # the worker's lines

@@ -12,6 +12,7 @@ import pytest
 import forks
 import polling
 from imagefleet.storage.open import Storage
+from messages import images
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -35,13 +36,8 @@ async def fill(storage: Storage, steps: int = 10) -> set[str]:
     return {f"default/j{number}.png" for number in range(JOBS)}
 
 
-async def names(storage: Storage) -> set[str]:
-    """Of the images: two workers may draw one, of which the second is kept aside."""
-    return {name async for name in storage.blobs.names() if not name.startswith("-")}
-
-
 async def wait_for_images(storage: Storage, count: int) -> None:
-    await polling.until(lambda: names(storage), lambda found: len(found) >= count)
+    await polling.until(lambda: images(storage), lambda found: len(found) >= count)
 
 
 async def end(process: Process) -> str:
@@ -71,12 +67,12 @@ async def test_a_worker_killed_in_the_middle_costs_no_image_and_generates_none_t
     await wait_for_images(storage, 3)
     first.kill()
     await end(first)
-    before = {name: await storage.blobs.read(name) for name in await names(storage)}
+    before = {name: await storage.blobs.read(name) for name in await images(storage)}
     assert len(before) < JOBS, "the worker was killed too late to prove anything"
     second = fork(*worker(tiny_model, "--until-empty"))
     output = await end(second)
     assert second.returncode == 0, output
-    assert await names(storage) == expected
+    assert await images(storage) == expected
     for name, data in before.items():
         assert await storage.blobs.read(name) == data, (
             f"{name} was written a second time"
@@ -101,7 +97,7 @@ async def test_a_signal_ends_a_worker_with_exit_code_0_and_every_job_stored_or_b
     process.send_signal(number)
     output = await end(process)
     assert process.returncode == 0, output
-    stored = len(await names(storage))
+    stored = len(await images(storage))
     assert 0 < stored < JOBS
     back = []
     while messages := await storage.queue.receive(32, 60):

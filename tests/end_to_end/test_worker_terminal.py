@@ -100,7 +100,7 @@ Start = Callable[..., tuple[Terminal, "subprocess.Popen[bytes]"]]
 @pytest.fixture
 def start(
     storage_settings: StorageSettings,
-    stand_in_worker: Callable[..., Any],
+    stand_in_worker,
     tmp_path,
 ) -> Iterator[Start]:
     """Starts a worker on a terminal; it is killed at the end of the test."""

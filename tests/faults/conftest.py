@@ -5,7 +5,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from benchmarks.stand_in import StandInEngine
 from fleet import main
 from imagefleet import concurrency
-from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
@@ -113,13 +113,6 @@ def work(monkeypatch, tmp_path) -> RunPipeline:
         return pipeline
 
     return run
-
-
-@pytest.fixture
-async def created(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
-    async with open_storage(storage_settings) as storage:
-        await storage.create()
-        yield storage
 
 
 @pytest.fixture

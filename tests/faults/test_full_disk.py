@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 
 Imagefleet = Callable[..., tuple[int, str]]
 Jobs = Callable[..., list[str]]
-Mount = Callable[..., Any]
 RunPipeline = Callable[..., Coroutine[Any, Any, Any]]
 
 
@@ -34,7 +33,7 @@ async def image_names(storage: Storage) -> set[str]:
 
 
 async def test_a_full_disk_of_the_storage_is_waited_for_and_costs_no_job(
-    mount: Mount, jobs: Jobs, work: RunPipeline, caplog
+    mount, jobs: Jobs, work: RunPipeline, caplog
 ):
     disk = mount()
     settings = StorageSettings(storage=f"local:{disk.folder}/data")
@@ -62,7 +61,7 @@ async def test_a_full_disk_of_the_storage_is_waited_for_and_costs_no_job(
 
 
 async def test_a_disk_that_is_full_of_images_stores_no_half_image_and_acknowledges_none(
-    mount: Mount, jobs: Jobs, work: RunPipeline, caplog
+    mount, jobs: Jobs, work: RunPipeline, caplog
 ):
     caplog.set_level(logging.INFO)  # an upload says so as it is retried
     images = mount(256)
@@ -90,7 +89,7 @@ async def test_a_disk_that_is_full_of_images_stores_no_half_image_and_acknowledg
 
 
 def test_room_in_a_full_cache_is_made_by_evicting_what_nobody_uses(
-    mount: Mount,
+    mount,
 ):
     disk = mount(1024)
     cache = DiskCache(disk.folder / "loras")
@@ -107,7 +106,7 @@ def test_room_in_a_full_cache_is_made_by_evicting_what_nobody_uses(
 
 
 def test_a_load_onto_a_full_disk_is_one_line_and_goes_on_later(
-    mount: Mount, jobs: Jobs, tmp_path, imagefleet: Imagefleet
+    mount, jobs: Jobs, tmp_path, imagefleet: Imagefleet
 ):
     disk = mount(64)
     file = tmp_path / "jobs.jsonl"
@@ -210,7 +209,7 @@ def test_a_scaler_whose_output_is_full_goes_on_watching_the_budget(
     assert "the decision cannot be printed" in caplog.text
 
 
-def test_a_page_that_cannot_be_written_leaves_the_old_one(mount: Mount):
+def test_a_page_that_cannot_be_written_leaves_the_old_one(mount):
     disk = mount(64)
     page = disk.folder / "report.html"
     console.write_file(page, "the old page")
@@ -221,9 +220,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(mount: Mount):
     assert {path.name for path in disk.folder.iterdir()} == {"report.html", filler.name}
 
 
-def test_a_demo_without_room_ends_before_it_begins(
-    mount: Mount, imagefleet: Imagefleet
-):
+def test_a_demo_without_room_ends_before_it_begins(mount, imagefleet: Imagefleet):
     code, said = imagefleet("demo", "--output", str(mount(64).folder / "demo"))
     assert code == 2
     line = said.splitlines()[-1]

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 Imagefleet = Callable[..., tuple[int, str]]
 Jobs = Callable[..., list[str]]
-Mount = Callable[..., Any]
 RunPipeline = Callable[..., Coroutine[Any, Any, Any]]
 
 CONTENT = file_of(data=b"x" * 100_000)
@@ -139,7 +138,7 @@ def test_a_file_of_jobs_that_changes_while_it_is_loaded_is_an_error_not_a_shorte
 
 @pytest.mark.parametrize("command", ["load", "status", "report"])
 def test_a_storage_that_cannot_be_written_is_one_line(
-    mount: Mount, jobs: Jobs, tmp_path, imagefleet: Imagefleet, command: str
+    mount, jobs: Jobs, tmp_path, imagefleet: Imagefleet, command: str
 ):
     disk = mount(1024)
     file = tmp_path / "jobs.jsonl"
@@ -159,7 +158,7 @@ def test_a_storage_that_cannot_be_written_is_one_line(
 
 
 async def test_a_cache_on_a_read_only_disk_hands_every_job_back(
-    mount: Mount, local_settings: StorageSettings, jobs: Jobs, work: RunPipeline
+    mount, local_settings: StorageSettings, jobs: Jobs, work: RunPipeline
 ):
     disk = mount(1024, read_only=True)
     async with open_storage(local_settings) as storage:

@@ -123,7 +123,7 @@ def run_worker(
 
 
 @pytest.fixture
-def salad(salad_module: Any, tmp_path, monkeypatch) -> Iterator[Any]:
+def salad(salad_module, tmp_path, monkeypatch) -> Iterator[Any]:
     """A fake SaladCloud, and a `fleet.yaml` for it in the test's folder."""
     from fleet.salad import client, deployment
 

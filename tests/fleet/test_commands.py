@@ -145,7 +145,7 @@ def filled(tmp_path, kernels: bytes) -> Path:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_json_is_one_document_and_nothing_else(
-    salad: Any, filled: Path, in_process: Imagefleet, name: str
+    salad, filled: Path, in_process: Imagefleet, name: str
 ):
     plain = in_process(*name.split(), *CALLS[name])
     ended = in_process(*name.split(), *CALLS[name], "--json")

@@ -220,7 +220,7 @@ def commands(built: Any) -> list[str]:
     return list(below(built, ()))
 
 
-def test_every_command_is_tried(built: Any):
+def test_every_command_is_tried(built):
     # `files` is tried with some of the kinds.
     tried = {re.sub(r"^(files \w+) .*", r"\1", name) for name in ARGUMENTS}
     assert tried == set(commands(built))
@@ -231,7 +231,7 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(
-    built: Any,
+    built,
     kernels: bytes,
     tmp_path,
     monkeypatch,
@@ -380,7 +380,7 @@ IN_THE_WRONG_PLACE = (
     "model", options.PROJECT_SETTINGS, ids=lambda each: each.__name__
 )
 def test_a_secret_in_the_place_of_another_setting_is_not_shown(
-    run: Run, monkeypatch, model: Any
+    run: Run, monkeypatch, model
 ):
     command = COMMAND_OF.get(model.__name__, "status")
     for name in model.model_fields:

@@ -12,13 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmarks.stand_in import StandInEngine, draw_noise
+from benchmarks.stand_in import StandInEngine
 from gateway import server
 from gateway.settings import GatewaySettings
-from imagefleet import aio, concurrency, errors
+from imagefleet import aio, concurrency
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker.engine import contract
+from messages import draw_unless_broken
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
 
@@ -52,12 +52,6 @@ class Served:
             if each.method == "GET" and each.resource
         ]
         return [path for path in found if "{" not in path]
-
-
-def draw(request: contract.ImageRequest) -> contract.Pixels:
-    if "broken" in str(request.prompt):
-        raise errors.JobError("the prompt is broken")
-    return draw_noise(request)
 
 
 @pytest.fixture
@@ -118,7 +112,9 @@ async def _work(stored: dict[str, Any], folder: Path) -> None:
     )
     stop = asyncio.Event()
     async with open_storage(settings) as opened:
-        pipeline = Pipeline(opened, lambda: StandInEngine(draw=draw), settings)
+        pipeline = Pipeline(
+            opened, lambda: StandInEngine(draw=draw_unless_broken), settings
+        )
         try:
             await asyncio.shield(
                 running := asyncio.ensure_future(pipeline.run(stop, asyncio.Event()))

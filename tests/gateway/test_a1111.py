@@ -4,7 +4,6 @@ import asyncio
 import base64
 import io
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from PIL import Image
 from imagefleet.storage.settings import StorageSettings
 from polling import until
 
-Serve = Callable[..., Any]
 TXT2IMG = "/sdapi/v1/txt2img"
 IMG2IMG = "/sdapi/v1/img2img"
 
@@ -68,7 +66,7 @@ def text_of(answer: Any) -> str:
         "switched off",
     ],
 )
-async def test_what_a1111_ignores_is_ignored(serve: Serve, extra: Any):
+async def test_what_a1111_ignores_is_ignored(serve, extra):
     served = await serve()
 
     status, found = await served.post(TXT2IMG, {"prompt": "a", **extra})
@@ -177,7 +175,7 @@ OF_OPEN_WEBUI = {"prompt": "a", "batch_size": 1, "width": 64, "height": 64, "ste
     [OF_ITS_PAGE, OF_SILLY_TAVERN, OF_OPEN_WEBUI],
     ids=["its page", "SillyTavern", "Open WebUI"],
 )
-async def test_payloads_of_other_peoples_programs_are_drawn(serve: Serve, payload: Any):
+async def test_payloads_of_other_peoples_programs_are_drawn(serve, payload):
     served = await serve()
 
     status, found = await served.post(TXT2IMG, payload)
@@ -186,7 +184,7 @@ async def test_payloads_of_other_peoples_programs_are_drawn(serve: Serve, payloa
     assert len(found["images"]) == 1
 
 
-async def test_a_slash_at_the_end_of_a_path_leads_to_the_same(serve: Serve):
+async def test_a_slash_at_the_end_of_a_path_leads_to_the_same(serve):
     served = await serve()
 
     assert (await served.post(f"{TXT2IMG}/", {"prompt": "a"}))[0] == 200
@@ -194,7 +192,7 @@ async def test_a_slash_at_the_end_of_a_path_leads_to_the_same(serve: Serve):
     assert (await served.get("/sdapi/v1/options/"))[0] == 200
 
 
-async def test_fields_of_txt2img_are_ignored_by_img2img(serve: Serve):
+async def test_fields_of_txt2img_are_ignored_by_img2img(serve):
     served = await serve()
     body = {"prompt": "a", "init_images": [encoded(PICTURE)], "enable_hr": True}
 
@@ -204,7 +202,7 @@ async def test_fields_of_txt2img_are_ignored_by_img2img(serve: Serve):
     assert (await served.post(IMG2IMG, {"prompt": "a"}))[0] == 404
 
 
-async def test_an_extension_that_is_on_is_refused_by_name(serve: Serve):
+async def test_an_extension_that_is_on_is_refused_by_name(serve):
     served = await serve(works=False)
     scripts = {"ReActor": {"args": [True, "a face"]}}
 
@@ -214,7 +212,7 @@ async def test_an_extension_that_is_on_is_refused_by_name(serve: Serve):
 
 
 @pytest.mark.parametrize("native", [False, True])
-async def test_defaults_are_those_of_a1111(serve: Serve, native: bool):
+async def test_defaults_are_those_of_a1111(serve, native: bool):
     served = await serve(native_size=native)
 
     _, found = await served.post(TXT2IMG, {"prompt": "a"})
@@ -225,7 +223,7 @@ async def test_defaults_are_those_of_a1111(serve: Serve, native: bool):
     assert size in text
 
 
-async def test_settings_of_a_client_are_stronger_than_defaults(serve: Serve):
+async def test_settings_of_a_client_are_stronger_than_defaults(serve):
     served = await serve()
     settings = {"override_settings": {"randn_source": "CPU"}}
 
@@ -234,7 +232,7 @@ async def test_settings_of_a_client_are_stronger_than_defaults(serve: Serve):
     assert "Sampler: DDIM" in text_of(found)
 
 
-async def test_info_has_what_a1111_tells_and_seeds_of_variations(serve: Serve):
+async def test_info_has_what_a1111_tells_and_seeds_of_variations(serve):
     served = await serve()
     body = {"prompt": "a", "n_iter": 3, "seed": 500, "steps": 4}
     variation = {"subseed": 7, "subseed_strength": 0.3}
@@ -251,7 +249,7 @@ async def test_info_has_what_a1111_tells_and_seeds_of_variations(serve: Serve):
     assert {"sd_model_hash", "job_timestamp", "version", "styles"} <= info.keys()
 
 
-async def test_images_are_left_out_where_nobody_wants_them(serve: Serve):
+async def test_images_are_left_out_where_nobody_wants_them(serve):
     served = await serve()
 
     _, found = await served.post(TXT2IMG, {"prompt": "a", "send_images": False})
@@ -260,7 +258,7 @@ async def test_images_are_left_out_where_nobody_wants_them(serve: Serve):
     assert text_of(found)
 
 
-async def test_an_interrupted_request_ends_with_what_is_drawn(serve: Serve):
+async def test_an_interrupted_request_ends_with_what_is_drawn(serve):
     served = await serve(works=False)
     asked = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a"}))
     (ticket,) = await until(lambda: served.gateway.desk.tickets)
@@ -273,7 +271,7 @@ async def test_an_interrupted_request_ends_with_what_is_drawn(serve: Serve):
     await until(served.storage.queue.depth, lambda depth: depth.messages == 0)
 
 
-async def test_skip_ends_the_first_request(serve: Serve):
+async def test_skip_ends_the_first_request(serve):
     served = await serve(works=False)
     asked = [
         asyncio.create_task(served.post(TXT2IMG, {"prompt": str(number)}))
@@ -292,7 +290,7 @@ async def test_skip_ends_the_first_request(serve: Serve):
     await asyncio.gather(*asked)
 
 
-async def test_progress_nears_one_by_what_others_took(serve: Serve):
+async def test_progress_nears_one_by_what_others_took(serve):
     served = await serve()
     await served.post(TXT2IMG, {"prompt": "a", "steps": 4})
     assert served.gateway.desk.seconds_per_step > 0
@@ -307,7 +305,7 @@ async def test_progress_nears_one_by_what_others_took(serve: Serve):
     await waiting
 
 
-async def test_styles_are_applied_by_name(serve: Serve, tmp_path):
+async def test_styles_are_applied_by_name(serve, tmp_path):
     (path := tmp_path / "styles.csv").write_text(
         "name,prompt,negative_prompt\noil,oil painting of {prompt},photo\nend,detailed,\n"
     )
@@ -326,7 +324,7 @@ async def test_styles_are_applied_by_name(serve: Serve, tmp_path):
     assert (status, "'ink'" in refused["detail"]) == (422, True)
 
 
-async def test_parameters_of_a_picture_are_parsed(serve: Serve):
+async def test_parameters_of_a_picture_are_parsed(serve):
     served = await serve()
     body = {"prompt": "a, b\nc", "negative_prompt": "d", "steps": 4, "seed": 7}
     body |= {"width": 64, "height": 64}
@@ -339,7 +337,7 @@ async def test_parameters_of_a_picture_are_parsed(serve: Serve):
     assert (told["Steps"], told["Seed"]) == ("4", "7")
 
 
-async def test_images_are_enlarged(serve: Serve):
+async def test_images_are_enlarged(serve):
     served = await serve()
     terms = {"upscaler_1": "Lanczos", "upscaling_resize": 2}
 
@@ -354,7 +352,7 @@ async def test_images_are_enlarged(serve: Serve):
     assert (status, len(found["images"])) == (200, 2)
 
 
-async def test_without_an_upscaler_images_are_left_as_they_are(serve: Serve):
+async def test_without_an_upscaler_images_are_left_as_they_are(serve):
     served = await serve(works=False)
     given = {"image": encoded(PICTURE), "upscaler_1": "None"}
 
@@ -366,7 +364,7 @@ async def test_without_an_upscaler_images_are_left_as_they_are(serve: Serve):
         assert status == 422
 
 
-async def test_images_are_prepared_for_a_controlnet_by_no_module(serve: Serve):
+async def test_images_are_prepared_for_a_controlnet_by_no_module(serve):
     served = await serve(works=False)
     images = {"controlnet_input_images": [encoded(PICTURE)]}
 
@@ -378,7 +376,7 @@ async def test_images_are_prepared_for_a_controlnet_by_no_module(serve: Serve):
 
 
 async def test_options_and_flags_are_whole_and_name_the_checkpoint_that_draws(
-    serve: Serve,
+    serve,
 ):
     served = await serve()
     await until(served.storage.models.served_now)
@@ -402,9 +400,7 @@ async def test_options_and_flags_are_whole_and_name_the_checkpoint_that_draws(
     assert status == 200
 
 
-async def test_loras_of_a_workers_own_folder_are_listed(
-    serve: Serve, tmp_path, monkeypatch
-):
+async def test_loras_of_a_workers_own_folder_are_listed(serve, tmp_path, monkeypatch):
     (folder := tmp_path / "loras").mkdir()
     (folder / "of its own.safetensors").write_bytes(b"x")
     monkeypatch.setenv("IMAGEFLEET_LORA_DIRECTORY", str(folder))
@@ -420,7 +416,7 @@ async def test_loras_of_a_workers_own_folder_are_listed(
 
 
 @pytest.mark.parametrize("form", ["GIF", "BMP", "MPO"])
-async def test_pictures_that_people_have_are_read(serve: Serve, form: str):
+async def test_pictures_that_people_have_are_read(serve, form: str):
     served = await serve()
     terms = {"save_all": True, "append_images": [PICTURE]} if form == "MPO" else {}
 
@@ -431,7 +427,7 @@ async def test_pictures_that_people_have_are_read(serve: Serve, form: str):
     assert (status, found.get("detail")) == (200, None)
 
 
-async def test_everything_that_programs_ask_for_at_their_start_is_there(serve: Serve):
+async def test_everything_that_programs_ask_for_at_their_start_is_there(serve):
     served = await serve(works=False)
 
     for path in served.paths():

@@ -7,9 +7,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -92,7 +90,7 @@ def row(program: str, name: str, found: dict[str, str]) -> str:
 
 @pytest.mark.parametrize(("program", "name"), CLIENTS)
 async def test_a_client_draws_unchanged_or_is_told_why_not(
-    serve: Callable[..., Any], tmp_path, program: str, name: str
+    serve, tmp_path, program: str, name: str
 ):
     started = command(program)
     served = await serve(model_alias=dict.fromkeys(OPENAIS, "stand-in"))

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
@@ -79,9 +78,7 @@ class Endings:
             await cancelled.cancel_jobs(storage, keys, ())
 
 
-async def test_campaigns_add_up_places_are_free_and_nobody_looks(
-    serve: Callable[..., Any], monkeypatch
-):
+async def test_campaigns_add_up_places_are_free_and_nobody_looks(serve, monkeypatch):
     monkeypatch.setattr(desk, "_LOOK_SECONDS", 0.2)
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.2)
     served = await serve()

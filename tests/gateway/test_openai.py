@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -19,7 +19,7 @@ def openai() -> Any:
 
 
 @pytest.fixture
-async def client(openai: Any, serve: Callable[..., Any]) -> AsyncIterator[Any]:
+async def client(openai, serve) -> AsyncIterator[Any]:
     served = await serve()
     async with openai.AsyncOpenAI(
         base_url=f"{served.url}/v1", api_key="none"
@@ -40,7 +40,7 @@ def png(*, alpha: int = 255) -> tuple[str, bytes]:
 
 
 async def test_generate_brings_as_many_pictures_as_asked_for(
-    client: Any,
+    client,
 ):
     found = await client.images.generate(
         prompt="a red house",
@@ -56,7 +56,7 @@ async def test_generate_brings_as_many_pictures_as_asked_for(
 
 
 async def test_generate_takes_the_settings_of_diffusion_beside_its_own(
-    client: Any,
+    client,
 ):
     settings = {"seed": 7, "steps": 4, "negative_prompt": "rain", "cfg_scale": 1}
 
@@ -65,7 +65,7 @@ async def test_generate_takes_the_settings_of_diffusion_beside_its_own(
     assert "Seed: 7" in opened((found.data or [])[0].b64_json).info["parameters"]
 
 
-async def test_quality_and_compression_are_drawn_as_asked(client: Any):
+async def test_quality_and_compression_are_drawn_as_asked(client):
     found = await client.images.generate(
         prompt="a", quality="low", output_format="jpeg", output_compression=50
     )
@@ -74,7 +74,7 @@ async def test_quality_and_compression_are_drawn_as_asked(client: Any):
 
 
 async def test_an_address_in_place_of_the_picture_leads_to_it(
-    client: Any,
+    client,
 ):
     found = await client.images.generate(prompt="a red house", response_format="url")
 
@@ -83,7 +83,7 @@ async def test_an_address_in_place_of_the_picture_leads_to_it(
         assert (told.status, told.content_type) == (200, "image/png")
 
 
-async def test_who_asks_for_no_form_finds_the_picture_and_its_address(client: Any):
+async def test_who_asks_for_no_form_finds_the_picture_and_its_address(client):
     found = await client.images.generate(prompt="a red house")
 
     (only,) = found.data or []
@@ -93,7 +93,7 @@ async def test_who_asks_for_no_form_finds_the_picture_and_its_address(client: An
 
 @pytest.mark.parametrize("alpha", [255, 0])
 async def test_edit_draws_the_picture_anew_or_where_it_is_transparent(
-    client: Any, alpha: int
+    client, alpha: int
 ):
     found = await client.images.edit(
         image=png(),
@@ -107,15 +107,15 @@ async def test_edit_draws_the_picture_anew_or_where_it_is_transparent(
 
 
 async def test_models_are_those_of_the_storage_and_the_workers_own(
-    client: Any,
+    client,
 ):
     assert "default" in [model.id async for model in client.models.list()]
     assert (await client.models.retrieve("default")).owned_by == "imagefleet"
 
 
 async def test_what_cannot_be_drawn_is_an_error_of_openais_form(
-    client: Any,
-    openai: Any,
+    client,
+    openai,
 ):
     with pytest.raises(openai.BadRequestError, match="size: should be WIDTHxHEIGHT"):
         await client.images.generate(prompt="a", size="large")  # type: ignore[call-overload]

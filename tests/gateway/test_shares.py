@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from imagefleet import withdrawal
 from imagefleet.job.message import Job
 from polling import until
 
-Serve = Callable[..., Any]
 TXT2IMG = "/sdapi/v1/txt2img"
 ALICE, BOB = ({"Authorization": f"Bearer {name}-key"} for name in ("alice", "bob"))
 
@@ -46,7 +44,7 @@ async def asking(served: Any, headers: Any, *counts: int) -> Any:
 
 
 async def test_a_client_with_many_images_lets_the_others_go_first(
-    serve: Serve, clients_file: Path
+    serve, clients_file: Path
 ):
     served = await serve(works=False, clients=clients_file)
 
@@ -59,7 +57,7 @@ async def test_a_client_with_many_images_lets_the_others_go_first(
 
 
 async def test_requests_that_are_hung_up_on_are_counted_until_they_are_gone(
-    serve: Serve, clients_file: Path, monkeypatch
+    serve, clients_file: Path, monkeypatch
 ):
     monkeypatch.setattr(withdrawal, "_WAIT_SECONDS", 60.0)
     served = await serve(works=False, clients=clients_file)
@@ -72,7 +70,7 @@ async def test_requests_that_are_hung_up_on_are_counted_until_they_are_gone(
             assert await waiting_in(served, "low") == 1
 
 
-async def test_who_is_alone_keeps_its_priority(serve: Serve, clients_file: Path):
+async def test_who_is_alone_keeps_its_priority(serve, clients_file: Path):
     served = await serve(works=False, clients=clients_file)
 
     async with asking(served, ALICE, 8):
@@ -80,7 +78,7 @@ async def test_who_is_alone_keeps_its_priority(serve: Serve, clients_file: Path)
 
 
 async def test_nobody_is_put_behind_a_batch_of_another(
-    serve: Serve, clients_file: Path, monkeypatch
+    serve, clients_file: Path, monkeypatch
 ):
     monkeypatch.setattr(desk, "_AGE_SECONDS", 0.0)
     monkeypatch.setattr(desk, "_OTHERS_SECONDS", 0.0)
@@ -96,7 +94,7 @@ async def test_nobody_is_put_behind_a_batch_of_another(
 
 
 async def test_polls_of_one_client_wait_for_each_other(
-    serve: Serve, clients_file: Path, monkeypatch
+    serve, clients_file: Path, monkeypatch
 ):
     monkeypatch.setattr(server, "_POLLS", 1)
     served = await serve(works=False, clients=clients_file)
@@ -119,7 +117,7 @@ async def test_polls_of_one_client_wait_for_each_other(
     assert {(await slow)[0], (await next_one)[0]} == {200}
 
 
-async def test_descriptions_are_made_once(serve: Serve, monkeypatch):
+async def test_descriptions_are_made_once(serve, monkeypatch):
     served = await serve(works=False)
     monkeypatch.setattr(Job, "model_json_schema", None)
 

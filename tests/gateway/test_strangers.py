@@ -6,7 +6,6 @@ import contextlib
 import io
 import struct
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ def storage_settings(local_settings: StorageSettings) -> StorageSettings:
     """One kind of storage: nothing gets that far."""
     return local_settings
 
-
-Serve = Callable[..., Any]
 
 ALICE, BOB = ({"Authorization": f"Bearer {name}-key"} for name in ("alice", "bob"))
 TXT2IMG = "/sdapi/v1/txt2img"
@@ -61,7 +58,7 @@ async def is_empty(served: Any) -> bool:
     ],
 )
 async def test_without_a_valid_key_nothing_is_answered(
-    serve: Serve, clients_file: Path, headers: Any
+    serve, clients_file: Path, headers
 ):
     served = await serve(works=False, clients=clients_file)
 
@@ -78,7 +75,7 @@ async def test_without_a_valid_key_nothing_is_answered(
     assert await is_empty(served)
 
 
-async def test_others_jobs_are_not_there_for_a_key(serve: Serve, clients_file: Path):
+async def test_others_jobs_are_not_there_for_a_key(serve, clients_file: Path):
     served = await serve(clients=clients_file)
     status, found = await served.post(TXT2IMG, {"prompt": "a"}, headers=ALICE)
     assert status == 200
@@ -95,7 +92,7 @@ async def test_others_jobs_are_not_there_for_a_key(serve: Serve, clients_file: P
 
 @pytest.mark.parametrize("name", ["id", "campaign", "verify", "then", "metadata"])
 async def test_a_payload_cannot_name_another_campaign_or_job(
-    serve: Serve, clients_file: Path, name: str
+    serve, clients_file: Path, name: str
 ):
     served = await serve(works=False, clients=clients_file)
 
@@ -118,9 +115,7 @@ async def test_a_payload_cannot_name_another_campaign_or_job(
     ],
 )
 @pytest.mark.parametrize("place", ["init_images", "mask", "controlnet"])
-async def test_images_by_name_or_address_are_not_read(
-    serve: Serve, source: str, place: str
-):
+async def test_images_by_name_or_address_are_not_read(serve, source: str, place: str):
     served = await serve(works=False)
     unit = {"model": "canny", "image": source}
     payload: dict[str, Any] = {
@@ -149,7 +144,7 @@ async def test_images_by_name_or_address_are_not_read(
         "/jobs/" + "a" * 3_000,
     ],
 )
-async def test_paths_lead_nowhere(serve: Serve, path: str):
+async def test_paths_lead_nowhere(serve, path: str):
     served = await serve(works=False)
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(
@@ -162,7 +157,7 @@ async def test_paths_lead_nowhere(serve: Serve, path: str):
     assert int(answer.split()[1]) in {400, 403, 404, 422}
 
 
-async def test_a_huge_body_is_refused_before_it_is_read(serve: Serve, monkeypatch):
+async def test_a_huge_body_is_refused_before_it_is_read(serve, monkeypatch):
     monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 10_000)
     served = await serve(works=False)
 
@@ -177,7 +172,7 @@ async def test_a_huge_body_is_refused_before_it_is_read(serve: Serve, monkeypatc
     assert await is_empty(served)
 
 
-async def test_a_slow_body_is_given_up(serve: Serve, monkeypatch):
+async def test_a_slow_body_is_given_up(serve, monkeypatch):
     monkeypatch.setattr(bodies, "_SECONDS", 0.05)
     served = await serve(works=False)
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -214,7 +209,7 @@ DEEP = "[" * 500 + "]" * 500
     ],
     ids=lambda body: f"{body[:12]}-{len(body)}",
 )
-async def test_what_is_no_payload_is_refused(serve: Serve, body: str):
+async def test_what_is_no_payload_is_refused(serve, body: str):
     served = await serve(works=False)
 
     async with served.session.post(
@@ -235,7 +230,7 @@ async def test_what_is_no_payload_is_refused(serve: Serve, body: str):
     ],
 )
 @pytest.mark.parametrize("path", [TXT2IMG, "/v1/images/generations"])
-async def test_a_body_is_utf8_and_not_compressed(serve: Serve, headers: Any, path: str):
+async def test_a_body_is_utf8_and_not_compressed(serve, headers, path: str):
     served = await serve(works=False)
     data = zlib.compress(b"a" * 1_000)
 
@@ -264,7 +259,7 @@ PART = 'Content-Disposition: form-data; name="{}"'
     ids=["no image", "charset", "deflate", "long", "long header"],
 )
 async def test_a_form_is_read_as_browsers_write_it_and_no_other_way(
-    serve: Serve, head: str, data: bytes, status: int
+    serve, head: str, data: bytes, status: int
 ):
     served = await serve(works=False)
     body = b"--x\r\n" + head.encode() + b"\r\n\r\n" + data + b"\r\n--x--\r\n"
@@ -276,7 +271,7 @@ async def test_a_form_is_read_as_browsers_write_it_and_no_other_way(
         assert response.status == status
 
 
-async def test_a_form_of_a_million_parts_is_refused(serve: Serve):
+async def test_a_form_of_a_million_parts_is_refused(serve):
     served = await serve(works=False)
     part = b"--x\r\n" + PART.format("a").encode() + b"\r\n\r\n1\r\n"
     headers = {"Content-Type": "multipart/form-data; boundary=x"}
@@ -288,7 +283,7 @@ async def test_a_form_of_a_million_parts_is_refused(serve: Serve):
             assert response.status == 400
 
 
-async def test_large_bodies_keep_nobody_else_waiting(serve: Serve, clients_file: Path):
+async def test_large_bodies_keep_nobody_else_waiting(serve, clients_file: Path):
     served = await serve(works=False, clients=clients_file)
     body = b'{"prompt": "' + b"a" * 2**25
     large = [
@@ -307,7 +302,7 @@ async def test_large_bodies_keep_nobody_else_waiting(serve: Serve, clients_file:
 
 
 async def test_one_client_has_so_many_requests_at_once(
-    serve: Serve, clients_file: Path, monkeypatch
+    serve, clients_file: Path, monkeypatch
 ):
     monkeypatch.setattr(server, "_MORE_REQUESTS", 0)
     served = await serve(works=False, clients=clients_file)
@@ -365,7 +360,7 @@ def cut_off() -> bytes:
 )
 @pytest.mark.parametrize("path", ["img2img", "png-info", "edits"])
 async def test_an_image_that_is_none_or_a_bomb_is_not_stored(
-    serve: Serve, data: bytes, path: str
+    serve, data: bytes, path: str
 ):
     served = await serve(works=False)
     text = base64.b64encode(data).decode() or "AA=="
@@ -390,7 +385,7 @@ async def test_an_image_that_is_none_or_a_bomb_is_not_stored(
     assert await is_empty(served)
 
 
-async def test_another_site_in_a_browser_here_gets_nothing(serve: Serve):
+async def test_another_site_in_a_browser_here_gets_nothing(serve):
     served = await serve(works=False)
 
     for headers in (
@@ -413,7 +408,7 @@ GOOD = "https://good.example"
 
 @pytest.mark.parametrize(("origin", "status"), [(EVIL, 403), (GOOD, 200)])
 async def test_a_page_with_saved_credentials_is_let_in_as_configured(
-    serve: Serve, clients_file: Path, origin: str, status: int
+    serve, clients_file: Path, origin: str, status: int
 ):
     served = await serve(clients=clients_file, cors_allow_origins=(GOOD,))
     saved = aiohttp.encode_basic_auth("alice", "alice-key")
@@ -436,7 +431,7 @@ async def test_a_page_with_saved_credentials_is_let_in_as_configured(
 
 
 async def test_any_page_may_be_let_in_but_without_saved_credentials(
-    serve: Serve, clients_file: Path
+    serve, clients_file: Path
 ):
     served = await serve(works=False, clients=clients_file, cors_allow_origins=("*",))
     headers = {"Origin": EVIL} | ALICE
@@ -450,7 +445,7 @@ async def test_any_page_may_be_let_in_but_without_saved_credentials(
 
 
 async def test_who_has_no_key_is_told_of_both_ways_to_send_one(
-    serve: Serve, clients_file: Path
+    serve, clients_file: Path
 ):
     served = await serve(works=False, clients=clients_file)
 
@@ -478,7 +473,7 @@ async def test_a_file_of_clients_that_is_wrong_lets_nobody_in(tmp_path, text: st
 
 
 async def test_who_waits_for_too_much_is_told_when_to_come_again(
-    serve: Serve, clients_file: Path
+    serve, clients_file: Path
 ):
     served = await serve(works=False, clients=clients_file)
     url = served.url + TXT2IMG
@@ -497,7 +492,7 @@ async def test_who_waits_for_too_much_is_told_when_to_come_again(
             await task
 
 
-async def test_nothing_of_the_storage_is_in_an_answer(serve: Serve, tmp_path):
+async def test_nothing_of_the_storage_is_in_an_answer(serve, tmp_path):
     served = await serve()
     await served.storage.files.create("models/a.safetensors", b"x", "a/b", {})
 

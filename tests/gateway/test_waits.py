@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -16,7 +15,6 @@ from imagefleet.storage import presence
 from imagefleet.storage.routing.models import FOLDER
 from polling import until
 
-Serve = Callable[..., Any]
 TXT2IMG = "/sdapi/v1/txt2img"
 
 
@@ -25,7 +23,7 @@ async def queues_of(served: Any) -> list[str]:
 
 
 async def test_a_model_that_nobody_has_is_refused_at_once_in_each_apis_form(
-    serve: Serve,
+    serve,
 ):
     served = await serve()
     await until(served.storage.models.served_now)
@@ -52,7 +50,7 @@ async def test_a_model_that_nobody_has_is_refused_at_once_in_each_apis_form(
 
 
 async def test_a_model_that_a_worker_serves_or_the_storage_holds_is_drawn(
-    serve: Serve,
+    serve,
 ):
     served = await serve(model_alias={"dall-e-3": "stand-in"})
     await until(served.storage.models.served_now)
@@ -72,7 +70,7 @@ async def test_a_model_that_a_worker_serves_or_the_storage_holds_is_drawn(
         await waiting
 
 
-async def test_a_clients_names_of_models_are_its_own(serve: Serve, tmp_path):
+async def test_a_clients_names_of_models_are_its_own(serve, tmp_path):
     (path := tmp_path / "clients.yaml").write_text(
         json.dumps(
             [
@@ -107,7 +105,7 @@ def one_old_job(monkeypatch) -> None:
     [(None, "low", False), ("other", "normal", False), (None, "normal", True)],
 )
 async def test_only_the_queue_of_its_model_and_priority_sends_a_client_away(
-    serve: Serve, one_old_job: None, model: Any, priority: Any, is_full: bool
+    serve, one_old_job: None, model, priority, is_full: bool
 ):
     served = await serve(works=False, wait_seconds=1)
     body = Job(prompt="a", model=model, id="old").to_message()
@@ -121,7 +119,7 @@ async def test_only_the_queue_of_its_model_and_priority_sends_a_client_away(
 
 
 async def test_what_a_worker_has_had_is_no_sign_of_a_full_queue(
-    serve: Serve, one_old_job: None
+    serve, one_old_job: None
 ):
     served = await serve(works=False, wait_seconds=1)
     queue = served.storage.queue

@@ -1,8 +1,6 @@
 """`webuiapi`, a client of AUTOMATIC1111's API that others wrote, against the gateway."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import webuiapi
@@ -17,7 +15,7 @@ def picture() -> Image.Image:
 
 
 async def test_txt2img_brings_the_pictures_and_what_they_were_drawn_by(
-    serve: Callable[..., Any],
+    serve,
 ):
     served = await serve()
     api = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
@@ -33,7 +31,7 @@ async def test_txt2img_brings_the_pictures_and_what_they_were_drawn_by(
 
 
 async def test_img2img_begins_with_the_picture_that_is_sent(
-    serve: Callable[..., Any], picture: Image.Image
+    serve, picture: Image.Image
 ):
     served = await serve()
     api = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
@@ -55,7 +53,7 @@ async def test_img2img_begins_with_the_picture_that_is_sent(
 
 
 async def test_png_info_reads_what_a_picture_was_drawn_by(
-    serve: Callable[..., Any],
+    serve,
 ):
     served = await serve()
     api = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
@@ -67,7 +65,7 @@ async def test_png_info_reads_what_a_picture_was_drawn_by(
 
 
 async def test_progress_and_interrupt_are_of_what_the_client_waits_for(
-    serve: Callable[..., Any],
+    serve,
 ):
     served = await serve(works=False)
     api = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
@@ -87,7 +85,7 @@ async def test_progress_and_interrupt_are_of_what_the_client_waits_for(
 
 
 async def test_options_decide_the_next_pictures_and_only_the_clients_own(
-    serve: Callable[..., Any], clients_file: Any
+    serve, clients_file
 ):
     served = await serve(clients=clients_file)
     alice = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
@@ -107,7 +105,7 @@ async def test_options_decide_the_next_pictures_and_only_the_clients_own(
 
 
 async def test_an_option_that_cannot_be_honoured_is_refused_by_name(
-    serve: Callable[..., Any],
+    serve,
 ):
     served = await serve()
 
@@ -117,7 +115,7 @@ async def test_an_option_that_cannot_be_honoured_is_refused_by_name(
     assert found["detail"].startswith("token_merging_ratio is not supported")
 
 
-async def test_lists_have_what_jobs_may_name(serve: Callable[..., Any]):
+async def test_lists_have_what_jobs_may_name(serve):
     served = await serve()
     api = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
     await served.storage.files.create("models/dreamshaper.safetensors", b"x", "a/b", {})
@@ -152,7 +150,7 @@ async def test_lists_have_what_jobs_may_name(serve: Callable[..., Any]):
     ],
 )
 async def test_what_cannot_be_drawn_is_an_error_in_a1111s_form(
-    serve: Callable[..., Any], payload: Any, status: int, reason: str
+    serve, payload, status: int, reason: str
 ):
     served = await serve()
 

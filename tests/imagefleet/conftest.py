@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stand_in import StandInEngine, draw_noise
-from imagefleet import aio, errors
+from benchmarks.stand_in import StandInEngine
+from imagefleet import aio
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from messages import draw_unless_broken
 from proxy import Fault, FaultProxy
 from worker.engine import contract
 from worker.pipeline import Pipeline
@@ -46,12 +47,6 @@ async def faulty_azurite(azurite_address: str) -> AsyncIterator[FaultyAzurite]:
         yield FaultyAzurite(proxy, faults)
 
 
-def draw(request: contract.ImageRequest) -> contract.Pixels:
-    if "broken" in str(request.prompt):
-        raise errors.JobError("the prompt is broken")
-    return draw_noise(request)
-
-
 @pytest.fixture
 def _short_pauses(monkeypatch) -> None:
     monkeypatch.setattr(aio, "FIRST_PAUSE_SECONDS", 0.01)
@@ -83,9 +78,11 @@ def work(storage_settings: StorageSettings, tmp_path, monkeypatch) -> RunWorker:
         until_empty=True,
     )
 
-    async def run(draw: Callable[..., contract.Pixels] = draw) -> None:
+    async def run(draw: Callable[..., contract.Pixels] = draw_unless_broken) -> None:
         async with open_storage(settings) as storage:
-            pipeline = Pipeline(storage, lambda: StandInEngine(draw=draw), settings)
+            pipeline = Pipeline(
+                storage, lambda: StandInEngine(draw=draw_unless_broken), settings
+            )
             await pipeline.run(asyncio.Event(), asyncio.Event())
 
     return run

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -21,14 +20,6 @@ LONG_AGO = datetime(2026, 1, 1, tzinfo=UTC)
 def _short_waits(monkeypatch) -> None:
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", 1.0)
     monkeypatch.setattr(cancelled, "BLUR_SECONDS", 1.0)  # of one server
-
-
-@pytest.fixture
-async def local(local_settings: StorageSettings) -> AsyncIterator[Storage]:
-    """For what no storage does in its own way."""
-    async with open_storage(local_settings) as storage:
-        await storage.create()
-        yield storage
 
 
 async def send_one(storage: Storage) -> datetime:
@@ -63,17 +54,17 @@ async def test_what_was_sent_before_is_cancelled_and_what_is_sent_later_runs(
     assert not found.includes(None, before)
 
 
-async def test_jobs_without_a_campaign_are_those_of_default(local: Storage):
-    sent_at = await send_one(local)
-    await cancelled.cancel(local, "default")
-    assert (await read(local)).includes(None, sent_at)
+async def test_jobs_without_a_campaign_are_those_of_default(local_storage: Storage):
+    sent_at = await send_one(local_storage)
+    await cancelled.cancel(local_storage, "default")
+    assert (await read(local_storage)).includes(None, sent_at)
 
 
 async def test_fleets_that_share_the_files_do_not_cancel_each_others_campaigns(
-    local: Storage,
+    local_storage: Storage,
 ):
-    await cancelled.cancel(local, "spring")
-    assert (await read(local, "jobs-of-others")).times == {}
+    await cancelled.cancel(local_storage, "spring")
+    assert (await read(local_storage, "jobs-of-others")).times == {}
 
 
 @pytest.mark.usefixtures("cancel_at_once")
@@ -92,30 +83,32 @@ async def test_two_who_cancel_at_once_both_do(
     ("messages", "kept"), [(0, {"spring", "recent"}), (1, {"old", "spring", "recent"})]
 )
 async def test_an_old_entry_is_dropped_once_no_message_can_be_older(
-    local: Storage, messages: int, kept: set[str]
+    local_storage: Storage, messages: int, kept: set[str]
 ):
-    name = local.queue.name
+    name = local_storage.queue.name
     now = datetime.now(UTC)
     recently = now - timedelta(days=7)
     await write(
-        local,
+        local_storage,
         {"queue": name, "campaign": "old", "at": LONG_AGO.isoformat()},
         {"queue": name, "campaign": "recent", "at": recently.isoformat()},
         {"queue": "another", "campaign": "old", "at": LONG_AGO.isoformat()},
     )
-    await local.queue.send(["{}"] * messages)
-    await local.queue.receive(1, 60)  # a message in flight may be of any campaign
-    await cancelled.cancel(local, "spring")
-    assert set((await read(local)).times) == kept
-    assert set((await read(local, "another")).times) == {"old"}
+    await local_storage.queue.send(["{}"] * messages)
+    await local_storage.queue.receive(
+        1, 60
+    )  # a message in flight may be of any campaign
+    await cancelled.cancel(local_storage, "spring")
+    assert set((await read(local_storage)).times) == kept
+    assert set((await read(local_storage, "another")).times) == {"old"}
 
 
-async def test_a_full_list_says_how_to_empty_it(local: Storage, monkeypatch):
+async def test_a_full_list_says_how_to_empty_it(local_storage: Storage, monkeypatch):
     monkeypatch.setattr(cancelled, "MAX_CAMPAIGNS", 1)
-    await cancelled.cancel(local, "spring")
-    await cancelled.cancel(local, "spring")
+    await cancelled.cancel(local_storage, "spring")
+    await cancelled.cancel(local_storage, "spring")
     with pytest.raises(errors.SetupError, match="cancel --all"):
-        await cancelled.cancel(local, "autumn")
+        await cancelled.cancel(local_storage, "autumn")
 
 
 @pytest.mark.usefixtures("cancel_at_once")
@@ -133,13 +126,13 @@ async def test_a_list_that_has_not_changed_is_not_read_again(storage: Storage):
 
 
 async def test_a_damaged_list_is_a_warning_and_the_last_one_stays_in_force(
-    local: Storage, caplog
+    local_storage: Storage, caplog
 ):
-    await cancelled.cancel(local, "spring")
-    found = await read(local)
-    part = await local.files.read_part(cancelled.BLOB, 0, 1)
+    await cancelled.cancel(local_storage, "spring")
+    found = await read(local_storage)
+    part = await local_storage.files.read_part(cancelled.BLOB, 0, 1)
     assert part is not None
-    assert await local.files.replace(
+    assert await local_storage.files.replace(
         cancelled.BLOB, b"no list", "text/plain", part.version
     )
     with caplog.at_level(logging.WARNING):
@@ -150,4 +143,4 @@ async def test_a_damaged_list_is_a_warning_and_the_last_one_stays_in_force(
         "cancelled_unread"
     ]
     with pytest.raises(errors.SetupError, match=r"correct or delete cancelled\.json"):
-        await cancelled.cancel(local, "autumn")
+        await cancelled.cancel(local_storage, "autumn")

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[2]
 
-RunWorker = Callable[..., Any]
 
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
@@ -33,7 +32,7 @@ async def collect(batch: aio.Batch, seconds: float = 20) -> dict[str, aio.Result
     return {result.id: result for result in results}
 
 
-async def test_results_come_with_their_images(fleet: aio.Fleet, work: RunWorker):
+async def test_results_come_with_their_images(fleet: aio.Fleet, work):
     jobs = [
         Job(prompt="a house", id="house", metadata={"order": 7}),
         Job(prompt="a tree", seed=5),
@@ -53,7 +52,7 @@ async def test_results_come_with_their_images(fleet: aio.Fleet, work: RunWorker)
     assert await collect(batch) == results, "a batch can be asked again"
 
 
-async def test_a_job_is_replayed_with_other_values(fleet: aio.Fleet, work: RunWorker):
+async def test_a_job_is_replayed_with_other_values(fleet: aio.Fleet, work):
     batch = await fleet.submit(
         [Job(prompt="broken", id="a", steps=30, model="stand-in")]
     )
@@ -92,9 +91,7 @@ async def test_an_unknown_job_is_unknown_and_not_waited_for(fleet: aio.Fleet):
         await fleet.job("spring/nobody").result()
 
 
-async def test_a_job_that_fails_while_it_is_waited_for(
-    fleet: aio.Fleet, work: RunWorker
-):
+async def test_a_job_that_fails_while_it_is_waited_for(fleet: aio.Fleet, work):
     await fleet.submit([Job(prompt="broken", id="a")])
     job = fleet.job("a")
     assert await job.status() == "pending"
@@ -152,7 +149,7 @@ async def test_an_unsafe_campaign_is_refused(fleet: aio.Fleet, campaign: str):
 
 
 @local_only
-async def test_a_jobs_own_campaign_has_precedence(fleet: aio.Fleet, work: RunWorker):
+async def test_a_jobs_own_campaign_has_precedence(fleet: aio.Fleet, work):
     jobs = [
         Job(prompt="a house", id="a", campaign="autumn"),
         Job(prompt="a house", id="a"),
@@ -209,7 +206,7 @@ def test_settings_come_from_the_environment(tmp_path, monkeypatch):
 
 
 def test_the_sync_client_does_all_that_the_async_one_does(
-    connect_options: dict[str, Any], work: RunWorker, monkeypatch
+    connect_options: dict[str, Any], work, monkeypatch
 ):
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", 0)
     with imagefleet.connect(**connect_options) as fleet:
@@ -275,9 +272,7 @@ def test_closing_in_another_thread_ends_the_wait(
 
 
 @local_only
-def test_a_loop_over_results_may_end_early(
-    connect_options: dict[str, Any], work: RunWorker
-):
+def test_a_loop_over_results_may_end_early(connect_options: dict[str, Any], work):
     with imagefleet.connect(**connect_options) as fleet:
         batch = fleet.submit([Job(prompt="a house") for _ in range(3)])
         asyncio.run(work())
@@ -303,7 +298,7 @@ print(sorted(heavy & set(sys.modules)))
 
 
 @local_only
-def test_the_example_runs(storage_settings: StorageSettings, tmp_path, work: RunWorker):
+def test_the_example_runs(storage_settings: StorageSettings, tmp_path, work):
     with subprocess.Popen(
         [sys.executable, ROOT / "examples" / "client.py"],
         cwd=tmp_path,

@@ -1,7 +1,6 @@
 """What the clients refuse: pictures and jobs that are not those which a name stands for."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ from imagefleet import Job, aio, errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
-RunWorker = Callable[..., Any]
-
 
 async def test_a_picture_that_is_not_the_one_recorded_is_refused(
-    fleet: aio.Fleet, work: RunWorker
+    fleet: aio.Fleet, work
 ):
     batch = await fleet.submit([Job(prompt=name, id=name) for name in ("a", "b")])
     await work()
@@ -37,7 +34,7 @@ async def test_a_picture_that_is_not_the_one_recorded_is_refused(
 
 
 def test_the_sync_client_tells_the_same_job_a_changed_one_and_a_taken_name_apart(
-    connect_options: dict[str, Any], storage_settings: StorageSettings, work: RunWorker
+    connect_options: dict[str, Any], storage_settings: StorageSettings, work
 ):
     async def send(body: str) -> None:
         async with open_storage(storage_settings) as storage:

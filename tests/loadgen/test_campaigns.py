@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,8 @@ import pytest
 from browsing import visible
 from imagefleet import cancelled, errors, submit
 from imagefleet.records import reader
-from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import LeasedMessage
-from imagefleet.storage.settings import StorageSettings
 from loadgen import sources
 from loadgen.load import Load, Summary
 from loadgen.settings import LoadSettings
@@ -22,20 +21,16 @@ JOBS = 2_000
 TEMPLATE = "prompt: a cat\ncount: 1000000\njob: {campaign: spring}\n"
 
 
-pytestmark = pytest.mark.usefixtures("cancel_at_once")
+pytestmark = [
+    pytest.mark.usefixtures("cancel_at_once"),
+    pytest.mark.parametrize("storage_settings", ["local"], indirect=True),
+]
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch) -> None:
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.1)
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", 2.0)
-
-
-@pytest.fixture
-async def storage(local_settings: StorageSettings) -> AsyncIterator[Storage]:
-    async with open_storage(local_settings) as opened:
-        await opened.create()
-        yield opened
 
 
 @pytest.fixture

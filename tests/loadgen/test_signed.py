@@ -21,21 +21,6 @@ job: {steps: 15, metadata: {noun: "{noun}", price: 0.1}}
 """
 
 
-@pytest.fixture
-def key(tmp_path) -> SigningKey:
-    return SigningKey.create(tmp_path / "key.pem")
-
-
-@pytest.fixture
-def signer(key: SigningKey) -> JobSigner:
-    return signers.signer(key)
-
-
-@pytest.fixture
-def trusted(key: SigningKey) -> TrustedJobs:
-    return signers.trusted(key)
-
-
 def test_a_templates_jobs_are_signed_and_the_same_each_time(
     signer: JobSigner, trusted: TrustedJobs, tmp_path
 ):

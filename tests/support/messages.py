@@ -11,6 +11,7 @@ from PIL import Image
 from benchmarks.stand_in import StandInEngine, draw_noise
 from browsing import visible
 from imagefleet import errors
+from imagefleet.job.message import Job, read_job
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage.dead_letter import FailedJob
@@ -24,6 +25,11 @@ RunPipeline = Callable[..., Any]
 def message(**fields: object) -> str:
     """A job's message with any fields changed."""
     return json.dumps({"prompt": "a house", **fields})
+
+
+def read(**fields: object) -> Job:
+    """The job of a message with any fields changed."""
+    return read_job(message(**fields), "message-1")
 
 
 def chained(*stages: dict[str, Any], **fields: Any) -> str:
@@ -53,6 +59,11 @@ async def redelivered(storage: Storage, *bodies: str) -> None:
 
 async def blobs(storage: Storage, prefix: str = "default/") -> list[str]:
     return sorted([name async for name in storage.blobs.names(prefix)])
+
+
+async def images(storage: Storage) -> set[str]:
+    """The names of all images but those that are kept aside."""
+    return {name async for name in storage.blobs.names() if not name.startswith("-")}
 
 
 async def records(storage: Storage, campaign: str = "default") -> list[Record]:
@@ -88,6 +99,12 @@ async def failed_jobs(storage: Storage) -> list[FailedJob]:
     """The jobs in the poison queue."""
     found = [FailedJob.parse(each.body) async for each in visible(storage.poison)]
     return [job for job in found if job is not None]
+
+
+def draw_unless_broken(request: contract.ImageRequest) -> contract.Pixels:
+    if "broken" in str(request.prompt):
+        raise errors.JobError("the prompt is broken")
+    return draw_noise(request)
 
 
 class Drawing(StandInEngine):

@@ -138,7 +138,7 @@ def test_a_file_whose_name_tells_no_kind_is_refused():
 
 
 async def test_a_name_that_is_no_file_of_the_storage_ends_the_worker_and_fails_no_job(
-    storage: Storage, run_pipeline: Any
+    storage: Storage, run_pipeline
 ):
     await storage.queue.send([message(id="j")])
     with pytest.raises(errors.SetupError, match="--accelerator: no LoRA lcm"):
@@ -148,7 +148,7 @@ async def test_a_name_that_is_no_file_of_the_storage_ends_the_worker_and_fails_n
 
 async def test_images_and_records_tell_how_a_job_was_drawn(
     storage: Storage,
-    run_pipeline: Any,
+    run_pipeline,
     lora_bytes: Callable[[str], bytes],
 ):
     await storage.files.create(

@@ -4,7 +4,6 @@ import asyncio
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -194,7 +193,7 @@ async def test_a_worker_that_was_idle_for_hours_reads_the_list_before_it_draws(
 async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_otherwise(
     storage: Storage,
     run_pipeline: RunPipeline,
-    store_images: Callable[..., Any],
+    store_images,
     monkeypatch,
 ):
     of_spring = {"campaign": "spring", "batch_size": 3, "seed": 1}

@@ -4,7 +4,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +66,7 @@ def values(meter: CostMeter) -> dict[str, float]:
 
 async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
     storage: Storage,
-    victoria_metrics: Any,  # the fixture of conftest.py
+    victoria_metrics,  # the fixture of conftest.py
     worker_settings: Callable[..., WorkerSettings],
     tmp_path,
 ):

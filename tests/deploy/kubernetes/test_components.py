@@ -15,7 +15,6 @@ from cli import console
 Errors = Callable[
     [list[Any]], list[Exception]
 ]  # these three: the fixtures of conftest.py
-Render = Callable[..., Any]
 CreateJob = Callable[..., dict[str, Any]]
 Build = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -55,7 +54,7 @@ DISCOVERY = {
 
 
 @pytest.fixture
-def create_job(api: Any, kubectl: str, tmp_path) -> Callable[..., dict[str, Any]]:
+def create_job(api, kubectl: str, tmp_path) -> Callable[..., dict[str, Any]]:
     """What `kubectl create job NAME --from cronjob/NAME` makes of a rendered CronJob."""
 
     def create(rendered: Any, name: str = "imagefleet-worker") -> dict[str, Any]:
@@ -112,7 +111,7 @@ def test_every_component_is_a_line_of_the_kustomization_and_of_the_readme(
 
 @pytest.mark.slow
 def test_every_component_works_alone(
-    components: tuple[str, ...], render: Render, plain: Any, errors_of: Errors
+    components: tuple[str, ...], render, plain, errors_of: Errors
 ):
     for name in components:
         rendered = render("job", name) if name == "kueue" else render(name)
@@ -129,7 +128,7 @@ def test_a_component_that_comes_after_the_job_is_an_error_not_a_silence(
     assert "Deployment" in built.stderr
 
 
-def test_all_pods_pull_with_the_secret(render: Render):
+def test_all_pods_pull_with_the_secret(render):
     rendered = render("image-pull-secret")
     accounts = rendered.of_kind("ServiceAccount")
     for _, pod, _ in rendered.pods():
@@ -141,7 +140,7 @@ def test_all_pods_pull_with_the_secret(render: Render):
 
 class TestEgress:
     @pytest.fixture
-    def policies(self, render: Render) -> dict[str, Any]:
+    def policies(self, render) -> dict[str, Any]:
         policies: dict[str, Any] = render("egress").of_kind("NetworkPolicy")
         return policies
 
@@ -152,7 +151,7 @@ class TestEgress:
         assert spec == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
 
     def test_every_pod_may_reach_dns_https_and_the_metrics_alone(
-        self, policies: dict[str, Any], render: Render
+        self, policies: dict[str, Any], render
     ):
         spec = policies["imagefleet-egress"]["spec"]
         assert spec["policyTypes"] == ["Egress"]
@@ -198,7 +197,7 @@ class TestEgress:
         assert reached is allowed
 
     def test_cilium_allows_the_accounts_names_and_the_sign_in_alone(
-        self, render: Render, errors_of: Errors
+        self, render, errors_of: Errors
     ):
         rendered = render("egress-fqdn")
         (policy,) = rendered.of_kind("CiliumNetworkPolicy").values()
@@ -221,7 +220,7 @@ class TestEgress:
 
 
 def test_workers_and_nothing_else_are_placed_on_gpu_nodes_and_give_way(
-    render: Render,
+    render,
 ):
     rendered = render("gpu-nodes", "priority-class")
     _, worker, container = rendered.worker()
@@ -234,7 +233,7 @@ def test_workers_and_nothing_else_are_placed_on_gpu_nodes_and_give_way(
     assert -10 <= value < 0  # below, the cluster autoscaler adds no nodes
 
 
-def test_pods_of_several_gpus_scale_by_their_gpus(plain: Any, render: Render):
+def test_pods_of_several_gpus_scale_by_their_gpus(plain, render):
     rendered = render("gpus-per-pod")
     (one, many) = (
         each.worker()[2]["resources"]["limits"] for each in (plain, rendered)
@@ -253,9 +252,7 @@ def test_pods_of_several_gpus_scale_by_their_gpus(plain: Any, render: Render):
     assert after["maxReplicaCount"] * gpus == before["maxReplicaCount"]
 
 
-def test_a_load_is_a_job_of_its_own(
-    plain: Any, create_job: CreateJob, errors_of: Errors
-):
+def test_a_load_is_a_job_of_its_own(plain, create_job: CreateJob, errors_of: Errors):
     job = create_job(plain, "imagefleet-load")
     assert errors_of([job]) == []
     (container,) = job["spec"]["template"]["spec"]["containers"]
@@ -263,7 +260,7 @@ def test_a_load_is_a_job_of_its_own(
 
 
 def test_the_disruption_budget_covers_workers_but_no_pods_of_a_job(
-    render: Render, create_job: CreateJob
+    render, create_job: CreateJob
 ):
     rendered = render("disruption-budget")
     (budget,) = rendered.of_kind("PodDisruptionBudget").values()
@@ -281,11 +278,11 @@ def test_the_disruption_budget_covers_workers_but_no_pods_of_a_job(
 class TestJobMode:
     @pytest.fixture
     def job(
-        self, render: Render, components: tuple[str, ...], create_job: CreateJob
+        self, render, components: tuple[str, ...], create_job: CreateJob
     ) -> dict[str, Any]:
         return create_job(render(*components))
 
-    def test_replaces_the_deployment_and_its_scaling(self, render: Render):
+    def test_replaces_the_deployment_and_its_scaling(self, render):
         rendered = render("job")
         assert not rendered.of_kind("ScaledObject")
         assert not rendered.of_kind("TriggerAuthentication")
@@ -296,7 +293,7 @@ class TestJobMode:
         )
 
     def test_its_pod_is_that_of_the_deployment(
-        self, job: dict[str, Any], render: Render, components: tuple[str, ...]
+        self, job: dict[str, Any], render, components: tuple[str, ...]
     ):
         before = components[: components.index("job")]
         _, pod, container = render(*before).worker()
@@ -315,7 +312,7 @@ class TestJobMode:
         assert job["spec"]["parallelism"] > 1
 
     def test_kueue_queues_it_and_lets_its_number_of_pods_change(
-        self, job: dict[str, Any], render: Render, create_job: CreateJob
+        self, job: dict[str, Any], render, create_job: CreateJob
     ):
         queue = job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
         assert queue == "gpu-queue"

@@ -23,13 +23,12 @@ from worker.settings import MachineSettings
 Errors = Callable[
     [list[Any]], list[Exception]
 ]  # these two: the fixtures of conftest.py
-Render = Callable[..., Any]
 
 MULTI = re.MULTILINE | re.DOTALL
 DIGEST = "sha256:" + 64 * "1"
 
 
-def test_every_manifest_is_valid(manifests: Any, errors_of: Errors):
+def test_every_manifest_is_valid(manifests, errors_of: Errors):
     assert len(manifests) >= 9
     assert errors_of(manifests) == []
 
@@ -42,7 +41,7 @@ def test_the_kustomization_has_every_file_of_the_base(repository: Path):
 
 
 def test_one_entry_per_image_changes_all_manifests(
-    repository: Path, components: tuple[str, ...], render: Render
+    repository: Path, components: tuple[str, ...], render
 ):
     shipped = yaml.safe_load(
         (repository / "deploy" / "kubernetes" / "kustomization.yaml").read_text()
@@ -68,12 +67,12 @@ def test_one_entry_per_image_changes_all_manifests(
         assert used["worker"] not in light
 
 
-def test_a_tag_that_moves_is_in_no_shipped_manifest(plain: Any):
+def test_a_tag_that_moves_is_in_no_shipped_manifest(plain):
     for _, _, container in plain.pods():
         assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"])
 
 
-def test_all_is_in_the_namespace_that_the_base_makes(manifests: Any):
+def test_all_is_in_the_namespace_that_the_base_makes(manifests):
     (namespace,) = manifests.of_kind("Namespace")
     elsewhere = {
         (each["kind"], each["metadata"]["name"]): each["metadata"].get("namespace")
@@ -89,7 +88,7 @@ def test_all_is_in_the_namespace_that_the_base_makes(manifests: Any):
     assert elsewhere.items() <= allowed.items()
 
 
-def test_referenced_names_exist(manifests: Any):
+def test_referenced_names_exist(manifests):
     accounts = manifests.of_kind("ServiceAccount")
     maps = manifests.of_kind("ConfigMap")
     for _, pod, container in manifests.pods():
@@ -113,7 +112,7 @@ def test_referenced_names_exist(manifests: Any):
             )
 
 
-def test_keda_adds_up_the_workers_queues_including_leased_jobs(plain: Any):
+def test_keda_adds_up_the_workers_queues_including_leased_jobs(plain):
     settings = plain.of_kind("ConfigMap")["imagefleet-settings"]["data"]
     (scaled,) = plain.of_kind("ScaledObject").values()
     triggers = {each["name"]: each["metadata"] for each in scaled["spec"]["triggers"]}
@@ -140,7 +139,7 @@ def test_the_readmes_queue_of_a_model_is_the_workers(repository: Path):
     assert f"job_queue('jobs', '{model}')" in text
 
 
-def test_each_role_has_an_identity_of_its_own(plain: Any, manifests: Any):
+def test_each_role_has_an_identity_of_its_own(plain, manifests):
     accounts = manifests.of_kind("ServiceAccount")
     used = {
         container["name"]: pod["serviceAccountName"]
@@ -214,14 +213,12 @@ def test_the_documented_azure_roles_are_the_least_that_each_role_needs(
     assert {name: role for role, name in commands} == assigned["worker"]
 
 
-def test_nothing_is_loaded_by_an_apply(plain: Any):
+def test_nothing_is_loaded_by_an_apply(plain):
     load = plain.of_kind("CronJob")["imagefleet-load"]
     assert load["spec"]["suspend"] is True
 
 
-def test_commands_and_variables_are_valid(
-    manifests: Any, parse_command: Callable[..., Any]
-):
+def test_commands_and_variables_are_valid(manifests, parse_command):
     settings = manifests.of_kind("ConfigMap")["imagefleet-settings"]
     for _, _, container in manifests.pods():
         own = {
@@ -233,9 +230,7 @@ def test_commands_and_variables_are_valid(
         parse_command(container.get("args", ["worker"]), image | settings["data"] | own)
 
 
-def test_the_termination_grace_period_covers_the_drain(
-    manifests: Any, parse_command: Callable[..., Any]
-):
+def test_the_termination_grace_period_covers_the_drain(manifests, parse_command):
     settings = manifests.of_kind("ConfigMap")["imagefleet-settings"]
     _, pod, container = manifests.worker()
     own = {entry["name"]: entry.get("value", "a-pod") for entry in container["env"]}
@@ -254,7 +249,7 @@ def test_the_termination_grace_period_covers_the_drain(
     assert parsed.host == "0.0.0.0"  # metrics are scraped from outside the pod
 
 
-def test_probes_use_the_health_commands(manifests: Any):
+def test_probes_use_the_health_commands(manifests):
     _, _, container = manifests.worker()
     for probe, state in (
         ("startup", "started"),
@@ -265,7 +260,7 @@ def test_probes_use_the_health_commands(manifests: Any):
         assert check["exec"]["command"] == ["imagefleet", "health", state]
 
 
-def test_pods_are_unprivileged_and_write_only_to_volumes(manifests: Any):
+def test_pods_are_unprivileged_and_write_only_to_volumes(manifests):
     for _, pod, container in manifests.pods():
         assert pod["securityContext"]["runAsUser"] == 65532
         assert pod["securityContext"]["runAsNonRoot"] is True

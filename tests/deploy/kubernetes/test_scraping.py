@@ -20,7 +20,6 @@ import polling
 
 pytestmark = pytest.mark.slow
 
-Render = Callable[..., Any]  # the fixture of conftest.py
 Tool = Callable[[str], str]
 
 PODS = "/api/v1/namespaces/imagefleet/pods"
@@ -63,7 +62,7 @@ def pods_of(rendered: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def targets(
-    api: Any, render: Render, tool: Tool, unused_port: int, tmp_path
+    api, render, tool: Tool, unused_port: int, tmp_path
 ) -> Iterator[list[dict[str, Any]]]:
     """What vmagent makes of the scrape configuration."""
     pods = pods_of(render("job"))
@@ -110,7 +109,7 @@ def found_by(address: str) -> list[dict[str, Any]]:
 
 
 def test_running_workers_and_the_exporter_are_found_with_the_labels_that_dashboards_join_on(
-    targets: list[dict[str, Any]], api: Any
+    targets: list[dict[str, Any]], api
 ):
     assert all(
         "labelSelector=app.kubernetes.io%2Fpart-of%3Dimagefleet" in r
@@ -127,7 +126,7 @@ def test_running_workers_and_the_exporter_are_found_with_the_labels_that_dashboa
     }
 
 
-def test_the_pod_monitor_scrapes_the_same_pods_and_labels(render: Render):
+def test_the_pod_monitor_scrapes_the_same_pods_and_labels(render):
     rendered = render("pod-monitor", "scrape-config")
     (monitor,) = rendered.of_kind("PodMonitor").values()
     endpoint, *of_gpus = monitor["spec"]["podMetricsEndpoints"]
@@ -170,7 +169,7 @@ def test_no_label_of_a_target_hides_one_of_a_metric(repository: Path):
     assert own & added == set()
 
 
-def test_prometheus_may_find_the_pods(render: Render):
+def test_prometheus_may_find_the_pods(render):
     rendered = render("scrape-config")
     (binding,) = rendered.of_kind("RoleBinding").values()
     (role,) = rendered.of_kind("Role").values()
@@ -182,7 +181,7 @@ def test_prometheus_may_find_the_pods(render: Render):
     ]
 
 
-def test_the_network_policy_lets_prometheus_in(render: Render):
+def test_the_network_policy_lets_prometheus_in(render):
     rendered = render("scrape-config")
     (policy,) = rendered.of_kind("NetworkPolicy").values()
     (rule,) = policy["spec"]["ingress"]

@@ -128,7 +128,7 @@ class Noting:
 
 
 @pytest.fixture
-async def noting(victoria_metrics: Any) -> AsyncIterator[Noting]:
+async def noting(victoria_metrics) -> AsyncIterator[Noting]:
     receiver = Noting(victoria_metrics.push_url)
     app = web.Application(client_max_size=2**24)
     app.router.add_post("/push", receiver.take)
@@ -322,7 +322,7 @@ async def redone(
 
 
 async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
-    victoria_metrics: Any, noting: Noting, redone: dict[str, Any], run: Run
+    victoria_metrics, noting: Noting, redone: dict[str, Any], run: Run
 ):
     await victoria_metrics.arrived()
 

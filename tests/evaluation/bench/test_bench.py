@@ -4,7 +4,6 @@ import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def _little_is_measured(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("_little_is_measured")
 def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
-    in_process: Any, model: Path, tmp_path
+    in_process, model: Path, tmp_path
 ):
     arguments = (
         "--model",
@@ -95,9 +94,7 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
         (("--priority", "urgent"), "--priority"),
     ],
 )
-def test_errors_are_one_line(
-    in_process: Any, arguments: tuple[str, ...], complaint: str
-):
+def test_errors_are_one_line(in_process, arguments: tuple[str, ...], complaint: str):
     ended = in_process("bench", *arguments)
     assert ended.returncode == 2
     assert complaint in ended.stderr
@@ -221,7 +218,7 @@ def test_a_failed_image_fails_the_measurement(workload: jobs.Workload):
 
 
 def test_latency_is_the_published_table_beside_diffusers_in_the_same_run(
-    in_process: Any, model: Path, tmp_path: Path
+    in_process, model: Path, tmp_path: Path
 ):
     given = ["--model", str(model), "--seconds", "0.2", "--slots", "4", "--steps", "3"]
     given += ["--json-file", "latency.json"]

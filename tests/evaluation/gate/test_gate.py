@@ -19,7 +19,6 @@ from imagefleet.storage.settings import StorageSettings
 
 pytestmark = pytest.mark.slow
 
-Imagefleet = Callable[..., Any]  # the fixtures of conftest.py
 Encode = Callable[..., bytes]
 Folders = tuple[Path, Path]
 
@@ -43,7 +42,7 @@ def noisy(path: Path, amplitude: int) -> None:
 
 
 def test_one_spoilt_image_of_four_fails_and_is_shown_first(
-    in_process: Imagefleet, folders: Folders, tmp_path
+    in_process, folders: Folders, tmp_path
 ):
     noisy(folders[1] / "house.png", 60)
 
@@ -72,7 +71,7 @@ def test_one_spoilt_image_of_four_fails_and_is_shown_first(
     assert "http" not in page, "the page is one file"
 
 
-def test_the_bounds_decide(in_process: Imagefleet, folders: Folders):
+def test_the_bounds_decide(in_process, folders: Folders):
     for image in folders[1].iterdir():
         noisy(image, 20)
 
@@ -93,7 +92,7 @@ def test_the_bounds_decide(in_process: Imagefleet, folders: Folders):
 
 
 def test_the_page_and_the_terminal_show_captions_as_text(
-    in_process: Imagefleet, folders: Folders, encoded: Encode, tmp_path
+    in_process, folders: Folders, encoded: Encode, tmp_path
 ):
     for folder, amplitude in zip(folders, (0, 60), strict=True):
         path = folder / "cat.png"
@@ -116,7 +115,7 @@ def test_the_page_and_the_terminal_show_captions_as_text(
     ],
 )
 def test_images_of_other_jobs_are_not_compared(
-    in_process: Imagefleet,
+    in_process,
     folders: Folders,
     encoded: Encode,
     changed: dict[str, Any],
@@ -132,7 +131,7 @@ def test_images_of_other_jobs_are_not_compared(
 
 @pytest.mark.parametrize(("folder", "letter"), [(0, "A"), (1, "B")])
 def test_missing_images_are_named_unless_only_the_first_are_compared(
-    in_process: Imagefleet, folders: Folders, folder: int, letter: str
+    in_process, folders: Folders, folder: int, letter: str
 ):
     (folders[folder] / "umbrella.png").unlink()
 
@@ -145,7 +144,7 @@ def test_missing_images_are_named_unless_only_the_first_are_compared(
     assert in_process("gate", "./a", "./b", *BY_PIXELS, "--count", "3").returncode == 0
 
 
-def test_a_damaged_image_is_named(in_process: Imagefleet, folders: Folders):
+def test_a_damaged_image_is_named(in_process, folders: Folders):
     path = folders[1] / "house.png"
     path.write_bytes(path.read_bytes()[:200])
 
@@ -156,7 +155,7 @@ def test_a_damaged_image_is_named(in_process: Imagefleet, folders: Folders):
 
 
 def test_other_differences_of_the_jobs_are_said(
-    in_process: Imagefleet, folders: Folders, encoded: Encode
+    in_process, folders: Folders, encoded: Encode
 ):
     (folders[1] / "cat.png").write_bytes(encoded("cat", steps=14))
 
@@ -166,7 +165,7 @@ def test_other_differences_of_the_jobs_are_said(
 
 
 def test_images_of_other_programs_are_compared_by_name_in_any_format(
-    in_process: Imagefleet, folders: Folders
+    in_process, folders: Folders
 ):
     for path in list(folders[1].iterdir()):
         with Image.open(path) as image:
@@ -205,7 +204,7 @@ def test_images_of_other_programs_are_compared_by_name_in_any_format(
     ],
 )
 def test_what_cannot_be_compared_is_one_sentence(
-    in_process: Imagefleet,
+    in_process,
     folders: Folders,
     tmp_path,
     arguments: tuple[str, ...],
@@ -224,7 +223,7 @@ async def test_campaigns_are_compared_across_storages(
     storage: Storage,
     storage_settings: StorageSettings,
     encoded: Encode,
-    in_process: Imagefleet,
+    in_process,
     tmp_path,
 ):
     other = StorageSettings(
@@ -265,9 +264,7 @@ async def test_campaigns_are_compared_across_storages(
     assert "has no images; for the folder, write ./spring" in ended.stderr
 
 
-def test_the_other_storages_secrets_are_not_shown(
-    in_process: Imagefleet, folders: Folders
-):
+def test_the_other_storages_secrets_are_not_shown(in_process, folders: Folders):
     address = "https://u:S3cr3tPass@acme.blob.core.windows.net/?sig=S3cr3tToken"
     ended = in_process("gate", "./a", "spring", *BY_PIXELS, "--other-storage", address)
 
@@ -277,7 +274,7 @@ def test_the_other_storages_secrets_are_not_shown(
 
 
 async def test_images_of_one_job_have_its_seeds_in_turn_and_are_drawn_together(
-    in_process: Imagefleet, tmp_path, encoded: Encode
+    in_process, tmp_path, encoded: Encode
 ):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

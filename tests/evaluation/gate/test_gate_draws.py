@@ -39,7 +39,7 @@ def drawn(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def float16(in_process: Imagefleet, drawn: Path) -> tuple[int, dict[str, Any]]:
+def float16(in_process, drawn: Path) -> tuple[int, dict[str, Any]]:
     """What the gate says of float16 against float32; it keeps what it draws."""
     result = drawn / "gate.json"
     if not result.exists():
@@ -63,7 +63,7 @@ def float16(in_process: Imagefleet, drawn: Path) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("float16")
-def test_a_redraw_in_other_company_passes(in_process: Imagefleet, drawn: Path):
+def test_a_redraw_in_other_company_passes(in_process, drawn: Path):
     kept = f"{drawn / 'kept' / 'a'}"
     ended = in_process("gate", kept, "float32,slots=3", "--json")
 
@@ -102,9 +102,7 @@ def test_float16_passes_against_float32(float16: tuple[int, dict[str, Any]]):
 
 
 @pytest.mark.usefixtures("float16")
-def test_a_lora_at_half_its_strength_fails(
-    in_process: Imagefleet, drawn: Path, monkeypatch
-):
+def test_a_lora_at_half_its_strength_fails(in_process, drawn: Path, monkeypatch):
     def halved(engine: SlotEngine, request: contract.ImageRequest) -> Any:
         loras = (
             dataclasses.replace(each, unet_weight=each.unet_weight / 2)
@@ -121,9 +119,7 @@ def test_a_lora_at_half_its_strength_fails(
     assert not passed["alike"]
 
 
-def test_a_job_that_cannot_be_drawn_is_named(
-    in_process: Imagefleet, drawn: Path, tmp_path
-):
+def test_a_job_that_cannot_be_drawn_is_named(in_process, drawn: Path, tmp_path):
     (tmp_path / "fox.txt").write_text("a fox <lora:fox:1>\n")
 
     ended = in_process("gate", "float32", "slots=1", "--jobs", "fox.txt")
@@ -150,7 +146,7 @@ def test_a_job_that_cannot_be_drawn_is_named(
     ],
 )
 def test_a_job_that_takes_more_than_an_engine_is_refused(
-    in_process: Imagefleet, tmp_path, fields: dict[str, Any], reason: str
+    in_process, tmp_path, fields: dict[str, Any], reason: str
 ):
     job = {"id": "fox", "prompt": "a fox", **fields}
     (tmp_path / "fox.jsonl").write_text(json.dumps(job))
@@ -160,7 +156,7 @@ def test_a_job_that_takes_more_than_an_engine_is_refused(
 
 
 def test_a_setting_that_changes_nothing_here_passes_nothing(
-    in_process: Imagefleet,
+    in_process,
 ):
     ended = in_process("gate", "float32", "fp16-accumulate", "--device", "cpu")
 

@@ -115,7 +115,7 @@ def stored(drawn: Drawn, tmp_path_factory) -> StorageSettings:
 
 
 @pytest.fixture
-def score_command(in_process: Any, stored: StorageSettings) -> Any:
+def score_command(in_process, stored: StorageSettings) -> Any:
     """Runs `imagefleet score ARGUMENTS` in one process."""
 
     def run(*arguments: str, storage: str = stored.storage) -> Any:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -149,7 +148,7 @@ def test_clip_has_the_features_of_transformers(clip_folder: Path):
     np.testing.assert_allclose(score, 100 * cosines.clamp_min(0), atol=0.2)
 
 
-def test_the_judge_prefers_what_the_caption_names(drawn: Any):
+def test_the_judge_prefers_what_the_caption_names(drawn):
     found = load.load_text_extractor("demo")
     images = found.features(drawn.pictures)
     words = found.text_features(drawn.captions)
@@ -172,9 +171,7 @@ def test_the_judge_prefers_what_the_caption_names(drawn: Any):
         (("network.h5", b""), "should be a TorchScript file"),
     ],
 )
-def test_what_is_no_extractor_is_refused_with_its_name(
-    content: Any, reason: str, tmp_path
-):
+def test_what_is_no_extractor_is_refused_with_its_name(content, reason: str, tmp_path):
     path = tmp_path / (content[0] if content else "nothing.pt")
     if content and content[1] is None:
         path.mkdir()

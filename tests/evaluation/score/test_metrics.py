@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import sys
 import types
-from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +78,7 @@ def features() -> tuple[np.ndarray, np.ndarray]:
     return first, second
 
 
-def test_fid_is_that_of_torch_fidelity(torch_fidelity: Any, features: Any):
+def test_fid_is_that_of_torch_fidelity(torch_fidelity, features):
     theirs = torch_fidelity.fid.fid_statistics_to_metric(
         *(
             torch_fidelity.fid.fid_features_to_statistics(torch.from_numpy(each))
@@ -93,9 +92,7 @@ def test_fid_is_that_of_torch_fidelity(torch_fidelity: Any, features: Any):
 
 
 @pytest.mark.parametrize("subset_size", [100, 500])
-def test_kid_is_that_of_torch_fidelity(
-    torch_fidelity: Any, features: Any, subset_size: int
-):
+def test_kid_is_that_of_torch_fidelity(torch_fidelity, features, subset_size: int):
     theirs = torch_fidelity.kid.kid_features_to_metric(
         *map(torch.from_numpy, features),
         kid_subsets=5,
@@ -114,7 +111,7 @@ def test_kid_is_that_of_torch_fidelity(
 
 
 def test_seven_stored_shards_in_any_order_give_the_figures_of_the_whole(
-    features: Any, tmp_path
+    features, tmp_path
 ):
     parts = np.array_split(features[0], 7)
     stored = [
@@ -135,13 +132,13 @@ def test_seven_stored_shards_in_any_order_give_the_figures_of_the_whole(
     assert fid == metrics.frechet_distance(*map(Statistics.of, features))
 
 
-def test_kid_of_few_images_says_how_few(features: Any):
+def test_kid_of_few_images_says_how_few(features):
     assert metrics.kid(features[0], features[1][:60], subsets=2).subset_size == 60
     with pytest.raises(errors.SetupError, match="at least two images"):
         metrics.kid(features[0], features[1][:1])
 
 
-def test_cmmd_is_that_of_its_paper(features: Any):
+def test_cmmd_is_that_of_its_paper(features):
     """As `cmmd/distance.py` of its authors has it, in google-research on GitHub."""
     x, y = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in features)
     x = x.astype(np.float64)
@@ -164,7 +161,7 @@ def test_cmmd_is_that_of_its_paper(features: Any):
     assert metrics.cmmd(*features).value == pytest.approx(theirs, rel=1e-4)
 
 
-def test_blocks_do_not_change_cmmd(features: Any, monkeypatch):
+def test_blocks_do_not_change_cmmd(features, monkeypatch):
     whole = metrics.cmmd(*features).value
     monkeypatch.setattr(metrics, "blocks", lambda rows: np.array_split(rows, 7))
     assert metrics.cmmd(*features).value == pytest.approx(whole, rel=1e-9)
@@ -176,7 +173,7 @@ def test_the_clip_score_is_100_cosines_and_never_below_zero():
     assert metrics.clip_score(images, texts).tolist() == pytest.approx([100, 0, 0])
 
 
-def test_features_of_another_extractor_are_refused(features: Any):
+def test_features_of_another_extractor_are_refused(features):
     with pytest.raises(errors.SetupError, match="same extractor"):
         metrics.frechet_distance(
             Statistics.of(features[0]), Statistics.of(features[1][:, :5])

@@ -29,7 +29,7 @@ Figures = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def figures(score_command: Any, means_onnx: Path) -> Figures:
+def figures(score_command, means_onnx: Path) -> Figures:
     """The groups of `imagefleet score plain --reference FOLDER`, in one state folder or another."""
     networks = ("--extractor", str(means_onnx), "--reference")
 
@@ -68,7 +68,7 @@ def test_new_pictures_under_old_names_and_times_are_another_reference(
 
 
 def test_a_picture_that_changes_after_it_was_hashed_is_left_out(
-    score_command: Any,
+    score_command,
     pictures: Path,
     means_onnx: Path,
     monkeypatch,

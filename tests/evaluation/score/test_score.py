@@ -52,7 +52,7 @@ def test_the_id_of_a_job_of_no_sweep_says_no_group(job_id: str):
 
 
 @pytest.fixture
-def score(score_command: Any) -> Score:
+def score(score_command) -> Score:
     """The JSON of `imagefleet score ARGUMENTS`."""
 
     def run(*arguments: str, exit_code: int = 0, **where: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_a_sweep_has_its_figures_by_group(score: Score, tmp_path):
 
 
 def test_people_get_a_table_and_what_the_figures_depend_on(
-    score_command: Any,
+    score_command,
 ):
     ended = score_command("curve", "--extractor", "demo")
 
@@ -253,7 +253,7 @@ def test_missing_and_damaged_images_are_left_out_and_named(
 
 
 def test_a_folder_and_its_statistics_are_the_same_reference(
-    score: Score, score_command: Any, pictures: Path, tmp_path
+    score: Score, score_command, pictures: Path, tmp_path
 ):
     asked = ("curve", "--extractor", "demo")
     by_folder = score(
@@ -309,7 +309,7 @@ def test_a_folder_and_its_statistics_are_the_same_reference(
     ],
 )
 def test_what_cannot_be_scored_is_refused_in_one_line(
-    score_command: Any, tmp_path, arguments: tuple[str, ...], reason: str
+    score_command, tmp_path, arguments: tuple[str, ...], reason: str
 ):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.npz").write_text("no statistics")
@@ -365,7 +365,7 @@ async def end_job(blobs: BlobStore) -> None:
 
 
 def test_features_that_are_not_finite_are_refused(
-    score_command: Any, pictures: Path, means_onnx: Path
+    score_command, pictures: Path, means_onnx: Path
 ):
     means_onnx.with_name("means.onnx.json").write_text(
         '{"size": 20, "std": [1e-36, 1, 1]}'
@@ -376,7 +376,7 @@ def test_features_that_are_not_finite_are_refused(
     assert "means.onnx gives features that are not finite" in ended.stderr
 
 
-def test_a_reference_of_damaged_pictures_is_refused(score_command: Any, tmp_path):
+def test_a_reference_of_damaged_pictures_is_refused(score_command, tmp_path):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "one.png").write_bytes(b"no picture")
     ended = score_command("curve", "--extractor", "demo", "--reference", "damaged")

@@ -108,7 +108,7 @@ def test_a_name_says_what_differs_between_the_groups():
         ),
     ],
 )
-def test_groups_that_cannot_be_are_refused(axes: Any, sentence: str):
+def test_groups_that_cannot_be_are_refused(axes, sentence: str):
     with pytest.raises(errors.SetupError, match=sentence):
         all_groups(*axes)
 
@@ -132,7 +132,7 @@ def test_groups_that_cannot_be_are_refused(axes: Any, sentence: str):
     ],
 )
 def test_a_group_that_could_draw_nothing_is_refused_before_anything_is_sent(
-    path: Path, axes: Any, job: dict[str, int], sentence: str
+    path: Path, axes, job: dict[str, int], sentence: str
 ):
     with pytest.raises(errors.SetupError, match=sentence):
         SweepSource(CaptionFile(path), all_groups(*axes), "curve", job=dict(job))

@@ -63,7 +63,7 @@ def run(
 
 
 async def test_a_job_of_stages_is_loaded_shown_failed_and_completed_as_one_job(
-    storage: Storage, run: Callable[..., Any], run_worker: RunWorker, tmp_path
+    storage: Storage, run, run_worker: RunWorker, tmp_path
 ):
     (tmp_path / "jobs.jsonl").write_text(json.dumps(CHAIN) + "\n")
     await run("load", "jobs.jsonl")
@@ -99,7 +99,7 @@ async def test_a_job_of_stages_is_loaded_shown_failed_and_completed_as_one_job(
 
 @local_only
 async def test_downloads_and_exports_have_the_images_of_all_stages(
-    storage: Storage, run: Callable[..., Any], run_worker: RunWorker, tmp_path
+    storage: Storage, run, run_worker: RunWorker, tmp_path
 ):
     await storage.queue.send([json.dumps(CHAIN)])
     await run_worker("w1")

@@ -34,12 +34,6 @@ ended = partial(made_records.ended, digest=ONE, error="JobError", reason="no")
 
 
 @pytest.fixture
-async def storage(storage: Storage) -> Storage:
-    await storage.create()
-    return storage
-
-
-@pytest.fixture
 async def worker(
     storage: Storage, storage_settings: StorageSettings
 ) -> AsyncIterator[RecordLog]:

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stand_in import draw_noise
-from imagefleet import errors
 from imagefleet.records.ledger import Ledger
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker.engine import contract
+from messages import draw_unless_broken
 
 JOBS = (
     {"prompt": "a house", "id": "a", "campaign": "spring"},
@@ -23,14 +21,8 @@ JOBS = (
 Run = Callable[..., Any]
 
 
-def draw(request: contract.ImageRequest) -> contract.Pixels:
-    if "broken" in str(request.prompt):
-        raise errors.JobError("the prompt is broken")
-    return draw_noise(request)
-
-
 @pytest.fixture
-def run(in_process: Any, storage_settings: StorageSettings, monkeypatch) -> Run:
+def run(in_process, storage_settings: StorageSettings, monkeypatch) -> Run:
     for name in ("storage", "queue", "container", "files_container"):
         value = str(getattr(storage_settings, name))
         monkeypatch.setenv(f"IMAGEFLEET_{name.upper()}", value)
@@ -45,12 +37,12 @@ def run(in_process: Any, storage_settings: StorageSettings, monkeypatch) -> Run:
 
 
 @pytest.fixture
-def work(run_worker: Any, storage_settings: StorageSettings) -> Callable[[str], None]:
+def work(run_worker, storage_settings: StorageSettings) -> Callable[[str], None]:
     """Runs a worker until the queue is empty."""
 
     async def until_empty(name: str) -> None:
         async with open_storage(storage_settings) as opened:
-            await run_worker(name, draw, opened)
+            await run_worker(name, draw_unless_broken, opened)
 
     return lambda name: asyncio.run(until_empty(name))
 
@@ -68,7 +60,7 @@ def figures(run: Run) -> dict[str, int]:
 
 @pytest.mark.parametrize("way", ["replay", "load", "load and discard"])
 def test_rows_add_up_when_a_failed_job_is_mended(
-    run: Run,
+    run,
     work: Callable[[str], None],
     storage_settings: StorageSettings,
     tmp_path: Path,

@@ -19,11 +19,6 @@ from worker.files import manifest
 LORAS = "loras/manifest.json"
 
 
-@pytest.fixture
-def key(tmp_path) -> SigningKey:
-    return SigningKey.create(tmp_path / "key.pem")
-
-
 def keys_of(signing: SigningKey, *others: SigningKey) -> Keys:
     names = [each.public for each in (signing, *others)]
     return Keys(signing, TrustedKeys.read(",".join(names)))

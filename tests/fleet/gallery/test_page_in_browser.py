@@ -65,7 +65,7 @@ def campaign(tmp_path_factory) -> StorageSettings:
 
 
 @pytest.fixture
-def open_page(serve: Callable[..., Any], chromium: Browser) -> Open:
+def open_page(serve, chromium: Browser) -> Open:
     """Opens the gallery of a storage in a browser; fails if the page complains."""
 
     @contextlib.asynccontextmanager
@@ -384,7 +384,7 @@ async def test_hostile_texts_are_texts(open_page: Open, tmp_path):
 
 
 async def test_the_page_says_when_the_gallery_has_ended(
-    campaign: StorageSettings, serve: Callable[..., Any], chromium: Browser
+    campaign: StorageSettings, serve, chromium: Browser
 ):
     async with chromium.page() as page:
         async with serve(campaign) as served:

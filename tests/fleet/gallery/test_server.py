@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -24,8 +24,6 @@ from imagefleet.records.record import Lora, Record
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-
-Serve = Callable[..., Any]  # the fixture of conftest.py
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e\"'</script>"
 
@@ -82,7 +80,7 @@ async def test_images_appear_as_they_are_stored(
     storage: Storage,
     storage_settings: StorageSettings,
     log: RecordLog,
-    serve: Serve,
+    serve,
 ):
     async with serve(storage_settings) as served:
         assert (await served.get("/api/campaigns", first=1))["newest"] is None
@@ -125,7 +123,7 @@ async def test_images_appear_as_they_are_stored(
 
 
 async def test_a_copied_job_draws_the_same_image_again(
-    storage: Storage, storage_settings: StorageSettings, log: RecordLog, serve: Serve
+    storage: Storage, storage_settings: StorageSettings, log: RecordLog, serve
 ):
     sent = read_job(
         '{"prompt": "a <lora:ink:0.5> cat", "steps": 7, "campaign": "spring"}', "x"
@@ -156,9 +154,7 @@ async def test_a_copied_job_draws_the_same_image_again(
     assert (job.seed, job.width, job.height) == (12, 64, 128)
 
 
-async def test_the_monitors_token_shows_all(
-    azurite_settings: StorageSettings, serve: Serve
-):
+async def test_the_monitors_token_shows_all(azurite_settings: StorageSettings, serve):
     async with open_storage(azurite_settings) as storage:
         await storage.create()
         log = RecordLog(storage.blobs, "worker-1")
@@ -210,7 +206,7 @@ HOSTS = {
 
 
 async def test_a_name_that_resolves_to_this_machine_gets_nothing(
-    local: StorageSettings, serve: Serve
+    local: StorageSettings, serve
 ):
     async with serve(local) as served:
         for host, status in HOSTS.items():
@@ -221,7 +217,7 @@ async def test_a_name_that_resolves_to_this_machine_gets_nothing(
 
 
 async def test_another_sites_page_can_neither_embed_nor_read(
-    local: StorageSettings, serve: Serve
+    local: StorageSettings, serve
 ):
     async with serve(local) as served:
         for site in ("cross-site", "same-site"):
@@ -260,7 +256,7 @@ ANSWERS = {
 }
 
 
-async def test_every_answer_is_locked_down(local: StorageSettings, serve: Serve):
+async def test_every_answer_is_locked_down(local: StorageSettings, serve):
     async with serve(local) as served, aiohttp.ClientSession() as client:
         for path, status in ANSWERS.items():
             async with client.get(URL(served.url + path, encoded=True)) as answer:
@@ -275,7 +271,7 @@ async def test_every_answer_is_locked_down(local: StorageSettings, serve: Serve)
 
 
 async def test_what_is_no_image_says_so_and_is_never_given_as_something_else(
-    local: StorageSettings, serve: Serve
+    local: StorageSettings, serve
 ):
     async with open_storage(local) as storage:
         log = RecordLog(storage.blobs, "worker-1")
@@ -320,7 +316,7 @@ async def test_what_is_no_image_says_so_and_is_never_given_as_something_else(
 
 
 async def test_a_forged_prompt_is_not_shown_beside_another_picture(
-    storage: Storage, storage_settings: StorageSettings, log: RecordLog, serve: Serve
+    storage: Storage, storage_settings: StorageSettings, log: RecordLog, serve
 ):
     """Of a squatted name, of one whose honest record came later, and of none that is stored."""
     squatted = {"sha256": "0" * 64, "prompt": "forged"}
@@ -357,7 +353,7 @@ async def test_a_forged_prompt_is_not_shown_beside_another_picture(
     assert (state["misfits"], state["damaged"]) == (1, 1)
 
 
-async def test_nothing_is_read_while_nobody_looks(local: StorageSettings, serve: Serve):
+async def test_nothing_is_read_while_nobody_looks(local: StorageSettings, serve):
     async with serve(local) as served:
         await served.state_when(lambda state: state["total"] == 1, campaign="spring")
         assert [
@@ -366,7 +362,7 @@ async def test_nothing_is_read_while_nobody_looks(local: StorageSettings, serve:
 
 
 async def test_the_first_answer_has_the_images_of_an_empty_cache(
-    local: StorageSettings, serve: Serve
+    local: StorageSettings, serve
 ):
     async with serve(local) as served:
         state = await served.get("/api/state", campaign="spring")
@@ -378,7 +374,7 @@ async def test_the_first_answer_has_the_images_of_an_empty_cache(
 
 
 async def test_a_storage_that_fails_is_told_and_comes_back(
-    local: StorageSettings, serve: Serve, tmp_path
+    local: StorageSettings, serve, tmp_path
 ):
     records = tmp_path / "storage" / "images"
     async with serve(local) as served:
@@ -401,7 +397,7 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(list(each) if isinstance(each, tuple) else each)
 
 
-async def test_texts_of_jobs_control_nothing(local: StorageSettings, serve: Serve):
+async def test_texts_of_jobs_control_nothing(local: StorageSettings, serve):
     async with serve(local) as served:
         await served.state_when(lambda state: state["jobs"] == 2, campaign="spring")
         answers = [

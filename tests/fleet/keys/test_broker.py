@@ -137,7 +137,7 @@ MACHINE = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11"
 
 
 async def test_each_machine_gets_a_key_of_its_own_that_no_restart_changes(
-    start: Any,
+    start,
     salad: Salad,
     azurite_settings: StorageSettings,
     caplog,
@@ -193,7 +193,7 @@ def policy_of(body: dict[str, Any]) -> str:
 
 
 async def test_tokens_for_chains_have_a_policy_of_their_own_and_work_for_every_stage(
-    start: Any, salad: Salad, azurite_settings: StorageSettings
+    start, salad: Salad, azurite_settings: StorageSettings
 ):
     job = {"prompt": "a", "id": "a", "model": "one", "then": [{"model": "two"}]}
     body = json.dumps({**job, "stage": {"number": 2}})
@@ -224,7 +224,7 @@ async def test_tokens_for_chains_have_a_policy_of_their_own_and_work_for_every_s
 
 @pytest.mark.parametrize("organization", [NAME, ORGANIZATION])
 async def test_the_organization_is_known_by_its_name_or_its_id(
-    organization: str, start: Any, salad: Salad
+    organization: str, start, salad: Salad
 ):
     async with start(organization=organization) as client:
         assert (await ask(client, salad.sign()))[0] == 200
@@ -237,7 +237,7 @@ async def test_the_organization_is_known_by_its_name_or_its_id(
 
 
 async def test_without_fleets_all_groups_of_the_organization_get_tokens(
-    start: Any, salad: Salad
+    start, salad: Salad
 ):
     async with start(salad_fleets=None) as client:
         assert (await ask(client, salad.sign(salad_workload_name=None)))[0] == 200
@@ -275,7 +275,7 @@ async def test_tokens_are_for_valid_signatures_of_the_fleets_groups_alone(
 
 
 async def test_a_thiefs_tokens_end_with_the_policy_and_the_fleets_go_on(
-    start: Any,
+    start,
     salad: Salad,
     azurite_settings: StorageSettings,
     monkeypatch,
@@ -312,7 +312,7 @@ async def test_a_thiefs_tokens_end_with_the_policy_and_the_fleets_go_on(
 
 
 async def test_many_nodes_that_ask_at_once_share_one_policy(
-    start: Any,
+    start,
     salad: Salad,
     azurite_settings: StorageSettings,
     monkeypatch,
@@ -326,7 +326,7 @@ async def test_many_nodes_that_ask_at_once_share_one_policy(
 
 
 async def test_nodes_get_tokens_while_the_storage_does_not_answer(
-    start: Any, salad: Salad, monkeypatch
+    start, salad: Salad, monkeypatch
 ):
     async def fail(*_: object) -> set[str]:
         raise errors.TransientError("the storage does not answer")
@@ -347,7 +347,7 @@ async def test_nodes_get_tokens_while_the_storage_does_not_answer(
 
 
 async def test_a_fifth_policy_of_others_is_a_temporary_error_with_a_line_in_the_log(
-    start: Any,
+    start,
     salad: Salad,
     azurite_settings: StorageSettings,
     monkeypatch,

@@ -4,7 +4,6 @@ import itertools
 import json
 import shlex
 import stat
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import parse_qs
@@ -25,7 +24,7 @@ from imagefleet.storage.azure import sas
 from imagefleet.storage.azure.roles import ROLES, Role
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.dead_letter import FailedJob, Selection
-from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet, assert_refused
 from tokens import by_tokens
@@ -38,14 +37,6 @@ REAL_ACCOUNT = (
     "DefaultEndpointsProtocol=https;AccountName=pictures;AccountKey=a2V5a2V5;"
     "EndpointSuffix=core.windows.net"
 )
-
-
-@pytest.fixture
-async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
-    """The storage, opened with the account key."""
-    async with open_storage(azurite_settings) as storage:
-        await storage.create()
-        yield storage
 
 
 async def refused(request: Any) -> None:

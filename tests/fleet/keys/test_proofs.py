@@ -87,7 +87,7 @@ def machine(settings_of: Callable[[str], StorageSettings]) -> Machine:
 
 
 @pytest.fixture
-async def honest(storage: Storage, machine: Machine, run_worker: Any) -> thief.Loot:
+async def honest(storage: Storage, machine: Machine, run_worker) -> thief.Loot:
     """Images by one machine, and second drawings by another."""
     for name, of in ((f"{M1}-17", {}), (f"{M2}-17", {"verify": True})):
         await storage.queue.send(
@@ -100,7 +100,7 @@ async def honest(storage: Storage, machine: Machine, run_worker: Any) -> thief.L
 
 
 @pytest.fixture
-def ask(in_process: Any, storage_settings: StorageSettings, monkeypatch) -> Ask:
+def ask(in_process, storage_settings: StorageSettings, monkeypatch) -> Ask:
     """The JSON that a command prints."""
     for name in ("storage", "queue", "container", "files_container"):
         monkeypatch.setenv(
@@ -122,7 +122,7 @@ async def test_an_honest_fleet_proves_all_that_it_stores(
     ask: Ask,
     storage: Storage,
     machine: Machine,
-    storage_settings: Any,
+    storage_settings,
 ):
     verified = await asyncio.to_thread(ask, "verify", "spring")
     report = await asyncio.to_thread(ask, "report", "spring")
@@ -151,7 +151,7 @@ async def test_whoever_judges_with_tokens_is_told_that_nobody_is_believed(
 
 @pytest.mark.parametrize("role", [*ROLES.values(), ROLES["worker"].for_chains()])
 async def test_no_token_reads_or_changes_the_secret(
-    settings_of: Any, storage_settings: StorageSettings, role: Role
+    settings_of, storage_settings: StorageSettings, role: Role
 ):
     secret = await mint.proof_secret(storage_settings)
     minted = mint.Minter(storage_settings).mint(role, timedelta(hours=1))
@@ -313,7 +313,7 @@ async def test_a_thief_with_a_machines_key_writes_any_figures_of_that_machine(
 
 
 async def test_a_worker_whose_name_is_not_its_machines_says_that_it_proves_nothing(
-    settings_of: Any, monkeypatch, caplog
+    settings_of, monkeypatch, caplog
 ):
     monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
     known = {**settings_of(M1).model_dump(), "model": "stand-in", "until_empty": True}

@@ -41,7 +41,7 @@ def storage_settings(azurite_settings: StorageSettings) -> StorageSettings:
 
 @pytest.fixture
 def ask(
-    in_process: Imagefleet,
+    in_process,
     storage_settings: StorageSettings,
     monkeypatch,
 ) -> Imagefleet:
@@ -347,7 +347,7 @@ IN_GROUPS = [
 async def test_no_answer_about_honest_jobs_changes(
     attacks: list[str],
     role: Role,
-    ask: Imagefleet,
+    ask,
     loot: thief.Loot,
     storage: Storage,
     storage_settings: StorageSettings,

@@ -76,7 +76,7 @@ class TwoFleets:
 
 
 @pytest.fixture
-async def two_fleets(victoria_metrics: Any) -> TwoFleets:
+async def two_fleets(victoria_metrics) -> TwoFleets:
     """A fast worker and a slow one, and another fleet's."""
     name = uuid.uuid4().hex[:12]
     fleets = TwoFleets(victoria_metrics.url, f"a-{name}", f"b-{name}/jobs")
@@ -122,7 +122,7 @@ async def test_status_shows_images_per_second_and_per_dollar(
 
 
 async def test_two_gpus_of_a_machine_are_two_workers_and_one_replica(
-    victoria_metrics: Any,
+    victoria_metrics,
 ):
     fleet = uuid.uuid4().hex[:12]
     machine = uuid.uuid4().hex[:12]
@@ -145,9 +145,7 @@ async def test_all_fleets_are_added_up_only_where_that_is_asked_for(
         assert (await rates.fleet_rates(own))["workers"] == 2
 
 
-async def test_the_exporter_serves_and_pushes_until_sigterm(
-    victoria_metrics: Any, tmp_path
-):
+async def test_the_exporter_serves_and_pushes_until_sigterm(victoria_metrics, tmp_path):
     address = f"local:{tmp_path}/storage"
     async with open_storage(StorageSettings(storage=address)) as storage:
         await storage.create()

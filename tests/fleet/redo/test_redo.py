@@ -26,8 +26,6 @@ from in_process import assert_refused
 from stored_images import member, pack_name, store_pack
 from worker.engine import contract
 
-RunWorker = Callable[..., Any]  # the fixtures of conftest.py
-Imagefleet = Callable[..., Any]
 Draw = Callable[..., contract.Pixels]
 
 
@@ -112,7 +110,7 @@ async def redo(
 async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
     storage: Storage,
     storage_settings: StorageSettings,
-    run_worker: RunWorker,
+    run_worker,
     bad_picture: Draw,
 ):
     await storage.queue.send(messages(1, campaign="before"))
@@ -166,7 +164,7 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
 async def test_an_image_whose_name_is_no_jobs_id_counts_once_when_it_is_replaced(
     storage: Storage,
     storage_settings: StorageSettings,
-    run_worker: RunWorker,
+    run_worker,
     fields: dict[str, Any],
     image: str,
 ):
@@ -182,7 +180,7 @@ async def test_an_image_whose_name_is_no_jobs_id_counts_once_when_it_is_replaced
 async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
     storage: Storage,
     storage_settings: StorageSettings,
-    run_worker: RunWorker,
+    run_worker,
     bad_picture: Draw,
 ):
     await storage.queue.send(messages(1))
@@ -200,7 +198,7 @@ async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
 
 
 async def test_a_thiefs_garbage_is_replaced_by_the_job_that_failed_for_it(
-    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
+    storage: Storage, storage_settings: StorageSettings, run_worker
 ):
     await storage.blobs.create("default/j0.png", b"garbage", "image/png", {})
     await storage.queue.send(messages(1))
@@ -230,7 +228,7 @@ async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes
     stride: int,
     storage: Storage,
     storage_settings: StorageSettings,
-    run_worker: RunWorker,
+    run_worker,
     monkeypatch,
 ):
     monkeypatch.setattr(replace, "BATCH", 2)
@@ -275,7 +273,7 @@ async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes
 async def test_a_job_of_several_images_is_sent_once_all_of_them_are_put_aside(
     storage: Storage,
     storage_settings: StorageSettings,
-    run_worker: RunWorker,
+    run_worker,
     monkeypatch,
 ):
     """However many images are replaced at a time: else it would find names that are taken."""
@@ -316,7 +314,7 @@ async def test_images_without_their_job_stay_unless_it_is_given(
 
 
 async def test_an_image_that_names_another_image_as_its_jobs_is_not_believed(
-    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
+    storage: Storage, storage_settings: StorageSettings, run_worker
 ):
     await storage.queue.send(messages(1))
     await run_worker("good")
@@ -333,7 +331,7 @@ async def test_an_image_that_names_another_image_as_its_jobs_is_not_believed(
 
 
 async def test_a_given_job_takes_the_place_of_another_one_of_its_name(
-    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
+    storage: Storage, storage_settings: StorageSettings, run_worker
 ):
     forged = json.dumps({"prompt": "another", "id": "j0"})
     await storage.queue.send([forged])
@@ -351,7 +349,7 @@ async def test_a_given_job_takes_the_place_of_another_one_of_its_name(
 async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
     storage: Storage,
     storage_settings: StorageSettings,
-    run_worker: RunWorker,
+    run_worker,
     tmp_path,
 ):
     key = SigningKey.create(tmp_path / "key.pem")
@@ -383,7 +381,7 @@ async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
 async def test_an_image_of_long_ago_is_drawn_again_with_a_new_signature(
     storage: Storage,
     storage_settings: StorageSettings,
-    run_worker: RunWorker,
+    run_worker,
     tmp_path,
 ):
     key = SigningKey.create(tmp_path / "key.pem")
@@ -409,7 +407,7 @@ async def test_an_image_of_long_ago_is_drawn_again_with_a_new_signature(
 
 
 async def test_suspect_images_are_those_that_the_worker_stored_in_the_time_of_its_records(
-    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
+    storage: Storage, storage_settings: StorageSettings, run_worker
 ):
     await storage.queue.send(messages(2))
     await run_worker("bad")
@@ -449,7 +447,7 @@ async def test_suspect_images_are_those_that_the_worker_stored_in_the_time_of_it
 
 
 async def test_a_copy_that_a_worker_forges_has_no_job_drawn_since_no_file_marks_it(
-    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
+    storage: Storage, storage_settings: StorageSettings, run_worker
 ):
     await storage.queue.send(messages(1))
     await run_worker("good")
@@ -480,7 +478,7 @@ async def drawn(local_settings: StorageSettings, tmp_path) -> StorageSettings:
 
 
 async def test_a_dry_run_counts_and_changes_nothing_and_without_yes_nothing_is_done(
-    drawn: StorageSettings, in_process: Imagefleet
+    drawn: StorageSettings, in_process
 ):
     ended = await asyncio.to_thread(in_process, "redo", "--worker", "bad", "--dry-run")
     assert (ended.returncode, "2 images would be drawn again" in ended.stdout) == (
@@ -509,7 +507,7 @@ async def test_a_dry_run_counts_and_changes_nothing_and_without_yes_nothing_is_d
     ],
 )
 async def test_a_choice_that_is_none_is_refused(
-    drawn: StorageSettings, in_process: Imagefleet, arguments: tuple[str, ...]
+    drawn: StorageSettings, in_process, arguments: tuple[str, ...]
 ):
     ended = await asyncio.to_thread(in_process, "redo", "--yes", *arguments)
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
@@ -536,7 +534,7 @@ async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage):
 async def test_an_image_in_a_pack_is_replaced_by_a_single_one_and_its_pack_stays(
     storage: Storage,
     storage_settings: StorageSettings,
-    run_worker: RunWorker,
+    run_worker,
     wanted: dict[str, str],
 ):
     held = [member("a", worker="bad"), member("b")]

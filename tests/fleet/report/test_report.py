@@ -6,7 +6,6 @@ import re
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -313,7 +312,7 @@ async def page_of(storage: Storage, samples: int = 24) -> str:
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
 async def test_a_sample_shows_its_id_its_prompt_and_its_loras(
-    local_storage: LocalStorage, kind: Any
+    local_storage: LocalStorage, kind
 ):
     words = "a " + "very " * 60 + "red house"
     parameters = f"{words} <lora:outline-style:0.8>\nNegative prompt: blurry\nSteps: 15"

@@ -39,7 +39,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 async def test_pictures_of_packs_and_of_single_jobs_are_unpacked_side_by_side(
-    storage: Storage, fetch: Fetch, tmp_path: Path
+    storage: Storage, fetch, tmp_path: Path
 ):
     held = [member("a"), member("b")]
     alone = member("c")
@@ -73,9 +73,7 @@ async def test_a_pack_is_read_once_however_many_pictures_it_holds(
         assert storage.operations.blob_reads - before.blob_reads == 3
 
 
-async def test_packs_are_taken_as_they_are(
-    storage: Storage, fetch: Fetch, tmp_path: Path
-):
+async def test_packs_are_taken_as_they_are(storage: Storage, fetch, tmp_path: Path):
     await store_pack(storage, [member("a"), member("b")])
     second = pack_name(1)
     await store_pack(storage, [member("c")], name=second)
@@ -93,7 +91,7 @@ async def test_packs_are_taken_as_they_are(
 
 
 async def test_a_half_file_of_a_pack_is_stored_again(
-    storage: Storage, fetch: Fetch, tmp_path: Path
+    storage: Storage, fetch, tmp_path: Path
 ):
     await store_pack(storage, [member("a"), member("b")])
     await fetch("--packed")
@@ -108,7 +106,7 @@ async def test_a_half_file_of_a_pack_is_stored_again(
 @pytest.mark.parametrize("packed", [(), ("--packed",)])
 @pytest.mark.parametrize("how", ["cut", "another", "gone"])
 async def test_what_is_not_in_its_pack_as_recorded_is_named(
-    storage: Storage, fetch: Fetch, tmp_path: Path, packed: tuple[str, ...], how: str
+    storage: Storage, fetch, tmp_path: Path, packed: tuple[str, ...], how: str
 ):
     await store_pack(storage, [member("good")], name=pack_name(1))
     made = pack.write(pack_name(), [member("a"), member("b")])

@@ -57,9 +57,7 @@ def lines_of(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-async def test_json_has_every_result_with_all_that_is_known(
-    stored: Storage, results: Callable[..., Any]
-):
+async def test_json_has_every_result_with_all_that_is_known(stored: Storage, results):
     found = lines_of(await results("--json"))
     images = found[:3]
     ended = sorted(found[3:], key=lambda each: str(each["id"]))
@@ -111,7 +109,7 @@ async def test_json_has_every_result_with_all_that_is_known(
     )
 
 
-async def test_a_filter_and_a_limit(stored: Storage, results: Callable[..., Any]):
+async def test_a_filter_and_a_limit(stored: Storage, results):
     failed = lines_of(await results("--json", "--outcome", "failed"))
     both = lines_of(
         await results("--json", "--outcome", "failed", "--outcome", "cancelled")
@@ -123,9 +121,7 @@ async def test_a_filter_and_a_limit(stored: Storage, results: Callable[..., Any]
     assert [each["id"] for each in two] == ["0001", "0002"]
 
 
-async def test_people_see_counts_and_some_results(
-    stored: Storage, results: Callable[..., Any]
-):
+async def test_people_see_counts_and_some_results(stored: Storage, results):
     result = await results("--limit", "2")
 
     shown = " ".join(result.stdout.split())
@@ -149,7 +145,7 @@ async def test_people_see_counts_and_some_results(
     ],
 )
 async def test_options_that_do_not_go_together_are_one_line(
-    stored: Storage, results: Callable[..., Any], arguments: tuple[str, ...], says: str
+    stored: Storage, results, arguments: tuple[str, ...], says: str
 ):
     result = await results(*arguments, code=2)
 
@@ -199,7 +195,7 @@ def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose():
 
 
 async def test_a_hostile_record_controls_no_terminal(
-    stored: Storage, results: Callable[..., Any], store_images: Add
+    stored: Storage, results, store_images: Add
 ):
     await store_images(stored, "0009", prompt=HOSTILE, worker=HOSTILE, size_bytes=2**25)
 

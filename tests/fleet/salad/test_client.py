@@ -26,7 +26,7 @@ def waits(monkeypatch) -> list[float]:
 
 
 @pytest.fixture
-async def api(salad: Any, salad_module: Any, waits: list[float]) -> AsyncIterator[Any]:
+async def api(salad, salad_module, waits: list[float]) -> AsyncIterator[Any]:
     async with aiohttp.ClientSession() as session:
         yield client.SaladClient(session, salad.url, salad_module.KEY)
 
@@ -65,9 +65,7 @@ def test_no_minute_has_more_calls_than_salad_allows():
     assert 195 <= busiest <= 200
 
 
-async def test_retry_after_sets_the_wait(
-    salad: Any, salad_module: Any, api: Any, waits: list[float]
-):
+async def test_retry_after_sets_the_wait(salad, salad_module, api, waits: list[float]):
     salad.faults = [salad_module.Fault(429, headers={"Retry-After": "17"})]
 
     await api.call("GET", "/organizations/acme/quotas")
@@ -76,7 +74,7 @@ async def test_retry_after_sets_the_wait(
 
 
 async def test_a_wait_of_hours_is_not_taken_for_the_budget_is_not_watched_meanwhile(
-    salad: Any, salad_module: Any, api: Any, waits: list[float]
+    salad, salad_module, api, waits: list[float]
 ):
     salad.faults = [salad_module.Fault(503, headers={"Retry-After": "86400"})]
 
@@ -86,7 +84,7 @@ async def test_a_wait_of_hours_is_not_taken_for_the_budget_is_not_watched_meanwh
 
 
 async def test_an_outage_ends_the_call_after_so_many_tries(
-    salad: Any, salad_module: Any, api: Any, waits: list[float]
+    salad, salad_module, api, waits: list[float]
 ):
     salad.faults = [salad_module.Fault(503, "") for _ in range(client.RETRIES.tries)]
 
@@ -96,7 +94,7 @@ async def test_an_outage_ends_the_call_after_so_many_tries(
     assert len(waits) == client.RETRIES.tries - 1
 
 
-async def test_a_refused_call_is_not_retried(salad: Any, salad_module: Any, api: Any):
+async def test_a_refused_call_is_not_retried(salad, salad_module, api):
     salad.faults = [
         salad_module.Fault(400, '{"title": "Bad", "errors": {"cpu": ["too many"]}}')
     ]
@@ -107,7 +105,7 @@ async def test_a_refused_call_is_not_retried(salad: Any, salad_module: Any, api:
     assert len(salad.requests) == 1
 
 
-async def test_a_page_of_html_is_not_an_answer(salad: Any, salad_module: Any, api: Any):
+async def test_a_page_of_html_is_not_an_answer(salad, salad_module, api):
     page = "<html><title>Sign in to the hotel's network</title></html>"
     salad.faults = [
         salad_module.Fault(200, page, "text/html") for _ in range(client.RETRIES.tries)
@@ -117,9 +115,7 @@ async def test_a_page_of_html_is_not_an_answer(salad: Any, salad_module: Any, ap
         await api.call("GET", "/organizations/acme/quotas")
 
 
-async def test_a_redirect_is_not_followed_with_the_key(
-    salad: Any, salad_module: Any, api: Any
-):
+async def test_a_redirect_is_not_followed_with_the_key(salad, salad_module, api):
     to = {"Location": f"{salad.url}/elsewhere"}
     salad.faults = [
         salad_module.Fault(302, headers=to) for _ in range(client.RETRIES.tries)
@@ -132,7 +128,7 @@ async def test_a_redirect_is_not_followed_with_the_key(
 
 
 async def test_a_refusal_that_quotes_a_secret_is_shown_without_it(
-    salad: Any, salad_module: Any, api: Any
+    salad, salad_module, api
 ):
     salad.faults = [salad_module.Fault(400, '{"detail": "sig=very-secret is odd"}')]
 
@@ -143,7 +139,7 @@ async def test_a_refusal_that_quotes_a_secret_is_shown_without_it(
 
 
 async def test_an_answer_in_which_a_secret_stands_by_chance_is_read_as_it_is(
-    salad: Any, salad_module: Any, api: Any
+    salad, salad_module, api
 ):
     salad.faults = [salad_module.Fault(200, '{"replicas": 10}')]
 

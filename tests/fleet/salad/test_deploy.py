@@ -23,7 +23,7 @@ def replicas(salad: Any) -> list[int]:
 
 
 def test_a_half_created_deployment_is_resumed(
-    salad: Any, salad_module: Any, in_process: Imagefleet
+    salad, salad_module, in_process: Imagefleet
 ):
     salad.faults = [
         salad_module.Fault(403, '{"title": "Forbidden"}', method="POST", skips=1)
@@ -39,7 +39,7 @@ def test_a_half_created_deployment_is_resumed(
 
 
 def test_the_price_to_confirm_is_the_whole_fleets_before_and_after_an_interruption(
-    salad: Any, salad_module: Any, in_process: Imagefleet, tmp_path
+    salad, salad_module, in_process: Imagefleet, tmp_path
 ):
     """It is what `imagefleet exporter --dollars-per-hour` is given."""
     in_process("deploy", "apply", "--yes")
@@ -60,7 +60,7 @@ def test_the_price_to_confirm_is_the_whole_fleets_before_and_after_an_interrupti
 
 
 def test_a_creation_whose_answer_is_lost_happens_once(
-    salad: Any, salad_module: Any, in_process: Imagefleet
+    salad, salad_module, in_process: Imagefleet
 ):
     salad.faults = [
         salad_module.Fault(0, method="POST", lands=True, cuts_the_line=True),
@@ -74,7 +74,7 @@ def test_a_creation_whose_answer_is_lost_happens_once(
 
 
 def test_a_second_apply_of_a_file_is_told_and_ends(
-    salad: Any, in_process: Imagefleet, tmp_path
+    salad, in_process: Imagefleet, tmp_path
 ):
     with console.only_one(tmp_path / "fleet.yaml"):
         assert_refused(
@@ -86,7 +86,7 @@ def test_a_second_apply_of_a_file_is_told_and_ends(
 
 @pytest.mark.parametrize("command", ["apply", "drain"])
 def test_what_another_machine_starts_meanwhile_is_not_waited_for(
-    salad: Any, in_process: Imagefleet, tmp_path, monkeypatch, command: str
+    salad, in_process: Imagefleet, tmp_path, monkeypatch, command: str
 ):
     in_process("deploy", "apply", "--yes")
     edit(tmp_path, "environment:", "priority: high\nenvironment:")
@@ -107,7 +107,7 @@ def test_what_another_machine_starts_meanwhile_is_not_waited_for(
 
 
 def test_a_quota_that_is_too_small_is_reported_before_anything_is_created(
-    salad: Any, in_process: Imagefleet
+    salad, in_process: Imagefleet
 ):
     salad.quota = 500
 
@@ -120,7 +120,7 @@ def test_a_quota_that_is_too_small_is_reported_before_anything_is_created(
 
 
 def test_a_misspelled_gpu_class_gets_a_suggestion(
-    salad: Any, in_process: Imagefleet, tmp_path
+    salad, in_process: Imagefleet, tmp_path
 ):
     edit(tmp_path, "RTX 3060 Ti", "RTX 3060 Tii")
 
@@ -131,7 +131,7 @@ def test_a_misspelled_gpu_class_gets_a_suggestion(
 
 
 def test_a_gpu_class_that_is_not_in_our_table_comes_from_the_api(
-    salad: Any, in_process: Imagefleet, tmp_path
+    salad, in_process: Imagefleet, tmp_path
 ):
     edit(tmp_path, "RTX 3060 Ti", "RTX 6070")
 
@@ -144,7 +144,7 @@ def test_a_gpu_class_that_is_not_in_our_table_comes_from_the_api(
     ]
 
 
-def test_more_replicas_restart_nothing(salad: Any, in_process: Imagefleet, tmp_path):
+def test_more_replicas_restart_nothing(salad, in_process: Imagefleet, tmp_path):
     in_process("deploy", "apply", "--yes")
     names = set(salad.groups)
     edit(tmp_path, "replicas: 750", "replicas: 900")
@@ -156,7 +156,7 @@ def test_more_replicas_restart_nothing(salad: Any, in_process: Imagefleet, tmp_p
 
 
 def test_a_changed_file_replaces_the_groups_a_quarter_at_a_time(
-    salad: Any, in_process: Imagefleet, tmp_path
+    salad, in_process: Imagefleet, tmp_path
 ):
     salad.quota = 750
     in_process("deploy", "apply", "--yes")
@@ -178,7 +178,7 @@ def test_a_changed_file_replaces_the_groups_a_quarter_at_a_time(
 
 
 def test_one_replica_is_replaced_by_none_and_the_plan_says_so(
-    salad: Any, in_process: Imagefleet, tmp_path
+    salad, in_process: Imagefleet, tmp_path
 ):
     in_process("deploy", "apply", "--yes", "--replicas", "1")
     for _ in range(3):
@@ -191,7 +191,7 @@ def test_one_replica_is_replaced_by_none_and_the_plan_says_so(
 
 
 def test_new_groups_that_do_not_start_leave_three_quarters_of_the_old_ones(
-    salad: Any, in_process: Imagefleet, tmp_path
+    salad, in_process: Imagefleet, tmp_path
 ):
     in_process("deploy", "apply", "--yes")
     for _ in range(3):
@@ -220,7 +220,7 @@ def test_new_groups_that_do_not_start_leave_three_quarters_of_the_old_ones(
 
 
 def test_new_replicas_wait_for_those_that_are_still_to_stop(
-    salad: Any, in_process: Imagefleet
+    salad, in_process: Imagefleet
 ):
     in_process("deploy", "apply", "--yes")
     for _ in range(3):
@@ -234,7 +234,7 @@ def test_new_replicas_wait_for_those_that_are_still_to_stop(
     assert max(billed for billed, _ in salad.billed) == 750
 
 
-def test_resizing_spreads_over_the_groups(salad: Any, in_process: Imagefleet):
+def test_resizing_spreads_over_the_groups(salad, in_process: Imagefleet):
     in_process("deploy", "apply", "--yes")
 
     down = in_process("deploy", "apply", "--replicas", "301")
@@ -251,8 +251,8 @@ def test_resizing_spreads_over_the_groups(salad: Any, in_process: Imagefleet):
 )
 @pytest.mark.parametrize("skips", [0, 1, 2])
 def test_one_refused_call_of_several_is_the_only_line(
-    salad: Any,
-    salad_module: Any,
+    salad,
+    salad_module,
     in_process: Imagefleet,
     arguments: list[str],
     skips: int,
@@ -274,7 +274,7 @@ def test_one_refused_call_of_several_is_the_only_line(
     assert "Forbidden" in line
 
 
-def test_each_change_has_its_json(salad: Any, in_process: Imagefleet):
+def test_each_change_has_its_json(salad, in_process: Imagefleet):
     def read(*arguments: str) -> Any:
         ended = in_process("deploy", *arguments, "--json")
         assert ended.returncode == 0, ended.stderr
@@ -298,7 +298,7 @@ def test_each_change_has_its_json(salad: Any, in_process: Imagefleet):
 
 
 def test_draining_waits_for_the_instances_and_stops_the_groups(
-    salad: Any, in_process: Imagefleet
+    salad, in_process: Imagefleet
 ):
     in_process("deploy", "apply", "--yes")
     for _ in range(3):
@@ -318,7 +318,7 @@ def test_draining_waits_for_the_instances_and_stops_the_groups(
     assert not any(group.is_stopped for group in salad.groups.values())
 
 
-def test_deleting_leaves_other_fleets_alone(salad: Any, in_process: Imagefleet):
+def test_deleting_leaves_other_fleets_alone(salad, in_process: Imagefleet):
     in_process("deploy", "apply", "--yes")
     other = next(iter(salad.groups.values()))
     salad.groups["sd15-batch-two-1"] = type(other)(
@@ -332,7 +332,7 @@ def test_deleting_leaves_other_fleets_alone(salad: Any, in_process: Imagefleet):
     assert set(salad.groups) == {"sd15-batch-two-1"}
 
 
-def test_status_shows_what_runs_and_what_it_costs(salad: Any, in_process: Imagefleet):
+def test_status_shows_what_runs_and_what_it_costs(salad, in_process: Imagefleet):
     in_process("deploy", "apply", "--yes")
     in_process("deploy", "status")
 
@@ -359,7 +359,7 @@ def test_status_shows_what_runs_and_what_it_costs(salad: Any, in_process: Imagef
     ],
 )
 def test_an_api_key_of_no_use_is_reported_without_it(
-    salad: Any,
+    salad,
     in_process: Imagefleet,
     monkeypatch,
     key: str,
@@ -375,7 +375,7 @@ def test_an_api_key_of_no_use_is_reported_without_it(
 
 
 def test_an_unknown_project_is_reported_with_where_it_stands(
-    salad: Any, in_process: Imagefleet, tmp_path
+    salad, in_process: Imagefleet, tmp_path
 ):
     edit(tmp_path, "project: default", "project: defualt")
 

@@ -58,7 +58,7 @@ def test_the_sdks_models_accept_the_groups(more: str, tmp_path):
         assert model._map() == body
 
 
-def test_the_fake_answers_as_the_sdk_expects(salad: Any, in_process: Imagefleet):
+def test_the_fake_answers_as_the_sdk_expects(salad, in_process: Imagefleet):
     """The fake of the other tests follows the published specification."""
     in_process("deploy", "apply", "--yes")
 

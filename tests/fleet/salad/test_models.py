@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -135,7 +134,7 @@ def test_the_scaler_does_not_rent_for_twenty_guided_steps_where_four_of_one_row_
 
 
 def test_the_scaler_counts_the_queues_of_its_file(
-    salad: Any, in_process: Imagefleet, tmp_path
+    salad, in_process: Imagefleet, tmp_path
 ):
     file = tmp_path / "fleet.yaml"
     lines = "replicas: 40\nmodels: {store:pony.tar: sdxl}\n"

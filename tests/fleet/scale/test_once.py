@@ -1,7 +1,5 @@
 """One decision, which somebody waits for."""
 
-from typing import Any
-
 from cli import console
 from fleet.salad import client
 from imagefleet.telemetry import logs
@@ -9,8 +7,8 @@ from in_process import Imagefleet
 
 
 def test_one_decision_without_a_network_is_one_sentence_after_a_few_tries(
-    salad: Any,
-    salad_module: Any,
+    salad,
+    salad_module,
     in_process: Imagefleet,
     tmp_path,
     monkeypatch,
@@ -39,7 +37,7 @@ def test_one_decision_without_a_network_is_one_sentence_after_a_few_tries(
 
 
 def test_a_decision_names_its_own_queues_and_what_is_spent_once(
-    salad: Any,
+    salad,
     in_process: Imagefleet,
     tmp_path,
     monkeypatch,

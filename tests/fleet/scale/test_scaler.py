@@ -62,7 +62,7 @@ class Clock:
 
 
 @pytest.fixture
-async def scaling(salad: Any, salad_module: Any, tmp_path, monkeypatch) -> Any:
+async def scaling(salad, salad_module, tmp_path, monkeypatch) -> Any:
     """Two groups without replicas, 100 jobs of low priority, and a factory of scalers."""
     import aiohttp
 
@@ -108,9 +108,7 @@ async def scaling(salad: Any, salad_module: Any, tmp_path, monkeypatch) -> Any:
         yield make, clock, storage
 
 
-async def test_the_fleet_works_off_the_queue_and_scales_to_zero(
-    salad: Any, scaling: Any
-):
+async def test_the_fleet_works_off_the_queue_and_scales_to_zero(salad, scaling):
     make, clock, storage = scaling
     scaler_ = make(GOAL)
 
@@ -134,7 +132,7 @@ async def test_the_fleet_works_off_the_queue_and_scales_to_zero(
     assert 0 < last["spent_dollars"] < 12 * 0.03 * 7 / 60 + 1e-9
 
 
-async def test_a_leased_job_keeps_its_worker(salad: Any, scaling: Any):
+async def test_a_leased_job_keeps_its_worker(salad, scaling):
     make, clock, storage = scaling
     scaler_ = make(GOAL)
     await scaler_.step()
@@ -154,7 +152,7 @@ async def test_a_leased_job_keeps_its_worker(salad: Any, scaling: Any):
 
 
 async def test_an_outage_leaves_the_replicas_and_the_change_is_retried(
-    salad: Any, salad_module: Any, scaling: Any, monkeypatch
+    salad, salad_module, scaling, monkeypatch
 ):
     make, clock, _ = scaling
     scaler_ = make(GOAL)
@@ -177,8 +175,8 @@ async def test_an_outage_leaves_the_replicas_and_the_change_is_retried(
 
 @pytest.mark.parametrize("error", [errors.TransientError, errors.SetupError])
 async def test_the_budget_is_watched_while_the_queue_does_not_answer(
-    salad: Any,
-    scaling: Any,
+    salad,
+    scaling,
     monkeypatch,
     error: type[errors.FleetError],
 ):
@@ -204,9 +202,7 @@ async def test_the_budget_is_watched_while_the_queue_does_not_answer(
     assert 10 < records[-1]["spent_dollars"] <= 20
 
 
-async def test_a_refused_key_ends_a_scaler_at_its_start(
-    salad: Any, salad_module: Any, scaling: Any
-):
+async def test_a_refused_key_ends_a_scaler_at_its_start(salad, salad_module, scaling):
     make, _, _ = scaling
     salad.faults = [salad_module.Fault(403, "{}", method="GET")]
 
@@ -214,7 +210,7 @@ async def test_a_refused_key_ends_a_scaler_at_its_start(
         await make(GOAL).try_once(lambda _: None)
 
 
-async def test_the_budget_holds_across_restarts(salad: Any, scaling: Any):
+async def test_the_budget_holds_across_restarts(salad, scaling):
     make, clock, _ = scaling
     goal = replace(GOAL, max_dollars=0.5)
     scaler_ = make(goal)
@@ -234,9 +230,9 @@ async def test_the_budget_holds_across_restarts(salad: Any, scaling: Any):
 @pytest.mark.parametrize("is_away", ["the scaler", "the API"])
 @pytest.mark.parametrize("minutes", [2, 15, 18, 75])
 async def test_the_budget_holds_however_long_nobody_watches(
-    salad: Any,
-    salad_module: Any,
-    scaling: Any,
+    salad,
+    salad_module,
+    scaling,
     monkeypatch,
     is_away: str,
     minutes: int,
@@ -280,7 +276,7 @@ async def test_the_budget_holds_however_long_nobody_watches(
 
 
 async def test_an_end_that_saladcloud_refuses_is_said_and_the_budget_watched(
-    salad: Any, salad_module: Any, scaling: Any, caplog
+    salad, salad_module, scaling, caplog
 ):
     make, clock, _ = scaling
     scaler_ = make(replace(GOAL, max_dollars=0.5))
@@ -299,9 +295,7 @@ async def test_an_end_that_saladcloud_refuses_is_said_and_the_budget_watched(
     assert 0.3 < record["spent_dollars"] <= 0.5
 
 
-async def test_a_clock_that_is_set_moves_the_deadline_and_no_dollar(
-    salad: Any, scaling: Any
-):
+async def test_a_clock_that_is_set_moves_the_deadline_and_no_dollar(salad, scaling):
     make, clock, _ = scaling
     wall = Clock()
     goal = replace(GOAL, dollars_per_hour=None, deadline=clock.now + 7200)
@@ -318,7 +312,7 @@ async def test_a_clock_that_is_set_moves_the_deadline_and_no_dollar(
 
 
 async def test_the_budget_is_watched_while_the_ledger_cannot_be_written(
-    salad: Any, scaling: Any, tmp_path
+    salad, scaling, tmp_path
 ):
     """A scaler that only failed would leave the fleet as it is, and billed, for ever."""
     make, clock, _ = scaling
@@ -340,7 +334,7 @@ async def test_the_budget_is_watched_while_the_ledger_cannot_be_written(
     assert records[-1]["wanted"] < records[0]["wanted"]
 
 
-async def test_without_a_price_nothing_is_started(salad: Any, scaling: Any):
+async def test_without_a_price_nothing_is_started(salad, scaling):
     make, _, _ = scaling
     salad.prices = {"high": "0.08"}
 
@@ -350,9 +344,7 @@ async def test_without_a_price_nothing_is_started(salad: Any, scaling: Any):
     assert "the price is unknown" in record["reason"]
 
 
-async def test_a_rolling_change_is_left_alone(
-    salad: Any, salad_module: Any, scaling: Any
-):
+async def test_a_rolling_change_is_left_alone(salad, salad_module, scaling):
     make, _, _ = scaling
     first = next(iter(salad.groups.values()))
     name = "sd15-batch-ffffffff-1"
@@ -369,9 +361,7 @@ async def test_a_rolling_change_is_left_alone(
     assert salad.count("PATCH") == 3
 
 
-async def test_the_budget_holds_during_a_rolling_change(
-    salad: Any, salad_module: Any, scaling: Any
-):
+async def test_the_budget_holds_during_a_rolling_change(salad, salad_module, scaling):
     make, clock, _ = scaling
     first = next(iter(salad.groups.values()))
     name = "sd15-batch-ffffffff-1"
@@ -388,7 +378,7 @@ async def test_the_budget_holds_during_a_rolling_change(
 
 
 def test_a_dry_run_prints_the_decision(
-    salad: Any, in_process: Imagefleet, tmp_path, monkeypatch
+    salad, in_process: Imagefleet, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
         logs, "configure", lambda _: None
@@ -417,7 +407,7 @@ def test_a_dry_run_prints_the_decision(
 
 
 def test_two_scalers_with_one_ledger_are_refused(
-    salad: Any, in_process: Imagefleet, tmp_path, monkeypatch
+    salad, in_process: Imagefleet, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
         logs, "configure", lambda _: None
@@ -444,7 +434,7 @@ def test_a_deadline_that_is_no_time_is_refused_with_an_example(
     )
 
 
-def test_a_goal_is_required(salad: Any, in_process: Imagefleet):
+def test_a_goal_is_required(salad, in_process: Imagefleet):
     assert_refused(
         in_process("scale", "--max-dollars", "5"),
         "--deadline, --dollars-per-hour or both",
@@ -455,7 +445,7 @@ def test_a_goal_is_required(salad: Any, in_process: Imagefleet):
     "also", [(), ("--dollars-per-hour", "3"), ("--dry-run",), ("--yes",)]
 )
 def test_a_deadline_in_the_past_is_refused(
-    salad: Any, in_process: Imagefleet, also: tuple[str, ...]
+    salad, in_process: Imagefleet, also: tuple[str, ...]
 ):
     ended = in_process(
         "scale", "--deadline", "2020-01-31T08:00", "--max-dollars", "5", *also
@@ -469,7 +459,7 @@ def test_a_deadline_in_the_past_is_refused(
     "goal", [("--deadline", "2999-01-01T08:00"), ("--dollars-per-hour", "3")]
 )
 def test_without_a_terminal_scaling_needs_yes(
-    salad: Any, in_process: Imagefleet, goal: tuple[str, str]
+    salad, in_process: Imagefleet, goal: tuple[str, str]
 ):
     ended = in_process(
         "scale", *goal, "--max-dollars", "5", "--replicas", "7", "--once"
@@ -481,7 +471,7 @@ def test_without_a_terminal_scaling_needs_yes(
 
 
 def test_a_stopped_scaler_reports_the_workers_that_keep_running(
-    salad: Any, in_process: Imagefleet, start: Callable[..., forks.Fork], tmp_path
+    salad, in_process: Imagefleet, start: Callable[..., forks.Fork], tmp_path
 ):
     in_process("deploy", "apply", "--yes", "--replicas", "20")
     for _ in range(2):

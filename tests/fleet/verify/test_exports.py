@@ -24,16 +24,10 @@ from in_process import Imagefleet
 from storage_flags import flags
 from stored_images import member as made_picture
 
-RunWorker = Callable[..., Any]
 #: Verifies an export in a process without a storage: its exit code, and what it prints as JSON.
 Verify = Callable[..., tuple[int, dict[str, Any]]]
 
 JOBS = 6
-
-
-@pytest.fixture
-def key(tmp_path: Path) -> SigningKey:
-    return SigningKey.create(tmp_path / "key.pem")
 
 
 @pytest.fixture
@@ -52,7 +46,7 @@ def bundle(request: pytest.FixtureRequest) -> int:
 async def export(
     storage_settings: StorageSettings,
     imagefleet: Imagefleet,
-    run_worker: RunWorker,
+    run_worker,
     key: SigningKey,
     bundle: int,
     tmp_path: Path,

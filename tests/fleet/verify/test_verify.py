@@ -21,7 +21,6 @@ from stored_images import member, store_pack
 from worker.engine import contract
 from worker.node import quarantine
 
-RunWorker = Callable[..., Any]  # the fixtures of conftest.py
 Imagefleet = Callable[..., Any]
 
 DIGEST = "d" * 64
@@ -44,7 +43,7 @@ async def compared(storage: Storage) -> list[pairs.Pair]:
 
 @pytest.fixture
 async def drawn_by_three(
-    storage: Storage, run_worker: RunWorker, bad_picture: Callable[..., contract.Pixels]
+    storage: Storage, run_worker, bad_picture: Callable[..., contract.Pixels]
 ) -> Storage:
     """Images of a bad worker and a good one, and second drawings by two others."""
     await storage.queue.send(jobs(range(4)))
@@ -68,7 +67,7 @@ def verify(
 async def test_a_worker_that_draws_wrong_is_named_and_no_good_one(
     drawn_by_three: Storage,
     storage_settings: StorageSettings,
-    in_process: Imagefleet,
+    in_process,
 ):
     code, found = await asyncio.to_thread(verify, in_process, storage_settings)
 
@@ -95,7 +94,7 @@ async def test_a_worker_that_draws_wrong_is_named_and_no_good_one(
 
 
 async def test_garbage_under_a_jobs_name_is_found_by_the_duplicate_kept_aside(
-    storage: Storage, run_worker: RunWorker
+    storage: Storage, run_worker
 ):
     sent = jobs(range(2))
     digest = read_job(sent[0], "none").stage_digest
@@ -131,8 +130,8 @@ async def test_pairs_that_prove_nothing_are_counted_apart(storage: Storage):
 async def test_drawings_of_unlike_jobs_that_share_an_id_are_not_held_against_a_worker(
     drawn_by_three: Storage,
     storage_settings: StorageSettings,
-    run_worker: RunWorker,
-    in_process: Imagefleet,
+    run_worker,
+    in_process,
 ):
     """`monday` and `tuesday` of the same ids, each drawn right."""
     honest = drawn_by_three
@@ -150,7 +149,7 @@ async def test_drawings_of_unlike_jobs_that_share_an_id_are_not_held_against_a_w
 
 
 async def test_false_drawings_bring_no_worker_whose_drawings_are_alike_into_quarantine(
-    drawn_by_three: Storage, storage_settings: StorageSettings, in_process: Imagefleet
+    drawn_by_three: Storage, storage_settings: StorageSettings, in_process
 ):
     """Whoever stores a drawing writes the worker's name beside it, and any digest."""
     honest = drawn_by_three
@@ -189,9 +188,7 @@ async def test_a_campaigns_pairs_since_a_moment(storage: Storage):
     ] == []
 
 
-async def test_jobs_of_few_steps_differ_rightly(
-    storage: Storage, run_worker: RunWorker
-):
+async def test_jobs_of_few_steps_differ_rightly(storage: Storage, run_worker):
     await storage.queue.send(jobs(range(2), steps=4))
     await run_worker("a")
     await storage.queue.send(jobs(range(1, 2), steps=4, verify=True))
@@ -245,7 +242,7 @@ async def test_a_quarantine_list_that_is_none_is_never_overwritten(
         await quarantine.add(storage.files, ["a"], "")
 
 
-def test_nothing_to_compare_is_said_and_is_no_error(in_process: Imagefleet, tmp_path):
+def test_nothing_to_compare_is_said_and_is_no_error(in_process, tmp_path):
     (tmp_path / "j.jsonl").write_text('{"prompt": "a"}\n')
     in_process("load", "j.jsonl")
     ended = in_process("verify")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -114,7 +113,7 @@ def test_what_no_campaign_is_called_is_refused_not_waited_for(
 
 
 async def test_the_service_sends_until_it_is_stopped(
-    jobs: Path, receiver: Any, unused_port: int
+    jobs: Path, receiver, unused_port: int
 ):
     receiver.secret = SECRETS[0]
     command = ["--url", receiver.url, "--secret-file", "secret", "--each-job"]
@@ -151,7 +150,7 @@ async def test_the_service_sends_until_it_is_stopped(
 
 
 def test_a_receiver_that_is_gone_ends_the_service(
-    jobs: Path, receiver: Any, in_process: Imagefleet
+    jobs: Path, receiver, in_process: Imagefleet
 ):
     receiver.secret = SECRETS[0]
     command = (

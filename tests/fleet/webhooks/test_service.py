@@ -56,7 +56,7 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(storage: Storage, receiver: Any, tmp_path, times: pytest.MonkeyPatch) -> Run:
+def run(storage: Storage, receiver, tmp_path, times: pytest.MonkeyPatch) -> Run:
     """Runs the service: until a condition holds, or once; a killed one saves nothing at its end."""
     key = tmp_path / "secret"
     key.write_text(f"{receiver.secret}\n")
@@ -112,7 +112,7 @@ def record(number: int, outcome: str = "completed", **fields: Any) -> Record:
 
 
 async def test_a_campaign_that_has_an_end_of_every_job_is_reported_once(
-    storage: Storage, log: RecordLog, operator: RecordLog, receiver: Any, run: Run
+    storage: Storage, log: RecordLog, operator: RecordLog, receiver, run
 ):
     await sent_jobs.note(storage, "spring", 3, ids=("job-1", "job-2", "job-3"))
     await log.add([record(1), record(2, "failed", error="JobError", reason="no")])
@@ -138,7 +138,7 @@ async def test_a_campaign_that_has_an_end_of_every_job_is_reported_once(
 
 
 async def test_what_a_worker_has_done_is_reported(
-    storage: Storage, log: RecordLog, receiver: Any, run: Run, run_worker: Any
+    storage: Storage, log: RecordLog, receiver, run, run_worker
 ):
     jobs = ({"id": "one"}, {"id": "set", "batch_size": 3}, {"id": "bad", "steps": 500})
     shared = {"prompt": "a cat", "campaign": "spring", "metadata": {"order": 7}}
@@ -160,7 +160,7 @@ async def test_what_a_worker_has_done_is_reported(
 
 
 async def test_a_campaign_that_goes_on_ends_again_with_another_id(
-    storage: Storage, log: RecordLog, operator: RecordLog, receiver: Any, run: Run
+    storage: Storage, log: RecordLog, operator: RecordLog, receiver, run
 ):
     await sent_jobs.note(storage, "spring", 2, ids=("job-1", "job-2"))
     await log.add([record(1), record(2, "failed", error="JobError", reason="no")])
@@ -174,7 +174,7 @@ async def test_a_campaign_that_goes_on_ends_again_with_another_id(
 
 
 async def test_without_a_filler_that_counts_a_campaign_ends_with_the_queue(
-    storage: Storage, log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
+    storage: Storage, log: RecordLog, receiver, run, times: pytest.MonkeyPatch
 ):
     times.setattr(events, "QUIET_SECONDS", 0.0)
     await storage.queue.send(['{"prompt": "a cat"}'])
@@ -188,7 +188,7 @@ async def test_without_a_filler_that_counts_a_campaign_ends_with_the_queue(
 
 
 async def test_each_job_is_reported_if_asked(
-    log: RecordLog, operator: RecordLog, receiver: Any, run: Run
+    log: RecordLog, operator: RecordLog, receiver, run
 ):
     await log.add([record(1, metadata={"order": 7})])
     await log.add(
@@ -212,7 +212,7 @@ async def test_each_job_is_reported_if_asked(
 
 
 async def test_a_job_of_several_images_is_complete_with_the_last_of_them(
-    log: RecordLog, receiver: Any, run: Run
+    log: RecordLog, receiver, run
 ):
     image = {"images": 3, "id": "set"}
     for index in (2, 0):
@@ -230,7 +230,7 @@ async def test_a_job_of_several_images_is_complete_with_the_last_of_them(
 
 
 async def test_a_job_that_is_recorded_again_has_the_same_id(
-    log: RecordLog, receiver: Any, run: Run
+    log: RecordLog, receiver, run
 ):
     await log.add([record(1)])
     await run(each_job=True)
@@ -240,7 +240,7 @@ async def test_a_job_that_is_recorded_again_has_the_same_id(
 
 
 async def test_other_campaigns_and_older_jobs_are_left_out(
-    log: RecordLog, receiver: Any, run: Run
+    log: RecordLog, receiver, run
 ):
     old = datetime.now(UTC) - timedelta(days=1)
     await log.add([record(1, campaign="summer"), record(2), record(3, at=old)])
@@ -249,7 +249,7 @@ async def test_other_campaigns_and_older_jobs_are_left_out(
 
 
 async def test_events_that_fail_are_tried_again_and_do_not_hold_up_others(
-    log: RecordLog, receiver: Any, run: Run
+    log: RecordLog, receiver, run
 ):
     await log.add([record(number) for number in range(20)])
     receiver.answers.extend(
@@ -262,7 +262,7 @@ async def test_events_that_fail_are_tried_again_and_do_not_hold_up_others(
 
 
 async def test_an_event_is_given_up_after_its_time(
-    log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
+    log: RecordLog, receiver, run, times: pytest.MonkeyPatch
 ):
     times.setattr(service, "GIVE_UP_SECONDS", 0.0)
     await log.add([record(1)])
@@ -272,7 +272,7 @@ async def test_an_event_is_given_up_after_its_time(
 
 
 async def test_a_busy_receiver_is_left_alone_for_as_long_as_it_says(
-    log: RecordLog, receiver: Any, run: Run
+    log: RecordLog, receiver, run
 ):
     await log.add([record(number) for number in range(3)])
     later = web.Response(status=429, headers={"Retry-After": "3600"})
@@ -285,7 +285,7 @@ async def test_a_busy_receiver_is_left_alone_for_as_long_as_it_says(
 
 
 async def test_a_receiver_that_is_down_gets_everything_after_a_restart(
-    log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
+    log: RecordLog, receiver, run, times: pytest.MonkeyPatch
 ):
     """And memory is bounded meanwhile: what is not begun waits in the records."""
     times.setattr(service, "MAX_WAITING", 10)
@@ -308,7 +308,7 @@ async def test_a_receiver_that_is_down_gets_everything_after_a_restart(
 
 @pytest.mark.parametrize("each_save", [True, False])
 async def test_a_killed_service_loses_no_event(
-    log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch, each_save: bool
+    log: RecordLog, receiver, run, times: pytest.MonkeyPatch, each_save: bool
 ):
     times.setattr(service, "SAVE_SECONDS", 0.0 if each_save else 3600.0)
     await log.add([record(number) for number in range(60)])
@@ -329,7 +329,7 @@ async def test_a_killed_service_loses_no_event(
 
 
 async def test_an_outage_of_the_storage_loses_no_event(
-    storage: Storage, log: RecordLog, receiver: Any, run: Run
+    storage: Storage, log: RecordLog, receiver, run
 ):
     for number in range(3):
         await ImageLog(storage.blobs, f"worker-{number}").add([record(number)])
@@ -351,9 +351,7 @@ async def test_an_outage_of_the_storage_loses_no_event(
     assert len(receiver.told("job.completed")) == 3
 
 
-async def test_a_receiver_that_is_gone_gets_nothing_more(
-    log: RecordLog, receiver: Any, run: Run
-):
+async def test_a_receiver_that_is_gone_gets_nothing_more(log: RecordLog, receiver, run):
     await log.add([record(number) for number in range(30)])
     receiver.always = 410
     with pytest.raises(errors.SetupError, match="410 Gone"):
@@ -362,7 +360,7 @@ async def test_a_receiver_that_is_gone_gets_nothing_more(
 
 
 async def test_each_attempt_has_the_time_of_its_own(
-    log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
+    log: RecordLog, receiver, run, times: pytest.MonkeyPatch
 ):
     """A receiver refuses what is older than five minutes."""
     times.setattr(service, "RETRY_SECONDS", (1.0,))

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from gateway.jobs import claims, desk
 from imagefleet.records import reader
 from polling import until
 
-Serve = Callable[..., Any]
 TXT2IMG = "/sdapi/v1/txt2img"
 KEY = {"Idempotency-Key": "order 17"}
 HOUSE = {"prompt": "a red house"}
@@ -27,7 +25,7 @@ async def claims_of(served: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("gateways", [1, 2])
-async def test_a_request_that_is_sent_again_is_drawn_once(serve: Serve, gateways: int):
+async def test_a_request_that_is_sent_again_is_drawn_once(serve, gateways: int):
     first = await serve()
     all_of_them = [first, *[await serve(works=False) for _ in range(gateways - 1)]]
     asked = [served.post(TXT2IMG, HOUSE, headers=KEY) for served in 3 * all_of_them]
@@ -47,7 +45,7 @@ async def test_a_request_that_is_sent_again_is_drawn_once(serve: Serve, gateways
     await until(lambda: claims_of(first), lambda names: not names)
 
 
-async def test_a_key_is_of_one_request(serve: Serve):
+async def test_a_key_is_of_one_request(serve):
     served = await serve()
     waiting = asyncio.create_task(served.post(TXT2IMG, HOUSE, headers=KEY))
     await until(lambda: served.gateway.desk.tickets)
@@ -62,7 +60,7 @@ async def test_a_key_is_of_one_request(serve: Serve):
     assert [status for status, _ in (during, later, other)] == [422, 422, 200]
 
 
-async def test_who_hangs_up_with_a_key_gets_the_picture_later(serve: Serve):
+async def test_who_hangs_up_with_a_key_gets_the_picture_later(serve):
     served = await serve(works=False)
     waiting = asyncio.create_task(served.post(TXT2IMG, HOUSE, headers=KEY))
     (ticket,) = await until(lambda: served.gateway.desk.tickets)
@@ -80,7 +78,7 @@ async def test_who_hangs_up_with_a_key_gets_the_picture_later(serve: Serve):
 
 
 async def test_a_gateway_that_died_before_it_sent_a_job_leaves_it_to_another(
-    serve: Serve, monkeypatch
+    serve, monkeypatch
 ):
     monkeypatch.setattr(desk, "_LOOK_SECONDS", 0.05)
     served = await serve(works=False)
@@ -100,7 +98,7 @@ async def test_a_gateway_that_died_before_it_sent_a_job_leaves_it_to_another(
     assert len(await names_of(served)) == 1
 
 
-async def test_the_task_id_of_a1111_is_of_one_request_each(serve: Serve):
+async def test_the_task_id_of_a1111_is_of_one_request_each(serve):
     served = await serve()
     task = {"force_task_id": "task(1)"}
     bodies = [HOUSE | task, HOUSE | task, {"prompt": "a fish"} | task]

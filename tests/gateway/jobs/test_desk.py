@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from imagefleet.records import outcomes, reader
 from imagefleet.records.batch import Watch
 from polling import until
 
-Serve = Callable[..., Any]
 TXT2IMG = "/sdapi/v1/txt2img"
 
 
@@ -21,6 +19,14 @@ TXT2IMG = "/sdapi/v1/txt2img"
 def _short_pauses(monkeypatch) -> None:
     monkeypatch.setattr(withdrawal, "_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.05)
+
+
+async def ask(served: Any) -> tuple[asyncio.Task[Any], Any]:
+    """A request that waits for its job, which is in the queue, and the job's ticket."""
+    waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
+    (ticket,) = await until(lambda: served.gateway.desk.tickets)
+    await until(lambda: ticket.sent_at)
+    return waiting, ticket
 
 
 async def leave(waiting: asyncio.Task[Any]) -> None:
@@ -41,12 +47,10 @@ async def counts_of(served: Any, campaign: str = "gateway") -> Any:
 
 
 async def test_who_hangs_up_takes_the_message_along_and_the_campaign_adds_up(
-    serve: Serve,
+    serve,
 ):
     served = await serve(works=False)
-    waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
-    tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(lambda: tickets[0].sent_at)
+    waiting, ticket = await ask(served)
 
     await leave(waiting)
 
@@ -54,15 +58,13 @@ async def test_who_hangs_up_takes_the_message_along_and_the_campaign_adds_up(
     assert served.gateway.desk.tickets == []
     counts = await counts_of(served)
     assert (counts.sent, counts.cancelled, counts.pending) == (1, 1, 0)
-    facts = await outcomes.look_up(served.storage, tickets[0].facts)
+    facts = await outcomes.look_up(served.storage, ticket.facts)
     assert (facts.status, facts.reason) == ("cancelled", "its client hung up")
 
 
-async def test_a_job_that_a_worker_has_is_listed_until_it_has_ended(serve: Serve):
+async def test_a_job_that_a_worker_has_is_listed_until_it_has_ended(serve):
     served = await serve(works=False)
-    waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
-    tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(lambda: tickets[0].sent_at)
+    waiting, ticket = await ask(served)
     (message,) = await served.storage.queue.receive(1, 60)
 
     await leave(waiting)
@@ -70,7 +72,7 @@ async def test_a_job_that_a_worker_has_is_listed_until_it_has_ended(serve: Serve
     part = await until(
         lambda: served.storage.files.read_part(cancelled.BLOB, 0, 10_000)
     )
-    assert tickets[0].id.encode() in part.data
+    assert ticket.id.encode() in part.data
     await served.storage.queue.release(message)
     await serve(port=0)  # whose worker reads the list
 
@@ -81,15 +83,13 @@ async def test_a_job_that_a_worker_has_is_listed_until_it_has_ended(serve: Serve
         assert part is not None
         return bytes(part.data)
 
-    await until(listed, lambda data: tickets[0].id.encode() not in data)
+    await until(listed, lambda data: ticket.id.encode() not in data)
     assert (await counts_of(served)).cancelled == 1
 
 
-async def test_nobody_who_waits_is_no_look_at_the_storage(serve: Serve, monkeypatch):
+async def test_nobody_who_waits_is_no_look_at_the_storage(serve, monkeypatch):
     served = await serve(works=False)
-    waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
-    tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(lambda: tickets[0].sent_at)
+    waiting, _ = await ask(served)
     await served.storage.queue.receive(1, 60)  # by a worker that dies
     await leave(waiting)
     await until(lambda: served.storage.files.read_part(cancelled.BLOB, 0, 10_000))
@@ -117,19 +117,15 @@ async def drained_but(served: Any, messages: int) -> None:
     await until(served.storage.queue.depth, lambda depth: depth.messages == messages)
 
 
-async def test_a_message_that_somebody_deletes_ends_its_request(
-    serve: Serve, monkeypatch
-):
+async def test_a_message_that_somebody_deletes_ends_its_request(serve, monkeypatch):
     monkeypatch.setattr(desk, "_LOOK_SECONDS", 0.05)
     served = await serve(works=False)
-    one = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
-    tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(lambda: tickets[0].sent_at)
+    one, ticket = await ask(served)
 
     await served.storage.queue.clear()
 
     status, found = await one
-    assert (status, tickets[0].id in found["detail"]) == (409, True)
+    assert (status, ticket.id in found["detail"]) == (409, True)
     assert "its message was deleted from the queue" in found["detail"]
     await drained(served)
     counts = await counts_of(served)
@@ -137,14 +133,12 @@ async def test_a_message_that_somebody_deletes_ends_its_request(
 
 
 async def test_a_cancelled_campaign_ends_its_requests_though_no_worker_is_there(
-    serve: Serve, monkeypatch
+    serve, monkeypatch
 ):
     monkeypatch.setattr(desk, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(cancelled, "_wait", asyncio.sleep)
     served = await serve(works=False)
-    one = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a red house"}))
-    tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(lambda: tickets[0].sent_at)
+    one, _ = await ask(served)
 
     async def at_once(_: float) -> None: ...
 
@@ -157,7 +151,7 @@ async def test_a_cancelled_campaign_ends_its_requests_though_no_worker_is_there(
     assert (await counts_of(served)).cancelled == 1
 
 
-async def test_without_a_worker_it_is_said_so(serve: Serve, monkeypatch):
+async def test_without_a_worker_it_is_said_so(serve, monkeypatch):
     monkeypatch.setattr(desk, "_LOOK_SECONDS", 0.05)
     served = await serve(works=False, worker_seconds=1)
 
@@ -175,9 +169,7 @@ async def test_without_a_worker_it_is_said_so(serve: Serve, monkeypatch):
     assert (await counts_of(served)).cancelled == 1
 
 
-async def test_a_lost_job_locks_nobody_out(
-    serve: Serve, clients_file: Any, monkeypatch
-):
+async def test_a_lost_job_locks_nobody_out(serve, clients_file, monkeypatch):
     monkeypatch.setattr(desk, "_LOOK_SECONDS", 0.05)
     served = await serve(works=False, clients=clients_file, wait_seconds=1)
     alice = {"Authorization": "Bearer alice-key"}
@@ -193,7 +185,7 @@ async def test_a_lost_job_locks_nobody_out(
     )
 
 
-async def test_what_is_not_drawn_in_time_has_an_address_to_ask_at(serve: Serve):
+async def test_what_is_not_drawn_in_time_has_an_address_to_ask_at(serve):
     served = await serve(works=False, wait_seconds=1)
 
     async with served.session.post(
@@ -212,7 +204,7 @@ async def test_what_is_not_drawn_in_time_has_an_address_to_ask_at(serve: Serve):
 
 
 async def test_a_job_whose_end_the_reader_has_missed_is_told_to_who_asks_for_it_later(
-    serve: Serve, monkeypatch
+    serve, monkeypatch
 ):
     async def blind(_: Watch) -> None: ...
 
@@ -229,9 +221,7 @@ async def test_a_job_whose_end_the_reader_has_missed_is_told_to_who_asks_for_it_
 
 
 @pytest.mark.slow
-async def test_hundreds_that_wait_cost_the_storage_what_ten_do(
-    serve: Serve, monkeypatch
-):
+async def test_hundreds_that_wait_cost_the_storage_what_ten_do(serve, monkeypatch):
     served = await serve(works=False)
     operations = served.storage.operations
     waiting = list[asyncio.Task[Any]]()
@@ -271,7 +261,7 @@ async def test_hundreds_that_wait_cost_the_storage_what_ten_do(
 
 @pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 async def test_what_a_worker_of_this_process_has_ended_is_answered_without_a_poll(
-    serve: Serve, monkeypatch
+    serve, monkeypatch
 ):
     monkeypatch.setattr(desk, "_POLL_SECONDS_BESIDE_WORKER", 3600)
     served = await serve(model="stand-in")
@@ -286,14 +276,14 @@ async def test_what_a_worker_of_this_process_has_ended_is_answered_without_a_pol
 
 @pytest.mark.parametrize("storage_settings", ["azurite"], indirect=True)
 async def test_a_worker_of_many_jobs_a_second_makes_no_more_looks_that_are_billed(
-    serve: Serve,
+    serve,
 ):
     served = await serve(works=False, model="stand-in")
     served.gateway.desk.look_soon()
     assert not served.gateway.desk._has_news.is_set()
 
 
-async def test_jobs_that_come_together_are_sent_together(serve: Serve):
+async def test_jobs_that_come_together_are_sent_together(serve):
     served = await serve(works=False)
     jobs = [
         asyncio.create_task(served.post(TXT2IMG, {"prompt": str(n)}))
@@ -309,7 +299,7 @@ async def test_jobs_that_come_together_are_sent_together(serve: Serve):
     await asyncio.gather(*map(leave, jobs))
 
 
-async def test_one_job_that_cannot_be_sent_fails_no_other(serve: Serve):
+async def test_one_job_that_cannot_be_sent_fails_no_other(serve):
     served = await serve()
     long = {"prompt": "a" * 40_000, "negative_prompt": "b" * 40_000}
     bodies = [{"prompt": "a"}, long, {"prompt": "b"}]
@@ -320,16 +310,14 @@ async def test_one_job_that_cannot_be_sent_fails_no_other(serve: Serve):
     assert "bytes" in found[1][1]["detail"]
 
 
-async def test_a_gateway_that_stops_answers_all_who_wait(serve: Serve):
+async def test_a_gateway_that_stops_answers_all_who_wait(serve):
     served = await serve(works=False)
-    waiting = asyncio.create_task(served.post(TXT2IMG, {"prompt": "a"}))
-    tickets = await until(lambda: served.gateway.desk.tickets)
-    await until(lambda: tickets[0].sent_at)
+    waiting, ticket = await ask(served)
 
     served.gateway.desk.stop()
 
     status, found = await waiting
     assert status == 503
-    assert f"/jobs/{tickets[0].id}" in found["detail"]
-    left = await outcomes.look_up(served.storage, tickets[0].facts)
+    assert f"/jobs/{ticket.id}" in found["detail"]
+    left = await outcomes.look_up(served.storage, ticket.facts)
     assert left.status == "pending"

@@ -1,19 +1,15 @@
 """A job with `defaults` has those of AUTOMATIC1111's API where it leaves fields out."""
 
 import json
-from typing import Any
 
 import pytest
 
 from imagefleet import errors
 from imagefleet.job import settings_table
-from imagefleet.job.message import Job, read_job
+from imagefleet.job.message import read_job
+from messages import read
 
 A1111 = settings_table.A1111
-
-
-def read(**fields: Any) -> Job:
-    return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
 
 
 def test_what_is_left_out_is_as_the_api_has_it_and_so_is_the_digest():
@@ -67,7 +63,7 @@ def test_a_samplers_name_alone_has_the_schedule_of_1_10(name: str, sampler: str)
         {"steps": 20, "then": [{"cfg_scale": 5.0}]},
     ],
 )
-def test_a_value_that_is_our_own_default_is_told_beside_others_defaults(given: Any):
+def test_a_value_that_is_our_own_default_is_told_beside_others_defaults(given):
     """Most payloads of A1111's page have 20 steps of Euler a."""
     job = read(defaults=A1111, id="a", **given)
     again = read_job(job.to_message(), "message")

@@ -12,6 +12,7 @@ from imagefleet.job import samplers, settings_table, sizes
 from imagefleet.job.message import Job, is_safe_id, read_job
 from imagefleet.job.noise import Noise
 from imagefleet.job.passes import hires
+from messages import read
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -61,10 +62,6 @@ jobs = st.builds(
     ),
     metadata=st.dictionaries(words, st.integers() | words | st.booleans(), max_size=3),
 )
-
-
-def read(**fields: Any) -> Job:
-    return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
 
 
 def refusal(body: str) -> str | None:

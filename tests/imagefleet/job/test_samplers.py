@@ -1,17 +1,12 @@
 """The names of samplers and schedulers that jobs have."""
 
-import json
 from typing import Any
 
 import pytest
 
 from imagefleet import errors
-from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import hires
-
-
-def read(**fields: Any) -> Job:
-    return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
+from messages import read
 
 
 def test_the_older_sampler_field_is_read():

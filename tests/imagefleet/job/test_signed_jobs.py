@@ -24,21 +24,6 @@ JOB = Job(
 )
 
 
-@pytest.fixture
-def key(tmp_path) -> SigningKey:
-    return SigningKey.create(tmp_path / "key.pem")
-
-
-@pytest.fixture
-def signer(key: SigningKey) -> JobSigner:
-    return signers.signer(key)
-
-
-@pytest.fixture
-def trusted(key: SigningKey) -> TrustedJobs:
-    return signers.trusted(key)
-
-
 def changed(body: str, **fields: Any) -> str:
     return json.dumps({**json.loads(body), **fields})
 

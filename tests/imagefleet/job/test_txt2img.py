@@ -1,6 +1,5 @@
 """AUTOMATIC1111's fields and settings, pass by pass: jobs and docs/a1111.md keep to the tables."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ import write_a1111
 
 from imagefleet import errors
 from imagefleet.job import settings_table
-from imagefleet.job.message import Job, read_job
+from imagefleet.job.message import Job
 from imagefleet.job.passes import controlnet, extras, hires, img2img
+from messages import read
 
 PAGE = Path(__file__).parents[3] / "docs" / "a1111.md"
 
@@ -137,10 +137,6 @@ JOBS: dict[str, dict[str, Any]] = {
 ODD_VALUES: tuple[Any, ...] = (0.123, "x", [1], {"a": {"args": []}})
 
 by_pass = pytest.mark.parametrize("job", settings_table.PASSES)
-
-
-def read(**fields: Any) -> Job:
-    return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
 
 
 def test_the_tables_of_the_page_are_current():

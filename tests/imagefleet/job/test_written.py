@@ -10,12 +10,9 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.job import sizes
-from imagefleet.job.message import Job, read_job, text_for_image
+from imagefleet.job.message import read_job, text_for_image
 from imagefleet.storage import protocol
-
-
-def read(**fields: Any) -> Job:
-    return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
+from messages import read
 
 
 def refusal(body: str) -> str:

@@ -29,7 +29,6 @@ def record(job_id: str, outcome: str = "completed", **fields: Any) -> Record:
 
 @pytest.fixture
 async def storage(storage: Storage) -> Storage:
-    await storage.create()
     await sent_jobs.note(storage, "spring", 4, ids="abcd")
     return storage
 

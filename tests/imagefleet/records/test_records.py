@@ -41,12 +41,6 @@ async def everything(items: AsyncIterator[_Item]) -> list[_Item]:
 
 
 @pytest.fixture
-async def storage(storage: Storage) -> Storage:
-    await storage.create()
-    return storage
-
-
-@pytest.fixture
 def log(storage: Storage) -> RecordLog:
     return ImageLog(storage.blobs, "worker 1/é")
 

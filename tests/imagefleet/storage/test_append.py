@@ -9,12 +9,6 @@ from imagefleet.storage.settings import StorageSettings
 NAME = "-records/spring/a.images.jsonl.gz"
 
 
-@pytest.fixture
-async def storage(storage: Storage) -> Storage:
-    await storage.create()
-    return storage
-
-
 async def test_what_is_appended_follows_what_was_there(storage: Storage):
     assert await storage.blobs.append(NAME, b"one,", 0)
     assert await storage.blobs.append(NAME, b"two", 4)

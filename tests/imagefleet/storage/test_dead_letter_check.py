@@ -3,8 +3,6 @@
 import json
 from collections import Counter
 
-import pytest
-
 import made_records
 import signers
 from browsing import visible
@@ -16,11 +14,6 @@ from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.open import Storage
-
-
-@pytest.fixture
-def key(tmp_path) -> SigningKey:
-    return SigningKey.create(tmp_path / "key.pem")
 
 
 async def fail(storage: Storage, body: str) -> None:

@@ -120,9 +120,7 @@ EVERY_OTHER = Options(s_min_uncond=1000.0)
 
 
 @pytest.fixture
-def mixed(
-    make_control: Any, styles: list[contract.Lora]
-) -> list[contract.ImageRequest]:
+def mixed(make_control, styles: list[contract.Lora]) -> list[contract.ImageRequest]:
     """Jobs of all kinds: passes, masks, LoRAs, ControlNets, with and without guidance."""
     style, other, _ = styles
     hires = contract.HiresPass(
@@ -264,7 +262,7 @@ def copy_checkpoint(checkpoint: Path) -> Callable[..., checkpoints.Checkpoint]:
 
 @pytest.fixture
 def make_slot_engine(
-    copy_checkpoint: Any, checkpoint: Path
+    copy_checkpoint, checkpoint: Path
 ) -> Iterator[Callable[..., slots.SlotEngine]]:
     made = []
 

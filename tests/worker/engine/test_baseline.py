@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ def loras(tmp_path_factory, checkpoint: Path) -> list[contract.Lora]:
     ]
 
 
-def test_plain_diffusers_matches_the_engine(plain: Any, engine: Any, loras: Any):
+def test_plain_diffusers_matches_the_engine(plain, engine, loras):
     requests = [make_request(seed=seed) for seed in (1, 2)]
     with_lora = [dataclasses.replace(request, loras=(loras[seed],))
                  for seed, request in enumerate(requests)]  # fmt: skip
@@ -48,7 +47,7 @@ def test_plain_diffusers_matches_the_engine(plain: Any, engine: Any, loras: Any)
     assert difference(plain.draw(requests[:1])[0], both[0]) <= 1
 
 
-def test_a_sampler_without_a_scheduler_is_refused(plain: Any):
+def test_a_sampler_without_a_scheduler_is_refused(plain):
     with pytest.raises(errors.SetupError, match="'ddim'"):
         plain.draw([make_request(sampler="ddim")])
 

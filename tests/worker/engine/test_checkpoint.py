@@ -65,7 +65,7 @@ def test_loading_touches_no_network(checkpoint: Path, single_file: Path, monkeyp
 
 
 def test_a_single_file_draws_the_same_as_the_folder(
-    engine: Any,
+    engine,
     checkpoint: Path,
     single_file: Path,
 ):

@@ -45,7 +45,7 @@ def make_decoder(*compiled: torch.Size) -> decoder.Decoder:
     return made
 
 
-def test_a_full_slice_does_not_wait_for_one_of_another_size(slices: Any):
+def test_a_full_slice_does_not_wait_for_one_of_another_size(slices):
     waiting = make_decoder(SMALL, LARGE)
     for ticket, shape in enumerate([SMALL, LARGE, LARGE]):
         waiting.add(ticket, torch.zeros(shape))
@@ -57,7 +57,7 @@ def test_a_full_slice_does_not_wait_for_one_of_another_size(slices: Any):
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_a_part_of_a_slice_waits_longer_where_lanes_take_turns(slices: Any, lanes: int):
+def test_a_part_of_a_slice_waits_longer_where_lanes_take_turns(slices, lanes: int):
     waiting = make_decoder(SMALL)
     waiting.add(0, torch.zeros(SMALL))
     ticks = 0
@@ -67,7 +67,7 @@ def test_a_part_of_a_slice_waits_longer_where_lanes_take_turns(slices: Any, lane
     assert ticks == 8 * lanes
 
 
-def test_a_slice_is_of_one_decoder(slices: Any):
+def test_a_slice_is_of_one_decoder(slices):
     waiting = make_decoder(SMALL)
     by = (None, "Full", "TAESD", "Full", "Full")
     for ticket, each in enumerate(by):
@@ -78,7 +78,7 @@ def test_a_slice_is_of_one_decoder(slices: Any):
     assert [each.ticket for each in waiting.collect(wait=True)] == [0, 2, 1, 3, 4]
 
 
-def test_what_fails_once_it_is_compiled_is_decoded_uncompiled_from_then_on(slices: Any):
+def test_what_fails_once_it_is_compiled_is_decoded_uncompiled_from_then_on(slices):
     made = make_decoder(SMALL)
     assert made.uncompiled(SMALL) == []
 

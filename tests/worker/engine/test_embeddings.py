@@ -151,7 +151,7 @@ def test_an_embedding_is_never_cut_at_a_chunks_end(
 
 @torch.inference_mode()
 def test_vectors_that_stay_behind_a_comma_are_in_place_of_the_padding(
-    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
+    clip, tokenizer: text.Tokenizer, encoder: text.Encoder
 ):
     """AUTOMATIC1111 moves the words and their weights, and forgets the vectors."""
     mist = embedding("mist", 2, clip.text_encoder.config.hidden_size)
@@ -170,7 +170,7 @@ def test_vectors_that_stay_behind_a_comma_are_in_place_of_the_padding(
 
 @torch.inference_mode()
 def test_another_file_of_the_same_name_is_another_encoding(
-    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
+    clip, tokenizer: text.Tokenizer, encoder: text.Encoder
 ):
     width = clip.text_encoder.config.hidden_size
     one, other = (embedding("mist", 2, width, seed) for seed in (1, 2))
@@ -194,8 +194,8 @@ def test_another_file_of_the_same_name_is_another_encoding(
 
 
 def test_jobs_with_embeddings_loras_and_without_are_drawn_together_as_alone(
-    slot_engine: Any,
-    engine: Any,
+    slot_engine,
+    engine,
     styles: list[contract.Lora],
     write: Write,
 ):

@@ -1,5 +1,4 @@
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def test_each_draw_comes_from_new_counters_and_none_is_left_out():
 
 
 @pytest.mark.parametrize("source", ["CPU", "NV"])
-def test_the_seeds_delta_changes_all_noise_but_the_first(source: Any):
+def test_the_seeds_delta_changes_all_noise_but_the_first(source):
     plain = stream(10, Noise(source))
     moved = stream(10, Noise(source, seed_delta=31337))
     assert torch.equal(plain.first(), moved.first())
@@ -80,7 +79,7 @@ def test_the_seeds_delta_changes_all_noise_but_the_first(source: Any):
 
 
 @pytest.mark.parametrize("source", ["CPU", "NV"])
-def test_a_negative_delta_beyond_zero_draws(source: Any):
+def test_a_negative_delta_beyond_zero_draws(source):
     noise = stream(1, Noise(source, seed_delta=-5))
     noise.first()
     assert drawn(noise).isfinite().all()
@@ -96,7 +95,7 @@ def slerp(strength: float, low: torch.Tensor, high: torch.Tensor) -> torch.Tenso
 
 @pytest.mark.parametrize("strength", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("source", ["CPU", "NV"])
-def test_a_variation_lies_between_both_seeds_noise(source: Any, strength: float):
+def test_a_variation_lies_between_both_seeds_noise(source, strength: float):
     low, high = (stream(seed, Noise(source)).first() for seed in (1, 2))
     settings = Noise(source, subseed=2, subseed_strength=strength)
     varied = stream(1, settings)
@@ -115,7 +114,7 @@ def test_a_variation_of_a_seed_by_itself_changes_nothing():
 
 
 @pytest.mark.parametrize("source", ["CPU", "NV"])
-def test_a_smaller_images_noise_is_put_into_the_middle(source: Any):
+def test_a_smaller_images_noise_is_put_into_the_middle(source):
     small = stream(4, Noise(source), shape=(4, 4, 6)).first()
     plain = stream(4, Noise(source)).first()
     settings = Noise(source, resize_from=(48, 32))
@@ -150,7 +149,7 @@ OTHERS = [
 
 @pytest.mark.slow
 def test_every_option_changes_the_image_and_none_depends_on_its_company(
-    slot_engine: Any, engine: Any
+    slot_engine, engine
 ):
     plain = make_request(seed=3, steps=2)
     requests = [plain, *(dataclasses.replace(plain, **changes) for changes in OTHERS)]

@@ -166,7 +166,7 @@ SAME_AS_OTHERS = ("restart_sgm_uniform", "dpm_fast_sgm_uniform")
 
 
 @pytest.mark.slow
-def test_an_image_is_the_same_alone_and_with_other_samplers(slot_engine: Any):
+def test_an_image_is_the_same_alone_and_with_other_samplers(slot_engine):
     names = [
         each.key
         for each in samplers.SAMPLERS.values()

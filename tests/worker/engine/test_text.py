@@ -46,7 +46,7 @@ def counting(clip: Any, **settings: Any) -> tuple[text.Encoder, CountingEncoder]
 
 @torch.inference_mode()
 def test_a_chunk_is_encoded_once_for_all_prompts_that_have_it(
-    clip: Any, tokenizer: text.Tokenizer
+    clip, tokenizer: text.Tokenizer
 ):
     encoder, counter = counting(clip)
     negative = tokenizer.chunks("blurry, ugly")
@@ -60,7 +60,7 @@ def test_a_chunk_is_encoded_once_for_all_prompts_that_have_it(
 
 @torch.inference_mode()
 def test_the_cache_key_has_everything_that_changes_the_vectors(
-    clip: Any, tokenizer: text.Tokenizer
+    clip, tokenizer: text.Tokenizer
 ):
     encoder, counter = counting(clip)
     variants = [
@@ -79,7 +79,7 @@ def test_the_cache_key_has_everything_that_changes_the_vectors(
 
 @torch.inference_mode()
 def test_more_chunks_at_once_than_fit_the_cache_are_encoded(
-    clip: Any, tokenizer: text.Tokenizer
+    clip, tokenizer: text.Tokenizer
 ):
     encoder, _ = counting(
         clip, cache_bytes=77 * clip.text_encoder.config.hidden_size * 4

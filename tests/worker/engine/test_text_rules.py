@@ -117,7 +117,7 @@ def a_prompt(number: int) -> str:
 PROMPTS = [a_prompt(number) for number in range(80)]
 
 
-def test_prompts_are_chunked_by_the_rules(clip: Any, tokenizer: text.Tokenizer):
+def test_prompts_are_chunked_by_the_rules(clip, tokenizer: text.Tokenizer):
     for prompt in PROMPTS:
         expected = chunks_by_the_rules(clip, prompt)
         found = [
@@ -128,7 +128,7 @@ def test_prompts_are_chunked_by_the_rules(clip: Any, tokenizer: text.Tokenizer):
 
 
 @torch.inference_mode()
-def test_prompts_are_encoded_by_the_rules(clip: Any, tokenizer: text.Tokenizer):
+def test_prompts_are_encoded_by_the_rules(clip, tokenizer: text.Tokenizer):
     encoder = text.Encoder([text.Reader(clip.text_encoder)], START, END)
     for first, clip_skip in ((0, 1), (10, 2), (20, 1)):
         prompts = PROMPTS[first : first + 10]

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -180,7 +179,7 @@ async def test_a_pickle_is_refused_by_name_and_the_advice_converts_it(
     library: Library,
     lora_bytes: FileBytes,
     tmp_path,
-    content: Any,
+    content,
 ):
     mine = tmp_path / "mine"
     mine.mkdir()

@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -265,7 +264,7 @@ class ReadingEngine(StandInEngine):
 async def test_a_lora_is_fetched_and_read_while_the_gpu_draws_other_jobs(
     storage: Storage,
     watched: Watched,
-    run_pipeline: Any,
+    run_pipeline,
     lora_bytes: LoraBytes,
 ):
     watched.replace("style", lora_bytes("style"))

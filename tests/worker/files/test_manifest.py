@@ -83,11 +83,6 @@ async def test_an_invalid_manifest_stops_the_lookup_instead_of_trusting_any_file
 
 
 @pytest.fixture
-def key(tmp_path) -> SigningKey:
-    return SigningKey.create(tmp_path / "key.pem")
-
-
-@pytest.fixture
 def other_key(tmp_path) -> SigningKey:
     return SigningKey.create(tmp_path / "other.pem")
 

@@ -1,7 +1,6 @@
 import contextlib
 import hashlib
 import io
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,8 +8,6 @@ from hypothesis import strategies as st
 
 from imagefleet import errors
 from worker.files import library
-
-LoraBytes = Any  # the fixture of conftest.py
 
 
 def check(data: bytes, sha256: str | None = None) -> None:
@@ -23,13 +20,13 @@ def with_header(header: bytes, data: bytes = b"") -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-def test_a_whole_file_passes_and_with_its_hash_too(lora_bytes: LoraBytes):
+def test_a_whole_file_passes_and_with_its_hash_too(lora_bytes):
     data = lora_bytes("a")
     check(data)
     check(data, hashlib.sha256(data).hexdigest())
 
 
-def test_a_file_with_another_hash_is_retried(lora_bytes: LoraBytes):
+def test_a_file_with_another_hash_is_retried(lora_bytes):
     """It or the manifest is about to be replaced, or it was damaged on its way."""
     wanted = hashlib.sha256(lora_bytes("a")).hexdigest()
     with pytest.raises(
@@ -38,7 +35,7 @@ def test_a_file_with_another_hash_is_retried(lora_bytes: LoraBytes):
         check(lora_bytes("b"), wanted)
 
 
-def test_a_file_truncated_anywhere_is_retried(lora_bytes: LoraBytes):
+def test_a_file_truncated_anywhere_is_retried(lora_bytes):
     data = lora_bytes("a")
     for size in range(len(data)):
         with pytest.raises(

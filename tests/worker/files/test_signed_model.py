@@ -22,11 +22,6 @@ IMPATIENT = concurrency.RetryPolicy(
 
 
 @pytest.fixture
-def key(tmp_path) -> SigningKey:
-    return SigningKey.create(tmp_path / "key.pem")
-
-
-@pytest.fixture
 def settings(
     worker_settings: Callable[..., WorkerSettings], key: SigningKey
 ) -> WorkerSettings:

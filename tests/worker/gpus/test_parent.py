@@ -75,7 +75,7 @@ def runs(folder: Path) -> tuple[int, ...]:
     ],
 )
 async def test_what_ends_the_workers_decides_who_starts_again_and_the_exit_code(
-    run: Callable[..., Any],
+    run,
     tmp_path,
     worker: str,
     code: int,
@@ -85,9 +85,7 @@ async def test_what_ends_the_workers_decides_who_starts_again_and_the_exit_code(
     assert runs(tmp_path) == times
 
 
-async def test_a_broken_gpu_is_left_out_and_the_others_draw_on(
-    run: Callable[..., Any], tmp_path, caplog
-):
+async def test_a_broken_gpu_is_left_out_and_the_others_draw_on(run, tmp_path, caplog):
     worker = """
 if gpu == "1":
     until(pathlib.Path("runs-0").exists)
@@ -118,7 +116,7 @@ sys.exit(1 if len(runs.read_text()) == 1 else 0)
     ],
 )
 async def test_a_signal_ends_both_and_says_whether_the_queue_is_empty(
-    run: Callable[..., Any],
+    run,
     tmp_path,
     number: signal.Signals,
     until_empty: bool,
@@ -139,7 +137,7 @@ os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
     assert runs(tmp_path) == (1, 1)
 
 
-async def test_a_second_signal_hurries_the_workers(run: Callable[..., Any], tmp_path):
+async def test_a_second_signal_hurries_the_workers(run, tmp_path):
     worker = """
 pathlib.Path("ready-" + gpu).touch()
 assert word() == signal.SIGTERM
@@ -157,9 +155,7 @@ pathlib.Path("hurrying-" + gpu).touch()
     assert count(tmp_path, "hurrying") == 2
 
 
-async def test_each_worker_has_a_name_a_port_and_a_share_of_the_price(
-    run: Callable[..., Any], tmp_path
-):
+async def test_each_worker_has_a_name_a_port_and_a_share_of_the_price(run, tmp_path):
     worker = """
 pathlib.Path("settings-" + gpu).write_text(json.dumps(changes))
 """
@@ -181,9 +177,7 @@ def test_ports_follow_the_machines_and_names_stay_within_their_limit():
     assert (first["price_per_hour"], first["device"]) == (None, "cuda")
 
 
-async def test_a_port_in_use_starts_no_worker(
-    run: Callable[..., Any], tmp_path, serve_probes: Callable[..., Any]
-):
+async def test_a_port_in_use_starts_no_worker(run, tmp_path, serve_probes):
     async with serve_probes(True) as port:
         with pytest.raises(errors.SetupError, match="--port"):
             await run("", port=port)

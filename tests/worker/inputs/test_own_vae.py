@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -18,7 +17,7 @@ from worker.process import engine_settings
 
 async def test_images_name_it_unless_their_job_names_another(
     storage: Storage,
-    run_pipeline: Any,
+    run_pipeline,
     lora_bytes: Callable[[str], bytes],
 ):
     hashes = {}
@@ -37,7 +36,7 @@ async def test_images_name_it_unless_their_job_names_another(
 
 
 async def test_a_name_that_is_no_file_of_the_storage_ends_the_worker_and_fails_no_job(
-    storage: Storage, run_pipeline: Any
+    storage: Storage, run_pipeline
 ):
     await storage.queue.send([message(id="j")])
     with pytest.raises(errors.SetupError, match="--vae: no VAE sharp"):
@@ -47,7 +46,7 @@ async def test_a_name_that_is_no_file_of_the_storage_ends_the_worker_and_fails_n
 
 async def test_the_engine_gets_the_files_of_the_settings(
     storage: Storage,
-    worker_settings: Callable[..., Any],
+    worker_settings,
     lora_bytes: Callable[[str], bytes],
 ):
     await storage.files.create(

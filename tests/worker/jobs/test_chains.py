@@ -5,7 +5,6 @@ import io
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -132,7 +131,7 @@ async def test_a_bug_between_two_stages_is_retried_and_fails_no_other_job(
 
 @pytest.mark.parametrize("priority", ["normal", "high"])
 async def test_a_stage_waits_in_the_queue_of_its_model_with_the_priority_of_the_job(
-    storage: Storage, run_pipeline: RunPipeline, priority: Any
+    storage: Storage, run_pipeline: RunPipeline, priority
 ):
     body = chained({"model": "second", "steps": 12}, {"model": None, "steps": 13})
     await storage.models.send([body], priority)
@@ -153,7 +152,7 @@ async def test_a_stage_waits_in_the_queue_of_its_model_with_the_priority_of_the_
 async def test_a_worker_that_was_lost_before_it_sent_the_next_stage_loses_none(
     storage: Storage,
     run_pipeline: RunPipeline,
-    store_images: Callable[..., Any],
+    store_images,
 ):
     await redelivered(storage, chained())
     await store_images(chained(), data=picture_file())
@@ -207,7 +206,7 @@ async def test_a_failed_stage_is_one_failed_job_and_a_replay_goes_on_from_there(
 async def test_a_stage_that_fails_in_two_messages_is_one_failed_job(
     storage: Storage,
     run_pipeline: RunPipeline,
-    store_images: Callable[..., Any],
+    store_images,
 ):
     body = json.loads(chained()) | {"stage": {"number": 2, "message": "m"}}
     await store_images(chained(), data=picture_file())

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -31,7 +30,7 @@ async def ended(storage: Storage) -> list[Record]:
 async def test_each_image_has_a_record_and_each_record_an_image(
     storage: Storage,
     run_pipeline: RunPipeline,
-    store_images: Callable[..., Any],
+    store_images,
 ):
     await store_images(message(id="taken"), data=b"another's")
     await run_pipeline(

@@ -126,7 +126,7 @@ async def test_images_are_there_while_the_job_goes_on_and_their_records_at_its_e
 async def test_a_worker_that_was_killed_leaves_only_what_is_missing(
     storage: Storage,
     run_pipeline: RunPipeline,
-    store_images: Callable[..., Any],
+    store_images,
     looked_for: list[str],
 ):
     bodies = [message(id="j", seed=0, n_iter=8), message(id="k", seed=100)]

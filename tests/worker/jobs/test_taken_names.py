@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,8 +28,6 @@ from messages import (
     redelivered,
 )
 from tokens import by_tokens
-
-StoreImages = Callable[..., Any]
 
 pytestmark = pytest.mark.usefixtures("soon")
 
@@ -161,7 +159,7 @@ async def test_a_name_that_somebody_has_squatted_is_no_picture_of_its_job(
 async def test_images_found_before_a_taken_name_have_records(
     storage: Storage,
     run_pipeline: RunPipeline,
-    store_images: StoreImages,
+    store_images,
 ):
     body = message(id="1", batch_size=3)
     await store_images(body, 1, 2)
@@ -206,7 +204,7 @@ async def test_a_token_that_cannot_read_takes_a_redelivered_jobs_taken_name_for_
     storage: Storage,
     storage_settings: StorageSettings,
     run_pipeline: RunPipeline,
-    store_images: StoreImages,
+    store_images,
 ):
     own = message(id="own")
     other = message(id="other", prompt="a dog")
@@ -237,7 +235,7 @@ async def test_tokens_for_chains_tell_jobs_of_one_id_apart(
 async def test_an_image_whose_reply_was_lost_is_told_from_another_jobs(
     storage: Storage,
     run_pipeline: RunPipeline,
-    store_images: StoreImages,
+    store_images,
     monkeypatch,
 ):
     await store_images(message(id="1", prompt="a cat"))
@@ -265,7 +263,7 @@ async def test_an_image_whose_reply_was_lost_is_told_from_another_jobs(
 async def test_a_second_drawing_of_another_job_is_none(
     storage: Storage,
     run_pipeline: RunPipeline,
-    store_images: StoreImages,
+    store_images,
 ):
     await store_images(message(id="1", prompt="a cat", verify=True))
     pipeline = await run_pipeline(sent=[message(id="1", prompt="a dog", verify=True)])

@@ -1,5 +1,4 @@
 import asyncio
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -10,7 +9,7 @@ from worker.node.salad import SaladMetadata
 
 
 async def test_each_call_is_one_that_the_service_accepts(
-    salad_metadata_service: Any,
+    salad_metadata_service,
 ):
     metadata = SaladMetadata(salad_metadata_service.url + "/")
     assert await metadata.token() == "header.claims.signature"
@@ -18,7 +17,7 @@ async def test_each_call_is_one_that_the_service_accepts(
     assert salad_metadata_service.reasons == ["too slow"]
 
 
-async def test_no_proxy_comes_between(salad_metadata_service: Any, monkeypatch):
+async def test_no_proxy_comes_between(salad_metadata_service, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
@@ -29,7 +28,7 @@ async def test_no_proxy_comes_between(salad_metadata_service: Any, monkeypatch):
 
 
 async def test_long_reasons_are_cut(
-    salad_metadata_service: Any,
+    salad_metadata_service,
 ):
     metadata = SaladMetadata(salad_metadata_service.url)
     await metadata.reallocate("x" * 2000)
@@ -69,7 +68,7 @@ async def moved(_: web.Request) -> web.StreamResponse:
     ],
 )
 async def test_every_other_answer_is_a_transient_error(
-    broken: Any, says: str, salad_metadata_service: Any
+    broken, says: str, salad_metadata_service
 ):
     salad_metadata_service.broken = broken
     # A short limit is for what never answers: another answer may take any time.

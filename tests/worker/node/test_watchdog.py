@@ -183,7 +183,7 @@ def slow_engine() -> StandInEngine:
 
 
 async def test_a_node_that_fails_three_times_is_given_up_and_hands_its_jobs_back(
-    storage: Storage, run_watched: Callable[..., Any]
+    storage: Storage, run_watched
 ):
     await fill(storage)
     pipeline, running = run_watched(slow_engine(), asyncio.Event())

@@ -23,11 +23,6 @@ JOB = Job(prompt="a house", id="hut", campaign="c")
 
 
 @pytest.fixture
-def key(tmp_path) -> SigningKey:
-    return SigningKey.create(tmp_path / "key.pem")
-
-
-@pytest.fixture
 async def elsewhere(
     storage_settings: StorageSettings, tmp_path
 ) -> AsyncIterator[Storage]:

@@ -111,7 +111,7 @@ def test_one_pixel_of_another_colour_is_enough():
 @pytest.mark.parametrize("name", ["png", "jpeg", "webp"])
 @pytest.mark.parametrize("mark", [*get_args(marks.Mark), None])
 def test_a_file_says_how_it_came_about_beside_its_parameters(
-    name: Any, mark: marks.Mark | None
+    name, mark: marks.Mark | None
 ):
     file = encode.encode(NOISE, Output(format=name), "a house", mark=mark)
 
@@ -128,7 +128,7 @@ def test_a_file_says_how_it_came_about_beside_its_parameters(
 @pytest.mark.parametrize("name", ["png", "jpeg", "webp"])
 @pytest.mark.parametrize("mark", get_args(marks.Mark))
 def test_exiftool_reads_the_mark_back(
-    tool: Callable[[str], str], tmp_path: Path, name: Any, mark: marks.Mark
+    tool: Callable[[str], str], tmp_path: Path, name, mark: marks.Mark
 ):
     command = tool("exiftool")
     path = tmp_path / f"picture.{name}"

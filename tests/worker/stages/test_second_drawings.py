@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -125,7 +123,7 @@ async def test_second_drawings_cost_time_but_are_no_images(
 async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
     storage: Storage,
     run_pipeline: RunPipeline,
-    store_images: Callable[..., Any],
+    store_images,
 ):
     await store_images(message(id="victim", seed=3), data=b"garbage")
     pipeline = await run_pipeline(sent=[message(id="victim", seed=3)], name="../we/ird")
@@ -143,7 +141,7 @@ async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
 async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_drawing(
     storage: Storage,
     run_pipeline: RunPipeline,
-    store_images: Callable[..., Any],
+    store_images,
 ):
     for each in (message(id="j"), message(id="j", verify=True)):
         await store_images(each, data=b"garbage")

@@ -23,11 +23,6 @@ LoraBytes = Callable[[str], bytes]
 
 
 @pytest.fixture
-def key(tmp_path) -> SigningKey:
-    return SigningKey.create(tmp_path / "key.pem")
-
-
-@pytest.fixture
 def signer(storage: Storage, key: SigningKey) -> JobSigner:
     return JobSigner(key, storage.scope)
 

@@ -1,7 +1,6 @@
 """Images on their way to a storage that is far away."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from imagefleet.storage.open import Storage
@@ -13,7 +12,7 @@ IMAGES = 18
 
 async def test_a_distant_storage_does_not_hold_up_the_fastest_engine(
     storage: Storage,
-    run_pipeline: Callable[..., Any],
+    run_pipeline,
     monkeypatch,
 ):
     """None is stored before as many are on their way."""

@@ -1,20 +1,16 @@
 """Fields of img2img, the second pass and ControlNets: each wrong value is refused by its name."""
 
-import json
 from typing import Any
 
 import pytest
 
 from imagefleet import errors
-from imagefleet.job.message import Job, read_job
+from imagefleet.job.message import read_job
 from imagefleet.job.passes import hires, img2img
 from imagefleet.job.passes.fields import Pass
+from messages import read
 
 UNIT = {"image": "a.png", "model": "canny"}
-
-
-def read(**fields: Any) -> Job:
-    return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
 
 
 def refusal(**fields: Any) -> str:

@@ -3,7 +3,6 @@
 import json
 import re
 import traceback
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -66,14 +65,6 @@ def container_sas(
 def with_tokens(settings: StorageSettings, **tokens: str) -> StorageSettings:
     sas = SecretStr(json.dumps(tokens))
     return settings.model_copy(update={"storage": endpoints(settings), "sas": sas})
-
-
-@pytest.fixture
-async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
-    """The storage, opened with the account's key."""
-    async with open_storage(azurite_settings) as storage:
-        await storage.create()
-        yield storage
 
 
 async def test_a_missing_container_is_detected_with_a_sas_token(

@@ -52,7 +52,7 @@ def read_timeout_seconds() -> float:
 @pytest.fixture
 async def azure_storage(
     azurite_settings: StorageSettings,
-    faulty_azurite: Any,
+    faulty_azurite,
     retried: list[errors.TransientError],
     read_timeout_seconds: float,
 ) -> AsyncIterator[AzureStorage]:
@@ -77,9 +77,9 @@ async def azure_storage(
 @pytest.mark.parametrize("fault", [500, 503, 429, "drop"])
 async def test_a_transient_fault_is_retried_and_reported(
     azure_storage: AzureStorage,
-    faulty_azurite: Any,
+    faulty_azurite,
     retried: list[errors.TransientError],
-    fault: Any,
+    fault,
 ):
     for name, call in CALLS.items():
         retried.clear()
@@ -88,9 +88,7 @@ async def test_a_transient_fault_is_retried_and_reported(
         assert len(retried) == 2, name
 
 
-async def test_each_retry_is_an_operation(
-    azure_storage: AzureStorage, faulty_azurite: Any
-):
+async def test_each_retry_is_an_operation(azure_storage: AzureStorage, faulty_azurite):
     operations = azure_storage.operations
     before = dataclasses.replace(operations)
     for call in (CALLS["send"], CALLS["create blob"], CALLS["read blob"]):
@@ -103,7 +101,7 @@ async def test_each_retry_is_an_operation(
 
 async def test_a_malformed_answer_is_retried(
     azure_storage: AzureStorage,
-    faulty_azurite: Any,
+    faulty_azurite,
     retried: list[errors.TransientError],
 ):
     for call in ("send", "receive", "create blob", "list blobs"):
@@ -115,7 +113,7 @@ async def test_a_malformed_answer_is_retried(
 
 @pytest.mark.parametrize("read_timeout_seconds", [1.0])  # for the fault "hang"
 async def test_a_lasting_fault_is_raised_as_a_transient_error_that_names_it(
-    azure_storage: AzureStorage, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite
 ):
     for fault in TRANSIENT_FAULTS:
         faulty_azurite.faults.extend([fault] * 3)
@@ -153,7 +151,7 @@ async def test_a_misspelt_account_is_named():
 
 
 async def test_a_renewal_whose_reply_was_lost_is_unknown_until_the_next_one(
-    azure_storage: AzureStorage, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite
 ):
     await azure_storage.queue.send(["a job"])
     (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
@@ -167,7 +165,7 @@ async def test_a_renewal_whose_reply_was_lost_is_unknown_until_the_next_one(
 
 @pytest.mark.parametrize("fault", [500, 503, "drop"])
 async def test_a_renewal_that_did_not_arrive_is_retried(
-    azure_storage: AzureStorage, faulty_azurite: Any, fault: Any
+    azure_storage: AzureStorage, faulty_azurite, fault
 ):
     await azure_storage.queue.send(["a job"])
     (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
@@ -178,7 +176,7 @@ async def test_a_renewal_that_did_not_arrive_is_retried(
 
 
 async def test_a_delete_whose_reply_was_lost_succeeds(
-    azure_storage: AzureStorage, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite
 ):
     await azure_storage.queue.send(["a job"])
     (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
@@ -188,7 +186,7 @@ async def test_a_delete_whose_reply_was_lost_succeeds(
 
 
 async def test_a_release_whose_reply_was_lost_succeeds(
-    azure_storage: AzureStorage, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite
 ):
     await azure_storage.queue.send(["a job"])
     (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
@@ -198,7 +196,7 @@ async def test_a_release_whose_reply_was_lost_succeeds(
 
 
 async def test_a_message_whose_reply_was_lost_is_sent_at_least_once(
-    azure_storage: AzureStorage, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite
 ):
     faulty_azurite.faults.append("lose reply")
     await azure_storage.queue.send(["a job"])
@@ -210,7 +208,7 @@ async def test_a_message_whose_reply_was_lost_is_sent_at_least_once(
     "faults", [["lose reply"], ["lose reply", 503], [503, "lose reply"]]
 )
 async def test_a_blob_whose_reply_was_lost_is_created_once_and_is_its_creators(
-    azure_storage: AzureStorage, faulty_azurite: Any, faults: list[Any]
+    azure_storage: AzureStorage, faulty_azurite, faults: list[Any]
 ):
     faulty_azurite.faults.extend(faults)
     assert await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
@@ -220,7 +218,7 @@ async def test_a_blob_whose_reply_was_lost_is_created_once_and_is_its_creators(
 
 @pytest.mark.parametrize("fault", [503, 429])
 async def test_a_blob_of_another_is_not_taken_for_ones_own_after_a_refused_attempt(
-    azure_storage: AzureStorage, faulty_azurite: Any, fault: Any
+    azure_storage: AzureStorage, faulty_azurite, fault
 ):
     await azure_storage.blobs.create("fox.png", b"another's", "image/png", {})
     faulty_azurite.faults.append(fault)
@@ -228,7 +226,7 @@ async def test_a_blob_of_another_is_not_taken_for_ones_own_after_a_refused_attem
 
 
 async def test_an_error_after_a_lost_reply_says_that_the_blob_may_have_been_created(
-    azure_storage: AzureStorage, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite
 ):
     """The caller's own retry must know; the last error alone says that nothing was done."""
     for faults, is_unknown in (
@@ -242,7 +240,7 @@ async def test_an_error_after_a_lost_reply_says_that_the_blob_may_have_been_crea
 
 
 async def test_the_size_of_a_blob_is_right_however_its_reply_arrives(
-    azure_storage: AzureStorage, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite
 ):
     for name, data in (("none.png", b""), ("fox.png", b"pixels")):
         await azure_storage.blobs.create(name, data, "image/png", {})
@@ -254,7 +252,7 @@ async def test_the_size_of_a_blob_is_right_however_its_reply_arrives(
 
 
 async def test_a_file_whose_commits_reply_was_lost_is_uploaded(
-    azure_storage: AzureStorage, faulty_azurite: Any, tmp_path
+    azure_storage: AzureStorage, faulty_azurite, tmp_path
 ):
     (tmp_path / "model").write_bytes(b"weights")
     # It looks for the blob and for blocks, and sends one block.
@@ -267,7 +265,7 @@ async def test_a_file_whose_commits_reply_was_lost_is_uploaded(
 
 
 async def test_messages_in_a_lost_reply_are_visible_again_later(
-    azure_storage: AzureStorage, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite
 ):
     await azure_storage.queue.send(["a job"])
     faulty_azurite.faults.append("lose reply")
@@ -284,7 +282,7 @@ async def test_messages_in_a_lost_reply_are_visible_again_later(
     "code", ["MemoryExtentStoreAtSizeLimit", "ContainerBeingDeleted"]
 )
 async def test_other_conflicts_do_not_count_as_an_existing_blob(
-    azure_storage: AzureStorage, faulty_azurite: Any, code: str
+    azure_storage: AzureStorage, faulty_azurite, code: str
 ):
     faulty_azurite.faults.extend([(409, code)] * 3)
     with pytest.raises(errors.TransientError, match=code):
@@ -296,14 +294,14 @@ async def test_other_conflicts_do_not_count_as_an_existing_blob(
     "answer", [(409, "BlobAlreadyExists"), (403, "UnauthorizedBlobOverwrite")]
 )
 async def test_an_existing_blob_is_recognized_whatever_the_token_permits(
-    azure_storage: AzureStorage, faulty_azurite: Any, answer: tuple[int, str]
+    azure_storage: AzureStorage, faulty_azurite, answer: tuple[int, str]
 ):
     faulty_azurite.faults.append(answer)
     assert not await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
 
 
 async def test_a_body_too_large_for_azure_is_a_job_error(
-    azure_storage: AzureStorage, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite
 ):
     faulty_azurite.faults.append(413)
     with pytest.raises(errors.JobError, match="HTTP 413"):
@@ -313,7 +311,7 @@ async def test_a_body_too_large_for_azure_is_a_job_error(
 @pytest.mark.parametrize("status", [401, 403])
 async def test_refused_credentials_are_a_setup_error(
     azure_storage: AzureStorage,
-    faulty_azurite: Any,
+    faulty_azurite,
     retried: list[errors.TransientError],
     status: int,
 ):
@@ -327,7 +325,7 @@ async def test_refused_credentials_are_a_setup_error(
 
 
 async def test_a_failed_send_cancels_the_others(
-    azure_storage: AzureStorage, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite
 ):
     faulty_azurite.faults.extend([403] * 100)
     with pytest.raises(errors.SetupError):
@@ -337,7 +335,7 @@ async def test_a_failed_send_cancels_the_others(
 
 @pytest.mark.parametrize("code", sorted(azure_errors.NOT_FOR_TOKENS))
 async def test_create_does_nothing_with_a_token_for_one_queue(
-    azure_storage: AzureStorage, faulty_azurite: Any, code: str
+    azure_storage: AzureStorage, faulty_azurite, code: str
 ):
     faulty_azurite.faults.append((403, code))
     await azure_storage.create()  # neither an error nor further requests
@@ -346,7 +344,7 @@ async def test_create_does_nothing_with_a_token_for_one_queue(
 
 
 async def test_a_refused_blob_is_not_mistaken_for_an_existing_one(
-    azure_storage: AzureStorage, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite
 ):
     faulty_azurite.faults.append((403, "AuthorizationPermissionMismatch"))
     with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):

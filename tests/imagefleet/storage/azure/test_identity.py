@@ -103,7 +103,7 @@ class FakeCloud:
 
 
 @pytest.fixture
-async def cloud(broker: Any) -> AsyncIterator[FakeCloud]:
+async def cloud(broker) -> AsyncIterator[FakeCloud]:
     """A fake cloud with the certificate of the broker."""
     fake = FakeCloud("")
     runner = web.ServerRunner(web.Server(fake.handle), shutdown_timeout=0)

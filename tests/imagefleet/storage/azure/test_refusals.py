@@ -243,7 +243,7 @@ def test_other_refusals_have_their_own_reason(code: str, reason: str):
         ("queue", "", "Storage Queue Data Contributor"),
     ],
 )
-def test_an_identity_is_told_azures_role(resource: Any, letter: str, role: str):
+def test_an_identity_is_told_azures_role(resource, letter: str, role: str):
     credential = Credential(resource, is_identity=True)
     text = sentence(credential, letter, "AuthorizationPermissionMismatch")
     assert text.startswith("the pod's identity may not ")

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,6 @@ Mint = Callable[..., str]
 
 
 @pytest.fixture
-async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
-    """The storage, opened with the account's key."""
-    async with open_storage(azurite_settings) as storage:
-        await storage.create()
-        yield storage
-
-
-@pytest.fixture
 def mint(azurite_settings: StorageSettings) -> Mint:
     """Mints a worker's tokens as JSON."""
     minter = keys_mint.Minter(azurite_settings)
@@ -62,7 +54,7 @@ def settings(azurite_settings: StorageSettings, file: Path) -> StorageSettings:
 
 
 @pytest.fixture
-def broker_settings(settings: StorageSettings, broker: Any) -> StorageSettings:
+def broker_settings(settings: StorageSettings, broker) -> StorageSettings:
     return settings.model_copy(update={"sas_file": None, "broker_url": broker.url})
 
 
@@ -246,7 +238,7 @@ async def test_a_missing_permission_is_not_waited_for(
 
 
 async def test_a_broker_is_asked_once_while_its_tokens_are_valid(
-    owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
+    owner: Storage, broker_settings: StorageSettings, broker, mint: Mint
 ):
     broker.answer = lambda: answer(mint())
     async with opened(broker_settings) as storage:
@@ -256,7 +248,7 @@ async def test_a_broker_is_asked_once_while_its_tokens_are_valid(
 
 
 async def test_a_broker_is_asked_again_before_its_tokens_expire(
-    owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
+    owner: Storage, broker_settings: StorageSettings, broker, mint: Mint
 ):
     broker.answer = lambda: answer(mint())
     async with opened(broker_settings) as storage:
@@ -275,7 +267,7 @@ async def test_a_broker_is_asked_again_before_its_tokens_expire(
 async def test_a_brokers_key_proves_what_its_machine_stores_and_is_not_shown(
     owner: Storage,
     broker_settings: StorageSettings,
-    broker: Any,
+    broker,
     mint: Mint,
     caplog,
 ):
@@ -302,7 +294,7 @@ async def test_a_brokers_key_proves_what_its_machine_stores_and_is_not_shown(
 
 
 async def test_a_wrong_clock_does_not_shorten_a_tokens_life(
-    owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
+    owner: Storage, broker_settings: StorageSettings, broker, mint: Mint
 ):
     tomorrow = datetime.now(UTC) + timedelta(
         days=1
@@ -319,7 +311,7 @@ async def test_a_wrong_clock_does_not_shorten_a_tokens_life(
 async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_expire(
     owner: Storage,
     broker_settings: StorageSettings,
-    broker: Any,
+    broker,
     mint: Mint,
     caplog,
     monkeypatch,
@@ -348,7 +340,7 @@ async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_expire(
 
 
 async def test_revoked_tokens_are_replaced_at_once(
-    owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
+    owner: Storage, broker_settings: StorageSettings, broker, mint: Mint
 ):
     answers = iter((mint(), mint(2 * ONE_HOUR)))
     broker.answer = lambda: answer(next(answers))
@@ -361,7 +353,7 @@ async def test_revoked_tokens_are_replaced_at_once(
 
 
 async def test_repeated_refusals_of_the_broker_are_a_setup_error(
-    owner: Storage, broker_settings: StorageSettings, broker: Any
+    owner: Storage, broker_settings: StorageSettings, broker
 ):
     policy = concurrency.RetryPolicy(
         tries=6, first_wait_seconds=0.01, on_retry=lambda _: None
@@ -382,7 +374,7 @@ async def test_repeated_refusals_of_the_broker_are_a_setup_error(
 
 
 async def test_an_invalid_answer_of_the_broker_is_a_transient_error(
-    broker_settings: StorageSettings, broker: Any
+    broker_settings: StorageSettings, broker
 ):
     for body in ("<html>", '{"queue": "x"}', "null", ""):
         broker.answer = lambda body=body: answer(body)
@@ -394,7 +386,7 @@ async def test_an_invalid_answer_of_the_broker_is_a_transient_error(
 
 
 async def test_the_identity_token_is_not_sent_to_a_broker_with_an_untrusted_certificate(
-    broker_settings: StorageSettings, broker: Any, monkeypatch
+    broker_settings: StorageSettings, broker, monkeypatch
 ):
     monkeypatch.delenv("SSL_CERT_FILE")
     async with opened(broker_settings) as storage:

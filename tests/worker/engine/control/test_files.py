@@ -47,12 +47,12 @@ def original_layout(
 
 
 @pytest.fixture(scope="module")
-def tensors(make_control: Any) -> dict[str, torch.Tensor]:
+def tensors(make_control) -> dict[str, torch.Tensor]:
     return load_file(make_control().path)
 
 
 @pytest.fixture
-def write(tmp_path, make_control: Any) -> Any:
+def write(tmp_path, make_control) -> Any:
     def save(tensors: dict[str, torch.Tensor], name: str = "edges") -> Any:
         path = tmp_path / f"{name}.safetensors"
         save_file({key: each.contiguous() for key, each in tensors.items()}, path)
@@ -64,10 +64,10 @@ def write(tmp_path, make_control: Any) -> Any:
 @pytest.mark.parametrize("prefix", ["control_model.", ""])
 def test_the_original_names_give_the_same_image(
     prefix: str,
-    slot_engine: Any,
-    tensors: Any,
-    write: Any,
-    make_control: Any,
+    slot_engine,
+    tensors,
+    write,
+    make_control,
 ):
     """Projections may be linear layers there; a whole checkpoint may be beside."""
     renamed = original_layout(tensors, prefix)
@@ -101,9 +101,7 @@ def checked(nets: cache.ControlNets, control: Any) -> Any:
     return nets.check_file(control.name, control.path)
 
 
-def test_sdxls_in_the_original_names_have_all_tensors(
-    sdxl: Path, sdxl_nets: Any, write: Any
-):
+def test_sdxls_in_the_original_names_have_all_tensors(sdxl: Path, sdxl_nets, write):
     network = tiny_controlnets.make(sdxl)
     control = write(original_layout(network.state_dict(), "", layers=2))
     checked(sdxl_nets, control)
@@ -116,7 +114,7 @@ def test_sdxls_in_the_original_names_have_all_tensors(
 @pytest.mark.parametrize("size", ["small", "mid"])
 @torch.no_grad()
 def test_sdxls_smaller_ones_leave_attentions_out(
-    size: str, sdxl: Path, sdxl_nets: Any, write: Any
+    size: str, sdxl: Path, sdxl_nets, write
 ):
     full = tiny_controlnets.make(sdxl)
     config = dict(full.config)
@@ -198,11 +196,11 @@ BIAS = "controlnet_mid_block.bias"
     ],
 )
 def test_damaged_files_and_other_files_are_refused_by_name(
-    change: Any,
+    change,
     reason: str,
-    slot_engine: Any,
-    tensors: Any,
-    write: Any,
+    slot_engine,
+    tensors,
+    write,
 ):
     control = write(change(tensors))
     for _ in range(2):
@@ -213,11 +211,11 @@ def test_damaged_files_and_other_files_are_refused_by_name(
 
 
 def test_another_familys_file_is_refused_with_the_families_names(
-    slot_engine: Any,
+    slot_engine,
     sdxl: Path,
-    sdxl_nets: Any,
-    write: Any,
-    make_control: Any,
+    sdxl_nets,
+    write,
+    make_control,
 ):
     control = write(tiny_controlnets.make(sdxl).state_dict(), "large")
     with pytest.raises(
@@ -231,7 +229,7 @@ def test_another_familys_file_is_refused_with_the_families_names(
 
 
 def test_a_truncated_file_is_refused_and_a_missing_one_tried_again(
-    slot_engine: Any, make_control: Any, tmp_path
+    slot_engine, make_control, tmp_path
 ):
     path = tmp_path / "half.safetensors"
     content = make_control().path.read_bytes()
@@ -248,8 +246,8 @@ def test_a_truncated_file_is_refused_and_a_missing_one_tried_again(
 
 
 def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
-    make_slot_engine: Any,
-    make_control: Any,
+    make_slot_engine,
+    make_control,
     monkeypatch,
     tmp_path,
 ):
@@ -285,7 +283,7 @@ def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
 
 
 def test_beyond_their_room_the_least_recently_used_one_is_freed(
-    make_slot_engine: Any, make_control: Any
+    make_slot_engine, make_control
 ):
     nets = make_slot_engine(slots=2)._caches.control_nets
     first, second, third = (checked(nets, make_control(seed)) for seed in range(3))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def mixed(make_control: Any, styles: list[contract.Lora]) -> list[Any]:
+def mixed(make_control, styles: list[contract.Lora]) -> list[Any]:
     """Requests of three ControlNets in all ways."""
     pixels = make_control(image=9).pixels
     mask = np.zeros((64, 64), np.uint8)
@@ -55,9 +55,7 @@ def mixed(make_control: Any, styles: list[contract.Lora]) -> list[Any]:
     ]
 
 
-def test_an_image_beside_others_is_what_it_is_alone(
-    make_slot_engine: Any, mixed: list[Any]
-):
+def test_an_image_beside_others_is_what_it_is_alone(make_slot_engine, mixed: list[Any]):
     engine = make_slot_engine(slots=3)
     alone = draw_alone(engine, mixed)
     assert_alike(draw(engine, *mixed), alone)
@@ -69,8 +67,8 @@ def test_an_image_beside_others_is_what_it_is_alone(
 
 
 def test_the_next_images_of_a_job_use_its_embedded_control_image(
-    make_slot_engine: Any,
-    make_control: Any,
+    make_slot_engine,
+    make_control,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=2)
@@ -104,7 +102,7 @@ def test_the_next_images_of_a_job_use_its_embedded_control_image(
     ],
 )
 def test_the_steps_are_those_of_sd_webui_controlnet(
-    sampler: str, start: float, end: float, steered: list[int], make_control: Any
+    sampler: str, start: float, end: float, steered: list[int], make_control
 ):
     """Calls with `start <= state.sampling_step / steps <= end`, that being set after each step."""
     control = make_control(weight=0.5, start=start, end=end)
@@ -120,7 +118,7 @@ def test_the_steps_are_those_of_sd_webui_controlnet(
     ("sampler", "steered"), [("euler", [3, 4, 5]), ("ddim", [3, 4]), ("plms", [4, 5])]
 )
 def test_img2img_is_steered_in_the_steps_that_automatic1111_counts(
-    sampler: str, steered: list[int], slot_engine: Any, make_control: Any
+    sampler: str, steered: list[int], slot_engine, make_control
 ):
     """Of the steps that are taken: seven of eight; DDIM and PLMS end two earlier."""
     control = make_control(start=0.2, end=0.6)
@@ -131,8 +129,8 @@ def test_img2img_is_steered_in_the_steps_that_automatic1111_counts(
 
 
 def test_controlnets_without_effect_take_no_lane_and_load_nothing_on_the_device(
-    make_slot_engine: Any,
-    make_control: Any,
+    make_slot_engine,
+    make_control,
 ):
     engine = make_slot_engine(slots=2)
     idle = [make_control(seed, weight=0.0) for seed in range(4)]
@@ -141,9 +139,7 @@ def test_controlnets_without_effect_take_no_lane_and_load_nothing_on_the_device(
     assert engine._caches.control_nets.held_bytes == 0
 
 
-def test_more_controlnets_than_work_at_once_are_refused(
-    slot_engine: Any, make_control: Any
-):
+def test_more_controlnets_than_work_at_once_are_refused(slot_engine, make_control):
     with pytest.raises(errors.JobError, match="has 4 ControlNets; at most 3"):
         slot_engine.prepare(make_request(controls=(make_control(),) * 4))
 
@@ -151,8 +147,8 @@ def test_more_controlnets_than_work_at_once_are_refused(
 @pytest.mark.parametrize("when", ["copying", "drawing"])
 def test_without_memory_unneeded_controlnets_are_dropped_before_slots(
     when: str,
-    make_slot_engine: Any,
-    make_control: Any,
+    make_slot_engine,
+    make_control,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=4, blocks=2)
@@ -182,8 +178,8 @@ def test_without_memory_unneeded_controlnets_are_dropped_before_slots(
 
 
 def test_a_controlnet_that_has_no_room_beside_the_slots_gets_theirs(
-    make_slot_engine: Any,
-    make_control: Any,
+    make_slot_engine,
+    make_control,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=4, blocks=1)
@@ -205,8 +201,8 @@ def test_a_controlnet_that_has_no_room_beside_the_slots_gets_theirs(
 
 
 def test_a_controlnet_that_fits_no_gpu_fails_its_own_jobs_alone(
-    make_slot_engine: Any,
-    make_control: Any,
+    make_slot_engine,
+    make_control,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=2)
@@ -230,7 +226,7 @@ def test_a_controlnet_that_fits_no_gpu_fails_its_own_jobs_alone(
 
 
 def test_their_memory_is_taken_from_the_room_for_the_next_jobs_loras(
-    make_slot_engine: Any, make_control: Any
+    make_slot_engine, make_control
 ):
     engine = make_slot_engine(slots=2)
     draw(engine, make_request(controls=(make_control(),)))

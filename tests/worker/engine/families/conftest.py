@@ -68,7 +68,7 @@ def _read_tokenizers_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def family_checkpoint(
-    family_folder: Any, copy_checkpoint: Any
+    family_folder, copy_checkpoint
 ) -> Callable[..., checkpoints.Checkpoint]:
     """Its own, as nobody has changed it: an engine changes its checkpoint's layers."""
 
@@ -91,7 +91,7 @@ def family_checkpoint(
 
 
 @pytest.fixture(scope="session")
-def family_engine(family_folder: Any) -> Callable[[str], Any]:
+def family_engine(family_folder) -> Callable[[str], Any]:
     """Shared by tests that leave it unchanged."""
     return cache(
         lambda family: load.load_engine(
@@ -101,7 +101,7 @@ def family_engine(family_folder: Any) -> Callable[[str], Any]:
 
 
 @pytest.fixture(scope="session")
-def family_pipeline(family_folder: Any) -> Callable[..., Any]:
+def family_pipeline(family_folder) -> Callable[..., Any]:
     """The pipeline of a family in diffusers, in float32, with AUTOMATIC1111's sizes."""
 
     def build(family: str) -> Any:
@@ -176,7 +176,7 @@ def mask() -> np.ndarray[Any, Any]:
 
 
 @pytest.fixture
-def latents(family_engine: Any, monkeypatch) -> list[torch.Tensor]:
+def latents(family_engine, monkeypatch) -> list[torch.Tensor]:
     """Those that decoders are given from now on."""
     kind = type(family_engine("sd1")._decoder)
     seen = []

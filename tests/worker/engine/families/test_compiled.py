@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def small_model(family_folder: Any, tmp_path_factory) -> Path:
+def small_model(family_folder, tmp_path_factory) -> Path:
     """A tiny SDXL with fewer blocks, each of which takes seconds to trace."""
     folder = tmp_path_factory.mktemp("model") / "small"
     shutil.copytree(family_folder("sdxl"), folder)

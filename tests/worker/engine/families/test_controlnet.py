@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
-def network(family_folder: Any) -> Any:
+def network(family_folder) -> Any:
     @cache
     def make(family: str, seed: int = 0) -> ControlNetModel:
         return tiny_controlnets.make(family_folder(family), seed)
@@ -35,7 +35,7 @@ def network(family_folder: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def draw_steered(family_pipeline: Any) -> Any:
+def draw_steered(family_pipeline) -> Any:
     def draw(family: str, network: Any, request: Any, **changes: Any) -> Any:
         xl = StableDiffusionXLControlNetPipeline
         kind = xl if family == "sdxl" else StableDiffusionControlNetPipeline
@@ -59,7 +59,7 @@ def draw_steered(family_pipeline: Any) -> Any:
 
 
 @pytest.fixture
-def steered(make_control: Any, family_folder: Any) -> Any:
+def steered(make_control, family_folder) -> Any:
     return lambda seed, family, **changes: make_control(
         seed, family_folder(family), **changes
     )
@@ -82,10 +82,10 @@ def test_images_are_those_of_diffusers(
     family: str,
     sampler: str,
     width: int,
-    family_engine: Any,
-    network: Any,
-    steered: Any,
-    draw_steered: Any,
+    family_engine,
+    network,
+    steered,
+    draw_steered,
 ):
     """Those whose latents do not halve evenly as well."""
 
@@ -107,10 +107,10 @@ def test_images_are_those_of_diffusers(
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
 def test_several_controlnets_are_those_of_diffusers(
     family: str,
-    family_engine: Any,
-    network: Any,
-    steered: Any,
-    draw_steered: Any,
+    family_engine,
+    network,
+    steered,
+    draw_steered,
 ):
     controls = [steered(1, family, weight=0.6), steered(0, family, image=1, weight=0.9)]
     request = request_of(*controls)
@@ -127,10 +127,10 @@ def test_several_controlnets_are_those_of_diffusers(
 
 
 def test_a_range_of_steps_is_that_of_diffusers_where_both_count_alike(
-    family_engine: Any,
-    network: Any,
-    steered: Any,
-    draw_steered: Any,
+    family_engine,
+    network,
+    steered,
+    draw_steered,
 ):
     """Begun after two finished steps of 8 is begun in the fourth."""
     request = request_of(steered(0, "sd1", start=0.25, end=0.5), steps=8)
@@ -143,11 +143,11 @@ def test_a_range_of_steps_is_that_of_diffusers_where_both_count_alike(
 
 
 def test_shuffle_steers_the_prompt_alone_and_by_means(
-    family_engine: Any,
-    network: Any,
-    make_control: Any,
-    family_folder: Any,
-    draw_steered: Any,
+    family_engine,
+    network,
+    make_control,
+    family_folder,
+    draw_steered,
     tmp_path,
 ):
     path = tmp_path / "control_v11e_sd15_shuffle.safetensors"

@@ -2,7 +2,6 @@
 
 import shutil
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -38,8 +37,8 @@ request_of = partial(make_request, prompt=WORDS, negative_prompt=OTHERS, seed=5)
 def test_images_are_those_of_diffusers(
     family: str,
     cfg_scale: float,
-    family_engine: Any,
-    family_pipeline: Any,
+    family_engine,
+    family_pipeline,
 ):
     """Those without guidance as well, of which it draws one row, too."""
     request = request_of(cfg_scale=cfg_scale)
@@ -54,8 +53,8 @@ def test_images_are_those_of_diffusers(
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
 def test_an_lcm_models_image_depends_on_the_guidance_that_it_embeds(
     family: str,
-    family_folder: Any,
-    family_pipeline: Any,
+    family_folder,
+    family_pipeline,
     tmp_path,
 ):
     """And never takes a row for the negative prompt."""
@@ -87,8 +86,8 @@ def test_an_lcm_models_image_depends_on_the_guidance_that_it_embeds(
 
 @pytest.mark.parametrize("width", [64, 96])
 def test_sdxls_image_depends_on_the_size_that_the_unet_is_told(
-    family_engine: Any,
-    family_pipeline: Any,
+    family_engine,
+    family_pipeline,
     width: int,
 ):
     request = request_of(width=width)
@@ -100,8 +99,8 @@ def test_sdxls_image_depends_on_the_size_that_the_unet_is_told(
 
 
 def test_sdxls_empty_negative_prompt_is_zeros_as_in_automatic1111(
-    family_engine: Any,
-    family_pipeline: Any,
+    family_engine,
+    family_pipeline,
 ):
     """In diffusers only a missing one is."""
     request = request_of(negative_prompt="")
@@ -119,7 +118,7 @@ def test_sdxls_empty_negative_prompt_is_zeros_as_in_automatic1111(
 )
 @torch.no_grad()
 def test_unet_output_is_diffusers(
-    family_checkpoint: Any, sides: tuple[int, int], tiles: bool
+    family_checkpoint, sides: tuple[int, int], tiles: bool
 ):
     """With AUTOMATIC1111's sizes where latents do not halve evenly; images that tile as well."""
     for family in FAMILIES:
@@ -165,7 +164,7 @@ def test_unet_output_is_diffusers(
 
 @pytest.mark.parametrize("family", ["sd2", "sdxl"])
 def test_clip_skip_changes_nothing_where_automatic1111_ignores_it(
-    family: str, family_engine: Any
+    family: str, family_engine
 ):
     engine = family_engine(family)
     plain, skipped = draw(engine, request_of(), request_of(clip_skip=12))
@@ -173,7 +172,7 @@ def test_clip_skip_changes_nothing_where_automatic1111_ignores_it(
     assert difference(plain, skipped) <= ROUNDING
 
 
-def test_lcm_on_a_checkpoint_of_velocities_is_said(family_engine: Any, caplog):
+def test_lcm_on_a_checkpoint_of_velocities_is_said(family_engine, caplog):
     differences.warn.cache_clear()
     engine = family_engine("sd2")
     engine.prepare(make_request(sampler="euler"))

@@ -346,9 +346,9 @@ def draw_latents(
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
 def test_all_are_drawn_beside_each_other_and_plain_jobs_as_alone(
     family: str,
-    family_engine: Any,
-    family_pipeline: Any,
-    k_diffusion: Any,
+    family_engine,
+    family_pipeline,
+    k_diffusion,
     monkeypatch,
 ):
     reference = Reference(family_pipeline(family), k_diffusion)

@@ -2,7 +2,6 @@
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,8 +28,8 @@ def written(path: Path, tensors: dict[str, torch.Tensor]) -> contract.Embedding:
 @pytest.mark.parametrize("family", ["sd1", "sd2", "sdxl"])
 def test_images_with_an_embedding_are_those_of_diffusers(
     family: str,
-    family_engine: Any,
-    family_pipeline: Any,
+    family_engine,
+    family_pipeline,
     tmp_path,
 ):
     pipeline = family_pipeline.__wrapped__(family)  # not the one that other tests share
@@ -61,9 +60,7 @@ def test_images_with_an_embedding_are_those_of_diffusers(
     assert difference(image, other) > ROUNDING, "or the test shows nothing"
 
 
-def test_an_embedding_for_another_family_is_refused_by_name(
-    family_engine: Any, tmp_path
-):
+def test_an_embedding_for_another_family_is_refused_by_name(family_engine, tmp_path):
     engine = family_engine("sdxl")
     for_sd1 = written(tmp_path / "e.safetensors", {"emb_params": torch.ones(2, 768)})
     with pytest.raises(errors.UnusableFileError, match=r"'easynegative'.* for SD 1"):

@@ -53,8 +53,8 @@ def test_latent_upscalers_are_two_of_diffusers_pipelines(
     family: str,
     upscaler: str,
     how: dict[str, Any],
-    family_engine: Any,
-    family_pipeline: Any,
+    family_engine,
+    family_pipeline,
 ):
     request = request_of({"upscaler": upscaler, "width": 96, "height": 96})
     pipeline = family_pipeline(family)
@@ -74,9 +74,9 @@ def test_latent_upscalers_are_two_of_diffusers_pipelines(
 @pytest.mark.parametrize("sampler", ["dpmpp_2m_karras", "plms"])
 def test_the_second_pass_may_have_another_sampler_prompt_and_guidance(
     sampler: str,
-    family_engine: Any,
-    family_pipeline: Any,
-    k_diffusion: Any,
+    family_engine,
+    family_pipeline,
+    k_diffusion,
 ):
     changed = {
         "sampler": sampler,
@@ -110,9 +110,9 @@ def test_a_target_of_another_shape_is_cut_out_of_the_middle(
     width: int,
     height: int,
     size: tuple[int, int],
-    family_engine: Any,
-    family_pipeline: Any,
-    k_diffusion: Any,
+    family_engine,
+    family_pipeline,
+    k_diffusion,
 ):
     """SDXL is told the size before that, which need not have whole cells of the latent."""
     request = request_of({"width": width, "height": height, "whole": size})
@@ -143,9 +143,9 @@ def test_other_upscalers_take_the_decoded_image(
     family: str,
     upscaler: str,
     whole: tuple[int, int],
-    family_engine: Any,
-    family_pipeline: Any,
-    k_diffusion: Any,
+    family_engine,
+    family_pipeline,
+    k_diffusion,
 ):
     """Enlarged as in `passes/test_upscaling`; one of no whole cells is encoded as it is."""
     request = request_of({"upscaler": upscaler, "whole": whole})
@@ -163,10 +163,10 @@ def test_other_upscalers_take_the_decoded_image(
 
 
 def test_the_second_pass_is_drawn_with_the_loras_of_its_own_prompt_alone(
-    family_folder: Any,
-    family_engine: Any,
-    family_pipeline: Any,
-    k_diffusion: Any,
+    family_folder,
+    family_engine,
+    family_pipeline,
+    k_diffusion,
     tmp_path,
 ):
     """On its text states as well."""

@@ -47,7 +47,7 @@ def request_of(pixels: contract.Pixels) -> Any:
 
 
 @pytest.fixture
-def reference(family_pipeline: Any, k_diffusion: Any) -> Any:
+def reference(family_pipeline, k_diffusion) -> Any:
     return lambda family: a1111.Reference(family_pipeline(family), k_diffusion)
 
 
@@ -66,10 +66,10 @@ def expected(
 def test_images_are_those_of_diffusers_pipeline(
     family: str,
     sampler: str,
-    family_engine: Any,
-    family_pipeline: Any,
-    reference: Any,
-    request_of: Any,
+    family_engine,
+    family_pipeline,
+    reference,
+    request_of,
 ):
     xl = StableDiffusionXLImg2ImgPipeline
     kind = xl if family == "sdxl" else StableDiffusionImg2ImgPipeline
@@ -87,9 +87,9 @@ def test_images_are_those_of_diffusers_pipeline(
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
 def test_an_image_of_no_whole_cells_is_encoded_as_it_is_and_drawn_in_whole_ones(
     family: str,
-    family_engine: Any,
-    reference: Any,
-    request_of: Any,
+    family_engine,
+    reference,
+    request_of,
     pixels: contract.Pixels,
 ):
     """SDXL is told the size as it was asked for."""
@@ -107,9 +107,9 @@ def test_an_image_of_no_whole_cells_is_encoded_as_it_is_and_drawn_in_whole_ones(
 def test_images_are_automatic1111s_with_every_sampler(
     family: str,
     sampler: str,
-    family_engine: Any,
-    reference: Any,
-    request_of: Any,
+    family_engine,
+    reference,
+    request_of,
 ):
     request = request_of(sampler=sampler)
     (image,) = draw(family_engine(family), request)
@@ -121,9 +121,9 @@ def test_images_are_automatic1111s_with_every_sampler(
 def test_the_least_and_the_most_strength_are_automatic1111s(
     strength: float,
     sampler: str,
-    family_engine: Any,
-    reference: Any,
-    request_of: Any,
+    family_engine,
+    reference,
+    request_of,
 ):
     """DDIM and PLMS may have no step to take, and leave some noise."""
     request = request_of(strength, sampler=sampler)
@@ -147,10 +147,10 @@ def test_inpainting_is_automatic1111s(
     family: str,
     sampler: str,
     content: str,
-    family_engine: Any,
-    reference: Any,
-    request_of: Any,
-    mask: Any,
+    family_engine,
+    reference,
+    request_of,
+    mask,
 ):
     given = {"mask": mask, "masked_content": content}
     request = request_of(init=given, sampler=sampler, fill_seed=31)
@@ -162,7 +162,7 @@ def test_inpainting_is_automatic1111s(
     assert difference(image, unmasked) > 20, "or the test shows nothing"
 
 
-def test_what_is_below_the_mask_is_filled_from_around_it(pixels: Any, mask: Any):
+def test_what_is_below_the_mask_is_filled_from_around_it(pixels, mask):
     pixels = pixels.copy()
     pixels[mask < 255] = pixels[mask < 255] // 4 + [180, 0, 0]
     pixels[mask == 255] = [0, 0, 255]

@@ -53,7 +53,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
-def folder(family_folder: Any, tmp_path_factory) -> Any:
+def folder(family_folder, tmp_path_factory) -> Any:
     def build(family: str) -> Path:
         path = tmp_path_factory.mktemp("inpainting") / family
         return tiny_families.build_inpainting(path, family_folder(family))
@@ -62,7 +62,7 @@ def folder(family_folder: Any, tmp_path_factory) -> Any:
 
 
 @pytest.fixture(scope="session")
-def engine(folder: Any) -> Any:
+def engine(folder) -> Any:
     """Shared by tests that leave it unchanged."""
     return cache(
         lambda family: load.load_engine(
@@ -72,7 +72,7 @@ def engine(folder: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def pipeline(folder: Any, family_pipeline: Any) -> Any:
+def pipeline(folder, family_pipeline) -> Any:
     """Diffusers' pipeline for such checkpoints, in float32."""
 
     def build(family: str, sampler: str = "euler_ancestral") -> Any:
@@ -107,9 +107,9 @@ request_of = partial(
 def test_txt2img_is_diffusers_with_all_of_an_image_below_the_mask(
     family: str,
     sampler: str,
-    engine: Any,
-    pixels: Any,
-    pipeline: Any,
+    engine,
+    pixels,
+    pipeline,
     encodes_means: None,
 ):
     request = request_of(sampler=sampler, width=72)
@@ -129,9 +129,9 @@ def test_txt2img_is_diffusers_with_all_of_an_image_below_the_mask(
 def test_what_the_unet_sees_of_an_image_is_what_diffusers_shows_it(
     family: str,
     sampler: str,
-    engine: Any,
-    pixels: Any,
-    pipeline: Any,
+    engine,
+    pixels,
+    pipeline,
     encodes_means: None,
 ):
     """With a mask that has holes: the UNet sees through them, and no whole latent is kept."""
@@ -173,11 +173,11 @@ def test_inpainting_is_automatic1111s(
     family: str,
     sampler: str,
     content: str,
-    engine: Any,
-    pipeline: Any,
-    k_diffusion: Any,
-    pixels: Any,
-    mask: Any,
+    engine,
+    pipeline,
+    k_diffusion,
+    pixels,
+    mask,
 ):
     init = contract.InitImage(pixels, 0.6, mask, content)
     request = request_of(init=init, sampler=sampler)
@@ -197,10 +197,10 @@ def test_inpainting_is_automatic1111s(
 @pytest.mark.parametrize("sampler", ["euler", "ddim"])
 def test_img2img_without_a_mask_shows_the_unet_nothing_of_the_image(
     sampler: str,
-    engine: Any,
-    pipeline: Any,
-    k_diffusion: Any,
-    pixels: Any,
+    engine,
+    pipeline,
+    k_diffusion,
+    pixels,
 ):
     """As in AUTOMATIC1111, where it begins with the image's latents all the same."""
     own = a1111.Reference(pipeline("sd1"), k_diffusion)
@@ -217,10 +217,10 @@ def test_img2img_without_a_mask_shows_the_unet_nothing_of_the_image(
 
 
 def test_a_second_pass_has_the_conditioning_of_its_own_size(
-    engine: Any,
+    engine,
     encodes_means: None,
-    pipeline: Any,
-    k_diffusion: Any,
+    pipeline,
+    k_diffusion,
 ):
     """AUTOMATIC1111's has the first pass' after a latent upscaler, which its UNet cannot take."""
     hires = contract.HiresPass(
@@ -247,7 +247,7 @@ def test_a_second_pass_has_the_conditioning_of_its_own_size(
 
 
 def test_images_are_the_same_in_company_and_alone(
-    make_slot_engine: Any,
+    make_slot_engine,
     checkpoint: Path,
     tmp_path,
     mixed: list[contract.ImageRequest],
@@ -259,11 +259,11 @@ def test_images_are_the_same_in_company_and_alone(
 
 
 def test_controlnets_see_the_latents_alone(
-    engine: Any,
-    pipeline: Any,
-    family_folder: Any,
+    engine,
+    pipeline,
+    family_folder,
     tmp_path,
-    pixels: Any,
+    pixels,
     encodes_means: None,
 ):
     path = tiny_controlnets.build(tmp_path / "net.safetensors", family_folder("sd1"), 0)
@@ -286,8 +286,8 @@ def test_controlnets_see_the_latents_alone(
 
 
 def test_a_single_file_is_told_by_its_first_layer(
-    folder: Any,
-    engine: Any,
+    folder,
+    engine,
     tmp_path,
     monkeypatch,
 ):
@@ -311,14 +311,14 @@ def test_a_single_file_is_told_by_its_first_layer(
     assert (one == other).all()
 
 
-def test_such_an_sd2_predicts_epsilon_where_nothing_states_it(folder: Any):
+def test_such_an_sd2_predicts_epsilon_where_nothing_states_it(folder):
     """As in AUTOMATIC1111, which cannot ask its UNet without a mask."""
     unet = reading.read_network(UNet2DConditionModel, folder("sd2") / "unet")
     assert unet.config.in_channels == 9
     assert find_prediction(unet) == "epsilon"
 
 
-def test_a_unet_with_other_inputs_is_refused(family_folder: Any, tmp_path):
+def test_a_unet_with_other_inputs_is_refused(family_folder, tmp_path):
     shutil.copytree(family_folder("sd1"), tmp_path / "editing")
     part = tmp_path / "editing" / "unet"
     config = json.loads((part / "config.json").read_text())

@@ -72,9 +72,9 @@ def write_lora(path: Path, checkpoint: Any, spelling: str, *, seed: int = 0) -> 
 def test_loras_draw_as_in_diffusers_with_peft(
     family: str,
     spelling: str,
-    family_engine: Any,
-    family_pipeline: Any,
-    family_checkpoint: Any,
+    family_engine,
+    family_pipeline,
+    family_checkpoint,
     tmp_path,
 ):
     path = write_lora(

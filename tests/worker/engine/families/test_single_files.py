@@ -115,9 +115,7 @@ def norm_name(path: str, names: Mapping[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def files(
-    family_folder: Any, family_checkpoint: Any, tmp_path_factory
-) -> Mapping[str, Path]:
+def files(family_folder, family_checkpoint, tmp_path_factory) -> Mapping[str, Path]:
     folder = tmp_path_factory.mktemp("files")
     paths = {name: folder / f"{name}.safetensors" for name in ("sd2", "sdxl")}
     second = family_folder("sd2")
@@ -137,7 +135,7 @@ def files(
 
 @pytest.mark.parametrize("family", ["sd2", "sdxl"])
 def test_a_single_file_is_the_folders_checkpoint(
-    family: str, files: Mapping[str, Path], family_folder: Any, family_checkpoint: Any
+    family: str, files: Mapping[str, Path], family_folder, family_checkpoint
 ):
     folder = family_checkpoint(family)
     file = family_checkpoint(family, path=files[family], config=family_folder(family))
@@ -169,7 +167,7 @@ def test_the_built_in_configurations_are_the_published_ones():
     assert [round(size / 1e6, 1) for size in sizes] == expected
 
 
-def test_an_x4_upscaler_in_one_file_is_the_folders(tmp_path, family_checkpoint: Any):
+def test_an_x4_upscaler_in_one_file_is_the_folders(tmp_path, family_checkpoint):
     """Without schedulers' configurations beside it, it has the published noise."""
     folder = tiny_families.build_upscaler(tmp_path / "folder")
     whole = family_checkpoint("x4", path=folder)
@@ -197,7 +195,7 @@ def with_marks(path: Path, source: Path, *names: str) -> Path:
 
 
 @pytest.fixture
-def config(family_folder: Any, tmp_path) -> Any:
+def config(family_folder, tmp_path) -> Any:
     """A configuration folder without a scheduler's."""
 
     def make(family: str) -> Path:
@@ -214,7 +212,7 @@ def config(family_folder: Any, tmp_path) -> Any:
 
 
 def test_a_file_says_that_it_predicts_v_and_ends_in_pure_noise(
-    files: Mapping[str, Path], config: Any, family_checkpoint: Any, tmp_path
+    files: Mapping[str, Path], config, family_checkpoint, tmp_path
 ):
     settings = {"config": config("sdxl")}
     plain = family_checkpoint("sdxl", path=files["sdxl"], **settings)
@@ -229,8 +227,8 @@ def test_a_file_says_that_it_predicts_v_and_ends_in_pure_noise(
 
 def test_a_files_own_mark_goes_before_the_scheduler_of_the_folder_around_it(
     files: Mapping[str, Path],
-    family_folder: Any,
-    family_checkpoint: Any,
+    family_folder,
+    family_checkpoint,
     tmp_path,
 ):
     """As that of the folder that it was converted to, which says epsilon unless told otherwise."""
@@ -254,7 +252,7 @@ def test_a_folder_says_the_same_in_its_schedulers_configuration(tmp_path):
 
 
 def test_what_an_unmarked_sd2_predicts_shows_in_its_answer(
-    files: Mapping[str, Path], config: Any, family_checkpoint: Any, tmp_path
+    files: Mapping[str, Path], config, family_checkpoint, tmp_path
 ):
     settings = {"config": config("sd2")}
     assert (
@@ -282,8 +280,8 @@ def test_a_file_that_lacks_a_part_is_refused(
     lost: str,
     reason: str,
     files: Mapping[str, Path],
-    family_folder: Any,
-    family_checkpoint: Any,
+    family_folder,
+    family_checkpoint,
     tmp_path,
 ):
     path = tmp_path / "part.safetensors"
@@ -296,8 +294,8 @@ def test_a_file_that_lacks_a_part_is_refused(
 
 
 def test_a_unet_with_another_familys_text_encoders_is_refused(
-    family_folder: Any,
-    family_checkpoint: Any,
+    family_folder,
+    family_checkpoint,
     files: Mapping[str, Path],
     tmp_path,
 ):

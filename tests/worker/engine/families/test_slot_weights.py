@@ -1,7 +1,7 @@
 """Slots draw the same images however they hold LoRAs, for every kind of LoRA."""
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def engines(family_folder: Any) -> Iterator[dict[str, SlotEngine]]:
+def engines(family_folder) -> Iterator[dict[str, SlotEngine]]:
     """A tiny SDXL with slots of each kind."""
     made = {}
     for weights in get_args(memory.SlotWeights):
@@ -34,7 +34,7 @@ def engines(family_folder: Any) -> Iterator[dict[str, SlotEngine]]:
 
 
 @pytest.fixture(scope="module")
-def loras(family_folder: Any, tmp_path_factory) -> dict[str, contract.Lora]:
+def loras(family_folder, tmp_path_factory) -> dict[str, contract.Lora]:
     folder = tmp_path_factory.mktemp("loras")
     found = {}
     kinds = [

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def reference(family_pipeline: Any, k_diffusion: Any) -> Any:
+def reference(family_pipeline, k_diffusion) -> Any:
     def make(family: str) -> a1111.Reference:
         pipeline = copy.deepcopy(family_pipeline(family))
         for network in (pipeline.unet, pipeline.vae):
@@ -31,8 +31,8 @@ def reference(family_pipeline: Any, k_diffusion: Any) -> Any:
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
 def test_images_with_an_image_to_begin_with_are_automatic1111s_in_any_company(
     family: str,
-    family_engine: Any,
-    reference: Any,
+    family_engine,
+    reference,
     pixels: contract.Pixels,
 ):
     """Beside others of their size that do not tile, and that are drawn as alone."""
@@ -52,7 +52,7 @@ def test_images_with_an_image_to_begin_with_are_automatic1111s_in_any_company(
     assert difference(drawn[0], drawn[1]) > 20, "or the test shows nothing"
 
 
-def test_both_passes_of_hires_fix_tile(family_engine: Any, reference: Any):
+def test_both_passes_of_hires_fix_tile(family_engine, reference):
     hires = contract.HiresPass(96, 96, 0.7, 4, "Latent")
     request = make_request(
         hires=hires, tiling=True, seed=5, prompt="a star", negative_prompt="x"

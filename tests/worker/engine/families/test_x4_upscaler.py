@@ -65,7 +65,7 @@ def engine(folder: Path) -> slots.SlotEngine:
 
 
 @pytest.fixture
-def make_engine(folder: Path, make_slot_engine: Any) -> Any:
+def make_engine(folder: Path, make_slot_engine) -> Any:
     return partial(make_slot_engine, model=folder)
 
 
@@ -91,7 +91,7 @@ def pipeline(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def eulers(folder: Path, pipeline: Any) -> Any:
+def eulers(folder: Path, pipeline) -> Any:
     def build(sampler: str) -> Any:
         spaced = {"timestep_spacing": "linspace"}
         return pipeline(EULERS[sampler].from_pretrained(folder / "scheduler", **spaced))
@@ -135,8 +135,8 @@ def draw_upscaled(pipeline: Any, request: Any, level: int = 100, **changes: Any)
 def test_images_are_those_of_diffusers(
     sampler: str,
     size: tuple[int, int],
-    engine: Any,
-    eulers: Any,
+    engine,
+    eulers,
 ):
     """Of sides that the UNet's blocks cannot halve three times as well."""
     request = request_of(*size, sampler=sampler)
@@ -148,9 +148,9 @@ def test_images_are_those_of_diffusers(
 
 
 def test_ddim_is_diffusers_up_to_the_timestep_that_automatic1111_leaves_out(
-    engine: Any,
+    engine,
     folder: Path,
-    pipeline: Any,
+    pipeline,
 ):
     request = request_of(sampler="ddim", steps=8)
     made = pipeline(DDIMScheduler.from_pretrained(folder / "scheduler"))
@@ -164,9 +164,7 @@ def test_ddim_is_diffusers_up_to_the_timestep_that_automatic1111_leaves_out(
 
 
 @pytest.mark.parametrize("level", [0, 20, 350])
-def test_the_noise_has_the_level_that_the_unet_is_told(
-    level: int, engine: Any, eulers: Any
-):
+def test_the_noise_has_the_level_that_the_unet_is_told(level: int, engine, eulers):
     init = contract.InitImage(image_of(16, 16), level / 1000)
     image, usual = draw(engine, request_of(init=init), request_of())
     theirs = draw_upscaled(eulers("euler_ancestral"), request_of(), level)
@@ -175,9 +173,9 @@ def test_the_noise_has_the_level_that_the_unet_is_told(
 
 
 def test_a_lora_changes_the_image_as_in_diffusers(
-    engine: Any,
+    engine,
     folder: Path,
-    pipeline: Any,
+    pipeline,
     lora: contract.Lora,
 ):
     """Those of the layers that attend to the prompt in the place of the image as well."""
@@ -210,7 +208,7 @@ def mixed(lora: contract.Lora) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("weights", ["merged", "reloaded"])
 def test_images_are_the_same_in_company_and_alone(
     weights: str,
-    make_engine: Any,
+    make_engine,
     mixed: list[dict[str, Any]],
 ):
     requests = [dataclasses.replace(request_of(), **each) for each in mixed]
@@ -219,7 +217,7 @@ def test_images_are_the_same_in_company_and_alone(
 
 
 def test_compiled_ticks_read_what_is_written_into_the_slots_later(
-    folder: Path, tmp_path, make_engine: Any
+    folder: Path, tmp_path, make_engine
 ):
     """With one block of each kind, which take seconds to trace."""
     small = shutil.copytree(folder, tmp_path / "small")
@@ -291,13 +289,13 @@ MASK = np.zeros((16, 16), np.uint8)
     ],
 )
 def test_a_request_that_cannot_be_drawn_is_refused_with_what_to_do(
-    changes: dict[str, Any], sentence: str, engine: Any
+    changes: dict[str, Any], sentence: str, engine
 ):
     with pytest.raises(errors.JobError, match=sentence):
         engine.prepare(request_of(**changes))
 
 
-def test_its_nodes_are_not_checked_by_images_that_may_all_be_alike(engine: Any):
+def test_its_nodes_are_not_checked_by_images_that_may_all_be_alike(engine):
     assert engine.self_check is None
     assert engine.family == "x4_upscaler"
 
@@ -315,13 +313,13 @@ def changed(folder: Path, tmp_path) -> Any:
     return change
 
 
-def test_the_highest_level_is_the_checkpoints_own(changed: Any, make_engine: Any):
+def test_the_highest_level_is_the_checkpoints_own(changed, make_engine):
     made = make_engine(model=changed("model_index.json", max_noise_level=99))
     with pytest.raises(errors.JobError, match="levels up to 99"):
         made.prepare(request_of())
 
 
-def test_no_level_is_beyond_those_that_the_unet_knows(changed: Any):
+def test_no_level_is_beyond_those_that_the_unet_knows(changed):
     folder = changed("model_index.json", max_noise_level=5000)
     loaded = checkpoints.load_checkpoint(folder, torch.device("cpu"), torch.float32)
     assert loaded.image_noise.max_level == 999

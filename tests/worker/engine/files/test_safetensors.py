@@ -74,7 +74,7 @@ def test_tensors_are_as_the_library_wrote_them(tmp_path):
         {"a": entry(), "__metadata__": {}, "b": entry(end=10, shape=(5,))},
     ],
 )
-def test_a_damaged_header_is_refused(tmp_path, header: Any):
+def test_a_damaged_header_is_refused(tmp_path, header):
     with pytest.raises(safetensors.UnusableError, match="not a complete"):
         read(write(tmp_path / "a.safetensors", header))
 

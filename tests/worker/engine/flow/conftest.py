@@ -32,7 +32,7 @@ def klein(tmp_path_factory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def pipeline(klein: Any) -> Callable[..., Any]:
+def pipeline(klein) -> Callable[..., Any]:
     """Diffusers' pipeline of the same weights."""
 
     @cache
@@ -44,7 +44,7 @@ def pipeline(klein: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def make_engine(klein: Any) -> Iterator[Callable[..., SlotEngine]]:
+def make_engine(klein) -> Iterator[Callable[..., SlotEngine]]:
     made = []
 
     def make(

@@ -19,7 +19,7 @@ def grey(width: int, height: int) -> contract.Pixels:
     return np.repeat(columns[None, :, None], height, axis=0).repeat(3, axis=2)
 
 
-def test_an_image_does_not_depend_on_its_neighbours(make_engine: Any, request_of: Any):
+def test_an_image_does_not_depend_on_its_neighbours(make_engine, request_of):
     engine = make_engine(slots=3)
     requests = [
         request_of(seed=1),
@@ -37,7 +37,7 @@ def test_an_image_does_not_depend_on_its_neighbours(make_engine: Any, request_of
 
 
 def test_a_distilled_model_draws_one_row_whatever_guidance_says(
-    make_engine: Any, request_of: Any
+    make_engine, request_of
 ):
     engine = make_engine()
     first, second = draw(
@@ -49,7 +49,7 @@ def test_a_distilled_model_draws_one_row_whatever_guidance_says(
     assert engine.unet_rows == 8
 
 
-def test_a_prompt_is_text_as_it_stands(make_engine: Any, request_of: Any):
+def test_a_prompt_is_text_as_it_stands(make_engine, request_of):
     engine = make_engine()
     prepared = engine.prepare(
         request_of(prompt=read_prompt("A (red:1.3) House BREAK x"))
@@ -81,15 +81,13 @@ def test_a_prompt_is_text_as_it_stands(make_engine: Any, request_of: Any):
     ],
 )
 def test_what_klein_cannot_draw_is_refused_with_the_reason(
-    changes: Any, message: str, make_engine: Any, request_of: Any
+    changes, message: str, make_engine, request_of
 ):
     with pytest.raises(errors.JobError, match=message):
         make_engine().prepare(request_of(**changes))
 
 
-def test_img2img_keeps_more_of_the_image_at_less_strength(
-    make_engine: Any, request_of: Any
-):
+def test_img2img_keeps_more_of_the_image_at_less_strength(make_engine, request_of):
     engine = make_engine()
     image = grey(64, 64)
     weak, strong, none = draw(
@@ -104,7 +102,7 @@ def test_img2img_keeps_more_of_the_image_at_less_strength(
     assert difference(strong, none) > ROUNDING
 
 
-def test_latents_of_an_image_are_those_of_diffusers(make_engine: Any, pipeline: Any):
+def test_latents_of_an_image_are_those_of_diffusers(make_engine, pipeline):
     engine = make_engine()
     image = grey(64, 96)
     latents = engine._stager._images.encode(image)
@@ -115,7 +113,7 @@ def test_latents_of_an_image_are_those_of_diffusers(make_engine: Any, pipeline: 
 
 
 def test_one_image_fails_alone_where_its_company_breaks_a_call(
-    make_engine: Any, request_of: Any, monkeypatch
+    make_engine, request_of, monkeypatch
 ):
     engine = make_engine(slots=2)
     broken = engine.prepare(request_of(seed=9, prompt="broken"))
@@ -138,7 +136,7 @@ def test_one_image_fails_alone_where_its_company_breaks_a_call(
     assert isinstance(outcomes[1], np.ndarray)
 
 
-def test_compiled_ticks_draw_the_same_images(make_engine: Any, request_of: Any):
+def test_compiled_ticks_draw_the_same_images(make_engine, request_of):
     requests = [request_of(seed=seed, steps=2 + seed) for seed in range(3)]
     expected = draw(make_engine(slots=2), *requests)
     engine = make_engine(slots=2, packages=TracedPackages())

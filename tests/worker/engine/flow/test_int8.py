@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def engine(klein: Any) -> Any:
+def engine(klein) -> Any:
     made = load.load_engine(
         load.EngineSettings(klein(), "cpu", precision="int8", slots=3)
     )
@@ -35,9 +35,7 @@ def lora(path: Path, seed: int, **tensors: torch.Tensor) -> contract.Lora:
     return contract.Lora(path.stem, path, 1.0, 1.0)
 
 
-def test_images_are_near_those_of_whole_weights(
-    engine: Any, make_engine: Any, request_of: Any
-):
+def test_images_are_near_those_of_whole_weights(engine, make_engine, request_of):
     request = request_of(steps=4)
     drawn, expected = (
         draw(each, request)[0] for each in (engine, make_engine(slots=3))
@@ -55,7 +53,7 @@ def test_images_are_near_those_of_whole_weights(
 
 
 def test_loras_of_their_own_and_of_all_slots_stay_beside_the_weights(
-    engine: Any, request_of: Any, tmp_path
+    engine, request_of, tmp_path
 ):
     one, other = (lora(tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2))
     unlike = [request_of(seed=1, loras=(each,)) for each in (one, other)]
@@ -69,13 +67,13 @@ def test_loras_of_their_own_and_of_all_slots_stay_beside_the_weights(
     assert engine.self_check.find_fault() is None
 
 
-def test_what_would_be_merged_is_refused(engine: Any, request_of: Any, tmp_path):
+def test_what_would_be_merged_is_refused(engine, request_of, tmp_path):
     whole = lora(tmp_path / "whole.safetensors", 1, diff=torch.ones(288, 32))
     with pytest.raises(errors.JobError, match="holds them in int8"):
         engine.prepare(request_of(loras=(whole,)))
 
 
-def test_rounding_is_half_of_a_step_of_each_output(klein: Any):
+def test_rounding_is_half_of_a_step_of_each_output(klein):
     layer = torch.nn.Linear(64, 8, bias=False)
     exact = layer.weight.detach().clone()
     exact[3] *= 100

@@ -51,7 +51,7 @@ def in_original_names(weights: Tensors) -> Tensors:
 
 
 @pytest.fixture
-def single_file(klein: Any, tmp_path) -> Callable[..., Path]:
+def single_file(klein, tmp_path) -> Callable[..., Path]:
     """A single file in the makers' names beside a folder with its other parts."""
 
     def write(name: str = "tiny-klein", change: Any = lambda tensors: tensors) -> Path:
@@ -84,7 +84,7 @@ def to_float8(tensors: Tensors) -> Tensors:
 
 
 def test_a_single_file_in_the_makers_names_draws_the_same_images(
-    make_engine: Any, request_of: Any, single_file: Any
+    make_engine, request_of, single_file
 ):
     (expected,) = draw(make_engine(), request_of())
     path = single_file()
@@ -107,7 +107,7 @@ def worth(tensors: Tensors) -> Tensors:
 
 
 def test_comfyuis_float8_draws_what_its_weights_are_worth(
-    make_engine: Any, request_of: Any, single_file: Any
+    make_engine, request_of, single_file
 ):
     paths = single_file("float8", to_float8), single_file("plain", worth)
     check.check_path(paths[0])
@@ -115,7 +115,7 @@ def test_comfyuis_float8_draws_what_its_weights_are_worth(
     assert difference(drawn, expected) == 0
 
 
-def test_the_base_is_known_by_its_name_or_its_index(single_file: Any, klein: Any):
+def test_the_base_is_known_by_its_name_or_its_index(single_file, klein):
     base = single_file("tiny-klein-base")
     families = {
         path.name: checkpoints.family_of(path).slug
@@ -127,7 +127,7 @@ def test_the_base_is_known_by_its_name_or_its_index(single_file: Any, klein: Any
     assert check.family(klein()) == "FLUX.2-klein"
 
 
-def test_9b_is_refused_by_name_with_its_licence(single_file: Any, klein: Any, tmp_path):
+def test_9b_is_refused_by_name_with_its_licence(single_file, klein, tmp_path):
     def widen(tensors: Tensors) -> Tensors:
         return tensors | {"txt_in.weight": torch.zeros(4, 12288)}
 
@@ -141,7 +141,7 @@ def test_9b_is_refused_by_name_with_its_licence(single_file: Any, klein: Any, tm
         load.load_engine(load.EngineSettings(folder, "cpu"))
 
 
-def test_what_a_file_lacks_is_named(single_file: Any, klein: Any, tmp_path):
+def test_what_a_file_lacks_is_named(single_file, klein, tmp_path):
     path = single_file()
     shutil.rmtree(path.with_suffix("") / "vae")
     with pytest.raises(errors.SetupError, match="no vae: give with --config"):
@@ -153,7 +153,7 @@ def test_what_a_file_lacks_is_named(single_file: Any, klein: Any, tmp_path):
         load.load_engine(load.EngineSettings(klein(), "cpu", precision="float16"))
 
 
-def test_damaged_weights_are_refused(klein: Any, tmp_path):
+def test_damaged_weights_are_refused(klein, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(klein(), folder)
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"

@@ -49,7 +49,7 @@ def factors(layer: Any, rank: int, generator: torch.Generator) -> tuple[Any, Any
 
 
 @pytest.fixture(scope="session")
-def layers(pipeline: Any) -> dict[str, Any]:
+def layers(pipeline) -> dict[str, Any]:
     network = pipeline().transformer
     linear = torch.nn.Linear
     return {
@@ -133,7 +133,7 @@ def save(tmp_path) -> Callable[[str, Tensors], contract.Lora]:
 
 
 @pytest.fixture
-def expected(pipeline: Any) -> Callable[..., torch.Tensor]:
+def expected(pipeline) -> Callable[..., torch.Tensor]:
     """Diffusers' picture of a request with dense differences added to the weights."""
 
     def draw(request: Any, dense: Tensors, weight: float = 1.0) -> torch.Tensor:
@@ -168,12 +168,12 @@ def largest(image: torch.Tensor, other: torch.Tensor) -> float:
 )
 def test_each_format_changes_what_its_tensors_say(
     kind: str,
-    make_engine: Any,
-    layers: Any,
-    save: Any,
-    expected: Any,
-    request_of: Any,
-    draw_floats: Any,
+    make_engine,
+    layers,
+    save,
+    expected,
+    request_of,
+    draw_floats,
 ):
     made, dense = change_all(layers, 4, seed=1)
     lora = save("style", in_format(kind, made, layers))
@@ -189,12 +189,12 @@ def test_each_format_changes_what_its_tensors_say(
 
 
 def test_unlike_loras_ranks_strengths_and_steps_share_calls(
-    make_engine: Any,
-    layers: Any,
-    save: Any,
-    expected: Any,
-    request_of: Any,
-    draw_floats: Any,
+    make_engine,
+    layers,
+    save,
+    expected,
+    request_of,
+    draw_floats,
 ):
     requests = []
     differences = []
@@ -219,12 +219,12 @@ def test_unlike_loras_ranks_strengths_and_steps_share_calls(
 
 
 def test_two_loras_of_a_job_add_up(
-    make_engine: Any,
-    layers: Any,
-    save: Any,
-    expected: Any,
-    request_of: Any,
-    draw_floats: Any,
+    make_engine,
+    layers,
+    save,
+    expected,
+    request_of,
+    draw_floats,
 ):
     one, first = change_all(layers, 4, seed=1)
     other, second = change_all(layers, 8, seed=2)
@@ -240,12 +240,12 @@ def test_two_loras_of_a_job_add_up(
 
 
 def test_a_lora_of_all_slots_is_merged_once(
-    make_engine: Any,
-    layers: Any,
-    save: Any,
-    expected: Any,
-    request_of: Any,
-    draw_floats: Any,
+    make_engine,
+    layers,
+    save,
+    expected,
+    request_of,
+    draw_floats,
 ):
     made, dense = change_all(layers, 4, seed=1)
     lora = save("style", in_format("kohya", made, layers))
@@ -288,12 +288,12 @@ def lokr(
 def test_a_lokr_of_the_makers_names_changes_queries_keys_and_values_as_one(
     rank: int | None,
     split: int,
-    make_engine: Any,
-    layers: Any,
-    save: Any,
-    expected: Any,
-    request_of: Any,
-    draw_floats: Any,
+    make_engine,
+    layers,
+    save,
+    expected,
+    request_of,
+    draw_floats,
 ):
     tensors = {}
     dense = {}
@@ -314,12 +314,12 @@ def test_a_lokr_of_the_makers_names_changes_queries_keys_and_values_as_one(
 
 
 def test_lycoris_own_names_and_kinds_share_calls(
-    make_engine: Any,
-    layers: Any,
-    save: Any,
-    expected: Any,
-    request_of: Any,
-    draw_floats: Any,
+    make_engine,
+    layers,
+    save,
+    expected,
+    request_of,
+    draw_floats,
 ):
     generator = torch.Generator().manual_seed(0)
     loha = {}
@@ -352,7 +352,7 @@ def test_lycoris_own_names_and_kinds_share_calls(
 
 
 def test_a_lora_of_another_model_is_refused_by_what_does_not_fit(
-    make_engine: Any, save: Any, request_of: Any
+    make_engine, save, request_of
 ):
     up = torch.zeros(64, 2)
     down = torch.zeros(2, 4096)

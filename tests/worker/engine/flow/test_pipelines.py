@@ -31,7 +31,7 @@ def expected(pipeline: Any, request: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 8])
 def test_pictures_are_those_of_diffusers_at_any_size(
-    steps: int, make_engine: Any, pipeline: Any, request_of: Any, draw_floats: Any
+    steps: int, make_engine, pipeline, request_of, draw_floats
 ):
     requests = [
         request_of(
@@ -51,11 +51,11 @@ def test_pictures_are_those_of_diffusers_at_any_size(
 
 
 def test_the_base_is_guided_as_diffusers_guides_it(
-    make_engine: Any,
-    klein: Any,
-    pipeline: Any,
-    request_of: Any,
-    draw_floats: Any,
+    make_engine,
+    klein,
+    pipeline,
+    request_of,
+    draw_floats,
 ):
     engine = make_engine(klein(is_distilled=False))
     requests = [

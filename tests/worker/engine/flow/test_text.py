@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ PROMPTS = ["A red house", "a red house", "", "two dogs " * 100]
 
 
 @pytest.fixture
-def encoder(klein: Any) -> text.ChatEncoder:
+def encoder(klein) -> text.ChatEncoder:
     device = torch.device("cpu")
     made = text.ChatEncoder(klein(), KLEIN.text, device, torch.float32)
     made.place(may_stay=True)
@@ -28,7 +27,7 @@ def encoder(klein: Any) -> text.ChatEncoder:
 
 
 @pytest.fixture
-def without_encoder(klein: Any, tmp_path) -> Path:
+def without_encoder(klein, tmp_path) -> Path:
     folder = tmp_path / "tiny-klein"
     shutil.copytree(klein(), folder)
     (folder / "text_encoder" / "model.safetensors").unlink()
@@ -37,7 +36,7 @@ def without_encoder(klein: Any, tmp_path) -> Path:
 
 
 def test_states_are_those_of_diffusers_alone_and_in_company(
-    encoder: text.ChatEncoder, pipeline: Any
+    encoder: text.ChatEncoder, pipeline
 ):
     together = encoder.encode(PROMPTS)
     assert together.shape == (4, 512, 48)
@@ -49,7 +48,7 @@ def test_states_are_those_of_diffusers_alone_and_in_company(
 
 
 def test_an_encoder_whose_layers_come_and_go_says_the_same(
-    encoder: text.ChatEncoder, klein: Any
+    encoder: text.ChatEncoder, klein
 ):
     device = torch.device("cpu")
     streamed = text.ChatEncoder(klein(), KLEIN.text, device, torch.float32)
@@ -59,7 +58,7 @@ def test_an_encoder_whose_layers_come_and_go_says_the_same(
 
 
 def test_a_file_of_states_has_a_byte_a_number_and_a_scale_a_token(
-    encoder: text.ChatEncoder, klein: Any, tmp_path
+    encoder: text.ChatEncoder, klein, tmp_path
 ):
     name = encoders.name_of(klein())
     (states,) = encoder.encode(PROMPTS[:1])
@@ -80,8 +79,8 @@ def test_kleins_states_have_room_in_a_file_of_the_storage():
 
 
 def test_a_model_without_encoder_draws_from_stored_states(
-    make_engine: Any,
-    request_of: Any,
+    make_engine,
+    request_of,
     encoder: text.ChatEncoder,
     without_encoder: Path,
     tmp_path,

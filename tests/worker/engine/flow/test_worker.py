@@ -2,7 +2,6 @@
 
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -24,7 +23,7 @@ async def parameters(storage: Storage, name: str) -> str:
 
 
 async def test_a_job_without_settings_is_drawn_and_told_as_klein_wants_it(
-    storage: Storage, run_pipeline: Any, make_engine: Any
+    storage: Storage, run_pipeline, make_engine
 ):
     jobs = {
         "usual": {"prompt": "a (red:1.3) house", "negative_prompt": "blurry"},
@@ -53,14 +52,14 @@ async def test_a_job_without_settings_is_drawn_and_told_as_klein_wants_it(
 
 
 async def test_int8_stands_in_an_images_parameters(
-    storage: Storage, run_pipeline: Any, make_engine: Any
+    storage: Storage, run_pipeline, make_engine
 ):
     sent = [message(prompt="a house", width=64, height=64, id="a")]
     await run_pipeline(make_engine(), sent=sent, precision="int8")
     assert ", Weights: int8, " in await parameters(storage, "a")
 
 
-def test_its_folder_and_its_family_are_known_before_torch(klein: Any):
+def test_its_folder_and_its_family_are_known_before_torch(klein):
     folder: Path = klein()
     check.check_path(folder)
     family = families.of_title(check.family(folder))

@@ -25,7 +25,7 @@ def z_image(tmp_path_factory) -> Any:
 
 
 @pytest.fixture
-def engine(make_engine: Any, z_image: Any, monkeypatch) -> Any:
+def engine(make_engine, z_image, monkeypatch) -> Any:
     monkeypatch.setitem(families.FAMILIES, Z_IMAGE.pipeline, (Z_IMAGE, Z_IMAGE))
     return make_engine(z_image, slots=3)
 
@@ -70,7 +70,7 @@ def expected(folder: Any, engine: Any, request: Any, changes: Any = ()) -> torch
 
 
 def test_captions_of_unlike_lengths_share_calls(
-    engine: Any, z_image: Any, request_of: Any, draw_floats: Any
+    engine, z_image, request_of, draw_floats
 ):
     requests = [
         request_of(prompt="A cat", noise=CPU_NOISE, seed=1, steps=3),
@@ -82,7 +82,7 @@ def test_captions_of_unlike_lengths_share_calls(
 
 
 def test_its_loras_are_thin_products_in_slots(
-    engine: Any, z_image: Any, request_of: Any, draw_floats: Any, tmp_path
+    engine, z_image, request_of, draw_floats, tmp_path
 ):
     path = "layers.0.attention.to_q"
     up = torch.randn(32, 4)
@@ -100,7 +100,7 @@ def test_its_loras_are_thin_products_in_slots(
 
 
 @torch.no_grad()
-def test_an_image_to_begin_with_has_its_own_vaes_latents(engine: Any, z_image: Any):
+def test_an_image_to_begin_with_has_its_own_vaes_latents(engine, z_image):
     image = torch.full((64, 96, 3), 200, dtype=torch.uint8)
     vae = AutoencoderKL.from_pretrained(z_image / "vae")
     levels = image.permute(2, 0, 1)[None] / 127.5 - 1

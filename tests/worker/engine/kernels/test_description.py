@@ -22,11 +22,11 @@ def content_of(engine: Any, mode: str = "per_slot", slots: int | None = None) ->
 
 
 @pytest.fixture
-def engine(make_slot_engine: Any) -> Any:
+def engine(make_slot_engine) -> Any:
     return make_slot_engine(slots=2, packages=PlainPackages())
 
 
-def test_fakes_are_laid_out_as_the_tensors_are_and_shared_where_these_are(engine: Any):
+def test_fakes_are_laid_out_as_the_tensors_are_and_shared_where_these_are(engine):
     _, step = engine._open_lane(engine._runner.native)
     described = Description.of((tick, (engine._unet, "per_slot", step.state, ())))
     (function, arguments), fakes = imitate(described.content)
@@ -51,7 +51,7 @@ def test_fakes_are_laid_out_as_the_tensors_are_and_shared_where_these_are(engine
     )
 
 
-def test_one_graph_has_one_description_whatever_else_there_is(make_slot_engine: Any):
+def test_one_graph_has_one_description_whatever_else_there_is(make_slot_engine):
     """The number of blocks follows from free memory, and from what was drawn before."""
     first = make_slot_engine(slots=2, packages=PlainPackages())
     expected = content_of(first)

@@ -87,9 +87,7 @@ def graph() -> Graph:
     return Graph("a product", "product", multiply, tensors, None)
 
 
-def test_what_is_in_the_folder_is_taken_at_once(
-    make: Any, graph: Graph, compiler: Compiler
-):
+def test_what_is_in_the_folder_is_taken_at_once(make, graph: Graph, compiler: Compiler):
     made = make(None)
     made.begin(graph)
     compiler.may_end = True
@@ -108,7 +106,7 @@ def test_what_is_in_the_folder_is_taken_at_once(
 
 
 def test_only_a_machine_without_packages_starts_its_compiler_ahead(
-    make: Any, graph: Graph, compiler: Compiler
+    make, graph: Graph, compiler: Compiler
 ):
     made = make(None)
     made.prepare()
@@ -121,7 +119,7 @@ def test_only_a_machine_without_packages_starts_its_compiler_ahead(
 
 
 def test_what_others_have_is_fetched_and_not_compiled(
-    make: Any, graph: Graph, compiler: Compiler
+    make, graph: Graph, compiler: Compiler
 ):
     made = make(Exchange(known=True))
     made.begin(graph)
@@ -132,9 +130,7 @@ def test_what_others_have_is_fetched_and_not_compiled(
     assert compiler.began == []
 
 
-def test_what_nobody_has_is_compiled_and_shared(
-    make: Any, graph: Graph, compiler: Compiler
-):
+def test_what_nobody_has_is_compiled_and_shared(make, graph: Graph, compiler: Compiler):
     exchange = Exchange(known=False)
     made = make(exchange)
     made.begin(graph)
@@ -148,7 +144,7 @@ def test_what_nobody_has_is_compiled_and_shared(
 
 
 def test_the_first_package_is_waited_for_while_it_is_fetched(
-    make: Any, graph: Graph, compiler: Compiler
+    make, graph: Graph, compiler: Compiler
 ):
     class Thread(Exchange):
         def find(self, name: str, target: Path) -> Future[bool]:
@@ -163,7 +159,7 @@ def test_the_first_package_is_waited_for_while_it_is_fetched(
 
 
 def test_a_storage_that_does_not_answer_holds_nobody_up(
-    make: Any, graph: Graph, compiler: Compiler, monkeypatch
+    make, graph: Graph, compiler: Compiler, monkeypatch
 ):
     monkeypatch.setattr(packages, "_FIRST_FETCH_SECONDS", 0.0)
     made = make(Exchange(known=None))
@@ -174,7 +170,7 @@ def test_a_storage_that_does_not_answer_holds_nobody_up(
 
 
 def test_a_damaged_file_is_removed_and_its_graph_runs_uncompiled(
-    make: Any, graph: Graph, compiler: Compiler, tmp_path
+    make, graph: Graph, compiler: Compiler, tmp_path
 ):
     made = make(None)
     made.begin(graph)
@@ -191,7 +187,7 @@ def test_a_damaged_file_is_removed_and_its_graph_runs_uncompiled(
 
 
 def test_a_graph_that_is_wanted_no_more_ends_its_compiler(
-    make: Any, graph: Graph, compiler: Compiler
+    make, graph: Graph, compiler: Compiler
 ):
     made = make(None)
     made.begin(graph)
@@ -221,7 +217,7 @@ def other_graph(size: int) -> Graph:
 
 
 def test_the_next_graph_is_compiled_meanwhile(
-    compilers: list[Compiler], make: Any, graph: Graph
+    compilers: list[Compiler], make, graph: Graph
 ):
     exchange = Exchange(known=False)
     made = make(exchange)
@@ -245,7 +241,7 @@ def test_the_next_graph_is_compiled_meanwhile(
 
 
 def test_a_graph_that_is_being_foreseen_is_waited_for(
-    compilers: list[Compiler], make: Any, graph: Graph
+    compilers: list[Compiler], make, graph: Graph
 ):
     made = make(None)
     made.begin(graph)
@@ -263,7 +259,7 @@ def test_a_graph_that_is_being_foreseen_is_waited_for(
 
 
 def test_a_graph_that_could_not_be_foreseen_is_compiled_when_it_is_wanted(
-    compilers: list[Compiler], make: Any, graph: Graph, monkeypatch
+    compilers: list[Compiler], make, graph: Graph, monkeypatch
 ):
     made = make(None)
     made.begin(graph)

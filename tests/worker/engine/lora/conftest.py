@@ -1,14 +1,12 @@
 """The tiny model's layers, and a cache of LoRA files for them."""
 
-from typing import Any
-
 import pytest
 
 from worker.engine.lora import file as lora_file
 
 
 @pytest.fixture(scope="module")
-def layers(engine: Any) -> lora_file.Layers:
+def layers(engine) -> lora_file.Layers:
     return engine._preparer._loras.cache._layers
 
 

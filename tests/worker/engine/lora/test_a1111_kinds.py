@@ -160,7 +160,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("path", "kind"), KINDS)
 def test_each_kind_changes_the_weight_by_its_formula(
-    engine: Any,
+    engine,
     tmp_path,
     path: str,
     kind: Callable[[Array], tuple[Tensors, Array]],
@@ -181,7 +181,7 @@ def test_each_kind_changes_the_weight_by_its_formula(
     ],
 )
 def test_a_bias_changes_with_its_weight_and_without_its_scale(
-    engine: Any, tmp_path, path: str, names: tuple[str, str]
+    engine, tmp_path, path: str, names: tuple[str, str]
 ):
     weight = base(engine, path)
     bias = base(engine, f"{path}.bias")
@@ -198,7 +198,7 @@ def test_a_bias_changes_with_its_weight_and_without_its_scale(
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_scales_of_the_other_side_of_a_layer_are_refused(engine: Any, tmp_path):
+def test_scales_of_the_other_side_of_a_layer_are_refused(engine, tmp_path):
     path = f"{BLOCK}.ff.net.2"
     outer, inner = base(engine, path).shape
     for number, is_input in ((outer, True), (inner, False)):
@@ -210,7 +210,7 @@ def test_scales_of_the_other_side_of_a_layer_are_refused(engine: Any, tmp_path):
             engine.prepare(make_request(loras=(lora,)))
 
 
-def test_kohyas_oft_has_a_prefix_of_its_own(engine: Any, tmp_path):
+def test_kohyas_oft_has_a_prefix_of_its_own(engine, tmp_path):
     weight = base(engine, LINEAR)
     parts, change = oft(weight)
     lora = write(tmp_path / "x.safetensors", prefixed(LINEAR, parts, "oft_unet_"))
@@ -219,7 +219,7 @@ def test_kohyas_oft_has_a_prefix_of_its_own(engine: Any, tmp_path):
 
 
 def test_a_lora_of_a_plain_model_changes_the_same_inputs_of_one_for_inpainting(
-    engine: Any, tmp_path
+    engine, tmp_path
 ):
     """AUTOMATIC1111 pads the change of the first layer with zeros."""
     unet = torch.nn.Module()
@@ -239,7 +239,7 @@ def test_a_lora_of_a_plain_model_changes_the_same_inputs_of_one_for_inpainting(
 
 
 def test_what_the_model_has_no_layer_for_is_skipped_and_counted(
-    engine: Any, tmp_path, caplog
+    engine, tmp_path, caplog
 ):
     weight = base(engine, LINEAR)
     parts, change = scaled(weight)
@@ -267,7 +267,7 @@ def test_what_the_model_has_no_layer_for_is_skipped_and_counted(
     ],
 )
 def test_loras_that_automatic1111_draws_otherwise_or_not_at_all_are_told(
-    engine: Any,
+    engine,
     tmp_path,
     monkeypatch,
     kind: Callable[[Array], tuple[Tensors, Array]],
@@ -290,7 +290,7 @@ def test_loras_that_automatic1111_draws_otherwise_or_not_at_all_are_told(
     assert found == told
 
 
-def test_embeddings_in_a_loras_file_are_words_of_its_jobs(slot_engine: Any, tmp_path):
+def test_embeddings_in_a_loras_file_are_words_of_its_jobs(slot_engine, tmp_path):
     """An embedding of the fleet goes before it, and one for another model is skipped."""
     parts, _ = scaled(base(slot_engine, LINEAR))
 

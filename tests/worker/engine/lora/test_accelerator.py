@@ -22,14 +22,14 @@ def accelerated(checkpoint: Path, lora_paths: list[Path]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def merged_engine(accelerated: Any) -> Any:
+def merged_engine(accelerated) -> Any:
     """Shared by tests that leave it unchanged."""
     return load.load_engine(accelerated)
 
 
 def test_an_accelerator_is_as_a_lora_of_every_job(
-    slot_engine: Any,
-    merged_engine: Any,
+    slot_engine,
+    merged_engine,
     styles: list[contract.Lora],
 ):
     shared, style, other = styles
@@ -45,9 +45,7 @@ def test_an_accelerator_is_as_a_lora_of_every_job(
     assert difference(images[0], draw(slot_engine, make_request())[0]) > 20
 
 
-def test_the_sum_of_its_weights_is_of_what_it_draws_with(
-    accelerated: Any, merged_engine: Any
-):
+def test_the_sum_of_its_weights_is_of_what_it_draws_with(accelerated, merged_engine):
     """Else each check of the weights would find them damaged; and it is another model."""
     assert merged_engine.self_check.find_fault() is None
     plain = checkpoints.load_checkpoint(
@@ -56,9 +54,7 @@ def test_the_sum_of_its_weights_is_of_what_it_draws_with(
     assert merged_engine.checkpoint.weight_sums != plain.weight_sums
 
 
-def test_a_model_that_is_changed_to_has_the_accelerator_too(
-    accelerated: Any, merged_engine: Any
-):
+def test_a_model_that_is_changed_to_has_the_accelerator_too(accelerated, merged_engine):
     (expected,) = draw(merged_engine, make_request())
     take = load.read_beside(merged_engine, accelerated)
     assert take()
@@ -67,7 +63,7 @@ def test_a_model_that_is_changed_to_has_the_accelerator_too(
 
 @pytest.mark.parametrize("has_style", [False, True])
 def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_beside_it(
-    make_slot_engine: Any,
+    make_slot_engine,
     styles: list[contract.Lora],
     monkeypatch,
     has_style: bool,
@@ -99,7 +95,7 @@ def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_besid
     assert merged == merges
 
 
-def test_a_file_that_is_no_lora_of_the_model_is_refused(accelerated: Any, tmp_path):
+def test_a_file_that_is_no_lora_of_the_model_is_refused(accelerated, tmp_path):
     broken = tmp_path / "lcm.safetensors"
     broken.write_bytes(b"\0" * 100)
     for path in (broken, tmp_path / "missing-lcm.safetensors"):
@@ -109,7 +105,7 @@ def test_a_file_that_is_no_lora_of_the_model_is_refused(accelerated: Any, tmp_pa
 
 
 def test_a_lora_of_the_text_encoder_alone_is_refused(
-    accelerated: Any, lora_paths: list[Path], tmp_path
+    accelerated, lora_paths: list[Path], tmp_path
 ):
     of_text = {
         key: each for key, each in load_file(lora_paths[0]).items() if "lora_te" in key

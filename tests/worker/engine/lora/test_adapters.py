@@ -85,7 +85,7 @@ def saved(checkpoint_unet: nn.Module, tmp_path_factory) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def save(saved: Callable[..., Any], tmp_path) -> Callable[..., tuple[nn.Module, Path]]:
+def save(saved, tmp_path) -> Callable[..., tuple[nn.Module, Path]]:
     """The UNet with a random adapter, and the folder that peft saves of it."""
 
     def copied(kind: str, **changes: Any) -> tuple[nn.Module, Path]:
@@ -96,7 +96,7 @@ def save(saved: Callable[..., Any], tmp_path) -> Callable[..., tuple[nn.Module, 
 
 
 @pytest.fixture(scope="module")
-def checkpoint_unet(engine: Any) -> nn.Module:
+def checkpoint_unet(engine) -> nn.Module:
     return copy.deepcopy(engine.checkpoint.unet)
 
 
@@ -124,7 +124,7 @@ def outputs(unet: nn.Module) -> Tensor:
     ],
 )
 def test_a_network_computes_with_an_adapter_what_it_does_in_peft(
-    kind: str, save: Any, checkpoint_unet: nn.Module, layers: lora_file.Layers
+    kind: str, save, checkpoint_unet: nn.Module, layers: lora_file.Layers
 ):
     model, folder = save(kind)
     found = read(folder, layers)
@@ -140,7 +140,7 @@ def test_a_network_computes_with_an_adapter_what_it_does_in_peft(
 
 @pytest.mark.parametrize("kind", ["LOHA", "LORA with DoRA"])
 def test_a_convolution_is_changed_as_in_peft(
-    kind: str, save: Any, checkpoint_unet: nn.Module, layers: lora_file.Layers
+    kind: str, save, checkpoint_unet: nn.Module, layers: lora_file.Layers
 ):
     model, folder = save(kind, target_modules=["conv1"])
     found = read(folder, layers)
@@ -151,7 +151,7 @@ def test_a_convolution_is_changed_as_in_peft(
 
 
 def test_networks_that_lie_in_folders_of_their_own_become_one_file(
-    save: Any, layers: lora_file.Layers, tmp_path
+    save, layers: lora_file.Layers, tmp_path
 ):
     _, folder = save("VERA")
     both = tmp_path / "both"
@@ -172,7 +172,7 @@ def test_networks_that_lie_in_folders_of_their_own_become_one_file(
     ],
 )
 def test_a_configuration_that_peft_should_not_be_given_is_refused(
-    change: dict[str, Any], message: str, save: Any, layers: lora_file.Layers
+    change: dict[str, Any], message: str, save, layers: lora_file.Layers
 ):
     _, folder = save("LOHA")
     edit(folder, change)
@@ -183,7 +183,7 @@ def test_a_configuration_that_peft_should_not_be_given_is_refused(
 
 
 def test_a_lora_that_changed_the_checkpoint_as_it_began_is_refused(
-    save: Any, layers: lora_file.Layers
+    save, layers: lora_file.Layers
 ):
     _, folder = save("LORA")
     edit(folder, {"init_lora_weights": "pissa_niter_4"})
@@ -192,7 +192,7 @@ def test_a_lora_that_changed_the_checkpoint_as_it_began_is_refused(
 
 
 def test_an_adapter_that_changes_more_than_weights_is_refused(
-    save: Any, layers: lora_file.Layers
+    save, layers: lora_file.Layers
 ):
     """A bias of peft's layers is none of the checkpoint's weights."""
     _, folder = save("BEFT", target_modules=["to_v"])
@@ -200,7 +200,7 @@ def test_an_adapter_that_changes_more_than_weights_is_refused(
         read(folder, layers)
 
 
-def test_a_folder_without_weights_says_how_to_save_them(save: Any):
+def test_a_folder_without_weights_says_how_to_save_them(save):
     _, folder = save("LORA")
     (folder / adapter.WEIGHTS).rename(folder / "adapter_model.bin")
     with pytest.raises(errors.SetupError, match="save_pretrained"):

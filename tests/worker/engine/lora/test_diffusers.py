@@ -78,7 +78,7 @@ def load_in_diffusers(uses: Uses) -> StableDiffusionPipeline:
 
 def test_loras_in_four_key_formats_match_diffusers(
     demo_engine: contract.Engine,
-    base: Any,
+    base,
     tmp_path,
 ):
     expected = draw_in_diffusers(load_in_diffusers(TWO), request_of())
@@ -102,7 +102,7 @@ def test_loras_in_four_key_formats_match_diffusers(
 )
 def test_a_file_saved_by_diffusers_is_read_with_alpha_from_its_header(
     demo_engine: contract.Engine,
-    base: Any,
+    base,
     tmp_path,
     spell: Callable[[Any], dict[str, torch.Tensor]],
 ):

@@ -29,7 +29,7 @@ def tensors_of(kind: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", LOW_RANK)
-def test_factors_multiply_to_the_whole_change(kind: Any):
+def test_factors_multiply_to_the_whole_change(kind):
     rank = LOW_RANK[kind]
     delta = file.make_delta(tensors_of(kind), alpha=1.5)
     factors = kinds.factorise(delta.tensors, rank)

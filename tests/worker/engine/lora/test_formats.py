@@ -143,7 +143,7 @@ def parts_of(kind: Any, *shape: int) -> Iterator[tuple[str, Array]]:
 @pytest.mark.parametrize(("layer", "kind"), KINDS)
 @pytest.mark.parametrize("alpha", [None, 2.0])
 def test_each_kind_changes_the_weight_as_defined(
-    engine: Any,
+    engine,
     tmp_path,
     layer: str,
     kind: Callable[[Array], tuple[Tensors, Array]],
@@ -165,7 +165,7 @@ def test_each_kind_changes_the_weight_as_defined(
 )
 @pytest.mark.parametrize("axis", [0, 1], ids=["outputs", "inputs"])
 def test_dora_rescales_the_changed_weight_to_its_norms(
-    engine: Any,
+    engine,
     tmp_path,
     layer: str,
     kind: Callable[[Array], tuple[Tensors, Array]],
@@ -188,7 +188,7 @@ def test_dora_rescales_the_changed_weight_to_its_norms(
 
 @pytest.mark.parametrize(("layer", "kind"), KINDS)
 def test_missing_tensors_and_wrong_shapes_are_refused(
-    engine: Any,
+    engine,
     tmp_path,
     layer: str,
     kind: Callable[[Array], tuple[Tensors, Array]],

@@ -1,7 +1,6 @@
 """LoRAs of every kind in slots, beside other jobs: the images of the weights merged one by one."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def files(slot_engine: Any, tmp_path_factory) -> dict[str, Path]:
+def files(slot_engine, tmp_path_factory) -> dict[str, Path]:
     """LoRAs of all linear and 1x1 layers that slots can hold, and of the text encoder."""
     folder = tmp_path_factory.mktemp("kinds")
     generator = torch.Generator().manual_seed(0)
@@ -64,8 +63,8 @@ def use(path: Path, unet: float = 0.3, text_encoder: float = 0.2) -> contract.Lo
 
 
 def test_jobs_with_every_kind_share_calls(
-    engine: Any,
-    slot_engine: Any,
+    engine,
+    slot_engine,
     files: dict[str, Path],
     lora_paths: list[Path],
     monkeypatch,
@@ -93,7 +92,7 @@ def test_jobs_with_every_kind_share_calls(
 
 
 def test_no_kind_leaves_a_trace_in_its_slot_or_the_text_encoder(
-    slot_engine: Any,
+    slot_engine,
     files: dict[str, Path],
     lora_paths: list[Path],
 ):
@@ -115,8 +114,8 @@ def test_no_kind_leaves_a_trace_in_its_slot_or_the_text_encoder(
 
 
 def test_slots_weights_in_several_tensors_make_the_same_images(
-    make_slot_engine: Any,
-    slot_engine: Any,
+    make_slot_engine,
+    slot_engine,
     files: dict[str, Path],
     monkeypatch,
 ):

@@ -1,7 +1,6 @@
 """Merged LoRAs: their images, and the weights they leave unchanged."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ def use(
     )
 
 
-def test_weight_zero_is_the_base_model(engine: Any, lora_paths: list[Path]):
+def test_weight_zero_is_the_base_model(engine, lora_paths: list[Path]):
     base, zero, opposed = draw(
         engine,
         make_request(),
@@ -29,7 +28,7 @@ def test_weight_zero_is_the_base_model(engine: Any, lora_paths: list[Path]):
 
 
 def test_many_merges_leave_the_checkpoints_weights_bit_exact(
-    engine: Any, lora_paths: list[Path]
+    engine, lora_paths: list[Path]
 ):
     unet = engine.checkpoint.unet
     merger = engine._merger

@@ -51,7 +51,7 @@ def hires(width: int = 96, height: int = 96, **changes: Any) -> contract.HiresPa
     return contract.HiresPass(width, height, **settings)
 
 
-def test_a_second_pass_has_the_options_of_its_own_sampler(make_slot_engine: Any):
+def test_a_second_pass_has_the_options_of_its_own_sampler(make_slot_engine):
     engine = make_slot_engine(slots=1)
     second = hires(sampler="ddim", sampler_options=Options(eta=0.0))
     options = Options(eta=1.0)
@@ -62,7 +62,7 @@ def test_a_second_pass_has_the_options_of_its_own_sampler(make_slot_engine: Any)
 
 
 def test_both_passes_share_calls_with_other_jobs_of_their_size(
-    make_slot_engine: Any, init: Any, monkeypatch
+    make_slot_engine, init, monkeypatch
 ):
     engine = make_slot_engine(slots=3)
     watched = watch_calls(monkeypatch, engine)
@@ -82,7 +82,7 @@ def test_both_passes_share_calls_with_other_jobs_of_their_size(
 
 
 def test_the_images_of_a_job_share_what_was_prepared_and_what_was_encoded(
-    make_slot_engine: Any, init: Any, monkeypatch,
+    make_slot_engine, init, monkeypatch,
 ):  # fmt: skip
     engine = make_slot_engine(slots=3)
     kinds = {"init": init()}, {"hires": hires()}
@@ -106,8 +106,8 @@ def test_the_images_of_a_job_share_what_was_prepared_and_what_was_encoded(
 def test_out_of_memory_in_either_pass_fails_no_image(
     width: int,
     upscaler: str,
-    make_slot_engine: Any,
-    init: Any,
+    make_slot_engine,
+    init,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=4, blocks=2)
@@ -130,7 +130,7 @@ def test_out_of_memory_in_either_pass_fails_no_image(
 @pytest.mark.parametrize("upscaler", ["Latent", "Nearest"])
 def test_only_the_job_with_a_first_pass_of_nan_fails(
     upscaler: str,
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=3)
@@ -155,7 +155,7 @@ def test_only_the_job_with_a_first_pass_of_nan_fails(
 
 @pytest.mark.slow
 def test_a_vae_that_overflows_in_float16_encodes_in_float32(
-    make_slot_engine: Any, init: Any, monkeypatch
+    make_slot_engine, init, monkeypatch
 ):
     """Its decoder may go on in float16."""
     engine = make_slot_engine("float16", slots=2)
@@ -184,7 +184,7 @@ def test_a_vae_that_overflows_in_float16_encodes_in_float32(
 
 
 def test_a_first_pass_without_memory_to_decode_it_whole_is_decoded_in_stripes(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=2)
@@ -215,7 +215,7 @@ def test_a_first_pass_without_memory_to_decode_it_whole_is_decoded_in_stripes(
     ],
 )
 def test_requests_that_cannot_be_drawn_are_refused(
-    changes: dict[str, Any], reason: str, slot_engine: Any
+    changes: dict[str, Any], reason: str, slot_engine
 ):
     with pytest.raises(errors.JobError, match=reason):
         slot_engine.prepare(make_request(**changes))

@@ -36,7 +36,7 @@ def network(tmp_path_factory) -> tuple[Path, Any]:
 
 
 @pytest.fixture
-def enlarging(network: Any) -> Enlarging:
+def enlarging(network) -> Enlarging:
     """A request that enlarges the picture four times."""
 
     def make(
@@ -60,7 +60,7 @@ def enlarging(network: Any) -> Enlarging:
 
 
 def test_two_upscalers_are_blended_and_cut_at_both_sides(
-    slot_engine: SlotEngine, enlarging: Enlarging, network: Any
+    slot_engine: SlotEngine, enlarging: Enlarging, network
 ):
     upscalers = (("4x_Tiny", network[0]), ("Nearest", None))
     request = enlarging(upscalers=upscalers, blend=0.25, width=96, height=96)
@@ -90,7 +90,7 @@ def prepare(enlarging: Enlarging) -> Callable[[], Any]:
     return lambda: cache.prepare(enlarging())
 
 
-def test_networks_enlarge_one_image_at_a_time(prepare: Any, monkeypatch):
+def test_networks_enlarge_one_image_at_a_time(prepare, monkeypatch):
     running = threading.Lock()
     enlarge = upscaling.enlarge
 
@@ -121,7 +121,7 @@ def test_networks_enlarge_one_image_at_a_time(prepare: Any, monkeypatch):
     ],
 )
 def test_a_failure_is_the_images_or_the_nodes(
-    prepare: Any, monkeypatch, error: Exception, kind: type[Exception], said: str
+    prepare, monkeypatch, error: Exception, kind: type[Exception], said: str
 ):
     def fail(*_: Any) -> None:
         raise error

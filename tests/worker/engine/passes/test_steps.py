@@ -139,7 +139,7 @@ def test_no_step_leaves_the_latents_as_they_are():
 
 @pytest.mark.parametrize("s_churn", [8.0, 40.0])
 def test_the_churn_of_the_end_of_a_schedule_is_k_diffusions(
-    s_churn: float, k_diffusion: Any, monkeypatch
+    s_churn: float, k_diffusion, monkeypatch
 ):
     """It is shared among the steps that are taken."""
     image, *noise = noises(30)

@@ -14,10 +14,6 @@ from worker.engine.passes.upscaling import OVERLAP, Network, in_tiles
 pytestmark = pytest.mark.slow
 
 
-def picture(height: int, width: int) -> contract.Pixels:
-    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
 def seen_by(network: Network) -> tuple[Network, list[contract.Pixels]]:
     tiles = []
 
@@ -50,7 +46,7 @@ def by_call(*levels: float) -> Network:
 )
 def test_tiles_begin_where_split_grid_has_them(width: int, starts: list[int]):
     run, tiles = seen_by(double)
-    image = picture(192, width)
+    image = esrgan.picture(192, width)
     in_tiles(run, image, 2, 192)
     assert len(tiles) == len(starts)
     for tile, start in zip(tiles, starts, strict=True):
@@ -59,7 +55,7 @@ def test_tiles_begin_where_split_grid_has_them(width: int, starts: list[int]):
 
 def test_before_an_image_smaller_than_a_tile_it_is_black():
     run, tiles = seen_by(double)
-    image = picture(100, 60)
+    image = esrgan.picture(100, 60)
     assert np.array_equal(in_tiles(run, image, 2, 192), image.repeat(2, 0).repeat(2, 1))
     (tile,) = tiles
     assert np.array_equal(tile[92:, 132:], image)
@@ -71,13 +67,13 @@ def test_before_an_image_smaller_than_a_tile_it_is_black():
 def test_a_network_that_looks_at_each_pixel_alone_gives_the_same_in_tiles(
     averaged: bool,
 ):
-    image = picture(250, 430)
+    image = esrgan.picture(250, 430)
     found = in_tiles(double, image, 2, 192, averaged=averaged)
     assert np.array_equal(found, image.repeat(2, 0).repeat(2, 1))
 
 
 def test_a_tile_fades_in_over_the_first_pixels_that_it_shares():
-    image = picture(192, 320)  # tiles from 0 and 128 on, which share 64 pixels
+    image = esrgan.picture(192, 320)  # tiles from 0 and 128 on, which share 64 pixels
     row = in_tiles(by_call(0, 1), image, 1, 192)[50, :, 0]
     ramp = [int(at * 255 / OVERLAP) for at in range(OVERLAP)]
     assert row.tolist() == [0] * 128 + ramp + [255] * (192 - OVERLAP)
@@ -86,18 +82,18 @@ def test_a_tile_fades_in_over_the_first_pixels_that_it_shares():
 
 
 def test_tiles_of_swinir_and_scunet_are_averaged_before_they_are_rounded():
-    image = picture(192, 376)  # tiles from 0 and 184 on
+    image = esrgan.picture(192, 376)  # tiles from 0 and 184 on
     row = in_tiles(by_call(0.101, 0.904), image, 1, 192, averaged=True)[0, :, 0]
     shared = round((0.101 + 0.904) / 2 * 255)
     assert row.tolist() == [26] * 184 + [shared] * OVERLAP + [231] * 184
     run, tiles = seen_by(by_call(0.5))
-    in_tiles(run, picture(100, 100), 1, 192, averaged=True)
+    in_tiles(run, esrgan.picture(100, 100), 1, 192, averaged=True)
     assert tiles[0].shape == (100, 100, 3)
 
 
 def test_a_network_of_a_file_runs_in_these_tiles(tmp_path):
     path, network = esrgan.build(tmp_path / "4x.safetensors")
-    image = picture(24, 320)
+    image = esrgan.picture(24, 320)
     found = upscaling.UpscalerCache(torch.device("cpu")).get(path).enlarge(image)
     ends = (
         esrgan.enlarge(network, image[:, :192]),

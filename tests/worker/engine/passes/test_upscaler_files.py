@@ -31,10 +31,6 @@ def build(tmp_path) -> Build:
     return build
 
 
-def picture(height: int, width: int) -> contract.Pixels:
-    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
 def test_tiles_become_smaller_while_the_memory_is_short(
     build: Build, monkeypatch, caplog
 ):
@@ -53,7 +49,7 @@ def test_tiles_become_smaller_while_the_memory_is_short(
         return run(network, pixels, scale, tile, **how)
 
     monkeypatch.setattr(model, "in_tiles", short)
-    pixels = picture(140, 16)
+    pixels = esrgan.picture(140, 16)
     whole = esrgan.enlarge(network, pixels).astype(int)
     # A pixel of an ESRGAN sees far, and at a tile's edge zeros; this one sees less far.
     assert np.abs(upscaler.enlarge(pixels) - whole).mean() < 1
@@ -80,7 +76,7 @@ def test_an_image_for_which_no_tile_is_small_enough_is_tried_again_elsewhere(
 
     monkeypatch.setattr(model, "in_tiles", fail)
     with pytest.raises(errors.TransientError, match="ran out of memory"):
-        model.UpscalerCache(CPU).get(path).enlarge(picture(8, 8))
+        model.UpscalerCache(CPU).get(path).enlarge(esrgan.picture(8, 8))
 
 
 def test_a_file_is_read_once_unless_it_is_replaced(build: Build):
@@ -120,7 +116,7 @@ def test_a_network_for_grey_images_is_refused(build: Build):
         (lambda tensors: tensors["model.0.bias"].fill_(torch.nan), "NaN, infinity"),
     ],
 )
-def test_damaged_weights_are_refused(build: Build, damage: Any, reason: str):
+def test_damaged_weights_are_refused(build: Build, damage, reason: str):
     path, network = build()
     tensors = network.state_dict()
     damage(tensors)

@@ -58,7 +58,7 @@ def remove_encoder() -> Callable[[Path, Path], Path]:
 
 
 @pytest.fixture(scope="session")
-def without_encoder(stage: Any, remove_encoder: Any, tmp_path_factory) -> Path:
+def without_encoder(stage, remove_encoder, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "base"
     return remove_encoder(stage("base"), folder)  # type: ignore[no-any-return]
 
@@ -90,7 +90,7 @@ def failures(storage: Storage) -> Callable[[], Awaitable[dict[str, str]]]:
 
 
 @pytest.fixture
-def make_engine(stage: Any) -> Iterator[Callable[..., SlotEngine]]:
+def make_engine(stage) -> Iterator[Callable[..., SlotEngine]]:
     made = []
 
     def make(
@@ -113,7 +113,7 @@ def make_engine(stage: Any) -> Iterator[Callable[..., SlotEngine]]:
 
 
 @pytest.fixture(scope="session")
-def pipeline(stage: Any) -> Callable[..., Any]:
+def pipeline(stage) -> Callable[..., Any]:
     """The pipeline of a tiny stage in diffusers."""
 
     def build(name: str, **scheduler: Any) -> Any:

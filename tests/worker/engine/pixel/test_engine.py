@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", ["base", "sr"])
-def test_an_image_does_not_depend_on_its_neighbours(
-    name: str, make_engine: Any, request_of: Any
-):
+def test_an_image_does_not_depend_on_its_neighbours(name: str, make_engine, request_of):
     engine = make_engine(name, slots=3)
     requests = [
         request_of(name, seed=1),
@@ -83,13 +80,13 @@ def test_an_image_does_not_depend_on_its_neighbours(
     ],
 )
 def test_what_a_stage_cannot_draw_is_refused(
-    name: str, changes: Any, message: str, make_engine: Any, request_of: Any
+    name: str, changes, message: str, make_engine, request_of
 ):
     with pytest.raises(errors.JobError, match=message):
         make_engine(name).prepare(request_of(name, **changes))
 
 
-def test_options_of_samplers_are_used(make_engine: Any, request_of: Any):
+def test_options_of_samplers_are_used(make_engine, request_of):
     engine = make_engine()
     plain, churned, half = draw(
         engine,
@@ -105,9 +102,7 @@ def test_options_of_samplers_are_used(make_engine: Any, request_of: Any):
 
 
 @pytest.mark.parametrize("name", ["base", "sr"])
-def test_compiled_ticks_draw_the_same_images(
-    name: str, make_engine: Any, request_of: Any
-):
+def test_compiled_ticks_draw_the_same_images(name: str, make_engine, request_of):
     requests = [request_of(name, seed=seed, steps=2 + seed) for seed in range(3)]
     expected = draw(make_engine(name, slots=2), *requests)
     engine = make_engine(name, slots=2, packages=TracedPackages())
@@ -120,7 +115,7 @@ def test_compiled_ticks_draw_the_same_images(
 # Loading.
 
 
-def test_an_engine_is_found_by_what_the_model_is(stage: Any, checkpoint: Path):
+def test_an_engine_is_found_by_what_the_model_is(stage, checkpoint: Path):
     base, sr = (
         load.load_engine(load.EngineSettings(stage(name), "cpu", slots=2))
         for name in ("base", "sr")
@@ -138,14 +133,14 @@ def test_an_engine_is_found_by_what_the_model_is(stage: Any, checkpoint: Path):
 
 
 def test_requests_of_another_engine_are_refused(
-    make_engine: Any,
+    make_engine,
 ):
     with pytest.raises(TypeError, match="prepared by another engine"):
         make_engine().admit(0, object())
 
 
 def test_a_stage_of_a_cascade_enlarges_images_as_well(
-    make_engine: Any, request_of: Any, low_image: contract.Pixels
+    make_engine, request_of, low_image: contract.Pixels
 ):
     height, width = low_image.shape[:2]
     size = 2 * width, 2 * height

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def copied(stage: Any, tmp_path) -> Path:
+def copied(stage, tmp_path) -> Path:
     """A base stage to be damaged."""
     folder = tmp_path / "base"
     shutil.copytree(stage("base"), folder)
@@ -30,7 +30,7 @@ def change(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_stage_has_its_scheduler_and_its_sizes(stage: Any):
+def test_a_stage_has_its_scheduler_and_its_sizes(stage):
     base = read(stage("base"))
     sr = read(stage("sr"))
     assert schedules.limit_of(base.noise).keywords["limit"] == 1.5
@@ -42,7 +42,7 @@ def test_a_stage_has_its_scheduler_and_its_sizes(stage: Any):
 
 @pytest.mark.parametrize("name", ["base", "sr"])
 def test_the_check_before_torch_takes_a_stage_for_what_it_is(
-    name: str, stage: Any, without_encoder: Path
+    name: str, stage, without_encoder: Path
 ):
     check.check_path(stage(name))
     check.check_path(without_encoder)
@@ -74,13 +74,13 @@ def test_a_stage_without_its_unet_or_scheduler_is_refused(copied: Path):
         ({"sample_size": [16, 32]}, "sample_size is no number"),
     ],
 )
-def test_another_architecture_is_refused(changes: Any, message: str, copied: Path):
+def test_another_architecture_is_refused(changes, message: str, copied: Path):
     change(copied / "unet" / "config.json", **changes)
     with pytest.raises(errors.SetupError, match=message):
         read(copied)
 
 
-def test_a_super_resolution_stage_needs_its_second_scheduler(stage: Any, tmp_path):
+def test_a_super_resolution_stage_needs_its_second_scheduler(stage, tmp_path):
     folder = tmp_path / "sr"
     shutil.copytree(stage("sr"), folder)
     shutil.rmtree(folder / "image_noising_scheduler")

@@ -47,7 +47,7 @@ def draw_base(
     ids=str,
 )
 def test_a_base_image_is_that_of_diffusers(
-    scheduler: Any, make_engine: Any, pipeline: Any, request_of: Any, draw_floats: Any
+    scheduler, make_engine, pipeline, request_of, draw_floats
 ):
     (image,) = draw_floats(make_engine(**scheduler), request_of())
     expected = draw_base(pipeline("base", **scheduler), num_inference_steps=8)
@@ -63,11 +63,11 @@ def test_a_base_image_is_that_of_diffusers(
 def test_a_super_resolution_image_is_that_of_diffusers(
     noise_level: int,
     strength: float,
-    make_engine: Any,
-    pipeline: Any,
-    request_of: Any,
-    low_image: Any,
-    draw_floats: Any,
+    make_engine,
+    pipeline,
+    request_of,
+    low_image,
+    draw_floats,
 ):
     engine = make_engine("sr", slots=2)
     owned = pipeline("sr")

@@ -123,6 +123,6 @@ def test_what_cannot_be_sampled_is_refused(name: str, steps: int, message: str):
         ({"prediction_type": "sample"}, "has prediction_type 'sample'"),
     ],
 )
-def test_a_scheduler_of_another_kind_is_refused(changes: Any, message: str):
+def test_a_scheduler_of_another_kind_is_refused(changes, message: str):
     with pytest.raises(errors.SetupError, match=message):
         noise_schedule(**changes)

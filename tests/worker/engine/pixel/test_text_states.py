@@ -2,7 +2,6 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ def write(folder: Path, prompt: str, encoder: str, states: torch.Tensor) -> Path
 
 
 @pytest.fixture(scope="module")
-def text(stage: Any) -> text_stage.TextStage:
+def text(stage) -> text_stage.TextStage:
     return text_stage.TextStage(stage("base"), torch.device("cpu"), torch.float32)
 
 
@@ -44,7 +43,7 @@ PLAIN = ["", "A red house ", "a" * 200, "über"]
         "plan.pdf",
     ],
 )
-def test_states_are_those_of_diffusers_pipeline(prompt: str, text: Any, pipeline: Any):
+def test_states_are_those_of_diffusers_pipeline(prompt: str, text, pipeline):
     expected, _ = pipeline("base").encode_prompt(prompt, clean_caption=True)
     assert torch.equal(text.encode([prompt]), expected)
 
@@ -56,7 +55,7 @@ def test_a_caption_is_cleaned_of_what_a_page_has_around_it():
 
 
 def test_an_encoder_that_was_trained_with_plain_captions_reads_them_as_they_are(
-    stage: Any, tmp_path, pipeline: Any, make_engine: Any, monkeypatch
+    stage, tmp_path, pipeline, make_engine, monkeypatch
 ):
     find = text_stage.importlib.util.find_spec
     monkeypatch.setattr(
@@ -77,7 +76,7 @@ def test_an_encoder_that_was_trained_with_plain_captions_reads_them_as_they_are(
 
 
 def test_without_what_cleans_prompts_no_encoder_is_loaded(
-    stage: Any, without_encoder: Path, make_engine: Any, monkeypatch
+    stage, without_encoder: Path, make_engine, monkeypatch
 ):
     find = text_stage.importlib.util.find_spec
     monkeypatch.setattr(
@@ -92,7 +91,7 @@ def test_without_what_cleans_prompts_no_encoder_is_loaded(
     make_engine(folder=without_encoder)
 
 
-def test_a_prompt_among_others_has_the_states_that_it_has_alone(text: Any):
+def test_a_prompt_among_others_has_the_states_that_it_has_alone(text):
     prompts = ["a red house", "", "two dogs"]
     together = text.encode(prompts)
     assert together.shape == (3, text_states.TOKENS, WIDTH)
@@ -101,7 +100,7 @@ def test_a_prompt_among_others_has_the_states_that_it_has_alone(text: Any):
 
 
 def test_a_file_has_the_states_in_float16_under_the_name_of_prompt_and_encoder(
-    tmp_path, text: Any
+    tmp_path, text
 ):
     (states,) = text.encode(["A red house"])
     path = write(tmp_path, "A red house", NAME, states)
@@ -123,7 +122,7 @@ def test_a_file_has_the_states_in_float16_under_the_name_of_prompt_and_encoder(
     ],
 )
 def test_states_of_another_prompt_encoder_or_width_are_refused(
-    prompt: str, encoder: str, width: int, tmp_path, text: Any
+    prompt: str, encoder: str, width: int, tmp_path, text
 ):
     path = write(tmp_path, "a red house", NAME, text.encode(["a red house"])[0])
     with pytest.raises(
@@ -132,7 +131,7 @@ def test_states_of_another_prompt_encoder_or_width_are_refused(
         text_states.read(path, prompt, encoder, width)
 
 
-def test_damaged_states_are_refused(tmp_path, text: Any):
+def test_damaged_states_are_refused(tmp_path, text):
     states = text.encode(["a"])[0]
     states[3, 4] = float("nan")
     with pytest.raises(errors.JobError, match="or not finite"):
@@ -165,7 +164,7 @@ def test_an_encoder_without_a_name_is_deepfloyds(tmp_path):
 
 
 def test_a_tokenizer_that_another_library_has_to_convert_is_refused_by_name(
-    stage: Any, tmp_path, monkeypatch
+    stage, tmp_path, monkeypatch
 ):
     found = importlib.util.find_spec
     monkeypatch.setattr(

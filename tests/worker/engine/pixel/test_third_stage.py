@@ -53,12 +53,12 @@ def request_of() -> Any:
 @pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     storage: Storage,
-    run_pipeline: Any,
-    make_engine: Any,
-    upscaler: Any,
+    run_pipeline,
+    make_engine,
+    upscaler,
     folder: Path,
-    request_of: Any,
-    stored: Any,
+    request_of,
+    stored,
 ):
     base = make_engine()
     middle = make_engine("sr")
@@ -90,9 +90,7 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     assert difference(large, expected) <= ROUNDING
 
 
-def test_nodes_measure_their_speed_with_an_image_to_enlarge(
-    upscaler: Any, make_engine: Any
-):
+def test_nodes_measure_their_speed_with_an_image_to_enlarge(upscaler, make_engine):
     for engine in (upscaler, make_engine("sr")):
         (image,) = draw(engine, start_up.plain_request(engine, seed=0))
         width, height = engine.default_size

@@ -1,7 +1,5 @@
 """The UNet with its text computed once, in float64, against diffusers' whole UNet."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("stage", "noise_level"), [("base", None), ("sr", 250)])
-def test_each_slot_gets_what_the_whole_unet_gives_alone(stage: Any, noise_level: Any):
+def test_each_slot_gets_what_the_whole_unet_gives_alone(stage, noise_level):
     torch.manual_seed(0)
     original = tiny_cascade.make_unet(stage).double().eval()
     torch.manual_seed(0)

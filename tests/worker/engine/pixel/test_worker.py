@@ -32,7 +32,7 @@ Folders = dict[str, Path]
 
 
 @pytest.fixture(scope="session")
-def cascade(stage: Any, tmp_path_factory) -> Folders:
+def cascade(stage, tmp_path_factory) -> Folders:
     """Two stages that have the same text encoder, as IF's have."""
     folder = tmp_path_factory.mktemp("cascade")
     for name in ("base", "sr"):
@@ -46,7 +46,7 @@ def cascade(stage: Any, tmp_path_factory) -> Folders:
 
 
 @pytest.fixture(scope="session")
-def small_cascade(cascade: Folders, remove_encoder: Any, tmp_path_factory) -> Folders:
+def small_cascade(cascade: Folders, remove_encoder, tmp_path_factory) -> Folders:
     """The same as 8 GB cards have them: without a text encoder."""
     folder = tmp_path_factory.mktemp("small")
     return {
@@ -81,14 +81,14 @@ async def store_states(
 
 async def test_stages_without_a_text_encoder_draw_the_images_of_those_with_one(
     storage: Storage,
-    run_pipeline: Any,
-    make_engine: Any,
+    run_pipeline,
+    make_engine,
     cascade: Folders,
     small_cascade: Folders,
     made: Path,
     tmp_path,
     monkeypatch,
-    stored: Any,
+    stored,
 ):
     # As files have them; random weights would enlarge the rounding from step to step.
     encode = text_stage.TextStage.encode
@@ -119,12 +119,12 @@ async def test_stages_without_a_text_encoder_draw_the_images_of_those_with_one(
 
 async def test_a_job_whose_text_states_are_missing_fails_with_the_command_that_makes_them(
     storage: Storage,
-    run_pipeline: Any,
-    make_engine: Any,
+    run_pipeline,
+    make_engine,
     cascade: Folders,
     small_cascade: Folders,
     made: Path,
-    failures: Any,
+    failures,
 ):
     await store_states(storage, cascade["base"], made, "a red house", "")
     jobs = {
@@ -159,13 +159,13 @@ async def test_a_job_whose_text_states_are_missing_fails_with_the_command_that_m
 
 async def test_with_a_trusted_key_only_listed_text_states_are_used(
     storage: Storage,
-    run_pipeline: Any,
-    make_engine: Any,
+    run_pipeline,
+    make_engine,
     cascade: Folders,
     small_cascade: Folders,
     made: Path,
     tmp_path,
-    failures: Any,
+    failures,
 ):
     key = SigningKey.create(tmp_path / "key.pem")
     await store_states(

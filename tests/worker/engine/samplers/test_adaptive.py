@@ -1,7 +1,6 @@
 """DPM adaptive in slots: images whose number of calls nobody knows, beside others."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ adaptive = partial(make_request, sampler="dpm_adaptive", width=32, height=32)
 
 
 @pytest.mark.slow
-def test_an_image_of_unknown_calls_is_what_it_is_alone(slot_engine: Any):
+def test_an_image_of_unknown_calls_is_what_it_is_alone(slot_engine):
     asked = [
         adaptive(seed=1),
         adaptive(seed=3, sampler="heun", steps=9),
@@ -39,7 +38,7 @@ def test_an_image_of_unknown_calls_is_what_it_is_alone(slot_engine: Any):
 
 
 def test_its_second_pass_and_the_steps_that_are_given_change_what_they_change(
-    slot_engine: Any,
+    slot_engine,
 ):
     hires = contract.HiresPass(
         64, 64, denoising_strength=0.6, steps=3, upscaler="Latent"
@@ -51,7 +50,7 @@ def test_its_second_pass_and_the_steps_that_are_given_change_what_they_change(
     assert enlarged.shape[:2] == (64, 64)
 
 
-def test_a_failed_image_begins_again_with_its_first_row(make_slot_engine: Any):
+def test_a_failed_image_begins_again_with_its_first_row(make_slot_engine):
     engine = make_slot_engine()
     request = adaptive(seed=3)
     (whole,) = draw(engine, request)
@@ -70,7 +69,7 @@ def test_a_failed_image_begins_again_with_its_first_row(make_slot_engine: Any):
     assert difference(finished[0].outcome, whole) <= 2
 
 
-def test_it_cannot_be_controlled(slot_engine: Any, make_control: Any):
+def test_it_cannot_be_controlled(slot_engine, make_control):
     request = adaptive(controls=(make_control(0),))
     with pytest.raises(errors.JobError, match="DPM adaptive cannot be controlled"):
         slot_engine.prepare(request)

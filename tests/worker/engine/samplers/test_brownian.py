@@ -27,7 +27,7 @@ def cpu(seed: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def theirs(k_diffusion: Any) -> Callable[[float, float, int], Any]:
+def theirs(k_diffusion) -> Callable[[float, float, int], Any]:
     def make(low: float, high: float, seed: int) -> Any:
         like = torch.zeros(1, *SHAPE)
         ends = (torch.tensor(low), torch.tensor(high))
@@ -47,7 +47,7 @@ def theirs(k_diffusion: Any) -> Callable[[float, float, int], Any]:
 )
 @pytest.mark.parametrize("method", SDE)
 def test_the_noise_of_an_image_is_k_diffusions_to_the_bit(
-    k_diffusion: Any, theirs: Any, method: str, schedule: str, steps: int, seed: int
+    k_diffusion, theirs, method: str, schedule: str, steps: int, seed: int
 ):
     """At the sigmas of k-diffusion, in its order, from the image's own seed."""
     asked = []

@@ -25,7 +25,7 @@ STEP_COUNTS = [3, 15]
 
 
 @pytest.fixture
-def theirs(k_diffusion: Any, monkeypatch) -> Callable[..., torch.Tensor]:
+def theirs(k_diffusion, monkeypatch) -> Callable[..., torch.Tensor]:
     """Draws with k-diffusion on a list of noise, the first of which the image begins with."""
 
     def draw(
@@ -67,7 +67,7 @@ def check(
 _OF_SEVERAL_STEPS = ("dpmpp_2m_sde", "dpmpp_2m_sde_heun", "dpmpp_3m_sde")
 
 
-def test_each_sampler_is_k_diffusions(theirs: Any):
+def test_each_sampler_is_k_diffusions(theirs):
     found = {
         (method, steps): check(theirs, method, "karras", steps)
         for method in METHODS
@@ -80,14 +80,14 @@ def test_each_sampler_is_k_diffusions(theirs: Any):
 
 
 @pytest.mark.parametrize("schedule", samplers.SCHEDULES)
-def test_each_schedule_is_the_references(theirs: Any, schedule: str):
+def test_each_schedule_is_the_references(theirs, schedule: str):
     assert check(theirs, "euler_ancestral", schedule, 8) < 1e-5
 
 
 @pytest.mark.parametrize(
     "schedule", sorted(set(samplers.SCHEDULES) - {"turbo"})
 )  # Forge's
-def test_a_schedule_in_half_precision_is_k_diffusions(schedule: str, k_diffusion: Any):
+def test_a_schedule_in_half_precision_is_k_diffusions(schedule: str, k_diffusion):
     """As AUTOMATIC1111 drew before 1.7, whose model had its `alphas_cumprod` in float16 as well."""
     key = "euler" if schedule == "uniform" else f"euler_{schedule}"
     noise = noises(1)
@@ -104,7 +104,7 @@ def test_a_schedule_in_half_precision_is_k_diffusions(schedule: str, k_diffusion
 
 
 @pytest.mark.slow
-def test_each_sampler_with_each_schedule_is_the_references(theirs: Any):
+def test_each_sampler_with_each_schedule_is_the_references(theirs):
     found = {
         method: too_different(
             {

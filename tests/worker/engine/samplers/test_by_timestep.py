@@ -233,7 +233,7 @@ def test_ddim_cfgpp_puts_the_noise_without_the_prompt_back(
 
 @pytest.mark.parametrize("schedule", ["uniform", "karras", "kl_optimal"])
 @pytest.mark.parametrize("steps", [1, 8, 19, 20, 35, 36])
-def test_restart_is_automatic1111s(k_diffusion: Any, steps: int, schedule: str):
+def test_restart_is_automatic1111s(k_diffusion, steps: int, schedule: str):
     """Xu et al. (2023): of 20 steps and more, some go back from sigma 0.1 to 2, by noise."""
     noise = noises(4)
     reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())

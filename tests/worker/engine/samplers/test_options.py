@@ -1,7 +1,5 @@
 """Options of samplers, ends of schedules and inpainting, against k-diffusion."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -38,7 +36,7 @@ OPTIONS = [
 ]
 
 
-def test_options_are_k_diffusions(k_diffusion: Any, monkeypatch):
+def test_options_are_k_diffusions(k_diffusion, monkeypatch):
     reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
 
     def difference(method: str, options: dict[str, float], steps: int) -> float:
@@ -62,7 +60,7 @@ def test_options_are_k_diffusions(k_diffusion: Any, monkeypatch):
 @pytest.mark.parametrize("steps", [3, 5])
 @pytest.mark.parametrize("method", ["euler", "heun", "dpm_2"])
 def test_no_churn_follows_on_a_last_step_that_ends_above_zero(
-    k_diffusion: Any, method: str, steps: int, monkeypatch
+    k_diffusion, method: str, steps: int, monkeypatch
 ):
     noise = noises(20)
     monkeypatch.setattr(torch, "randn_like", taking(noise[1:]))
@@ -77,7 +75,7 @@ def test_no_churn_follows_on_a_last_step_that_ends_above_zero(
 
 
 def test_an_inpainting_of_the_end_of_a_schedule_is_k_diffusions(
-    k_diffusion: Any, monkeypatch
+    k_diffusion, monkeypatch
 ):
     """The image is in the estimate where it is kept, as in AUTOMATIC1111's `CFGDenoiser`."""
     image, *noise = noises(100)
@@ -108,7 +106,7 @@ def test_an_inpainting_of_the_end_of_a_schedule_is_k_diffusions(
 @pytest.mark.parametrize("is_rescaled", [False, True])
 @pytest.mark.parametrize("method", references.METHODS)
 def test_v_prediction_is_k_diffusions(
-    k_diffusion: Any, method: str, is_rescaled: bool, monkeypatch
+    k_diffusion, method: str, is_rescaled: bool, monkeypatch
 ):
     alphas = alphas_cumprod()
     bound = 1e-5

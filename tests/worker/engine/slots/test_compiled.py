@@ -120,7 +120,7 @@ def test_slots_of_one_row_are_compiled_beside_those_of_two(
 def test_jobs_that_begin_with_an_image_run_compiled(
     compiled_engine: slot_engine.SlotEngine,
     small_model: Path,
-    make_slot_engine: Any,
+    make_slot_engine,
 ):
     """Nor do second passes; one of another size runs uncompiled, as other jobs of that size."""
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
@@ -150,7 +150,7 @@ def test_controlnets_are_compiled_with_the_tick_and_run_compiled(
     one_mode: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
     small_model: Path,
-    make_control: Any,
+    make_control,
 ):
     """Other lanes keep their graphs. The model hardly changes its noise: weights are large."""
     (before,) = one_mode._runner._compiled.values()

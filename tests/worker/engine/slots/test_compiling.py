@@ -27,7 +27,7 @@ def compiler(monkeypatch) -> PlainPackages:
 
 
 @pytest.fixture
-def engine(make_slot_engine: Any, compiler: PlainPackages) -> Any:
+def engine(make_slot_engine, compiler: PlainPackages) -> Any:
     return make_slot_engine(slots=2, packages=compiler)
 
 
@@ -56,8 +56,8 @@ def take_up(engine: Any, compiler: PlainPackages) -> list[contract.Finished]:
 
 
 def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
-    engine: Any,
-    slot_engine: Any,
+    engine,
+    slot_engine,
     compiler: PlainPackages,
 ):
     engine.compile_in_background()
@@ -81,7 +81,7 @@ def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
 
 
 def test_a_worker_with_an_accelerator_compiles_for_one_row_before_any_job(
-    make_slot_engine: Any, compiler: PlainPackages
+    make_slot_engine, compiler: PlainPackages
 ):
     engine = make_slot_engine(slots=2, packages=compiler, is_unguided=True)
     plain = engine.prepare(start_up.plain_request(engine, seed=0))
@@ -96,7 +96,7 @@ def test_a_worker_with_an_accelerator_compiles_for_one_row_before_any_job(
     ]
 
 
-def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: PlainPackages):
+def test_without_jobs_it_compiles_all_the_same(engine, compiler: PlainPackages):
     engine.compile_in_background()
     assert engine.busy
     engine.tick()
@@ -107,7 +107,7 @@ def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: PlainPacka
 
 
 def test_a_lane_that_is_closed_meanwhile_is_compiled_anew(
-    engine: Any, compiler: PlainPackages
+    engine, compiler: PlainPackages
 ):
     engine.compile_in_background()
     engine.tick()
@@ -126,8 +126,8 @@ def test_a_lane_that_is_closed_meanwhile_is_compiled_anew(
 @pytest.mark.parametrize("full_at", ["per_slot", "shared"])
 def test_out_of_memory_while_recording_costs_slots_or_that_mode_but_no_image(
     full_at: str,
-    make_slot_engine: Any,
-    slot_engine: Any,
+    make_slot_engine,
+    slot_engine,
     compiler: PlainPackages,
     monkeypatch,
 ):
@@ -159,7 +159,7 @@ def test_out_of_memory_while_recording_costs_slots_or_that_mode_but_no_image(
 
 
 def test_what_cannot_be_compiled_is_drawn_uncompiled_and_not_tried_again(
-    engine: Any, slot_engine: Any, compiler: PlainPackages
+    engine, slot_engine, compiler: PlainPackages
 ):
     compiler.breaks = True
     compiler.may_end = math.inf
@@ -174,7 +174,7 @@ def test_what_cannot_be_compiled_is_drawn_uncompiled_and_not_tried_again(
 
 
 def test_a_broken_compiler_ends_compiling_not_the_worker(
-    engine: Any,
+    engine,
     compiler: PlainPackages,
     monkeypatch,
 ):
@@ -191,8 +191,8 @@ def test_a_broken_compiler_ends_compiling_not_the_worker(
 
 
 def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
-    engine: Any,
-    slot_engine: Any,
+    engine,
+    slot_engine,
     compiler: PlainPackages,
     monkeypatch,
     tmp_path,
@@ -227,7 +227,7 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
 
 
 def test_half_of_a_deep_queue_is_compiled_beside_the_ticks_and_a_rare_size_is_not(
-    make_slot_engine: Any, slot_engine: Any, compiler: PlainPackages
+    make_slot_engine, slot_engine, compiler: PlainPackages
 ):
     engine = make_slot_engine(
         slots=2, packages=compiler, queue_seconds=lambda: math.inf
@@ -265,7 +265,7 @@ def test_half_of_a_deep_queue_is_compiled_beside_the_ticks_and_a_rare_size_is_no
 
 
 def test_a_weight_mode_that_is_not_compiled_is_not_used(
-    make_slot_engine: Any, compiler: PlainPackages
+    make_slot_engine, compiler: PlainPackages
 ):
     engine = make_slot_engine(slots=2, packages=compiler, compiled_modes=("per_slot",))
     compiler.may_end += 9
@@ -303,8 +303,8 @@ def graphs_of(compiler: PlainPackages) -> list[str]:
     ids=["both_sizes", "second_size", "none"],
 )
 def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_draws_alone(
-    make_slot_engine: Any,
-    slot_engine: Any,
+    make_slot_engine,
+    slot_engine,
     slow_compiler: PlainPackages,
     styles: list[contract.Lora],
     tmp_path,
@@ -340,8 +340,8 @@ def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_dra
 
 
 def test_a_graph_that_takes_fewer_seconds_is_compiled_once_its_own_ticks_pay_for_it(
-    make_slot_engine: Any,
-    slot_engine: Any,
+    make_slot_engine,
+    slot_engine,
     slow_compiler: PlainPackages,
     tmp_path,
 ):
@@ -384,9 +384,7 @@ def test_a_graph_that_takes_fewer_seconds_is_compiled_once_its_own_ticks_pay_for
     assert "per_slot" in lane.step.compiled, "others go on"
 
 
-def test_modes_that_were_not_timed_are_taken_to_differ_as_guessed(
-    engine: Any, monkeypatch
-):
+def test_modes_that_were_not_timed_are_taken_to_differ_as_guessed(engine, monkeypatch):
     """Else a guess of one GPU would be compared with what was measured on another."""
     runner = engine._runner
     held, _ = engine._open_lane(runner.native)
@@ -405,7 +403,7 @@ def test_modes_that_were_not_timed_are_taken_to_differ_as_guessed(
 
 
 def test_few_images_of_one_row_are_drawn_beside_those_of_two(
-    monkeypatch, engine: Any, slot_engine: Any
+    monkeypatch, engine, slot_engine
 ):
     """A lane of their own would be almost empty, and another graph."""
     requests = [make_request(seed=seed, steps=12) for seed in range(6)]
@@ -419,7 +417,7 @@ def test_few_images_of_one_row_are_drawn_beside_those_of_two(
 
 
 def test_images_of_one_row_have_lanes_of_their_own_once_they_are_many(
-    monkeypatch, engine: Any
+    monkeypatch, engine
 ):
     few = [make_request(seed=seed, steps=2, cfg_scale=1.0) for seed in range(6)]
     calls = watch_calls(monkeypatch, engine)
@@ -430,7 +428,7 @@ def test_images_of_one_row_have_lanes_of_their_own_once_they_are_many(
 
 
 def test_a_recorded_tick_serves_in_place_of_one_that_would_be_recorded_anew(
-    engine: Any,
+    engine,
 ):
     step = engine._open_lane(engine._runner.native)[1]
     version = step.unet.changes.version
@@ -446,7 +444,7 @@ def test_a_recorded_tick_serves_in_place_of_one_that_would_be_recorded_anew(
 
 
 def test_another_size_that_pays_is_foreseen_while_the_first_is_compiled(
-    make_slot_engine: Any, compiler: PlainPackages
+    make_slot_engine, compiler: PlainPackages
 ):
     engine = make_slot_engine(
         slots=2, packages=compiler, queue_seconds=lambda: math.inf
@@ -470,7 +468,7 @@ def test_another_size_that_pays_is_foreseen_while_the_first_is_compiled(
 
 
 def test_a_size_that_cannot_be_foreseen_is_drawn_on(
-    make_slot_engine: Any, compiler: PlainPackages
+    make_slot_engine, compiler: PlainPackages
 ):
     engine = make_slot_engine(
         slots=2, packages=compiler, queue_seconds=lambda: math.inf
@@ -487,7 +485,7 @@ def test_a_size_that_cannot_be_foreseen_is_drawn_on(
 
 
 def test_few_images_that_change_convolutions_are_drawn_in_the_first_slots_alone(
-    make_slot_engine: Any, slot_engine: Any, compiler: PlainPackages, tmp_path: Path
+    make_slot_engine, slot_engine, compiler: PlainPackages, tmp_path: Path
 ):
     """Changes of all slots take a tenth of each tick, whether images have any or not."""
     engine = make_slot_engine(slots=8, packages=compiler)
@@ -506,7 +504,7 @@ def test_few_images_that_change_convolutions_are_drawn_in_the_first_slots_alone(
 
 
 def test_all_slots_hold_changes_once_many_images_have_some(
-    make_slot_engine: Any, slot_engine: Any, compiler: PlainPackages, tmp_path: Path
+    make_slot_engine, slot_engine, compiler: PlainPackages, tmp_path: Path
 ):
     engine = make_slot_engine(slots=8, packages=compiler)
     locons = [(write_locon(tmp_path / f"{name}.safetensors", engine),) for name in "ab"]

@@ -127,7 +127,7 @@ def test_a_slots_own_change_of_a_layer_computes_what_merging_it_does(
 
 def test_each_of_several_locons_draws_its_own_image_in_any_slot_and_company(
     slot_engine: slots.SlotEngine,
-    engine: Any,
+    engine,
     write_lora: Write,
     styles: list[contract.Lora],
 ):
@@ -148,8 +148,8 @@ def test_each_of_several_locons_draws_its_own_image_in_any_slot_and_company(
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_locons_of_two_sizes_take_turns(
-    make_slot_engine: Any,
-    engine: Any,
+    make_slot_engine,
+    engine,
     write_lora: Write,
     blocks: int,
 ):
@@ -170,7 +170,7 @@ def test_locons_of_two_sizes_take_turns(
 
 
 def test_no_trace_of_a_slots_last_locon_is_left(
-    make_slot_engine: Any,
+    make_slot_engine,
     write_lora: Write,
     styles: list[contract.Lora],
     monkeypatch,
@@ -198,8 +198,8 @@ def test_no_trace_of_a_slots_last_locon_is_left(
 
 
 def test_memory_is_taken_at_the_first_locon_and_grows_with_the_rank(
-    make_slot_engine: Any,
-    engine: Any,
+    make_slot_engine,
+    engine,
     write_lora: Write,
 ):
     ours = make_slot_engine(slots=2)
@@ -232,10 +232,10 @@ def _dora(
 @pytest.mark.parametrize(("make", "rank"), [(_dora, 3), (strong, 129)])
 def test_a_change_that_is_not_of_low_rank_is_merged_instead(
     slot_engine: slots.SlotEngine,
-    engine: Any,
+    engine,
     write_lora: Write,
     monkeypatch,
-    make: Any,
+    make,
     rank: int,
 ):
     lora = write_lora("down_blocks.1.resnets.0.conv2", rank=rank, make=make)
@@ -260,8 +260,8 @@ def test_loras_of_one_job_add_up_to_at_most_the_highest_rank(
 
 
 def test_a_job_runs_beside_others_when_memory_runs_out_for_its_change(
-    make_slot_engine: Any,
-    engine: Any,
+    make_slot_engine,
+    engine,
     write_lora: Write,
     monkeypatch,
 ):

@@ -1,7 +1,6 @@
 """Slots whose texts change between calls, and those with rows for what AND joins."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -33,7 +32,7 @@ def changing(request: contract.ImageRequest) -> contract.ImageRequest:
 @pytest.mark.slow
 @pytest.mark.parametrize(("weights", "slots"), [("merged", 3), ("reloaded", 1)])
 def test_texts_that_say_the_same_change_nothing_whatever_the_job(
-    make_slot_engine: Any,
+    make_slot_engine,
     mixed: list[contract.ImageRequest],
     weights: str,
     slots: int,
@@ -50,7 +49,7 @@ def test_texts_that_say_the_same_change_nothing_whatever_the_job(
     ("words", "rows"), [("a AND b", [3, 3, 3, 3]), ("a AND b AND c", [4] * 4)]
 )
 def test_what_and_joins_takes_rows_and_slots_become_fewer(
-    make_slot_engine: Any, words: str, rows: list[int]
+    make_slot_engine, words: str, rows: list[int]
 ):
     engine = make_slot_engine(slots=6)
     request = make_request(prompt=read_prompt(words, steps=4))
@@ -61,7 +60,7 @@ def test_what_and_joins_takes_rows_and_slots_become_fewer(
     assert engine.unet_rows == sum(rows)
 
 
-def test_a_second_pass_has_a_schedule_of_its_own(make_slot_engine: Any):
+def test_a_second_pass_has_a_schedule_of_its_own(make_slot_engine):
     engine = make_slot_engine(slots=2)
     hires = contract.HiresPass(
         64, 64, denoising_strength=0.7, steps=4, upscaler="Latent"
@@ -85,9 +84,7 @@ def test_a_second_pass_has_a_schedule_of_its_own(make_slot_engine: Any):
     assert len({images[at].tobytes() for at in (0, 2, 4)}) == 3
 
 
-def test_what_cannot_be_drawn_is_refused_by_name(
-    make_slot_engine: Any, make_control: Any
-):
+def test_what_cannot_be_drawn_is_refused_by_name(make_slot_engine, make_control):
     engine = make_slot_engine(slots=2)
     joined = read_prompt("a AND b", steps=4)
     controlled = make_request(

@@ -32,7 +32,7 @@ def lora(
 
 
 def test_a_slot_is_refilled_the_tick_after_its_image_is_done(
-    make_slot_engine: Any, monkeypatch
+    make_slot_engine, monkeypatch
 ):
     engine = make_slot_engine(slots=2)
     calls = watch_calls(monkeypatch, engine)
@@ -45,8 +45,8 @@ def test_a_slot_is_refilled_the_tick_after_its_image_is_done(
 
 
 def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
-    make_slot_engine: Any,
-    engine: Any,
+    make_slot_engine,
+    engine,
     checkpoint: Path,
     lora_paths: list[Path],
     monkeypatch,
@@ -76,7 +76,7 @@ def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
 
 
 def test_only_a_nan_image_fails_and_its_slot_recovers(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=2)
@@ -96,7 +96,7 @@ def test_only_a_nan_image_fails_and_its_slot_recovers(
     assert_alike(images, [sound[0], *sound])
 
 
-def test_only_a_job_that_cannot_start_fails(slot_engine: Any, monkeypatch):
+def test_only_a_job_that_cannot_start_fails(slot_engine, monkeypatch):
     original = slot_engine._stager._encode
 
     def encode(job: Any, *given: Any) -> Any:
@@ -116,7 +116,7 @@ SIZES = ((64, 64), (64, 96), (96, 64))
 
 
 def test_images_of_mixed_sizes_match_each_drawn_alone(
-    make_slot_engine: Any,
+    make_slot_engine,
     lora_paths: list[Path],
 ):
     engine = make_slot_engine(blocks=3)
@@ -134,7 +134,7 @@ def test_images_of_mixed_sizes_match_each_drawn_alone(
 
 
 def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
-    make_slot_engine: Any,
+    make_slot_engine,
     lora_paths: list[Path],
     monkeypatch,
 ):
@@ -165,7 +165,7 @@ def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
 
 
 def test_lanes_with_equal_loras_share_them_and_others_do_not_merge_in_turns(
-    make_slot_engine: Any,
+    make_slot_engine,
     lora_paths: list[Path],
     monkeypatch,
 ):
@@ -201,7 +201,7 @@ def test_lanes_with_equal_loras_share_them_and_others_do_not_merge_in_turns(
 
 
 def test_prompts_of_any_length_share_calls_with_their_like(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=8, blocks=4)
@@ -220,7 +220,7 @@ def test_prompts_of_any_length_share_calls_with_their_like(
         assert difference(images[at], draw(engine, requests[at])[0]) <= ROUNDING
 
 
-def test_a_lane_of_large_images_has_fewer_slots(make_slot_engine: Any):
+def test_a_lane_of_large_images_has_fewer_slots(make_slot_engine):
     engine = make_slot_engine(slots=6)
     long = make_request(prompt="a castle on a hill, " * 11)
     for ticket, request in enumerate(
@@ -243,12 +243,12 @@ def test_a_lane_of_large_images_has_fewer_slots(make_slot_engine: Any):
         ({"sampler": "huen"}, "huen"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(slot_engine: Any, changes: Any, reason: str):
+def test_what_cannot_be_drawn_is_refused(slot_engine, changes, reason: str):
     with pytest.raises(errors.JobError, match=reason):
         slot_engine.prepare(make_request(**changes))
 
 
-def test_prepare_is_thread_safe(slot_engine: Any):
+def test_prepare_is_thread_safe(slot_engine):
     requests = [
         make_request(prompt=f"photo number {number} " * 20) for number in range(40)
     ]
@@ -259,7 +259,7 @@ def test_prepare_is_thread_safe(slot_engine: Any):
 
 
 def test_an_urgent_image_is_drawn_before_those_that_wait_for_a_slot(
-    make_slot_engine: Any, slot_engine: Any
+    make_slot_engine, slot_engine
 ):
     engine = make_slot_engine(slots=2)
     for ticket in range(4):

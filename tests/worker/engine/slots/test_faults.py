@@ -50,7 +50,7 @@ def limit_decoding(
 
 
 def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=4)
@@ -64,7 +64,7 @@ def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
 
 
 def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
-    make_slot_engine: Any, monkeypatch
+    make_slot_engine, monkeypatch
 ):
     engine = make_slot_engine(slots=2)
     draw(engine, make_request())
@@ -93,7 +93,7 @@ def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
     ("sampler", "steps"), [("euler_ancestral", 4), ("dpmpp_2m_sde", 11)]
 )
 def test_unfinished_images_restart_after_out_of_memory(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
     sampler: str,
     steps: int,
@@ -108,7 +108,7 @@ def test_unfinished_images_restart_after_out_of_memory(
 
 
 def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slots(
-    make_slot_engine: Any,
+    make_slot_engine,
     styles: list[contract.Lora],
     monkeypatch,
 ):
@@ -127,7 +127,7 @@ def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slot
 
 
 def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=2)
@@ -145,7 +145,7 @@ def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
 
 
 def test_a_failed_tick_restarts_no_image_of_another_lane(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=4, blocks=2)
@@ -167,7 +167,7 @@ def test_a_failed_tick_restarts_no_image_of_another_lane(
 
 
 def test_an_image_too_large_for_the_memory_is_a_transient_error(
-    make_slot_engine: Any, monkeypatch
+    make_slot_engine, monkeypatch
 ):
     engine = make_slot_engine(slots=2)
     watch_calls(monkeypatch, engine, lambda call: True)
@@ -180,7 +180,7 @@ def test_an_image_too_large_for_the_memory_is_a_transient_error(
 @pytest.mark.slow
 @pytest.mark.parametrize("is_frequent", [True, False])
 def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
     small_model: Path,
     is_frequent: bool,
@@ -220,7 +220,7 @@ def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
 
 
 def test_only_the_image_that_breaks_a_tick_fails_with_the_reason(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=3)
@@ -240,7 +240,7 @@ def test_only_the_image_that_breaks_a_tick_fails_with_the_reason(
     assert [666] in [call.seeds for call in ticks]
 
 
-def test_a_broken_gpu_is_a_node_error(make_slot_engine: Any, monkeypatch):
+def test_a_broken_gpu_is_a_node_error(make_slot_engine, monkeypatch):
     engine = make_slot_engine()
     broken = RuntimeError("CUDA error: an illegal memory access was encountered")
     watch_calls(monkeypatch, engine, lambda call: True, broken)
@@ -249,7 +249,7 @@ def test_a_broken_gpu_is_a_node_error(make_slot_engine: Any, monkeypatch):
 
 
 def test_a_failed_merge_affects_no_other_image(
-    make_slot_engine: Any,
+    make_slot_engine,
     styles: list[contract.Lora],
     monkeypatch,
 ):
@@ -273,7 +273,7 @@ def test_a_failed_merge_affects_no_other_image(
 
 
 def test_out_of_memory_while_decoding_reduces_the_slices(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=3)
@@ -294,7 +294,7 @@ def test_out_of_memory_while_decoding_reduces_the_slices(
 
 
 def test_a_vae_that_overflows_in_float16_decodes_in_float32_from_then_on(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     engine = make_slot_engine(precision="float16")
@@ -312,7 +312,7 @@ def test_a_vae_that_overflows_in_float16_decodes_in_float32_from_then_on(
 
 
 def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=2)
@@ -330,7 +330,7 @@ def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(
 
 
 def test_an_image_without_memory_for_its_stripes_takes_it_from_the_slots(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     engine = make_slot_engine(slots=4)
@@ -345,7 +345,7 @@ def test_an_image_without_memory_for_its_stripes_takes_it_from_the_slots(
 
 
 def test_a_single_slot_runs_uncompiled_before_an_image_fails_for_want_of_memory(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     (sound,) = draw(make_slot_engine(slots=1), make_request())
@@ -357,7 +357,7 @@ def test_a_single_slot_runs_uncompiled_before_an_image_fails_for_want_of_memory(
 
 
 def test_an_image_that_has_no_memory_with_one_slot_is_for_another_worker(
-    make_slot_engine: Any, monkeypatch
+    make_slot_engine, monkeypatch
 ):
     engine = make_slot_engine(slots=2)
 

@@ -33,7 +33,7 @@ LEAST_DECIBELS = 50
     ],
 )
 def test_an_image_takes_a_row_less_of_each_call_without_guidance(
-    make_slot_engine: Any, changes: Any, rows: int
+    make_slot_engine, changes, rows: int
 ):
     engine = make_slot_engine(slots=1)
     draw(engine, make_request(steps=5, **changes))
@@ -49,7 +49,7 @@ def test_an_image_takes_a_row_less_of_each_call_without_guidance(
     ],
 )
 def test_jobs_of_all_kinds_are_in_company_what_they_are_alone(
-    make_slot_engine: Any,
+    make_slot_engine,
     mixed: list[Any],
     weights: str,
     slots: int,
@@ -63,7 +63,7 @@ def test_jobs_of_all_kinds_are_in_company_what_they_are_alone(
     assert min(map(decibels, together, expected)) >= LEAST_DECIBELS
 
 
-def test_a_scale_of_zero_is_the_negative_prompt_alone(make_slot_engine: Any):
+def test_a_scale_of_zero_is_the_negative_prompt_alone(make_slot_engine):
     engine = make_slot_engine(slots=1)
     request = make_request(steps=5, prompt="a house", negative_prompt="a blue fish")
     negative = replace(request, prompt="a blue fish", cfg_scale=1.0)
@@ -71,7 +71,7 @@ def test_a_scale_of_zero_is_the_negative_prompt_alone(make_slot_engine: Any):
     assert_alike(drawn, draw_alone(engine, [negative]))
 
 
-def test_calls_are_full_of_either_kind(make_slot_engine: Any, monkeypatch):
+def test_calls_are_full_of_either_kind(make_slot_engine, monkeypatch):
     """Neither waits for the other to end, no row is drawn for nothing, and calls are as large."""
     scales = [7.0, 1.0, 1.0, 7.0] * 2
     requests = [make_request(seed=at, cfg_scale=each) for at, each in enumerate(scales)]
@@ -84,7 +84,7 @@ def test_calls_are_full_of_either_kind(make_slot_engine: Any, monkeypatch):
 
 @pytest.mark.parametrize(("blocks", "slots"), [(3, 2), (4, 4)])
 def test_images_of_one_row_with_loras_are_twice_as_many_if_weights_for_them_have_room(
-    make_slot_engine: Any,
+    make_slot_engine,
     lora_paths: list[Path],
     monkeypatch,
     blocks: int,
@@ -107,7 +107,7 @@ def test_images_of_one_row_with_loras_are_twice_as_many_if_weights_for_them_have
 
 
 def test_the_engine_asks_for_as_many_images_as_fill_its_calls(
-    make_slot_engine: Any, monkeypatch
+    make_slot_engine, monkeypatch
 ):
     engine = make_slot_engine(slots=2)
     tickets = itertools.count()
@@ -123,7 +123,7 @@ def test_the_engine_asks_for_as_many_images_as_fill_its_calls(
 
 
 def test_an_image_between_two_kinds_of_steps_begins_again_with_the_first(
-    make_slot_engine: Any,
+    make_slot_engine,
     monkeypatch,
 ):
     """The memory ends in a step without guidance: the first one has guidance."""
@@ -142,7 +142,7 @@ def test_an_image_between_two_kinds_of_steps_begins_again_with_the_first(
 
 
 def test_the_negative_prompt_of_an_unguided_image_is_not_encoded(
-    make_slot_engine: Any,
+    make_slot_engine,
 ):
     engine = make_slot_engine(slots=2)
     request = make_request(cfg_scale=1.0, negative_prompt=LONG * 3)

@@ -27,7 +27,7 @@ def second_may_go_on(monkeypatch) -> threading.Event:
 
 
 def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
-    make_slot_engine: Any, second_may_go_on: threading.Event
+    make_slot_engine, second_may_go_on: threading.Event
 ):
     engine = make_slot_engine(slots=1)
     for ticket in range(2):
@@ -38,7 +38,7 @@ def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
 
 
 def test_a_lane_that_is_half_full_draws_while_the_next_job_is_still_being_staged(
-    make_slot_engine: Any, second_may_go_on: threading.Event
+    make_slot_engine, second_may_go_on: threading.Event
 ):
     engine = make_slot_engine(slots=2)
     engine._draws_while_staging = True  # as on a GPU
@@ -51,7 +51,7 @@ def test_a_lane_that_is_half_full_draws_while_the_next_job_is_still_being_staged
 
 
 def test_loras_are_not_read_while_slots_are_filled(
-    slot_engine: Any,
+    slot_engine,
     styles: list[contract.Lora],
     monkeypatch,
 ):
@@ -92,7 +92,7 @@ def test_loras_are_not_read_while_slots_are_filled(
 
 @pytest.mark.parametrize(("room", "begun"), [(0, 1), (2.5, 2), (9, 4)])
 def test_what_is_staged_ahead_takes_no_more_than_its_room(
-    make_slot_engine: Any,
+    make_slot_engine,
     styles: list[contract.Lora],
     room: float,
     begun: int,
@@ -114,7 +114,7 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
     ]
 
 
-def test_all_lanes_next_jobs_are_staged_ahead(make_slot_engine: Any):
+def test_all_lanes_next_jobs_are_staged_ahead(make_slot_engine):
     engine = make_slot_engine(slots=2)
     for ticket in range(8):
         request = make_request(seed=ticket, width=(64, 32)[ticket % 2])
@@ -131,7 +131,7 @@ def test_all_lanes_next_jobs_are_staged_ahead(make_slot_engine: Any):
 
 
 def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahead(
-    make_slot_engine: Any,
+    make_slot_engine,
     styles: list[contract.Lora],
     monkeypatch,
 ):

@@ -85,7 +85,7 @@ def take(engine: slots.SlotEngine, folder: Path) -> None:
 )
 @pytest.mark.slow
 def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_own(
-    tmp_path, small_model: Path, family: Any, settings: dict[str, Any]
+    tmp_path, small_model: Path, family, settings: dict[str, Any]
 ):
     if family == "small":
         first = small_model

@@ -24,6 +24,10 @@ def build(path: Path, scale: int = 4, channels: int = 3) -> tuple[Path, Any]:
     return path, network.eval()
 
 
+def picture(height: int, width: int) -> contract.Pixels:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
 def enlarge(network: Any, pixels: contract.Pixels) -> contract.Pixels:
     """The whole image as BGR at once, as AUTOMATIC1111 does: black before what lacks to a tile."""
     height, width = pixels.shape[:2]

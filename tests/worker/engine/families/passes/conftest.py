@@ -1,7 +1,6 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,7 +10,7 @@ from worker.engine.slots import engine as slots
 
 
 @pytest.fixture
-def make_engine(make_slot_engine: Any) -> Callable[..., slots.SlotEngine]:
+def make_engine(make_slot_engine) -> Callable[..., slots.SlotEngine]:
     """An engine on a checkpoint that is read once, which other checkpoints may go on for."""
 
     def read(path: Path, like: Checkpoint) -> Checkpoint:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
-def other_folder(family_folder: Any, tmp_path_factory) -> Any:
+def other_folder(family_folder, tmp_path_factory) -> Any:
     """Another checkpoint of a family: all of its networks have other weights."""
 
     @cache
@@ -91,7 +91,7 @@ class Refined(a1111.Reference):
 
 
 @pytest.fixture(scope="session")
-def pipelines(family_pipeline: Any, other_folder: Any) -> Any:
+def pipelines(family_pipeline, other_folder) -> Any:
     """A family's pipeline, and that of the other checkpoint."""
 
     @cache
@@ -121,11 +121,11 @@ SAMPLERS = ["dpmpp_2m_karras", "lms", "dpmpp_2s_ancestral"]
 def test_another_checkpoint_goes_on_with_the_same_run_beside_plain_jobs(
     family: str,
     sampler: str,
-    other_folder: Any,
+    other_folder,
     latents: list[torch.Tensor],
-    pipelines: Any,
-    k_diffusion: Any,
-    family_engine: Any,
+    pipelines,
+    k_diffusion,
+    family_engine,
 ):
     """With its own text states, to 1e-5 of the latents, and its own VAE."""
     request = make_request(
@@ -158,11 +158,11 @@ def test_another_checkpoint_goes_on_with_the_same_run_beside_plain_jobs(
 def test_inpainting_is_the_same_with_its_first_checkpoints_latents_where_it_keeps_them(
     sampler: str,
     by_steps: bool,
-    other_folder: Any,
-    pipelines: Any,
-    k_diffusion: Any,
+    other_folder,
+    pipelines,
+    k_diffusion,
     pixels: contract.Pixels,
-    family_engine: Any,
+    family_engine,
 ):
     mask = np.zeros(pixels.shape[:2], np.uint8)
     mask[:, 32:] = 255
@@ -195,10 +195,10 @@ def test_inpainting_is_the_same_with_its_first_checkpoints_latents_where_it_keep
 def test_hires_fix_goes_on_with_another_checkpoint_and_its_vae(
     family: str,
     upscaler: str,
-    other_folder: Any,
-    pipelines: Any,
-    k_diffusion: Any,
-    family_engine: Any,
+    other_folder,
+    pipelines,
+    k_diffusion,
+    family_engine,
 ):
     hires = contract.HiresPass(
         96, 96, 0.7, 4, upscaler, checkpoint=other_folder(family)
@@ -224,10 +224,10 @@ def test_hires_fix_goes_on_with_another_checkpoint_and_its_vae(
 )
 def test_from_the_first_call_on_it_draws_as_an_engine_of_that_checkpoint_with_the_same_loras(
     family: str,
-    slot_weights: Any,
-    make_engine: Any,
-    family_folder: Any,
-    other_folder: Any,
+    slot_weights,
+    make_engine,
+    family_folder,
+    other_folder,
     tmp_path,
 ):
     """Its LoRAs are in its own weights, and in those of the other checkpoint."""
@@ -261,13 +261,13 @@ def test_from_the_first_call_on_it_draws_as_an_engine_of_that_checkpoint_with_th
 
 
 @pytest.fixture
-def engine(family_folder: Any, make_engine: Any) -> Any:
+def engine(family_folder, make_engine) -> Any:
     """A tiny SD1.5 of its own, to break."""
     return make_engine(model=family_folder("sd1"))
 
 
 @pytest.fixture
-def mixed(other_folder: Any) -> list[contract.ImageRequest]:
+def mixed(other_folder) -> list[contract.ImageRequest]:
     """Jobs in all parts of which noise is drawn, with one and two rows, and one without others."""
     refiner = contract.Refiner(other_folder("sd1"), 0.5)
     another = contract.Refiner(other_folder("sd1", 2), 0.3, by_steps=True)
@@ -288,7 +288,7 @@ def mixed(other_folder: Any) -> list[contract.ImageRequest]:
 
 
 def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
-    engine: Any,
+    engine,
     mixed: list[Any],
     monkeypatch,
 ):
@@ -319,7 +319,7 @@ def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
 
 
 def test_a_check_of_the_weights_in_between_finds_the_checkpoints_own(
-    engine: Any, mixed: list[Any]
+    engine, mixed: list[Any]
 ):
     alone = draw(engine, mixed[0])[0]
     engine.admit(0, engine.prepare(mixed[0]))
@@ -336,10 +336,10 @@ def test_a_check_of_the_weights_in_between_finds_the_checkpoints_own(
 
 
 def test_they_are_dropped_once_no_job_needs_them_and_the_engine_may_take_another_model(
-    engine: Any,
+    engine,
     mixed: list[Any],
-    other_folder: Any,
-    make_engine: Any,
+    other_folder,
+    make_engine,
 ):
     held = engine._stager._caches.checkpoints
     held.kept_bytes = 0
@@ -358,9 +358,9 @@ def test_they_are_dropped_once_no_job_needs_them_and_the_engine_may_take_another
 
 
 def test_a_checkpoint_that_does_not_fit_fails_its_job_alone_and_says_why(
-    engine: Any,
-    family_folder: Any,
-    other_folder: Any,
+    engine,
+    family_folder,
+    other_folder,
     tmp_path,
     monkeypatch,
 ):

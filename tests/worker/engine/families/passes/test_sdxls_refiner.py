@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
-def refiner_folder(family_folder: Any, tmp_path_factory) -> Path:
+def refiner_folder(family_folder, tmp_path_factory) -> Path:
     """A refiner, whose VAE is another than the tiny SDXL's: it decodes what it has drawn."""
     folder = tmp_path_factory.mktemp("refiners") / "xl-refiner"
     tiny_families.build_refiner(
@@ -91,7 +91,7 @@ def pipeline(refiner_folder: Path) -> Any:
 
 
 @pytest.fixture
-def engine(family_folder: Any, make_engine: Any) -> Any:
+def engine(family_folder, make_engine) -> Any:
     """A tiny SDXL of its own, to break."""
     return make_engine(model=family_folder("sdxl"))
 
@@ -111,10 +111,10 @@ def test_it_goes_on_with_its_own_unet_texts_scores_and_vae_beside_jobs_without(
     negative: str,
     refiner: contract.Refiner,
     latents: list[torch.Tensor],
-    pipeline: Any,
-    family_pipeline: Any,
-    k_diffusion: Any,
-    family_engine: Any,
+    pipeline,
+    family_pipeline,
+    k_diffusion,
+    family_engine,
 ):
     """To 1e-5 of the largest latent; others are as without it."""
     width, height = size
@@ -141,10 +141,10 @@ def test_it_goes_on_with_its_own_unet_texts_scores_and_vae_beside_jobs_without(
 
 @pytest.mark.parametrize("slot_weights", ["merged", "reloaded"])
 def test_a_lora_changes_what_it_goes_on_with_and_nothing_after(
-    slot_weights: Any,
+    slot_weights,
     refiner_folder: Path,
-    family_folder: Any,
-    make_engine: Any,
+    family_folder,
+    make_engine,
     tmp_path,
 ):
     """AUTOMATIC1111 adds it to layers of the same name, of which none has its shape."""
@@ -174,7 +174,7 @@ def test_a_lora_changes_what_it_goes_on_with_and_nothing_after(
 
 def test_words_of_embeddings_are_words_for_it(
     refiner_folder: Path,
-    family_engine: Any,
+    family_engine,
     tmp_path,
 ):
     """AUTOMATIC1111 skips those whose width is not its text encoder's, SDXL's among them."""
@@ -197,9 +197,9 @@ def test_words_of_embeddings_are_words_for_it(
 
 
 def test_it_is_no_model_of_its_own_and_fits_sdxls_alone(
-    engine: Any,
+    engine,
     refiner: contract.Refiner,
-    family_engine: Any,
+    family_engine,
 ):
     with pytest.raises(
         errors.SetupError, match="is an SDXL refiner checkpoint; imagefleet gen"

@@ -72,9 +72,9 @@ def decoded(vae: Any, latents: torch.Tensor) -> np.ndarray[Any, Any]:
 def test_images_are_those_that_it_makes_of_the_same_latents(
     family: str,
     layout: str,
-    vaes: Any,
+    vaes,
     latents: list[torch.Tensor],
-    family_engine: Any,
+    family_engine,
 ):
     """In company of images that are decoded by the checkpoint's own."""
     named, vae = vaes(family, layout)
@@ -93,11 +93,11 @@ def test_images_are_those_that_it_makes_of_the_same_latents(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_encodes_what_a_job_begins_with_and_what_is_enlarged(
     family: str,
-    vaes: Any,
+    vaes,
     latents: list[torch.Tensor],
     pixels: contract.Pixels,
-    family_engine: Any,
-    family_folder: Any,
+    family_engine,
+    family_folder,
 ):
     """Drawn without noise, the latents are those that were encoded."""
     named, vae = vaes(family)
@@ -146,10 +146,10 @@ def test_it_encodes_what_a_job_begins_with_and_what_is_enlarged(
     ],
 )
 def test_a_file_that_does_not_fit_fails_its_job_alone(
-    damage: Any,
+    damage,
     reason: str,
-    vaes: Any,
-    family_engine: Any,
+    vaes,
+    family_engine,
     tmp_path,
 ):
     named, _ = vaes("sd1")
@@ -162,11 +162,11 @@ def test_a_file_that_does_not_fit_fails_its_job_alone(
 
 
 def test_taesd_decodes_in_its_place_unless_the_job_says_full(
-    vaes: Any,
-    family_folder: Any,
-    family_engine: Any,
+    vaes,
+    family_folder,
+    family_engine,
     latents: list[torch.Tensor],
-    build_taesd: Any,
+    build_taesd,
 ):
     named, vae = vaes("sd1")
     blocks = len(family_engine("sd1").checkpoint.vae.config.block_out_channels)
@@ -184,10 +184,10 @@ def test_taesd_decodes_in_its_place_unless_the_job_says_full(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_workers_own_is_that_of_all_jobs_that_name_none(
     family: str,
-    vaes: Any,
+    vaes,
     pixels: contract.Pixels,
-    family_engine: Any,
-    family_folder: Any,
+    family_engine,
+    family_folder,
 ):
     """Of those that begin with an image, too, and of a model that is changed to."""
     (own, _) = vaes(family, "original")
@@ -207,9 +207,7 @@ def test_a_workers_own_is_that_of_all_jobs_that_name_none(
     assert engine.self_check.find_fault() is None
 
 
-def test_a_workers_own_that_does_not_fit_ends_it(
-    vaes: Any, family_folder: Any, tmp_path
-):
+def test_a_workers_own_that_does_not_fit_ends_it(vaes, family_folder, tmp_path):
     named, _ = vaes("sd1")
     tensors = load_file(named.path)
     tensors.popitem()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def with_taesd(family_folder: Any, family_engine: Any, build_taesd: Any) -> Any:
+def with_taesd(family_folder, family_engine, build_taesd) -> Any:
     """A family's engine with TAESD, the folder of that, and the engine without."""
 
     def make(family: str) -> tuple[Any, Path, Any]:
@@ -34,7 +34,7 @@ def with_taesd(family_folder: Any, family_engine: Any, build_taesd: Any) -> Any:
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
 def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
     family: str,
-    with_taesd: Any,
+    with_taesd,
     latents: list[torch.Tensor],
 ):
     engine, folder, plain = with_taesd(family)
@@ -55,7 +55,7 @@ def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
 
 
-def test_a_request_has_the_decoder_that_it_asks_for(with_taesd: Any):
+def test_a_request_has_the_decoder_that_it_asks_for(with_taesd):
     (engine, _, plain) = with_taesd("sd1")
     hires = contract.HiresPass(96, 96, 0.5, 2, "Lanczos")
     for request in (make_request(), make_request(hires=hires)):
@@ -72,9 +72,7 @@ def test_a_request_has_the_decoder_that_it_asks_for(with_taesd: Any):
         plain.prepare(make_request(decoder="TAESD"))
 
 
-def test_what_is_none_for_the_model_is_refused(
-    family_folder: Any, build_taesd: Any, tmp_path
-):
+def test_what_is_none_for_the_model_is_refused(family_folder, build_taesd, tmp_path):
     for folder, complaint in (
         (tmp_path / "missing", "missing' has neither"),
         (build_taesd(1), "does not fit the model's latents"),
