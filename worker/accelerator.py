@@ -21,7 +21,7 @@ from imagefleet.validation import JSONDict
 from worker.settings import WorkerSettings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AcceleratorKind:
     """Samplers, guidance and steps of one kind of accelerator; the first are the usual ones."""
 
@@ -70,7 +70,7 @@ _USUAL_STEPS = 4
 _STEPS = re.compile(r"(\d+)[-_ ]?steps?")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Accelerator:
     #: The LoRA's name; '' for what a model itself wants.
     name: str

@@ -15,7 +15,7 @@ FULL_SPEED_SECONDS = 60.0
 LEAST_WARM_UP_SECONDS = 5.0
 
 
-@dataclass(slots=True)
+@dataclass
 class Pace:
     """Work of a full engine's ticks, in rows of UNet calls times pixels, and their seconds."""
 
@@ -31,7 +31,7 @@ class Pace:
         self.seconds += seconds
 
 
-@dataclass(slots=True)
+@dataclass
 class GpuClock:
     """The engine's busy and idle seconds, from its first image on; moments are monotonic."""
 

@@ -40,7 +40,7 @@ STALL_SECONDS = 300.0
 THREAD_NAME = "engine"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Delivery:
     """The outcome of one ticket, and its times at the engine (monotonic seconds)."""
 
@@ -56,7 +56,7 @@ _Call = tuple[Callable[[], object], Future[Any]]
 Take = Callable[[], bool]
 
 
-@dataclass(slots=True)
+@dataclass
 class _Wanted:
     """A model to draw with from now on."""
 

@@ -25,7 +25,7 @@ TRIES_PER_LEASE = 10
 RenewalResult = Literal["renewed", "unknown", "lost"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Lease:
     """One leased message: its latest receipt and what is known about the lease."""
 

@@ -60,7 +60,7 @@ HAND_BACK_SECONDS = 5.0
 FINISH_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Machine:
     replica: Replica = UNKNOWN
     #: Start of its bill (monotonic seconds); None: with the pipeline.

@@ -29,7 +29,7 @@ WORKING: frozenset[Phase] = frozenset({"generating", "waiting for jobs", "draini
 WINDOW_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Counts:
     """A worker's counts since its start; *dollars* None where its price is unknown."""
 
@@ -43,7 +43,7 @@ class Counts:
     dollars: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Progress(Counts):
     """One worker's phase and figures; None for those not known (yet)."""
 
@@ -98,7 +98,7 @@ class Progress(Counts):
         return shown
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkerReport:
     """The totals of one run; *jobs* by outcome, *gpu_dollars* None where the price is unknown."""
 

@@ -45,7 +45,7 @@ LOCAL_PAUSE_SECONDS = 0.03
 UNTIL_EMPTY_PAUSE_SECONDS = 1.0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Puller:
     """Leases jobs while the GPU has less than `prefetch_seconds` of work ahead."""
 

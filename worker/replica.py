@@ -25,7 +25,7 @@ NO_DRIVER = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded)
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Replica:
     """One replica's GPU class and prices; *dollars_per_hour* is None where no price is known."""
 

@@ -44,7 +44,7 @@ FIRST_RETRY_SECONDS = 2.0
 LONGEST_RETRY_SECONDS = 120.0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Settler:
     """Ends jobs, each once, and keeps the set of those in flight."""
 

@@ -40,7 +40,7 @@ BASELINE_IMAGES = 5
 StartStep = Callable[[str, float], Callable[[float], None]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setup:
     """A checkpoint, its jobs, and a folder for temporary files."""
 

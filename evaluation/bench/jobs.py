@@ -22,7 +22,7 @@ _LORA_TAG = re.compile(r"<lora:[^>]*>,? ?")
 _STRENGTHS = (0.35, 0.5, 0.65, 0.8)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Workload:
     """Endless jobs with different seeds, prompts and LoRAs, if there are any.
 

@@ -7,7 +7,7 @@ from cli.options import option
 from imagefleet.pricing import families, prices
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BenchOptions:
     """Options: the model, the machine and its price."""
 

@@ -26,7 +26,7 @@ from worker.stages.requests import PREPARERS
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rate:
     """Finished images and the seconds that they took."""
 
@@ -46,7 +46,7 @@ class Rate:
         return self.unet_calls / self.seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tick:
     """One tick of an engine; times are by `time.monotonic`."""
 

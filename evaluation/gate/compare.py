@@ -21,7 +21,7 @@ from imagefleet.caption import caption_of
 _BATCH = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Measures:
     """Networks and reference of the figures; None leaves out the figures that need it."""
 
@@ -30,7 +30,7 @@ class Measures:
     reference: Statistics | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PairFigures:
     """Differences between two drawings of one job."""
 
@@ -57,7 +57,7 @@ class PairFigures:
         return metrics.psnr(self.squares)
 
 
-@dataclass(slots=True)
+@dataclass
 class Comparison:
     """Everything that was found of the pairs."""
 

@@ -32,7 +32,7 @@ from worker.stages import encode, infotext
 from worker.stages.requests import PREPARERS, RequestReader
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setup:
     """Model and device of both sides, and the folders of the files that prompts name."""
 
@@ -42,7 +42,7 @@ class Setup:
     embedding_directory: Path | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Image:
     """One image of a job."""
 

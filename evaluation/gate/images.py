@@ -119,7 +119,7 @@ class CampaignImages:
             return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Drawing:
     """An image, and the job in its file, if there is one."""
 

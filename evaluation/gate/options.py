@@ -10,7 +10,7 @@ from evaluation.gate.verdict import Bounds
 from imagefleet.storage.settings import StorageSettings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DrawOptions:
     """Options: which images are compared, and how missing ones are drawn."""
 
@@ -38,7 +38,7 @@ class DrawOptions:
     keep: Path | None = option("Keep drawn images in a and b there.", metavar="FOLDER")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JudgeOptions:
     """Options: the networks that judge the images, and the bounds."""
 
@@ -73,7 +73,7 @@ class JudgeOptions:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GateRequest:
     """Both sides, and how they are drawn and judged."""
 

@@ -21,7 +21,7 @@ _PIXELS = 512
 _AMPLIFIED = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Picture:
     """A pair for the page, each image as a PNG or WebP in base64."""
 
@@ -33,7 +33,7 @@ class Picture:
     height: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Result:
     """The verdict, with the sides, networks and figures that it is based on."""
 

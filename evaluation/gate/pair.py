@@ -74,7 +74,7 @@ def _regions(picture: Pixels) -> Doubles:
     return np.asarray(small, dtype=np.float64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shift:
     """Change from A to B that all pairs share: sums over pairs, which can be added up."""
 

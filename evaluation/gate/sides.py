@@ -34,7 +34,7 @@ _MOST_SLOTS = 64
 _CAMPAIGN = "campaign:"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Campaign:
     """The images of a campaign."""
 
@@ -44,7 +44,7 @@ class Campaign:
         return f"campaign {self.name}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Folder:
     """Images in a folder and the folders in it."""
 
@@ -54,7 +54,7 @@ class Folder:
         return f"folder {self.path}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Engine:
     """Settings of the engine, with which the images are drawn here and now."""
 

@@ -17,7 +17,7 @@ from imagefleet.errors import SetupError
 WORST = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bounds:
     """Limits of the gate's figures: percentages but for PSNR, SSIM and levels of brightness.
 
@@ -74,7 +74,7 @@ class Bounds:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Check:
     """One figure against its bound."""
 
@@ -105,7 +105,7 @@ class Check:
         return self.figure >= self.bound if self.is_least else self.figure <= self.bound
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verdict:
     """All figures of both sides, and the checks."""
 

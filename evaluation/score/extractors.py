@@ -24,7 +24,7 @@ DESCRIPTIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExtractorFacts:
     """Identity of an extractor; only figures of equal ones can be compared."""
 

@@ -31,7 +31,7 @@ _CLIP_SCALE = 100.0
 _QUANTILE = 1.96
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Estimate:
     """A figure with the interval of 95 % in which other images of the same kind would have it."""
 
@@ -53,7 +53,7 @@ class Estimate:
         return cls(value, (value - _QUANTILE * error, value + _QUANTILE * error))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kid:
     """The mean over subsets, and their standard deviation; None of subsets that are the sets."""
 

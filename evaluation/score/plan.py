@@ -57,7 +57,7 @@ class ImageRow(NamedTuple):
         return self.size_bytes in {None, len(data)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chunk:
     """Images scored together; *folder* has them where they are no blobs."""
 
@@ -72,7 +72,7 @@ class Chunk:
             return sorted(ImageRow(*json.loads(line)) for line in lines)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ScorePlan:
     """The chunks of each group, and what could not be planned."""
 

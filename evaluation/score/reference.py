@@ -23,7 +23,7 @@ _DEMO_FILE = Path(__file__).with_name(DEMO) / "reference.npz"
 _LEAST = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reference:
     """Statistics are for FID, features for KID, those of CLIP for CMMD; each may be missing."""
 

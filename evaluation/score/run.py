@@ -67,7 +67,7 @@ class NetworkPair:
         return {name: each for name, each in vars(self).items() if name != "loaded"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FeatureTask:
     """Work of one process: chunks, and the networks that compute their features."""
 
@@ -91,7 +91,7 @@ def digest(rows: Sequence[ImageRow], facts: Sequence[ExtractorFacts | None]) -> 
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-@dataclass(slots=True)
+@dataclass
 class Done:
     """Images computed, and those found computed already."""
 
@@ -225,7 +225,7 @@ async def _compute(
     return note, arrays
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Scored:
     arrays: dict[str, Features]
     scores: list[float]

@@ -34,7 +34,7 @@ POLL_SECONDS = 5.0
 _QUIET_POLLS = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Networks:
     """Options: the reference, and the networks."""
 
@@ -54,7 +54,7 @@ class Networks:
     device: options.Device = "auto"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Computing:
     """Options: how the features are computed and kept."""
 
@@ -68,7 +68,7 @@ class Computing:
     follow: bool = option("Wait until the campaign has ended.", default=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ScoreRequest:
     """A scoring run as the options ask for it; *folder* keeps the features."""
 

@@ -42,7 +42,7 @@ def blocks(rows: Rows, size: int = BLOCK_ROWS) -> Iterable[Features]:
         yield rows[np.arange(first, min(first + size, rows.shape[0]))]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Statistics:
     """The number of images, the mean of their features and the sum of squares around it."""
 

@@ -42,7 +42,7 @@ _OF_THE_SWEEP = {
 _SHOWN_GROUPS = 40
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Captions:
     file: Path = argument(
         "Captions: .txt with one per line, .jsonl with `caption`, `prompt` or `text`, or"
@@ -61,7 +61,7 @@ class Captions:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sending(filling.Sending):
     dry_run: bool = options.dry_run("the groups")
 

@@ -57,7 +57,7 @@ _CONFIGURATION = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint(Model):
     """The networks of a model of latents on their device, and their noise schedule."""
 

@@ -33,7 +33,7 @@ Pixels = NDArray[np.uint8]
 Outcome = Pixels | FleetError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Engine settings that do not depend on the model."""
 
@@ -55,7 +55,7 @@ class Settings:
     queue_seconds: Callable[[], float | None] = lambda: None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Lora:
     """A LoRA file and its strength on each network."""
 
@@ -67,7 +67,7 @@ class Lora:
     identity: Identity | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Embedding:
     """The file of a textual inversion embedding, which prompts name, and its SHA-256 in hex."""
 
@@ -76,7 +76,7 @@ class Embedding:
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Vae:
     """The file of a VAE."""
 
@@ -84,7 +84,7 @@ class Vae:
     path: Path
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Refiner:
     """A checkpoint that goes on with an image in its last pass; *path* None: the engine's own."""
 
@@ -95,7 +95,7 @@ class Refiner:
     by_steps: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class InitImage:
     """Start image of img2img or inpainting; the pixels have the request's size.
 
@@ -113,7 +113,7 @@ class InitImage:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HiresPass:
     """A second pass over the upscaled image. Sizes in pixels; None is the first pass's."""
 
@@ -135,7 +135,7 @@ class HiresPass:
     checkpoint: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Upscale:
     """Upscaling of the request's image without drawing anything. Sizes in pixels."""
 
@@ -150,7 +150,7 @@ class Upscale:
     blend: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Control:
     """A ControlNet and the image that controls it, which has the request's size."""
 
@@ -163,7 +163,7 @@ class Control:
     end: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImageRequest:
     """One image to generate. Sizes in pixels; a prompt that is a string has no LoRA tags.
 
@@ -213,7 +213,7 @@ class PreparedRequest(Protocol):
     def request(self) -> ImageRequest: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Finished:
     ticket: int
     outcome: Outcome

@@ -50,7 +50,7 @@ class _FinishedLatents(NamedTuple):
     slice_key: _SliceKey
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HostCopy:
     """Images whose pixels are being copied to the host."""
 
@@ -381,7 +381,7 @@ def to_pixels(images: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Image:
     """A layer's input; with *conv*, each pixel of x twice in both directions, then convolved."""
 

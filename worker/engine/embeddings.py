@@ -18,7 +18,7 @@ from worker.engine.files.safetensors import named, refuse_damaged, tensors_of
 NAMES = {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Embedding:
     """The vectors [length, width] for each text encoder, on the CPU; the same if the file is."""
 

@@ -42,7 +42,7 @@ Compile = Literal["auto", "background", "off"]
 _importing = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineSettings(Settings):
     """A checkpoint, and how it is drawn with; `packages` follows from the others."""
 

@@ -85,7 +85,7 @@ class BrownianNoise(NamedTuple):
 Extend = Callable[[Tensor, Tensor, Callable[[Tensor], None]], "Schedule"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """One image's coefficients, one row per UNet call."""
 

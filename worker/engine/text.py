@@ -41,7 +41,7 @@ _CHUNKS_PER_CALL = 32
 _CACHE_BYTES = 64 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Context:
     """The UNet's cross-attention context: vectors [rows, tokens, width], padded to the longest row.
 
@@ -54,7 +54,7 @@ class Context:
     pooled: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rules:
     """Rules by which a model family reads a text encoder; the defaults are SD1's."""
 

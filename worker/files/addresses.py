@@ -61,7 +61,7 @@ _EMBEDDING_TENSORS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Address:
     """The place that a model is fetched from.
 

@@ -44,7 +44,7 @@ HEAD_BYTES = 2**20
 PROGRESS_BYTES = 2**20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Opened:
     """A response: bytes from *offset* on, which may be less than was requested."""
 

@@ -59,7 +59,7 @@ READ_SECONDS = 5.0
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Source:
     """The storage that a worker fetches files from, and where it keeps them."""
 

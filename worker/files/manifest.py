@@ -145,7 +145,7 @@ class DamagedError(TransientError):
     """The manifest is damaged."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Contents:
     files: Mapping[str, str] = field(default_factory=dict)
     #: The fields its signature covers; empty where it is plain.
@@ -203,7 +203,7 @@ def _purpose(folder: str) -> str:
     return f"manifest of {folder}"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Manifest:
     """The manifest of a folder, read again from time to time; there need not be one.
 

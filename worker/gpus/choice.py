@@ -16,7 +16,7 @@ ALL = "all"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gpu:
     """One GPU: its name in logs and metrics, and its name in CUDA_VISIBLE_DEVICES."""
 

@@ -52,7 +52,7 @@ _SAMPLE_SHARE = 4
 _SAMPLE_NOISE = 0.1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Overlay:
     """The kept part of the image that a job was given, to be laid over what is drawn."""
 

@@ -49,7 +49,7 @@ DECODED_AT_ONCE = 2
 OWN = ("accelerator", "vae")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Inputs:
     """Inputs of a job's requests beside its prompts, and the overlay of their images."""
 

@@ -63,7 +63,7 @@ def entries_of(lease: Lease) -> list[InFlightJob]:
     return list(bundle.members)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class BundleStage:
     """Gathers how the jobs of bundles end; stores parts, and ends the bundles."""
 

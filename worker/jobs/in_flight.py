@@ -36,7 +36,7 @@ FAILED_IMAGES = 2
 STORED_PER_FAILED = 10
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class InFlightJob:
     """One leased message, or one job of a bundle.
 
@@ -256,7 +256,7 @@ class InFlightJob:
 Key = tuple[str, str | None]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Bundle:
     """The jobs of a leased bundle, and what this worker and others have stored of it."""
 
@@ -298,7 +298,7 @@ class Bundle:
         return self.found.get((entry.id, digest))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class InFlightImage:
     """One image of a job in flight; *size* is (width, height) of its first pass or its source."""
 
@@ -321,7 +321,7 @@ class InFlightImage:
         return () if self.request is None else self.request.embeddings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EncodedImage:
     """A file's bytes, media type and SHA-256 (hex), and the size (width, height) of its image."""
 

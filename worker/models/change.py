@@ -51,7 +51,7 @@ SHORTEST_STAY_SECONDS = 30.0
 LONGEST_STAY_SECONDS = 900.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Waiting:
     """The jobs of one model that nobody has; *age_seconds* is of the oldest."""
 
@@ -59,7 +59,7 @@ class Waiting:
     age_seconds: float
 
 
-@dataclass(slots=True)
+@dataclass
 class ModelChoice:
     """Decides by the rule above; *clock* in seconds."""
 
@@ -102,7 +102,7 @@ class ModelChoice:
         return max(waited, key=lambda model: waited[model], default=None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Following:
     """The model to change to, prepared at *prepared_at* (monotonic seconds)."""
 

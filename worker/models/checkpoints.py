@@ -24,7 +24,7 @@ _ALL_STORED = frozenset({f"{STORE_SCHEME}*", f"{STORE_SCHEME}{MODELS}*"})
 MAX_CHECKPOINTS = 50
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checkpoint:
     """One model, and the worker's settings with this model alone."""
 
@@ -106,7 +106,7 @@ def refuse_unusable_names(checkpoints: Sequence[Checkpoint]) -> None:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class OtherModels:
     """Finds the checkpoints that jobs name beside their own: refiners, and those of second passes.
 

@@ -58,7 +58,7 @@ LEAST_BUSY_SHARE = 0.2
 FAILURES_IN_A_ROW = 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NodeLimits:
     """0: not checked; images are of 512x512 and 15 steps."""
 
@@ -91,7 +91,7 @@ def broken_below(gpu: str) -> float:
     return BROKEN_SHARE * SHARE_OF_RECORD * record
 
 
-@dataclass(slots=True)
+@dataclass
 class _Window:
     """Counts since *began_at* (monotonic seconds), and the engine's clock at that time."""
 

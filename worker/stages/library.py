@@ -73,7 +73,7 @@ class EngineOptions(TypedDict, total=False):
     cache: str | Path
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Drawn:
     """A job that was drawn: its images, or why there are none."""
 

@@ -50,7 +50,7 @@ def flush_seconds(lease_seconds: float, *, is_local: bool) -> float:
     return min(usual, lease_seconds * FLUSH_PER_LEASE)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class PendingRecords:
     """Records of a job that has ended but for them; *finish* ends it once they are stored."""
 
@@ -63,7 +63,7 @@ class PendingRecords:
     error: TransientError | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class RecordStage:
     """Jobs that wait for their records to be stored."""
 

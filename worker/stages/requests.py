@@ -30,7 +30,7 @@ class JobRequests(NamedTuple):
     inputs: Inputs = NO_INPUTS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RequestReader:
     """Makes requests of jobs, with the files that these name."""
 

@@ -173,7 +173,7 @@ _LAST_ALPHA = 4.8973451890853435e-08
 _MAX_LEVEL = 350
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImageNoise:
     """The noise on the image that an x4 upscaler enlarges."""
 

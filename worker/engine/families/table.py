@@ -25,7 +25,7 @@ from worker.engine.text import Rules
 Config = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TextEncoder:
     """One of a family's text encoders: a CLIPTextModel, or one with a projection."""
 
@@ -106,7 +106,7 @@ class Family:
         return torch.tensor([height, width, 0, 0, *told], dtype=torch.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """One checkpoint on its device, of any family."""
 

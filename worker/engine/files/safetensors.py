@@ -50,7 +50,7 @@ MAX_SPARE_BYTES = 4 * 2**30
 _LEAST_SHARE = 0.5
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Memory:
     content: npt.NDArray[np.uint8]
     is_locked: bool = False
@@ -175,7 +175,7 @@ def named(file: str) -> Iterator[None]:
         raise UnusableFileError(f"{file} {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Content:
     #: JSON: each tensor's type, shape and place.
     header: str
@@ -184,7 +184,7 @@ class Content:
     data: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
     dtype: torch.dtype
     shape: tuple[int, ...]

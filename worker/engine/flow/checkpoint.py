@@ -32,7 +32,7 @@ _UNUSED = (".input_scale", ".scale_input", ".comfy_quant", "scaled_fp8")
 _TYPES = {torch.float32, torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FlowCheckpoint(Model):
     """A transformer and its VAE on their device, and the schedule's configuration."""
 

@@ -24,7 +24,7 @@ from worker.engine.pixel.text_states import CHAT_MARK
 KIND = "qwen3"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TextRule:
     """How a family reads its text encoder."""
 

@@ -25,7 +25,7 @@ _ALIGNED_BYTES = 16
 Call = tuple[Callable[..., Any], Sequence[Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Description:
     """A call in bytes, and the tensors that it has, each once, in the order of the bytes."""
 

@@ -123,7 +123,7 @@ def trace(
             raise  # Dynamo gives a backend's errors a type of its own
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Package:
     """The kernels of a call, loaded."""
 

@@ -45,7 +45,7 @@ class Exchange(Protocol):
         """Gives others a package that was compiled here."""
 
 
-@dataclass(slots=True)
+@dataclass
 class _Wanted:
     graph: Graph
     content: bytes

@@ -323,7 +323,7 @@ def _fits(
 _RANKED = ("down", "hada_w1_b", "lokr_w2_b", "lokr_w1_b", "down_a")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightDelta:
     """One layer's change: weight += strength * compute(weight).
 
@@ -400,7 +400,7 @@ def split_rows(
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoraFile:
     """A LoRA's weight changes, by network and layer path."""
 

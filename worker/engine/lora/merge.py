@@ -28,7 +28,7 @@ from worker.engine.lora.kinds import Factors
 LoraKey = tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AppliedLora:
     """A LoRA's deltas for one network, and its strength there."""
 
@@ -87,7 +87,7 @@ TEMPORARY_BYTES = 128 * 1024**2
 _TEMPORARIES = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stack:
     """One kind of change of several layers, with tensors of equal shapes."""
 
@@ -120,7 +120,7 @@ class Stack:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StackedChange:
     """All that a job's LoRAs change in the layers of one shape, on the device."""
 
@@ -219,7 +219,7 @@ class Room:
         return StackPlaces(by_layer, index, tensors)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LowRank:
     """Plain LoRAs' changes of the layers of one group or shape, and the places of their factors."""
 
@@ -278,7 +278,7 @@ def _scaled(
     return []
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StackPlaces:
     """Places of a `Stack` in one tensor of bytes."""
 
@@ -315,7 +315,7 @@ class LoraChanges(NamedTuple):
 NO_CHANGES = LoraChanges(MappingProxyType({}), MappingProxyType({}))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedLoras:
     """LoRA deltas for one network, laid out in one tensor of bytes.
 

@@ -54,7 +54,7 @@ def second_pass(steps: int, denoising_strength: float) -> Steps:
 _BLURS = ((256, 1), (64, 1), (16, 2), (4, 4), (2, 2), (0, 1))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PreparedImage:
     """Shared by all images of a job."""
 
@@ -121,7 +121,7 @@ _USUAL = 0.02
 _OF_CASCADE = 0.1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LowResolution:
     """Shared by all images of a job."""
 

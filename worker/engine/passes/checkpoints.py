@@ -190,7 +190,7 @@ class CheckpointCache(NetworkCache[CachedCheckpoint]):
         return CachedCheckpoint(checkpoint, unet)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Caches:
     """The networks of files that jobs of one model may name; None: no job of it names any."""
 

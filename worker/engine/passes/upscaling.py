@@ -69,7 +69,7 @@ IMAGE_UPSCALERS: Mapping[str, Enlarge] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Upscaling:
     """Upscaling of a first pass' latents to those a second pass starts from. Sizes in pixels."""
 
@@ -347,7 +347,7 @@ class Upscaler:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PreparedUpscale:
     """A request that only enlarges an image, which is done."""
 

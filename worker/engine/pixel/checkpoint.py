@@ -35,7 +35,7 @@ FAMILIES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PixelCheckpoint(Model):
     """One stage on its device, which draws one size alone."""
 

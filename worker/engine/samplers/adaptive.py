@@ -29,7 +29,7 @@ _TINY = 1e-5
 _MOST_TRIES = 150
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Try:
     """One try of a step, from a sigma down."""
 

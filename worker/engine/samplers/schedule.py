@@ -231,7 +231,7 @@ _BISECTIONS = 60
 _Numbers = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Levels:
     """The sigmas that a model knows, ascending in float32 or float16, and their timesteps."""
 

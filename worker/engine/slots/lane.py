@@ -41,7 +41,7 @@ MAX_LANES = 12
 MAX_LANES_SHARING = 4
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Lane:
     """The jobs of one batch key, in slots or waiting for one."""
 

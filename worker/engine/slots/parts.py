@@ -12,7 +12,7 @@ from worker.engine.slots.prepare import Preparer
 from worker.engine.slots.staging import Stager
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parts:
     """Collaborators of a `SlotEngine`, built for one model's family."""
 

@@ -57,7 +57,7 @@ Applied = Mapping[Network, Sequence[AppliedLora]]
 AssembledLoras = Mapping[Network, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PreparedRequest:
     """A request that the engine can start at once."""
 

@@ -88,7 +88,7 @@ class BatchKey(NamedTuple):
 AddedInputs = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Staged:
     """A job's data on the device, ready to be copied into a slot."""
 
@@ -137,7 +137,7 @@ class Staged:
         return [tensor for tensor in found if tensor is not None]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class SlotJob:
     """One admitted request."""
 
@@ -210,7 +210,7 @@ class SlotJob:
         self.assembling = self.staging = self.staged = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Costs:
     """Seconds of a tick in each mode, of merging LoRAs into the shared weights, and of compiling.
 

@@ -155,7 +155,7 @@ class InputFeeder:
 _TickKey = tuple[WeightMode, int]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Step:
     """The tensors of a lane, and its compiled ticks, if any."""
 
