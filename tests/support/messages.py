@@ -18,9 +18,6 @@ from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import Storage
 from worker.engine import contract
 
-#: The fixture `run_pipeline` of tests/worker.
-RunPipeline = Callable[..., Any]
-
 
 def message(**fields: object) -> str:
     """A job's message with any fields changed."""

@@ -14,7 +14,7 @@ from imagefleet import cancelled
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobRecord
-from messages import RunPipeline, blobs, message, records, redelivered
+from messages import blobs, message, records, redelivered
 from worker.engine import contract
 
 pytestmark = pytest.mark.usefixtures("cancel_at_once")
@@ -62,7 +62,7 @@ def _soon(monkeypatch) -> None:
 
 async def test_no_image_of_a_cancelled_campaign_is_begun_and_the_other_is_untouched(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     spring_is_read: threading.Event,
 ):
     is_local = storage.url.startswith("local:")
@@ -98,7 +98,7 @@ async def test_no_image_of_a_cancelled_campaign_is_begun_and_the_other_is_untouc
 
 
 async def test_a_paused_campaigns_jobs_wait_until_it_is_resumed_and_are_no_failures(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+    storage: Storage, run_pipeline, monkeypatch
 ):
     monkeypatch.setattr("worker.stages.prepare.PAUSED_SECONDS", 0.2)
     monkeypatch.setattr("worker.stages.prepare.MAX_LIST_AGE_SECONDS", 0.0)
@@ -141,7 +141,7 @@ async def test_a_campaign_that_is_cancelled_is_paused_no_more(storage: Storage):
 
 async def test_of_a_job_of_several_images_those_that_are_begun_are_stored(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     spring_is_read: threading.Event,
 ):
     await storage.queue.send(
@@ -168,7 +168,7 @@ async def test_of_a_job_of_several_images_those_that_are_begun_are_stored(
 
 async def test_a_worker_that_was_idle_for_hours_reads_the_list_before_it_draws(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
 ):
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 60.0)
@@ -192,7 +192,7 @@ async def test_a_worker_that_was_idle_for_hours_reads_the_list_before_it_draws(
 
 async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_otherwise(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     store_images,
     monkeypatch,
 ):
@@ -249,7 +249,7 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
 
 
 async def test_a_second_drawing_of_a_cancelled_job_leaves_no_record_of_its_own(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     both = [
         message(id="s", seed=1, campaign="spring", **each)
@@ -263,7 +263,7 @@ async def test_a_second_drawing_of_a_cancelled_job_leaves_no_record_of_its_own(
 
 
 async def test_a_job_that_this_worker_could_not_draw_is_cancelled_all_the_same(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await storage.queue.send([message(id="s", model="another", campaign="spring")])
     await cancelled.cancel(storage, "spring")

@@ -24,7 +24,6 @@ from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import Clock
 from imagefleet.storage.settings import StorageSettings
-from messages import RunPipeline
 from worker.engine import contract
 
 HOUR = 3600
@@ -57,9 +56,7 @@ def draw(request: contract.ImageRequest) -> contract.Pixels:
     return draw_noise(request)
 
 
-async def test_records_have_the_storages_time(
-    storage: Storage, run_pipeline: RunPipeline
-):
+async def test_records_have_the_storages_time(storage: Storage, run_pipeline):
     jobs = [Job(prompt="a", id="good"), Job(prompt="a", id="bad", seed=5)]
     await storage.queue.send([job.to_message() for job in jobs])
     began_at = storage.blobs.clock.now() - BLUR
@@ -79,7 +76,7 @@ async def test_records_have_the_storages_time(
 
 
 async def test_a_report_divides_by_times_of_one_clock(
-    storage: Storage, storage_settings: StorageSettings, run_pipeline: RunPipeline
+    storage: Storage, storage_settings: StorageSettings, run_pipeline
 ):
     """One of two workers has the storage's time, the other an hour more or less."""
     async with open_storage(storage_settings) as right:
@@ -93,7 +90,7 @@ async def test_a_report_divides_by_times_of_one_clock(
 
 
 async def test_a_clock_that_is_off_is_named_once_and_measured(
-    storage: Storage, run_pipeline: RunPipeline, caplog
+    storage: Storage, run_pipeline, caplog
 ):
     with caplog.at_level(logging.WARNING):
         pipeline = await run_pipeline()
@@ -111,7 +108,7 @@ async def test_a_clock_that_is_off_is_named_once_and_measured(
 
 
 async def test_a_signature_ends_by_the_storages_clock(
-    storage: Storage, run_pipeline: RunPipeline, tmp_path
+    storage: Storage, run_pipeline, tmp_path
 ):
     """Half an hour ago by the storage's clock, whatever this machine's says."""
     key = SigningKey.create(tmp_path / "key.pem")
@@ -139,7 +136,7 @@ async def test_a_campaign_is_cancelled_by_the_storages_clock(storage: Storage):
 
 
 async def test_a_campaigns_webhook_does_not_wait_for_this_machines_clock(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+    storage: Storage, run_pipeline, monkeypatch
 ):
     monkeypatch.setattr(events, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(events, "QUIET_SECONDS", 0.0)

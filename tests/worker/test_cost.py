@@ -15,7 +15,7 @@ from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import Clock, Operations
-from messages import RunPipeline, message
+from messages import message
 from worker import metrics, process
 from worker.engine import contract
 from worker.gpu_clock import GpuClock
@@ -116,7 +116,7 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
 
 async def test_start_up_idle_and_busy_add_up_to_the_whole(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
 ):
     await storage.queue.send(message(id=f"j{number}") for number in range(12))
@@ -152,7 +152,7 @@ async def test_start_up_idle_and_busy_add_up_to_the_whole(
 
 async def test_an_image_that_is_stored_already_is_wasted_as_a_duplicate(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     store_images: StoreImages,
 ):
     await storage.queue.send([message(id="a"), message(id="b")])
@@ -172,7 +172,7 @@ async def test_an_image_that_is_stored_already_is_wasted_as_a_duplicate(
 
 
 async def test_images_of_failed_jobs_are_wasted_as_failed(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         if str(request.prompt) == "flat":
@@ -241,7 +241,7 @@ def test_a_figure_of_the_first_minutes_that_is_unknown_has_no_series():
     assert [seen[name] for name in shown] == pytest.approx([20, 60, 0.5])
 
 
-async def test_a_worker_without_a_job_has_no_first_image(run_pipeline: RunPipeline):
+async def test_a_worker_without_a_job_has_no_first_image(run_pipeline):
     pipeline = await run_pipeline()
     seen = values(pipeline.cost)
     assert "imagefleet_start_up_seconds" in seen

@@ -10,7 +10,7 @@ from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import metrics
-from messages import RunPipeline, message
+from messages import message
 from worker.metrics import IDLE_REASONS, Stage
 from worker.replica import Replica
 
@@ -18,7 +18,7 @@ RUNS_ON = Replica("RTX 4090 24GB", 0.16, prices.FREE_STORAGE)
 
 
 @pytest.fixture
-async def text(storage: Storage, run_pipeline: RunPipeline) -> str:
+async def text(storage: Storage, run_pipeline) -> str:
     """What a worker shows after one job."""
     pipeline = await run_pipeline(
         sent=[message()], runs_on=RUNS_ON, group="g", priority="low"
@@ -56,7 +56,7 @@ async def test_every_counter_starts_at_zero(text: str):
 
 
 async def test_the_last_push_of_a_worker_that_has_emptied_its_queue_says_so(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     sent = [message(id=f"j{number}") for number in range(3)]
     pipeline = await run_pipeline(sent=sent)

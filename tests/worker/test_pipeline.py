@@ -17,7 +17,7 @@ from imagefleet import concurrency, errors
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage
-from messages import RunPipeline, blobs, failed_jobs, failing, message
+from messages import blobs, failed_jobs, failing, message
 from worker import gpu_thread
 from worker.engine import contract
 
@@ -29,9 +29,7 @@ async def is_empty(storage: Storage) -> bool:
     return (await storage.queue.depth()).messages == 0
 
 
-async def test_each_job_becomes_the_image_of_its_seed(
-    storage: Storage, run_pipeline: RunPipeline
-):
+async def test_each_job_becomes_the_image_of_its_seed(storage: Storage, run_pipeline):
     pipeline = await run_pipeline(
         StandInEngine(capacity=3),
         sent=(message(id=f"j{seed}", seed=seed) for seed in range(20)),
@@ -63,7 +61,7 @@ async def test_each_job_becomes_the_image_of_its_seed(
 )
 async def test_a_job_that_can_never_succeed_goes_to_the_poison_queue_at_once(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     body: str,
     reason: str,
 ):
@@ -79,7 +77,7 @@ async def test_a_job_that_can_never_succeed_goes_to_the_poison_queue_at_once(
 
 async def test_a_replay_meanwhile_keeps_the_message_of_a_job_that_fails(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
 ):
     add = storage.poison.send
@@ -98,7 +96,7 @@ async def test_a_replay_meanwhile_keeps_the_message_of_a_job_that_fails(
 
 async def test_a_failed_job_whose_message_cannot_be_added_is_delivered_again(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
 ):
     down = failing(storage.poison.send, errors.TransientError("503 server busy"), 7)
@@ -111,7 +109,7 @@ async def test_a_failed_job_whose_message_cannot_be_added_is_delivered_again(
 
 async def test_one_failing_image_does_not_take_its_batch_along(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
 ):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.1)
@@ -142,7 +140,7 @@ async def test_one_failing_image_does_not_take_its_batch_along(
 
 async def test_an_image_of_one_colour_is_retried_and_never_stored(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
 ):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
@@ -157,7 +155,7 @@ async def test_an_image_of_one_colour_is_retried_and_never_stored(
 
 
 async def test_a_broken_engine_hands_everything_back_for_another_worker(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     def draw(_: contract.ImageRequest) -> contract.Pixels:
         raise errors.NodeError("CUDA error: device-side assert triggered")
@@ -175,7 +173,7 @@ async def test_a_broken_engine_hands_everything_back_for_another_worker(
 )
 async def test_an_upload_that_fails_is_repeated_and_storage_that_stays_down_retries_the_job(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
     faults: int,
     outcomes: dict[str, int],
@@ -191,7 +189,7 @@ async def test_an_upload_that_fails_is_repeated_and_storage_that_stays_down_retr
 
 async def test_the_loras_of_a_job_are_fetched_concurrently(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     lora_bytes: Callable[[str], bytes],
     monkeypatch,
 ):
@@ -215,7 +213,7 @@ async def test_the_loras_of_a_job_are_fetched_concurrently(
 
 async def test_credentials_that_run_out_cost_a_job_no_attempt(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     lora_bytes: Callable[[str], bytes],
     monkeypatch,
 ):
@@ -234,7 +232,7 @@ async def test_credentials_that_run_out_cost_a_job_no_attempt(
 
 async def test_a_stop_finishes_what_has_begun_and_hands_the_rest_back(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
 ):
     begun = threading.Event()
@@ -297,7 +295,7 @@ def hung(monkeypatch) -> Iterator[HungEngine]:
 
 async def test_what_outlasts_the_grace_time_is_handed_back(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     hung: HungEngine,
 ):
     stop = asyncio.Event()
@@ -321,7 +319,7 @@ async def test_what_outlasts_the_grace_time_is_handed_back(
 
 async def test_a_second_signal_ends_the_grace_time(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     hung: HungEngine,
 ):
     stop = asyncio.Event()
@@ -342,7 +340,7 @@ async def test_a_second_signal_ends_the_grace_time(
 
 
 async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await storage.queue.send([message(id="j")])
     await storage.queue.receive(1, 1)  # and dies
@@ -350,9 +348,7 @@ async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
     assert pipeline.metrics.outcomes == {"completed": 1}
 
 
-async def test_every_stage_of_a_job_is_counted(
-    storage: Storage, run_pipeline: RunPipeline
-):
+async def test_every_stage_of_a_job_is_counted(storage: Storage, run_pipeline):
     pipeline = await run_pipeline(
         StandInEngine(capacity=4),
         sent=(message(id=f"j{number}") for number in range(40)),
@@ -367,9 +363,7 @@ async def test_every_stage_of_a_job_is_counted(
     )
 
 
-async def test_the_depth_of_both_queues_is_measured(
-    storage: Storage, run_pipeline: RunPipeline
-):
+async def test_the_depth_of_both_queues_is_measured(storage: Storage, run_pipeline):
     pipeline = await run_pipeline(
         StandInEngine(tick_seconds=0.3), sent=[message(id="j"), "nonsense"]
     )

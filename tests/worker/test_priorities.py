@@ -9,13 +9,13 @@ import polling
 from bundled import bundle_of_jobs
 from imagefleet import errors
 from imagefleet.storage.open import Storage
-from messages import Drawing, RunPipeline, message
+from messages import Drawing, message
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 
 
 async def test_until_empty_ends_when_the_queues_of_all_priorities_are_empty(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     engine = Drawing(capacity=1)
     for steps, priority in enumerate(("low", "normal", "high"), start=1):
@@ -29,7 +29,7 @@ async def test_until_empty_ends_when_the_queues_of_all_priorities_are_empty(
 
 async def test_a_job_that_is_retried_stays_in_the_queue_of_its_priority(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
 ):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 30)
@@ -57,7 +57,7 @@ async def test_a_job_that_is_retried_stays_in_the_queue_of_its_priority(
     ids=["a job of 60 images", "a bundle of 60 jobs"],
 )
 async def test_an_urgent_job_overtakes_what_has_many_images_image_by_image(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch, long: str, jobs: int
+    storage: Storage, run_pipeline, monkeypatch, long: str, jobs: int
 ):
     """What is of low priority, and longer than what a worker pulls ahead."""
     begun = threading.Event()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from imagefleet import errors
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import Storage
-from messages import RunPipeline, message, records
+from messages import message, records
 from worker.files import addresses, manifest
 from worker.files.library import EmbeddingLibrary, Source
 
@@ -239,7 +239,7 @@ async def test_with_a_trusted_key_the_signed_list_alone_counts(
 
 async def test_an_image_and_its_record_tell_the_embeddings_of_their_prompts(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     lora_bytes: FileBytes,
     tmp_path,
 ):

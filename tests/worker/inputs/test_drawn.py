@@ -8,7 +8,7 @@ from PIL import Image
 
 import tiny_model
 from imagefleet.storage.open import Storage
-from messages import RunPipeline, file_of, image, message
+from messages import file_of, image, message
 from worker.engine.load import EngineSettings, load_engine
 from worker.inputs import img2img
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory) -> Path:
     indirect=True,
 )
 async def test_jobs_of_all_passes_are_drawn_beside_each_other(
-    storage: Storage, run_pipeline: RunPipeline, model: Path
+    storage: Storage, run_pipeline, model: Path
 ):
     source = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
     mask = np.zeros((96, 128), np.uint8)

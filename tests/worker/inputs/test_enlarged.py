@@ -15,7 +15,6 @@ from imagefleet.files.picture import message_in, parameters
 from imagefleet.storage.open import Storage
 from messages import (
     Drawing,
-    RunPipeline,
     failures,
     file_of,
     image,
@@ -82,7 +81,7 @@ def upscaled(**fields: Any) -> str:
 
 
 async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
-    storage: Storage, run_pipeline: RunPipeline, model: Path, network: tuple[Path, Any]
+    storage: Storage, run_pipeline, model: Path, network: tuple[Path, Any]
 ):
     first = {
         "id": "a",
@@ -128,7 +127,7 @@ async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
 
 
 async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     exif = Image.Exif()
     exif.get_ifd(0x8769)[0x9286] = b"UNICODE\0" + "a hut\nSteps: 9".encode("utf-16-be")
@@ -159,7 +158,7 @@ async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
 
 
 async def test_a_prompt_of_a_stage_that_enlarges_needs_none_of_its_files(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     engine = Drawing(size=(64, 64))
     await put(storage, "a.png", file_of(picture()))
@@ -176,7 +175,7 @@ async def test_a_prompt_of_a_stage_that_enlarges_needs_none_of_its_files(
 
 
 async def test_what_cannot_be_enlarged_is_the_jobs_fault_and_says_why(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await put(storage, "a.png", file_of(picture()))
     await put(storage, "large.png", file_of(np.resize(picture(16, 1), (1200, 1200, 3))))
@@ -213,7 +212,7 @@ async def test_what_cannot_be_enlarged_is_the_jobs_fault_and_says_why(
 
 
 async def test_one_colour_after_a_cut_is_the_jobs_fault_and_not_the_nodes(
-    storage: Storage, run_pipeline: RunPipeline, model: Path
+    storage: Storage, run_pipeline, model: Path
 ):
     pixels = np.full((64, 256, 3), 7, np.uint8)
     pixels[0, 0] = 200

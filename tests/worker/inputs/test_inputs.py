@@ -15,7 +15,6 @@ from imagefleet import errors
 from imagefleet.storage.open import Storage
 from messages import (
     Drawing,
-    RunPipeline,
     failed_jobs,
     failing,
     failures,
@@ -53,7 +52,7 @@ async def put(
 
 
 async def test_an_image_may_be_a_file_a_result_or_in_the_message(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     images = {
         "file": picture(64, 64, 1),
@@ -92,7 +91,7 @@ async def test_an_image_may_be_a_file_a_result_or_in_the_message(
 @pytest.mark.parametrize("opened", ["own", "*", "winter, secret"])
 async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_it(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     opened: str,
 ):
     await put(storage, "secret/s.png", image_file(picture(64, 64)), "images")
@@ -126,7 +125,7 @@ async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_i
 
 
 async def test_an_image_has_whole_cells_of_the_size_that_is_asked_for(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     """Also one with a mask, whose borders outside of them are left out."""
     source = picture(200, 120)
@@ -153,7 +152,7 @@ async def test_an_image_has_whole_cells_of_the_size_that_is_asked_for(
 
 async def test_a_second_pass_gets_its_size_and_its_upscaler(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     lora_bytes: Callable[[str], bytes],
 ):
     await put(storage, "upscalers/4x_Sharp.safetensors", lora_bytes("weights"))
@@ -195,7 +194,7 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
 
 async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     lora_bytes: Callable[[str], bytes],
 ):
     data = lora_bytes("weights")
@@ -232,7 +231,7 @@ async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
 
 
 async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is_its_own(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     files = {
         "late": file_of(data=b"late"),
@@ -292,7 +291,7 @@ async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is
 
 async def test_a_controlnet_gets_its_map_in_the_jobs_size(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     lora_bytes: Callable[[str], bytes],
 ):
     await put(storage, "controlnets/canny.safetensors", lora_bytes("weights"))
@@ -326,7 +325,7 @@ async def test_a_controlnet_gets_its_map_in_the_jobs_size(
 
 async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
 ):
     monkeypatch.setattr("worker.inputs.reader.MAX_IMAGE_BYTES", 50_000)
@@ -378,7 +377,7 @@ async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
 
 
 async def test_a_size_that_only_the_checkpoint_tells_is_checked_by_the_worker(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await run_pipeline(
         StandInEngine(size=(512, 512)),
@@ -399,7 +398,7 @@ async def test_a_size_that_only_the_checkpoint_tells_is_checked_by_the_worker(
 )
 async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job_and_one_that_refuses_is(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
     error: errors.FleetError,
     outcomes: dict[str, int],
@@ -416,7 +415,7 @@ async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job_and_one_tha
 
 
 async def test_an_image_in_a_pack_is_an_input_as_any_other(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     held = [member("a"), member("b")]
     await store_pack(storage, held)

@@ -12,7 +12,6 @@ from imagefleet.storage import bundle
 from imagefleet.storage.open import Storage
 from messages import (
     Drawing,
-    RunPipeline,
     blobs,
     failing,
     failures,
@@ -29,7 +28,7 @@ async def is_empty(storage: Storage) -> bool:
 
 
 async def test_a_bundle_becomes_one_pack_one_append_and_no_other_blob(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     pipeline = await run_pipeline(sent=[bundle_of_jobs(8)])
     found = await packed(storage)
@@ -43,7 +42,7 @@ async def test_a_bundle_becomes_one_pack_one_append_and_no_other_blob(
 
 
 async def test_a_picture_of_a_pack_is_found_by_its_record(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await run_pipeline(sent=[bundle_of_jobs(3), message(id="alone")])
     for record in await logged(storage):
@@ -63,7 +62,7 @@ async def test_a_picture_of_a_pack_is_found_by_its_record(
 
 
 async def test_a_bad_job_goes_to_poison_alone_and_its_bundle_completes(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     def fails(request):
         return errors.JobError("cannot be drawn") if request.seed == 2 else None
@@ -79,7 +78,7 @@ async def test_a_bad_job_goes_to_poison_alone_and_its_bundle_completes(
 
 
 async def test_a_job_that_fails_for_a_while_is_drawn_again_without_the_others(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+    storage: Storage, run_pipeline, monkeypatch
 ):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
     left = [errors.TransientError("out of memory")]
@@ -98,7 +97,7 @@ async def test_a_job_that_fails_for_a_while_is_drawn_again_without_the_others(
 
 
 async def test_a_job_that_fails_too_often_is_the_only_one_that_fails(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+    storage: Storage, run_pipeline, monkeypatch
 ):
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
 
@@ -114,7 +113,7 @@ async def test_a_job_that_fails_too_often_is_the_only_one_that_fails(
 
 
 async def test_a_taken_name_is_read_and_what_it_lacks_is_the_next_part(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await run_pipeline(sent=[bundle_of_jobs(3)])
     engine = Drawing()
@@ -126,7 +125,7 @@ async def test_a_taken_name_is_read_and_what_it_lacks_is_the_next_part(
 
 
 async def test_a_redelivered_bundle_is_drawn_as_far_as_it_is_not_stored(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await run_pipeline(sent=[bundle_of_jobs(3)])
     await redelivered(storage, bundle_of_jobs(8))
@@ -138,7 +137,7 @@ async def test_a_redelivered_bundle_is_drawn_as_far_as_it_is_not_stored(
 
 @pytest.mark.parametrize("data", [b"", b"not a pack", b"x" * 20_000])
 async def test_a_part_that_is_cut_or_a_strangers_counts_as_empty(
-    storage: Storage, run_pipeline: RunPipeline, data: bytes
+    storage: Storage, run_pipeline, data: bytes
 ):
     name = pack.name_of("default", NAME, 1)
     await storage.packs.create(name, data, "application/x-tar", {})
@@ -152,7 +151,7 @@ async def test_a_part_that_is_cut_or_a_strangers_counts_as_empty(
 
 
 async def test_a_picture_of_another_job_with_the_same_id_does_not_count(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await run_pipeline(sent=[bundle_of_jobs(2, steps=7)])
     await redelivered(storage, bundle_of_jobs(2))
@@ -162,7 +161,7 @@ async def test_a_picture_of_another_job_with_the_same_id_does_not_count(
 
 
 async def test_what_is_larger_than_a_pack_is_several(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+    storage: Storage, run_pipeline, monkeypatch
 ):
     monkeypatch.setattr("worker.jobs.bundles.PART_BYTES", 40_000)
     await run_pipeline(sent=[bundle_of_jobs(8)])
@@ -172,7 +171,7 @@ async def test_what_is_larger_than_a_pack_is_several(
 
 @pytest.mark.parametrize("times", [4, 7])
 async def test_a_pack_that_cannot_be_stored_is_stored_in_the_end(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch, times: int
+    storage: Storage, run_pipeline, monkeypatch, times: int
 ):
     down = failing(storage.packs.create, errors.TransientError("503 busy"), times)
     monkeypatch.setattr(storage.packs, "create", down)
@@ -182,7 +181,7 @@ async def test_a_pack_that_cannot_be_stored_is_stored_in_the_end(
 
 
 async def test_a_cancelled_bundle_ends_and_keeps_what_was_drawn(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+    storage: Storage, run_pipeline, monkeypatch
 ):
     from imagefleet import cancelled
 
@@ -214,7 +213,7 @@ async def test_a_cancelled_bundle_ends_and_keeps_what_was_drawn(
     ],
 )
 async def test_a_bad_bundle_is_poison_whole_with_the_reason_and_readable_jobs(
-    storage: Storage, run_pipeline: RunPipeline, body: str, reason: str, count: int
+    storage: Storage, run_pipeline, body: str, reason: str, count: int
 ):
     engine = Drawing()
     await run_pipeline(engine, sent=[body])
@@ -230,7 +229,7 @@ async def test_a_bad_bundle_is_poison_whole_with_the_reason_and_readable_jobs(
 
 
 async def test_a_drained_worker_stores_what_is_drawn_and_leaves_the_rest(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -254,9 +253,7 @@ async def test_a_drained_worker_stores_what_is_drawn_and_leaves_the_rest(
     assert not await faults(storage, names)
 
 
-async def test_a_bundle_of_another_model_is_moved_whole(
-    storage: Storage, run_pipeline: RunPipeline
-):
+async def test_a_bundle_of_another_model_is_moved_whole(storage: Storage, run_pipeline):
     body = bundle_of_jobs(4, model="other")
     await run_pipeline(Drawing(), sent=[body])
     (moved,) = await storage.models.of("other")["normal"].receive(1, 30)
@@ -265,7 +262,7 @@ async def test_a_bundle_of_another_model_is_moved_whole(
 
 
 async def test_a_bundle_that_has_killed_workers_writes_a_part_for_each_job(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await storage.queue.send([bundle_of_jobs(4)])
     for _ in range(3):
@@ -277,7 +274,7 @@ async def test_a_bundle_that_has_killed_workers_writes_a_part_for_each_job(
 
 
 async def test_the_job_that_workers_die_of_is_the_only_one_of_its_bundle_that_fails(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+    storage: Storage, run_pipeline, monkeypatch
 ):
     async def expire(self, bundle) -> None:  # as after the death of a worker
         await self.keeper.queue.release(bundle.lease.message)

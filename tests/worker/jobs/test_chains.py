@@ -24,7 +24,6 @@ from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.open import Storage
 from messages import (
     Drawing,
-    RunPipeline,
     blobs,
     chained,
     counts,
@@ -62,7 +61,7 @@ def picture_file() -> bytes:
 
 @on_both
 async def test_each_stage_is_drawn_once_and_the_job_completes_with_the_last(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     engine = Drawing()
     await run_pipeline(engine, sent=[chained(metadata={"order": 7})])
@@ -92,7 +91,7 @@ async def test_each_stage_is_drawn_once_and_the_job_completes_with_the_last(
 
 @local_only
 async def test_half_a_surrogate_pair_in_a_field_without_effect_stops_no_chain(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     then = [{"steps": 12, "hr_prompt": "\ud800"}]
     text = json.dumps(
@@ -111,7 +110,7 @@ async def test_half_a_surrogate_pair_in_a_field_without_effect_stops_no_chain(
 @pytest.mark.parametrize(("bugs", "drawn"), [(1, [11, 12, 13, 14]), (99, [11, 14])])
 async def test_a_bug_between_two_stages_is_retried_and_fails_no_other_job(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
     bugs: int,
     drawn: list[int],
@@ -131,7 +130,7 @@ async def test_a_bug_between_two_stages_is_retried_and_fails_no_other_job(
 
 @pytest.mark.parametrize("priority", ["normal", "high"])
 async def test_a_stage_waits_in_the_queue_of_its_model_with_the_priority_of_the_job(
-    storage: Storage, run_pipeline: RunPipeline, priority
+    storage: Storage, run_pipeline, priority
 ):
     body = chained({"model": "second", "steps": 12}, {"model": None, "steps": 13})
     await storage.models.send([body], priority)
@@ -151,7 +150,7 @@ async def test_a_stage_waits_in_the_queue_of_its_model_with_the_priority_of_the_
 
 async def test_a_worker_that_was_lost_before_it_sent_the_next_stage_loses_none(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     store_images,
 ):
     await redelivered(storage, chained())
@@ -164,7 +163,7 @@ async def test_a_worker_that_was_lost_before_it_sent_the_next_stage_loses_none(
 
 
 async def test_stages_that_were_sent_twice_are_drawn_and_counted_once(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     fields = json.loads(chained())
     again = [
@@ -181,7 +180,7 @@ async def test_stages_that_were_sent_twice_are_drawn_and_counted_once(
 
 
 async def test_a_failed_stage_is_one_failed_job_and_a_replay_goes_on_from_there(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await run_pipeline(Drawing(second_fails), sent=[chained()])
     (record,) = await failed_jobs(storage)
@@ -205,7 +204,7 @@ async def test_a_failed_stage_is_one_failed_job_and_a_replay_goes_on_from_there(
 @local_only
 async def test_a_stage_that_fails_in_two_messages_is_one_failed_job(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     store_images,
 ):
     body = json.loads(chained()) | {"stage": {"number": 2, "message": "m"}}
@@ -219,7 +218,7 @@ async def test_a_stage_that_fails_in_two_messages_is_one_failed_job(
 
 
 async def test_a_replay_can_change_the_stage_that_failed(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await run_pipeline(Drawing(second_fails), sent=[chained()])
     change = Change({"steps": 20})
@@ -232,7 +231,7 @@ async def test_a_replay_can_change_the_stage_that_failed(
 
 @local_only
 async def test_what_is_the_whole_jobs_cannot_be_changed_in_a_later_stage(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await run_pipeline(
         Drawing(fails=lambda _: errors.UnusableFileError("a bad file")),
@@ -248,7 +247,7 @@ async def test_what_is_the_whole_jobs_cannot_be_changed_in_a_later_stage(
 @local_only
 async def test_a_campaign_that_is_cancelled_while_the_queue_does_not_answer_goes_no_further(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     spring_is_read: threading.Event,
     monkeypatch,
 ):
@@ -275,7 +274,7 @@ async def test_a_campaign_that_is_cancelled_while_the_queue_does_not_answer_goes
 
 async def test_a_chain_whose_next_stage_cannot_be_sent_is_delivered_again(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
 ):
     stop = asyncio.Event()
@@ -298,7 +297,7 @@ async def test_a_chain_whose_next_stage_cannot_be_sent_is_delivered_again(
 
 @local_only
 async def test_a_stage_that_is_drawn_anew_leaves_the_later_ones_as_they_are(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await run_pipeline(Drawing(), sent=[chained()])
     assert await storage.blobs.delete(
@@ -316,7 +315,7 @@ async def test_a_stage_that_is_drawn_anew_leaves_the_later_ones_as_they_are(
 
 @local_only
 async def test_an_image_of_a_stage_carries_the_message_that_draws_it_again(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await run_pipeline(Drawing(), sent=[chained()])
     for number, name in enumerate(IMAGES, 1):
@@ -328,7 +327,7 @@ async def test_an_image_of_a_stage_carries_the_message_that_draws_it_again(
 
 
 async def test_a_signed_chain_goes_on_at_workers_without_the_signing_key(
-    storage: Storage, run_pipeline: RunPipeline, tmp_path
+    storage: Storage, run_pipeline, tmp_path
 ):
     key = SigningKey.create(tmp_path / "key.pem")
     then = ({"steps": 12}, {"steps": 13})

@@ -15,7 +15,7 @@ from imagefleet.job.message import Job
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
-from messages import RunPipeline, blobs, failing, message, records
+from messages import blobs, failing, message, records
 from worker import tasks
 from worker.engine import contract
 from worker.jobs.in_flight import InFlightJob
@@ -29,7 +29,7 @@ async def ended(storage: Storage) -> list[Record]:
 
 async def test_each_image_has_a_record_and_each_record_an_image(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     store_images,
 ):
     await store_images(message(id="taken"), data=b"another's")
@@ -61,7 +61,7 @@ async def test_each_image_has_a_record_and_each_record_an_image(
 
 
 async def test_an_image_whose_worker_died_before_its_record_gets_one(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+    storage: Storage, run_pipeline, monkeypatch
 ):
     await storage.queue.send(message(id=f"j{number}") for number in range(4))
     dies = failing(storage.blobs.append, errors.SetupError("as good as killed"), 1)
@@ -80,7 +80,7 @@ async def test_an_image_whose_worker_died_before_its_record_gets_one(
 
 async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_a_record(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
 ):
     is_storing = threading.Event()
@@ -117,7 +117,7 @@ async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_
 
 
 async def test_a_job_whose_record_cannot_be_stored_is_delivered_again(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+    storage: Storage, run_pipeline, monkeypatch
 ):
     await storage.queue.send([message(id="j")])
     down = failing(storage.blobs.append, errors.TransientError("503 server busy"), 7)
@@ -128,7 +128,7 @@ async def test_a_job_whose_record_cannot_be_stored_is_delivered_again(
 
 
 async def test_records_are_written_in_batches_while_more_images_are_in_the_making(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await storage.queue.send(message(id=f"j{number}") for number in range(60))
     before = storage.operations.blob_writes

@@ -15,7 +15,6 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobRecord
 from messages import (
     Drawing,
-    RunPipeline,
     blobs,
     counts,
     failed_jobs,
@@ -83,7 +82,7 @@ def names(images: int, job: str = "j") -> set[str]:
 
 
 async def interrupted(
-    run_pipeline: RunPipeline, engine: Drawing, images: int, **changes: Any
+    run_pipeline: Any, engine: Drawing, images: int, **changes: Any
 ) -> Any:
     """Runs a worker that is told to stop once it has drawn so many images."""
     stop = asyncio.Event()
@@ -96,7 +95,7 @@ async def interrupted(
 
 
 async def test_images_are_there_while_the_job_goes_on_and_their_records_at_its_end(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await storage.queue.send([message(id="j", seed=0, batch_size=4, n_iter=10)])
     allowed = threading.Semaphore(0)
@@ -125,7 +124,7 @@ async def test_images_are_there_while_the_job_goes_on_and_their_records_at_its_e
 
 async def test_a_worker_that_was_killed_leaves_only_what_is_missing(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     store_images,
     looked_for: list[str],
 ):
@@ -145,7 +144,7 @@ async def test_a_worker_that_was_killed_leaves_only_what_is_missing(
 
 
 async def test_a_drain_waits_for_the_images_in_slots_and_leaves_the_others_to_the_next_worker(
-    storage: Storage, run_pipeline: RunPipeline, looked_for: list[str]
+    storage: Storage, run_pipeline, looked_for: list[str]
 ):
     await storage.queue.send([message(id="j", seed=0, batch_size=50)])
     first = Drawing(capacity=2, tick_seconds=0.1)
@@ -165,7 +164,7 @@ async def test_a_drain_waits_for_the_images_in_slots_and_leaves_the_others_to_th
 
 @local_only
 async def test_a_worker_that_has_to_hurry_leaves_the_next_one_to_look(
-    storage: Storage, run_pipeline: RunPipeline, looked_for: list[str]
+    storage: Storage, run_pipeline, looked_for: list[str]
 ):
     await storage.queue.send([message(id="j", seed=0, batch_size=20)])
     first = Drawing(capacity=2, tick_seconds=0.2)
@@ -182,7 +181,7 @@ async def test_a_worker_that_has_to_hurry_leaves_the_next_one_to_look(
 
 
 async def test_a_failed_image_fails_its_job_once_and_says_what_is_stored(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     def bad(request: contract.ImageRequest) -> errors.FleetError | None:
         return errors.JobError("it does not fit") if request.seed == 6 else None
@@ -230,7 +229,7 @@ class Held:
 
 async def test_the_engine_draws_on_while_the_first_image_is_stored_and_the_others_wait_for_it(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
 ):
     engine = Drawing(capacity=4)
@@ -246,7 +245,7 @@ async def test_the_engine_draws_on_while_the_first_image_is_stored_and_the_other
 @pytest.mark.parametrize("later", [0, 100])
 async def test_of_two_batches_of_one_id_at_the_same_moment_one_is_completed(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
     later: int,
 ):
@@ -277,7 +276,7 @@ def failing_once(
 @local_only
 @pytest.mark.parametrize(("failing", "most"), [(0, 50 + 20), (3, 50 + 1)])
 async def test_one_image_that_fails_for_a_time_is_all_that_is_drawn_again(
-    storage: Storage, run_pipeline: RunPipeline, failing: int, most: int
+    storage: Storage, run_pipeline, failing: int, most: int
 ):
     """Of the first, whose name is claimed later, also those that were drawn without it."""
     engine = Drawing(failing_once(failing), capacity=4)
@@ -290,7 +289,7 @@ async def test_one_image_that_fails_for_a_time_is_all_that_is_drawn_again(
 
 @local_only
 async def test_a_job_that_fails_with_every_image_is_given_up_after_a_few(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     engine = Drawing(lambda _: errors.TransientError("out of memory"), capacity=4)
     pipeline = await run_pipeline(
@@ -304,7 +303,7 @@ async def test_a_job_that_fails_with_every_image_is_given_up_after_a_few(
 
 @local_only
 async def test_hundreds_of_images_in_one_message_hold_little_memory_and_keep_their_lease(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+    storage: Storage, run_pipeline, monkeypatch
 ):
     alive = weakref.WeakSet[InFlightImage]()
 
@@ -341,7 +340,7 @@ async def test_hundreds_of_images_in_one_message_hold_little_memory_and_keep_the
 
 @local_only
 async def test_a_worker_takes_images_for_seconds_not_messages(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await storage.queue.send(message(id=f"j{n}", seed=0, n_iter=50) for n in range(8))
     engine = Drawing(capacity=2, tick_seconds=0.1)

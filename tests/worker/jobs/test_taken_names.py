@@ -19,7 +19,6 @@ from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from messages import (
-    RunPipeline,
     blobs,
     counts,
     failed_jobs,
@@ -65,7 +64,7 @@ async def with_worker_tokens(
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     first: str,
     is_lost: bool,
 ):
@@ -101,7 +100,7 @@ async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
 
 @pytest.mark.parametrize("single_first", [True, False])
 async def test_a_job_of_several_images_and_one_of_a_single_one_meet(
-    storage: Storage, run_pipeline: RunPipeline, single_first: bool
+    storage: Storage, run_pipeline, single_first: bool
 ):
     bodies = [
         message(id="1", prompt="one"),
@@ -118,7 +117,7 @@ async def test_a_job_of_several_images_and_one_of_a_single_one_meet(
 
 
 async def test_images_of_a_job_and_ids_that_end_in_numbers_are_apart(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await storage.queue.send([message(id="dup", batch_size=2, prompt="two")])
     pipeline = await run_pipeline(
@@ -134,7 +133,7 @@ async def test_images_of_a_job_and_ids_that_end_in_numbers_are_apart(
 
 
 async def test_two_chains_of_one_id_meet_at_the_stage_in_which_they_differ(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     for steps in (12, 13):
         await storage.queue.send([message(id="1", steps=11, then=[{"steps": steps}])])
@@ -147,7 +146,7 @@ async def test_two_chains_of_one_id_meet_at_the_stage_in_which_they_differ(
 
 
 async def test_a_name_that_somebody_has_squatted_is_no_picture_of_its_job(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await storage.blobs.create("default/1.png", b"squatted", "image/png", {"job": "1"})
     await run_pipeline(sent=[message(id="1")])
@@ -158,7 +157,7 @@ async def test_a_name_that_somebody_has_squatted_is_no_picture_of_its_job(
 
 async def test_images_found_before_a_taken_name_have_records(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     store_images,
 ):
     body = message(id="1", batch_size=3)
@@ -177,7 +176,7 @@ async def test_images_found_before_a_taken_name_have_records(
 async def test_a_token_that_cannot_read_takes_a_new_jobs_taken_name_for_anothers(
     storage: Storage,
     storage_settings: StorageSettings,
-    run_pipeline: RunPipeline,
+    run_pipeline,
 ):
     bodies = [
         message(id="1", prompt=prompt) for prompt in ("a house", "a house", "a cat")
@@ -203,7 +202,7 @@ async def test_a_token_that_cannot_read_takes_a_new_jobs_taken_name_for_anothers
 async def test_a_token_that_cannot_read_takes_a_redelivered_jobs_taken_name_for_its_own(
     storage: Storage,
     storage_settings: StorageSettings,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     store_images,
 ):
     own = message(id="own")
@@ -222,7 +221,7 @@ async def test_a_token_that_cannot_read_takes_a_redelivered_jobs_taken_name_for_
 async def test_tokens_for_chains_tell_jobs_of_one_id_apart(
     storage: Storage,
     storage_settings: StorageSettings,
-    run_pipeline: RunPipeline,
+    run_pipeline,
 ):
     outcomes: Counter[str] = Counter()
     async with with_worker_tokens(storage_settings, "chains") as opened:
@@ -234,7 +233,7 @@ async def test_tokens_for_chains_tell_jobs_of_one_id_apart(
 
 async def test_an_image_whose_reply_was_lost_is_told_from_another_jobs(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     store_images,
     monkeypatch,
 ):
@@ -262,7 +261,7 @@ async def test_an_image_whose_reply_was_lost_is_told_from_another_jobs(
 
 async def test_a_second_drawing_of_another_job_is_none(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     store_images,
 ):
     await store_images(message(id="1", prompt="a cat", verify=True))
@@ -272,7 +271,7 @@ async def test_a_second_drawing_of_another_job_is_none(
 
 
 async def test_a_failed_job_is_not_completed_by_another_of_its_id(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     for prompt in ("a house", "a cat"):
         await storage.queue.send([message(id="1", prompt=prompt)])

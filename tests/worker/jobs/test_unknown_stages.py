@@ -7,7 +7,7 @@ import pytest
 from imagefleet import errors
 from imagefleet.records import outcomes
 from imagefleet.storage.open import Storage
-from messages import Drawing, RunPipeline, blobs, chained, failed_jobs
+from messages import Drawing, blobs, chained, failed_jobs
 from worker.engine import contract
 
 pytestmark = pytest.mark.usefixtures("soon", "one_hand_back")
@@ -29,7 +29,7 @@ IMAGES = ["default/a.png", "default/a~s2.png", "default/a~s3.png"]
 
 
 async def test_a_stage_that_nobody_may_draw_yet_fails_no_job_but_itself(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     forged = json.dumps(
         json.loads(chained()) | {"stage": {"number": 3, "message": "m"}}
@@ -50,7 +50,7 @@ async def test_a_stage_that_nobody_may_draw_yet_fails_no_job_but_itself(
 
 
 async def test_a_stage_that_is_sent_too_early_waits_for_its_input(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     early = json.dumps(json.loads(chained()) | {"stage": {"number": 2, "message": "m"}})
     await storage.queue.send([early, chained()])
@@ -67,7 +67,7 @@ async def test_a_stage_that_is_sent_too_early_waits_for_its_input(
 
 
 async def test_a_stage_is_not_drawn_from_another_jobs_image(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await run_pipeline(Drawing(second_fails), sent=[chained(prompt="a cat")])
     forged = json.loads(chained(prompt="a dog")) | {"stage": {"number": 2}}

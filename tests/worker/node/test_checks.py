@@ -13,7 +13,7 @@ import polling
 from benchmarks.stand_in import StandInEngine, draw_noise
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
-from messages import RunPipeline, blobs, message
+from messages import blobs, message
 from worker.engine import contract
 from worker.node import checks, quarantine, suspects
 
@@ -44,7 +44,7 @@ async def send(storage: Storage, jobs: int) -> None:
 
 
 async def test_a_node_whose_weights_go_wrong_hands_its_jobs_back_and_its_images_are_recorded(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+    storage: Storage, run_pipeline, monkeypatch
 ):
     monkeypatch.setattr(checks, "WEIGHTS_SECONDS", 0.05)
     await send(storage, 60)
@@ -67,7 +67,7 @@ async def test_a_node_whose_weights_go_wrong_hands_its_jobs_back_and_its_images_
 
 
 async def test_weights_that_differ_once_were_read_wrongly_and_twice_are_a_fault(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await send(storage, 1)
     engine = StandInEngine()
@@ -128,7 +128,7 @@ def listing(*names: str) -> bytes:
 @pytest.mark.parametrize("name", ["test-worker", "machine-7"])
 async def test_a_quarantined_node_leases_nothing(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
     name: str,
 ):
@@ -143,7 +143,7 @@ async def test_a_quarantined_node_leases_nothing(
 
 
 async def test_a_node_that_is_quarantined_while_it_works_hands_its_jobs_back(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+    storage: Storage, run_pipeline, monkeypatch
 ):
     monkeypatch.setattr(quarantine, "PERIOD_SECONDS", 0.05)
     stored = threading.Event()

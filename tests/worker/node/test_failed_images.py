@@ -9,7 +9,7 @@ import pytest
 from benchmarks.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.storage.open import Storage
-from messages import RunPipeline, blobs, message
+from messages import blobs, message
 from worker.engine import contract
 
 Draw = Callable[[contract.ImageRequest], contract.Pixels]
@@ -48,7 +48,7 @@ async def send(storage: Storage, prompt: str, count: int) -> None:
 @pytest.mark.parametrize("failing", [nan, black])
 async def test_a_campaign_whose_images_all_fail_goes_to_the_poison_queue_and_costs_no_node(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
     caplog,
     failing: Draw,
@@ -90,7 +90,7 @@ async def test_a_campaign_whose_images_all_fail_goes_to_the_poison_queue_and_cos
 @pytest.mark.parametrize(("failing", "how"), [(nan, "NaN"), (black, "one colour")])
 async def test_a_gpu_that_fails_every_image_is_a_broken_node_named_with_the_count(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
     failing: Draw,
     how: str,

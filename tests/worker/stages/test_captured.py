@@ -17,7 +17,7 @@ from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Check, FailedJob, Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-from messages import RunPipeline, failed_jobs
+from messages import failed_jobs
 
 JOB = Job(prompt="a house", id="hut", campaign="c")
 
@@ -45,7 +45,7 @@ def scoped(key: SigningKey, scope: Scope, **changes: Any) -> JobSigner:
 
 
 async def test_a_captured_message_that_is_sent_again_is_a_duplicate(
-    storage: Storage, run_pipeline: RunPipeline, key: SigningKey
+    storage: Storage, run_pipeline, key: SigningKey
 ):
     body = JOB.to_message(JobSigner(key, storage.scope))
     await run_pipeline(sent=[body], trusted_key=key.public)
@@ -59,7 +59,7 @@ async def test_a_captured_message_that_is_sent_again_is_a_duplicate(
 
 
 async def test_a_captured_message_of_another_fleet_or_queue_of_the_same_key_is_not_drawn(
-    storage: Storage, elsewhere: Storage, run_pipeline: RunPipeline, key: SigningKey
+    storage: Storage, elsewhere: Storage, run_pipeline, key: SigningKey
 ):
     for signer, at in (
         (JobSigner(key, elsewhere.scope), f"the fleet {elsewhere.scope.fleet()}"),
@@ -72,7 +72,7 @@ async def test_a_captured_message_of_another_fleet_or_queue_of_the_same_key_is_n
 
 
 async def test_a_message_is_not_drawn_after_its_date_until_a_replay_signs_it_again(
-    storage: Storage, run_pipeline: RunPipeline, key: SigningKey
+    storage: Storage, run_pipeline, key: SigningKey
 ):
     pipeline = await run_pipeline(
         sent=[JOB.to_message(scoped(key, storage.scope, now=signers.ahead(-31)))],
@@ -121,7 +121,7 @@ async def test_a_replay_signs_nothing_that_was_captured_elsewhere(
 
 @pytest.mark.parametrize("days", [400, 40_000])
 async def test_a_signature_of_another_program_does_not_hold_for_ever(
-    storage: Storage, run_pipeline: RunPipeline, key: SigningKey, days: float
+    storage: Storage, run_pipeline, key: SigningKey, days: float
 ):
     await run_pipeline(
         sent=[JOB.to_message(scoped(key, storage.scope, now=signers.ahead(days)))],
@@ -131,7 +131,7 @@ async def test_a_signature_of_another_program_does_not_hold_for_ever(
 
 
 async def test_a_signature_outlasts_priorities_and_moves_between_models_queues(
-    storage: Storage, run_pipeline: RunPipeline, key: SigningKey
+    storage: Storage, run_pipeline, key: SigningKey
 ):
     signer = JobSigner(key, storage.scope)
     await storage.models.send([JOB.to_message(signer)], "high")

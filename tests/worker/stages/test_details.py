@@ -11,7 +11,7 @@ import tiny_model
 from benchmarks.stand_in import draw_noise
 from imagefleet.job.passes.fields import Pass
 from imagefleet.storage.open import Storage
-from messages import Drawing, RunPipeline, blobs, failed_jobs, image, message
+from messages import Drawing, blobs, failed_jobs, image, message
 from tiny_detectors import write_detector
 from worker.engine import load
 from worker.node.watchdog import NodeWatchdog
@@ -37,7 +37,7 @@ async def pixels(storage: Storage, blob: str) -> np.ndarray[Any, Any]:
 
 
 async def test_each_part_is_an_inpainting_of_the_picture_so_far(
-    storage: Storage, run_pipeline: RunPipeline, tmp_path, monkeypatch
+    storage: Storage, run_pipeline, tmp_path, monkeypatch
 ):
     await store(storage, tmp_path)
     counted = []
@@ -86,7 +86,7 @@ async def test_each_part_is_an_inpainting_of_the_picture_so_far(
 
 
 async def test_a_picture_in_which_nothing_is_found_stays_as_it_is(
-    storage: Storage, run_pipeline: RunPipeline, tmp_path
+    storage: Storage, run_pipeline, tmp_path
 ):
     await store(storage, tmp_path, [(20, 20, 16, 16, 0.1)])
     unit = {"ad_model": "face_yolov8n.pt"}
@@ -100,7 +100,7 @@ async def test_a_picture_in_which_nothing_is_found_stays_as_it_is(
 
 
 async def test_a_job_whose_detector_is_missing_fails_and_says_so(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await storage.create()
     unit = {"ad_model": "hand_yolov8n.pt"}
@@ -113,7 +113,7 @@ async def test_a_job_whose_detector_is_missing_fails_and_says_so(
 
 @pytest.mark.slow
 async def test_parts_are_drawn_by_a_real_engine_beside_other_jobs(
-    storage: Storage, run_pipeline: RunPipeline, tmp_path
+    storage: Storage, run_pipeline, tmp_path
 ):
     """In company the part is what it is alone, and all around it the picture's own."""
     await store(storage, tmp_path)

@@ -12,7 +12,7 @@ from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_MESSAGE_BYTES
 from imagefleet.storage.open import Storage
-from messages import Drawing, RunPipeline, image, message
+from messages import Drawing, image, message
 from worker.engine import contract
 
 #: Beside images, what says something about jobs and workers.
@@ -25,7 +25,7 @@ async def drawings(storage: Storage) -> set[str]:
 
 async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
 ):
     monkeypatch.setattr(
@@ -51,7 +51,7 @@ async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
 
 @pytest.mark.usefixtures("one_hand_back")
 async def test_a_lone_worker_draws_nothing_twice_and_still_ends(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     jobs = [message(id=f"j{number}", seed=number) for number in range(20)]
     checks = [
@@ -72,7 +72,7 @@ async def test_a_lone_worker_draws_nothing_twice_and_still_ends(
 
 @pytest.mark.usefixtures("one_hand_back")
 async def test_a_message_too_large_for_a_count_is_not_handed_back_for_ever(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     fields = {"prompt": "a" * 6000, "negative_prompt": ""}
     size = len(message(**fields, id="j", verify=True))
@@ -89,7 +89,7 @@ async def test_a_message_too_large_for_a_count_is_not_handed_back_for_ever(
 )
 async def test_a_second_drawing_that_fails_is_no_failed_job(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     monkeypatch,
     error: errors.FleetError,
 ):
@@ -108,7 +108,7 @@ async def test_a_second_drawing_that_fails_is_no_failed_job(
 
 
 async def test_second_drawings_cost_time_but_are_no_images(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await storage.queue.send([message(id="a"), message(id="b", verify=True)])
     engine = StandInEngine(tick_seconds=0.05)
@@ -122,7 +122,7 @@ async def test_second_drawings_cost_time_but_are_no_images(
 
 async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     store_images,
 ):
     await store_images(message(id="victim", seed=3), data=b"garbage")
@@ -140,7 +140,7 @@ async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
 
 async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_drawing(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     store_images,
 ):
     for each in (message(id="j"), message(id="j", verify=True)):
@@ -154,9 +154,7 @@ async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_dra
     }
 
 
-async def test_every_image_of_a_job_has_the_job_with_it(
-    storage: Storage, run_pipeline: RunPipeline
-):
+async def test_every_image_of_a_job_has_the_job_with_it(storage: Storage, run_pipeline):
     body = message(id="j", batch_size=2, output={"format": "webp"}, metadata={"a": "ü"})
     await storage.queue.send([body])
     (leased,) = await storage.queue.receive(1, 30)

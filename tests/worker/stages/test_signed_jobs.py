@@ -16,7 +16,7 @@ from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.deliveries import Deliveries
 from imagefleet.storage.open import Storage
-from messages import Drawing, RunPipeline, blobs
+from messages import Drawing, blobs
 from worker.files import manifest
 
 LoraBytes = Callable[[str], bytes]
@@ -47,7 +47,7 @@ async def poisoned(storage: Storage) -> dict[str, dead_letter.FailedJob]:
 
 async def test_only_jobs_as_they_were_signed_are_generated(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     key: SigningKey,
     signer: JobSigner,
     tmp_path,
@@ -86,7 +86,7 @@ async def test_only_jobs_as_they_were_signed_are_generated(
 
 
 async def test_a_thief_who_renews_a_lease_cannot_change_the_job(
-    storage: Storage, run_pipeline: RunPipeline, key: SigningKey, signer: JobSigner
+    storage: Storage, run_pipeline, key: SigningKey, signer: JobSigner
 ):
     """The token of a worker may update a message, and so write another text."""
     await storage.queue.send([job(f"j{n}").to_message(signer) for n in range(3)])
@@ -112,7 +112,7 @@ async def test_a_thief_who_renews_a_lease_cannot_change_the_job(
 
 
 async def test_a_job_suspected_of_killing_workers_must_be_signed_too(
-    storage: Storage, run_pipeline: RunPipeline, key: SigningKey, signer: JobSigner
+    storage: Storage, run_pipeline, key: SigningKey, signer: JobSigner
 ):
     await storage.queue.send([job("unsigned").to_message()])
     for _ in range(3):
@@ -124,7 +124,7 @@ async def test_a_job_suspected_of_killing_workers_must_be_signed_too(
 
 
 async def test_a_failed_job_keeps_the_signature_of_what_was_sent(
-    storage: Storage, run_pipeline: RunPipeline, key: SigningKey, signer: JobSigner
+    storage: Storage, run_pipeline, key: SigningKey, signer: JobSigner
 ):
     sent = job("j", seed=5, metadata={"ü": 1}).to_message(signer)
     released = job("released", seed=5).to_message(signer)
@@ -145,7 +145,7 @@ async def test_a_failed_job_keeps_the_signature_of_what_was_sent(
 @pytest.mark.parametrize("is_signed", [True, False])
 async def test_only_loras_of_the_signed_list_are_used_and_without_one_the_worker_ends(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     key: SigningKey,
     signer: JobSigner,
     lora_bytes: LoraBytes,

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from imagefleet.job.noise import Noise
 from imagefleet.job.samplers import Options
 from imagefleet.storage.open import Storage
-from messages import Drawing, RunPipeline, image, message
+from messages import Drawing, image, message
 
 
 async def test_an_image_states_what_its_job_asked_for_and_the_hashes_of_its_files(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     lora_bytes: Callable[[str], bytes],
     tmp_path,
 ):
@@ -39,7 +39,7 @@ async def test_an_image_states_what_its_job_asked_for_and_the_hashes_of_its_file
 
 async def test_a_job_goes_before_the_worker_in_what_decodes_its_image(
     storage: Storage,
-    run_pipeline: RunPipeline,
+    run_pipeline,
     tmp_path,
 ):
     engine = Drawing()

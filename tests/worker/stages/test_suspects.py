@@ -9,7 +9,7 @@ from benchmarks.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.storage.deliveries import CONDEMNED_AFTER, Deliveries
 from imagefleet.storage.open import Storage
-from messages import Drawing, RunPipeline, failed_jobs, message, redelivered
+from messages import Drawing, failed_jobs, message, redelivered
 from worker.engine import contract
 from worker.stages.prepare import Isolation
 
@@ -27,7 +27,7 @@ async def vanish(storage: Storage, times: int, *, alone: bool = False) -> None:
 
 
 async def test_a_job_that_killed_the_workers_that_had_it_alone_goes_to_the_poison_queue_untried(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await storage.queue.send([message(id="killer", campaign="c")])
     await vanish(storage, 2)
@@ -43,7 +43,7 @@ async def test_a_job_that_killed_the_workers_that_had_it_alone_goes_to_the_poiso
 
 
 async def test_a_job_that_was_only_held_by_workers_that_vanished_is_generated_alone(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     company: dict[int, int] = {}
     engine = StandInEngine(capacity=4, tick_seconds=0.05)
@@ -69,7 +69,7 @@ async def test_a_job_that_was_only_held_by_workers_that_vanished_is_generated_al
 
 
 async def test_a_job_handed_back_by_many_workers_is_no_suspect(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await storage.queue.send([message(id="j")])
     for _ in range(4):
@@ -84,7 +84,7 @@ async def test_a_job_handed_back_by_many_workers_is_no_suspect(
 
 
 async def test_a_suspect_that_fails_leaves_the_way_free_for_the_others(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     bad = [message(id=f"bad{number}", seed=100) for number in range(3)]
     await redelivered(storage, *bad)
