@@ -35,7 +35,7 @@ COMMANDS = {
     "broker": "Issues short-lived SAS tokens to workers on SaladCloud.",
     "webhooks": "Sends webhooks when campaigns and jobs end.",
     "plan": "Plans a batch: hours, dollars and images per dollar.",
-    "results": "Shows a campaign's images, and its failed or cancelled jobs.",
+    "results": "Shows a campaign's images, and its failed, cancelled or dropped jobs.",
     "export": "Writes a campaign's images as a verified data set, in shards.",
     "report": "Writes a campaign's report: throughput, cost, failures.",
     "score": "Scores a campaign's images: FID, KID, CLIP score, CMMD.",

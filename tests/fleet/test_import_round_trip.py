@@ -230,6 +230,7 @@ UNTOLD = {
     "campaign",
     "defaults",
     "id",
+    "keep",
     "metadata",
     "output",
     "sd_vae",
