@@ -126,7 +126,7 @@ def command(
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Has images drawn again, and replaces them; or jobs that were dropped.
+    """Has images or dropped jobs drawn again, and replaces them.
 
     Each image is put aside under -replaced/, then its job is sent again, as the image has it in
     itself. If this is interrupted, the next run finishes what was begun, with the same --jobs if

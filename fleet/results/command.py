@@ -64,7 +64,7 @@ class Output:
 async def command(
     settings: StorageSettings, to: Output, campaign: target.Campaign = DEFAULT_CAMPAIGN
 ) -> None:
-    """Shows a campaign's images, and its failed, cancelled or dropped jobs.
+    """Shows a campaign's images, and jobs that ended without one.
 
     Each is a row with the job, its image's parameters, the worker and the seconds it took, and the
     image's address or the reason. Exit code 4: a download found images missing.
