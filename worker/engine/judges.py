@@ -90,7 +90,10 @@ def scores(
             named = normalize(text_features(model, ids))
             values = _SCALE * (seen * named).sum(1).clip(0)
         else:
-            values = _of_head(_head(path, str(model.device)), seen)
+            head = _head(path, str(model.device))
+            if seen.shape[1] not in {each.shape[-1] for each in head.values()}:
+                raise JobError(f"the judge {path.stem} is a head of another CLIP")
+            values = _of_head(head, seen)
         found[name] = values.tolist()
     return found
 

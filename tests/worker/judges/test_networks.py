@@ -115,11 +115,15 @@ def test_clip_and_heads_on_its_embedding_score_as_the_evaluation_does(
     assert expected[0] == pytest.approx(-1)
     assert score(tmp_path, "safety", drawn) == pytest.approx(expected, abs=1e-3)
 
-    save_file({"weight": torch.zeros(2)}, judges / "taste.safetensors")
-    with pytest.raises(
-        errors.JobError, match=r"taste\.safetensors is of no known kind"
+    for layer, sentence in (
+        ("weight", "of no known kind"),
+        ("layers.0.weight", "a head of another CLIP"),
     ):
-        score(tmp_path, "taste", drawn)
+        save_file({layer: torch.zeros(1, 2)}, judges / f"{layer}.safetensors")
+        with pytest.raises(
+            errors.JobError, match=rf"{layer}\.safetensors is {sentence}"
+        ):
+            score(tmp_path, layer, drawn)
 
 
 def test_the_judge_of_the_demo_tells_a_picture_from_others_by_its_prompt(
