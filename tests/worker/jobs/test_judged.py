@@ -16,7 +16,6 @@ from imagefleet.storage.open import Storage
 from judging import campaign as judged
 from messages import (
     Drawing,
-    RunPipeline,
     blobs,
     failed_jobs,
     failing,
@@ -84,7 +83,7 @@ async def kept(storage: Storage) -> dict[str, tuple[int | None, float]]:
 
 
 async def test_an_image_below_a_minimum_is_not_stored_and_its_scores_are_recorded(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     pipeline = await run_pipeline(
         engine(),
@@ -107,7 +106,7 @@ async def test_an_image_below_a_minimum_is_not_stored_and_its_scores_are_recorde
 
 
 async def test_the_best_of_a_job_are_stored_under_its_first_names(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     await run_pipeline(engine(), sent=[best(2)])
     assert await kept(storage) == BEST_TWO
@@ -121,7 +120,7 @@ async def test_the_best_of_a_job_are_stored_under_its_first_names(
 
 
 async def test_what_an_earlier_delivery_has_stored_stays_the_choice(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch
+    storage: Storage, run_pipeline, monkeypatch
 ):
     create = storage.blobs.create
     second = failing(create, errors.TransientError("503 server busy"), 5)
@@ -138,7 +137,7 @@ async def test_what_an_earlier_delivery_has_stored_stays_the_choice(
 
 
 async def test_a_worker_that_dies_before_its_records_loses_no_score(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     bodies = [best(2), message(id="one", seed=3, keep="contrast=50,distinct=3")]
     await run_pipeline(engine(), sent=bodies)
@@ -158,7 +157,7 @@ async def test_a_worker_that_dies_before_its_records_loses_no_score(
 
 
 async def test_a_bundle_stores_what_passes_and_ends_the_others_in_its_pack(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     jobs = [
         read_job(message(id=f"j{seed}", seed=seed, keep="contrast=50"), "none")
@@ -175,7 +174,7 @@ async def test_a_bundle_stores_what_passes_and_ends_the_others_in_its_pack(
 
 
 async def test_one_image_that_cannot_be_drawn_retries_the_whole_choice(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     left = [errors.TransientError("out of memory")]
 
@@ -190,7 +189,7 @@ async def test_one_image_that_cannot_be_drawn_retries_the_whole_choice(
 
 
 async def test_a_worker_that_drains_hands_back_what_it_has_only_judged(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     stop = asyncio.Event()
     drawing = Striped(capacity=2)
@@ -209,7 +208,7 @@ async def test_a_worker_that_drains_hands_back_what_it_has_only_judged(
 
 
 async def test_a_network_that_is_not_there_fails_the_job_before_it_is_drawn(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     drawing = Drawing()
     await run_pipeline(drawing, sent=[message(id="j", keep="taste=5")])
@@ -220,7 +219,7 @@ async def test_a_network_that_is_not_there_fails_the_job_before_it_is_drawn(
 
 
 async def test_an_image_of_one_colour_is_a_broken_node_not_a_dropped_image(
-    storage: Storage, run_pipeline: RunPipeline
+    storage: Storage, run_pipeline
 ):
     blank = StandInEngine(draw=lambda _: np.zeros((16, 16, 3), np.uint8))
     await run_pipeline(
@@ -233,7 +232,7 @@ async def test_an_image_of_one_colour_is_a_broken_node_not_a_dropped_image(
 
 @pytest.mark.parametrize("first", ["a", "b"])
 async def test_of_near_duplicates_the_better_one_counts_whichever_is_drawn_first(
-    storage: Storage, run_pipeline: RunPipeline, first: str
+    storage: Storage, run_pipeline, first: str
 ):
     alike = StandInEngine(draw=draw_alike)
     bodies = {
