@@ -28,7 +28,7 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
-        self._closed = False
+        self.is_closed = False
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="imagefleet-client", daemon=True
         )
@@ -37,7 +37,7 @@ class LoopThread:
     def run(self, operation: Coroutine[Any, Any, _Result]) -> _Result:
         """Raises FleetError once the loop is closed."""
         with self._closing:
-            if self._closed:
+            if self.is_closed:
                 operation.close()
                 raise FleetError("this fleet is closed")
             future = asyncio.run_coroutine_threadsafe(operation, self._loop)
@@ -50,10 +50,10 @@ class LoopThread:
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Runs *last*, then ends the thread."""
         with self._closing:
-            if self._closed:
+            if self.is_closed:
                 last.close()
                 return
-            self._closed = True
+            self.is_closed = True
         try:
             asyncio.run_coroutine_threadsafe(last, self._loop).result()
             asyncio.run_coroutine_threadsafe(

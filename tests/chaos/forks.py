@@ -18,11 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol
-
-import pytest
+from typing import IO, Any
 
 from imagefleet.storage.settings import StorageSettings
 
@@ -264,24 +261,3 @@ if __name__ == "__main__":
         if isinstance(left.code, int | None):
             _code = left.code or 0
         raise
-
-
-@pytest.fixture(scope="session")
-def console_forks(tmp_path_factory) -> Iterator[Forks]:
-    variables = {**os.environ, "COLUMNS": "80"}
-    folder = tmp_path_factory.mktemp("forks")
-    with running(Path(sys.executable), folder, variables, AZURE) as server:
-        yield server
-
-
-class Start(Protocol):
-    """Starts `imagefleet ARGUMENTS` in the test's folder; *errors* are kept from the output."""
-
-    def __call__(self, *arguments: str, errors: Path | None = None) -> Fork: ...
-
-
-@pytest.fixture
-def start(tmp_path, console_forks: Forks) -> Iterator[Start]:
-    """Starts commands; what still runs at the end is killed."""
-    with console_forks.ending() as start:
-        yield partial(start, cwd=tmp_path, variables=os.environ)

@@ -1,17 +1,21 @@
-"""Fixtures that run the console command in the test's process."""
+"""Fixtures that run the console command in the test's process, or in a fork of one."""
 
 import logging
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 import typer
 
 from cli import console
 from fleet import main
+from forks import AZURE, Fork, Forks, running
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -63,3 +67,24 @@ def assert_refused(ended: "subprocess.CompletedProcess[Any]", *sentences: str) -
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT, ended.stderr
     for sentence in sentences:
         assert sentence in ended.stderr
+
+
+@pytest.fixture(scope="session")
+def console_forks(tmp_path_factory) -> Iterator[Forks]:
+    variables = {**os.environ, "COLUMNS": "80"}
+    folder = tmp_path_factory.mktemp("forks")
+    with running(Path(sys.executable), folder, variables, AZURE) as server:
+        yield server
+
+
+class Start(Protocol):
+    """Starts `imagefleet ARGUMENTS` in the test's folder; *errors* are kept from the output."""
+
+    def __call__(self, *arguments: str, errors: Path | None = None) -> Fork: ...
+
+
+@pytest.fixture
+def start(tmp_path, console_forks: Forks) -> Iterator[Start]:
+    """Starts commands; what still runs at the end is killed."""
+    with console_forks.ending() as start:
+        yield partial(start, cwd=tmp_path, variables=os.environ)

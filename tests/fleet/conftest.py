@@ -16,7 +16,6 @@ from aiolimiter import AsyncLimiter
 
 import forks
 from benchmarks.stand_in import StandInEngine
-from forks import console_forks, start
 from imagefleet.files import kernels as kernel_files
 from imagefleet.job.message import Output
 from imagefleet.pricing import prices
@@ -24,7 +23,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet, as_it_was, built, in_process
+from in_process import Imagefleet, as_it_was, built, console_forks, in_process, start
 from salad_fake import fleet_file
 from worker.engine import contract
 from worker.pipeline import Machine, Pipeline

@@ -285,7 +285,8 @@ class Engine:
             while (drawn := self._loop.run(following())) is not None:
                 yield drawn
         finally:
-            self._loop.run(leave())
+            if not self._loop.is_closed:  # as after Ctrl-C between two results
+                self._loop.run(leave())
 
 
 _open: WeakSet[Engine] = WeakSet()

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "benchmarks"))
 from demo_world import answers, world
 from demo_world.cascade import networks, pictures
 from evaluation.bench import work
-from evaluation.score import extractors
+from evaluation.score import preparation
 from evaluation.score.demo import judge as judges
 from worker.engine import contract, load
 
@@ -100,7 +100,7 @@ def judged(
     found = []
     for first in range(0, len(images), _BATCH):
         resized = [
-            extractors.clean_fid(Image.fromarray(each), judges.IMAGE_PX)
+            preparation.clean_fid(Image.fromarray(each), judges.IMAGE_PX)
             for each in images[first : first + _BATCH]
         ]
         found += answers.find(
