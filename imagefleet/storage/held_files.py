@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import json
+import re
 import time
 from collections.abc import Iterable
 from typing import Annotated
@@ -19,7 +21,8 @@ _READ_SECONDS = 30.0
 _MANIFEST = f"{MODEL.folder}/manifest.json"
 _MAX_MANIFEST_BYTES = 2**24
 
-_Hashes = dict[str, Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]]
+_SHA256 = re.compile("[0-9a-f]{64}")
+_Hashes = dict[str, str]
 
 
 class _Held(BaseModel):
@@ -62,8 +65,9 @@ class HeldFiles:
             self._read_at = time.monotonic()
 
     def _add_held(self, model: str, data: bytes) -> None:
-        with contextlib.suppress(ValidationError):
-            held = _Held.model_validate_json(data)
+        # Names that are no UTF-8 in the worker's folder fail pydantic's own reading of JSON.
+        with contextlib.suppress(ValueError, RecursionError):
+            held = _Held.model_validate(json.loads(data))
             self.loras.update(filter(is_safe_name, held.loras))
             if held.hash is not None:
                 self.hashes[model] = held.hash
@@ -73,7 +77,8 @@ class HeldFiles:
             listed = _LISTED.validate_json(data)
             files = listed.files if isinstance(listed, _Signed) else listed
             for name, sha256 in files.items():
-                self.hashes[MODEL.stem(name)] = sha256
+                if _SHA256.fullmatch(sha256):
+                    self.hashes[MODEL.stem(name)] = sha256
 
     async def _manifest(self) -> bytes:
         """The list of the storage's models; nothing where there is none, or no access to it."""

@@ -51,3 +51,16 @@ async def test_what_a_stranger_tells_is_left_out(storage: Storage, told: dict):
     await held.refresh(["a"])
 
     assert (held.hashes, held.loras) == ({}, set())
+
+
+async def test_what_is_of_no_use_hides_nothing_beside_it(storage: Storage):
+    told = {"hash": "0123456789", "loras": ["one", "caf\udce9"]}  # a name in Latin-1
+    await storage.models.note_held("a", told)
+    listed = json.dumps({"b.safetensors": "B" * 64, "c.safetensors": "c" * 64}).encode()
+    await storage.files.create("models/manifest.json", listed, "application/json", {})
+    held = HeldFiles(storage)
+
+    await held.refresh(["a"])
+
+    assert held.hashes == {"a": "0123456789", "c": "c" * 64}
+    assert held.loras == {"one"}
