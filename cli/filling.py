@@ -18,6 +18,7 @@ from imagefleet import concurrency
 from imagefleet.errors import SetupError, TransientError
 from imagefleet.job import differences
 from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import OnProgress
 from imagefleet.telemetry.logs import duration
 from imagefleet.validation import JSONObject
 from loadgen.campaigns import changes_of, shown
@@ -122,7 +123,7 @@ def preview(settings: LoadSettings, source: Source) -> str:
     return console.run(compare())
 
 
-async def _send(storage: Storage, load: Load, show: Callable[[int], None]) -> Summary:
+async def _send(storage: Storage, load: Load, show: OnProgress) -> Summary:
     """The first Ctrl-C waits for the sends in flight; the second stops at once."""
     loop = asyncio.get_running_loop()
 
@@ -142,9 +143,7 @@ async def _send(storage: Storage, load: Load, show: Callable[[int], None]) -> Su
 
 
 @contextlib.contextmanager
-def showing(
-    total: int, *, is_live: bool, quiet: bool
-) -> Iterator[Callable[[int], None]]:
+def showing(total: int, *, is_live: bool, quiet: bool) -> Iterator[OnProgress]:
     """A bar if *is_live*, else occasional lines on stderr with the rate since the last one."""
     said = 0
     said_at = time.monotonic()

@@ -213,8 +213,6 @@ KINDS = {
     )
 }
 
-BY_FOLDER = {kind.folder: kind for kind in KINDS.values()}
-
 
 def check(kind: FileKind, path: str, header: Header) -> str:
     """Describes a file, as in 'SDXL LoRA'; SetupError if it is no usable one of the *kind*."""

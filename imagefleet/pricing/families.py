@@ -17,9 +17,7 @@ from imagefleet.errors import SetupError
 if TYPE_CHECKING:
     from imagefleet.job.message import Job
     from imagefleet.job.passes.fields import Pass
-
-#: Width and height in pixels.
-Size = tuple[int, int]
+    from imagefleet.job.sizes import Size
 
 _SIDE = 512
 

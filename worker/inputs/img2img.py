@@ -15,10 +15,10 @@ from PIL import Image, ImageOps
 
 from imagefleet.errors import JobError
 from imagefleet.job.message import MAX_IMAGE_PIXELS, Job
+from imagefleet.job.sizes import Size
 from imagefleet.pricing import families
 from worker.engine.contract import InitImage, Pixels
 from worker.inputs import pictures
-from worker.inputs.pictures import Size
 
 #: [height, width].
 Mask = npt.NDArray[np.uint8]

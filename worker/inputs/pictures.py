@@ -15,6 +15,7 @@ from PIL.Image import DecompressionBombError, DecompressionBombWarning, Resampli
 from imagefleet.errors import JobError
 from imagefleet.files import picture
 from imagefleet.job import differences
+from imagefleet.job.sizes import Size
 from imagefleet.redaction import printable
 from worker.engine.contract import Pixels
 
@@ -35,9 +36,6 @@ _FILL = 2
 #: A picture of so few colours is a map of classes, whose colours must not mix.
 _FEWEST = 2
 _MANY = 200
-
-#: Width and height in pixels.
-Size = tuple[int, int]
 
 
 def read(what: str, data: bytes) -> Image.Image:

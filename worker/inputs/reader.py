@@ -18,6 +18,7 @@ from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, MAX_IMAGE_BYTES, Job
 from imagefleet.job.passes import extras, hires
 from imagefleet.job.passes import img2img as given
+from imagefleet.job.sizes import Size
 from imagefleet.records.pictures import read_packed
 from imagefleet.signing import TrustedJobs, trusted_keys
 from imagefleet.storage.open import Storage
@@ -37,7 +38,6 @@ from worker.files.library import EmbeddingLibrary, FileLibrary, Source, read_who
 from worker.files.manifest import FileHashes
 from worker.inputs import img2img, pictures
 from worker.inputs.img2img import Overlay
-from worker.inputs.pictures import Size
 from worker.judges.networks import Judges
 from worker.models.checkpoints import OtherModels
 from worker.settings import WorkerSettings

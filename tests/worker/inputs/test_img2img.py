@@ -16,12 +16,11 @@ from PIL import Image
 
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
+from imagefleet.job.sizes import Size
 from worker.engine.contract import InitImage
 from worker.inputs import img2img
 
 EXPECTED = np.load(Path(__file__).with_name("a1111.npz"))
-
-Size = tuple[int, int]
 
 
 class Case(NamedTuple):
