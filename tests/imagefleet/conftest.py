@@ -15,7 +15,6 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from messages import draw_unless_broken
 from proxy import Fault, FaultProxy
-from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
 
@@ -78,7 +77,7 @@ def work(storage_settings: StorageSettings, tmp_path, monkeypatch) -> RunWorker:
         until_empty=True,
     )
 
-    async def run(draw: Callable[..., contract.Pixels] = draw_unless_broken) -> None:
+    async def run() -> None:
         async with open_storage(settings) as storage:
             pipeline = Pipeline(
                 storage, lambda: StandInEngine(draw=draw_unless_broken), settings
