@@ -123,8 +123,8 @@ class UploadStage:
             if is_unread and not (entry.is_redelivered or written):
                 raise stored.taken_unseen(image.job, image.index)
             sha256 = stored.sha256_in(found.metadata)
-        stored_at = self.settler.storage.blobs.clock.now()
-        record = record.model_copy(update={"sha256": sha256, "at": stored_at})
+        # Once more, as its time and its seconds are those of the stored image.
+        record = self._record(image, file).model_copy(update={"sha256": sha256})
         if image.job.verify:
             self.settler.cost.lost("second_drawing")
         elif written:
