@@ -59,7 +59,8 @@ class JudgeStage:
     async def _score(self, names: Sequence[str], group: Sequence[_Image]) -> None:
         found: Sequence[dict[str, float] | Exception]
         try:
-            found = await self.judges.scores(names, [_shown(*each) for each in group])
+            shown = await asyncio.to_thread(lambda: [_shown(*each) for each in group])
+            found = await self.judges.scores(names, shown)
         except Exception as error:  # noqa: BLE001 - raised by `_hold`, for its job
             found = [error] * len(group)
         for (image, pixels), scores in zip(group, found, strict=True):
