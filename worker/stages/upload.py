@@ -92,8 +92,7 @@ class UploadStage:
         entry = image.owner
         record = self._record(image, file)
         name = record.spot.blob
-        told = record.blob_metadata() | self.settler.cost.record
-        metadata = self._proven(name, told)
+        metadata = self._proven(name, record.blob_metadata() | self.settler.cost.record)
         doubt = asyncio.Event()
 
         async def create(is_in_doubt: bool) -> bool:
