@@ -175,14 +175,10 @@ class Accelerator:
             raise self._refusal(f"{field} is {value:g}", taken)
 
     def _refusal(self, given: str, taken: str) -> JobError:
-        what = f"draws with {self.kind.title}"
-        if self.name:
-            what = (
-                f"draws with {self.name[:40]!r}, an accelerator of the kind"
-                f" {self.kind.title}"
-            )
+        lora = f"{self.name[:40]!r}, an accelerator of the kind " if self.name else ""
         return JobError(
-            f"{given}, and this worker {what}, which takes {taken}: leave it out of the job"
+            f"{given}, and this worker draws with {lora}{self.kind.title}, which takes {taken}:"
+            " leave it out of the job"
         )
 
 

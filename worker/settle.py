@@ -419,6 +419,8 @@ class Settler:
             await self._end(entry, "lost", error)
 
     def _ended(self, entry: InFlightJob, outcome: Outcome) -> None:
+        for _ in entry.judged:  # images that nobody has chosen from
+            self.cost.lost("failed")
         self.in_flight.pop(entry, None)
         self.pending.job_ended()
         if not self.in_flight:

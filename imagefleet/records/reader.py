@@ -70,12 +70,12 @@ async def drawings(
     left_out = await _near_duplicates(Ends(storage, shards, None, Damaged()), shards)
 
     def kept(records: list[Record]) -> list[Record]:
-        found = [record for record in records if record.id not in left_out]
-        return (
-            found
-            if rule is None
-            else [each for each in found if not rule.reason(each.scores)]
-        )
+        return [
+            each
+            for each in records
+            if each.id not in left_out
+            and not (rule is not None and rule.reason(each.scores))
+        ]
 
     images = await ImageRecords(storage, shards, damaged, campaign).read()
     async for records in images.drawings("images", damaged):

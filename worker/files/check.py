@@ -249,8 +249,9 @@ def prediction_type(path: Path) -> str | None:
         scaling = _value(
             content, "model.params.denoiser_config.params.scaling_config.target"
         )
-        found = _SCALINGS.get(scaling.rpartition(".")[2])
-        found = _PARAMETERIZATIONS.get(stated) or found
+        found = _PARAMETERIZATIONS.get(stated) or _SCALINGS.get(
+            scaling.rpartition(".")[2]
+        )
     return found or contents.prediction_type(read_header(path))
 
 

@@ -126,6 +126,5 @@ def stored_record(job: Job, source: str, index: int, image: BlobRecord) -> Recor
         "height": height,
     }
     if job.keep is not None:  # its metadata tell which it is, and of how many
-        for name in ("images", "seed"):
-            del known[name]
+        del known["images"], known["seed"]
     return Record.of_blob(known, image.metadata)

@@ -139,8 +139,7 @@ class GenerateStage:
         if image.job.details:
             self._detailed.put_nowait((image, outcome))
         else:
-            following = self.encode if image.job.keep is None else self.judge
-            await following.queue.put((image, outcome))
+            await self._drawn(image, outcome)
 
     async def draw_details(self) -> NoReturn:
         """Draws again what the detectors of images' jobs find in them."""
@@ -161,8 +160,11 @@ class GenerateStage:
         except _DrainingError:
             await self.settler.hand_back(image.owner)
         else:
-            following = self.encode if image.job.keep is None else self.judge
-            await following.queue.put((image, pixels))
+            await self._drawn(image, pixels)
+
+    async def _drawn(self, image: InFlightImage, pixels: Pixels) -> None:
+        following = self.encode if image.job.keep is None else self.judge
+        await following.queue.put((image, pixels))
 
     async def _draw(
         self, passes: Sequence[Pass], request: ImageRequest, at: int

@@ -59,7 +59,8 @@ class JudgeStage:
     async def _score(self, names: Sequence[str], group: Sequence[_Image]) -> None:
         found: Sequence[dict[str, float] | Exception]
         try:
-            found = await self.judges.scores(names, [_shown(*each) for each in group])
+            shown = await asyncio.to_thread(lambda: [_shown(*each) for each in group])
+            found = await self.judges.scores(names, shown)
         except Exception as error:  # noqa: BLE001 - raised by `_hold`, for its job
             found = [error] * len(group)
         for (image, pixels), scores in zip(group, found, strict=True):
@@ -88,11 +89,11 @@ class JudgeStage:
     async def _choose(self, entry: InFlightJob) -> None:
         """Stores what is kept of a job whose images are judged; drops a job that keeps none."""
         judged = sorted(entry.judged, key=lambda each: each[0].index)
-        entry.judged = []
         image, _ = judged[0]
         if len(judged) < image.job.images_to_draw:  # the worker drains
             await self.settler.hand_back(entry)
             return
+        entry.judged = []
         rule = _rule(image)
         scores = [each.facts["scores"] for each, _ in judged]
         # Those whose facts nobody may read do not tell how many their delivery has kept.
@@ -129,8 +130,10 @@ class JudgeStage:
         entry.has_ended = False
         entry.images_to_store = len(missing)
         entry.is_first_awaited = entry.kept > 1 and 0 in missing
-        for place in sorted(missing):
-            image, pixels = kept[place]
+        for place, (image, pixels) in enumerate(kept):
+            if place not in missing:
+                self.settler.cost.lost("duplicate")
+                continue
             image.index = place
             if not place:
                 image.facts["dropped"] = dropped

@@ -92,8 +92,7 @@ class UploadStage:
         entry = image.owner
         record = self._record(image, file)
         name = record.spot.blob
-        told = record.blob_metadata() | self.settler.cost.record
-        metadata = self._proven(name, told)
+        metadata = self._proven(name, record.blob_metadata() | self.settler.cost.record)
         doubt = asyncio.Event()
 
         async def create(is_in_doubt: bool) -> bool:
@@ -123,8 +122,8 @@ class UploadStage:
             if is_unread and not (entry.is_redelivered or written):
                 raise stored.taken_unseen(image.job, image.index)
             sha256 = stored.sha256_in(found.metadata)
-        stored_at = self.settler.storage.blobs.clock.now()
-        record = record.model_copy(update={"sha256": sha256, "at": stored_at})
+        # Once more, as its time and its seconds are those of the stored image.
+        record = self._record(image, file).model_copy(update={"sha256": sha256})
         if image.job.verify:
             self.settler.cost.lost("second_drawing")
         elif written:

@@ -1,6 +1,7 @@
 """Jobs whose images are judged before they are stored, on both storages."""
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from messages import (
 )
 from polling import until
 from worker.engine import contract
+from worker.metrics import CostMeter
 
 pytestmark = pytest.mark.usefixtures("soon")
 
@@ -186,6 +188,30 @@ async def test_one_image_that_cannot_be_drawn_retries_the_whole_choice(
     pipeline = await run_pipeline(StandInEngine(draw=draw_or_fail), sent=[best(3)])
     assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
     assert [seed for seed, _ in (await kept(storage)).values()] == [1, 3, 5]
+
+
+@pytest.mark.parametrize("failing", [None, 6])
+async def test_what_is_drawn_for_a_choice_and_not_stored_is_counted_as_wasted(
+    storage: Storage, run_pipeline, monkeypatch, failing: int | None
+):
+    wasted = Counter[str]()
+    monkeypatch.setattr(CostMeter, "lost", lambda _, reason: wasted.update([reason]))
+    drawn = []
+
+    def draw_or_fail(request: contract.ImageRequest) -> contract.Pixels:
+        drawn.append(request.seed)
+        if request.seed == failing and drawn.count(failing) == 1:
+            raise errors.TransientError("out of memory")
+        return draw(request)
+
+    # One by one, so that some are judged before one fails.
+    drawing = StandInEngine(draw=draw_or_fail, capacity=1, tick_seconds=0.05)
+    await run_pipeline(drawing, sent=[best(2)])
+    assert len(drawn) == 2 + wasted.total()
+    await redelivered(storage, best(2))
+    await run_pipeline(drawing)
+    assert wasted["duplicate"] == 2
+    assert len(drawn) == 2 + wasted.total()
 
 
 async def test_a_worker_that_drains_hands_back_what_it_has_only_judged(

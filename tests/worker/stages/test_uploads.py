@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from imagefleet.storage.open import Storage
-from messages import message
+from messages import message, records
 
 #: On their way at once, where an engine draws 60 images/s and each takes 0.3 s.
 IMAGES = 18
@@ -29,3 +29,18 @@ async def test_a_distant_storage_does_not_hold_up_the_fastest_engine(
         sent=(message(id=f"j{number}") for number in range(2 * IMAGES))
     )
     assert pipeline.metrics.outcomes == {"completed": 2 * IMAGES}
+
+
+async def test_the_seconds_of_a_record_go_to_the_stored_image(
+    storage: Storage, run_pipeline, monkeypatch
+):
+    create = storage.blobs.create
+
+    async def slow(name: str, *rest: Any, **more: Any) -> bool:
+        await asyncio.sleep(0.3)
+        return await create(name, *rest, **more)
+
+    monkeypatch.setattr(storage.blobs, "create", slow)
+    await run_pipeline(sent=[message(id="j")])
+    (record,) = await records(storage)
+    assert (record.seconds or 0) >= 0.3
