@@ -100,6 +100,11 @@ class InFlightJob:
     _uploads: int = 0
     _upload_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def seconds_since_pulled(self) -> float:
+        """To a millisecond, as records have it."""
+        return round(time.monotonic() - self.pulled_at, 3)
+
     @contextlib.contextmanager
     def uploading(self) -> Iterator[None]:
         """One of its images is being stored, and its record added, during the block."""

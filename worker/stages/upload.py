@@ -1,7 +1,6 @@
 """The upload stage: stores files as blobs, each name once, and adds their records to the job."""
 
 import asyncio
-import time
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -122,8 +121,13 @@ class UploadStage:
             if is_unread and not (entry.is_redelivered or written):
                 raise stored.taken_unseen(image.job, image.index)
             sha256 = stored.sha256_in(found.metadata)
-        # Once more, as its time and its seconds are those of the stored image.
-        record = self._record(image, file).model_copy(update={"sha256": sha256})
+        record = record.model_copy(
+            update={
+                "sha256": sha256,
+                "at": self.settler.storage.blobs.clock.now(),
+                "seconds": image.owner.seconds_since_pulled,
+            }
+        )
         if image.job.verify:
             self.settler.cost.lost("second_drawing")
         elif written:
@@ -176,5 +180,5 @@ class UploadStage:
             height=height,
             mark=file.mark,
             embeddings=tuple(map(attrgetter("name", "sha256"), image.embeddings)),
-            seconds=round(time.monotonic() - image.owner.pulled_at, 3),
+            seconds=image.owner.seconds_since_pulled,
         )
