@@ -16,6 +16,7 @@ from worker.engine.contract import (
     Pixels,
     PreparedRequest,
 )
+from worker.tasks import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,9 @@ class StandInEngine:
         ]
         self._admitted.clear()
         return finished
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        return function()
 
     def close(self) -> None:
         self._admitted.clear()

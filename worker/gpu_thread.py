@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition, Semaphore, Thread
-from typing import Any, TypeVar
+from typing import Any
 
 from imagefleet.errors import FleetError, JobCancelled, NodeError
 from imagefleet.storage.routing.route import FAIR_EVERY
@@ -21,8 +22,7 @@ from imagefleet.telemetry.logs import log
 from worker import tasks
 from worker.engine.contract import Engine, Finished, PreparedRequest
 from worker.gpu_clock import GpuClock
-
-Result = TypeVar("Result")
+from worker.tasks import Result
 
 #: How often an idle engine thread counts the time it has waited.
 IDLE_TICK_SECONDS = 0.5
@@ -334,7 +334,7 @@ class EngineThread:
             while self._calls:
                 function, answer = self._calls.popleft()
                 self.tick_began_at = time.monotonic()
-                tasks.answer(function, answer)
+                tasks.answer(partial(engine.call, function), answer)
                 self.tick_began_at = None
             admitted: list[tuple[int, PreparedRequest, bool]] = []
             cancelled: list[Finished] = []

@@ -21,6 +21,7 @@ from imagefleet.job.noise import DEFAULT_NOISE, Noise
 from imagefleet.job.passes.first import VaeDecoder
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.samplers import DEFAULT_OPTIONS, Options
+from worker.tasks import Result
 
 if TYPE_CHECKING:
     from worker.engine.kernels.packages import Packages
@@ -292,6 +293,13 @@ class Engine(Protocol):
 
         One image's failure is its own outcome (JobError or TransientError). Raises NodeError if the
         GPU itself is broken; all in-flight images are lost.
+        """
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Calls what else needs the GPU, between two ticks; out of memory, it gives up some first.
+
+        Raises what *function* raised, TransientError if the memory is too short for it alone, and
+        NodeError if the GPU is broken.
         """
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ tracks every slot's step, so a tick reads nothing back from the GPU.
 import functools
 import gc
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -35,6 +35,7 @@ from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.recovery import Recovery
 from worker.engine.slots.step import Step, StepRunner, tick
+from worker.tasks import Result
 
 #: Younger jobs per slot that may overtake one with other LoRAs, while theirs are merged for all.
 _OVERTAKES_PER_SLOT = 6
@@ -224,6 +225,18 @@ class SlotEngine:
     def compile_in_background(self) -> None:
         """Has the native size compiled while images are drawn."""
         self._compilation.begin()
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        while True:
+            try:
+                return function()
+            except Exception as error:
+                failure = engine_errors.classify(error)
+                if not engine_errors.is_out_of_memory(error):
+                    raise
+            # Outside the handler, where the error's traceback no longer holds any tensors.
+            if not self._recovery.try_to_use_less_memory():
+                raise failure
 
     def take_weights(self, other: Model) -> bool:
         """Draws with another checkpoint from now on, with all that is compiled.

@@ -63,6 +63,49 @@ def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
     assert max(len(call.tickets) for call in ticks[2:]) == 2
 
 
+def test_a_judges_network_that_has_no_memory_beside_the_slots_takes_some_of_theirs(
+    make_slot_engine,
+):
+    engine = make_slot_engine(slots=4)
+    requests = [make_request(seed=seed, steps=3) for seed in range(4)]
+    sound = draw(engine, *requests)
+    for ticket, request in enumerate(requests):
+        engine.admit(ticket, engine.prepare(request))
+    engine.tick()
+
+    def score() -> int:
+        if engine.slots > 2:
+            raise OUT_OF_MEMORY
+        return 25
+
+    assert engine.call(score) == 25
+    assert engine.slots == 2
+    drawn = finish(engine)
+    assert_alike([drawn[ticket] for ticket in range(4)], sound)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OUT_OF_MEMORY, errors.TransientError),
+        (RuntimeError("CUDA error: an illegal memory access"), errors.NodeError),
+        (errors.JobError("no such network"), errors.JobError),
+    ],
+)
+def test_a_call_beside_the_ticks_fails_by_the_class_of_its_error(
+    make_slot_engine, error: Exception, raised: type[Exception]
+):
+    engine = make_slot_engine(slots=2)
+    sound = draw(engine, make_request())
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(raised):
+        engine.call(fail)
+    assert_alike(draw(engine, make_request()), sound)
+
+
 def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
     make_slot_engine, monkeypatch
 ):
