@@ -62,6 +62,12 @@ def at_full_speed(weather: str) -> list[Figure]:
 #: A page, what it says, and of which file that is; the braces are the figures, in their order.
 STATED: list[tuple[str, str, str, list[Figure]]] = [
     (
+        "docs/bundles.md",
+        "take {:.1f} % of the operations of single ones (`python benchmarks/packs.py`)",
+        "packs",
+        [lambda found: 100 * found["operations_over_single"]],
+    ),
+    (
         "docs/serve.md",
         (
             "at most {:.1f} times as long for a picture; all kinds at once {:.1f} times, on two"
