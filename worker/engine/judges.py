@@ -24,6 +24,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from imagefleet.errors import JobError, TransientError
 from imagefleet.files import safetensors
+from imagefleet.files.safetensors import Identity, whole
 from imagefleet.job import clip
 from worker.engine.device import find_device
 
@@ -70,8 +71,8 @@ def tokens(texts: Sequence[str]) -> NDArray[np.int64]:
 @torch.inference_mode()
 def scores(
     device: str,
-    clip_path: Path,
-    judges: Mapping[str, Path],
+    clip_file: Identity,
+    judges: Mapping[str, Identity],
     images: NDArray[np.float32],
     tokens: NDArray[np.int64],
 ) -> dict[str, list[float]]:
@@ -80,30 +81,32 @@ def scores(
     *judges*: files of CLIP itself or of heads. It is for the engine's thread. Raises JobError for a
     file that is no such network.
     """
-    model = _clip(clip_path, device)
+    model = _clip(clip_file, device)
     pixels = torch.from_numpy(images).to(model.device, model.dtype)
     seen = normalize(image_features(model, pixels))
     found = {}
-    for name, path in judges.items():
-        if path == clip_path:
+    for name, identity in judges.items():
+        if identity == clip_file:
             ids = torch.from_numpy(tokens).to(model.device)
             named = normalize(text_features(model, ids))
             values = _SCALE * (seen * named).sum(1).clip(0)
         else:
-            head = _head(path, str(model.device))
+            head = _head(identity, str(model.device))
             if seen.shape[1] not in {each.shape[-1] for each in head.values()}:
-                raise JobError(f"the judge {path.stem} is a head of another CLIP")
+                raise JobError(f"the judge {name} is a head of another CLIP")
             values = _of_head(head, seen)
         found[name] = values.tolist()
     return found
 
 
 @functools.lru_cache(1)
-def _clip(path: Path, device: str) -> Any:
-    model: Any = CLIPModel(configuration(path))
+def _clip(identity: Identity, device: str) -> Any:
+    path = Path(identity[0])
+    model: Any = CLIPModel(configuration(identity))
     try:
-        # Older files have the numbers of places, too, which say nothing.
-        missing, _ = load_model(model, path, strict=False)
+        with whole(identity):
+            # Older files have the numbers of places, too, which say nothing.
+            missing, _ = load_model(model, path, strict=False)
     except (OSError, SafetensorError) as error:
         raise TransientError(f"{path.name} cannot be read: {error}") from None
     except RuntimeError as error:
@@ -116,9 +119,10 @@ def _clip(path: Path, device: str) -> Any:
 
 
 @functools.lru_cache(8)
-def _head(path: Path, device: str) -> Mapping[str, Tensor]:
+def _head(identity: Identity, device: str) -> Mapping[str, Tensor]:
+    path = Path(identity[0])
     try:
-        with safe_open(path, "pt", device) as file:
+        with whole(identity), safe_open(path, "pt", device) as file:
             names = filter(_OF_HEAD.fullmatch, file.keys())
             tensors = {name: file.get_tensor(name).float() for name in names}
     except (OSError, SafetensorError) as error:
@@ -152,13 +156,14 @@ def _of_head(tensors: Mapping[str, Tensor], seen: Tensor) -> Tensor:
 
 
 @functools.lru_cache(8)
-def configuration(path: Path) -> CLIPConfig:
+def configuration(identity: Identity) -> CLIPConfig:
     """The configuration of a CLIP model, by the shapes of its tensors.
 
     Raises JobError for another file.
     """
+    path = Path(identity[0])
     try:
-        with path.open("rb") as file:
+        with whole(identity), path.open("rb") as file:
             shapes = safetensors.read_header(file).shapes
         patches, _ = shapes[f"{_EMBEDDINGS}position_embedding.weight"]
         *_, patch = shapes[f"{_EMBEDDINGS}patch_embedding.weight"]

@@ -20,6 +20,7 @@ from PIL import Image
 
 from imagefleet.errors import JobError, MissingFileError
 from imagefleet.files import kinds
+from imagefleet.files.safetensors import Identity, identify
 from imagefleet.keeping.rule import DIGITS
 from imagefleet.validation import JSONDict
 from worker.engine.contract import Pixels
@@ -65,7 +66,7 @@ class Judges:
         self._library = FileLibrary(self.source, kind)
         self._files: dict[str, str] = {}  # of scores, as they were found
 
-    async def find(self, name: str) -> Path:
+    async def find(self, name: str) -> Identity:
         """The file of a score's network.
 
         Raises MissingFileError if there is none, else as `FileLibrary.resolve`.
@@ -79,7 +80,7 @@ class Judges:
                 missing.append(error.message)
             else:
                 self._files[name] = file
-                return path
+                return self._library.identity(path) or identify(path)
         raise MissingFileError(
             f"keep: the score {name!r} is neither {' nor '.join(pixels.SCORES)}, and has no"
             f" network: {'; '.join(missing)}"
@@ -90,15 +91,15 @@ class Judges:
     ) -> list[dict[str, float]]:
         """The scores of each image; raises as `find`, and JobError for an unfit network."""
         found: dict[str, Sequence[float]] = {}
-        on_clip: dict[str, Path] = {}
+        on_clip: dict[str, Identity] = {}
         for name in names:
             run = _of_pixels
             if name not in pixels.SCORES:
-                path = await self.find(name)
-                if kinds.ONNX not in path.name:
-                    on_clip[name] = path
+                file = await self.find(name)
+                if kinds.ONNX not in Path(file[0]).name:
+                    on_clip[name] = file
                     continue
-                run = partial(self._run, path)
+                run = partial(_run, file)
             found[name] = await asyncio.to_thread(run, name, drawn)
         if on_clip:
             clip = on_clip.get(CLIP) or await self.find(CLIP)
@@ -110,7 +111,7 @@ class Judges:
         ]
 
     def _prepared(
-        self, clip: Path, on_clip: Mapping[str, Path], drawn: Sequence[Drawn]
+        self, clip: Identity, on_clip: Mapping[str, Identity], drawn: Sequence[Drawn]
     ) -> Callable[[], _Scores]:
         """What is left to be done where the GPU may be used."""
         from worker.engine import judges  # which needs torch
@@ -120,30 +121,29 @@ class Judges:
         tokens = judges.tokens([each.words for each in drawn])
         return partial(judges.scores, self.device, clip, on_clip, images, tokens)
 
-    def _run(self, path: Path, name: str, drawn: Sequence[Drawn]) -> list[float]:
-        """An ONNX network's scores; raises JobError if it is none that judges images."""
-        from worker.engine import judges  # which needs torch
-
-        what = f"the judge {name!r}"
-        session = detectors.session(path, what, self._library.identity(path))
-        try:
-            first, *others = session.get_inputs()
-            side = int(first.shape[-1])
-            given: JSONDict = {
-                first.name: _images(drawn, side, (0.0,) * 3, (255.0,) * 3)
-            }
-            for other in others:
-                given[other.name] = judges.tokens([each.words for each in drawn])
-            return np.reshape(session.run(None, given)[0], len(drawn)).tolist()
-        except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
-            raise JobError(
-                f"{what} takes no images [n, 3, side, side], or does not score each:"
-                f" {str(error)[:200]}"
-            ) from None
-
 
 def _of_pixels(name: str, drawn: Sequence[Drawn]) -> list[float]:
     return [pixels.SCORES[name](each.pixels) for each in drawn]
+
+
+def _run(file: Identity, name: str, drawn: Sequence[Drawn]) -> list[float]:
+    """An ONNX network's scores; raises JobError if it is none that judges images."""
+    from worker.engine import judges  # which needs torch
+
+    what = f"the judge {name!r}"
+    session = detectors.session(Path(file[0]), what, file)
+    try:
+        first, *others = session.get_inputs()
+        side = int(first.shape[-1])
+        given: JSONDict = {first.name: _images(drawn, side, (0.0,) * 3, (255.0,) * 3)}
+        for other in others:
+            given[other.name] = judges.tokens([each.words for each in drawn])
+        return np.reshape(session.run(None, given)[0], len(drawn)).tolist()
+    except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
+        raise JobError(
+            f"{what} takes no images [n, 3, side, side], or does not score each:"
+            f" {str(error)[:200]}"
+        ) from None
 
 
 def _images(

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,8 +34,8 @@ _TOWER = {
 }
 
 
-def tiny_clip(folder: Path) -> Path:
-    torch.manual_seed(0)
+def tiny_clip(folder: Path, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
     text = {**_TOWER, "eos_token_id": clip.VOCABULARY_SIZE - 1}
     vision = {**_TOWER, "image_size": 32, "patch_size": 8}
     configuration = CLIPConfig(
@@ -121,9 +122,27 @@ def test_clip_and_heads_on_its_embedding_score_as_the_evaluation_does(
     ):
         save_file({layer: torch.zeros(1, 2)}, judges / f"{layer}.safetensors")
         with pytest.raises(
-            errors.JobError, match=rf"{layer}\.safetensors is {sentence}"
+            errors.JobError, match=rf"{layer}(\.safetensors)? is {sentence}"
         ):
             score(tmp_path, layer, drawn)
+
+
+def test_a_judge_or_its_clip_that_was_replaced_is_read_anew(
+    judges: Path, tmp_path: Path
+):
+    drawn = pictures(2)
+    head = torch.randn(1, 16)
+    found = []
+    for seed, sign in ((0, 1), (0, -1), (1, -1)):
+        file = tiny_clip(tmp_path / "clip", seed) / "model.safetensors"
+        file.rename(judges / "clip.safetensors")
+        save_file({"layers.0.weight": sign * head}, judges / "taste.safetensors")
+        found.append(score(tmp_path, "taste", drawn))
+        for fetched in ("storage", "cache"):
+            shutil.rmtree(tmp_path / fetched)
+    first, negated, of_other_clip = found
+    assert negated == [-value for value in first]
+    assert of_other_clip != pytest.approx(negated, abs=1e-3)
 
 
 def test_the_judge_of_the_demo_tells_a_picture_from_others_by_its_prompt(
