@@ -205,10 +205,10 @@ class FileLibrary:
         self.lookups["hit" if path else "miss"] += 1
         return path or await self._fetch(name)
 
-    def identity(self, path: Path) -> Identity | None:
+    def identity(self, path: Path) -> Identity:
         """Identity that a file returned by `resolve` had when it was checked."""
         checked = self._checked.get(path)
-        return checked and checked[0]
+        return checked[0] if checked else identify(path)
 
     async def _in_folders(self, name: str) -> Path | None:
         for folder, listed in self._folders.items():
@@ -450,7 +450,7 @@ class EmbeddingLibrary(FileLibrary):
 
     def _sha256(self, path: Path) -> str:
         try:
-            return _hash(self.identity(path) or identify(path))
+            return _hash(self.identity(path))
         except OSError as error:
             raise TransientError(
                 f"the embedding {path.name} cannot be read: {error.strerror or error}"

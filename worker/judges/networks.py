@@ -20,7 +20,7 @@ from PIL import Image
 
 from imagefleet.errors import JobError, MissingFileError
 from imagefleet.files import kinds
-from imagefleet.files.safetensors import Identity, identify
+from imagefleet.files.safetensors import Identity
 from imagefleet.keeping.rule import DIGITS
 from imagefleet.validation import JSONDict
 from worker.engine.contract import Pixels
@@ -80,7 +80,7 @@ class Judges:
                 missing.append(error.message)
             else:
                 self._files[name] = file
-                return self._library.identity(path) or identify(path)
+                return self._library.identity(path)
         raise MissingFileError(
             f"keep: the score {name!r} is neither {' nor '.join(pixels.SCORES)}, and has no"
             f" network: {'; '.join(missing)}"
@@ -131,7 +131,7 @@ def _run(file: Identity, name: str, drawn: Sequence[Drawn]) -> list[float]:
     from worker.engine import judges  # which needs torch
 
     what = f"the judge {name!r}"
-    session = detectors.session(Path(file[0]), what, file)
+    session = detectors.session(file, what)
     try:
         first, *others = session.get_inputs()
         side = int(first.shape[-1])
