@@ -116,10 +116,15 @@ class Judges:
         """What is left to be done where the GPU may be used."""
         from worker.engine import judges  # which needs torch
 
-        side = judges.configuration(clip).vision_config.image_size
+        model = judges.read_clip(clip)
+        heads = {
+            name: None if file == clip else judges.read_head(file)
+            for name, file in on_clip.items()
+        }
+        side = model.config.vision_config.image_size
         images = _images(drawn, side, CLIP_MEAN, CLIP_STD)
         tokens = judges.tokens([each.words for each in drawn])
-        return partial(judges.scores, self.device, clip, on_clip, images, tokens)
+        return partial(judges.scores, self.device, model, heads, images, tokens)
 
 
 def _of_pixels(name: str, drawn: Sequence[Drawn]) -> list[float]:

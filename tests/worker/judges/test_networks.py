@@ -3,8 +3,9 @@
 import asyncio
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from imagefleet.files import demo
 from imagefleet.job import clip
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from worker.engine import judges as judges_of_clip
 from worker.files.library import Source
 from worker.judges import pixels
 from worker.judges.networks import Drawn, Judges
@@ -55,6 +57,14 @@ def pictures(count: int) -> list[Drawn]:
     ]
 
 
+async def without_files(compute: Callable[[], Any]) -> Any:
+    """Calls a function as the engine's thread does, which must not wait for a disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("load_model", "safe_open"):
+            patch.delattr(judges_of_clip, name)
+        return compute()
+
+
 def score(folder: Path, name: str, drawn: Sequence[Drawn]) -> list[float]:
     """The scores by the networks of a folder."""
 
@@ -66,7 +76,8 @@ def score(folder: Path, name: str, drawn: Sequence[Drawn]) -> list[float]:
                 blob = f"judges/{file.name}"
                 await storage.files.create(blob, file.read_bytes(), "", {})
             source = Source(storage.files, folder / "cache", 2**30)
-            found = await Judges(source, "cpu").scores([name], drawn)
+            network = Judges(source, "cpu", without_files)
+            found = await network.scores([name], drawn)
             return [each[name] for each in found]
 
     return asyncio.run(scored())
@@ -116,11 +127,13 @@ def test_clip_and_heads_on_its_embedding_score_as_the_evaluation_does(
     assert expected[0] == pytest.approx(-1)
     assert score(tmp_path, "safety", drawn) == pytest.approx(expected, abs=1e-3)
 
-    for layer, sentence in (
-        ("weight", "of no known kind"),
-        ("layers.0.weight", "a head of another CLIP"),
+    for layer, shape, sentence in (
+        ("weight", (1, 16), "of no known kind"),
+        ("layers.0.weight", (1, 2), "a head of another CLIP"),
+        ("layers.1.weight", (2, 16), "a head of another CLIP, or gives no image one"),
+        ("layers.2.bias", (16,), "a head of another CLIP"),
     ):
-        save_file({layer: torch.zeros(1, 2)}, judges / f"{layer}.safetensors")
+        save_file({layer: torch.zeros(shape)}, judges / f"{layer}.safetensors")
         with pytest.raises(
             errors.JobError, match=rf"{layer}(\.safetensors)? is {sentence}"
         ):
