@@ -459,8 +459,8 @@ class EmbeddingLibrary(FileLibrary):
 
 @lru_cache(REMEMBERED)
 def _hash(identity: Identity) -> str:
-    with whole(identity), Path(identity[0]).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with whole(identity):
+        return safetensors.sha256_of(Path(identity[0]))
 
 
 def names(folder: Path) -> list[str]:
