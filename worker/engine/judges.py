@@ -27,6 +27,7 @@ from imagefleet.files import safetensors
 from imagefleet.files.safetensors import Identity, whole
 from imagefleet.job import clip
 from worker.engine.device import find_device
+from worker.engine.errors import classify
 
 #: A score of CLIP is so many times the cosine, 0 at least (Hessel et al., 2021, without its 2.5).
 _SCALE = 100.0
@@ -82,26 +83,31 @@ def scores(
     """Each judge's scores of images [n, 3, side, side], as CLIP takes them, by their prompts.
 
     *model*: CLIP, wherever it is. *heads* by the judges' names; None: CLIP is the judge. It is for
-    the engine's thread, and reads no file. Raises JobError for a head that does not fit.
+    the engine's thread, and reads no file. Raises JobError for a head that does not fit, and as
+    `classify`.
     """
     place = find_device(device)
-    model.to(place, torch.float32 if place.type == "cpu" else torch.float16)
-    pixels = torch.from_numpy(images).to(place, model.dtype)
-    seen = normalize(image_features(model, pixels)).cpu()
-    found = {}
+    found: dict[str, list[float]] = {}
+    try:
+        model.to(place, torch.float32 if place.type == "cpu" else torch.float16)
+        pixels = torch.from_numpy(images).to(place, model.dtype)
+        seen = normalize(image_features(model, pixels)).cpu()
+        for name, head in heads.items():
+            if head is None:
+                ids = torch.from_numpy(tokens).to(place)
+                named = normalize(text_features(model, ids)).cpu()
+                found[name] = (_SCALE * (seen * named).sum(1).clip(0)).tolist()
+    except RuntimeError as error:
+        raise classify(error) from error
     for name, head in heads.items():
         if head is None:
-            ids = torch.from_numpy(tokens).to(place)
-            named = normalize(text_features(model, ids)).cpu()
-            values = _SCALE * (seen * named).sum(1).clip(0)
-        else:
-            try:
-                values = _of_head(head, seen)
-            except (LookupError, RuntimeError):  # on the CPU: of its tensors' shapes
-                raise JobError(
-                    f"the judge {name} is a head of another CLIP, or gives no image one score"
-                ) from None
-        found[name] = values.tolist()
+            continue
+        try:
+            found[name] = _of_head(head, seen).tolist()
+        except (LookupError, RuntimeError):  # on the CPU: of its tensors' shapes
+            raise JobError(
+                f"the judge {name} is a head of another CLIP, or gives no image one score"
+            ) from None
     return found
 
 
