@@ -115,15 +115,15 @@ def scores(
 def read_clip(identity: Identity) -> Any:
     """The CLIP model of a file, on the CPU; raises JobError for another file."""
     path = Path(identity[0])
-    model: Any = CLIPModel(_configuration(identity))
-    try:
-        with whole(identity):
+    with whole(identity):
+        model: Any = CLIPModel(_configuration(path))
+        try:
             # Older files have the numbers of places, too, which say nothing.
             missing, _ = load_model(model, path, strict=False)
-    except (OSError, SafetensorError) as error:
-        raise TransientError(f"{path.name} cannot be read: {error}") from None
-    except RuntimeError as error:
-        missing = {str(error)}
+        except (OSError, SafetensorError) as error:
+            raise TransientError(f"{path.name} cannot be read: {error}") from None
+        except RuntimeError as error:
+            missing = {str(error)}
     if missing:
         raise JobError(f"the judge {path.stem} is no CLIP model: {min(missing)}")
     return model.eval()
@@ -167,11 +167,10 @@ def _of_head(tensors: Head, seen: Tensor) -> Tensor:
     return -_SCALE * (above("concept") + _ADJUSTMENT * is_special)
 
 
-def _configuration(identity: Identity) -> CLIPConfig:
+def _configuration(path: Path) -> CLIPConfig:
     """The configuration of a CLIP model, by the shapes of its tensors."""
-    path = Path(identity[0])
     try:
-        with whole(identity), path.open("rb") as file:
+        with path.open("rb") as file:
             shapes = safetensors.read_header(file).shapes
         patches, _ = shapes[f"{_EMBEDDINGS}position_embedding.weight"]
         *_, patch = shapes[f"{_EMBEDDINGS}patch_embedding.weight"]
