@@ -69,7 +69,8 @@ class Judges:
     async def find(self, name: str) -> Identity:
         """The file of a score's network.
 
-        Raises MissingFileError if there is none, else as `FileLibrary.resolve`.
+        Raises MissingFileError if there is none, or a head's CLIP is missing, else as
+        `FileLibrary.resolve`.
         """
         missing: list[str] = []
         files = [f"{name}{suffix}" for suffix in kinds.JUDGE.suffixes]
@@ -80,6 +81,8 @@ class Judges:
                 missing.append(error.message)
             else:
                 self._files[name] = file
+                if name != CLIP and kinds.ONNX not in file:
+                    await self.find(CLIP)
                 return self._library.identity(path)
         raise MissingFileError(
             f"keep: the score {name!r} is neither {' nor '.join(pixels.SCORES)}, and has no"
