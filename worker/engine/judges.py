@@ -87,7 +87,7 @@ def scores(
     `classify`.
     """
     place = find_device(device)
-    found: dict[str, list[float]] = {}
+    found = {}
     try:
         model.to(place, torch.float32 if place.type == "cpu" else torch.float16)
         pixels = torch.from_numpy(images).to(place, model.dtype)

@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -99,7 +98,7 @@ class Judges:
             run = _of_pixels
             if name not in pixels.SCORES:
                 file = await self.find(name)
-                if kinds.ONNX not in Path(file[0]).name:
+                if kinds.ONNX not in self._files[name]:
                     on_clip[name] = file
                     continue
                 run = partial(_run, file)
