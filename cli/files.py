@@ -50,11 +50,6 @@ def size_of(path: Path) -> int | None:
         return None
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def ignores_case(folder: Path) -> bool:
     """True for a folder in which `A` and `a` are the same file, as on macOS and Windows."""
     probe = folder / f"case-{os.getpid()}"

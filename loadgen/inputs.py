@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from imagefleet import concurrency
 from imagefleet.errors import SetupError
+from imagefleet.files.safetensors import sha256_of
 from imagefleet.job import message
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.job.passes import img2img
@@ -66,8 +67,7 @@ def _picture(folder: Path, path: Path) -> Picture:
         raise SetupError(
             f"--inputs {path}: it has {size:,} bytes; workers read {MAX_IMAGE_BYTES:,} at most"
         )
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    sha256 = sha256_of(path)
     inside = PurePosixPath(folder.resolve().name, *path.relative_to(folder).parts)
     name = str(inside.with_stem(f"{inside.stem}~{sha256[:_DIGITS]}"))
     try:

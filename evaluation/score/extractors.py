@@ -1,6 +1,5 @@
 """Feature extractors: their interface, their facts, and the preparation of images."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from PIL import Image
 from evaluation.score.preparation import Preparation
 from evaluation.score.statistics import Features
 from imagefleet.errors import SetupError
+from imagefleet.files import safetensors
 from imagefleet.validation import JSONDict
 
 #: The extractor that needs no file.
@@ -73,7 +73,6 @@ def finite(extractor: Extractor, images: Sequence[Image.Image]) -> Features:
 def sha256_of(path: Path) -> str:
     """Raises SetupError if the file cannot be read."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return safetensors.sha256_of(path)
     except OSError as error:
         raise SetupError(f"cannot read {path}: {error.strerror or error}") from None

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import files
 from cli.console import Move
 from fleet.export.formats import Sample, ShardWriter
 from fleet.export.plan import WORK_FOLDER, ExportPlan, PlanDatabase, Shard
 from fleet.results import download
 from fleet.results.credentials import Credentials
 from imagefleet import concurrency
-from imagefleet.files import picture
+from imagefleet.files import picture, safetensors
 from imagefleet.records import columns, pictures
 from imagefleet.records.pictures import Fault, Picture
 from imagefleet.records.record import Record
@@ -170,7 +169,7 @@ class Exporter:
         shard = Shard(
             file=draft.name,
             file_bytes=draft.stat().st_size,
-            sha256=files.sha256(draft),
+            sha256=safetensors.sha256_of(draft),
             images=contents.images,
             bytes=contents.bytes,
             missing=contents.faulty["missing"],

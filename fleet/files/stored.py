@@ -18,10 +18,10 @@ from pathlib import Path
 
 from rich import progress
 
-from cli import console, files
+from cli import console
 from imagefleet import validation
 from imagefleet.errors import MissingResourceError, SetupError, TransientError
-from imagefleet.files import kinds
+from imagefleet.files import kinds, safetensors
 from imagefleet.files.kinds import FileKind
 from imagefleet.signing import Keys
 from imagefleet.storage.open import Storage
@@ -89,7 +89,7 @@ def _own_file(source: str, sha256: str | None) -> Path:
     path = Path(source).expanduser()
     if not path.exists():
         raise SetupError(f"{source!r} does not exist")
-    if sha256 and path.is_file() and files.sha256(path) != sha256.lower():
+    if sha256 and path.is_file() and safetensors.sha256_of(path) != sha256.lower():
         raise SetupError(f"{source!r} has another SHA-256 than {sha256}")
     return path
 
@@ -128,7 +128,7 @@ async def store(
 ) -> None:
     """Uploads a file, which is seen once it is whole; SetupError if another has its name."""
     blob = f"{kind.folder}/{ready.name}"
-    sha256 = ready.sha256 = await asyncio.to_thread(files.sha256, ready.path)
+    sha256 = ready.sha256 = await asyncio.to_thread(safetensors.sha256_of, ready.path)
     try:
         there = await storage.files.metadata(blob)
     except MissingResourceError:  # in a dry run

@@ -12,7 +12,7 @@ from cli import console, files
 from fleet.results import credentials
 from fleet.results.credentials import Credentials
 from imagefleet import concurrency
-from imagefleet.files import pack
+from imagefleet.files import pack, safetensors
 from imagefleet.files.pack import Member
 from imagefleet.records import pictures
 from imagefleet.records.catalog import Damaged
@@ -159,7 +159,7 @@ class Download:
         if self.signs is not None:
             return credentials.signed_from(path) == record.sha256
         is_of_size = files.size_of(path) == record.size_bytes
-        return is_of_size and files.sha256(path) == record.sha256
+        return is_of_size and safetensors.sha256_of(path) == record.sha256
 
 
 async def copy_pack(

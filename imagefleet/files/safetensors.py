@@ -4,6 +4,7 @@ The header is untrusted: names and shapes, without the weights.
 """
 
 import contextlib
+import hashlib
 import json
 import re
 import time
@@ -91,6 +92,11 @@ def identify(path: Path) -> Identity:
     """Identifies a file's content; raises OSError if it cannot be read."""
     status = path.stat()
     return (str(path), status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def rested(path: Path) -> Identity:

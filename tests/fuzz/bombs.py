@@ -1,6 +1,9 @@
-"""Compressed bytes that expand to a thousand times their size."""
+"""Files that claim to be what they are not: bytes that expand, and chunks of a PNG."""
 
+import io
 import zlib
+
+from PIL import PngImagePlugin
 
 _MEBIBYTE = 2**20
 
@@ -14,3 +17,11 @@ def pack(letter: bytes, mebibytes: int) -> bytes:
     )
     checksum = zlib.adler32(letter * (_MEBIBYTE * mebibytes))
     return first + other * (mebibytes - 1) + b"\3\0" + checksum.to_bytes(4, "big")
+
+
+def png(*chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG file of chunks, each a kind and its data, whatever they say."""
+    file = io.BytesIO()
+    for kind, data in (*chunks, (b"IEND", b"")):
+        PngImagePlugin.putchunk(file, kind, data)
+    return b"\x89PNG\r\n\x1a\n" + file.getvalue()

@@ -21,6 +21,7 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 
+import bombs
 import job_inputs
 from cli import console
 from fleet.gallery import images
@@ -146,20 +147,10 @@ def _safetensors(data: bytes) -> None:
     contents.prediction_type(header)
 
 
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return (
-        struct.pack(">I", len(data))
-        + kind
-        + data
-        + struct.pack(">I", zlib.crc32(kind + data))
-    )
-
-
 def _png(*chunks: tuple[bytes, bytes], size: tuple[int, int] = (8, 8)) -> bytes:
     header = struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0)
     rows = zlib.compress(bytes(8 * 25))
-    every = ((b"IHDR", header), *chunks, (b"IDAT", rows), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*each) for each in every)
+    return bombs.png((b"IHDR", header), *chunks, (b"IDAT", rows))
 
 
 INFOTEXT = (

@@ -321,23 +321,9 @@ async def test_one_client_has_so_many_requests_at_once(
 
 def bomb(width: int, height: int) -> bytes:
     """A PNG of so many pixels in few bytes."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data))
-            + kind
-            + data
-            + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
     head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     pixels = bombs.pack(b"\0", 10)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", head)
-        + chunk(b"IDAT", pixels)
-        + chunk(b"IEND", b"")
-    )
+    return bombs.png((b"IHDR", head), (b"IDAT", pixels))
 
 
 def cut_off() -> bytes:

@@ -86,8 +86,8 @@ def find_dtype(
         and torch.cuda.get_device_capability(device) < _BFLOAT16_SINCE
     ):
         raise SetupError(
-            "this GPU does not compute in bfloat16, which the model needs: use one of the RTX 30"
-            " series or newer"
+            "this GPU does not compute in bfloat16: use one of the RTX 30 series or newer, or"
+            " --precision float32"
         )
     return dtype
 

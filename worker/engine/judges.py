@@ -24,8 +24,10 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from imagefleet.errors import JobError, TransientError
 from imagefleet.files import safetensors
+from imagefleet.files.safetensors import Identity, whole
 from imagefleet.job import clip
 from worker.engine.device import find_device
+from worker.engine.errors import classify
 
 #: A score of CLIP is so many times the cosine, 0 at least (Hessel et al., 2021, without its 2.5).
 _SCALE = 100.0
@@ -38,6 +40,9 @@ _ADJUSTMENT = 0.01
 
 #: A head's tensors; the safety checker has a vision model beside them, which is CLIP's own.
 _OF_HEAD = re.compile(r"layers\.\d+\..*|(concept|special_care)_embeds.*")
+
+#: A head's tensors by their names.
+Head = Mapping[str, Tensor]
 
 _EMBEDDINGS = "vision_model.embeddings."
 
@@ -70,55 +75,66 @@ def tokens(texts: Sequence[str]) -> NDArray[np.int64]:
 @torch.inference_mode()
 def scores(
     device: str,
-    clip_path: Path,
-    judges: Mapping[str, Path],
+    model: Any,
+    heads: Mapping[str, Head | None],
     images: NDArray[np.float32],
     tokens: NDArray[np.int64],
 ) -> dict[str, list[float]]:
     """Each judge's scores of images [n, 3, side, side], as CLIP takes them, by their prompts.
 
-    *judges*: files of CLIP itself or of heads. It is for the engine's thread. Raises JobError for a
-    file that is no such network.
+    *model*: CLIP, wherever it is. *heads* by the judges' names; None: CLIP is the judge. It is for
+    the engine's thread, and reads no file. Raises JobError for a head that does not fit, and as
+    `classify`.
     """
-    model = _clip(clip_path, device)
-    pixels = torch.from_numpy(images).to(model.device, model.dtype)
-    seen = normalize(image_features(model, pixels))
+    place = find_device(device)
     found = {}
-    for name, path in judges.items():
-        if path == clip_path:
-            ids = torch.from_numpy(tokens).to(model.device)
-            named = normalize(text_features(model, ids))
-            values = _SCALE * (seen * named).sum(1).clip(0)
-        else:
-            head = _head(path, str(model.device))
-            if seen.shape[1] not in {each.shape[-1] for each in head.values()}:
-                raise JobError(f"the judge {path.stem} is a head of another CLIP")
-            values = _of_head(head, seen)
-        found[name] = values.tolist()
+    try:
+        model.to(place, torch.float32 if place.type == "cpu" else torch.float16)
+        pixels = torch.from_numpy(images).to(place, model.dtype)
+        seen = normalize(image_features(model, pixels)).cpu()
+        for name, head in heads.items():
+            if head is None:
+                ids = torch.from_numpy(tokens).to(place)
+                named = normalize(text_features(model, ids)).cpu()
+                found[name] = (_SCALE * (seen * named).sum(1).clip(0)).tolist()
+    except RuntimeError as error:
+        raise classify(error) from error
+    for name, head in heads.items():
+        if head is None:
+            continue
+        try:
+            found[name] = _of_head(head, seen).tolist()
+        except (LookupError, RuntimeError):  # on the CPU: of its tensors' shapes
+            raise JobError(
+                f"the judge {name} is a head of another CLIP, or gives no image one score"
+            ) from None
     return found
 
 
 @functools.lru_cache(1)
-def _clip(path: Path, device: str) -> Any:
-    model: Any = CLIPModel(configuration(path))
-    try:
-        # Older files have the numbers of places, too, which say nothing.
-        missing, _ = load_model(model, path, strict=False)
-    except (OSError, SafetensorError) as error:
-        raise TransientError(f"{path.name} cannot be read: {error}") from None
-    except RuntimeError as error:
-        missing = {str(error)}
+def read_clip(identity: Identity) -> Any:
+    """The CLIP model of a file, on the CPU; raises JobError for another file."""
+    path = Path(identity[0])
+    with whole(identity):
+        model: Any = CLIPModel(_configuration(path))
+        try:
+            # Older files have the numbers of places, too, which say nothing.
+            missing, _ = load_model(model, path, strict=False)
+        except (OSError, SafetensorError) as error:
+            raise TransientError(f"{path.name} cannot be read: {error}") from None
+        except RuntimeError as error:
+            missing = {str(error)}
     if missing:
         raise JobError(f"the judge {path.stem} is no CLIP model: {min(missing)}")
-    place = find_device(device)
-    dtype = torch.float32 if place.type == "cpu" else torch.float16
-    return model.to(place, dtype).eval()
+    return model.eval()
 
 
 @functools.lru_cache(8)
-def _head(path: Path, device: str) -> Mapping[str, Tensor]:
+def read_head(identity: Identity) -> Head:
+    """The tensors of a head's file, on the CPU; raises JobError for another file."""
+    path = Path(identity[0])
     try:
-        with safe_open(path, "pt", device) as file:
+        with whole(identity), safe_open(path, "pt") as file:
             names = filter(_OF_HEAD.fullmatch, file.keys())
             tensors = {name: file.get_tensor(name).float() for name in names}
     except (OSError, SafetensorError) as error:
@@ -131,7 +147,7 @@ def _head(path: Path, device: str) -> Mapping[str, Tensor]:
     return tensors
 
 
-def _of_head(tensors: Mapping[str, Tensor], seen: Tensor) -> Tensor:
+def _of_head(tensors: Head, seen: Tensor) -> Tensor:
     """Scores [n] of embeddings of images, [n, d] of length 1.
 
     The safety checker's is 100 times how far an image is from the nearest concept's threshold; 0 or
@@ -141,7 +157,7 @@ def _of_head(tensors: Mapping[str, Tensor], seen: Tensor) -> Tensor:
         for layer in sorted({int(name.split(".")[1]) for name in tensors}):
             bias = tensors.get(f"layers.{layer}.bias")
             seen = linear(seen, tensors[f"layers.{layer}.weight"], bias)
-        return seen.flatten()
+        return seen.view(len(seen))
 
     def above(kind: str) -> Tensor:
         concepts = normalize(tensors[f"{kind}_embeds"])
@@ -151,12 +167,8 @@ def _of_head(tensors: Mapping[str, Tensor], seen: Tensor) -> Tensor:
     return -_SCALE * (above("concept") + _ADJUSTMENT * is_special)
 
 
-@functools.lru_cache(8)
-def configuration(path: Path) -> CLIPConfig:
-    """The configuration of a CLIP model, by the shapes of its tensors.
-
-    Raises JobError for another file.
-    """
+def _configuration(path: Path) -> CLIPConfig:
+    """The configuration of a CLIP model, by the shapes of its tensors."""
     try:
         with path.open("rb") as file:
             shapes = safetensors.read_header(file).shapes

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +21,7 @@ from yarl import URL
 from imagefleet import concurrency, redaction
 from imagefleet.errors import SetupError, TransientError
 from imagefleet.files.kinds import MODEL
+from imagefleet.files.safetensors import sha256_of
 from imagefleet.storage.protocol import BlobPart, BlobStore
 from imagefleet.telemetry import proxies
 from imagefleet.telemetry.logs import Occasion, log
@@ -229,7 +229,8 @@ class Download:
         while not await retry_policy.call(self._advance):
             pass
         self._check_content(is_whole=True)
-        found = await asyncio.to_thread(self._find_sha256)
+        with self.cache.errors():
+            found = await asyncio.to_thread(sha256_of, self.part)
         if self.sha256 not in {None, found}:
             self.forget()
             raise SetupError(
@@ -359,10 +360,6 @@ class Download:
             bytes=size,
             total_bytes=total,
         )
-
-    def _find_sha256(self) -> str:
-        with self.cache.errors(), self.part.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _size(self) -> int:
         return self.part.stat().st_size if self.part.exists() else 0

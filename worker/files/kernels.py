@@ -71,12 +71,12 @@ class KernelExchange:
     async def _find(self, name: str, target: Path) -> bool:
         try:
             return await self._copy(name, target) or await self._fetch(name, target)
-        except Exception as error:  # noqa: BLE001 - logged
+        except (FleetError, OSError) as error:
             log.warning(
-                f"stored kernels cannot be used: {error}",
-                action="kernels_failed",
-                exc_info=None if isinstance(error, FleetError) else error,
+                f"stored kernels cannot be used: {error}", action="kernels_failed"
             )
+        except Exception:  # noqa: BLE001 - logged
+            log.exception("stored kernels cannot be used", action="kernels_failed")
         return False
 
     async def _copy(self, name: str, target: Path) -> bool:

@@ -75,20 +75,20 @@ class Source:
 
 
 def check_content(
-    what: str,
+    kind: FileKind,
+    name: str,
     file: BufferedReader | BytesIO,
     size: int,
     sha256: str | None,
-    *,
-    has_header: bool = True,
 ) -> None:
-    """Checks that a file is complete and matches the manifest; *what* it is, for messages.
+    """Checks that a file is complete and matches the manifest.
 
     Raises TransientError if it is truncated or has another hash, UnusableFileError if it is none.
     """
+    what = f"the {kind.noun} {name}{kind.suffixes[0]}"
     expected: int | None = size
     try:
-        if has_header:
+        if kind.has_header:
             expected = safetensors.read_header(file).file_bytes
     except TruncatedError:
         expected = None
@@ -205,10 +205,10 @@ class FileLibrary:
         self.lookups["hit" if path else "miss"] += 1
         return path or await self._fetch(name)
 
-    def identity(self, path: Path) -> Identity | None:
+    def identity(self, path: Path) -> Identity:
         """Identity that a file returned by `resolve` had when it was checked."""
         checked = self._checked.get(path)
-        return checked and checked[0]
+        return checked[0] if checked else identify(path)
 
     async def _in_folders(self, name: str) -> Path | None:
         for folder, listed in self._folders.items():
@@ -223,8 +223,8 @@ class FileLibrary:
                 raise unreadable(self._kind, folder, "it does not exist") from None
             except OSError as error:
                 raise unreadable(self._kind, folder, error.strerror) from error
-            await self._verify(listed, name, partial(self._check, name, path, rested))
-            return path
+            check = partial(self._check, name, path, rested)
+            return await self._verify(listed, name, check)
         return None
 
     async def _in_subfolder(self, name: str, folder: Path) -> Path | None:
@@ -253,23 +253,15 @@ class FileLibrary:
         path = self._cache.find(name)
         if path is None:
             return None
+        check = partial(self._check, name, path, identify)
         try:
-            return await self._verified(name, path)
+            return await self._verify(self._storage_manifest, name, check)
         except (TransientError, UnusableFileError) as error:
             log.warning(
                 f"fetching {path} again: {error}", action=f"{self._kind.name}_dropped"
             )
-            return None
-
-    async def _verified(self, name: str, path: Path) -> Path:
-        """A file of the cache, which drops one that is not as it should be."""
-        check = partial(self._check, name, path, identify)
-        try:
-            await self._verify(self._storage_manifest, name, check)
-        except (TransientError, UnusableFileError):
             self._cache.drop(path)
-            raise
-        return path
+            return None
 
     async def _fetch(self, name: str) -> Path:
         await self._storage_manifest.sha256(name)  # a broken one costs no download
@@ -295,8 +287,8 @@ class FileLibrary:
             raise MissingFileError(
                 f"no {kind.noun} {name}{kind.suffixes[0]}{self._places}"
             )
-        path = await asyncio.to_thread(self._cache.store, name, data)
-        return await self._verified(name, path)
+        store = partial(self._store, name, data)
+        return await self._verify(self._storage_manifest, name, store)
 
     @property
     def _places(self) -> str:
@@ -310,15 +302,22 @@ class FileLibrary:
         return f" in {folders} or {stored}" if folders else f" in {stored}"
 
     async def _verify(
-        self, listed: Manifest | None, name: str, check: Callable[[str | None], None]
-    ) -> None:
+        self, listed: Manifest | None, name: str, check: Callable[[str | None], Path]
+    ) -> Path:
         sha256 = await listed.sha256(name) if listed else None
         try:
-            await asyncio.to_thread(check, sha256)
+            return await asyncio.to_thread(check, sha256)
         except TransientError:
             if listed:
                 listed.forget()  # one of the two may be old
             raise
+
+    def _store(self, name: str, data: bytes, sha256: str | None) -> Path:
+        """Checks a fetched file, then stores it: a bad one must not evict good ones."""
+        check_content(self._kind, name, BytesIO(data), len(data), sha256)
+        path = self._cache.store(name, data)
+        self._checked[path] = identify(path), sha256
+        return path
 
     def _check(
         self,
@@ -326,27 +325,22 @@ class FileLibrary:
         path: Path,
         find: Callable[[Path], Identity],
         sha256: str | None,
-    ) -> None:
+    ) -> Path:
         """Checks a file; *find* its identity, which of one that others write waits for its rest."""
         try:
             seen = find(path)
             if self._checked.get(path) == (seen, sha256):
-                return
+                return path
             size = seen[2]
             protocol.check_blob_size(path.name, size, self._kind.max_bytes)
             with whole(seen), path.open("rb") as file:
-                check_content(
-                    f"the {self._kind.noun} {name}{self._kind.suffixes[0]}",
-                    file,
-                    size,
-                    sha256,
-                    has_header=self._kind.has_header,
-                )
+                check_content(self._kind, name, file, size, sha256)
         except OSError as error:
             raise TransientError(
                 f"the {self._kind.noun} {path.name} cannot be read: {error.strerror or error}"
             ) from error
         self._checked[path] = seen, sha256
+        return path
 
 
 def unreadable(kind: FileKind, path: Path, reason: str | None) -> SetupError:
@@ -456,7 +450,7 @@ class EmbeddingLibrary(FileLibrary):
 
     def _sha256(self, path: Path) -> str:
         try:
-            return _hash(self.identity(path) or identify(path))
+            return _hash(self.identity(path))
         except OSError as error:
             raise TransientError(
                 f"the embedding {path.name} cannot be read: {error.strerror or error}"
@@ -465,8 +459,8 @@ class EmbeddingLibrary(FileLibrary):
 
 @lru_cache(REMEMBERED)
 def _hash(identity: Identity) -> str:
-    with whole(identity), Path(identity[0]).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with whole(identity):
+        return safetensors.sha256_of(Path(identity[0]))
 
 
 def names(folder: Path) -> list[str]:

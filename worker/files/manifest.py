@@ -122,8 +122,7 @@ def _try(
 
 
 def _hash_model(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:MODEL_CHARACTERS]
+    return safetensors.sha256_of(path)[:MODEL_CHARACTERS]
 
 
 def hash_lora(path: Path) -> str:

@@ -5,7 +5,6 @@ ultralytics and ADetailer do it (`ultralytics/utils/ops.py`, `adetailer/mask.py`
 """
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageChops, ImageDraw
 
 from imagefleet.errors import JobError
-from imagefleet.files.safetensors import Identity
+from imagefleet.files.safetensors import Identity, whole
 from imagefleet.job.passes.adetailer import Detail
 from worker.engine.contract import Pixels
 from worker.inputs.img2img import Mask
@@ -41,10 +40,10 @@ _CLEANED = 6
 
 
 @functools.lru_cache(8)
-def session(path: Path, what: str, _: Identity | None) -> Any:
+def session(file: Identity, what: str) -> Any:
     """The network of a file; raises JobError if it is none, or without onnxruntime.
 
-    One of another identity is another one: a file may be replaced.
+    Raises UnsettledFileError for a file that was replaced or evicted since.
     """
     try:
         import onnxruntime
@@ -55,23 +54,18 @@ def session(path: Path, what: str, _: Identity | None) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
-    try:
-        return onnxruntime.InferenceSession(
-            path, options, providers=["CPUExecutionProvider"]
-        )
-    except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
-        raise JobError(f"{what} is no ONNX file: {str(error)[:200]}") from None
+    with whole(file):
+        try:
+            return onnxruntime.InferenceSession(
+                file[0], options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
+            raise JobError(f"{what} is no ONNX file: {str(error)[:200]}") from None
 
 
-def find(
-    path: Path,
-    name: str,
-    pixels: Pixels,
-    confidence: float,
-    identity: Identity | None = None,
-) -> Boxes:
+def find(file: Identity, name: str, pixels: Pixels, confidence: float) -> Boxes:
     """The boxes of what a detector is at least so sure of; raises JobError if it is no YOLO."""
-    network = session(path, f"the detector {name!r}", identity)
+    network = session(file, f"the detector {name!r}")
     (given,) = network.get_inputs()[:1]
     sides = [side if isinstance(side, int) else _USUAL_SIDE for side in given.shape[2:]]
     if len(sides) != len("hw"):

@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from PIL import Image
 
 from imagefleet.errors import JobError, MissingFileError
 from imagefleet.files import kinds
+from imagefleet.files.safetensors import Identity
 from imagefleet.keeping.rule import DIGITS
 from imagefleet.validation import JSONDict
 from worker.engine.contract import Pixels
@@ -65,10 +65,11 @@ class Judges:
         self._library = FileLibrary(self.source, kind)
         self._files: dict[str, str] = {}  # of scores, as they were found
 
-    async def find(self, name: str) -> Path:
+    async def find(self, name: str) -> Identity:
         """The file of a score's network.
 
-        Raises MissingFileError if there is none, else as `FileLibrary.resolve`.
+        Raises MissingFileError if there is none, or a head's CLIP is missing, else as
+        `FileLibrary.resolve`.
         """
         missing: list[str] = []
         files = [f"{name}{suffix}" for suffix in kinds.JUDGE.suffixes]
@@ -79,7 +80,9 @@ class Judges:
                 missing.append(error.message)
             else:
                 self._files[name] = file
-                return path
+                if name != CLIP and kinds.ONNX not in file:
+                    await self.find(CLIP)
+                return self._library.identity(path)
         raise MissingFileError(
             f"keep: the score {name!r} is neither {' nor '.join(pixels.SCORES)}, and has no"
             f" network: {'; '.join(missing)}"
@@ -90,15 +93,15 @@ class Judges:
     ) -> list[dict[str, float]]:
         """The scores of each image; raises as `find`, and JobError for an unfit network."""
         found: dict[str, Sequence[float]] = {}
-        on_clip: dict[str, Path] = {}
+        on_clip: dict[str, Identity] = {}
         for name in names:
             run = _of_pixels
             if name not in pixels.SCORES:
-                path = await self.find(name)
-                if kinds.ONNX not in path.name:
-                    on_clip[name] = path
+                file = await self.find(name)
+                if kinds.ONNX not in self._files[name]:
+                    on_clip[name] = file
                     continue
-                run = partial(self._run, path)
+                run = partial(_run, file)
             found[name] = await asyncio.to_thread(run, name, drawn)
         if on_clip:
             clip = on_clip.get(CLIP) or await self.find(CLIP)
@@ -110,40 +113,44 @@ class Judges:
         ]
 
     def _prepared(
-        self, clip: Path, on_clip: Mapping[str, Path], drawn: Sequence[Drawn]
+        self, clip: Identity, on_clip: Mapping[str, Identity], drawn: Sequence[Drawn]
     ) -> Callable[[], _Scores]:
         """What is left to be done where the GPU may be used."""
         from worker.engine import judges  # which needs torch
 
-        side = judges.configuration(clip).vision_config.image_size
+        model = judges.read_clip(clip)
+        heads = {
+            name: None if file == clip else judges.read_head(file)
+            for name, file in on_clip.items()
+        }
+        side = model.config.vision_config.image_size
         images = _images(drawn, side, CLIP_MEAN, CLIP_STD)
         tokens = judges.tokens([each.words for each in drawn])
-        return partial(judges.scores, self.device, clip, on_clip, images, tokens)
-
-    def _run(self, path: Path, name: str, drawn: Sequence[Drawn]) -> list[float]:
-        """An ONNX network's scores; raises JobError if it is none that judges images."""
-        from worker.engine import judges  # which needs torch
-
-        what = f"the judge {name!r}"
-        session = detectors.session(path, what, self._library.identity(path))
-        try:
-            first, *others = session.get_inputs()
-            side = int(first.shape[-1])
-            given: JSONDict = {
-                first.name: _images(drawn, side, (0.0,) * 3, (255.0,) * 3)
-            }
-            for other in others:
-                given[other.name] = judges.tokens([each.words for each in drawn])
-            return np.reshape(session.run(None, given)[0], len(drawn)).tolist()
-        except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
-            raise JobError(
-                f"{what} takes no images [n, 3, side, side], or does not score each:"
-                f" {str(error)[:200]}"
-            ) from None
+        return partial(judges.scores, self.device, model, heads, images, tokens)
 
 
 def _of_pixels(name: str, drawn: Sequence[Drawn]) -> list[float]:
     return [pixels.SCORES[name](each.pixels) for each in drawn]
+
+
+def _run(file: Identity, name: str, drawn: Sequence[Drawn]) -> list[float]:
+    """An ONNX network's scores; raises JobError if it is none that judges images."""
+    from worker.engine import judges  # which needs torch
+
+    what = f"the judge {name!r}"
+    session = detectors.session(file, what)
+    try:
+        first, *others = session.get_inputs()
+        side = int(first.shape[-1])
+        given: JSONDict = {first.name: _images(drawn, side, (0.0,) * 3, (255.0,) * 3)}
+        for other in others:
+            given[other.name] = judges.tokens([each.words for each in drawn])
+        return np.reshape(session.run(None, given)[0], len(drawn)).tolist()
+    except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
+        raise JobError(
+            f"{what} takes no images [n, 3, side, side], or does not score each:"
+            f" {str(error)[:200]}"
+        ) from None
 
 
 def _images(

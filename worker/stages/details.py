@@ -30,11 +30,10 @@ async def draw(
         path = await library.resolve(detail.ad_model)
         boxes = await asyncio.to_thread(
             detectors.find,
-            path,
+            library.identity(path),
             detail.ad_model,
             pixels,
             detail.ad_confidence,
-            library.identity(path),
         )
         size = pixels.shape[1], pixels.shape[0]
         masks = await asyncio.to_thread(detectors.masks, detail, boxes, size)

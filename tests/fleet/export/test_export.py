@@ -103,7 +103,7 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         "reading": (shards.Exporter, "_fetch"),
         "written": (shards.Exporter, "_complete"),
         "synced": (shards, "sync"),
-        "hashing": (shards.files, "sha256"),
+        "hashing": (shards.safetensors, "sha256_of"),
         "done": (shards.Exporter, "_finished"),
     }
     for name, (owner, attribute) in steps.items():

@@ -323,6 +323,7 @@ def test_each_call_has_the_words_of_the_first_state_that_lasts_until_it():
         "[(a:b:0.5]",
         "[a:b:0.5)",
         "[a:0.5 b]",
+        *["ANDY", "hand", "a and b", "SAND", "And", "AND_1"],
     ],
 )
 def test_what_automatic1111_reads_as_words_is_words(text: str):
@@ -368,11 +369,6 @@ def test_too_many_prompts_or_texts_are_refused():
     assert len(prompt.read_prompt(" AND ".join(of_20[:3])).states) == 60
     with pytest.raises(errors.JobError, match="more than 64 different texts"):
         prompt.read_prompt(" AND ".join(of_20))
-
-
-@pytest.mark.parametrize("text", ["ANDY", "hand", "a and b", "SAND", "And", "AND_1"])
-def test_and_inside_another_word_is_that_word(text: str):
-    assert prompt.read_prompt(text).text == text
 
 
 def test_and_in_a_negative_prompt_is_a_word_as_in_automatic1111():

@@ -198,6 +198,21 @@ def test_auto_precision_is_float32_on_a_cpu(checkpoint: Path, monkeypatch):
     assert engine.checkpoint.unet.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", ["auto", "bfloat16"])
+def test_a_gpu_without_bfloat16_is_refused_before_it_draws_in_it(
+    name: device.Precision, monkeypatch
+):
+    gpu = torch.device("cuda", 0)
+    capabilities = iter([(7, 5), (8, 0)])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda _: next(capabilities)
+    )
+    assert device.find_dtype("float16", gpu, "bfloat16") == torch.float16
+    with pytest.raises(errors.SetupError, match=r"bfloat16: .* or --precision float32"):
+        device.find_dtype(name, gpu, "bfloat16")
+    assert device.find_dtype(name, gpu, "bfloat16") == torch.bfloat16
+
+
 @pytest.mark.slow
 def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
     single_file: Path, checkpoint: Path, tmp_path, monkeypatch

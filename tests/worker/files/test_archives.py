@@ -18,6 +18,15 @@ def entry_of(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
     return entry
 
 
+#: Links that lead out of the folder in a row, past the checks of older Pythons.
+DEEP = "/".join(["d" * 200] * 3)
+LINKS = (
+    entry_of("a", tarfile.SYMTYPE, DEEP),
+    entry_of("a/b", tarfile.SYMTYPE, "../" * 3),
+    entry_of("c", tarfile.SYMTYPE, f"a/b{'/..' * 9}"),
+)
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
@@ -32,6 +41,7 @@ def entry_of(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
             "is neither a file nor a folder",
         ),
         (tar_of({}, entry_of("a", tarfile.SYMTYPE, "unet")), "tar --dereference"),
+        (tar_of({f"{DEEP}/x": b"y"}, *LINKS), "is a link"),
         (tar_of({"a": b"x"}, entry_of("b", tarfile.LNKTYPE, "a")), "is a link"),
     ],
 )
@@ -48,18 +58,3 @@ def test_an_archive_that_cannot_be_a_model_is_the_archives_fault(
         name for _, _, names in os.walk(tmp_path) for name in names
     }
     assert not (cache.folder / "sd15").exists()
-
-
-def test_a_chain_of_links_does_not_lead_out_of_the_folder(tmp_path):
-    deep = "/".join(["d" * 200] * 3)
-    links = [
-        entry_of("a", tarfile.SYMTYPE, deep),
-        entry_of("a/b", tarfile.SYMTYPE, "../" * 3),
-        entry_of("c", tarfile.SYMTYPE, f"a/b{'/..' * 9}"),
-    ]
-    cache = DiskCache(tmp_path / "cache")
-    cache.folder.mkdir()
-    archive = cache.folder / "sd15.tar.part"
-    archive.write_bytes(tar_of({f"{deep}/x": b"y"}, *links))
-    with pytest.raises(errors.SetupError, match="is a link"):
-        model._unpack(archive, cache.folder / "sd15", cache)

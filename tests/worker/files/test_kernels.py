@@ -125,16 +125,26 @@ async def test_what_is_damaged_is_left_out(
     assert caplog.text.count(reason) == 1
 
 
-async def test_a_storage_that_fails_is_one_line_and_the_worker_compiles(
-    storage: Storage, tmp_path, monkeypatch, caplog
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [
+        (errors.TransientError("the line is down"), "WARNING"),
+        (OSError("the disk is gone"), "WARNING"),
+        (ValueError("a mistake of ours"), "ERROR"),
+    ],
+)
+async def test_a_fetch_that_fails_is_one_line_and_the_worker_compiles(
+    storage: Storage, tmp_path, monkeypatch, caplog, error: Exception, level: str
 ):
     async def fails(*_: object) -> None:
-        raise errors.TransientError("the line is down")
+        raise error
 
     monkeypatch.setattr(type(storage.files), "record", fails)
     exchange = of_worker(storage)
     assert await found(exchange, tmp_path / "worker") is None
-    assert caplog.text.count("stored kernels cannot be used: the line is down") == 1
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert str(error) in caplog.text
 
 
 async def test_credentials_that_create_nothing_are_tried_once(

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -190,6 +191,19 @@ async def test_what_is_not_a_lora_is_refused_and_a_truncated_one_is_retried(
     assert not kept(tmp_path)
     watched.replace("style", lora_bytes("style"))
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("style")
+
+
+async def test_a_bad_file_is_refused_before_it_evicts_good_ones(
+    storage: Storage, watched: Watched, lora_bytes: LoraBytes, tmp_path
+):
+    await put(storage, "good", lora_bytes("good"))
+    loras = FileLibrary(Source(storage.files, tmp_path / "cache", 100), LORA)
+    path = await loras.resolve("good")
+    os.utime(path, (0, path.stat().st_mtime))
+    watched.replace("bad", lora_bytes("bad")[:-1])
+    with pytest.raises(errors.TransientError, match="is truncated"):
+        await loras.resolve("bad")
+    assert kept(tmp_path) == {"good"}
 
 
 async def test_a_damaged_file_in_the_cache_is_fetched_again(

@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imagefleet import errors
+from imagefleet.files.kinds import LORA
 from worker.files import library
 
 
 def check(data: bytes, sha256: str | None = None) -> None:
-    library.check_content(
-        "the LoRA style.safetensors", io.BytesIO(data), len(data), sha256
-    )
+    library.check_content(LORA, "style", io.BytesIO(data), len(data), sha256)
 
 
 def with_header(header: bytes, data: bytes = b"") -> bytes:

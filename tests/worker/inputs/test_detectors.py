@@ -1,6 +1,7 @@
 """What a YOLO in an ONNX file finds, and the masks that ADetailer makes of it."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import onnx
 import pytest
 
 from imagefleet import errors
+from imagefleet.files.safetensors import identify
 from imagefleet.job.passes.adetailer import Detail
 from tiny_detectors import write_detector
 from worker.inputs import detectors
@@ -19,6 +21,10 @@ def detail(**fields: Any) -> Detail:
     return Detail(ad_model="face", ad_dilate_erode=0, **fields)
 
 
+def find(path: Path, name: str, confidence: float = 0.3) -> detectors.Boxes:
+    return detectors.find(identify(path), name, PICTURE, confidence)
+
+
 def test_boxes_are_the_pictures_surest_first_and_none_is_there_twice(tmp_path):
     # The network sees 64x64: the picture at a quarter, 16 rows down.
     found = [
@@ -28,19 +34,19 @@ def test_boxes_are_the_pictures_surest_first_and_none_is_there_twice(tmp_path):
         (16, 40, 8, 8, 0.2),
     ]
     path = write_detector(tmp_path / "face.onnx", found)
-    boxes = detectors.find(path, "face", PICTURE, 0.3)
+    boxes = find(path, "face")
     assert boxes.round(4).tolist() == [
         [160, 32, 224, 96, 0.9, 0],
         [48, 16, 80, 48, 0.5, 0],
     ]
-    assert len(detectors.find(path, "face", PICTURE, 0.1)) == 3
+    assert len(find(path, "face", 0.1)) == 3
 
 
 def test_boxes_of_two_classes_are_of_two_things(tmp_path):
     """As ultralytics' suppression of overlaps, which moves the boxes of classes apart."""
     found = [(48, 32, 16, 16, 0.9, 0.1), (48.5, 32, 16, 16, 0.2, 0.8)]
     path = write_detector(tmp_path / "both.onnx", found)
-    boxes = detectors.find(path, "both", PICTURE, 0.3)
+    boxes = find(path, "both")
     assert boxes[:, 4:].round(4).tolist() == [[0.9, 0], [0.8, 1]]
 
 
@@ -48,7 +54,7 @@ def test_boxes_that_the_network_has_cleaned_all_stay(tmp_path):
     """Of YOLO 10 and later: what it gives twice is found twice, as in ultralytics."""
     found = [(40, 24, 56, 40, 0.9, 0), (40, 24, 56, 40, 0.8, 0), *[[0] * 6] * 5]
     path = write_detector(tmp_path / "clean.onnx", found, is_clean=True)
-    boxes = detectors.find(path, "clean", PICTURE, 0.3)
+    boxes = find(path, "clean")
     assert boxes[:, :5].round(4).tolist() == [
         [160, 32, 224, 96, 0.9],
         [160, 32, 224, 96, 0.8],
@@ -65,22 +71,31 @@ def test_a_network_of_outlines_is_refused_and_not_read_as_one_of_classes(tmp_pat
     model.graph.node.append(node)
     onnx.save(model, path)
     with pytest.raises(errors.JobError, match="finds outlines"):
-        detectors.find(path, "person", PICTURE, 0.3)
+        find(path, "person")
 
 
 def test_without_onnxruntime_the_job_fails_and_not_the_worker(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    (tmp_path / "a.onnx").touch()
     with pytest.raises(errors.JobError, match="this worker has not"):
-        detectors.find(tmp_path / "a.onnx", "a", PICTURE, 0.3)
+        find(tmp_path / "a.onnx", "a")
 
 
 def test_a_file_that_is_no_yolo_is_the_jobs_error(tmp_path):
     (tmp_path / "x.onnx").write_bytes(b"\x08nothing")
     with pytest.raises(errors.JobError, match="'x' is no ONNX file"):
-        detectors.find(tmp_path / "x.onnx", "x", PICTURE, 0.3)
+        find(tmp_path / "x.onnx", "x")
     path = write_detector(tmp_path / "y.onnx", [(1, 1, 1, 1)])
     with pytest.raises(errors.JobError, match="'y' is no YOLO"):
-        detectors.find(path, "y", PICTURE, 0.3)
+        find(path, "y")
+
+
+def test_a_file_that_was_evicted_since_it_was_fetched_fails_no_job(tmp_path):
+    path = write_detector(tmp_path / "x.onnx", [(16, 24, 8, 8, 0.5)])
+    fetched = identify(path)
+    path.unlink()
+    with pytest.raises(errors.UnsettledFileError):
+        detectors.find(fetched, "x", PICTURE, 0.3)
 
 
 BOXES = np.array([[10, 10, 30, 30, 0.9], [40, 8, 44, 12, 0.8], [60, 0, 120, 60, 0.7]])

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import bombs
 from imagefleet import errors
 from worker.inputs import pictures
 
@@ -27,18 +28,8 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
 
 def claims(width: int, height: int) -> bytes:
     """A PNG of a few bytes whose header says that it is large."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data))
-            + kind
-            + data
-            + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    rows = chunk(b"IDAT", zlib.compress(bytes(100)))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + rows + chunk(b"IEND", b"")
+    return bombs.png((b"IHDR", header), (b"IDAT", zlib.compress(bytes(100))))
 
 
 @pytest.mark.parametrize(

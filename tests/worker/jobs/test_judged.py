@@ -233,14 +233,17 @@ async def test_a_worker_that_drains_hands_back_what_it_has_only_judged(
     assert [seed for seed, _ in (await kept(storage)).values()] == [3, 5]
 
 
+@pytest.mark.parametrize("missing", ["taste", "clip"])
 async def test_a_network_that_is_not_there_fails_the_job_before_it_is_drawn(
-    storage: Storage, run_pipeline
+    storage: Storage, run_pipeline, missing: str
 ):
+    if missing == "clip":  # on whose embedding a head judges
+        await storage.files.create("judges/taste.safetensors", b"head", "", {})
     drawing = Drawing()
     await run_pipeline(drawing, sent=[message(id="j", keep="taste=5")])
     (failed,) = await failed_jobs(storage)
-    assert "the score 'taste' is neither contrast nor coherence" in failed.reason
-    assert "no judge taste.onnx in judges/" in failed.reason
+    assert f"the score {missing!r} is neither contrast nor" in failed.reason
+    assert f"no judge {missing}.onnx in judges/" in failed.reason
     assert drawing.seeds == []
 
 

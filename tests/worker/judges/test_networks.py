@@ -2,8 +2,10 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from imagefleet.files import demo
 from imagefleet.job import clip
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from worker.engine import judges as judges_of_clip
 from worker.files.library import Source
 from worker.judges import pixels
 from worker.judges.networks import Drawn, Judges
@@ -33,8 +36,8 @@ _TOWER = {
 }
 
 
-def tiny_clip(folder: Path) -> Path:
-    torch.manual_seed(0)
+def tiny_clip(folder: Path, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
     text = {**_TOWER, "eos_token_id": clip.VOCABULARY_SIZE - 1}
     vision = {**_TOWER, "image_size": 32, "patch_size": 8}
     configuration = CLIPConfig(
@@ -54,6 +57,13 @@ def pictures(count: int) -> list[Drawn]:
     ]
 
 
+async def without_files(compute: Callable[[], Any]) -> Any:
+    """Calls a function as the engine's thread does, which must not wait for a disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(judges_of_clip, "Path")
+        return compute()
+
+
 def score(folder: Path, name: str, drawn: Sequence[Drawn]) -> list[float]:
     """The scores by the networks of a folder."""
 
@@ -65,7 +75,8 @@ def score(folder: Path, name: str, drawn: Sequence[Drawn]) -> list[float]:
                 blob = f"judges/{file.name}"
                 await storage.files.create(blob, file.read_bytes(), "", {})
             source = Source(storage.files, folder / "cache", 2**30)
-            found = await Judges(source, "cpu").scores([name], drawn)
+            network = Judges(source, "cpu", without_files)
+            found = await network.scores([name], drawn)
             return [each[name] for each in found]
 
     return asyncio.run(scored())
@@ -115,15 +126,46 @@ def test_clip_and_heads_on_its_embedding_score_as_the_evaluation_does(
     assert expected[0] == pytest.approx(-1)
     assert score(tmp_path, "safety", drawn) == pytest.approx(expected, abs=1e-3)
 
-    for layer, sentence in (
-        ("weight", "of no known kind"),
-        ("layers.0.weight", "a head of another CLIP"),
+    for layer, shape, sentence in (
+        ("weight", (1, 16), "of no known kind"),
+        ("layers.0.weight", (1, 2), "a head of another CLIP"),
+        ("layers.1.weight", (2, 16), "a head of another CLIP, or gives no image one"),
     ):
-        save_file({layer: torch.zeros(1, 2)}, judges / f"{layer}.safetensors")
+        save_file({layer: torch.zeros(shape)}, judges / f"{layer}.safetensors")
         with pytest.raises(
-            errors.JobError, match=rf"{layer}\.safetensors is {sentence}"
+            errors.JobError, match=rf"{layer}(\.safetensors)? is {sentence}"
         ):
             score(tmp_path, layer, drawn)
+
+
+def test_a_judge_or_its_clip_that_was_replaced_is_read_anew(
+    judges: Path, tmp_path: Path
+):
+    drawn = pictures(2)
+    head = torch.randn(1, 16)
+    found = []
+    for seed, sign in ((0, 1), (0, -1), (1, -1)):
+        file = tiny_clip(tmp_path / "clip", seed) / "model.safetensors"
+        file.rename(judges / "clip.safetensors")
+        save_file({"layers.0.weight": sign * head}, judges / "taste.safetensors")
+        found.append(score(tmp_path, "taste", drawn))
+        for fetched in ("storage", "cache"):
+            shutil.rmtree(tmp_path / fetched)
+    first, negated, of_other_clip = found
+    assert negated == [-value for value in first]
+    assert of_other_clip != pytest.approx(negated, abs=1e-3)
+
+
+def test_a_gpu_that_is_full_is_no_bug_of_ours(
+    judges: Path, tmp_path: Path, monkeypatch
+):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    (tiny_clip(tmp_path) / "model.safetensors").rename(judges / "clip.safetensors")
+    monkeypatch.setattr(judges_of_clip, "image_features", fail)
+    with pytest.raises(errors.TransientError, match="ran out of memory"):
+        score(tmp_path, "clip", pictures(1))
 
 
 def test_the_judge_of_the_demo_tells_a_picture_from_others_by_its_prompt(

@@ -142,7 +142,7 @@ def serve(prepare: Callable[[], None]) -> None:
         try:
             package.compile_package(content, target)
         except BaseException as error:  # noqa: BLE001 - a compiler may raise anything
-            problem = f"{type(error).__name__}: {str(error).strip()[:300]}"
+            problem = f"{error!r:.300}"
         taken = {each: phases.seconds[each] - before[each] for each in before}
         pickle.dump((problem, taken), replies)
         replies.flush()

@@ -185,9 +185,8 @@ class Graph:
             # The error's text cannot tell whether the GPU is broken: it is "CUDA error" even if
             # only recording is not permitted.
             torch.cuda.synchronize()
-            brief = f"{type(error).__name__}: {str(error).strip()[:300]}"
             log.warning(
-                f"{self.name} runs without a CUDA graph: {brief}",
+                f"{self.name} runs without a CUDA graph: {error!r:.300}",
                 exc_info=error,
                 action="capture_failed",
             )

@@ -112,11 +112,12 @@ class Packages:
         if self._wanted is None or self._wanted.compiler is None:
             return False
         self._collect()
-        if self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            if free <= _GPU_BYTES:
-                return False
-        return len(self._orders) < self._most_compilers
+        if len(self._orders) >= self._most_compilers:
+            return False
+        if self._device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free > _GPU_BYTES
 
     def foresee(self, graph: Graph) -> None:
         """Has a graph compiled that is wanted next."""

@@ -253,13 +253,13 @@ class SlotChanges:
 
     def use_block(self, block: int, slots: int | None = None) -> None:
         """Uses the first *slots* of another block's changes, allocated at its first use."""
-        self.block = (block, slots)
         held = self.slots_of(block)
-        if not self._capacities or not held:
-            return
-        if block not in self._blocks:
+        if self._capacities and block not in self._blocks:
             size = self.slot_bytes // self._like.element_size()
             self._blocks[block] = self._like.new_zeros((held, size))
+        self.block = (block, slots)  # where the memory was too short, the one before
+        if not self._capacities or not held:
+            return
         own = self._blocks[block]
         at = 0
         for shape, capacity in self._capacities.items():

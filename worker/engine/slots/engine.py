@@ -455,21 +455,21 @@ class SlotEngine:
             job.call += 1
             if job.call == job.calls:
                 job.extend(step.state.latents[slot], step.state.history[:, slot])
-            if job.call == job.calls:
-                del lane.active[slot]
-                latents = step.state.latents[slot].clone()
-                history = step.state.history[:, slot]
+            is_done = job.call == job.calls
+            if not is_done and not self._weights.may_move(lane, job):
+                continue
+            del lane.active[slot]
+            latents = step.state.latents[slot].clone()
+            history = step.state.history[:, slot]
+            if is_done:
                 self._end_pass(job, latents, history)
-            elif self._weights.may_move(lane, job):
-                # On to the lane whose slots have the rows of its next call.
-                del lane.active[slot]
-                latents = step.state.latents[slot].clone()
-                history = step.state.history[:, slot].clone()
-                job.staged = replace(job.data, latents=latents, history=history)
-                job.has_weights = False
-                following = job.batch_key.at(job.prepared, job.call)
-                job.batch_key = self._runner.lane_key(following)
-                self._lanes.add(job.batch_key, [job], first=True)
+                continue
+            # On to the lane whose slots have the rows of its next call.
+            job.staged = replace(job.data, latents=latents, history=history.clone())
+            job.has_weights = False
+            following = job.batch_key.at(job.prepared, job.call)
+            job.batch_key = self._runner.lane_key(following)
+            self._lanes.add(job.batch_key, [job], first=True)
 
     def _end_pass(self, job: SlotJob, latents: Tensor, history: Tensor) -> None:
         """Passes latents on: to the decoder, or to the lane of the job's next pass."""

@@ -168,21 +168,20 @@ class Weights:
             return lane.slots
         return min(lane.slots, unet.changes.slots_of(lane.block))
 
-    def make_room(self, lane: Lane, held: Iterable[SlotJob]) -> None:
+    def make_room(self, lane: Lane, held: Sequence[SlotJob]) -> None:
         """Makes room for a lane's changes of convolutions; if it grows, all are loaded again.
 
         Then for those of all jobs *held*, so that less often is compiled anew. The first one makes
         room before its turn: the first graph is compiled by then, and has to serve it.
         """
-        jobs = list(held)
         changes = self._unet.changes
-        needing = lane.active.values() if changes.exist else jobs
+        needing = lane.active.values() if changes.exist else held
         if changes.has_room(each for job in needing for each in job.ranks.items()):
             return
         self._runner.drop_convolutions()
-        changes.grow(each for job in jobs for each in job.ranks.items())
+        changes.grow(each for job in held for each in job.ranks.items())
         self._held = None
-        for job in jobs:
+        for job in held:
             job.has_weights = job.has_weights and not job.ranks
 
     def load(self, lane: Lane) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from drawing import ROUNDING, assert_alike, difference, draw, draw_alone
+from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, finish
 from imagefleet import errors
 from imagefleet.job.prompt import read_prompt
 from packages import TracedPackages
@@ -129,9 +129,7 @@ def test_one_image_fails_alone_where_its_company_breaks_a_call(
     monkeypatch.setattr(engine._unet, "forward", fail)
     engine.admit(0, broken)
     engine.admit(1, engine.prepare(request_of(seed=1)))
-    outcomes = {}
-    while engine.busy:
-        outcomes |= {each.ticket: each.outcome for each in engine.tick()}
+    outcomes = finish(engine)
     assert isinstance(outcomes[0], errors.FleetError)
     assert isinstance(outcomes[1], np.ndarray)
 

@@ -5,7 +5,6 @@ network_norm and network_full, and `NetworkModule.calc_scale`.
 """
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from safetensors.torch import save_file
 from changed_weights import (
     STRENGTH,
     Array,
+    Change,
+    Kind,
     Tensors,
     base,
     drawn,
@@ -35,12 +36,12 @@ LINEAR = f"{BLOCK}.attn1.to_k"
 CONV = "down_blocks.0.resnets.0.conv1"
 
 
-def ia3_of_outputs(weight: Array) -> tuple[Tensors, Array]:
+def ia3_of_outputs(weight: Array) -> Change:
     scales = drawn(len(weight))
     return {"weight": scales, "on_input": np.array(False)}, weight * scales[:, None]
 
 
-def ia3_of_inputs(weight: Array) -> tuple[Tensors, Array]:
+def ia3_of_inputs(weight: Array) -> Change:
     scales = drawn(weight.shape[1])
     return {"weight": scales, "on_input": np.array(True)}, weight * scales
 
@@ -51,7 +52,7 @@ def glora_parts(*weights: Array) -> Tensors:
     return {**parts, "alpha": 2.0}
 
 
-def glora(weight: Array) -> tuple[Tensors, Array]:
+def glora(weight: Array) -> Change:
     outer, inner = weight.shape
     a1 = drawn(3, inner)
     a2 = drawn(inner, 3)
@@ -60,7 +61,7 @@ def glora(weight: Array) -> tuple[Tensors, Array]:
     return glora_parts(a1, a2, b1, b2), b2 @ b1 + (weight @ a2) @ a1
 
 
-def todays_glora(weight: Array) -> tuple[Tensors, Array]:
+def todays_glora(weight: Array) -> Change:
     """LyCORIS 3's `GLoRAModule`, which A1111 fails to read; its rank divides alpha."""
     outer, inner = weight.shape
     a1 = drawn(inner, 3)
@@ -70,7 +71,7 @@ def todays_glora(weight: Array) -> tuple[Tensors, Array]:
     return glora_parts(a1, a2, b1, b2), 2 / 3 * (b1 @ b2 + weight @ a1 @ a2)
 
 
-def todays_glora_of_a_convolution(weight: Array) -> tuple[Tensors, Array]:
+def todays_glora_of_a_convolution(weight: Array) -> Change:
     """The part of the layer's own weight has its kernel, that of B a kernel of its own."""
     outer, inner, *kernel = weight.shape
     a1 = drawn(inner, 3, 1, 1)
@@ -102,12 +103,12 @@ def cayley(blocks: Array, limit: float = 0.0) -> Array:
     return np.array([(eye + each) @ np.linalg.inv(eye - each) for each in skew])
 
 
-def oft(weight: Array) -> tuple[Tensors, Array]:
+def oft(weight: Array) -> Change:
     blocks = drawn(4, len(weight) // 4, len(weight) // 4) / 20
     return {"oft_blocks": blocks}, turned(weight, cayley(blocks)) - weight
 
 
-def oft_with_a_limit(weight: Array) -> tuple[Tensors, Array]:
+def oft_with_a_limit(weight: Array) -> Change:
     blocks = drawn(2, len(weight) // 2, len(weight) // 2)
     alpha = 1e-2
     limit = float(np.float32(alpha)) * len(weight)
@@ -115,7 +116,7 @@ def oft_with_a_limit(weight: Array) -> tuple[Tensors, Array]:
     return parts, turned(weight, cayley(blocks, limit)) - weight
 
 
-def oft_diag_rescaled(weight: Array) -> tuple[Tensors, Array]:
+def oft_diag_rescaled(weight: Array) -> Change:
     turns = drawn(4, len(weight) // 4, len(weight) // 4)
     rescale = drawn(len(weight))
     parts = {"oft_diag": turns, "rescale": rescale}
@@ -123,7 +124,7 @@ def oft_diag_rescaled(weight: Array) -> tuple[Tensors, Array]:
     return parts, rows * turned(weight, turns) - weight
 
 
-def scaled(weight: Array) -> tuple[Tensors, Array]:
+def scaled(weight: Array) -> Change:
     """A scale of its own goes before alpha over rank; an alpha may be a whole number."""
     down = drawn(3, weight.shape[1])
     up = drawn(len(weight), 3)
@@ -131,14 +132,14 @@ def scaled(weight: Array) -> tuple[Tensors, Array]:
     return {**parts, "scale": np.array(0.25)}, 0.25 * (up @ down)
 
 
-def with_whole_alpha(weight: Array) -> tuple[Tensors, Array]:
+def with_whole_alpha(weight: Array) -> Change:
     parts, change = scaled(weight)
     return {
         name: parts[name] for name in parts if name != "scale"
     }, change / 0.25 * 2 / 3
 
 
-def vector(weight: Array) -> tuple[Tensors, Array]:
+def vector(weight: Array) -> Change:
     return {"w_norm": (found := drawn(*weight.shape))}, found
 
 
@@ -163,7 +164,7 @@ def test_each_kind_changes_the_weight_by_its_formula(
     engine,
     tmp_path,
     path: str,
-    kind: Callable[[Array], tuple[Tensors, Array]],
+    kind: Kind,
 ):
     weight = base(engine, path)
     parts, change = kind(weight)
@@ -270,7 +271,7 @@ def test_loras_that_automatic1111_draws_otherwise_or_not_at_all_are_told(
     engine,
     tmp_path,
     monkeypatch,
-    kind: Callable[[Array], tuple[Tensors, Array]],
+    kind: Kind,
     prefix: str,
     beside: bool,
     told: set[str],

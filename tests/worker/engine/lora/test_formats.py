@@ -1,16 +1,15 @@
 """Each kind of LoRA against its definition in numpy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from changed_weights import STRENGTH, Array, base, merged, prefixed, write
+from changed_weights import STRENGTH, Array, Change, Kind, base, merged, prefixed, write
 from drawing import make_request
 from imagefleet import errors
 
-Tensors = dict[str, Array]
 CONV = "conv_in"
 LINEAR = "down_blocks.0.attentions.0.transformer_blocks.0.ff.net.2"
 RANK = 3
@@ -29,20 +28,20 @@ def tucker(core: Array, outer: Array, inner: Array) -> Array:
     return np.einsum("rshw,ro,si->oihw", core, outer, inner)
 
 
-def plain(weight: Array) -> tuple[Tensors, Array]:
+def plain(weight: Array) -> Change:
     outer, inner = weight.shape
     down, up = numbers((RANK, inner), (outer, RANK))
     return {"lora_down.weight": down, "lora_up.weight": up}, up @ down
 
 
-def locon(weight: Array) -> tuple[Tensors, Array]:
+def locon(weight: Array) -> Change:
     outer, *rest = weight.shape
     down, up = numbers((RANK, *rest), (outer, RANK, 1, 1))
     delta = np.einsum("or,rihw->oihw", up[:, :, 0, 0], down)
     return {"lora_down.weight": down, "lora_up.weight": up}, delta
 
 
-def locon_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
+def locon_in_tucker_form(weight: Array) -> Change:
     outer, inner, *kernel = weight.shape
     down, mid, up = numbers(
         (RANK, inner, 1, 1), (RANK, RANK, *kernel), (outer, RANK, 1, 1)
@@ -51,7 +50,7 @@ def locon_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
     return parts, tucker(mid, up[:, :, 0, 0].T, down[:, :, 0, 0])
 
 
-def loha(weight: Array) -> tuple[Tensors, Array]:
+def loha(weight: Array) -> Change:
     outer = len(weight)
     columns = weight[0].size
     shapes = [(outer, RANK), (RANK, columns)] * 2
@@ -61,7 +60,7 @@ def loha(weight: Array) -> tuple[Tensors, Array]:
     return dict(zip(names, (w1_a, w1_b, w2_a, w2_b), strict=True)), delta
 
 
-def loha_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
+def loha_in_tucker_form(weight: Array) -> Change:
     outer, inner, *kernel = weight.shape
     names = ("hada_t1", "hada_w1_a", "hada_w1_b", "hada_t2", "hada_w2_a", "hada_w2_b")
     half = [(RANK, RANK, *kernel), (RANK, outer), (RANK, inner)]
@@ -74,13 +73,13 @@ def kronecker(first: Array, second: Array) -> Array:
     return np.kron(first.reshape(*first.shape, *[1] * (second.ndim - 2)), second)
 
 
-def lokr_of_wholes(weight: Array) -> tuple[Tensors, Array]:
+def lokr_of_wholes(weight: Array) -> Change:
     outer, inner, *kernel = weight.shape
     w1, w2 = numbers((4, 2), (outer // 4, inner // 2, *kernel))
     return {"lokr_w1": w1, "lokr_w2": w2}, kronecker(w1, w2)
 
 
-def lokr(weight: Array) -> tuple[Tensors, Array]:
+def lokr(weight: Array) -> Change:
     outer, inner, *kernel = weight.shape
     columns = inner // 2 * int(np.prod(kernel))
     w1, w2_a, w2_b = numbers((4, 2), (outer // 4, RANK), (RANK, columns))
@@ -88,7 +87,7 @@ def lokr(weight: Array) -> tuple[Tensors, Array]:
     return {"lokr_w1": w1, "lokr_w2_a": w2_a, "lokr_w2_b": w2_b}, kronecker(w1, w2)
 
 
-def lokr_of_four(weight: Array) -> tuple[Tensors, Array]:
+def lokr_of_four(weight: Array) -> Change:
     parts, _ = lokr(weight)
     w1_a, w1_b = numbers((4, RANK), (RANK, 2))
     del parts["lokr_w1"]
@@ -99,7 +98,7 @@ def lokr_of_four(weight: Array) -> tuple[Tensors, Array]:
     return {**parts, "lokr_w1_a": w1_a, "lokr_w1_b": w1_b}, kronecker(w1_a @ w1_b, w2)
 
 
-def lokr_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
+def lokr_in_tucker_form(weight: Array) -> Change:
     outer, inner, *kernel = weight.shape
     w1, t2, w2_a, w2_b = numbers(
         (4, 2), (RANK, RANK, *kernel), (RANK, outer // 4), (RANK, inner // 2)
@@ -108,7 +107,7 @@ def lokr_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
     return parts, kronecker(w1, tucker(t2, w2_a, w2_b))
 
 
-def difference_of_weights(weight: Array) -> tuple[Tensors, Array]:
+def difference_of_weights(weight: Array) -> Change:
     (diff,) = numbers(weight.shape)
     return {"diff": diff}, diff
 
@@ -146,7 +145,7 @@ def test_each_kind_changes_the_weight_as_defined(
     engine,
     tmp_path,
     layer: str,
-    kind: Callable[[Array], tuple[Tensors, Array]],
+    kind: Kind,
     alpha: float | None,
 ):
     weight = base(engine, layer)
@@ -168,7 +167,7 @@ def test_dora_rescales_the_changed_weight_to_its_norms(
     engine,
     tmp_path,
     layer: str,
-    kind: Callable[[Array], tuple[Tensors, Array]],
+    kind: Kind,
     axis: int,
 ):
     weight = base(engine, layer)
@@ -191,7 +190,7 @@ def test_missing_tensors_and_wrong_shapes_are_refused(
     engine,
     tmp_path,
     layer: str,
-    kind: Callable[[Array], tuple[Tensors, Array]],
+    kind: Kind,
 ):
     parts, _ = kind(base(engine, layer))
     for part, values in parts.items():

@@ -13,6 +13,7 @@ from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_r
 from worker.engine import contract
 from worker.engine.lora.file import adaptable_layers
 from worker.engine.lora.merge import NO_CHANGES
+from worker.engine.networks.convolution import LowRankChange, SlotChanges
 from worker.engine.networks.transformer import Call
 from worker.engine.slots import engine as slots
 
@@ -167,6 +168,18 @@ def test_locons_of_two_sizes_take_turns(
     ]
     images = draw(ours, *requests)
     assert_alike(images, draw_alone(engine, requests))
+
+
+def test_a_block_that_memory_is_too_short_for_is_not_the_one_in_use(monkeypatch):
+    """The engine takes up the same block again, after it has freed memory elsewhere."""
+    change = LowRankChange({"a": torch.nn.Linear(2, 2)})
+    changes = SlotChanges([change], torch.zeros(1))
+    changes.resize(1)
+    changes.grow([(change.shape, 1)])
+    monkeypatch.setattr(torch.Tensor, "new_zeros", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        changes.use_block(1)
+    assert changes.block == (0, None)
 
 
 def test_no_trace_of_a_slots_last_locon_is_left(

@@ -15,6 +15,7 @@ from drawing import (
     difference,
     draw,
     draw_alone,
+    finish,
     make_request,
 )
 from imagefleet import errors
@@ -271,9 +272,7 @@ def test_an_urgent_image_is_drawn_before_those_that_wait_for_a_slot(
         finished = engine.tick()
     assert [each.ticket for each in finished] == [0]
     engine.admit(4, engine.prepare(make_request(seed=4, steps=2)), is_urgent=True)
-    outcomes = {}
-    while engine.busy:
-        outcomes |= {each.ticket: each.outcome for each in engine.tick()}
+    outcomes = finish(engine)
     assert [*outcomes][:2] == [1, 4]
     (expected,) = draw(slot_engine, make_request(seed=4, steps=2))
     assert difference(outcomes[4], expected) <= ROUNDING

@@ -1,6 +1,6 @@
 """LoRAs of a few tensors, and what the weights of the UNet are with them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,11 @@ from worker.engine.lora.file import adaptable
 
 Array = npt.NDArray[np.float64]
 Tensors = Mapping[str, Any]
+
+#: Makes a layer's tensors of one kind for a weight, and the change that they are by definition.
+Change = tuple[Tensors, Array]
+Kind = Callable[[Array], Change]
+
 STRENGTH = 0.7
 
 
