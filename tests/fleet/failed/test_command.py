@@ -324,3 +324,15 @@ def test_a_replay_chooses_the_priority_and_is_normal_without(
     after = asyncio.run(waiting())
     sent = {name: after[name] - before[name] for name in PRIORITIES}
     assert sent == {"high": 0, "normal": 1, "low": 1}
+
+
+def test_a_preview_shows_the_beginning_of_a_prompt_without_spaces(
+    in_process: Imagefleet, failed_jobs: StorageSettings
+):
+    async def prepare() -> None:
+        async with open_storage(failed_jobs) as storage:
+            await add(storage, json.dumps({"prompt": "紅" * 200, "id": "red"}))
+
+    asyncio.run(prepare())
+    shown = in_process("replay", "default/red", "--dry-run").stdout
+    assert "紅" * 150 + "…" in shown.replace("\n", "")
