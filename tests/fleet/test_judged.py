@@ -89,8 +89,15 @@ async def test_results_and_exports_are_filtered_and_sorted_by_score(
     kept = await scores(storage)
     best = sorted(kept, key=lambda name: -kept[name])
     found = await run("results", spring, "--keep", "contrast=0", "--json")
-    images = [json.loads(line) for line in found.splitlines()]
-    assert [each["id"] for each in images if each["outcome"] == "completed"] == best
+    assert [json.loads(line)["id"] for line in found.splitlines()] == best
+    shown = await run("results", spring, "--keep", "contrast=22")
+    assert "contrast" in shown
+    assert "dropped" not in shown.partition("image ")[2]
+    first = ("--keep", "contrast=0", "--limit", "1", "--download")
+    await run("results", spring, *first, str(tmp_path / "first"))
+    assert [path.name for path in (tmp_path / "first").glob("*.png")] == [
+        f"{best[0]}.png"
+    ]
     least = max(kept.values())
     rule = ("--keep", f"contrast={least}")
     await run("results", spring, *rule, "--download", str(tmp_path / "best"))
@@ -106,6 +113,7 @@ async def test_dropped_jobs_are_drawn_again_by_another_rule_and_count_once(
     softer = ("redo", spring, "--keep", "contrast=12", "--yes", "--json")
     would = json.loads(await run(*softer, "--dry-run"))
     assert (would["count"], would["refused"]) == (1, 0)  # the other's scores are known
+    assert would["jobs"] == [{"campaign": "spring", "error": "dropped", "count": 1}]
     assert json.loads(await run(*softer)) == {"replayed": 1, "refused": []}
     counts = await reader.counts(storage, spring)
     assert (counts.pending, counts.dropped, counts.images) == (1, 1, 2)
@@ -113,6 +121,8 @@ async def test_dropped_jobs_are_drawn_again_by_another_rule_and_count_once(
     assert (await reader.counts(storage, spring)).pending == 0
     assert (await scores(storage)).keys() == {"j1", "j2", "j3"}
     assert json.loads(await run(*softer)) == {"replayed": 0, "refused": []}
+    for other in (["--worker", "w"], ["--suspect"], ["spring", "--jobs", "jobs.jsonl"]):
+        await run("redo", *other, "--keep", "contrast=1", "--yes", code=2)
     await run("redo", "--keep", "contrast=1", code=2)
 
 

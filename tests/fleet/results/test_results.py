@@ -5,12 +5,16 @@ import dataclasses
 import json
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 import sent_jobs
+from fleet.results.command import best
+from imagefleet.keeping.rule import Keep, Scores
 from imagefleet.records import reader
+from imagefleet.records.catalog import RecordParts
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
@@ -201,3 +205,23 @@ async def test_a_hostile_record_controls_no_terminal(
 
     for arguments in ((), ("--json",)):
         assert not set((await results(*arguments)).stdout) & set("\x1b\x07\u202e")
+
+
+async def test_the_best_are_sorted_once_and_not_with_each_part_that_is_read():
+    ranked = []
+
+    class Counted(Keep):
+        def rank(self, scores: Scores) -> float:
+            ranked.append(scores["clip"])
+            return super().rank(scores)
+
+    moment = datetime(2026, 12, 1, tzinfo=UTC)
+
+    async def parts() -> RecordParts:
+        for number in range(50):
+            named = {"outcome": "completed", "id": f"j{number}", "at": moment}
+            yield [Record.model_validate(named | {"scores": {"clip": number}})]
+
+    found = best(parts(), Counted(minimum={"clip": 9}), 1_000)
+    first = [record.id async for records in found for record in records]
+    assert (first[0], len(first), len(ranked)) == ("j49", 41, 41)
