@@ -106,15 +106,11 @@ class _Results:
     storage: Storage
     damaged: Damaged = field(default_factory=Damaged)
 
-    def found(
-        self, outcomes: Collection[str], limit: int | None
-    ) -> RecordParts:
+    def found(self, outcomes: Collection[str], limit: int | None) -> RecordParts:
         found = reader.results(self.storage, self.campaign, outcomes, self.damaged)
         return self.first(found, limit)
 
-    def first(
-        self, parts: RecordParts, limit: int | None
-    ) -> RecordParts:
+    def first(self, parts: RecordParts, limit: int | None) -> RecordParts:
         """The first records, or with a rule the best."""
         if self.to.keep is None:
             return _limited(parts, limit)
@@ -125,9 +121,7 @@ class _Results:
         return sum(map(counts.of, self.to.outcomes))
 
 
-async def best(
-    parts: RecordParts, rule: Keep, limit: int
-) -> RecordParts:
+async def best(parts: RecordParts, rule: Keep, limit: int) -> RecordParts:
     """Sorts what a rule keeps; all of it is in memory, unless it is limited."""
 
     def place(record: Record) -> tuple[float, str]:
@@ -141,9 +135,7 @@ async def best(
     yield sorted(found, key=place)
 
 
-async def _limited(
-    parts: RecordParts, left: int | None
-) -> RecordParts:
+async def _limited(parts: RecordParts, left: int | None) -> RecordParts:
     async for records in parts:
         yield records[:left]
         if left is not None and (left := left - len(records)) <= 0:

@@ -97,11 +97,10 @@ def job_ended(fleet: str, record: Record) -> Event | None:
             data["image_count"] = len(blobs)
     elif record.is_end:
         data["attempts"] = record.attempts
-        if record.outcome == "dropped":
+        if record.outcome != "cancelled":
             data["reason"] = (record.reason or "")[:_MAX_REASON_CHARACTERS]
         if record.outcome == "failed":
-            reason = (record.reason or "")[:_MAX_REASON_CHARACTERS]
-            data |= {"error": record.error, "reason": reason}
+            data["error"] = record.error
     else:
         return None
     kind = f"job.{record.outcome}"
