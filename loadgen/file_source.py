@@ -251,6 +251,14 @@ class FileSource:
         )
         # Without one, a job that somebody has signed stays as it was signed.
         is_theirs = self._signer is None and message.is_signed(text)
+        if is_theirs:
+            given = message.message_fields(text)
+            for name, value in (("campaign", self._campaign), ("keep", self._keep)):
+                if value and given.get(name) is None:
+                    raise JobError(
+                        f"somebody has signed it without a {name}: leave out --{name}, or give your"
+                        " --signing-key"
+                    )
         body = without_deliveries(text) if is_theirs else job.to_message(signer)
         sizes.checked_messages([body + " " * room])
         self.differences.update(differences.of_job(job, (job.width, job.height)))
