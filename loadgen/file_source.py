@@ -286,11 +286,8 @@ def _without_failure(text: str) -> tuple[str, bool]:
     """
     if f'"{message.FAILURE_FIELD}"' not in text:
         return text, False  # the most common case, without parsing it
-    try:
-        fields = message.message_fields(text)
-    except (ValueError, RecursionError):
-        return text, False  # not JSON, which `read_job` says
-    if isinstance(fields, dict) and message.FAILURE_FIELD in fields:
+    fields = message.fields_if_any(text)
+    if message.FAILURE_FIELD in fields:
         failure = fields.pop(message.FAILURE_FIELD)
         return json.dumps(fields), not is_rejected(failure)
     return text, False

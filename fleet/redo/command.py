@@ -270,9 +270,8 @@ async def select(
         return await _of_job(storage, named.campaign, named.id)
     await check_campaign(storage, named.campaign)
     found = Images()
-    wanted = list[Suspects]()
     if which.worker is not None:
-        wanted.append(Suspects(worker=which.worker, since=which.since))
+        wanted = [Suspects(worker=which.worker, since=which.since)]
     else:
         wanted, found.damaged_records = await _recorded(storage)
     if not wanted:

@@ -87,9 +87,7 @@ def job_ended(fleet: str, record: Record) -> Event | None:
             suffix = blobs[0].rpartition(".")[2]
             blobs = [f"{stem}.{suffix}" for stem in stems]
         data["images"] = [*blobs[:MAX_IMAGES]]
-        data["seed"] = (
-            None if record.seed is None else max(0, record.seed - record.index)
-        )
+        data["seed"] = record.first_seed
         if record.pack is not None:
             place = {"offset": record.offset, "size_bytes": record.size_bytes}
             data["pack"] = {"blob": record.pack, **place}
