@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from fleet import main
 from forks import AZURE, Fork, Forks, running
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+AsyncImagefleet = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
 
 
 @pytest.fixture(autouse=True)

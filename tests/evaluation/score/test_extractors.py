@@ -17,7 +17,7 @@ from evaluation.score.networks import load
 from evaluation.score.preparation import clean_fid
 from imagefleet import errors
 from imagefleet.job import clip
-from worker.judges.preparation import CLIP_MEAN, CLIP_STD
+from worker.judges.preparation import CLIP_MEAN
 
 pytestmark = pytest.mark.slow
 
@@ -150,17 +150,13 @@ def test_clip_has_the_features_of_transformers(clip_folder: Path):
     np.testing.assert_allclose(score, 100 * cosines.clamp_min(0), atol=0.2)
 
 
-def test_clip_normalises_as_its_folder_says_as_far_as_it_says_it(
+def test_clip_deviates_as_its_folder_says_where_it_says_no_mean(
     clip_folder: Path, tmp_path
 ):
     folder = shutil.copytree(clip_folder, tmp_path / "own")
-    stated = folder / "preprocessor_config.json"
-    stated.write_text('{"image_std": [0.5, 0.4, 0.2]}')
-    std = load.load_extractor(folder).facts.preparation
-    stated.write_text('{"image_mean": [0.5, 0.4, 0.2]}')
-    mean = load.load_extractor(folder).facts.preparation
-    assert std.std == mean.mean == (127.5, 102, 51)
-    assert (std.mean, mean.std) == (CLIP_MEAN, CLIP_STD)
+    (folder / "preprocessor_config.json").write_text('{"image_std": [0.5, 0.4, 0.2]}')
+    found = load.load_extractor(folder).facts.preparation
+    assert (found.mean, found.std) == (CLIP_MEAN, (127.5, 102, 51))
 
 
 def test_the_judge_prefers_what_the_caption_names(drawn):

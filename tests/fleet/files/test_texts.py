@@ -44,13 +44,6 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def jobs(tmp_path) -> Path:
-    path = tmp_path / "jobs.jsonl"
-    path.write_text("".join(json.dumps(job) + "\n" for job in JOBS))
-    return path
-
-
-@pytest.fixture
 def signing_key(tmp_path, monkeypatch) -> SigningKey:
     key = SigningKey.create(tmp_path / "key.pem")
     monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
