@@ -141,8 +141,9 @@ async def _demo(
     async with aio.Fleet(open_storage(settings)) as fleet:
         batch = await fleet.submit(jobs, campaign=jobs[0].campaign)
         # The client would refuse it.
-        invalid = messages.count(demo.INVALID_MESSAGE)
-        await fleet.storage.queue.send([demo.INVALID_MESSAGE] * invalid)
+        await fleet.storage.queue.send(
+            [demo.INVALID_MESSAGE] * messages.count(demo.INVALID_MESSAGE)
+        )
         # The demo shows a worker's figures; its log says too much for a first look.
         logs.configure("text", logging.FileHandler(output / "worker.log", mode="w"))
         with worker_command.showing() as show:
@@ -179,12 +180,11 @@ async def _demo(
 def _show(
     report: JSONObject, settings: WorkerSettings, storage: Path, *, cascade: bool
 ) -> None:
-    speed = report["images_per_second"]
-    seconds = report["seconds"]
     facts = {
         "images": f"{report['images']} in {storage / settings.container}",
         "contact sheet": report["contact_sheet"],
-        "images/s": f"{speed:.2f} ({seconds:.1f} s after the start-up)",
+        "images/s": f"{report['images_per_second']:.2f} ({report['seconds']:.1f} s after the"
+        " start-up)",
         "engine idle": f"{console.percent(report['engine_idle_fraction'])} of the time",
         "images per dollar": f"{report['images_per_dollar']:,.0f}: this machine's speed at the"
         f" price of an {_PRICED_GPU} (batch priority, ${_DOLLARS_PER_HOUR:.2f}/h). The demo's model"

@@ -200,9 +200,7 @@ def _report_download(running: download.Download, *, as_json: bool) -> None:
 
 async def _show(results: _Results) -> None:
     to = results.to
-    storage = results.storage
-    campaign = results.campaign
-    counts = await reader.counts(storage, campaign)
+    counts = await reader.counts(results.storage, results.campaign)
     console.print_tables(forms.counts_table(counts))
     shown = 0
     limit = to.limit or console.SCREEN_LINES

@@ -177,3 +177,14 @@ async def test_pictures_without_scores_are_scored_for_a_sample(
     )
     assert shown["scores"][0]["name"] == "coherence"
     assert shown["rule"]["kept"] == 1.0
+
+
+async def test_a_near_duplicate_is_among_the_drawn_images_of_a_sample(
+    run: Callable[..., Any], run_worker: RunWorker, tmp_path: Path
+):
+    (tmp_path / "jobs.txt").write_text("a cat\na dog\n")
+    rule = ("--keep", "contrast=1,distinct=3", "--bundle", "1")
+    await run("load", str(tmp_path / "jobs.txt"), "--campaign", "spring", *rule)
+    await run_worker("w", lambda request: judged.picture(0, 80))
+    shown = json.loads(await run("score", "spring", "--sample", "9", "--json"))
+    assert (shown["images"], shown["scores"][0]["images"]) == (2, 2)
