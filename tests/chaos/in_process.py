@@ -1,5 +1,6 @@
 """Fixtures that run the console command in the test's process, or in a fork of one."""
 
+import json
 import logging
 import os
 import subprocess
@@ -68,6 +69,12 @@ def assert_refused(ended: "subprocess.CompletedProcess[Any]", *sentences: str) -
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT, ended.stderr
     for sentence in sentences:
         assert sentence in ended.stderr
+
+
+def told(ended: "subprocess.CompletedProcess[str]") -> Any:
+    """The JSON that a command has printed, which ended well."""
+    assert ended.returncode == console.EXIT_DONE, ended.stderr
+    return json.loads(ended.stdout)
 
 
 @pytest.fixture(scope="session")
