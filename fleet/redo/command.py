@@ -102,7 +102,7 @@ class ImageChoice:
         of_dropped = self.keep is not None
         named = self.named.campaign if of_dropped else self.named.id
         given = self.worker is not None, self.suspect, named is not None
-        if sum(given) != 1 or of_dropped > given[-1]:
+        if sum(given) != 1 or (of_dropped and named is None):
             raise SetupError(
                 "choose the images: CAMPAIGN/ID, --worker or --suspect; or dropped jobs:"
                 " CAMPAIGN[/ID] with --keep"
