@@ -151,10 +151,9 @@ def command(
         elif dry_run:
             _preview(settings, source, read, quiet=sending.quiet)
         else:
-            is_file = jobs.file != "-"
             alone = (
                 console.only_one(file, settings.queue)
-                if is_file
+                if jobs.file != "-"
                 else contextlib.nullcontext()
             )
             if pictures:

@@ -69,8 +69,9 @@ def _tokenise(texts: Sequence[str]) -> list[list[int]]:
 
 def _read(read: Callable[..., Prompt], text: str, steps: int) -> JSONDict:
     """The prompt as JSON, or the reason why it is not supported."""
-    comments = re.findall("#.*", text)
     texts = []
+    loras = []
+    unsupported = None
     try:
         parsed = read(text, steps=steps)
         for number, part in enumerate(parsed.subprompts, start=1):
@@ -80,16 +81,16 @@ def _read(read: Callable[..., Prompt], text: str, steps: int) -> JSONDict:
                 own = [step for step, at in calls if at.text == state.text]
                 weight = {"part": number, "weight": part.weight}
                 texts.append({**weight, **_text(state), "steps": own})
+        loras = [asdict(lora) for lora in parsed.loras]
     except JobError as error:
+        texts = []
         unsupported = error.message
-        return {
-            "texts": [],
-            "loras": [],
-            "unsupported": unsupported,
-            "comments": comments,
-        }
-    loras = [asdict(lora) for lora in parsed.loras]
-    return {"texts": texts, "loras": loras, "unsupported": None, "comments": comments}
+    return {
+        "texts": texts,
+        "loras": loras,
+        "unsupported": unsupported,
+        "comments": re.findall("#.*", text),
+    }
 
 
 def chunks_of(text: State) -> tuple[clip.Chunk, ...]:

@@ -251,6 +251,14 @@ class FileSource:
         )
         # Without one, a job that somebody has signed stays as it was signed.
         is_theirs = self._signer is None and message.is_signed(text)
+        if is_theirs:
+            given = message.message_fields(text)
+            for name, value in (("campaign", self._campaign), ("keep", self._keep)):
+                if value and given.get(name) is None:
+                    raise JobError(
+                        f"somebody has signed it without a {name}: leave out --{name}, or give your"
+                        " --signing-key"
+                    )
         body = without_deliveries(text) if is_theirs else job.to_message(signer)
         sizes.checked_messages([body + " " * room])
         self.differences.update(differences.of_job(job, (job.width, job.height)))
@@ -278,11 +286,8 @@ def _without_failure(text: str) -> tuple[str, bool]:
     """
     if f'"{message.FAILURE_FIELD}"' not in text:
         return text, False  # the most common case, without parsing it
-    try:
-        fields = message.message_fields(text)
-    except (ValueError, RecursionError):
-        return text, False  # not JSON, which `read_job` says
-    if isinstance(fields, dict) and message.FAILURE_FIELD in fields:
+    fields = message.fields_if_any(text)
+    if message.FAILURE_FIELD in fields:
         failure = fields.pop(message.FAILURE_FIELD)
         return json.dumps(fields), not is_rejected(failure)
     return text, False

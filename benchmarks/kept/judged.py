@@ -13,6 +13,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import operations
+from benchmarks.bundles import gpu
 from fleet.plan import command, kept
 from fleet.plan.work import of_source, read_models
 from imagefleet.files import demo
@@ -27,7 +30,7 @@ from imagefleet.keeping.rule import Keep
 from imagefleet.pricing import prices
 from imagefleet.records import pictures, reader
 from imagefleet.records.record import Record
-from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Operations
 from imagefleet.storage.settings import StorageSettings
 from loadgen.load import Load
@@ -77,58 +80,42 @@ def jobs_file(folder: Path, prompts: Sequence[str], **fields: object) -> Path:
     return path
 
 
-async def drawn(
-    file: Path, rule: str | None, judge: Path, bundle: int, **worker: Any
-) -> Ran:
+async def drawn(file: Path, rule: str | None, judge: Path, **worker: Any) -> Ran:
     """Loads a file into a storage of its own and has one worker draw it."""
     with tempfile.TemporaryDirectory() as folder:
         where = StorageSettings(storage=f"local:{folder}/storage")
         settings = LoadSettings(
-            storage=where.storage, bundle=bundle, verify_share=0, concurrency=256
+            storage=where.storage, bundle=1, verify_share=0, concurrency=256
         )
         keep = None if rule is None else Keep.model_validate(rule)
         source = open_source(str(file), campaign="kept", keep=keep)
-        used: list[Storage] = []
-        opening = process.open_storage
-
-        def noting(*given: Any, **named: Any) -> Storage:
-            used.append(opening(*given, **named))
-            return used[-1]
-
         async with open_storage(settings) as storage:
             await storage.create()
             name = f"judges/clip{judge.suffix}"
             data = await asyncio.to_thread(judge.read_bytes)
             await storage.files.create(name, data, "application/octet-stream", {})
             await Load(storage, source, settings).run(lambda _: None)
-            filled = storage.operations
-        process.open_storage = noting  # type: ignore[assignment]
+            used = Counter(asdict(storage.operations))
         # Records are written as seldom as on Azure, whose prices count here.
         recording.LOCAL_FLUSH_SECONDS = recording.FLUSH_SECONDS
-        try:
-            machine = MachineSettings(
-                storage=where.storage,
-                until_empty=True,
-                port=0,
-                cache=Path(folder, "cache"),
-                **worker,
-            )
-            await process.run_worker(machine)
-        finally:
-            process.open_storage = opening
-        spent = Operations(
-            queue=filled.queue + used[0].operations.queue,
-            blob_writes=filled.blob_writes + used[0].operations.blob_writes,
-            blob_reads=used[0].operations.blob_reads,
+        machine = MachineSettings(
+            storage=where.storage,
+            until_empty=True,
+            port=0,
+            cache=Path(folder, "cache"),
+            **worker,
         )
+        with operations.opened() as opened:
+            await process.run_worker(machine)
+        used.update(asdict(opened[0].operations))
         async with open_storage(where) as storage:
             counts = await reader.counts(storage, "kept")
             if counts.pending or counts.failed:
                 sys.exit(f"not all jobs were drawn: {counts}")
             found = [record async for record in reader.images(storage, "kept")]
-            for record in found[:1]:  # it is there
-                await pictures.find(storage, [record])
-        return Ran(spent, found, counts.dropped)
+            if found and isinstance(await pictures.find(storage, found[:1]), str):
+                sys.exit("an image is not stored as its record says")
+        return Ran(Operations(**used), found, counts.dropped)
 
 
 def planned(folder: Path, bundle: int) -> kept.KeptPlan:
@@ -159,11 +146,11 @@ async def run_demo(folder: Path, count: int, gpu_dollars: float) -> dict[str, An
     # Tried first, as thresholds are: the scores of all, of which a share is to pass.
     options: dict[str, Any] = {"model": demo.TRAINED, "device": "cpu"}
     options["accelerator"] = str(demo.ACCELERATOR)
-    tried = await drawn(file, "clip=0", judge, 1, **options)
+    tried = await drawn(file, "clip=0", judge, **options)
     scores = [record.scores["clip"] for record in tried.records]
     least = float(np.quantile(scores, 1 - SHARE, method="higher"))
-    judged = await drawn(file, f"clip={least}", judge, 1, **options)
-    stored = await drawn(file, None, judge, 1, **options)
+    judged = await drawn(file, f"clip={least}", judge, **options)
+    stored = await drawn(file, None, judge, **options)
     kept_ids = {record.id for record in judged.records}
     wanted = {record.id for record in tried.records if record.scores["clip"] >= least}
     if kept_ids != wanted:
@@ -206,8 +193,6 @@ def random_clip(folder: Path, *, is_tiny: bool) -> Path:
     from safetensors.torch import save_file
     from transformers import CLIPConfig, CLIPModel
 
-    vision: dict[str, int] = {"image_size": 32, "patch_size": 16}
-    configuration = CLIPConfig()
     if not is_tiny:
         vision = {"image_size": CLIP_SIDE, "patch_size": 14}
         vision |= {"hidden_size": 1024, "intermediate_size": 4096}
@@ -226,7 +211,9 @@ def random_clip(folder: Path, *, is_tiny: bool) -> Path:
         narrow = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
         narrow["num_attention_heads"] = 1
         configuration = CLIPConfig(
-            text_config=narrow, vision_config={**narrow, **vision}, projection_dim=16
+            text_config=narrow,
+            vision_config={**narrow, "image_size": 32, "patch_size": 16},
+            projection_dim=16,
         )
     torch.manual_seed(0)
     model = CLIPModel(configuration).half()
@@ -244,22 +231,14 @@ def rate(records: Sequence[Record]) -> float:
 
 async def run_gpu(folder: Path, given: argparse.Namespace) -> dict[str, float]:
     """A worker that scores each image over one that does not, with a LoRA for each job."""
-    names = (
-        sorted(path.stem for path in given.loras.glob("*.safetensors"))
-        if given.loras
-        else []
-    )
-    prompts = [f"a photo of a house, number {number}" for number in range(given.images)]
-    for number in range(len(prompts) if names else 0):
-        prompts[number] += f" <lora:{names[number % len(names)]}:0.8>"
-    file = jobs_file(folder, prompts)
+    file = jobs_file(folder, [*gpu.prompts(given.images, given.loras)])
     judge = given.clip or random_clip(folder, is_tiny=given.tiny)
     options: dict[str, Any] = {"model": given.model, "device": given.device}
     if given.loras:
         options["lora_directory"] = given.loras
     # The first run compiles and fills the caches of the machine; it is not counted.
     rules = ("clip=0", None, "clip=0", None, "clip=0")
-    ran = [await drawn(file, rule, judge, 1, **options) for rule in rules]
+    ran = [await drawn(file, rule, judge, **options) for rule in rules]
     rates = [rate(each.records) for each in ran]
     _, plain, scored, again, last = rates
     return {

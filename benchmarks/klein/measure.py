@@ -20,11 +20,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [f"{ROOT}/benchmarks", f"{ROOT}/demo_model/training", str(ROOT)]
 
 import torch
 
+from demo_world import answers, world
+from demo_world.klein import drawing, networks
+from demo_world.klein import measure as demo_klein
 from evaluation.bench import machine, work
+from evaluation.score.demo.judge import load_judge
 from imagefleet.pricing import families
 from klein import full_size, theirs, tiny_klein
 from rows import program
@@ -56,6 +61,9 @@ BAG_LORAS: Sequence[Sequence[full_size.Kind]] = (
 BAG_STEPS = (4, 6, 5, 8, 4, 7, 4)
 
 OVERHEAD_SECONDS = 400.0
+
+#: Captions that the demo's klein draws, on a GPU and in a trial.
+CAPTIONS, TINY_CAPTIONS = 500, 3
 
 
 def of_arguments(arguments: argparse.Namespace) -> tuple[Path, full_size.Kind]:
@@ -262,10 +270,10 @@ def prepare_capped(arguments: argparse.Namespace, gigabytes: int) -> Measure:
     settings: dict[str, object] = {}
     if gigabytes == min(CAPS):
         settings["precision"] = "int8"
-        folder = without_encoder(model)
-        states = stored_states(arguments, model)
-        model = folder
-        jobs = (replace(each, text_states=states) for each in jobs)
+        prompt = str(full_size.request().prompt)
+        states = stored_states(arguments, model, [prompt, ""], KLEIN.text)
+        model = without_encoder(arguments, model)
+        jobs = (replace(each, text_states=(*states,)) for each in jobs)
     limit_memory(arguments.device, gigabytes)
     engine = load_engine(arguments, model, **settings)
 
@@ -301,27 +309,65 @@ def prepare_int8(arguments: argparse.Namespace) -> Measure:
     return measure
 
 
-def without_encoder(model: Path) -> Path:
+def prepare_demo(arguments: argparse.Namespace) -> Measure:
+    """The demo's klein in slots: which captions of unseen scenes it draws right."""
+    model = ROOT / "demo_klein"
+    if arguments.tiny:
+        model, _ = of_arguments(arguments)
+    count = TINY_CAPTIONS if arguments.tiny else CAPTIONS
+    scenes = drawing.held_out_scenes(count, seed=count)
+    # Its encoder is a ninth as deep as klein's, and other layers are taken.
+    rule = replace(KLEIN.text, layers=networks.TAKEN_LAYERS)
+    captions = [caption for _, caption in scenes]
+    *states, empty = stored_states(arguments, model, [*captions, ""], rule)
+    jobs = [
+        full_size.request(
+            prompt=caption,
+            width=world.IMAGE_PX,
+            height=world.IMAGE_PX,
+            seed=number,
+            text_states=(states[number], empty),
+        )
+        for number, caption in enumerate(captions)
+    ]
+    engine = load_engine(arguments, without_encoder(arguments, model))
+
+    def measure(_: float) -> Figures:
+        found = demo_klein.judged(work.draw(engine, jobs), load_judge())
+        right = [
+            answers.both_right(scene, each)
+            for (scene, _), each in zip(scenes, found, strict=True)
+        ]
+        return {"both_right": answers.share(right)}
+
+    return measure
+
+
+def without_encoder(arguments: argparse.Namespace, model: Path) -> Path:
     """The model as a card of 8 GB has it: without the weights of the text encoder."""
-    folder = model.with_name(f"{model.name}-small")
+    folder: Path = arguments.folder / f"{model.name}-small"
     weights = shutil.ignore_patterns("model*.safetensors")
     if not folder.exists():
-        shutil.copytree(model, folder, copy_function=os.link, ignore=weights)
+        whole = model.resolve()
+        shutil.copytree(whole, folder, copy_function=os.symlink, ignore=weights)
     return folder
 
 
-def stored_states(arguments: argparse.Namespace, model: Path) -> tuple[Path, Path]:
-    """Files of the states of both prompts of all requests."""
+def stored_states(
+    arguments: argparse.Namespace,
+    model: Path,
+    prompts: Sequence[str],
+    rule: text.TextRule,
+) -> list[Path]:
+    """Files of the prompts' states, as the rule takes them of the model's own encoder."""
+    # As the engine asks for them, whichever layers they are of.
     name = text.encoder_name(model, KLEIN.text)
-    prompts = str(full_size.request().prompt), ""
-    paths = [
-        model.with_name(f"{text_states.stem(each, name)}.safetensors")
-        for each in prompts
-    ]
+    folder: Path = arguments.folder
+    paths = [folder / f"{text_states.stem(each, name)}.safetensors" for each in prompts]
     if not all(path.exists() for path in paths):
         on_gpu = arguments.device.type == "cuda"
         dtype = torch.bfloat16 if on_gpu else torch.float32
-        encoder = text.ChatEncoder(model, KLEIN.text, arguments.device, dtype)
+        encoder = text.ChatEncoder(model, rule, arguments.device, dtype)
         encoder.place(may_stay=True)
         for prompt, path in zip(prompts, paths, strict=True):
             (states,) = encoder.encode([prompt])
@@ -329,7 +375,7 @@ def stored_states(arguments: argparse.Namespace, model: Path) -> tuple[Path, Pat
         del encoder, states
         if on_gpu:
             torch.cuda.empty_cache()
-    return paths[0], paths[1]
+    return paths
 
 
 ROWS: program.Rows = {
@@ -337,6 +383,7 @@ ROWS: program.Rows = {
     "bag": prepare_bag,
     "diffusers": prepare_diffusers,
     "int8": prepare_int8,
+    "demo": prepare_demo,
     **{
         f"capped_{math.floor(limit)}": functools.partial(
             prepare_capped, gigabytes=gigabytes

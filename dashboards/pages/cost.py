@@ -114,8 +114,11 @@ COST = Dashboard(
         ),
         Panel(
             "Kept of the images drawn",
-            "Which share of the judged images is stored? Images per dollar are those stored.",
-            {"{{fleet}}": f"{rate(IMAGES)} / ({rate(IMAGES)} + ({rate(DROPPED)} > 0))"},
+            "Which share of what was drawn passed its judges? Images per dollar are those stored.",
+            {
+                "{{fleet}}": f"{rate(IMAGES, 'fleet')} / ({rate(IMAGES, 'fleet')}"
+                f" + ({rate(DROPPED, 'fleet')} > 0))"
+            },
             unit="percentunit",
         ),
         Panel(

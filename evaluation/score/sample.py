@@ -105,7 +105,10 @@ async def take(
         if sum(map(len, jobs)) >= count:
             break
         dropped = [image.scores for record in by_job[job] for image in record.dropped]
-        own = [await _scores(storage, each, rule, judges) for each in by_job[job]]
+        own = [
+            await _scores(storage, each, rule, judges)
+            for each in filter(_is_image, by_job[job])
+        ]
         jobs.append([*dropped, *filter(None, own)])
     if not any(jobs):
         raise SetupError(
@@ -119,9 +122,9 @@ async def take(
 async def _scores(
     storage: Storage, record: Record, rule: Keep | None, judges: Judges
 ) -> Scores:
-    """The recorded scores of a stored image, or those of now if the rule needs others."""
+    """The recorded scores of an image, or those of now if the rule needs others."""
     if not record.blob or rule is None or record.scores.keys() >= {*rule.scores}:
-        return record.scores if record.blob else {}
+        return record.scores
     read = await RETRIES.call(partial(pictures.find, storage, [record]))
     if isinstance(read, str):
         return record.scores
@@ -132,6 +135,11 @@ async def _scores(
     (own,) = await judges.scores(rule.scores, [drawn])
     finite = {name: score for name, score in own.items() if math.isfinite(score)}
     return {**record.scores, **finite}
+
+
+def _is_image(record: Record) -> bool:
+    """True of an image, also of one that is the end of its job as a near-duplicate."""
+    return bool(record.blob or record.phash)
 
 
 def _dollars_per_image(records: Sequence[Record]) -> float | None:
@@ -147,5 +155,5 @@ def _dollars_per_image(records: Sequence[Record]) -> float | None:
         ended = [record.at.timestamp() for record in own]
         began = [record.at.timestamp() - (record.seconds or 0) for record in own]
         dollars += (max(ended) - min(began)) / 3600 * price
-    drawn = sum(len(record.dropped) + bool(record.blob) for record in records)
+    drawn = sum(len(record.dropped) + _is_image(record) for record in records)
     return dollars / max(1, drawn)

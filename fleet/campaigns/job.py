@@ -73,10 +73,12 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JSONDict:
         storage, target.Target(campaign, job_id)
     ):
         message, is_leased = in_queue
-        found["state"] = "in flight" if is_leased else "queued"
-        found["since"] = message.enqueued_at
-        found["stage"] = _stage(message.body)
-        found["attempts"] = message.delivery_count
+        found |= {
+            "state": "in flight" if is_leased else "queued",
+            "since": message.enqueued_at,
+            "stage": _stage(message.body),
+            "attempts": message.delivery_count,
+        }
     elif end := await outcomes.last_end(storage, job):
         found |= _recorded(end)
     elif messages > 0 and not storage.queue.is_local:

@@ -156,12 +156,7 @@ class Campaigns:
 
 def seconds_left(counts: Counts) -> float | None:
     """Seconds until the pending jobs have ended, at the mean speed so far; None without one."""
-    if (
-        not counts.pending
-        or not counts.ended
-        or not counts.first_at
-        or not counts.last_at
-    ):
+    if not (counts.pending and counts.ended and counts.first_at and counts.last_at):
         return None
     seconds = (counts.last_at - counts.first_at).total_seconds()
     return counts.pending * seconds / counts.ended if seconds > 0 else None

@@ -142,7 +142,7 @@ async def _demo(
         batch = await fleet.submit(jobs, campaign=jobs[0].campaign)
         # The client would refuse it.
         await fleet.storage.queue.send(
-            [each for each in messages if each == demo.INVALID_MESSAGE]
+            [demo.INVALID_MESSAGE] * messages.count(demo.INVALID_MESSAGE)
         )
         # The demo shows a worker's figures; its log says too much for a first look.
         logs.configure("text", logging.FileHandler(output / "worker.log", mode="w"))
@@ -153,7 +153,6 @@ async def _demo(
                 f"stopped after {drawn.images} images of {len(messages)} jobs"
             )
             raise typer.Exit(console.EXIT_INTERRUPTED)
-        failed = (await fleet.depth()).failed.messages
         results = {result.id: result async for result in batch.results()}
         images = []
         for name, job in zip(batch.ids, jobs, strict=True):
@@ -168,7 +167,7 @@ async def _demo(
     return {
         "jobs": len(messages),
         "images": drawn.images,
-        "failed": failed,
+        "failed": drawn.failed_jobs,
         "seconds": seconds,
         "images_per_second": drawn.images_per_second,
         "engine_idle_fraction": drawn.engine_idle_fraction,
@@ -181,12 +180,11 @@ async def _demo(
 def _show(
     report: JSONObject, settings: WorkerSettings, storage: Path, *, cascade: bool
 ) -> None:
-    speed = report["images_per_second"]
-    seconds = report["seconds"]
     facts = {
         "images": f"{report['images']} in {storage / settings.container}",
         "contact sheet": report["contact_sheet"],
-        "images/s": f"{speed:.2f} ({seconds:.1f} s after the start-up)",
+        "images/s": f"{report['images_per_second']:.2f} ({report['seconds']:.1f} s after the"
+        " start-up)",
         "engine idle": f"{console.percent(report['engine_idle_fraction'])} of the time",
         "images per dollar": f"{report['images_per_dollar']:,.0f}: this machine's speed at the"
         f" price of an {_PRICED_GPU} (batch priority, ${_DOLLARS_PER_HOUR:.2f}/h). The demo's model"

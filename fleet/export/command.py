@@ -119,7 +119,8 @@ async def _export(
                 new = max(0, stored - found.images - found.missing - found.changed)
                 since = f"; {console.counted(new, 'image')} stored since are not in it"
                 console.print_note(
-                    f"{folder} has the whole export already{since if new else ''}"
+                    f"{folder} has the whole export already"
+                    f"{since if new and not wanted.keep else ''}"
                 )
             shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
         return found

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import textwrap
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict
@@ -174,8 +173,8 @@ def print_preview(
     console.print_plain(f"{jobs} would be {verb}", to)
     _print_counts(preview.kinds, "campaign", "error", to=to)
     for prompt in preview.prompts:
-        shown = textwrap.shorten(prompt, _TEXT_CHARACTERS, placeholder=" …")
-        console.print_plain(f"  {shown}", to)
+        is_long = len(prompt) > _TEXT_CHARACTERS
+        console.print_plain(f"  {prompt[:_TEXT_CHARACTERS]}{'…' * is_long}", to)
     _print_staying(preview.reasons, preview.refused, to)
 
 

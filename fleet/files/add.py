@@ -201,10 +201,11 @@ def _expanded(kind: FileKind, source: str) -> list[str]:
         return [source]
     if kind is kinds.LORA and adapter.folders_of(Path(source)):
         return [source]
-    inside = sorted(map(str, Path(source).glob(f"*{kind.suffixes[0]}")))
-    if not inside:
-        raise SetupError(f"there is no {kind.suffixes[0]} in {source!r}")
-    return inside
+    inside = map(str, Path(source).iterdir())
+    found = sorted(file for file in inside if file.endswith(kind.suffixes))
+    if not found:
+        raise SetupError(f"there is no {' or '.join(kind.suffixes)} in {source!r}")
+    return found
 
 
 async def _ready(

@@ -90,23 +90,27 @@ class Uses:
 
 def named(job: Job) -> set[tuple[str, str]]:
     """The nouns and names of the files that a stage of a job names."""
-    names = {(LORA.noun, tag.name) for tag in job.loras}
-    models = {job.model, job.hr_checkpoint_name, job.refiner_checkpoint}
-    names |= {(MODEL.noun, name) for name in models if name is not None}
-    if job.sd_vae is not None:
-        names.add((VAE.noun, job.sd_vae))
-    names |= {(UPSCALER.noun, name) for name in job.upscaler_files}
-    names |= {(CONTROLNET.noun, unit.model) for unit in job.controls}
-    names |= {(DETECTOR.noun, detail.ad_model) for detail in job.details}
-    if job.keep is not None:
-        names |= {(JUDGE.noun, name) for name in job.keep.networks}
-    # An image of the fleet itself may be drawn until it is needed.
-    names |= {
-        (IMAGE.noun, place.blob.removeprefix(img2img.INPUTS))
-        for place in map(img2img.place, job.sources)
-        if place is not None and place.container == "files"
+    names: dict[FileKind, Iterable[str | None]] = {
+        LORA: [tag.name for tag in job.loras],
+        MODEL: [job.model, job.hr_checkpoint_name, job.refiner_checkpoint],
+        VAE: [job.sd_vae],
+        UPSCALER: job.upscaler_files,
+        CONTROLNET: [unit.model for unit in job.controls],
+        DETECTOR: [detail.ad_model for detail in job.details],
+        JUDGE: job.keep.networks if job.keep else (),
+        # An image of the fleet itself may be drawn until it is needed.
+        IMAGE: [
+            place.blob.removeprefix(img2img.INPUTS)
+            for place in map(img2img.place, job.sources)
+            if place is not None and place.container == "files"
+        ],
     }
-    return names
+    return {
+        (kind.noun, name)
+        for kind, some in names.items()
+        for name in some
+        if name is not None
+    }
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,10 @@ _MOST_RECORDS = 16
 _Text = Annotated[str, StringConstraints(max_length=500)]
 
 
-#: How often there is a name of a kind.
 #: A score by its name, which has no quotes.
 _SCORE = """json_extract(scores, '$."{}"')"""
 
+#: How often there is a name of a kind.
 _Counts = Counter[tuple[str, str]]
 
 
@@ -168,10 +168,7 @@ class Index:
         """The most frequent LoRAs or workers, each with its images."""
         with self._lock:
             counts = dict(self._counts)
-        found = []
-        for (of, name), count in counts.items():
-            if of == kind:
-                found.append((name, count))
+        found = [(name, count) for (of, name), count in counts.items() if of == kind]
         return sorted(found, key=lambda each: (-each[1], each[0]))[:_MOST_NAMES]
 
     def select(self, chosen: Filter) -> np.ndarray:

@@ -132,9 +132,9 @@ def status_screen(found: JSONObject, campaigns: Campaigns, count: int) -> Group:
     parts: list[Text | Table] = [console.untrusted(found["storage"], "bold"), table]
     for waiting in found["without_worker"]:
         jobs = console.counted(waiting["messages"], "job")
-        model = waiting["model"]
         parts += _notes(
-            f"{jobs} of the model {model}, which no worker serves: start one with that --model"
+            f"{jobs} of the model {waiting['model']}, which no worker serves: start one with that"
+            " --model"
         )
     if (fleet := found["fleet"]) is not None:
         rows = {

@@ -99,8 +99,10 @@ class ImageChoice:
     )
 
     def __post_init__(self) -> None:
-        named = self.named.id if self.keep is None else self.named.campaign
-        if sum((self.worker is not None, self.suspect, named is not None)) != 1:
+        of_dropped = self.keep is not None
+        named = self.named.campaign if of_dropped else self.named.id
+        given = self.worker is not None, self.suspect, named is not None
+        if sum(given) != 1 or (of_dropped and named is None):
             raise SetupError(
                 "choose the images: CAMPAIGN/ID, --worker or --suspect; or dropped jobs:"
                 " CAMPAIGN[/ID] with --keep"
@@ -122,7 +124,7 @@ def command(
         " takes precedence.",
         metavar="FILE",
     ),
-    dry_run: bool = options.dry_run("the number of images by worker"),
+    dry_run: bool = options.dry_run("how many would be drawn again"),
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -142,6 +144,8 @@ def command(
     imagefleet redo spring --keep clip=22,best=2
     """
     if which.keep is not None:
+        if jobs is not None:
+            raise SetupError("--jobs is for images: a dropped job is in its record")
         how = How(everything=False, dry_run=dry_run, yes=yes, as_json=as_json)
         console.run(_redo_dropped(settings, which, how))
         return
@@ -266,9 +270,8 @@ async def select(
         return await _of_job(storage, named.campaign, named.id)
     await check_campaign(storage, named.campaign)
     found = Images()
-    wanted = list[Suspects]()
     if which.worker is not None:
-        wanted.append(Suspects(worker=which.worker, since=which.since))
+        wanted = [Suspects(worker=which.worker, since=which.since)]
     else:
         wanted, found.damaged_records = await _recorded(storage)
     if not wanted:

@@ -1,4 +1,4 @@
-"""Sums up a campaign's records: of its images, and of its failed and cancelled jobs.
+"""Sums up a campaign's records: of its images, and of its jobs that ended without one.
 
 Memory depends on the hours and the workers, not on the images.
 """

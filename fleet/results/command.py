@@ -1,7 +1,8 @@
 """`imagefleet results`: shows, writes or downloads the results of a campaign."""
 
+import heapq
 import sys
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +16,7 @@ from imagefleet.errors import SetupError
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.keeping.rule import Keep
 from imagefleet.records import columns, reader
-from imagefleet.records.catalog import Damaged
+from imagefleet.records.catalog import Damaged, RecordParts
 from imagefleet.records.counts import Counts
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
@@ -45,8 +46,8 @@ class Output:
 
     @property
     def outcomes(self) -> frozenset[str]:
-        """The outcomes asked for; a download is of images."""
-        if self.download is not None and not self.outcome:
+        """The outcomes asked for; a download and what a rule keeps are images."""
+        if (self.download or self.keep) and not self.outcome:
             return frozenset({"completed"})
         return frozenset(each.value for each in self.outcome or Outcome)
 
@@ -105,32 +106,36 @@ class _Results:
     storage: Storage
     damaged: Damaged = field(default_factory=Damaged)
 
-    def found(self, outcomes: Collection[str]) -> AsyncGenerator[list[Record]]:
+    def found(self, outcomes: Collection[str], limit: int | None) -> RecordParts:
         found = reader.results(self.storage, self.campaign, outcomes, self.damaged)
+        return self.first(found, limit)
+
+    def first(self, parts: RecordParts, limit: int | None) -> RecordParts:
+        """The first records, or with a rule the best."""
         if self.to.keep is None:
-            return found
-        return _best(found, self.to.keep, self.to.limit or sys.maxsize)
+            return _limited(parts, limit)
+        return best(parts, self.to.keep, limit or sys.maxsize)
 
     async def total(self, counts: Counts | None = None) -> int:
         counts = counts or await reader.counts(self.storage, self.campaign)
         return sum(map(counts.of, self.to.outcomes))
 
 
-async def _best(
-    parts: AsyncGenerator[list[Record]], rule: Keep, limit: int
-) -> AsyncGenerator[list[Record]]:
+async def best(parts: RecordParts, rule: Keep, limit: int) -> RecordParts:
     """Sorts what a rule keeps; all of it is in memory, unless it is limited."""
+
+    def place(record: Record) -> tuple[float, str]:
+        return rule.rank(record.scores), record.key
+
     found: list[Record] = []
     async for records in parts:
         found += [each for each in records if rule.reason(each.scores) is None]
-        found.sort(key=lambda record: (rule.rank(record.scores), record.key))
-        del found[limit:]
-    yield found
+        if len(found) > limit:
+            found = heapq.nsmallest(limit, found, place)
+    yield sorted(found, key=place)
 
 
-async def _limited(
-    parts: AsyncGenerator[list[Record]], left: int | None
-) -> AsyncGenerator[list[Record]]:
+async def _limited(parts: RecordParts, left: int | None) -> RecordParts:
     async for records in parts:
         yield records[:left]
         if left is not None and (left := left - len(records)) <= 0:
@@ -139,8 +144,7 @@ async def _limited(
 
 async def _write(results: _Results) -> None:
     address = columns.addresses(results.storage)
-    found = results.found(results.to.outcomes)
-    async for records in _limited(found, results.to.limit):
+    async for records in results.found(results.to.outcomes, results.to.limit):
         for record in records:
             console.print_json_line(columns.row(record, address))
         sys.stdout.flush()
@@ -149,9 +153,12 @@ async def _write(results: _Results) -> None:
 async def _download(results: _Results, folder: Path) -> bool:
     to = results.to
     damaged = results.damaged
-    total = min(await results.total(), to.limit or sys.maxsize)
+    # What a rule keeps of them is not known before all are read.
+    total = None if to.keep else min(await results.total(), to.limit or sys.maxsize)
     # With the records of second drawings: one of them may be that of the stored image.
     drawings = reader.drawings(results.storage, results.campaign, damaged, to.keep)
+    if to.limit is not None:
+        drawings = results.first(drawings, to.limit)
     signs = credentials.Credentials.read(to.c2pa) if to.c2pa else None
     opened = download.opened(
         folder, results.storage, damaged, packed=to.packed, signs=signs
@@ -159,7 +166,7 @@ async def _download(results: _Results, folder: Path) -> bool:
     with opened as running:
         try:
             with console.counting("downloaded", total) as on_image:
-                async for records in _limited(drawings, to.limit):
+                async for records in drawings:
                     await running.run(records, on_image)
         finally:
             _report_download(running, as_json=to.as_json)
@@ -193,17 +200,17 @@ def _report_download(running: download.Download, *, as_json: bool) -> None:
 
 async def _show(results: _Results) -> None:
     to = results.to
-    storage = results.storage
-    campaign = results.campaign
-    counts = await reader.counts(storage, campaign)
+    counts = await reader.counts(results.storage, results.campaign)
     console.print_tables(forms.counts_table(counts))
     shown = 0
+    limit = to.limit or console.SCREEN_LINES
     for outcomes in (to.outcomes & {"completed"}, to.outcomes - {"completed"}):
-        found = _limited(results.found(outcomes), to.limit or console.SCREEN_LINES)
+        found = results.found(outcomes, limit)
         if records := [record async for some in found for record in some]:
             shown += len(records)
             console.print_tables("", forms.table(records))
-    if shown < (total := await results.total(counts)):
+    total = await results.total(counts)
+    if shown < total and (to.keep is None or shown >= limit):
         console.print_note(
             f"{shown:,} of {console.counted(total, 'result')} shown: --limit COUNT shows more of"
             " each kind; --json has all"

@@ -84,7 +84,7 @@ class Deployment:
             await self.resize(await self.groups(), step)
             for body in bodies:
                 name = body["name"]
-                count = step[body["name"]]
+                count = step[name]
                 if count and name not in kept:
                     await self.client.create({**body, "replicas": count})
                     replicas = console.counted(count, "replica")
@@ -98,7 +98,7 @@ class Deployment:
         """Gives *groups* their *replicas*, and starts those that are stopped and get any."""
         for group in groups:
             name = group.name
-            count = replicas[group.name]
+            count = replicas[name]
             if count != group.replicas:
                 await self.client.patch(name, {"replicas": count})
                 console.print_note(f"{name}: {console.counted(count, 'replica')}")

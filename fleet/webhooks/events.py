@@ -87,9 +87,7 @@ def job_ended(fleet: str, record: Record) -> Event | None:
             suffix = blobs[0].rpartition(".")[2]
             blobs = [f"{stem}.{suffix}" for stem in stems]
         data["images"] = [*blobs[:MAX_IMAGES]]
-        data["seed"] = (
-            None if record.seed is None else max(0, record.seed - record.index)
-        )
+        data["seed"] = record.first_seed
         if record.pack is not None:
             place = {"offset": record.offset, "size_bytes": record.size_bytes}
             data["pack"] = {"blob": record.pack, **place}
@@ -97,11 +95,10 @@ def job_ended(fleet: str, record: Record) -> Event | None:
             data["image_count"] = len(blobs)
     elif record.is_end:
         data["attempts"] = record.attempts
-        if record.outcome == "dropped":
+        if record.outcome != "cancelled":
             data["reason"] = (record.reason or "")[:_MAX_REASON_CHARACTERS]
         if record.outcome == "failed":
-            reason = (record.reason or "")[:_MAX_REASON_CHARACTERS]
-            data |= {"error": record.error, "reason": reason}
+            data["error"] = record.error
     else:
         return None
     kind = f"job.{record.outcome}"

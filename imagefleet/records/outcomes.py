@@ -109,7 +109,7 @@ async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
     if are_all(images):
         last = images[-1]
         return dataclasses.replace(
-            job, seed=_seed(last), metadata=last.metadata
+            job, seed=last.first_seed, metadata=last.metadata
         ).completed(images)
     if (latest := await last_end(storage, job)) is not None:
         return dataclasses.replace(job, metadata=latest.metadata).ended(latest, images)
@@ -127,13 +127,8 @@ async def last_end(storage: Storage, job: JobFacts) -> Record | None:
 
 def known(record: Record) -> JobFacts:
     return JobFacts(
-        record.id, record.campaign, seed=_seed(record), metadata=record.metadata
+        record.id, record.campaign, seed=record.first_seed, metadata=record.metadata
     )
-
-
-def _seed(record: Record) -> int | None:
-    """The seed of the job's first image."""
-    return None if record.seed is None else max(0, record.seed - record.index)
 
 
 def _blobs(records: Iterable[Record]) -> tuple[str, ...]:

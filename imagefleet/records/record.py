@@ -254,6 +254,11 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         return hashed(f"{self.source} {self.job}")
 
     @property
+    def first_seed(self) -> int | None:
+        """The seed of the job's first image."""
+        return None if self.seed is None else max(0, self.seed - self.index)
+
+    @property
     def completes_job(self) -> bool:
         """True for the image by which its job is counted as completed."""
         return self.stage == self.stages and (self.images == 1 or bool(self.completes))

@@ -90,8 +90,11 @@ class Selection(NamedTuple):
     def matches(self, record: Record) -> bool:
         if record.outcome != ("dropped" if self.keep else "failed"):
             return False
-        scores = [image.scores for image in record.dropped]
-        if self.keep and not self.keep.may_keep(scores):
+        # A near-duplicate is stored, and nothing draws it again.
+        if self.keep and not (
+            record.body
+            and self.keep.may_keep([image.scores for image in record.dropped])
+        ):
             return False
         if self.id is not None and self.id not in {record.id, record.source}:
             return False

@@ -101,7 +101,7 @@ async def preview(
                 continue
             if len(found.prompts) < PREVIEWED:
                 found.prompts.append(chosen[0].job.prompt)
-        found.kinds[record.campaign, record.error or ""] += 1
+        found.kinds[record.campaign, record.error or record.outcome] += 1
     return found
 
 
@@ -121,7 +121,7 @@ async def replay(
     """
     swept = Swept()
     records = RecordLog(storage.files, "operator")
-    per_message = bundle.jobs_per_bundle((await storage.poison.depth()).messages)
+    waiting = (await storage.poison.depth()).messages
     async for batch in in_batches(recorded(storage, selection)):
         chosen, refused = check.choose(batch)
         swept.refused += refused
@@ -130,6 +130,8 @@ async def replay(
             await records.open(campaign, "settled")
         bodies = [each.body for each in chosen]
         jobs = [bundle.Sent(body) for body in bodies]
+        # Dropped jobs have no messages there: how many they are shows as they are sent.
+        per_message = bundle.jobs_per_bundle(max(waiting, swept.done))
         messages = bundle.bundled(jobs, per_message, bundle.any_name)
         await storage.models.send(messages, priority)
         if check.change is not None:  # other jobs now, of the same ids

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -112,6 +113,21 @@ def groups_here(monkeypatch) -> None:
     """Groups of rows are threads: as processes each imports torch anew."""
     monkeypatch.setattr(groups, "Group", GroupHere)
     monkeypatch.setattr(process, "sys", Asked())
+
+
+@pytest.fixture
+def figures_of() -> Callable[..., Any]:
+    """The JSON on the last line of a program that has a process of its own."""
+
+    def run_one(program: str, *arguments: str) -> Any:
+        command = [sys.executable, "-m", f"benchmarks.{program}", *arguments]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run_one
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """The benchmarks of what is kept, with little to do."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,15 +30,8 @@ def test_an_export_is_made_and_verified_and_other_figures_stay(
     assert found["verified_per_second"] > 0
 
 
-def test_a_real_run_keeps_the_same_images_for_fewer_writes_and_bytes():
-    command = [sys.executable, "-m", "benchmarks.kept.judged", "--jobs", "60"]
-
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_a_real_run_keeps_the_same_images_for_fewer_writes_and_bytes(figures_of):
+    found = figures_of("kept.judged", "--jobs", "60")
     run = found["kept_run"]
     assert run["kept"] == 3
     writes = run["operations"]["blob_writes"]

@@ -17,6 +17,7 @@ import pytest
 
 from fleet import main, serve
 from gateway.settings import GatewaySettings
+from klein import measure as klein
 
 pytestmark = pytest.mark.slow
 
@@ -247,3 +248,10 @@ def test_no_program_is_left_out():
 
     assert programs == PROGRAMS.keys() | ELSEWHERE.keys()
     assert all((ROOT / "tests" / test).exists() for test in ELSEWHERE.values())
+
+
+def test_every_figure_of_klein_comes_from_a_row_that_is_measured():
+    rows = dict.fromkeys(klein.ROWS, SimpleNamespace(get=lambda _: 2.0))
+    figures = klein.summarise(rows)
+    assert None not in figures.values()
+    assert {f"klein_{name}" for name in ("demo_right", "capped_7")} <= figures.keys()

@@ -1,11 +1,12 @@
 """Fixtures that run the console command in the test's process, or in a fork of one."""
 
+import json
 import logging
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from fleet import main
 from forks import AZURE, Fork, Forks, running
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+AsyncImagefleet = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +69,12 @@ def assert_refused(ended: "subprocess.CompletedProcess[Any]", *sentences: str) -
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT, ended.stderr
     for sentence in sentences:
         assert sentence in ended.stderr
+
+
+def told(ended: "subprocess.CompletedProcess[str]") -> Any:
+    """The JSON that a command has printed, which ended well."""
+    assert ended.returncode == console.EXIT_DONE, ended.stderr
+    return json.loads(ended.stdout)
 
 
 @pytest.fixture(scope="session")

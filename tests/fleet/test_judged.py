@@ -32,13 +32,13 @@ def draw(request: contract.ImageRequest) -> contract.Pixels:
 def run(
     imagefleet: Imagefleet, storage_settings: StorageSettings
 ) -> Callable[..., Any]:
-    """Runs a command on the storage, in a thread; returns its standard output."""
+    """Runs a command on the storage, in a thread; returns its standard output, or another one."""
 
-    async def run(*arguments: str, code: int = 0) -> str:
+    async def run(*arguments: str, code: int = 0, stream: str = "stdout") -> str:
         storage = ("--storage", storage_settings.storage)
         result = await asyncio.to_thread(imagefleet, *arguments, *storage)
         assert result.returncode == code, result.stderr
-        return str(result.stdout)
+        return str(getattr(result, stream))
 
     return run
 
@@ -89,15 +89,15 @@ async def test_results_and_exports_are_filtered_and_sorted_by_score(
     kept = await scores(storage)
     best = sorted(kept, key=lambda name: -kept[name])
     found = await run("results", spring, "--keep", "contrast=0", "--json")
-    images = [json.loads(line) for line in found.splitlines()]
-    assert [each["id"] for each in images if each["outcome"] == "completed"] == best
-    least = max(kept.values())
-    rule = ("--keep", f"contrast={least}")
-    await run("results", spring, *rule, "--download", str(tmp_path / "best"))
-    pictures = sorted(path.name for path in (tmp_path / "best").glob("*.png"))
-    assert pictures == [f"{best[0]}.png"]
-    made = await run("export", spring, str(tmp_path / "set"), *rule, "--json")
-    assert json.loads(made)["images"] == 1
+    assert [json.loads(line)["id"] for line in found.splitlines()] == best
+    first = ("--keep", f"contrast={max(kept.values())}")
+    for some in (first, ("--keep", "contrast=0", "--limit", "1")):
+        folder = tmp_path / some[-1]
+        await run("results", spring, *some, "--download", str(folder))
+        assert [each.stem for each in folder.glob("*.png")] == best[:1]
+    export = ("export", spring, str(tmp_path / "set"), *first)
+    assert json.loads(await run(*export, "--json"))["images"] == 1
+    assert "not in it" not in await run(*export, stream="stderr")
 
 
 async def test_dropped_jobs_are_drawn_again_by_another_rule_and_count_once(
@@ -106,6 +106,7 @@ async def test_dropped_jobs_are_drawn_again_by_another_rule_and_count_once(
     softer = ("redo", spring, "--keep", "contrast=12", "--yes", "--json")
     would = json.loads(await run(*softer, "--dry-run"))
     assert (would["count"], would["refused"]) == (1, 0)  # the other's scores are known
+    assert would["jobs"] == [{"campaign": "spring", "error": "dropped", "count": 1}]
     assert json.loads(await run(*softer)) == {"replayed": 1, "refused": []}
     counts = await reader.counts(storage, spring)
     assert (counts.pending, counts.dropped, counts.images) == (1, 1, 2)
@@ -113,6 +114,8 @@ async def test_dropped_jobs_are_drawn_again_by_another_rule_and_count_once(
     assert (await reader.counts(storage, spring)).pending == 0
     assert (await scores(storage)).keys() == {"j1", "j2", "j3"}
     assert json.loads(await run(*softer)) == {"replayed": 0, "refused": []}
+    for other in (["--worker", "w"], ["--suspect"], ["spring", "--jobs", "jobs.jsonl"]):
+        await run("redo", *other, "--keep", "contrast=1", "--yes", code=2)
     await run("redo", "--keep", "contrast=1", code=2)
 
 
@@ -174,3 +177,14 @@ async def test_pictures_without_scores_are_scored_for_a_sample(
     )
     assert shown["scores"][0]["name"] == "coherence"
     assert shown["rule"]["kept"] == 1.0
+
+
+async def test_a_near_duplicate_is_among_the_drawn_images_of_a_sample(
+    run: Callable[..., Any], run_worker: RunWorker, tmp_path: Path
+):
+    (tmp_path / "jobs.txt").write_text("a cat\na dog\n")
+    rule = ("--keep", "contrast=1,distinct=3", "--bundle", "1")
+    await run("load", str(tmp_path / "jobs.txt"), "--campaign", "spring", *rule)
+    await run_worker("w", lambda request: judged.picture(0, 80))
+    shown = json.loads(await run("score", "spring", "--sample", "9", "--json"))
+    assert (shown["images"], shown["scores"][0]["images"]) == (2, 2)

@@ -8,6 +8,7 @@ import signers
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.sizes import MAX_MESSAGE_BYTES, message_bytes
+from imagefleet.keeping.rule import Keep
 from imagefleet.signing import MAX_SIGNATURE_BYTES, JobSigner, SigningKey, TrustedJobs
 from loadgen.file_source import FileSource
 from loadgen.sources import TemplateSource
@@ -84,5 +85,9 @@ def test_a_line_that_somebody_signed_is_sent_as_it_is_or_signed_anew(
     path = tmp_path / "jobs.jsonl"
     path.write_text(theirs)
     assert list(FileSource(path).bodies()) == [theirs]
-    (body,) = FileSource(path, signer=signer).bodies()
-    assert read_job(body or "", "m", trusted).id == "a"
+    for ours in ({"campaign": "spring"}, {"keep": Keep(minimum={"clip": 25})}):
+        with pytest.raises(errors.SetupError, match=f"without a {next(iter(ours))}"):
+            FileSource(path, **ours).check()
+    (body,) = FileSource(path, signer=signer, **ours).bodies()
+    job = read_job(body or "", "m", trusted)
+    assert (job.id, job.keep) == ("a", ours["keep"])

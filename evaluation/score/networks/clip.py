@@ -91,12 +91,10 @@ def _array(found: torch.Tensor) -> Features:
 
 def _preparation(folder: Path, model: Any) -> Preparation:
     """As CLIP's own models take images, where the folder does not say otherwise."""
-    size = model.config.vision_config.image_size
     beside = folder / _PREPROCESSOR
-    stated = json.loads(beside.read_text()) if beside.is_file() else {}
-    if "image_mean" not in stated:
-        return Preparation(size, CLIP_MEAN, CLIP_STD, "clip")
+    stated = json.loads(beside.read_bytes()) if beside.is_file() else {}
     mean, std = (
-        _WHITE * np.array(stated[name]) for name in ("image_mean", "image_std")
+        tuple(_WHITE * each for each in stated[name]) if name in stated else usual
+        for name, usual in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
     )
-    return Preparation(size, (*mean,), (*std,), "clip")
+    return Preparation(model.config.vision_config.image_size, mean, std, "clip")

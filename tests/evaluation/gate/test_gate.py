@@ -16,6 +16,7 @@ from evaluation.gate import jobs
 from evaluation.gate.images import FolderImages
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import told
 
 pytestmark = pytest.mark.slow
 
@@ -251,8 +252,7 @@ async def test_campaigns_are_compared_across_storages(
         in_process, "gate", *arguments, *flags, *BY_PIXELS, "--json"
     )
 
-    assert ended.returncode == console.EXIT_DONE, ended.stderr
-    found = json.loads(ended.stdout)
+    found = told(ended)
     assert (found["passed"], found["identical"], found["psnr"]) == (True, 2, None)
     assert found["a"] == f"campaign float32 in {storage.url}"
     assert found["b"] == f"campaign float32 in {other.storage}"

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from evaluation.score.networks import load
 from evaluation.score.preparation import clean_fid
 from imagefleet import errors
 from imagefleet.job import clip
+from worker.judges.preparation import CLIP_MEAN
 
 pytestmark = pytest.mark.slow
 
@@ -146,6 +148,15 @@ def test_clip_has_the_features_of_transformers(clip_folder: Path):
     score = metrics.clip_score(found.features(images), found.text_features(texts))
     cosines = (theirs.image_embeds * theirs.text_embeds).sum(1)
     np.testing.assert_allclose(score, 100 * cosines.clamp_min(0), atol=0.2)
+
+
+def test_clip_deviates_as_its_folder_says_where_it_says_no_mean(
+    clip_folder: Path, tmp_path
+):
+    folder = shutil.copytree(clip_folder, tmp_path / "own")
+    (folder / "preprocessor_config.json").write_text('{"image_std": [0.5, 0.4, 0.2]}')
+    found = load.load_extractor(folder).facts.preparation
+    assert (found.mean, found.std) == (CLIP_MEAN, (127.5, 102, 51))
 
 
 def test_the_judge_prefers_what_the_caption_names(drawn):

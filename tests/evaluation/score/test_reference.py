@@ -19,6 +19,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import told
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +39,7 @@ def figures(score_command, means_onnx: Path) -> Figures:
     ) -> Any:
         given = ("--state", state, "--json", *arguments)
         ended = score_command("plain", *networks, str(reference), *given, **where)
-        assert ended.returncode == 0, ended.stderr
-        return json.loads(ended.stdout)["groups"]
+        return told(ended)["groups"]
 
     return score
 

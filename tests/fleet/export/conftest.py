@@ -9,14 +9,13 @@ import pytest
 
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
+from in_process import AsyncImagefleet, Imagefleet
 
 Add = Callable[..., Awaitable[Any]]
-Run = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
 
 
 @pytest.fixture
-def export(in_process: Imagefleet, local_settings: StorageSettings) -> Run:
+def export(in_process: Imagefleet, local_settings: StorageSettings) -> AsyncImagefleet:
     """Runs the command for the campaign `spring`, with two images in a shard."""
 
     async def run(

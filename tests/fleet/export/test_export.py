@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import subprocess
 import tarfile
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
@@ -25,9 +24,9 @@ from imagefleet.records.log import Totals, shard_part
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import AsyncImagefleet
 
 Add = Callable[..., Awaitable[Any]]
-Run = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -44,7 +43,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 async def test_a_webdataset_has_each_image_with_its_caption_and_its_parameters(
-    stored: list[Any], export: Run, tmp_path
+    stored: list[Any], export: AsyncImagefleet, tmp_path
 ):
     result = await export()
 
@@ -75,7 +74,7 @@ async def test_a_webdataset_has_each_image_with_its_caption_and_its_parameters(
 
 
 async def test_the_manifest_has_the_hashes_of_all_files_and_the_counts(
-    stored: list[Any], export: Run, tmp_path
+    stored: list[Any], export: AsyncImagefleet, tmp_path
 ):
     result = await export("out", "--json")
 
@@ -162,7 +161,7 @@ async def test_an_export_that_is_killed_at_any_step_goes_on_and_comes_out_the_sa
 
 async def test_missing_and_changed_images_are_named_and_left_out(
     stored: list[Any],
-    export: Run,
+    export: AsyncImagefleet,
     local_settings: StorageSettings,
     tmp_path,
 ):
@@ -184,7 +183,7 @@ async def test_missing_and_changed_images_are_named_and_left_out(
 
 async def test_an_image_drawn_again_is_exported_with_its_latest_record(
     stored: list[Any],
-    export: Run,
+    export: AsyncImagefleet,
     local_settings: StorageSettings,
     tmp_path,
     store_images: Add,
@@ -203,7 +202,10 @@ async def test_an_image_drawn_again_is_exported_with_its_latest_record(
 
 
 async def test_one_forged_record_neither_refuses_a_campaign_nor_takes_an_honest_images_place(
-    stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path
+    stored: list[Any],
+    export: AsyncImagefleet,
+    local_settings: StorageSettings,
+    tmp_path,
 ):
     honest = stored[0]
     forged = {
@@ -232,7 +234,10 @@ async def test_one_forged_record_neither_refuses_a_campaign_nor_takes_an_honest_
 
 
 async def test_a_squatted_name_exports_the_drawing_that_was_kept_aside(
-    stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path
+    stored: list[Any],
+    export: AsyncImagefleet,
+    local_settings: StorageSettings,
+    tmp_path,
 ):
     async with open_storage(local_settings) as storage:
         drawing = await storage.blobs.read("spring/1.png") or b""
@@ -252,7 +257,7 @@ async def test_a_squatted_name_exports_the_drawing_that_was_kept_aside(
 
 
 async def test_a_dry_run_writes_nothing_and_tells_the_size(
-    stored: list[Any], export: Run, tmp_path
+    stored: list[Any], export: AsyncImagefleet, tmp_path
 ):
     figures = json.loads((await export("out", "--dry-run", "--json")).stdout)
     shown = (await export("out", "--dry-run")).stdout
@@ -265,7 +270,7 @@ async def test_a_dry_run_writes_nothing_and_tells_the_size(
 
 
 async def test_an_export_takes_no_more_than_the_disk_has(
-    stored: list[Any], export: Run, monkeypatch
+    stored: list[Any], export: AsyncImagefleet, monkeypatch
 ):
     monkeypatch.setattr(
         shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1_000)
@@ -277,7 +282,7 @@ async def test_an_export_takes_no_more_than_the_disk_has(
 
 
 async def test_jobs_still_to_do_are_said(
-    stored: list[Any], export: Run, local_settings: StorageSettings
+    stored: list[Any], export: AsyncImagefleet, local_settings: StorageSettings
 ):
 
     async with open_storage(local_settings) as storage:
@@ -289,7 +294,7 @@ async def test_jobs_still_to_do_are_said(
 
 
 async def test_a_campaign_without_images_is_no_export_that_stays_empty(
-    export: Run, local_settings: StorageSettings, tmp_path
+    export: AsyncImagefleet, local_settings: StorageSettings, tmp_path
 ):
 
     async with open_storage(local_settings) as storage:
@@ -301,7 +306,7 @@ async def test_a_campaign_without_images_is_no_export_that_stays_empty(
 
 
 async def test_a_storage_is_the_same_by_its_relative_name(
-    stored: list[Any], export: Run, local_settings: StorageSettings
+    stored: list[Any], export: AsyncImagefleet, local_settings: StorageSettings
 ):
     await export()
     name = Path(local_settings.storage.removeprefix("local:")).name
@@ -312,7 +317,7 @@ async def test_a_storage_is_the_same_by_its_relative_name(
 
 
 async def test_a_folder_of_something_else_is_refused(
-    stored: list[Any], export: Run, tmp_path
+    stored: list[Any], export: AsyncImagefleet, tmp_path
 ):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")

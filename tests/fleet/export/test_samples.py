@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import subprocess
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,13 +9,16 @@ import exported
 from imagefleet.records.log import RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_process import AsyncImagefleet
 
 Add = Callable[..., Awaitable[Any]]
-Run = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
 
 
 async def test_one_changed_byte_is_noticed_and_so_is_what_is_stored_as_recorded_but_no_image(
-    stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path
+    stored: list[Any],
+    export: AsyncImagefleet,
+    local_settings: StorageSettings,
+    tmp_path,
 ):
     async with open_storage(local_settings) as storage:
         data = bytearray(await storage.blobs.read("spring/2.png") or b"")
@@ -46,7 +48,10 @@ async def test_one_changed_byte_is_noticed_and_so_is_what_is_stored_as_recorded_
 
 
 async def test_captions_are_as_they_were_drawn_without_escapes_or_lower_case_operators(
-    export: Run, local_settings: StorageSettings, tmp_path, store_images: Add
+    export: AsyncImagefleet,
+    local_settings: StorageSettings,
+    tmp_path,
+    store_images: Add,
 ):
     async with open_storage(local_settings) as storage:
         swept = {

@@ -1,14 +1,11 @@
 import asyncio
 import json
 import re
-import subprocess
-from typing import Any
 
 import pytest
 
 import made_records
 from browsing import visible
-from cli import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records import reader
@@ -16,7 +13,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import PRIORITIES, StorageSettings
-from in_process import Imagefleet, assert_refused
+from in_process import Imagefleet, assert_refused, told
 
 MISSING = errors.MissingFileError("there is no LoRA 'forest' [bold]")
 
@@ -66,15 +63,10 @@ def depths(settings: StorageSettings) -> tuple[int, int]:
     return asyncio.run(ask())
 
 
-def read(result: subprocess.CompletedProcess[str]) -> Any:
-    assert result.returncode == console.EXIT_DONE, result.stderr
-    return json.loads(result.stdout)
-
-
 def test_the_list_counts_errors_and_then_lists_jobs(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ):
-    listing = read(in_process("failed", "--json", "--limit", "2"))
+    listing = told(in_process("failed", "--json", "--limit", "2"))
 
     assert listing["count"] == 3
     assert listing["errors"][0] == {
@@ -98,7 +90,7 @@ def test_errors_that_are_all_different_are_counted_without_a_line_for_each(
 ):
     monkeypatch.setattr("fleet.failed.jobs.MOST_KINDS", 1)
 
-    listing = read(in_process("failed", "--json"))
+    listing = told(in_process("failed", "--json"))
     by_error = {each["error"]: each["count"] for each in listing["errors"]}
     assert len(by_error) == 2
     assert listing["count"] == sum(by_error.values()) == 3
@@ -112,14 +104,14 @@ def test_errors_that_are_all_different_are_counted_without_a_line_for_each(
 def test_filters_narrow_the_list(in_process: Imagefleet, failed_jobs: StorageSettings):
     arguments = ["failed", "--json", "--error", "FOREST", "spring"]
 
-    assert [job["id"] for job in read(in_process(*arguments))["jobs"]] == ["cat"]
+    assert [job["id"] for job in told(in_process(*arguments))["jobs"]] == ["cat"]
     assert "no failed jobs" in in_process("failed", "spring", "--error", "none").stdout
 
 
 def test_show_prints_the_job_itself(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ):
-    [shown] = read(in_process("failed", "spring/cat", "--json"))["jobs"]
+    [shown] = told(in_process("failed", "spring/cat", "--json"))["jobs"]
 
     assert shown["job"]["prompt"] == "a cat"
     assert (shown["error"], shown["attempts"], shown["worker"]) == (
@@ -147,7 +139,7 @@ def test_an_unknown_id_is_one_line_and_exit_code_2(
 def test_replay_moves_only_the_selected_job(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ):
-    preview = read(in_process("replay", "default/dog", "--dry-run", "--json"))
+    preview = told(in_process("replay", "default/dog", "--dry-run", "--json"))
     assert preview == {
         "count": 1,
         "jobs": [{"campaign": "default", "error": "MissingFileError", "count": 1}],
@@ -156,7 +148,7 @@ def test_replay_moves_only_the_selected_job(
     }
     assert depths(failed_jobs) == (0, 4)
 
-    assert read(in_process("replay", "default/dog", "--json")) == {
+    assert told(in_process("replay", "default/dog", "--json")) == {
         "replayed": 1,
         "refused": [],
     }
@@ -208,7 +200,7 @@ def test_discard_asks_before_it_deletes(
     assert_refused(in_process("discard", "spring"), "--yes")
     assert depths(failed_jobs) == (0, 4)
 
-    assert read(in_process("discard", "spring", "--yes", "--json")) == {
+    assert told(in_process("discard", "spring", "--yes", "--json")) == {
         "discarded": 1,
         "refused": [],
     }
@@ -284,7 +276,7 @@ def test_what_a_thief_put_there_does_not_come_back_as_jobs(
     value = str(tmp_path / "key.pem") if variable == "SIGNING" else key.public
     monkeypatch.setenv(f"IMAGEFLEET_{variable}_KEY", value)
 
-    preview = read(in_process("replay", "--all", "--dry-run", "--json"))
+    preview = told(in_process("replay", "--all", "--dry-run", "--json"))
     assert (preview["count"], preview["refused"]) == (2, 7)
     assert sorted(preview["prompts"]) == ["a fox", "a owl"]
 
@@ -294,8 +286,8 @@ def test_what_a_thief_put_there_does_not_come_back_as_jobs(
     assert prompts(settings) == ["a fox", "a owl"]
 
     assert "--yes" in in_process("discard", "--all").stderr
-    assert read(in_process("discard", "--all", "--dry-run", "--json"))["count"] == 7
-    assert read(in_process("discard", "--all", "--yes", "--json")) == {
+    assert told(in_process("discard", "--all", "--dry-run", "--json"))["count"] == 7
+    assert told(in_process("discard", "--all", "--yes", "--json")) == {
         "discarded": 7,
         "refused": [],
     }
@@ -319,8 +311,20 @@ def test_a_replay_chooses_the_priority_and_is_normal_without(
     )
     for arguments in (("spring/cat", "--priority", "low"), ("default/dog",)):
         assert (
-            read(in_process("replay", *arguments, "--yes", "--json"))["replayed"] == 1
+            told(in_process("replay", *arguments, "--yes", "--json"))["replayed"] == 1
         )
     after = asyncio.run(waiting())
     sent = {name: after[name] - before[name] for name in PRIORITIES}
     assert sent == {"high": 0, "normal": 1, "low": 1}
+
+
+def test_a_preview_shows_the_beginning_of_a_prompt_without_spaces(
+    in_process: Imagefleet, failed_jobs: StorageSettings
+):
+    async def prepare() -> None:
+        async with open_storage(failed_jobs) as storage:
+            await add(storage, json.dumps({"prompt": "紅" * 200, "id": "red"}))
+
+    asyncio.run(prepare())
+    shown = in_process("replay", "default/red", "--dry-run").stdout
+    assert "紅" * 150 + "…" in shown.replace("\n", "")

@@ -1,7 +1,6 @@
 """Failed jobs by model: those of one whose checkpoint was mended go back to its own queue."""
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from imagefleet.job.message import read_job
 from imagefleet.records.log import RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet
+from in_process import Imagefleet, told
 
 BODIES = (
     '{"prompt": "a", "id": "one", "model": "pony"}',
@@ -55,8 +54,7 @@ def settings(tmp_path) -> StorageSettings:
 
 def listed(imagefleet: Imagefleet, *arguments: str) -> set[str]:
     result = imagefleet("failed", *arguments, "--json")
-    assert result.returncode == 0, result.stderr
-    return {job["id"] for job in json.loads(result.stdout)["jobs"]}
+    return {job["id"] for job in told(result)["jobs"]}
 
 
 @pytest.mark.usefixtures("settings")

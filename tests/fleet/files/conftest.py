@@ -1,4 +1,7 @@
-"""The storage of a test of `imagefleet files`, as flags."""
+"""The storage of a test of `imagefleet files`, as flags, and its jobs."""
+
+import json
+from pathlib import Path
 
 import pytest
 
@@ -10,3 +13,11 @@ from imagefleet.storage.settings import StorageSettings
 def flags(storage_settings: StorageSettings) -> list[str]:
     """A folder, then Azurite."""
     return storage_flags.flags(storage_settings)
+
+
+@pytest.fixture
+def jobs(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The module's JOBS, a line each."""
+    path = tmp_path / "jobs.jsonl"
+    path.write_text("\n".join(map(json.dumps, request.module.JOBS)))
+    return path

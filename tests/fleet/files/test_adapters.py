@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from imagefleet.files import adapter, contents, safetensors
-from in_process import Imagefleet, assert_refused
+from in_process import Imagefleet, assert_refused, told
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 
@@ -32,8 +32,7 @@ def test_an_adapter_is_stored_as_one_file_under_the_folders_name(
 ):
     storage = f"--storage=local:{tmp_path / 'data'}"
     added = in_process("files", "add", "lora", str(folder), storage, "--json")
-    assert added.returncode == 0, added.stderr
-    (row,) = json.loads(added.stdout)["files"]
+    (row,) = told(added)["files"]
     assert row["content"] == "SD 1.x VERA adapter"
     assert row["blob"] == "loras/watercolor.safetensors"
     (stored,) = (tmp_path / "data").rglob("watercolor.safetensors")

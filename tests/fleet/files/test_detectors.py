@@ -28,6 +28,12 @@ def test_a_detector_is_stored_listed_and_removed_by_its_name(
     assert gone.returncode == 0, gone.stderr
 
 
+def test_a_folder_of_judges_gives_its_onnx_files_too(in_process: Imagefleet, tmp_path):
+    (tmp_path / "own").mkdir()
+    write_detector(tmp_path / "own" / "taste.onnx", [(1, 1, 1, 1, 1)])
+    assert in_process("files", "add", "judge", "own").stdout == "taste\n"
+
+
 def test_what_is_no_onnx_file_is_refused_with_the_way_to_one(
     in_process: Imagefleet, tmp_path
 ):

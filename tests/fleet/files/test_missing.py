@@ -6,8 +6,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from cli import console
 from fleet.files.stored import Listing
 from imagefleet.signing import SigningKey
@@ -42,13 +40,6 @@ def in_storage(settings: StorageSettings, *names: str) -> None:
                 await storage.files.create(name, b"x", "application/octet-stream", {})
 
     asyncio.run(fill())
-
-
-@pytest.fixture
-def jobs(tmp_path) -> Path:
-    path = tmp_path / "jobs.jsonl"
-    path.write_text("".join(json.dumps(job) + "\n" for job in JOBS))
-    return path
 
 
 def missing(result: subprocess.CompletedProcess[str]) -> dict[tuple[str, str], Any]:

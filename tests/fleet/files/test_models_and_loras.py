@@ -17,7 +17,7 @@ from header_files import SD1, file_of, lora_of
 from imagefleet.files import kinds
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet, assert_refused
+from in_process import Imagefleet, assert_refused, told
 from worker.files import check
 
 
@@ -135,8 +135,7 @@ def test_a_folder_is_packed_and_loads_where_it_is_unpacked(
 
     result = in_process("files", "add", "model", "tiny", "--json", "--cache", "cache")
 
-    assert result.returncode == console.EXIT_DONE, result.stderr
-    (added,) = json.loads(result.stdout)["files"]
+    (added,) = told(result)["files"]
     assert added["blob"] == "models/tiny.tar"
     stored = tmp_path / "imagefleet-data" / "files" / "models" / "tiny.tar"
     assert sha256(stored.read_bytes()) == added["sha256"]

@@ -15,7 +15,7 @@ from imagefleet.files.kinds import TEXT
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from in_process import Imagefleet, assert_refused
+from in_process import Imagefleet, assert_refused, told
 from pixel import tiny_cascade
 from storage_flags import flags
 from worker.engine.pixel import text_stage, text_states
@@ -41,13 +41,6 @@ WIDTH = 32
 def model(tmp_path_factory) -> Path:
     torch.set_num_threads(1)
     return tiny_cascade.build(tmp_path_factory.mktemp("stage") / "base", "base")
-
-
-@pytest.fixture
-def jobs(tmp_path) -> Path:
-    path = tmp_path / "jobs.jsonl"
-    path.write_text("".join(json.dumps(job) + "\n" for job in JOBS))
-    return path
 
 
 @pytest.fixture
@@ -109,8 +102,7 @@ def test_workers_find_the_states_of_all_prompts_of_all_stages(
 ):
     command = [*make_text(jobs, model, storage_settings), "--json"]
     added = in_process(*command)
-    assert added.returncode == console.EXIT_DONE, added.stderr
-    assert json.loads(added.stdout) == {
+    assert told(added) == {
         "encoder": tiny_cascade.ENCODER,
         "jobs": len(JOBS),
         "prompts": len(PROMPTS),
@@ -135,8 +127,7 @@ def test_workers_find_the_states_of_all_prompts_of_all_stages(
 
     monkeypatch.setattr(text_stage.TextStage, "encode", encode)
     again = in_process(*command)
-    assert again.returncode == console.EXIT_DONE, again.stderr
-    assert json.loads(again.stdout)["stored"] == 0
+    assert told(again)["stored"] == 0
 
 
 def test_an_interrupted_command_goes_on_where_it_was(
@@ -200,8 +191,7 @@ def test_with_a_signing_key_all_are_listed_and_what_others_stored_is_replaced(
     asyncio.run(put())
     command = [*make_text(jobs, model, storage_settings), "--json"]
     added = in_process(*command)
-    assert added.returncode == console.EXIT_DONE, added.stderr
-    found = json.loads(added.stdout)
+    found = told(added)
     assert (found["stored"], found["in_manifest"]) == (len(PROMPTS), True)
     states = found_by_workers(
         storage_settings, PROMPTS, tmp_path / "cache", signing_key.public

@@ -18,8 +18,6 @@ from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet, assert_refused
 from storage_flags import flags
 
-Load = Callable[..., "subprocess.CompletedProcess[str]"]
-
 MONDAY = "id,prompt\n1,a red house\n2,a blue fish\n"
 TUESDAY = "id,prompt\n1,a cat\n2,a dog\n"
 
@@ -27,7 +25,7 @@ TUESDAY = "id,prompt\n1,a cat\n2,a dog\n"
 @pytest.fixture
 def load(
     in_process: Imagefleet, tmp_path, storage_settings: StorageSettings
-) -> Callable[..., subprocess.CompletedProcess[str]]:
+) -> Imagefleet:
     """Writes a file and loads it: into the same storage, whatever the file."""
 
     def load(name: str, text: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -65,7 +63,7 @@ def sent_of(settings: StorageSettings) -> int:
 
 
 def test_ids_of_monday_with_tuesdays_prompts_are_refused_at_the_first(
-    load: Load, storage_settings: StorageSettings
+    load: Imagefleet, storage_settings: StorageSettings
 ):
     load("monday.csv", MONDAY)
     assert_refused(
@@ -77,7 +75,7 @@ def test_ids_of_monday_with_tuesdays_prompts_are_refused_at_the_first(
 
 
 def test_one_changed_three_new_and_the_others_as_before(
-    load: Load, storage_settings: StorageSettings
+    load: Imagefleet, storage_settings: StorageSettings
 ):
     rows = [f"{number},prompt {number}" for number in range(197)]
     load("jobs.csv", "\n".join(["id,prompt", *rows]))
@@ -97,7 +95,7 @@ def test_one_changed_three_new_and_the_others_as_before(
 
 
 def test_a_row_that_is_added_to_a_loaded_file_is_one_new_job_with_or_without_ids(
-    load: Load, storage_settings: StorageSettings
+    load: Imagefleet, storage_settings: StorageSettings
 ):
     load("prompts.txt", "a house\na fish\n")
     more = load("prompts.txt", "a house\na fish\na boat\n", "--json")
@@ -114,7 +112,7 @@ def test_a_row_that_is_added_to_a_loaded_file_is_one_new_job_with_or_without_ids
 
 
 def test_a_file_of_changed_jobs_that_are_left_out_is_not_called_empty(
-    load: Load,
+    load: Imagefleet,
 ):
     load("monday.csv", MONDAY)
     left_out = load("tuesday.csv", TUESDAY, "--new-only")
@@ -126,7 +124,7 @@ def test_a_file_of_changed_jobs_that_are_left_out_is_not_called_empty(
 
 
 def test_the_second_row_of_one_id_is_refused_and_the_first_is_sent_once(
-    load: Load, storage_settings: StorageSettings
+    load: Imagefleet, storage_settings: StorageSettings
 ):
     assert_refused(
         load("jobs.csv", "id,prompt\n1,a cat\n2,a fish\n1,a dog\n", "--restart"),
@@ -135,14 +133,16 @@ def test_the_second_row_of_one_id_is_refused_and_the_first_is_sent_once(
     assert prompts_in(storage_settings) == ["a cat", "a fish"]
 
 
-def test_the_same_row_twice_is_one_job(load: Load, storage_settings: StorageSettings):
+def test_the_same_row_twice_is_one_job(
+    load: Imagefleet, storage_settings: StorageSettings
+):
     twice = load("jobs.csv", "id,prompt\n1,a cat\n1,a cat\n", "--json")
     assert json.loads(twice.stdout)["sent"] == 1
     assert prompts_in(storage_settings) == ["a cat"]
 
 
 def test_a_failed_job_that_was_exported_and_mended_is_sent(
-    load: Load, storage_settings: StorageSettings
+    load: Imagefleet, storage_settings: StorageSettings
 ):
     load("monday.csv", MONDAY)
     mended = {"id": "1", "prompt": "a cat", "failure": {"error": "JobError"}}
@@ -153,7 +153,7 @@ def test_a_failed_job_that_was_exported_and_mended_is_sent(
 
 @pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 def test_a_storage_that_was_deleted_is_loaded_anew(
-    load: Load, storage_settings: StorageSettings
+    load: Imagefleet, storage_settings: StorageSettings
 ):
     load("monday.csv", MONDAY)
     shutil.rmtree(storage_settings.storage.removeprefix("local:"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from imagefleet.pricing import prices
-from in_process import Imagefleet
+from in_process import Imagefleet, told
 from simulation import engine, fleet, measure
 from simulation.fleet import Scenario
 from simulation.nodes import Card, Weather
@@ -82,9 +82,7 @@ def paid(monkeypatch) -> Callable[..., measure.Figures]:
 def planned(in_process: Imagefleet, *arguments: str) -> dict[str, Any]:
     more = ("--gpu", f"mine={REPLICAS}", "--price-per-hour", str(DOLLARS_PER_HOUR))
     result = in_process("plan", *arguments, *more, "--json")
-    assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    return told(result)
 
 
 @pytest.mark.parametrize(

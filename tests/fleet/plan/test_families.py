@@ -12,7 +12,7 @@ from fleet.plan import estimate, work
 from imagefleet import errors
 from imagefleet.files import contents
 from imagefleet.pricing import families, prices
-from in_process import Imagefleet, assert_refused
+from in_process import Imagefleet, assert_refused, told
 from loadgen.sources import open_source
 
 Write = Callable[..., str]
@@ -55,9 +55,7 @@ def report(path: Path, family: str, images_per_second: float, **facts: Any) -> s
 def plan(imagefleet: Imagefleet, *arguments: str) -> dict[str, Any]:
     more = ("--gpu", "4090", "--start-up-seconds", "0", "--json")
     result = imagefleet("plan", *arguments, *more)
-    assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    return told(result)
 
 
 def test_every_family_that_the_worker_loads_has_its_operations():

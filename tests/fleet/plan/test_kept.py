@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from in_process import Imagefleet
+from in_process import Imagefleet, told
 
 FEW_STEPS = {"prompt": "a cat", "steps": 4, "cfg_scale": 1}
 
@@ -17,8 +17,7 @@ def test_of_few_step_images_of_which_few_are_kept_a_dollar_buys_several_times_as
     jobs.write_text(f"{json.dumps(FEW_STEPS)}\n" * 2000)
     kept = ("--kept", "0.05", "--start-up-seconds", "0", "--bundle", bundle)
     result = in_process("plan", str(jobs), *kept, "--json")
-    assert result.returncode == 0, result.stderr
-    plan = json.loads(result.stdout)
+    plan = told(result)
     found = plan["kept"]
     assert found["images"] == 100
     assert found["images_per_dollar"] == pytest.approx(100 / found["dollars"])

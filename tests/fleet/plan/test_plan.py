@@ -13,7 +13,7 @@ from fleet.plan.work import ModelJobs
 from imagefleet import errors
 from imagefleet.pricing import families, prices
 from imagefleet.storage.protocol import Operations
-from in_process import Imagefleet, assert_refused
+from in_process import Imagefleet, assert_refused, told
 
 
 def part(
@@ -252,8 +252,7 @@ def test_few_steps_and_loras_are_planned_as_they_were_measured(
         path.write_text("".join(f"{json.dumps({**job, **fields})}\n" for job in jobs))
         given = ("--bench", str(bench), "--price-per-hour", "1")
         result = in_process("plan", str(path), *given, "--json")
-        assert result.returncode == 0, result.stderr
-        return float(json.loads(result.stdout)["mix"][0]["images_per_second"]["value"])
+        return float(told(result)["mix"][0]["images_per_second"]["value"])
 
     none = ["a"] * 50
     one = ["a <lora:one:1>"] * 50

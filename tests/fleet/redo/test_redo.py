@@ -92,10 +92,29 @@ async def recorded(storage: Storage, campaign: str = "default") -> dict[str, str
     return dict(found)
 
 
+async def compared(storage: Storage) -> list[pairs.Pair]:
+    found = [each async for each in pairs.listed(storage, target.Target(), None)]
+    await pairs.compare(storage, found, lambda: None)
+    return found
+
+
 async def differing(storage: Storage) -> list[str]:
-    compared = [each async for each in pairs.listed(storage, target.Target(), None)]
-    await pairs.compare(storage, compared, lambda: None)
-    return [pair.image for pair in compared if pair.result == "different"]
+    found = await compared(storage)
+    return [pair.image for pair in found if pair.result == "different"]
+
+
+async def sent_prompt(storage: Storage, key: SigningKey) -> object:
+    """The prompt of the one job that waits, signed with the key."""
+    (message,) = await storage.queue.receive(1, 30)
+    trusted = signers.trusted(key, storage.scope)
+    return read_job(message.body, "", trusted).prompt
+
+
+async def copy_image(storage: Storage, name: str, worker: str) -> None:
+    """Stores the image of the job j0 under another name, as of another worker."""
+    data = await storage.blobs.read("default/j0.png")
+    assert data is not None
+    await storage.blobs.create(name, data, "image/png", {"worker": worker})
 
 
 async def redo(
@@ -187,9 +206,8 @@ async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
     await run_worker("a", bad_picture)
     await storage.queue.send(messages(1, verify=True))
     await run_worker("b")
-    compared = [each async for each in pairs.listed(storage, target.Target(), None)]
-    await pairs.compare(storage, compared, lambda: None)
-    assert pairs.undecided(compared, pairs.judge(compared)) == compared != []
+    found = await compared(storage)
+    assert pairs.undecided(found, pairs.judge(found)) == found != []
 
     await redo(storage_settings, job="default/j0.png")
     await run_worker("c")
@@ -318,11 +336,7 @@ async def test_an_image_that_names_another_image_as_its_jobs_is_not_believed(
 ):
     await storage.queue.send(messages(1))
     await run_worker("good")
-    data = await storage.blobs.read("default/j0.png")
-    assert data is not None
-    await storage.blobs.create(
-        "default/victim.png", data, "image/png", {"worker": "bad"}
-    )
+    await copy_image(storage, "default/victim.png", "bad")
 
     result = await redo(storage_settings, worker="bad")
 
@@ -371,11 +385,7 @@ async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
     result = await redo(settings, worker="thief", given={"default/j0": signed})
 
     assert (result["not_redone"], result["images"], result["jobs"]) == ([], 1, 1)
-    (message,) = await storage.queue.receive(1, 30)
-    assert (
-        read_job(message.body, "", signers.trusted(key, storage.scope)).prompt
-        == "a cat"
-    )
+    assert await sent_prompt(storage, key) == "a cat"
 
 
 async def test_an_image_of_long_ago_is_drawn_again_with_a_new_signature(
@@ -399,11 +409,7 @@ async def test_an_image_of_long_ago_is_drawn_again_with_a_new_signature(
     )
     assert (await redo(settings, worker="bad"))["jobs"] == 1
 
-    (message,) = await storage.queue.receive(1, 30)
-    assert (
-        read_job(message.body, "", signers.trusted(key, storage.scope)).prompt
-        == "a cat"
-    )
+    assert await sent_prompt(storage, key) == "a cat"
 
 
 async def test_suspect_images_are_those_that_the_worker_stored_in_the_time_of_its_records(
@@ -451,11 +457,7 @@ async def test_a_copy_that_a_worker_forges_has_no_job_drawn_since_no_file_marks_
 ):
     await storage.queue.send(messages(1))
     await run_worker("good")
-    data = await storage.blobs.read("default/j0.png")
-    assert data is not None
-    await storage.blobs.create(
-        "-replaced/default/j0.png/00.png", data, "image/png", {"worker": "good"}
-    )
+    await copy_image(storage, "-replaced/default/j0.png/00.png", "good")
 
     result = await redo(storage_settings, worker="nobody")
 

@@ -5,12 +5,16 @@ import dataclasses
 import json
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 import sent_jobs
+from fleet.results.command import best
+from imagefleet.keeping.rule import Keep
 from imagefleet.records import reader
+from imagefleet.records.catalog import RecordParts
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
@@ -201,3 +205,19 @@ async def test_a_hostile_record_controls_no_terminal(
 
     for arguments in ((), ("--json",)):
         assert not set((await results(*arguments)).stdout) & set("\x1b\x07\u202e")
+
+
+async def test_the_best_are_sorted_once_and_not_with_each_part_that_is_read(
+    monkeypatch,
+):
+    ranked = []
+    monkeypatch.setattr(Keep, "rank", lambda _, scores: ranked.append(scores) or 0)
+    moment = datetime(2026, 12, 1, tzinfo=UTC)
+    image = Record(outcome="completed", id="a", at=moment, scores={"clip": 9})
+
+    async def parts() -> RecordParts:
+        for _ in range(50):
+            yield [image]
+
+    (found,) = [each async for each in best(parts(), Keep(minimum={"clip": 9}), 99)]
+    assert len(found) == len(ranked) == 50

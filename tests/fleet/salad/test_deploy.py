@@ -8,7 +8,7 @@ import pytest
 
 from cli import console
 from fleet.salad import client
-from in_process import Imagefleet, assert_refused
+from in_process import Imagefleet, assert_refused, told
 
 
 def edit(folder: Path, old: str, new: str) -> None:
@@ -277,8 +277,7 @@ def test_one_refused_call_of_several_is_the_only_line(
 def test_each_change_has_its_json(salad, in_process: Imagefleet):
     def read(*arguments: str) -> Any:
         ended = in_process("deploy", *arguments, "--json")
-        assert ended.returncode == 0, ended.stderr
-        return json.loads(ended.stdout)
+        return told(ended)
 
     planned = read("apply", "--dry-run")
     assert planned["dry_run"] is True

@@ -1,6 +1,5 @@
 """Fleet files that say which models their workers serve."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from fleet.scale import command as scale
 from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.storage.settings import job_queue
-from in_process import Imagefleet
+from in_process import Imagefleet, told
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "salad" / "sdxl.yaml"
 NAMES = ["illustrious-xl", "pony-v6"]
@@ -31,8 +30,7 @@ def test_workers_get_the_models_and_the_operator_sees_their_queues(
 ):
     ended = in_process("deploy", "apply", "--render", "--file", str(EXAMPLE), "--json")
 
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
+    found = told(ended)
     environment = found["groups"][0]["container"]["environment_variables"]
     given = environment["IMAGEFLEET_MODEL"]
     assert given == "store:illustrious-xl.safetensors,store:pony-v6.safetensors"
@@ -162,7 +160,6 @@ def test_the_scaler_counts_the_queues_of_its_file(
         "1",
     )
 
-    assert ended.returncode == 0, ended.stderr
-    decision = json.loads(ended.stdout)
+    decision = told(ended)
     assert decision["messages"] == 5, "those of the other model are for another fleet"
     assert decision["wanted"] == 1

@@ -19,7 +19,7 @@ from imagefleet import concurrency, errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
-from in_process import Imagefleet, assert_refused
+from in_process import Imagefleet, assert_refused, told
 
 GOAL = Goal(max_dollars=1000, max_replicas=750, dollars_per_hour=1000)
 
@@ -401,8 +401,7 @@ def test_a_dry_run_prints_the_decision(
         "60",
     )
 
-    assert ended.returncode == 0, ended.stderr
-    record = json.loads(ended.stdout)
+    record = told(ended)
     assert (record["replicas"], record["wanted"], record["speed"]) == (20, 2, "assumed")
 
 

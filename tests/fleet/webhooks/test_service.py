@@ -196,19 +196,18 @@ async def test_each_job_is_reported_if_asked(
     )
     await operator.open("spring", "cancelled")
     await operator.add([record(4, "discarded")])
-    await log.add([record(3, "cancelled")])
+    await log.add([record(3, "cancelled"), record(5, "dropped", reason="r" * 900)])
     await run(each_job=True)
     (completed,) = receiver.told("job.completed")
     (failed,) = receiver.told("job.failed")
+    (dropped,) = receiver.told("job.dropped")
+    assert (dropped["id"], dropped["attempts"]) == ("job-5", 1)
+    assert dropped["reason"] == failed["reason"] == "r" * 500
     assert completed["metadata"] == {"order": 7}
     assert completed["images"] == ["spring/job-1.png"]
-    assert (failed["error"], failed["attempts"], len(failed["reason"])) == (
-        "MissingFileError",
-        5,
-        500,
-    )
+    assert (failed["error"], failed["attempts"]) == ("MissingFileError", 5)
     assert [each["id"] for each in receiver.told("job.cancelled")] == ["job-3"]
-    assert len(receiver.events) == 3
+    assert len(receiver.events) == 4
 
 
 async def test_a_job_of_several_images_is_complete_with_the_last_of_them(

@@ -2,14 +2,16 @@
 
 import json
 from collections import Counter
+from datetime import UTC, datetime
 
 import made_records
 import signers
 from browsing import visible
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
+from imagefleet.keeping.rule import Keep
 from imagefleet.records.log import RecordLog
-from imagefleet.records.record import Record
+from imagefleet.records.record import DroppedImage, Record
 from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Check, Selection
@@ -87,3 +89,11 @@ async def test_a_preview_counts_all_and_quotes_a_few(storage: Storage):
     assert preview.refused == 8
     assert (len(preview.prompts), len(preview.reasons)) == (5, 5)
     assert (await storage.poison.depth()).messages == 16
+
+
+def test_a_near_duplicate_which_is_stored_is_no_dropped_job_to_send_again():
+    other = DroppedImage(0, "clip 2 is below 3", {"clip": 2})
+    moment = datetime(2026, 12, 1, tzinfo=UTC)
+    image = Record(outcome="completed", id="j0", at=moment, dropped=(other,))
+    selection = Selection(keep=Keep(minimum={"clip": 1}))
+    assert not selection.matches(image.as_near_duplicate("j1"))
