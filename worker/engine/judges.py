@@ -27,7 +27,6 @@ from imagefleet.files import safetensors
 from imagefleet.files.safetensors import Identity, whole
 from imagefleet.job import clip
 from worker.engine.device import find_device
-from worker.engine.errors import classify
 
 #: A score of CLIP is so many times the cosine, 0 at least (Hessel et al., 2021, without its 2.5).
 _SCALE = 100.0
@@ -83,32 +82,34 @@ def scores(
     """Each judge's scores of images [n, 3, side, side], as CLIP takes them, by their prompts.
 
     *model*: CLIP, wherever it is. *heads* by the judges' names; None: CLIP is the judge. It is for
-    the engine's thread, and reads no file. Raises JobError for a head that does not fit, and as
-    `classify`.
+    the engine's thread, and reads no file. Raises JobError for a head that does not fit.
     """
-    place = find_device(device)
+    model = _placed(model, find_device(device))
+    pixels = torch.from_numpy(images).to(model.device, model.dtype)
+    seen = normalize(image_features(model, pixels))
     found = {}
-    try:
-        model.to(place, torch.float32 if place.type == "cpu" else torch.float16)
-        pixels = torch.from_numpy(images).to(place, model.dtype)
-        seen = normalize(image_features(model, pixels)).cpu()
-        for name, head in heads.items():
-            if head is None:
-                ids = torch.from_numpy(tokens).to(place)
-                named = normalize(text_features(model, ids)).cpu()
-                found[name] = (_SCALE * (seen * named).sum(1).clip(0)).tolist()
-    except RuntimeError as error:
-        raise classify(error) from error
+    for name in heads:
+        if heads[name] is None:
+            ids = torch.from_numpy(tokens).to(model.device)
+            named = normalize(text_features(model, ids))
+            found[name] = _SCALE * (seen * named).sum(1).clip(0)
+    # Waits for the GPU once all that it has to do is with it.
+    seen = seen.cpu()
     for name, head in heads.items():
-        if head is None:
-            continue
-        try:
-            found[name] = _of_head(head, seen).tolist()
-        except (LookupError, RuntimeError):  # on the CPU: of its tensors' shapes
-            raise JobError(
-                f"the judge {name} is a head of another CLIP, or gives no image one score"
-            ) from None
-    return found
+        if head is not None:
+            try:
+                found[name] = _of_head(head, seen)
+            except (LookupError, RuntimeError):  # of its tensors' shapes
+                raise JobError(
+                    f"the judge {name} is a head of another CLIP, or gives no image one score"
+                ) from None
+    return {name: values.tolist() for name, values in found.items()}
+
+
+@functools.lru_cache(1)
+def _placed(model: Any, device: torch.device) -> Any:
+    """The model on a device: once, as to look at each of its tensors takes milliseconds."""
+    return model.to(device, torch.float32 if device.type == "cpu" else torch.float16)
 
 
 @functools.lru_cache(1)

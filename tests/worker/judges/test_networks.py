@@ -156,18 +156,6 @@ def test_a_judge_or_its_clip_that_was_replaced_is_read_anew(
     assert of_other_clip != pytest.approx(negated, abs=1e-3)
 
 
-def test_a_gpu_that_is_full_is_no_bug_of_ours(
-    judges: Path, tmp_path: Path, monkeypatch
-):
-    def fail(*_: Any) -> None:
-        raise RuntimeError("CUDA out of memory")
-
-    (tiny_clip(tmp_path) / "model.safetensors").rename(judges / "clip.safetensors")
-    monkeypatch.setattr(judges_of_clip, "image_features", fail)
-    with pytest.raises(errors.TransientError, match="ran out of memory"):
-        score(tmp_path, "clip", pictures(1))
-
-
 def test_the_judge_of_the_demo_tells_a_picture_from_others_by_its_prompt(
     judges: Path, tmp_path: Path
 ):
