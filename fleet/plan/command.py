@@ -186,10 +186,14 @@ def _mix_of(
             gpu = measured[0] if measured else prices.find_gpu(name, table.gpus)
         speeds = []
         for work in works:
-            families.refuse_small(gpu, work.family)
+            families.refuse_gpu(gpu, work.family)
             bench = estimate.bench_of(gpu, benches, work)
             speed = estimate.find_speed(gpu, rate, bench, work)
-            speeds.append(ModelSpeed(work.model, work.family.slug, work.images, speed))
+            is_int8 = work.family.is_held_in_int8(gpu)
+            model = ModelSpeed(
+                work.model, work.family.slug, work.images, speed, is_int8
+            )
+            speeds.append(model)
         price = estimate.find_price(gpu, priority, dollars, table)
         made_on = estimate.bench_of(gpu, benches, works[0])
         start_up = made_on.start_up if made_on else estimate.ASSUMED_START_UP

@@ -7,7 +7,8 @@ found before, from the header alone (`worker.files.check`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -188,20 +189,21 @@ def _placements(
 ) -> dict[str, _Placement]:
     """Places each network on a device: text encoders on the CPU if the GPU's memory is short."""
     placed = dict.fromkeys(networks, (device, dtype))
-    if device.type == "cuda" and family.has_large_layers:
-        weights = {
-            name: dtype.itemsize * sum(each.numel() for each in network.parameters())
-            for name, network in networks.items()
-        }
-        text_bytes = sum(weights[each] for each in family.networks)
-        if memory.has_no_room_for_text(
-            device, text_bytes, sum(weights.values()) - text_bytes
-        ):
+    if family.has_large_layers:
+        text_bytes = weight_bytes([networks[each] for each in family.networks], dtype)
+        others_bytes = weight_bytes(networks.values(), dtype) - text_bytes
+        if memory.has_no_room_for_text(device, text_bytes, others_bytes):
             log.info("the text encoders stay on the CPU", action="text_on_cpu")
             placed |= dict.fromkeys(
                 family.networks, (torch.device("cpu"), torch.float32)
             )
     return placed
+
+
+def weight_bytes(networks: Iterable[Module], dtype: torch.dtype) -> int:
+    """Bytes that the weights of *networks* take in a type."""
+    parameters = itertools.chain.from_iterable(each.parameters() for each in networks)
+    return dtype.itemsize * sum(each.numel() for each in parameters)
 
 
 def place(

@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from imagefleet.errors import SetupError
+from imagefleet.telemetry.logs import log
 from worker.engine import checkpoint
 from worker.engine.families import prompts, reading
 from worker.engine.families.table import Model
 from worker.engine.flow import families, schedules, text
 from worker.engine.flow.families import FlowFamily
 from worker.engine.networks import int8
+from worker.engine.slots import memory
 
 #: How ComfyUI's files begin the names of a transformer.
 _PREFIX = "model.diffusion_model."
@@ -42,7 +44,6 @@ class FlowCheckpoint(Model):
     vae: AutoencoderKLFlux2
     scheduler: dict[str, Any]
     text_width: int
-    is_int8: bool
 
     @property
     def channels(self) -> int:
@@ -71,12 +72,12 @@ def load_checkpoint(
     dtype: torch.dtype,
     config: Path | None = None,
     *,
-    is_int8: bool = False,
+    is_int8: bool | None = False,
 ) -> FlowCheckpoint:
     """Loads a checkpoint; raises SetupError if it lacks something, is damaged or built otherwise.
 
-    *is_int8*: most weights are held in int8. *config*: the folder with what a single file has not;
-    by default that of its name beside it.
+    *is_int8*: most weights are held in int8; None: where a GPU has no room for them as they are.
+    *config*: the folder with what a single file has not; by default that of its name beside it.
     """
     if dtype not in _TYPES:
         raise SetupError(
@@ -103,9 +104,19 @@ def load_checkpoint(
         raise SetupError(
             f"the parts of {str(model)!r} do not fit each other, or it is not {family.name}"
         )
+    networks = {family.backbone: transformer, "vae": vae}
+    if is_int8 is None:
+        whole_bytes = checkpoint.weight_bytes(networks.values(), dtype)
+        is_int8 = memory.has_no_room_for_weights(device, whole_bytes)
+        if is_int8:
+            log.info(
+                f"most weights are held in int8: whole they take {whole_bytes / 2**30:.1f} GiB of"
+                f" the GPU's {memory.free_bytes(device) / 2**30:.1f} GiB, which leaves too little"
+                " to draw with (--precision bfloat16 tries it)",
+                action="weights_in_int8",
+            )
     if is_int8:
         int8.quantise(transformer, family.in_int8)
-    networks = {family.backbone: transformer, "vae": vae}
     placed = dict.fromkeys(networks, (device, dtype))
     advice = "" if is_int8 else "; try --precision int8"
     sums = checkpoint.place(model, networks, placed, advice)

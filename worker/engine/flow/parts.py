@@ -152,10 +152,10 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
         encoder = ChatEncoder(
             checkpoint.folder, family.text, device, checkpoint.unet.dtype
         )
-        may_stay = device.type != "cuda" or (
-            encoder.size_bytes <= _TEXT_SHARE * memory.free_bytes(device)
+        leaves = memory.has_no_room_for_text(
+            device, encoder.size_bytes, share=_TEXT_SHARE
         )
-        encoder.place(may_stay=may_stay)
+        encoder.place(may_stay=not leaves)
     network = family.slot_network(checkpoint.unet)
     weight_bytes = sum(each.nbytes for each in checkpoint.unet.parameters())
     keeps_on_cpu = memory.has_no_room_for_originals(device, weight_bytes)

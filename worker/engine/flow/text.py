@@ -88,7 +88,7 @@ class ChatEncoder(PromptEncoder):
                 functools.partial(_enter, held, self._device)
             )
             layer.register_forward_hook(
-                functools.partial(_enter, held, torch.device("cpu"))
+                functools.partial(_enter, held, torch.device("cpu")), always_call=True
             )
 
     def _chat(self, prompt: str) -> str:

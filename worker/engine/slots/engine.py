@@ -49,6 +49,7 @@ class SlotEngine:
         self.model_name = model.name
         self.family = model.family.slug
         self.is_unguided = settings.is_unguided
+        self.is_int8 = model.is_int8
         self.text_encoder = model.states_encoder
         self.default_size = model.default_size
         self.lora_lookups = parts.preparer.lora_lookups

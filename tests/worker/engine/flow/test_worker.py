@@ -4,6 +4,7 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from browsing import visible
@@ -11,6 +12,9 @@ from imagefleet.pricing import families
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from messages import message
+from worker.engine import load
+from worker.engine.device import Precision
+from worker.engine.slots import memory
 from worker.files import check
 
 pytestmark = pytest.mark.slow
@@ -51,12 +55,38 @@ async def test_a_job_without_settings_is_drawn_and_told_as_klein_wants_it(
     assert "does not support AND or prompt editing" in reasons["joined"]
 
 
-async def test_int8_stands_in_an_images_parameters(
-    storage: Storage, run_pipeline, make_engine
+@pytest.mark.parametrize(
+    ("precision", "free_bytes", "is_int8"),
+    [
+        ("int8", 2**20, True),
+        ("auto", 2**18, True),
+        ("auto", 2**20, False),
+        ("float32", 2**18, False),
+    ],
+)
+async def test_weights_that_a_small_gpu_needs_in_int8_stand_in_the_parameters_as_those_asked_for(
+    storage: Storage,
+    run_pipeline,
+    klein,
+    monkeypatch,
+    caplog,
+    precision: Precision,
+    free_bytes: int,
+    is_int8: bool,
 ):
+    caplog.set_level("INFO")
+    decide = memory.has_no_room_for_weights
+    small = torch.device("cuda", 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: free_bytes)
+    monkeypatch.setattr(
+        memory, "has_no_room_for_weights", lambda _, size: decide(small, size)
+    )
+    engine = load.load_engine(load.EngineSettings(klein(), "cpu", precision=precision))
     sent = [message(prompt="a house", width=64, height=64, id="a")]
-    await run_pipeline(make_engine(), sent=sent, precision="int8")
-    assert ", Weights: int8, " in await parameters(storage, "a")
+    await run_pipeline(engine, sent=sent, precision=precision)
+    told = ", Weights: int8, " in await parameters(storage, "a")
+    said = any("most weights are held in int8" in each for each in caplog.messages)
+    assert (told, said) == (is_int8, is_int8 and precision == "auto")
 
 
 def test_its_folder_and_its_family_are_known_before_torch(klein):
