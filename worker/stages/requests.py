@@ -15,6 +15,7 @@ from imagefleet.job import differences
 from imagefleet.job.message import Job
 from imagefleet.job.prompt import LoraTag
 from imagefleet.pricing import families
+from worker.accelerator import Accelerator
 from worker.engine.contract import Embedding, Engine, ImageRequest, Lora
 from worker.inputs.reader import NO_INPUTS, Inputs, JobFiles
 
@@ -37,6 +38,11 @@ class RequestReader:
     engine: Engine
     files: JobFiles
     threads: ThreadPoolExecutor
+
+    def fit(self, job: Job) -> Job:
+        """The job as the worker's accelerator, or the model itself, wants it; see `Accelerator`."""
+        usual = self.files.accelerator or Accelerator.of_family(self.engine.family)
+        return job if usual is None else usual.fit(job)
 
     async def read(
         self, job: Job, images: Collection[int] | None = None
