@@ -8,6 +8,7 @@ import torch
 from drawing import ROUNDING, assert_alike, difference, draw, draw_alone
 from imagefleet import errors
 from imagefleet.job.prompt import read_prompt
+from imagefleet.job.samplers import Options
 from packages import TracedPackages
 from worker.engine import contract
 
@@ -78,6 +79,8 @@ def test_a_prompt_is_text_as_it_stands(make_engine, request_of):
             "does not support ControlNets",
         ),
         ({"tiling": True}, "does not support tiling"),
+        ({"prompt": "two dogs " * 100}, "'two dogs .* has 9.. tokens .* reads 512"),
+        ({"sampler_options": Options(s_churn=2)}, "s_churn and img2img_extra_noise"),
     ],
 )
 def test_what_klein_cannot_draw_is_refused_with_the_reason(
@@ -100,6 +103,14 @@ def test_img2img_keeps_more_of_the_image_at_less_strength(make_engine, request_o
     kept = coder.decode(coder.encode(image))
     assert difference(weak, kept) < difference(strong, kept)
     assert difference(strong, none) > ROUNDING
+
+
+def test_an_image_to_begin_with_loses_what_fills_no_cell(make_engine, request_of):
+    engine = make_engine()
+    image = grey(88, 72)
+    init = contract.InitImage(image, 0.5)
+    (drawn,) = draw(engine, request_of(width=88, height=72, init=init))
+    assert drawn.shape == (64, 80, 3)
 
 
 def test_latents_of_an_image_are_those_of_diffusers(make_engine, pipeline):

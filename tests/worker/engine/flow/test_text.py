@@ -13,10 +13,12 @@ from imagefleet.files.kinds import TEXT
 from worker.engine.flow import encoders, text
 from worker.engine.flow.families import KLEIN
 from worker.engine.pixel import text_states
+from worker.node import start_up
+from worker.stages import encode
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = ["A red house", "a red house", "", "two dogs " * 100]
+PROMPTS = ["A red house", "a red house", "", "two dogs " * 40]
 
 
 @pytest.fixture
@@ -121,3 +123,12 @@ def test_a_model_without_encoder_draws_from_stored_states(
     assert difference(image, expected) <= 8
     with pytest.raises(errors.JobError, match=r"text states .* files make text"):
         engine.prepare(request_of())
+
+
+@pytest.mark.parametrize("has_encoder", [True, False])
+def test_a_node_with_klein_proves_itself_by_a_plain_image(
+    make_engine, without_encoder: Path, has_encoder: bool
+):
+    engine = make_engine(None if has_encoder else without_encoder)
+    (image,) = draw(engine, start_up.plain_request(engine, seed=0))
+    encode.refuse_one_colour(image)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+import imagefleet
 from browsing import visible
 from imagefleet.pricing import families
 from imagefleet.storage import dead_letter
@@ -53,6 +54,13 @@ async def test_a_job_without_settings_is_drawn_and_told_as_klein_wants_it(
         "cfg_scale is 5, and this worker draws with FLUX.2-klein" in reasons["guided"]
     )
     assert "does not support AND or prompt editing" in reasons["joined"]
+
+
+def test_a_program_without_a_queue_draws_with_kleins_own_settings(klein):
+    with imagefleet.Engine(klein(), device="cpu", precision="float32") as engine:
+        (drawn,) = engine.draw([{"prompt": "a house", "width": 64, "height": 64}])
+    assert drawn.error is None
+    assert (drawn.job.steps, drawn.job.cfg_scale) == (4, 1)
 
 
 @pytest.mark.parametrize(
