@@ -305,7 +305,7 @@ class _Read(NamedTuple):
 _Parts = dict[str, tuple[type[Any], Config]]
 
 
-def _parts(family: Family) -> _Parts:
+def parts_of(family: Family) -> _Parts:
     """The networks' classes, and their configurations where a single file has none."""
     parts: _Parts = {
         family.backbone: (UNet2DConditionModel, family.unet_config),
@@ -329,7 +329,7 @@ def _read_folder(folder: Path) -> _Read:
         family,
         {
             name: reading.read_network(network, folder / name)
-            for name, (network, _) in _parts(family).items()
+            for name, (network, _) in parts_of(family).items()
         },
     )
 
@@ -357,7 +357,7 @@ def _read_file(path: Path, config: Path) -> _Read:
         }
         if (family := table.of_file(weights)) is None:
             raise SetupError(f"{str(path)!r} is no checkpoint of Stable Diffusion")
-        parts = _parts(family)
+        parts = parts_of(family)
         channels = weights[_INPUTS].shape[1]
         parts[family.backbone] = (
             UNet2DConditionModel,
