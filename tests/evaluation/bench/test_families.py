@@ -92,11 +92,8 @@ def test_klein_is_measured_with_its_own_steps_guidance_and_loras(
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     family = families.find(report["family"])
-    assert (report["steps"], report["family"]) == (
-        (4, "klein") if is_distilled else (50, "klein_base")
-    )
+    assert report["steps"] == family.steps == (4 if is_distilled else 50)
     assert report["flops_per_image"] == 1e12 * family.image_tflop(64, 64)
-    assert report["mixed_lora_images_per_second"] > 0
     for other in (*arguments, "--baseline"), ("bench", "latency", *arguments[1:3]):
         assert_refused(in_process(*other), "klein/measure.py measures")
 

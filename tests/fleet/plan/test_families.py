@@ -310,8 +310,6 @@ def test_cards_too_small_for_klein_whole_or_too_old_for_it_are_told_before_they_
 ):
     jobs = ("plan", "--jobs", "1000", "--family", "klein", "--gpu")
     for gpu, is_int8 in {"RTX 3060 Ti": True, "RTX 4090": False}.items():
-        result = in_process(*jobs, gpu)
-        assert ("most of its weights in int8" in result.stdout) == is_int8
-        (part,) = json.loads(in_process(*jobs, gpu, "--json").stdout)["mix"]
-        assert [model["is_int8"] for model in part["models"]] == [is_int8]
+        said = in_process(*jobs, gpu).stdout
+        assert ("most of its weights in int8" in said) == is_int8
     assert_refused(in_process(*jobs, "RTX 2080 Ti"), "does not compute in bfloat16")

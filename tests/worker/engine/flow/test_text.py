@@ -1,6 +1,5 @@
 """Text states: as diffusers makes them, in files of half the size, and on small cards."""
 
-import operator
 import shutil
 from pathlib import Path
 
@@ -60,25 +59,16 @@ def test_an_encoder_whose_layers_come_and_go_says_the_same(
     assert torch.equal(streamed.encode(PROMPTS), encoder.encode(PROMPTS))
 
 
-def test_a_layer_of_the_encoder_leaves_the_gpu_even_if_it_runs_out_of_memory(
-    klein, monkeypatch
-):
-    moves = []
-    monkeypatch.setattr(text, "_enter", lambda held, *_: moves.append(held))
+def test_a_layer_of_the_encoder_leaves_the_gpu_even_if_it_fails(klein, monkeypatch):
+    moved = []
+    monkeypatch.setattr(text, "_enter", lambda held, *_: moved.append(id(held)))
     device = torch.device("cpu")
     streamed = text.ChatEncoder(klein(), KLEIN.text, device, torch.float32)
     streamed.place(may_stay=False)
-
-    def run_out(*_: object) -> None:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    streamed._encoder.layers[1].mlp.register_forward_pre_hook(run_out)
-    with pytest.raises(torch.cuda.OutOfMemoryError):
+    streamed._encoder.layers[1].mlp = None
+    with pytest.raises(TypeError):
         streamed.encode(PROMPTS)
-    entered, left = moves[::2], moves[1::2]
-    assert len(entered) == 2
-    assert all(map(operator.is_, entered, left))
-    assert len(entered) == len(left)
+    assert moved[::2] == moved[1::2]
 
 
 def test_a_file_of_states_has_a_byte_a_number_and_a_scale_a_token(
