@@ -110,9 +110,8 @@ def load_checkpoint(
         is_int8 = memory.has_no_room_for_weights(device, whole_bytes)
         if is_int8:
             log.info(
-                f"most weights are held in int8: whole they take {whole_bytes / 2**30:.1f} GiB of"
-                f" the GPU's {memory.free_bytes(device) / 2**30:.1f} GiB, which leaves too little"
-                " to draw with (--precision bfloat16 tries it)",
+                "most weights are held in int8: whole, the model would take"
+                f" {whole_bytes / 2**30:.1f} GiB, and leave this GPU too little to draw with",
                 action="weights_in_int8",
             )
     if is_int8:

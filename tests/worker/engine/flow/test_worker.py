@@ -75,7 +75,6 @@ async def test_int8_stands_in_the_parameters_whether_asked_for_or_needed(
     is_int8: bool,
 ):
     caplog.set_level("INFO")
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 100_000)
     monkeypatch.setattr(
         memory, "has_no_room_for_weights", lambda _, size: size > 100_000
     )
