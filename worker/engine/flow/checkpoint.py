@@ -84,16 +84,14 @@ def load_checkpoint(
             f"{family.name} was trained in bfloat16, and float16 may overflow: use --precision"
             " bfloat16 or float32"
         )
-    folder = model
-    if not model.is_dir():
-        folder = config or model.with_suffix("")
-        for part in ("vae", "text_encoder"):
-            if not (folder / part / "config.json").is_file():
-                raise SetupError(
-                    f"{str(model)!r} has a transformer alone, and {str(folder)!r} no {part}: give"
-                    " with --config a folder in diffusers' format that has the parts vae,"
-                    " text_encoder and tokenizer of the same model"
-                )
+    folder = model if model.is_dir() else config or model.with_suffix("")
+    for part in ("vae", "text_encoder"):
+        if not (folder / part / "config.json").is_file():
+            raise SetupError(
+                f"{str(folder)!r} has no {part}/config.json: a model has the parts vae,"
+                " text_encoder and tokenizer in its folder; for a single file of the transformer,"
+                " give one that has them with --config"
+            )
     transformer = _read_transformer(model, folder, family)
     scheduler = reading.read_json(folder / "scheduler" / "scheduler_config.json")
     scheduler = scheduler or dict(schedules.USUAL_CONFIG)

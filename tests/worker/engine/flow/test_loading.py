@@ -144,8 +144,11 @@ def test_9b_is_refused_by_name_with_its_licence(single_file, klein, tmp_path):
 def test_what_a_file_lacks_is_named(single_file, klein, tmp_path):
     path = single_file()
     shutil.rmtree(path.with_suffix("") / "vae")
-    with pytest.raises(errors.SetupError, match="no vae: give with --config"):
-        load.load_engine(load.EngineSettings(path, "cpu"))
+    folder = shutil.copytree(klein(), tmp_path / "folder")
+    shutil.rmtree(folder / "text_encoder")
+    for model, part in ((path, "vae"), (folder, "text_encoder")):
+        with pytest.raises(errors.SetupError, match=f"no {part}/.* with --config"):
+            load.load_engine(load.EngineSettings(model, "cpu"))
     engine = load.load_engine(load.EngineSettings(path, "cpu", config=klein()))
     assert (engine.family, engine.default_size) == ("klein", (64, 64))
     engine.close()
