@@ -189,11 +189,7 @@ def _mix_of(
             families.refuse_gpu(gpu, work.family)
             bench = estimate.bench_of(gpu, benches, work)
             speed = estimate.find_speed(gpu, rate, bench, work)
-            is_int8 = work.family.is_held_in_int8(gpu)
-            model = ModelSpeed(
-                work.model, work.family.slug, work.images, speed, is_int8
-            )
-            speeds.append(model)
+            speeds.append(ModelSpeed(work.model, work.family.slug, work.images, speed))
         price = estimate.find_price(gpu, priority, dollars, table)
         made_on = estimate.bench_of(gpu, benches, works[0])
         start_up = made_on.start_up if made_on else estimate.ASSUMED_START_UP

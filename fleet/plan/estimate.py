@@ -62,8 +62,6 @@ class ModelSpeed:
     family: str
     images: int
     images_per_second: Input
-    #: Workers hold most of its weights in int8 on this GPU.
-    is_int8: bool = False
 
     @property
     def seconds(self) -> float:
@@ -221,11 +219,11 @@ def sources(part: Part) -> list[str]:
         f"{part.gpu}: {text}: {found.kind}: {found.source}." for text, found in inputs
     ]
     for model in part.models:
-        if model.is_int8:
-            name = families.find(model.family).name
+        family = families.find(model.family)
+        if family.is_held_in_int8(part.gpu):
             said.append(
-                f"{part.gpu}: too small for {name} in bfloat16: workers hold most of its weights in"
-                " int8, which takes some of the speed."
+                f"{part.gpu}: too small for {family.name} in bfloat16: workers hold most of its"
+                " weights in int8, which takes some of the speed."
             )
     return said
 

@@ -250,9 +250,8 @@ def has_no_room_for_text(
 
     On the CPU a prompt takes a second or so, while a small GPU takes several for its image.
     """
-    if device.type != "cuda":
-        return False
-    return text_bytes > share * (free_bytes(device) - others_bytes)
+    is_gpu = device.type == "cuda"
+    return is_gpu and text_bytes > share * (free_bytes(device) - others_bytes)
 
 
 def is_too_large(

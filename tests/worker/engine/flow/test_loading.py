@@ -145,6 +145,9 @@ def test_what_a_file_lacks_is_named(single_file, klein, tmp_path):
     path = single_file()
     shutil.rmtree(path.with_suffix("") / "vae")
     folder = shutil.copytree(klein(), tmp_path / "folder")
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(errors.SetupError, match="tokenizer is missing"):
+        load.load_engine(load.EngineSettings(folder, "cpu"))
     shutil.rmtree(folder / "text_encoder")
     for model, part in ((path, "vae"), (folder, "text_encoder")):
         with pytest.raises(errors.SetupError, match=f"no {part}/.* with --config"):
