@@ -31,7 +31,7 @@ class JobRequests(NamedTuple):
     inputs: Inputs = NO_INPUTS
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RequestReader:
     """Makes requests of jobs, with the files that these name."""
 
@@ -39,10 +39,13 @@ class RequestReader:
     files: JobFiles
     threads: ThreadPoolExecutor
 
+    def __post_init__(self) -> None:
+        own = Accelerator.of_family(self.engine.family)
+        self._usual = self.files.accelerator or own
+
     def fit(self, job: Job) -> Job:
         """The job as the worker's accelerator, or the model itself, wants it; see `Accelerator`."""
-        usual = self.files.accelerator or Accelerator.of_family(self.engine.family)
-        return job if usual is None else usual.fit(job)
+        return job if self._usual is None else self._usual.fit(job)
 
     async def read(
         self, job: Job, images: Collection[int] | None = None
