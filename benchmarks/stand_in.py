@@ -36,6 +36,7 @@ class StandInEngine:
     model_name = "stand-in"
     family = "sd1"
     is_unguided = False
+    is_int8 = False
     text_encoder: str | None = None
 
     def __init__(

@@ -106,7 +106,12 @@ class Accelerator:
         return self.steps, self.kind.rows
 
     def fit(self, job: Job) -> Job:
-        """The job with these settings for its usual ones; raises JobError for contrary ones."""
+        """The job with these settings for its usual ones; raises JobError for contrary ones.
+
+        One that only enlarges an image has none.
+        """
+        if job.only_upscales:
+            return job
         if any(tag.name == self.name for tag in job.loras):
             raise JobError(
                 f"the prompt names the LoRA {self.name[:40]!r}, which this worker draws all jobs"

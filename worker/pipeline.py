@@ -283,7 +283,7 @@ class Pipeline:
         settler.model_name = settler.bundles.model_name = engine.model_name
         upload = UploadStage(settler, watchdog)
         model_hash = self._hash_model()
-        encode = EncodeStage(settler, watchdog, model_hash, upload)
+        encode = EncodeStage(settler, watchdog, model_hash, upload, engine.is_int8)
         judge = JudgeStage(
             settler, watchdog, self.engine_thread, self._files.judges, encode
         )

@@ -125,7 +125,7 @@ class WorkerSettings(TelemetrySettings):
     precision: Literal["auto", "float16", "bfloat16", "float32", "int8"] = Field(
         default="auto",
         description="Precision of the weights; auto is float16 on a GPU, for FLUX.2-klein bfloat16,"
-        " and float32 on a CPU. int8 is for FLUX.2-klein on cards of 8 GB.",
+        " or int8 under 12 GB, and float32 on a CPU. int8 is for FLUX.2-klein alone.",
     )
     accelerator: FileOrName | None = Field(
         default=None,

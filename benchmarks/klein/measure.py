@@ -32,7 +32,7 @@ from evaluation.bench import machine, work
 from evaluation.score.demo.judge import load_judge
 from imagefleet.pricing import families
 from klein import full_size, theirs, tiny_klein
-from rows import program
+from rows import amounts, program
 from rows.groups import Figures, quotient
 from rows.process import CAPS, Measure, decibels, limit_memory
 from worker.engine import contract, load
@@ -206,11 +206,11 @@ def prepare_bag(arguments: argparse.Namespace) -> Measure:
 
     def measure(seconds: float) -> Figures:
         mixed, uniform = (
-            work.drive(engine, requests, seconds, amount_of=row_pixels)
+            amounts.per_second(work.drive(engine, requests, seconds), row_pixels)
             for requests in (itertools.cycle(jobs), requests_of(native, own))
         )
         return {
-            "bag_over_uniform": mixed.amount_per_second / uniform.amount_per_second,
+            "bag_over_uniform": mixed / uniform,
         }
 
     return measure

@@ -20,6 +20,7 @@ from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, work
 from evaluation.score import metrics
 from imagefleet import errors
+from rows import amounts
 from rows.groups import Figures
 from worker.engine import contract, load
 from worker.engine import device as devices
@@ -173,14 +174,12 @@ def rate(
     width = None
     if len(workload.sizes) == 1:
         width = engine.slots_for(workload.request(0))
-    measured = work.drive(
-        engine, workload.requests(), seconds, width=width, amount_of=amount_of
-    )
+    measured = work.drive(engine, workload.requests(), seconds, width=width)
     cores = (time.process_time() - cpu_seconds) / (time.perf_counter() - began_at)
     return {
         "images_per_second": measured.images_per_second,
-        "unet_calls_per_second": measured.unet_calls_per_second,
-        f"{amount}_per_second": measured.amount_per_second,
+        "unet_calls_per_second": amounts.per_second(measured, lambda each: each.steps),
+        f"{amount}_per_second": amounts.per_second(measured, amount_of),
         "images": measured.images,
         "seconds": measured.seconds,
         "cpu_cores": cores,

@@ -46,6 +46,7 @@ class SimulatedEngine:
 
     family = "sd1"
     model_name = "simulated"
+    is_int8 = False
     text_encoder: str | None = None
     default_size = (512, 512)
     is_unguided = False

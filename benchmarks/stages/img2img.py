@@ -38,6 +38,7 @@ from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, work
 from families import tiny_controlnets
+from rows import amounts
 from rows.groups import add_figures
 from worker.engine import contract, load
 from worker.engine.passes import begin
@@ -78,9 +79,8 @@ class Run:
         return HIRES_SCALE * width, HIRES_SCALE * height
 
     def rows_per_second(self, requests: Requests) -> float:
-        return work.drive(
-            self.engine, requests, self._seconds, amount_of=self._rows
-        ).amount_per_second
+        driven = work.drive(self.engine, requests, self._seconds)
+        return amounts.per_second(driven, self._rows)
 
     def txt2img(self) -> Requests:
         return self._workload.requests()

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from imagefleet import errors
 from worker.engine import checkpoint
 from worker.engine.contract import ImageRequest, Lora, Pixels
+from worker.engine.flow import checkpoint as flows
 
 #: With Stable Diffusion's options. PLMS takes one step more than AUTOMATIC1111's and the engine's.
 _SCHEDULERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
@@ -30,6 +31,15 @@ _NOISE = {
     "beta_schedule": "scaled_linear",
     "steps_offset": 1,
 }
+
+
+def check(model: Path) -> None:
+    """Raises SetupError for a model that is no Stable Diffusion's."""
+    if flows.family_of(model) is not None:
+        raise errors.SetupError(
+            "--baseline and latency are beside diffusers' Stable Diffusion alone;"
+            " benchmarks/klein/measure.py measures FLUX.2-klein's pipeline"
+        )
 
 
 class PlainDiffusers:

@@ -15,9 +15,11 @@ from evaluation.bench import baseline, machine, random_model, work
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench.jobs import Workload
 from evaluation.bench.options import BenchOptions
+from imagefleet import validation
 from imagefleet.errors import SetupError
 from imagefleet.files import demo
 from imagefleet.pricing import families
+from worker.accelerator import Accelerator
 from worker.engine import device as devices
 from worker.engine import load
 from worker.engine.contract import Engine
@@ -64,13 +66,9 @@ def prepare(
         SetupError: there is no such model, family or device.
     """
     known = {each.slug: each for each in table.FAMILIES}
-    if family not in known:
-        raise SetupError(
-            f"--family {family!r} is unknown; known are {', '.join(known)}"
-        )
+    if model is None:
+        validation.choose("family without a --model", family, known)
     torch_device = devices.find_device(device)
-    if model is not None:
-        check.check_path(model)
     if model is None and torch_device.type == "cuda":
         name = "random-sd15" if family == "sd1" else f"random-{family}"
         kind = "v_prediction" if family == "sd2" else "epsilon"
@@ -87,6 +85,11 @@ def prepare(
     workload = Workload(
         words, negative, ((0, 0),), directory, tuple((name,) for name in names)
     )
+    if own := Accelerator.of_family(families.of_title(check.family(model)).slug):
+        scales = own.kind.guidance[:1]
+        workload = replace(
+            workload, samplers=("euler",), steps=(own.steps,), cfg_scales=scales
+        )
     return Setup(model, workload, folder)
 
 
@@ -122,6 +125,8 @@ def measure_baseline(
 def measure(setup: Setup, asked: BenchOptions, step: StartStep) -> dict[str, Any]:
     """The figures of `--json`, as far as measured; raises FleetError if an image failed."""
     device = devices.find_device(asked.device)
+    if asked.baseline:
+        baseline.check(setup.model)
     step("matrix products", 1)
     matrix_rate = machine.measure_matrix_rate(
         device, devices.find_dtype("auto", device)

@@ -43,6 +43,7 @@ def measure(setup: Setup, asked: BenchOptions, step: StartStep) -> dict[str, Any
     PLMS with guidance and no LoRA, from before a prompt is encoded to after its image is decoded.
     """
     device = devices.find_device(asked.device)
+    baseline.check(setup.model)
     workload = replace(
         setup.workload,
         loras=(),

@@ -12,13 +12,13 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPTextConfig, CLIPTextModel
 
+from imagefleet.pricing import families
 from worker.engine import checkpoint, text
 from worker.engine.families import reading, table
 from worker.engine.families.table import SD1
+from worker.engine.flow import checkpoint as flows
 
 _LIBRARIES = ("imagefleet", "torch", "diffusers", "transformers", "peft", "triton")
 
@@ -96,27 +96,23 @@ def count_image_flops(model: Path, width: int, height: int, unet_calls: int) -> 
     """Operations of one image with guidance: cond and uncond UNet calls, text encoding, decoding.
 
     Counted on the meta device for prompts of one chunk. *model* is a diffusers folder; anything
-    else counts as SD1.5.
+    else counts as SD1.5. Those of flows are as counted for their published networks.
     """
+    if (flow := flows.family_of(model)) is not None:
+        published = families.find(flow.slug)
+        return 1e12 * published.image_tflop(width, height, unet_calls)
     unet_config = reading.network_config(model / "unet", SD1.unet_config)
     family = table.of_folder(
         unet_config, reading.network_config(model / "text_encoder", {})
     )
+    networks = {}
+    for name, (kind, config) in checkpoint.parts_of(family).items():
+        own = reading.network_config(model / name, config)
+        networks[name] = reading.build(kind, own)
+    unet = networks["unet"]
+    vae = networks["vae"]
+    text_encoders = [networks[name] for name in family.networks]
     with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(unet_config)
-        vae = AutoencoderKL.from_config(
-            reading.network_config(model / "vae", family.vae_config)
-        )
-        text_encoders = [
-            CLIPTextModel(
-                CLIPTextConfig(
-                    **reading.network_config(
-                        model / text_encoder.network, text_encoder.config
-                    )
-                )
-            )
-            for text_encoder in family.text_encoders
-        ]
         factor = checkpoint.vae_factor(vae)
         latent = torch.empty(
             1, unet.config.in_channels, height // factor, width // factor

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from worker.engine.families import reading
 from worker.engine.families.table import SD1, Family
+from worker.engine.flow import checkpoint as flows
 from worker.engine.lora import file as lora_names
 
 #: kohya's default LoRA adapts these twelve layers in each of the UNet's sixteen transformers.
@@ -77,7 +78,7 @@ def build_random_checkpoint(
 def build_random_loras(
     folder: Path, model: Path, count: int, device: torch.device, *, rank: int = 32
 ) -> list[str]:
-    """Writes LoRAs in kohya's format for a checkpoint's UNet; returns their names.
+    """Writes LoRAs in kohya's format for what draws in a checkpoint; returns their names.
 
     They change the linear layers of its transformers, 192 in SD1.5: 27 MB each at rank 32.
     """
@@ -93,11 +94,14 @@ def build_random_loras(
 def adapted_layers(
     model: Path, suffixes: tuple[str, ...] = ADAPTED_SUFFIXES
 ) -> dict[str, Any]:
-    """The layers of a checkpoint's UNet whose paths end so, on the meta device."""
-    config = reading.network_config(model / "unet", SD1.unet_config)
-    with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(config)
-    layers = lora_names.adaptable_layers(unet).items()
+    """The layers of a checkpoint's UNet whose paths end so, or of a flow's blocks; on meta."""
+    flow = flows.family_of(model)
+    family = flow or SD1
+    kind = UNet2DConditionModel if flow is None else flow.network
+    config = reading.network_config(model / family.backbone, family.unet_config)
+    layers = lora_names.adaptable_layers(reading.build(kind, config)).items()
+    if flow is not None:
+        return {path: layer for path, layer in layers if "_blocks." in path}
     return {path: layer for path, layer in layers if path.endswith(suffixes)}
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-
 from imagefleet.errors import FleetError, NodeError, SetupError
 from imagefleet.storage.open import Storage, open_storage
 from worker.engine.contract import (
@@ -31,19 +29,13 @@ class Rate:
     """Finished images and the seconds that they took."""
 
     images: int
-    unet_calls: int
-    #: Pixels/s, or what `drive` counts in their place.
-    amount_per_second: float
     seconds: float
+    #: The images' requests with the times at which they were done, from the first round's end on.
+    drawn: Sequence[tuple[float, ImageRequest]] = ()
 
     @property
     def images_per_second(self) -> float:
         return self.images / self.seconds
-
-    @property
-    def unet_calls_per_second(self) -> float:
-        """Each image's calls are counted, even if images share them."""
-        return self.unet_calls / self.seconds
 
 
 @dataclass(frozen=True)
@@ -117,14 +109,12 @@ def drive(
     seconds: float,
     on_progress: Callable[[float], None] = lambda _: None,
     *,
-    amount_of: Callable[[ImageRequest], float] = lambda each: each.width * each.height,
     width: int | None = None,
 ) -> Rate:
     """Keeps *engine* full for *seconds*; *on_progress* is called with the seconds so far.
 
-    *amount_of*: what an image counts in `Rate.amount_per_second`, if not its pixels. *width*: how
-    many images finish together if they are alike; larger ones than the native size are fewer than
-    the default.
+    *width*: how many images finish together if they are alike; larger ones than the native size are
+    fewer than the default.
 
     Raises:
         FleetError: an image failed.
@@ -141,8 +131,7 @@ def drive(
             break
     while engine.busy:
         engine.tick()
-    calls = [request.steps for request in drawn]
-    return rate_of(finished_at, width, calls, list(map(amount_of, drawn)))
+    return rate_of(finished_at, width, drawn)
 
 
 def draw_on(
@@ -177,41 +166,19 @@ def draw_on(
 
 
 def rate_of(
-    finished_at: Sequence[float],
-    width: int,
-    calls: Sequence[int] = (),
-    amounts: Sequence[float] = (),
+    finished_at: Sequence[float], width: int, drawn: Sequence[ImageRequest] = ()
 ) -> Rate:
     """The rate over whole rounds of *width* images, without the first round.
 
     Images that start together finish together, so a part of a round would be an error of up to a
-    round. *calls* and *amounts* are each image's, if they are to be counted. Rounds of unlike
-    images overlap: the amount per second is then a line's through all of them (`_slope`).
+    round. *drawn*: each image's request, if they are to be counted further.
     """
     counted = (len(finished_at) - width) // width * width
     if counted <= 0:
         raise SetupError(f"too few images to measure a rate: {len(finished_at)}")
-    end = width + counted
-    seconds = finished_at[end - 1] - finished_at[width - 1]
-    drawn = amounts[width:end]
-    if len(set(drawn)) > 1:
-        amount_per_second = _slope(finished_at[width - 1 :], amounts[width - 1 :])
-    else:
-        amount_per_second = sum(drawn) / seconds
-    return Rate(counted, sum(calls[width:end]), amount_per_second, seconds)
-
-
-def _slope(finished_at: Sequence[float], amounts: Sequence[float]) -> float:
-    """The slope of the line nearest to the total amount over time, by least squares.
-
-    Through the middle of each step of that stairway: of three sizes by turns over 16 seconds, it is
-    wrong by 0.6 %, and by 4 % the total between the first and the last step.
-    """
-    times, steps = np.unique(np.asarray(finished_at), return_inverse=True)
-    rises = np.bincount(steps, weights=np.asarray(amounts, dtype=float))
-    middles = np.cumsum(rises) - rises / 2
-    slope, _ = np.polyfit(times - times[0], middles, 1)
-    return float(slope)
+    seconds = finished_at[width + counted - 1] - finished_at[width - 1]
+    rest = zip(finished_at[width - 1 :], drawn[width - 1 :], strict=False)
+    return Rate(counted, seconds, list(rest))
 
 
 async def work(

@@ -47,6 +47,8 @@ class _Image:
     """One image of a job."""
 
     job: Job
+    #: The job with the settings that the model wants.
+    drawn: Job
     index: int
     request: ImageRequest
     overlay: Overlay | None
@@ -117,7 +119,9 @@ def _write(image: _Image, pixels: Pixels, model: str, folder: Path) -> None:
         pixels = overlay.put_over(pixels)
     size = request.width, request.height
     is_cut_out = overlay is not None and overlay.box is not None
-    text = infotext.parameters(job, image.index, size, model, is_cut_out=is_cut_out)
+    text = infotext.parameters(
+        image.drawn, image.index, size, model, is_cut_out=is_cut_out
+    )
     encoded = encode.encode(
         pixels, job.output, text, text_for_image(job.to_message(), job)
     )
@@ -146,10 +150,11 @@ async def _images(
             images = []
             for job in jobs:
                 with _naming(job):
-                    found = await reader.read_rested(job)
+                    drawn = reader.fit(job)
+                    found = await reader.read_rested(drawn)
                 overlay = found.inputs.overlay
                 images += [
-                    _Image(job, at, each, overlay)
+                    _Image(job, drawn, at, each, overlay)
                     for at, each in enumerate(found.requests)
                 ]
             return images

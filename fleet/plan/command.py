@@ -186,7 +186,7 @@ def _mix_of(
             gpu = measured[0] if measured else prices.find_gpu(name, table.gpus)
         speeds = []
         for work in works:
-            families.refuse_small(gpu, work.family)
+            families.refuse_gpu(gpu, work.family)
             bench = estimate.bench_of(gpu, benches, work)
             speed = estimate.find_speed(gpu, rate, bench, work)
             speeds.append(ModelSpeed(work.model, work.family.slug, work.images, speed))

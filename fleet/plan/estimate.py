@@ -215,9 +215,17 @@ def sources(part: Part) -> list[str]:
     inputs.append((f"${part.dollars_per_hour.value:g}/h", part.dollars_per_hour))
     start_up = part.start_up_seconds
     inputs.append((f"{start_up.value:.3g} s of start-up", start_up))
-    return [
+    said = [
         f"{part.gpu}: {text}: {found.kind}: {found.source}." for text, found in inputs
     ]
+    for model in part.models:
+        family = families.find(model.family)
+        if family.is_held_in_int8(part.gpu):
+            said.append(
+                f"{part.gpu}: too small for {family.name} in bfloat16: workers hold most of its"
+                " weights in int8, which takes some of the speed."
+            )
+    return said
 
 
 def old_prices(mix: Sequence[Part], table: PriceTable, today: date) -> list[str]:

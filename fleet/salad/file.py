@@ -156,7 +156,7 @@ class FleetFile(_Strict):
         found = gpus.find(self.gpus, known)
         for gpu in found:
             for model in self.served_models():
-                families.refuse_small(gpu.name, model.family)
+                families.refuse_gpu(gpu.name, model.family)
         return found
 
     @model_validator(mode="after")

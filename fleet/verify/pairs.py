@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ from imagefleet.records import record as records
 from imagefleet.records.record import Spot
 from imagefleet.storage.open import Storage
 from imagefleet.storage.proofs import Proofs, machine_of
+from worker.inputs.pictures import parameters
+
+#: In an image's parameters, in the last of the lines that begin so.
+_STEPS = re.compile(r"^Steps: (\d{1,3}),", re.MULTILINE)
 
 #: Pairs read at once: two images each, some 400 KB in all.
 CONCURRENCY = 16
@@ -179,9 +184,14 @@ def _judge(first: bytes, second: bytes) -> tuple[Result, float | None, str | Non
     distance = likeness.distance(a.fingerprint, b.fingerprint)
     if distance < likeness.SAME_BELOW:
         return "alike", distance, None
-    found = picture.job_in(second)
-    few = found is not None and found[1].steps < COMPARABLE_STEPS
+    few = max(_steps(first), _steps(second)) < COMPARABLE_STEPS
     return "few_steps" if few else "different", distance, None
+
+
+def _steps(data: bytes) -> int:
+    """Steps that an image was drawn in, by its parameters: a model may have its own number."""
+    told = _STEPS.findall(parameters(data))
+    return int(told[-1]) if told else COMPARABLE_STEPS
 
 
 #: A worker is named once pairs with so many other machines speak against it: one differing pair

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,9 @@ _ENLARGING = 3.59e-5
 #: A GPU class's name ends with its memory.
 _MEMORY = re.compile(r" (\d+)GB$")
 
+#: How the names of GPU classes before Ampere begin.
+_WITHOUT_BFLOAT16 = ("GTX ", "RTX 20")
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -49,6 +52,10 @@ class Family:
     vae_tflop: tuple[float, ...]
     text_tflop: float
     least_gigabytes: int
+    #: Memory of the smallest GPU that holds the weights whole; smaller ones hold most in int8.
+    whole_gigabytes: int = field(default=0, kw_only=True)
+    #: True if it is not drawn in float16.
+    needs_bfloat16: bool = field(default=False, kw_only=True)
     #: Operations/s of a card, against those that it does in SD1.5's images.
     rate: float
     is_measured: bool
@@ -85,6 +92,11 @@ class Family:
             (width or self.width) * (height or self.height) / _SIDE**2
         )
         return rows * ((steps or self.steps) * call + self.text_tflop) + decoding
+
+    def is_held_in_int8(self, gpu: str) -> bool:
+        """True if a GPU class is too small for the weights as they are, by the class's name."""
+        memory = _MEMORY.search(gpu)
+        return memory is not None and int(memory[1]) < self.whole_gigabytes
 
     def passes_tflop(self, passes: Iterable[Pass]) -> float:
         """The operations of one image of several passes, or one that begins with another."""
@@ -159,8 +171,13 @@ def of_title(title: str) -> Family:
     return next(each for each in FAMILIES.values() if each.title == title)
 
 
-def refuse_small(gpu: str, family: Family) -> None:
-    """Raises SetupError if a GPU class has too little memory for a family, by the class's name."""
+def refuse_gpu(gpu: str, family: Family) -> None:
+    """Raises SetupError for a GPU class too small or too old for a family, by the class's name."""
+    if family.needs_bfloat16 and gpu.startswith(_WITHOUT_BFLOAT16):
+        raise SetupError(
+            f"the {gpu} does not compute in bfloat16, which {family.name} needs: choose one of the"
+            " RTX 30 series or newer"
+        )
     memory = _MEMORY.search(gpu)
     if memory is not None and int(memory[1]) < family.least_gigabytes:
         raise SetupError(

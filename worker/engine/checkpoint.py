@@ -7,7 +7,8 @@ found before, from the header alone (`worker.files.check`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -188,20 +189,21 @@ def _placements(
 ) -> dict[str, _Placement]:
     """Places each network on a device: text encoders on the CPU if the GPU's memory is short."""
     placed = dict.fromkeys(networks, (device, dtype))
-    if device.type == "cuda" and family.has_large_layers:
-        weights = {
-            name: dtype.itemsize * sum(each.numel() for each in network.parameters())
-            for name, network in networks.items()
-        }
-        text_bytes = sum(weights[each] for each in family.networks)
-        if memory.has_no_room_for_text(
-            device, text_bytes, sum(weights.values()) - text_bytes
-        ):
+    if family.has_large_layers:
+        text_bytes = weight_bytes([networks[each] for each in family.networks], dtype)
+        others_bytes = weight_bytes(networks.values(), dtype) - text_bytes
+        if memory.has_no_room_for_text(device, text_bytes, others_bytes):
             log.info("the text encoders stay on the CPU", action="text_on_cpu")
             placed |= dict.fromkeys(
                 family.networks, (torch.device("cpu"), torch.float32)
             )
     return placed
+
+
+def weight_bytes(networks: Iterable[Module], dtype: torch.dtype) -> int:
+    """Bytes that the weights of *networks* take in a type."""
+    parameters = itertools.chain.from_iterable(each.parameters() for each in networks)
+    return dtype.itemsize * sum(each.numel() for each in parameters)
 
 
 def place(
@@ -303,7 +305,7 @@ class _Read(NamedTuple):
 _Parts = dict[str, tuple[type[Any], Config]]
 
 
-def _parts(family: Family) -> _Parts:
+def parts_of(family: Family) -> _Parts:
     """The networks' classes, and their configurations where a single file has none."""
     parts: _Parts = {
         family.backbone: (UNet2DConditionModel, family.unet_config),
@@ -327,7 +329,7 @@ def _read_folder(folder: Path) -> _Read:
         family,
         {
             name: reading.read_network(network, folder / name)
-            for name, (network, _) in _parts(family).items()
+            for name, (network, _) in parts_of(family).items()
         },
     )
 
@@ -355,7 +357,7 @@ def _read_file(path: Path, config: Path) -> _Read:
         }
         if (family := table.of_file(weights)) is None:
             raise SetupError(f"{str(path)!r} is no checkpoint of Stable Diffusion")
-        parts = _parts(family)
+        parts = parts_of(family)
         channels = weights[_INPUTS].shape[1]
         parts[family.backbone] = (
             UNet2DConditionModel,

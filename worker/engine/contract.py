@@ -245,6 +245,8 @@ class Engine(Protocol):
     default_size: tuple[int, int]
     #: True if most images are drawn without guidance, as with an accelerator.
     is_unguided: bool
+    #: True if most of the model's weights are held in int8.
+    is_int8: bool
     #: The encoder whose states of the prompts each request has as files; None: it needs none.
     text_encoder: str | None
     #: LoRA files found in memory ('hit') or read from disk ('miss') since the start.

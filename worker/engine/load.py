@@ -142,7 +142,7 @@ def _read(settings: EngineSettings, device: torch.device) -> Parts:
 
     if (flow := flow_checkpoint.family_of(settings.model)) is not None:
         _refuse_parts(settings, flow.name)
-        is_int8 = settings.precision == "int8"
+        is_int8 = {"int8": True, "auto": None}.get(settings.precision, False)
         precision = "auto" if is_int8 else settings.precision
         dtype = devices.find_dtype(precision, device, "bfloat16")
         model = flow_checkpoint.load_checkpoint(

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from imagefleet.errors import NodeError
 from imagefleet.telemetry.logs import log
 from worker.engine.contract import Engine, ImageRequest
+from worker.engine.pixel.text_states import ZEROS
 from worker.inputs import img2img
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node.watchdog import NodeLimits
@@ -103,11 +104,12 @@ def plain_request(engine: Engine, seed: int) -> ImageRequest:
         prompt=_PROMPT,
         negative_prompt="",
         loras=(),
-        sampler="euler_ancestral",
+        sampler="euler",  # which all families draw with
         steps=15,
         cfg_scale=1 if engine.is_unguided else 7,
         seed=seed,
         width=width,
         height=height,
+        text_states=None if engine.text_encoder is None else (ZEROS, ZEROS),
         init=img2img.sample(engine.family, width, height),
     )

@@ -57,6 +57,8 @@ class EncodeStage:
     watchdog: NodeWatchdog
     model_hash: Future[str | None]
     upload: UploadStage
+    #: True if the engine's weights are.
+    is_int8: bool
 
     def __post_init__(self) -> None:
         self.queue: asyncio.Queue[tuple[InFlightImage, Pixels]] = asyncio.Queue(
@@ -92,7 +94,7 @@ class EncodeStage:
             embeddings=image.embeddings,
             is_cut_out=owner.overlay is not None and owner.overlay.box is not None,
             decoder=image.job.sd_vae_decode_method or usual,
-            weights=settings.precision if settings.precision == "int8" else None,
+            weights="int8" if self.is_int8 else None,
         )
 
     async def _encode(self, image: InFlightImage, pixels: Pixels) -> None:

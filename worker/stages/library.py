@@ -65,7 +65,7 @@ class EngineOptions(TypedDict, total=False):
 
     device: str
     slots: int
-    precision: Literal["auto", "float32", "float16", "bfloat16"]
+    precision: Literal["auto", "float32", "float16", "bfloat16", "int8"]
     compile: Literal["auto", "off"]
     embedding_directory: str | Path
     #: A folder of ADetailer's detectors, NAME.onnx; no setting of a worker's.
@@ -181,6 +181,7 @@ class AsyncEngine:
     async def _draw(self, job: Job) -> Drawn:
         try:
             self._check(job)
+            job = self._reader.fit(job)
             found = await self._reader.read_rested(job)
             drawn = await concurrency.gather(*map(self._pixels, found.requests))
             if found.inputs.overlay is not None:

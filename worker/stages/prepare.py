@@ -22,7 +22,6 @@ from imagefleet.errors import (
 )
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key, read_job
 from imagefleet.storage.deliveries import Deliveries
-from worker.accelerator import Accelerator
 from worker.engine.contract import Engine, ImageRequest
 from worker.inputs.reader import JobFiles
 from worker.jobs import stored
@@ -87,7 +86,6 @@ class PrepareStage:
         engine = self._engine
         files = self._files
         self._own_models = {None, engine.model_name}
-        self._usual = files.accelerator or Accelerator.of_family(engine.family)
         # Jobs in turns: one with images left waits behind the others for its next.
         self._ordinary: Queue[InFlightJob] = Queue()
         self._urgent: Queue[InFlightJob] = Queue()
@@ -200,8 +198,7 @@ class PrepareStage:
                 entry, job, job.place.before
             ):
                 return
-            if self._usual is not None and not job.only_upscales:
-                job = self._usual.fit(job)
+            job = self._reader.fit(job)
             requests = await self._requests(entry, job, images)
             loop = asyncio.get_running_loop()
             prepared = await loop.run_in_executor(

@@ -15,6 +15,7 @@ from imagefleet.job import differences
 from imagefleet.job.message import Job
 from imagefleet.job.prompt import LoraTag
 from imagefleet.pricing import families
+from worker.accelerator import Accelerator
 from worker.engine.contract import Embedding, Engine, ImageRequest, Lora
 from worker.inputs.reader import NO_INPUTS, Inputs, JobFiles
 
@@ -30,13 +31,21 @@ class JobRequests(NamedTuple):
     inputs: Inputs = NO_INPUTS
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RequestReader:
     """Makes requests of jobs, with the files that these name."""
 
     engine: Engine
     files: JobFiles
     threads: ThreadPoolExecutor
+
+    def __post_init__(self) -> None:
+        own = Accelerator.of_family(self.engine.family)
+        self._usual = self.files.accelerator or own
+
+    def fit(self, job: Job) -> Job:
+        """The job as the worker's accelerator, or the model itself, wants it; see `Accelerator`."""
+        return job if self._usual is None else self._usual.fit(job)
 
     async def read(
         self, job: Job, images: Collection[int] | None = None

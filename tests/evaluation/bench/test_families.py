@@ -1,17 +1,21 @@
 """The benchmark of other model families than SD1.x."""
 
+import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
 
-from evaluation.bench import baseline, engine, machine
+from evaluation.bench import baseline, engine, jobs, machine
 from families import tiny_families
 from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families
+from in_process import assert_refused
+from klein import tiny_klein
 from worker.engine import contract
 from worker.engine.families.table import SDXL, X4_UPSCALER
 
@@ -60,10 +64,10 @@ def test_the_plan_counts_the_operations_that_the_x4_upscaler_has(side: int):
 
 
 def test_an_unknown_family_and_a_cpu_are_refused(tmp_path):
-    with pytest.raises(
-        errors.SetupError, match="--family 'sd3' is unknown; known are sd1, sd2"
-    ):
-        engine.prepare(None, tmp_path, "cpu", family="sd3")
+    without = "unknown family without a --model '{}'"
+    for family in ("sd3", "klein"):
+        with pytest.raises(errors.SetupError, match=without.format(family)):
+            engine.prepare(None, tmp_path, "cpu", family=family)
     with pytest.raises(errors.SetupError, match="--family sdxl is for GPUs"):
         engine.prepare(None, tmp_path, "cpu", family="sdxl")
 
@@ -74,6 +78,24 @@ def test_the_baseline_draws_sdxl(tiny_sdxl: Path):
     request = contract.ImageRequest("a", "b", steps=1, width=64, height=64, **fields)  # type: ignore[arg-type]
     (image,) = plain.draw([request])
     assert image.shape == (64, 64, 3)
+
+
+@pytest.mark.parametrize("is_distilled", [True, False])
+def test_klein_is_measured_with_its_own_steps_guidance_and_loras(
+    in_process, tmp_path, monkeypatch, is_distilled: bool
+):
+    model = tiny_klein.build(tmp_path / "klein", is_distilled=is_distilled)
+    monkeypatch.setattr(jobs, "reference_words", lambda: ("a house", "ugly"))
+    monkeypatch.setattr(engine, "prepare", partial(engine.prepare, loras=4))
+    arguments = ("bench", "--model", str(model), "--seconds", "0.1", "--slots", "2")
+    ended = in_process(*arguments, "--json")
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    family = families.find(report["family"])
+    assert report["steps"] == family.steps == (4 if is_distilled else 50)
+    assert report["flops_per_image"] == 1e12 * family.image_tflop(64, 64)
+    for other in (*arguments, "--baseline"), ("bench", "latency", *arguments[1:3]):
+        assert_refused(in_process(*other), "klein/measure.py measures")
 
 
 def test_the_plan_counts_what_encoding_and_a_controlnet_take():

@@ -301,3 +301,13 @@ def test_a_second_pass_and_an_image_to_begin_with_are_counted(tmp_path):
         errors.SetupError, match="hr_scale: the image would have 4096x4096"
     ):
         tflop(enable_hr=True, hr_scale=8, width=None, height=None)
+
+
+def test_cards_too_small_for_klein_whole_or_too_old_for_it_are_told_before_they_are_rented(
+    in_process: Imagefleet,
+):
+    jobs = ("plan", "--jobs", "1000", "--family", "klein", "--gpu")
+    for gpu, is_int8 in {"RTX 3060 Ti": True, "RTX 4090": False}.items():
+        said = in_process(*jobs, gpu).stdout
+        assert ("most of its weights in int8" in said) == is_int8
+    assert_refused(in_process(*jobs, "RTX 2080 Ti"), "does not compute in bfloat16")

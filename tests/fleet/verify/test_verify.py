@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from benchmarks.stand_in import StandInEngine
 from cli import console, target
 from fleet.verify import pairs
 from imagefleet import errors
@@ -188,11 +189,14 @@ async def test_a_campaigns_pairs_since_a_moment(storage: Storage):
     ] == []
 
 
-async def test_jobs_of_few_steps_differ_rightly(storage: Storage, run_worker):
-    await storage.queue.send(jobs(range(2), steps=4))
+@pytest.mark.parametrize(("family", "fields"), [("sd1", {"steps": 4}), ("klein", {})])
+async def test_images_of_few_steps_differ_rightly_whether_the_job_or_the_model_says_so(
+    storage: Storage, run_worker, monkeypatch, family: str, fields: dict[str, int]
+):
+    monkeypatch.setattr(StandInEngine, "family", family)
+    await storage.queue.send(jobs(range(2), **fields))
     await run_worker("a")
-    await storage.queue.send(jobs(range(1, 2), steps=4, verify=True))
-    await storage.queue.send(jobs(range(1), steps=4, verify=True))
+    await storage.queue.send(jobs(range(2), verify=True, **fields))
     await run_worker("b", _other)
     assert {pair.result for pair in await compared(storage)} == {"few_steps"}
 

@@ -1,7 +1,7 @@
 """Text encoders that read a prompt whole, as Qwen3 does for flows and T5 for pixels."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,11 @@ class PromptEncoder:
         self._device = device
         self._tokens = tokens
         self._text_of = text_of
+        self._tokenizing = threading.Lock()
         self._lock = threading.Lock()
         own = folder / "tokenizer"
+        if not own.is_dir():
+            raise SetupError(f"the text encoder's tokenizer is missing: {str(own)!r}")
         with reading.named(str(own), "the tokenizer "):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 own, local_files_only=True
@@ -49,15 +52,22 @@ class PromptEncoder:
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Tensor:
         """The states of prompts [prompts, tokens, width] in the encoder's type, on its device."""
-        with self._lock:
+        self.refuse_long(prompts)
+        texts = list(map(self._text_of, prompts))
+        with self._tokenizing:
             found = self._tokenizer(
-                list(map(self._text_of, prompts)),
+                texts,
                 padding="max_length",
                 max_length=self._tokens,
                 truncation=True,
                 return_tensors="pt",
-            ).to(self._device)
+            )
+        with self._lock:
+            found = found.to(self._device)
             return self._states(found.input_ids, found.attention_mask)
+
+    def refuse_long(self, prompts: Iterable[str]) -> None:
+        """Raises JobError for a prompt that may not be cut off; any may, unless a subclass says."""
 
     def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
         raise NotImplementedError

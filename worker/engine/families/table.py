@@ -124,6 +124,8 @@ class Model:
     states_encoder: str | None = None
     #: Checksums of the networks' weights as they were on the CPU; None: they are not checked.
     weight_sums: checksums.Sums | None = None
+    #: Most weights are held in int8.
+    is_int8: bool = False
 
     @property
     def channels(self) -> int:

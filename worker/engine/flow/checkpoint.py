@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from imagefleet.errors import SetupError
+from imagefleet.telemetry.logs import log
 from worker.engine import checkpoint
 from worker.engine.families import prompts, reading
 from worker.engine.families.table import Model
 from worker.engine.flow import families, schedules, text
 from worker.engine.flow.families import FlowFamily
 from worker.engine.networks import int8
+from worker.engine.slots import memory
 
 #: How ComfyUI's files begin the names of a transformer.
 _PREFIX = "model.diffusion_model."
@@ -42,7 +44,6 @@ class FlowCheckpoint(Model):
     vae: AutoencoderKLFlux2
     scheduler: dict[str, Any]
     text_width: int
-    is_int8: bool
 
     @property
     def channels(self) -> int:
@@ -71,28 +72,26 @@ def load_checkpoint(
     dtype: torch.dtype,
     config: Path | None = None,
     *,
-    is_int8: bool = False,
+    is_int8: bool | None = False,
 ) -> FlowCheckpoint:
     """Loads a checkpoint; raises SetupError if it lacks something, is damaged or built otherwise.
 
-    *is_int8*: most weights are held in int8. *config*: the folder with what a single file has not;
-    by default that of its name beside it.
+    *is_int8*: most weights are held in int8; None: where a GPU has no room for them as they are.
+    *config*: the folder with what a single file has not; by default that of its name beside it.
     """
     if dtype not in _TYPES:
         raise SetupError(
             f"{family.name} was trained in bfloat16, and float16 may overflow: use --precision"
             " bfloat16 or float32"
         )
-    folder = model
-    if not model.is_dir():
-        folder = config or model.with_suffix("")
-        for part in ("vae", "text_encoder"):
-            if not (folder / part / "config.json").is_file():
-                raise SetupError(
-                    f"{str(model)!r} has a transformer alone, and {str(folder)!r} no {part}: give"
-                    " with --config a folder in diffusers' format that has the parts vae,"
-                    " text_encoder and tokenizer of the same model"
-                )
+    folder = model if model.is_dir() else config or model.with_suffix("")
+    for part in ("vae", "text_encoder"):
+        if not (folder / part / "config.json").is_file():
+            raise SetupError(
+                f"{str(folder)!r} has no {part}/config.json: a model has the parts vae,"
+                " text_encoder and tokenizer in its folder; for a single file of the transformer,"
+                " give one that has them with --config"
+            )
     transformer = _read_transformer(model, folder, family)
     scheduler = reading.read_json(folder / "scheduler" / "scheduler_config.json")
     scheduler = scheduler or dict(schedules.USUAL_CONFIG)
@@ -103,9 +102,18 @@ def load_checkpoint(
         raise SetupError(
             f"the parts of {str(model)!r} do not fit each other, or it is not {family.name}"
         )
+    networks = {family.backbone: transformer, "vae": vae}
+    if is_int8 is None:
+        whole_bytes = checkpoint.weight_bytes(networks.values(), dtype)
+        is_int8 = memory.has_no_room_for_weights(device, whole_bytes)
+        if is_int8:
+            log.info(
+                "most weights are held in int8: whole, the model would take"
+                f" {whole_bytes / 2**30:.1f} GiB, and leave this GPU too little to draw with",
+                action="weights_in_int8",
+            )
     if is_int8:
         int8.quantise(transformer, family.in_int8)
-    networks = {family.backbone: transformer, "vae": vae}
     placed = dict.fromkeys(networks, (device, dtype))
     advice = "" if is_int8 else "; try --precision int8"
     sums = checkpoint.place(model, networks, placed, advice)

@@ -40,9 +40,12 @@ _TEXT_SHARE = 0.5
 
 
 class FlowPreparer(Preparer):
-    def __init__(self, checkpoint: FlowCheckpoint, groups: Groups) -> None:
+    def __init__(
+        self, checkpoint: FlowCheckpoint, groups: Groups, encoder: ChatEncoder | None
+    ) -> None:
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
+        self._encoder = encoder
         family = checkpoint.family
         self._loras = LoraReader(family, checkpoint.networks, {family.backbone: groups})
         self.lora_lookups = self._loras.cache.lookups
@@ -66,6 +69,8 @@ class FlowPreparer(Preparer):
         prompts = [str(request.prompt), str(request.negative_prompt)]
         if own.family.is_distilled:
             del prompts[1:]
+        if self._encoder is not None:
+            self._encoder.refuse_long(prompts)
         self._may_go_on.wait()
         patches = request.width // own.factor * (request.height // own.factor)
         schedule = schedules.make_schedule(
@@ -152,10 +157,10 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
         encoder = ChatEncoder(
             checkpoint.folder, family.text, device, checkpoint.unet.dtype
         )
-        may_stay = device.type != "cuda" or (
-            encoder.size_bytes <= _TEXT_SHARE * memory.free_bytes(device)
+        leaves = memory.has_no_room_for_text(
+            device, encoder.size_bytes, share=_TEXT_SHARE
         )
-        encoder.place(may_stay=may_stay)
+        encoder.place(may_stay=not leaves)
     network = family.slot_network(checkpoint.unet)
     weight_bytes = sum(each.nbytes for each in checkpoint.unet.parameters())
     keeps_on_cpu = memory.has_no_room_for_originals(device, weight_bytes)
@@ -166,7 +171,9 @@ def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:
             settings, is_unguided=family.is_distilled, compiled_modes=("shared",)
         ),
         unet=network,
-        preparer=FlowPreparer(checkpoint, {**network.groups, **network.changes.groups}),
+        preparer=FlowPreparer(
+            checkpoint, {**network.groups, **network.changes.groups}, encoder
+        ),
         caches=caches,
         stager=FlowStager(checkpoint, caches, encoder),
         merger=Merger(checkpoint.unet, keeps_on_cpu=keeps_on_cpu),

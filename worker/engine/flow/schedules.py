@@ -59,6 +59,11 @@ def make_schedule(
             f"{sampler.name} does not work on this model, whose noise is a share of the image (flow"
             " matching) on a schedule of its own: use Euler with the scheduler Automatic"
         )
+    if options.s_churn or options.extra_noise:
+        raise JobError(
+            "s_churn and img2img_extra_noise do not work on this model, which takes no noise but"
+            " its first: leave them out of the job"
+        )
     sigmas = make_sigmas(steps, config, mu)
     if t_enc is not None:
         sigmas = sigmas[steps - t_enc - 1 :]

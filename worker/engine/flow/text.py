@@ -5,7 +5,7 @@ side, for as many tokens whatever the prompt's length; the encoder's last layers
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 from transformers import Qwen3Config, Qwen3Model
 
-from imagefleet.errors import SetupError
+from imagefleet.errors import JobError, SetupError
 from imagefleet.telemetry.logs import log
 from worker.engine.families import prompts, reading
 from worker.engine.families.prompts import PromptEncoder
@@ -88,8 +88,20 @@ class ChatEncoder(PromptEncoder):
                 functools.partial(_enter, held, self._device)
             )
             layer.register_forward_hook(
-                functools.partial(_enter, held, torch.device("cpu"))
+                functools.partial(_enter, held, torch.device("cpu")), always_call=True
             )
+
+    def refuse_long(self, prompts: Iterable[str]) -> None:
+        """Raises JobError for a prompt of more tokens than are read."""
+        for prompt in prompts:
+            chat = self._chat(prompt)
+            with self._tokenizing:
+                tokens = len(self._tokenizer(chat).input_ids)
+            if tokens > self._rule.tokens:
+                raise JobError(
+                    f"the prompt {prompt[:40]!r} has {tokens:,} tokens with its chat's frame, and"
+                    f" this model reads {self._rule.tokens}: shorten it"
+                )
 
     def _chat(self, prompt: str) -> str:
         chat: str = self._tokenizer.apply_chat_template(

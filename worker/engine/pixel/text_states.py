@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 #: DeepFloyd IF was trained with no more, though T5 takes any number.
 TOKENS = 77
 
+#: In place of a file: states of zeros, for an image that only checks a node.
+ZEROS = Path("zeros")
+
 _TENSOR = "states"
 _SCALES = "scales"
 
@@ -53,18 +56,13 @@ def content(prompt: str, encoder: str, states: torch.Tensor) -> bytes:
 
     from worker.engine.networks import int8
 
-    metadata = {
-        "format": TEXT_STATES_FORMAT,
-        "encoder": encoder,
-        "prompt_sha256": _sha256(read_by(encoder, prompt)),
-    }
     states = states.cpu()
     tensors = {_TENSOR: states.half()}
     if CHAT_MARK in encoder:
         rounded, scales = int8.round_rows(states)
         tensors = {_TENSOR: rounded, _SCALES: scales}
     contiguous = {name: each.contiguous() for name, each in tensors.items()}
-    data: bytes = save(contiguous, metadata)
+    data: bytes = save(contiguous, _metadata(prompt, encoder))
     return data
 
 
@@ -76,8 +74,11 @@ def read(
     Raises JobError if there is none, or they are of another prompt or encoder, or not finite, and
     TransientError if the file cannot be read.
     """
+    import torch
     from safetensors import SafetensorError, safe_open
 
+    if path == ZEROS:
+        return torch.zeros(tokens, width)
     if path is None:
         raise JobError(
             "the prompt's text states are missing, and this model has no text encoder:"
@@ -85,7 +86,7 @@ def read(
         )
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            metadata = file.metadata()
             states: torch.Tensor = file.get_tensor(_TENSOR).clone()
             if _SCALES in file.keys():  # noqa: SIM118 - it is no mapping
                 states = states * file.get_tensor(_SCALES)
@@ -93,12 +94,7 @@ def read(
         raise TransientError(
             f"the text states {path.name!r} cannot be read: {error}"
         ) from (error)
-    found = (
-        metadata.get("format"),
-        metadata.get("encoder"),
-        metadata.get("prompt_sha256"),
-    )
-    if found != (TEXT_STATES_FORMAT, encoder, _sha256(read_by(encoder, prompt))):
+    if metadata != _metadata(prompt, encoder):
         raise JobError(
             f"{path.name!r} does not have the text states of this prompt by {encoder!r}"
         )
@@ -108,6 +104,14 @@ def read(
             f" [{tokens}, {width}], or not finite"
         )
     return states
+
+
+def _metadata(prompt: str, encoder: str) -> dict[str, str]:
+    return {
+        "format": TEXT_STATES_FORMAT,
+        "encoder": encoder,
+        "prompt_sha256": _sha256(read_by(encoder, prompt)),
+    }
 
 
 def _sha256(text: str) -> str:

@@ -50,6 +50,7 @@ class SlotEngine:
         self.model_name = model.name
         self.family = model.family.slug
         self.is_unguided = settings.is_unguided
+        self.is_int8 = model.is_int8
         self.text_encoder = model.states_encoder
         self.default_size = model.default_size
         self.lora_lookups = parts.preparer.lora_lookups
@@ -515,12 +516,13 @@ class SlotEngine:
     def _fit_memory(self, parts: Parts) -> int:
         """Fits the GPU's memory for images of the model's native size; returns the blocks."""
         width, height = self.default_size
-        guided = self._runner.native._replace(slot_rows=2, is_plain=False)
-        state = self._runner.make_slot_state(guided, 1, self._unet)
+        family = self.checkpoint.family
+        rows = 1 if family.is_distilled else 2
+        most = self._runner.native._replace(slot_rows=rows, is_plain=False)
+        state = self._runner.make_slot_state(most, 1, self._unet)
         state_bytes = sum(each.nbytes for each in state if isinstance(each, Tensor))
-        is_large = self.checkpoint.family.has_large_layers
         decode = functools.partial(self._decoder.decode, state.latents)
-        if is_large:
+        if family.has_large_layers:
             self._decoder.is_striped = memory.is_too_large(
                 self._device, decode, self._unet.weights
             )
@@ -534,8 +536,8 @@ class SlotEngine:
             change_bytes=self._unet.changes.more_bytes(USUAL_RANK),
             is_compiled=self._runner.may_compile,
             weights=self._unet.weights,
-            must_fit=self.checkpoint.family.must_fit,
-            most_slots=self.checkpoint.family.most_slots,
+            must_fit=family.must_fit,
+            most_slots=family.most_slots,
         )
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height

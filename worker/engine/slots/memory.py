@@ -65,6 +65,10 @@ _HOST_BYTES = 3 * 2**30
 #: and twice what decoding an image takes.
 _BESIDE_WEIGHTS = 0.9
 
+#: What a tick, decoding in stripes and the next LoRAs take beside weights that all slots share, of
+#: these: 1.8 GiB beside FLUX.2-klein's 7.4, an estimate.
+_BESIDE_SHARED = 0.25
+
 #: Above this share of the memory that the UNet and the VAE leave, text encoders stay on the CPU.
 #: SDXL's have room on 12 GB beside a slot that is reloaded, and not on 8 GB.
 _TEXT_SHARE = 0.3
@@ -207,7 +211,7 @@ def choose_weights(
     """
     if device.type != "cuda" or not is_large:
         return "merged"
-    if free_bytes(device) * (1 - _MARGIN) >= layer_bytes * (1 + _BESIDE_WEIGHTS):
+    if _has_room(device, layer_bytes, _BESIDE_WEIGHTS):
         return "merged"
     needed = layer_bytes + _HOST_BYTES
     found = host.free_memory_bytes() or needed
@@ -226,14 +230,28 @@ def has_no_room_for_originals(device: torch.device, layer_bytes: int) -> bool:
     return device.type == "cuda" and layer_bytes > _MARGIN * free_bytes(device)
 
 
+def has_no_room_for_weights(device: torch.device, weight_bytes: int) -> bool:
+    """True if a GPU cannot hold the weights that all slots share, and draw an image beside them."""
+    return device.type == "cuda" and not _has_room(device, weight_bytes, _BESIDE_SHARED)
+
+
+def _has_room(device: torch.device, weight_bytes: int, beside: float) -> bool:
+    """True if weights fit, and what is *beside* them, as a share of theirs."""
+    return free_bytes(device) * (1 - _MARGIN) >= weight_bytes * (1 + beside)
+
+
 def has_no_room_for_text(
-    device: torch.device, text_bytes: int, others_bytes: int
+    device: torch.device,
+    text_bytes: int,
+    others_bytes: int = 0,
+    share: float = _TEXT_SHARE,
 ) -> bool:
-    """True if text encoders would take too much memory beside the other networks.
+    """True if text encoders would take more than a *share* of what other networks leave of a GPU.
 
     On the CPU a prompt takes a second or so, while a small GPU takes several for its image.
     """
-    return text_bytes > _TEXT_SHARE * (free_bytes(device) - others_bytes)
+    is_gpu = device.type == "cuda"
+    return is_gpu and text_bytes > share * (free_bytes(device) - others_bytes)
 
 
 def is_too_large(

@@ -1,8 +1,9 @@
 """A tiny FLUX.2-klein, engines on it, and diffusers' pipeline."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from drawing import draw, make_request
+from imagefleet.job.noise import Noise
 from klein import tiny_klein
 from worker.engine import contract
 from worker.engine.contract import Settings
@@ -73,9 +75,43 @@ def make_engine(klein) -> Iterator[Callable[..., SlotEngine]]:
 def request_of() -> Callable[..., contract.ImageRequest]:
     def make(**changes: Any) -> contract.ImageRequest:
         fields = {"sampler": "euler", "negative_prompt": ""}
-        return make_request(**{**fields, **changes})
+        # diffusers draws its noise on the CPU, as A1111's setting "CPU".
+        return make_request(**{**fields, "noise": Noise(source="CPU"), **changes})
 
     return make
+
+
+@pytest.fixture
+def expected(pipeline) -> Callable[..., torch.Tensor]:
+    """Diffusers' picture of a request [3, height, width], with differences of the weights."""
+
+    def draw(
+        request: contract.ImageRequest,
+        dense: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        *,
+        is_distilled: bool = True,
+    ) -> torch.Tensor:
+        found = pipeline(is_distilled=is_distilled)
+        network = found.transformer
+        originals = {key: each.clone() for key, each in network.state_dict().items()}
+        with torch.no_grad():
+            for path, difference in dense.items():
+                network.get_submodule(path).weight += difference
+        try:
+            image = found(
+                prompt=str(request.prompt),
+                width=request.width,
+                height=request.height,
+                num_inference_steps=request.steps,
+                guidance_scale=request.cfg_scale,
+                generator=torch.Generator().manual_seed(request.seed),
+                output_type="pt",
+            ).images[0]
+        finally:
+            network.load_state_dict(originals)
+        return 2 * image - 1
+
+    return draw
 
 
 @pytest.fixture

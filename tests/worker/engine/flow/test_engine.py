@@ -1,15 +1,19 @@
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, finish
+from drawing import ROUNDING, assert_alike, difference, draw, draw_alone
 from imagefleet import errors
 from imagefleet.job.prompt import read_prompt
+from imagefleet.job.samplers import Options
 from packages import TracedPackages
 from worker.engine import contract
+from worker.engine.slots import memory
+from worker.engine.slots.queue import BatchKey
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +53,22 @@ def test_a_distilled_model_draws_one_row_whatever_guidance_says(
     assert engine.unet_rows == 8
 
 
+def test_memory_is_planned_for_the_one_row_that_slots_have(make_engine, monkeypatch):
+    engine = make_engine()
+    make = engine._runner.make_slot_state
+    rows = []
+
+    def note(key: BatchKey, *others: Any) -> Any:
+        rows.append(key.slot_rows)
+        return make(key, *others)
+
+    monkeypatch.setattr(engine._runner, "make_slot_state", note)
+    monkeypatch.setattr(memory, "is_too_large", lambda *_: False)
+    monkeypatch.setattr(memory, "fit", lambda *_, **__: memory.Fit(1, 1, 1, 1, 1))
+    engine._fit_memory(SimpleNamespace(settings=contract.Settings()))
+    assert rows == [1]
+
+
 def test_a_prompt_is_text_as_it_stands(make_engine, request_of):
     engine = make_engine()
     prepared = engine.prepare(
@@ -78,6 +98,8 @@ def test_a_prompt_is_text_as_it_stands(make_engine, request_of):
             "does not support ControlNets",
         ),
         ({"tiling": True}, "does not support tiling"),
+        ({"prompt": "two dogs " * 100}, "'two dogs .* has 9.. tokens .* reads 512"),
+        ({"sampler_options": Options(s_churn=2)}, "s_churn and img2img_extra_noise"),
     ],
 )
 def test_what_klein_cannot_draw_is_refused_with_the_reason(
@@ -102,6 +124,14 @@ def test_img2img_keeps_more_of_the_image_at_less_strength(make_engine, request_o
     assert difference(strong, none) > ROUNDING
 
 
+def test_an_image_to_begin_with_loses_what_fills_no_cell(make_engine, request_of):
+    engine = make_engine()
+    image = grey(88, 72)
+    init = contract.InitImage(image, 0.5)
+    (drawn,) = draw(engine, request_of(width=88, height=72, init=init))
+    assert drawn.shape == (64, 80, 3)
+
+
 def test_latents_of_an_image_are_those_of_diffusers(make_engine, pipeline):
     engine = make_engine()
     image = grey(64, 96)
@@ -110,28 +140,6 @@ def test_latents_of_an_image_are_those_of_diffusers(make_engine, pipeline):
     with torch.no_grad():
         theirs = pipeline()._encode_vae_image(levels / 127.5 - 1, torch.Generator())
     assert (latents - theirs[0]).abs().max() < 1e-5
-
-
-def test_one_image_fails_alone_where_its_company_breaks_a_call(
-    make_engine, request_of, monkeypatch
-):
-    engine = make_engine(slots=2)
-    broken = engine.prepare(request_of(seed=9, prompt="broken"))
-    forward = engine._unet.forward
-    marks = engine._stager._encoder.encode(["broken"])[0]
-    (mark,) = engine._unet.prompt_layers.compute(marks[None], {})
-
-    def fail(x: torch.Tensor, times: Any, call: Any, *others: Any) -> torch.Tensor:
-        if any((row - mark).abs().max() < 1e-5 for row in call.context):
-            raise RuntimeError("broken")
-        return forward(x, times, call, *others)
-
-    monkeypatch.setattr(engine._unet, "forward", fail)
-    engine.admit(0, broken)
-    engine.admit(1, engine.prepare(request_of(seed=1)))
-    outcomes = finish(engine)
-    assert isinstance(outcomes[0], errors.FleetError)
-    assert isinstance(outcomes[1], np.ndarray)
 
 
 def test_compiled_ticks_draw_the_same_images(make_engine, request_of):

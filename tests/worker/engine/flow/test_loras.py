@@ -8,12 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from imagefleet import errors
-from imagefleet.job.noise import Noise
 from worker.engine import contract
 
 pytestmark = pytest.mark.slow
-
-CPU_NOISE = Noise(source="CPU")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -132,33 +129,6 @@ def save(tmp_path) -> Callable[[str, Tensors], contract.Lora]:
     return write
 
 
-@pytest.fixture
-def expected(pipeline) -> Callable[..., torch.Tensor]:
-    """Diffusers' picture of a request with dense differences added to the weights."""
-
-    def draw(request: Any, dense: Tensors, weight: float = 1.0) -> torch.Tensor:
-        found = pipeline()
-        network = found.transformer
-        originals = {key: each.clone() for key, each in network.state_dict().items()}
-        with torch.no_grad():
-            for path, difference in dense.items():
-                network.get_submodule(path).weight += weight * difference
-        try:
-            image = found(
-                prompt=str(request.prompt),
-                width=request.width,
-                height=request.height,
-                num_inference_steps=request.steps,
-                generator=torch.Generator().manual_seed(request.seed),
-                output_type="pt",
-            ).images[0]
-        finally:
-            network.load_state_dict(originals)
-        return 2 * image - 1
-
-    return draw
-
-
 def largest(image: torch.Tensor, other: torch.Tensor) -> float:
     return float((image.clamp(-1, 1) - other).abs().max())
 
@@ -178,8 +148,8 @@ def test_each_format_changes_what_its_tensors_say(
     made, dense = change_all(layers, 4, seed=1)
     lora = save("style", in_format(kind, made, layers))
     engine = make_engine()
-    plain = request_of(noise=CPU_NOISE)
-    styled = request_of(noise=CPU_NOISE, loras=(lora,))
+    plain = request_of()
+    styled = request_of(loras=(lora,))
     # Two unlike ones, so that neither is merged for all.
     drawn = draw_floats(engine, plain, styled)
     assert largest(drawn[0], expected(plain, {})) < 1e-5
@@ -205,7 +175,6 @@ def test_unlike_loras_ranks_strengths_and_steps_share_calls(
         lora = save(f"lora-{number}", in_format("ai-toolkit", made, layers), weight)
         requests.append(
             request_of(
-                noise=CPU_NOISE,
                 seed=number,
                 steps=steps,
                 loras=(lora,) if rank else (),
@@ -233,7 +202,7 @@ def test_two_loras_of_a_job_add_up(
         save("other", in_format("kohya", other, layers), 0.3),
     )
     engine = make_engine()
-    styled = request_of(noise=CPU_NOISE, loras=both)
+    styled = request_of(loras=both)
     image, _ = draw_floats(engine, styled, request_of(seed=2))
     dense = {path: 0.5 * first[path] + 0.3 * second[path] for path in first}
     assert largest(image, expected(styled, dense)) < 1e-5
@@ -250,13 +219,11 @@ def test_a_lora_of_all_slots_is_merged_once(
     made, dense = change_all(layers, 4, seed=1)
     lora = save("style", in_format("kohya", made, layers))
     engine = make_engine()
-    styled = [
-        request_of(noise=CPU_NOISE, seed=seed, loras=(lora,)) for seed in range(3)
-    ]
+    styled = [request_of(seed=seed, loras=(lora,)) for seed in range(3)]
     for request, image in zip(styled, draw_floats(engine, *styled), strict=True):
         assert largest(image, expected(request, dense)) < 1e-5
     assert engine.weight_mode == "shared"
-    plain = request_of(noise=CPU_NOISE)
+    plain = request_of()
     (image,) = draw_floats(engine, plain)
     assert largest(image, expected(plain, {})) < 1e-5, "the weights are restored"
     assert engine.self_check is not None
@@ -306,8 +273,8 @@ def test_a_lokr_of_the_makers_names_changes_queries_keys_and_values_as_one(
             f"diffusion_model.{name}.{part}": each for part, each in parts.items()
         }
         dense |= dict(zip(paths, whole.chunk(len(paths)), strict=True))
-    styled = request_of(noise=CPU_NOISE, loras=(save("lokr", tensors),))
-    plain = request_of(noise=CPU_NOISE, seed=2)
+    styled = request_of(loras=(save("lokr", tensors),))
+    plain = request_of(seed=2)
     drawn = draw_floats(make_engine(), styled, plain)
     assert largest(drawn[0], expected(styled, dense)) < 1e-5
     assert largest(drawn[1], expected(plain, {})) < 1e-5
@@ -340,8 +307,8 @@ def test_lycoris_own_names_and_kinds_share_calls(
         kron |= {f"{key}.{part}": each for part, each in parts.items()}
         kronecker[path] = whole
     requests = [
-        request_of(noise=CPU_NOISE, seed=1, loras=(save("loha", loha, 4.0),)),
-        request_of(noise=CPU_NOISE, seed=2, loras=(save("lokr", kron),)),
+        request_of(seed=1, loras=(save("loha", loha, 4.0),)),
+        request_of(seed=2, loras=(save("lokr", kron),)),
     ]
     engine = make_engine()
     drawn = draw_floats(engine, *requests)

@@ -1,37 +1,15 @@
 """Whole pictures of a tiny klein against diffusers' pipeline, in float32."""
 
-from typing import Any
-
 import pytest
-import torch
-
-from imagefleet.job.noise import Noise
 
 pytestmark = pytest.mark.slow
-
-#: diffusers draws its noise on the CPU, as A1111's setting "CPU".
-CPU_NOISE = Noise(source="CPU")
 
 SIZES = [(64, 64), (128, 64), (64, 96), (80, 112), (16, 64), (128, 128), (48, 48)]
 
 
-def expected(pipeline: Any, request: Any) -> torch.Tensor:
-    """Diffusers' picture of a request [3, height, width] from -1 to 1."""
-    image = pipeline(
-        prompt=str(request.prompt),
-        width=request.width,
-        height=request.height,
-        num_inference_steps=request.steps,
-        guidance_scale=request.cfg_scale,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="pt",
-    ).images[0]
-    return 2 * image - 1
-
-
 @pytest.mark.parametrize("steps", [1, 2, 4, 8])
 def test_pictures_are_those_of_diffusers_at_any_size(
-    steps: int, make_engine, pipeline, request_of, draw_floats
+    steps: int, make_engine, expected, request_of, draw_floats
 ):
     requests = [
         request_of(
@@ -40,28 +18,27 @@ def test_pictures_are_those_of_diffusers_at_any_size(
             height=height,
             steps=steps,
             seed=number,
-            noise=CPU_NOISE,
         )
         for number, (width, height) in enumerate(SIZES)
     ]
     drawn = draw_floats(make_engine(), *requests)
     for request, image in zip(requests, drawn, strict=True):
-        difference = (image.clamp(-1, 1) - expected(pipeline(), request)).abs().max()
+        difference = (image.clamp(-1, 1) - expected(request)).abs().max()
         assert difference < 1e-5, (request.width, request.height)
 
 
 def test_the_base_is_guided_as_diffusers_guides_it(
     make_engine,
     klein,
-    pipeline,
+    expected,
     request_of,
     draw_floats,
 ):
     engine = make_engine(klein(is_distilled=False))
     requests = [
-        request_of(steps=steps, cfg_scale=scale, seed=steps, noise=CPU_NOISE)
+        request_of(steps=steps, cfg_scale=scale, seed=steps)
         for steps, scale in ((3, 4.0), (5, 1.0), (6, 2.5))
     ]
     for request, image in zip(requests, draw_floats(engine, *requests), strict=True):
-        theirs = expected(pipeline(is_distilled=False), request)
+        theirs = expected(request, is_distilled=False)
         assert (image.clamp(-1, 1) - theirs).abs().max() < 1e-5

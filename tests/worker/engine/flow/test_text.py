@@ -12,10 +12,12 @@ from imagefleet.files.kinds import TEXT
 from worker.engine.flow import encoders, text
 from worker.engine.flow.families import KLEIN
 from worker.engine.pixel import text_states
+from worker.node import start_up
+from worker.stages import encode
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = ["A red house", "a red house", "", "two dogs " * 100]
+PROMPTS = ["A red house", "a red house", "", "two dogs " * 40]
 
 
 @pytest.fixture
@@ -55,6 +57,18 @@ def test_an_encoder_whose_layers_come_and_go_says_the_same(
     streamed.place(may_stay=False)
     assert torch.equal(streamed.encode(PROMPTS), encoder.encode(PROMPTS))
     assert torch.equal(streamed.encode(PROMPTS), encoder.encode(PROMPTS))
+
+
+def test_a_layer_of_the_encoder_leaves_the_gpu_even_if_it_fails(klein, monkeypatch):
+    moved = []
+    monkeypatch.setattr(text, "_enter", lambda held, *_: moved.append(id(held)))
+    device = torch.device("cpu")
+    streamed = text.ChatEncoder(klein(), KLEIN.text, device, torch.float32)
+    streamed.place(may_stay=False)
+    streamed._encoder.layers[1].mlp = None
+    with pytest.raises(TypeError):
+        streamed.encode(PROMPTS)
+    assert moved[::2] == moved[1::2]
 
 
 def test_a_file_of_states_has_a_byte_a_number_and_a_scale_a_token(
@@ -99,3 +113,12 @@ def test_a_model_without_encoder_draws_from_stored_states(
     assert difference(image, expected) <= 8
     with pytest.raises(errors.JobError, match=r"text states .* files make text"):
         engine.prepare(request_of())
+
+
+@pytest.mark.parametrize("has_encoder", [True, False])
+def test_a_node_with_klein_proves_itself_by_a_plain_image(
+    make_engine, without_encoder: Path, has_encoder: bool
+):
+    engine = make_engine(None if has_encoder else without_encoder)
+    (image,) = draw(engine, start_up.plain_request(engine, seed=0))
+    encode.refuse_one_colour(image)

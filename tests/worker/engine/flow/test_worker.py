@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import imagefleet
 from browsing import visible
 from imagefleet.pricing import families
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from messages import message
+from worker.engine import load
+from worker.engine.device import Precision
+from worker.engine.slots import memory
 from worker.files import check
 
 pytestmark = pytest.mark.slow
@@ -51,12 +55,35 @@ async def test_a_job_without_settings_is_drawn_and_told_as_klein_wants_it(
     assert "does not support AND or prompt editing" in reasons["joined"]
 
 
-async def test_int8_stands_in_an_images_parameters(
-    storage: Storage, run_pipeline, make_engine
+def test_a_program_without_a_queue_draws_with_kleins_own_settings(klein):
+    with imagefleet.Engine(klein(), device="cpu", precision="float32") as engine:
+        (drawn,) = engine.draw([{"prompt": "a house", "width": 64, "height": 64}])
+    assert drawn.error is None
+    assert (drawn.job.steps, drawn.job.cfg_scale) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_int8"), [("int8", True), ("auto", True), ("float32", False)]
+)
+async def test_int8_stands_in_the_parameters_whether_asked_for_or_needed(
+    storage: Storage,
+    run_pipeline,
+    klein,
+    monkeypatch,
+    caplog,
+    precision: Precision,
+    is_int8: bool,
 ):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(
+        memory, "has_no_room_for_weights", lambda _, size: size > 100_000
+    )
+    engine = load.load_engine(load.EngineSettings(klein(), "cpu", precision=precision))
     sent = [message(prompt="a house", width=64, height=64, id="a")]
-    await run_pipeline(make_engine(), sent=sent, precision="int8")
-    assert ", Weights: int8, " in await parameters(storage, "a")
+    await run_pipeline(engine, sent=sent)
+    told = ", Weights: int8, " in await parameters(storage, "a")
+    said = "most weights are held in int8" in caplog.text
+    assert (told, said) == (is_int8, precision == "auto")
 
 
 def test_its_folder_and_its_family_are_known_before_torch(klein):

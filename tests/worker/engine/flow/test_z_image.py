@@ -9,14 +9,11 @@ from diffusers import AutoencoderKL, ZImageTransformer2DModel
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from imagefleet.job.noise import Noise
 from tiny_z_image import Z_IMAGE, build
 from worker.engine import contract
 from worker.engine.flow import families, schedules
 
 pytestmark = pytest.mark.slow
-
-CPU_NOISE = Noise(source="CPU")
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +70,9 @@ def test_captions_of_unlike_lengths_share_calls(
     engine, z_image, request_of, draw_floats
 ):
     requests = [
-        request_of(prompt="A cat", noise=CPU_NOISE, seed=1, steps=3),
-        request_of(prompt="a much longer caption of a cat", noise=CPU_NOISE, steps=5),
-        request_of(prompt="A dog", noise=CPU_NOISE, width=96, height=64, steps=4),
+        request_of(prompt="A cat", seed=1, steps=3),
+        request_of(prompt="a much longer caption of a cat", steps=5),
+        request_of(prompt="A dog", width=96, height=64, steps=4),
     ]
     for request, image in zip(requests, draw_floats(engine, *requests), strict=True):
         assert (image - expected(z_image, engine, request)).abs().max() < 1e-5
@@ -91,8 +88,8 @@ def test_its_loras_are_thin_products_in_slots(
     file = tmp_path / "style.safetensors"
     save_file({f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up}, file)
     lora = contract.Lora("style", file, 1.0, 1.0)
-    styled = request_of(noise=CPU_NOISE, loras=(lora,))
-    plain = request_of(noise=CPU_NOISE)
+    styled = request_of(loras=(lora,))
+    plain = request_of()
     drawn = draw_floats(engine, styled, plain)
     wanted = expected(z_image, engine, styled, {path: up @ down})
     assert (drawn[0] - wanted).abs().max() < 1e-5

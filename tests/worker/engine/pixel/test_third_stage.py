@@ -90,8 +90,10 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     assert difference(large, expected) <= ROUNDING
 
 
-def test_nodes_measure_their_speed_with_an_image_to_enlarge(upscaler, make_engine):
-    for engine in (upscaler, make_engine("sr")):
+def test_a_nodes_plain_image_is_enlarged_from_another_and_needs_no_stored_states(
+    upscaler, make_engine, without_encoder: Path
+):
+    for engine in (upscaler, make_engine("sr"), make_engine(folder=without_encoder)):
         (image,) = draw(engine, start_up.plain_request(engine, seed=0))
         width, height = engine.default_size
         assert image.shape == (height, width, 3)
