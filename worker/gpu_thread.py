@@ -27,6 +27,9 @@ Result = TypeVar("Result")
 #: How often an idle engine thread counts the time it has waited.
 IDLE_TICK_SECONDS = 0.5
 
+#: How often an engine thread that waits for room looks for calls.
+CALL_SECONDS = 0.05
+
 #: A worker that stops waits at most this long for the engine to return from a call.
 STOP_SECONDS = 2.0
 
@@ -331,11 +334,7 @@ class EngineThread:
     def _admit(self, engine: Engine) -> bool:
         """Fills the engine; waits while there is nothing to do. False: stop, or it is replaced."""
         while not (self._stopping or self._wanted):
-            while self._calls:
-                function, answer = self._calls.popleft()
-                self.tick_began_at = time.monotonic()
-                tasks.answer(function, answer)
-                self.tick_began_at = None
+            self._answer_calls()
             admitted: list[tuple[int, PreparedRequest, bool]] = []
             cancelled: list[Finished] = []
             with self._wake:
@@ -362,6 +361,13 @@ class EngineThread:
             if engine.busy:
                 return True
         return False
+
+    def _answer_calls(self) -> None:
+        while self._calls:
+            function, answer = self._calls.popleft()
+            self.tick_began_at = time.monotonic()
+            tasks.answer(function, answer)
+            self.tick_began_at = None
 
     def _next_line(self) -> _Line:
         """The line whose turn it is: the urgent one, and at times the other."""
@@ -398,8 +404,9 @@ class EngineThread:
         began_at = time.monotonic()
         # Once the thread stops, or the engine is replaced, nothing is taken any more.
         while not (self._stopping or self._wanted):
-            if self._room.acquire(timeout=IDLE_TICK_SECONDS):
+            if self._room.acquire(timeout=CALL_SECONDS):
                 break
+            self._answer_calls()  # of judges, say, for which these images wait
         self.clock.idle_seconds["backpressure"] += time.monotonic() - began_at
 
     def _put_finished(self, deliveries: Iterable[Delivery]) -> None:
