@@ -9,9 +9,10 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition, Semaphore, Thread
 from typing import Any, TypeVar
 
@@ -234,6 +235,11 @@ class EngineThread:
         self._room.release()
         return delivery
 
+    async def drop(self, tickets: Collection[int]) -> None:
+        """Has the engine draw these images no further; their outcomes come as others do."""
+        if self.engine is not None:  # else it is replaced, and draws nothing of this
+            await self.call(partial(self.engine.drop, tickets))
+
     @property
     def is_stalled(self) -> bool:
         """True once the engine has been in one call for longer than any call takes."""
@@ -319,11 +325,12 @@ class EngineThread:
             if self.clock.first_at is None:
                 continue  # it only took up what it has compiled
             self.clock.busy_seconds += ended_at - began_at
-            self.clock.images += len(outcomes)
+            images = [each for each in outcomes if not each.is_estimate]
+            self.clock.images += len(images)
             self.clock.last_at = ended_at
             if is_full and row_pixels:
                 self.clock.note_full_tick(engine, row_pixels, ended_at - began_at)
-            if self.clock.full_speed_at is None and any(map(_is_jobs, outcomes)):
+            if self.clock.full_speed_at is None and any(map(_is_jobs, images)):
                 self.clock.note_image(engine, ended_at)
             self._deliver(outcomes, ended_at)
         # The requests that it has begun and will not finish.
@@ -387,7 +394,9 @@ class EngineThread:
         """Hands what is finished to the loop, as much as may wait there at once."""
         for_jobs: list[Delivery] = []
         for finished in outcomes:
-            admitted_at = self._admitted_at.pop(finished.ticket)
+            admitted_at = self._admitted_at[finished.ticket]
+            if not finished.is_estimate:
+                del self._admitted_at[finished.ticket]
             delivery = Delivery(finished, admitted_at, at)
             if drawing := self._drawing.pop(finished.ticket, None):
                 drawing.set_result(delivery)

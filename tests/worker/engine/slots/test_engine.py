@@ -277,3 +277,25 @@ def test_an_urgent_image_is_drawn_before_those_that_wait_for_a_slot(
     assert [*outcomes][:2] == [1, 4]
     (expected,) = draw(slot_engine, make_request(seed=4, steps=2))
     assert difference(outcomes[4], expected) <= ROUNDING
+
+
+def test_an_image_is_dropped_for_its_estimate_halfway_and_its_slot_goes_to_the_next(
+    make_slot_engine, monkeypatch
+):
+    engine = make_slot_engine(slots=1)
+    request = make_request(is_estimated=True)
+    (whole,) = draw(engine, make_request())
+    calls = watch_calls(monkeypatch, engine)
+    for ticket in range(2):
+        engine.admit(ticket, engine.prepare(request))
+    found = []
+    while engine.busy:
+        found += engine.tick()
+        if found:
+            engine.drop([0])
+    told = [(each.ticket, each.is_estimate) for each in found]
+    assert told == [(0, True), (0, False), (1, True), (1, False)]
+    assert isinstance(found[1].outcome, errors.JobCancelled)
+    assert_alike([found[3].outcome], [whole])
+    assert [call.tickets for call in calls] == [[0]] * 2 + [[1]] * 4
+    assert engine.unet_rows_saved == 4
