@@ -277,64 +277,64 @@ async def test_of_near_duplicates_the_better_one_counts_whichever_is_drawn_first
     assert await counted(storage) == (1, 1, 1)
 
 
-class Stopping(StandInEngine):
-    """Draws so many images together; behind estimates it waits for drops, or drops too late."""
+class Waiting(StandInEngine):
+    """Goes on behind estimates once one is dropped."""
 
-    def __init__(self, images: int, awaited: int, **options: Any) -> None:
-        super().__init__(capacity=images, **{"draw": draw, **options})
-        self.awaited = awaited
-        self.dropped: set[int] = set()
+    is_dropped = False
 
     def tick(self) -> list[contract.Finished]:
-        is_ready = len(self.dropped) >= self.awaited
-        if all(request.is_estimated for _, request in self._admitted):
-            is_ready = not self.free
-        if is_ready or self._dropped:
-            return super().tick()
-        time.sleep(0.01)
-        return []
+        is_behind = not all(each.is_estimated for _, each in self._admitted)
+        if is_behind and not self.is_dropped:
+            time.sleep(0.01)
+            return []
+        return super().tick()
 
     def drop(self, tickets: Collection[int]) -> None:
-        self.dropped |= {*tickets}
-        if self.awaited:
-            super().drop(tickets)
+        super().drop(tickets)
+        self.is_dropped = True
 
 
 EARLY = "contrast=25,early.contrast=25,best=2"
 
 
-@pytest.mark.parametrize("awaited", [2, 0])
-async def test_what_an_estimate_drops_is_dropped_in_time_or_too_late_but_never_for_the_best(
-    storage: Storage, run_pipeline, awaited: int
+async def test_an_image_that_its_estimate_drops_is_drawn_no_further(
+    storage: Storage, run_pipeline
 ):
+    await run_pipeline(Waiting(draw=draw), sent=[message(id="j", seed=0, keep=EARLY)])
+    (end,) = (await ends(storage)).values()
+    assert (end.outcome, end.scores) == ("dropped", {"early.contrast": 10})
+    assert end.reason == "early.contrast 10 is below 25"
+
+
+async def test_the_best_are_never_chosen_early_and_a_drop_that_comes_too_late_changes_nothing(
+    storage: Storage, run_pipeline, monkeypatch
+):
+    late: list[int] = []
+    monkeypatch.setattr(StandInEngine, "drop", lambda _, tickets: late.extend(tickets))
     body = message(id="j", seed=0, batch_size=8, keep=EARLY)
-    await run_pipeline(Stopping(8, awaited), sent=[body])
+    await run_pipeline(engine(), sent=[body])
     assert await kept(storage) == BEST_TWO
     first, _ = await records(storage)
     reasons = {each.number: each.reason for each in first.dropped}
     below = {seed: f"early.contrast {CONTRASTS[seed]} is below 25" for seed in (0, 4)}
     better = dict.fromkeys((1, 2, 6, 7), "2 of its job have a better contrast")
     assert reasons == {**better, **below}
-    whole = {} if awaited else {"contrast": 10}
-    assert first.dropped[0].scores == {"early.contrast": 10, **whole}
-
+    late.clear()
     await redelivered(storage, body)
-    again = Stopping(8, 0)
-    await run_pipeline(again)
-    assert not again.dropped, "as many as are stored are needed"
+    await run_pipeline(engine())
+    assert not late, "as many as are stored are needed"
 
 
-async def test_a_job_that_its_estimate_drops_ends_so_and_one_whose_estimate_fails_comes_again(
+async def test_an_estimate_that_fails_decides_nothing_and_its_job_comes_again(
     storage: Storage, run_pipeline
 ):
     left = [errors.TransientError("out of memory")]
 
     def draw_or_fail(request: contract.ImageRequest) -> contract.Pixels:
-        if request.seed and left:
+        if left:
             raise left.pop()
         return draw(request)
 
-    sent = [message(id=f"j{seed}", seed=seed, keep=EARLY) for seed in (0, 3)]
-    pipeline = await run_pipeline(Stopping(1, 0, draw=draw_or_fail), sent=sent)
-    assert pipeline.metrics.outcomes == {"dropped": 1, "retried": 1, "completed": 1}
-    assert (await ends(storage))["j0"].reason == "early.contrast 10 is below 25"
+    body = message(id="j", seed=3, keep=EARLY)
+    pipeline = await run_pipeline(StandInEngine(draw=draw_or_fail), sent=[body])
+    assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
