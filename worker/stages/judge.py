@@ -9,6 +9,7 @@ for that, the engine draws it no further; if that comes too late, it is dropped 
 """
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -33,6 +34,9 @@ from worker.stages.encode import EncodeStage, refuse_one_colour
 
 #: Images in one call of a network.
 BATCH = 32
+
+#: The longest time that an image waits for others to be judged with it.
+GATHER_SECONDS = 1.0
 
 _Image = tuple[InFlightImage, Pixels]
 
@@ -63,11 +67,23 @@ class JudgeStage:
     async def run(self) -> NoReturn:
         while True:
             batch = [await self.queue.get()]
-            while len(batch) < BATCH and not self.queue.empty():
-                batch.append(self.queue.get_nowait())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GATHER_SECONDS):
+                    while len(batch) < BATCH and self._more_come(batch):
+                        batch.append(await self.queue.get())
             batch.sort(key=_order)
             for (_, names), group in itertools.groupby(batch, key=_order):
                 await self._judge(names, [*group])
+
+    def _more_come(self, batch: Sequence[_Shown]) -> bool:
+        """True while a batch may grow: each call of a network holds up the engine's next tick.
+
+        What an estimate drops is drawn on until then, so no estimate waits for others.
+        """
+        if not self.queue.empty():
+            return True
+        has_estimate = any(is_estimate for *_, is_estimate in batch)
+        return self.engine_thread.in_engine > 0 and not has_estimate
 
     async def drop(self, image: InFlightImage) -> None:
         """Judges an image by its estimate alone."""

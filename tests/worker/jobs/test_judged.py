@@ -28,6 +28,7 @@ from messages import (
 )
 from polling import until
 from worker.engine import contract
+from worker.judges.networks import Judges
 from worker.metrics import CostMeter
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -121,6 +122,29 @@ async def test_the_best_of_a_job_are_stored_under_its_first_names(
     assert first.dropped[1].reason == "2 of its job have a better contrast"
     assert second.dropped == ()
     assert await counted(storage) == (2, 1, 0)
+
+
+async def test_images_that_end_one_after_the_other_are_judged_in_few_calls(
+    storage: Storage, run_pipeline, monkeypatch
+):
+    def one(self: StandInEngine) -> list[contract.Finished]:
+        others = [self._admitted.pop() for _ in range(len(self._admitted) - 1)]
+        finished = tick(self)
+        self._admitted.extend(reversed(others))
+        return finished
+
+    async def noted(*given: Any) -> list[dict[str, float]]:
+        calls.append(given)
+        return await scores(*given)
+
+    tick = StandInEngine.tick
+    scores = Judges.scores
+    calls = list[Any]()
+    monkeypatch.setattr(StandInEngine, "tick", one)
+    monkeypatch.setattr(Judges, "scores", noted)
+    await run_pipeline(engine(capacity=8, tick_seconds=0.05), sent=[best(2)])
+    assert await kept(storage) == BEST_TWO
+    assert len(calls) < len(CONTRASTS)
 
 
 async def test_what_an_earlier_delivery_has_stored_stays_the_choice(
