@@ -14,6 +14,9 @@ pytestmark = pytest.mark.slow
 
 Tensors = dict[str, torch.Tensor]
 
+#: A LoRA, and the dense differences that it stands for.
+Style = tuple[contract.Lora, Tensors]
+
 #: Layers by their names in diffusers, and what Black Forest Labs' code calls them.
 DOUBLE = {
     "attn.to_out.0": "img_attn.proj",
@@ -129,103 +132,80 @@ def save(tmp_path) -> Callable[[str, Tensors], contract.Lora]:
     return write
 
 
-def largest(image: torch.Tensor, other: torch.Tensor) -> float:
-    return float((image.clamp(-1, 1) - other).abs().max())
+@pytest.fixture
+def style(layers, save) -> Callable[..., Style]:
+    """A LoRA in a format at a strength, and the dense differences that it stands for."""
+
+    def make(kind: str, rank: int = 4, seed: int = 1, weight: float = 1.0) -> Style:
+        made, dense = change_all(layers, rank, seed)
+        lora = save(f"style-{seed}", in_format(kind, made, layers), weight)
+        return lora, {path: weight * each for path, each in dense.items()}
+
+    return make
+
+
+@pytest.fixture
+def draw_as_diffusers(expected, draw_floats) -> Callable[..., list[torch.Tensor]]:
+    """Draws requests, each as diffusers does with the differences that stand beside it."""
+
+    def check(
+        engine: Any, *changed: tuple[contract.ImageRequest, Tensors]
+    ) -> list[torch.Tensor]:
+        drawn = draw_floats(engine, *(request for request, _ in changed))
+        for image, (request, dense) in zip(drawn, changed, strict=True):
+            difference = image.clamp(-1, 1) - expected(request, dense)
+            assert difference.abs().max() < 1e-5
+        return drawn
+
+    return check
 
 
 @pytest.mark.parametrize(
     "kind", ["diffusers", "bare", "base_model", "ai-toolkit", "kohya", "cut off"]
 )
 def test_each_format_changes_what_its_tensors_say(
-    kind: str,
-    make_engine,
-    layers,
-    save,
-    expected,
-    request_of,
-    draw_floats,
+    kind: str, make_engine, style, request_of, draw_as_diffusers
 ):
-    made, dense = change_all(layers, 4, seed=1)
-    lora = save("style", in_format(kind, made, layers))
+    lora, dense = style(kind)
     engine = make_engine()
-    plain = request_of()
-    styled = request_of(loras=(lora,))
     # Two unlike ones, so that neither is merged for all.
-    drawn = draw_floats(engine, plain, styled)
-    assert largest(drawn[0], expected(plain, {})) < 1e-5
-    assert largest(drawn[1], expected(styled, dense)) < 1e-5
-    assert largest(drawn[0], drawn[1].clamp(-1, 1)) > 0.1
+    plain, styled = draw_as_diffusers(
+        engine, (request_of(), {}), (request_of(loras=(lora,)), dense)
+    )
+    assert (plain - styled).clamp(-1, 1).abs().max() > 0.1
     assert engine.weight_mode == "per_slot_convolutions"
 
 
 def test_unlike_loras_ranks_strengths_and_steps_share_calls(
-    make_engine,
-    layers,
-    save,
-    expected,
-    request_of,
-    draw_floats,
+    make_engine, style, request_of, draw_as_diffusers
 ):
-    requests = []
-    differences = []
-    for number, (rank, weight, steps) in enumerate(
-        [(4, 1.0, 4), (8, 0.35, 6), (0, 1.0, 5), (128, -0.5, 3), (16, 1.0, 8)]
+    changed = [(request_of(seed=2, steps=5), {})]
+    for seed, (rank, weight, steps) in enumerate(
+        [(4, 1.0, 4), (8, 0.35, 6), (128, -0.5, 3), (16, 1.0, 8)], 3
     ):
-        made, dense = change_all(layers, rank or 4, seed=number)
-        lora = save(f"lora-{number}", in_format("ai-toolkit", made, layers), weight)
-        requests.append(
-            request_of(
-                seed=number,
-                steps=steps,
-                loras=(lora,) if rank else (),
-            )
-        )
-        scaled = {path: weight * each for path, each in dense.items()}
-        differences.append(scaled if rank else {})
-    drawn = draw_floats(make_engine(slots=3), *requests)
-    for request, dense, image in zip(requests, differences, drawn, strict=True):
-        assert largest(image, expected(request, dense)) < 1e-5
+        lora, dense = style("ai-toolkit", rank, seed, weight)
+        changed.append((request_of(seed=seed, steps=steps, loras=(lora,)), dense))
+    draw_as_diffusers(make_engine(slots=3), *changed)
 
 
-def test_two_loras_of_a_job_add_up(
-    make_engine,
-    layers,
-    save,
-    expected,
-    request_of,
-    draw_floats,
-):
-    one, first = change_all(layers, 4, seed=1)
-    other, second = change_all(layers, 8, seed=2)
-    both = (
-        save("one", in_format("diffusers", one, layers), 0.5),
-        save("other", in_format("kohya", other, layers), 0.3),
+def test_two_loras_of_a_job_add_up(make_engine, style, request_of, draw_as_diffusers):
+    one, first = style("diffusers", 4, 1, 0.5)
+    other, second = style("kohya", 8, 2, 0.3)
+    both = {path: first[path] + second[path] for path in first}
+    draw_as_diffusers(
+        make_engine(), (request_of(loras=(one, other)), both), (request_of(seed=2), {})
     )
-    engine = make_engine()
-    styled = request_of(loras=both)
-    image, _ = draw_floats(engine, styled, request_of(seed=2))
-    dense = {path: 0.5 * first[path] + 0.3 * second[path] for path in first}
-    assert largest(image, expected(styled, dense)) < 1e-5
 
 
 def test_a_lora_of_all_slots_is_merged_once(
-    make_engine,
-    layers,
-    save,
-    expected,
-    request_of,
-    draw_floats,
+    make_engine, style, request_of, draw_as_diffusers
 ):
-    made, dense = change_all(layers, 4, seed=1)
-    lora = save("style", in_format("kohya", made, layers))
+    lora, dense = style("kohya")
     engine = make_engine()
     styled = [request_of(seed=seed, loras=(lora,)) for seed in range(3)]
-    for request, image in zip(styled, draw_floats(engine, *styled), strict=True):
-        assert largest(image, expected(request, dense)) < 1e-5
+    draw_as_diffusers(engine, *((request, dense) for request in styled))
     assert engine.weight_mode == "shared"
-    plain = request_of()
-    (image,) = draw_floats(engine, plain)
-    assert largest(image, expected(plain, {})) < 1e-5, "the weights are restored"
+    draw_as_diffusers(engine, (request_of(), {}))  # the weights are restored
     assert engine.self_check is not None
     assert engine.self_check.find_fault() is None
 
@@ -258,9 +238,8 @@ def test_a_lokr_of_the_makers_names_changes_queries_keys_and_values_as_one(
     make_engine,
     layers,
     save,
-    expected,
     request_of,
-    draw_floats,
+    draw_as_diffusers,
 ):
     tensors = {}
     dense = {}
@@ -274,19 +253,11 @@ def test_a_lokr_of_the_makers_names_changes_queries_keys_and_values_as_one(
         }
         dense |= dict(zip(paths, whole.chunk(len(paths)), strict=True))
     styled = request_of(loras=(save("lokr", tensors),))
-    plain = request_of(seed=2)
-    drawn = draw_floats(make_engine(), styled, plain)
-    assert largest(drawn[0], expected(styled, dense)) < 1e-5
-    assert largest(drawn[1], expected(plain, {})) < 1e-5
+    draw_as_diffusers(make_engine(), (styled, dense), (request_of(seed=2), {}))
 
 
 def test_lycoris_own_names_and_kinds_share_calls(
-    make_engine,
-    layers,
-    save,
-    expected,
-    request_of,
-    draw_floats,
+    make_engine, layers, save, request_of, draw_as_diffusers
 ):
     generator = torch.Generator().manual_seed(0)
     loha = {}
@@ -302,19 +273,17 @@ def test_lycoris_own_names_and_kinds_share_calls(
             loha[f"{key}.hada_w{half}_a"] = up
             loha[f"{key}.hada_w{half}_b"] = down
         loha[f"{key}.alpha"] = torch.tensor(2.0)
-        hadamard[path] = (halves[0][0] @ halves[0][1]) * (halves[1][0] @ halves[1][1])
+        one, other = (up @ down for up, down in halves)
+        hadamard[path] = 4.0 * one * other
         parts, whole = lokr(*layer.weight.shape, 2, 2, seed)
         kron |= {f"{key}.{part}": each for part, each in parts.items()}
         kronecker[path] = whole
-    requests = [
-        request_of(seed=1, loras=(save("loha", loha, 4.0),)),
-        request_of(seed=2, loras=(save("lokr", kron),)),
-    ]
     engine = make_engine()
-    drawn = draw_floats(engine, *requests)
-    strong = {path: 4.0 * each for path, each in hadamard.items()}
-    assert largest(drawn[0], expected(requests[0], strong)) < 1e-5
-    assert largest(drawn[1], expected(requests[1], kronecker)) < 1e-5
+    draw_as_diffusers(
+        engine,
+        (request_of(seed=1, loras=(save("loha", loha, 4.0),)), hadamard),
+        (request_of(seed=2, loras=(save("lokr", kron),)), kronecker),
+    )
     assert engine.weight_mode == "per_slot_convolutions"
 
 
