@@ -351,8 +351,7 @@ class EngineThread:
                     ticket, prepared = line.waiting.popleft()
                     self._admitted_at[ticket] = time.monotonic()
                     if self.is_cancelled(ticket):
-                        error = JobCancelled()
-                        cancelled.append(Finished(ticket, error))
+                        cancelled.append(Finished(ticket, JobCancelled()))
                     else:
                         admitted.append((ticket, prepared, line is self._urgent))
                 if not (

@@ -297,8 +297,7 @@ def random_clip(folder: Path, *, is_tiny: bool) -> Path:
             projection_dim=16,
         )
     torch.manual_seed(0)
-    model = CLIPModel(configuration).half()
-    save_file(model.state_dict(), folder / "clip.safetensors")
+    save_file(CLIPModel(configuration).half().state_dict(), folder / "clip.safetensors")
     return folder / "clip.safetensors"
 
 

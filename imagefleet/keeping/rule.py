@@ -19,8 +19,6 @@ or how often:
 Scores are rounded before they are compared, and recorded as they were compared.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Self

@@ -321,6 +321,5 @@ def test_the_gates_power_is_that_of_its_file():
 )
 def test_a_file_is_named_after_the_card_that_it_is_of(path: Path):
     found = path.read_text()
-    card = path.stem.rpartition("-")[2].upper()
-    others = {"H100", "H200"} - {card}
+    others = {"H100", "H200"} - {path.stem.rpartition("-")[2].upper()}
     assert not any(f"NVIDIA {other}" in found for other in others)

@@ -47,7 +47,7 @@ def shell(tmp_path) -> dict[str, Any]:
 
 
 def blocks() -> list[str]:
-    return _BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+    return _BLOCK.findall(PAGE.read_text())
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,12 @@ from imagefleet.job.noise import DEFAULT_NOISE, Noise
 from imagefleet.job.passes.first import VaeDecoder
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.samplers import DEFAULT_OPTIONS, Options
-from worker.tasks import Result
 
 if TYPE_CHECKING:
     from worker.engine.kernels.packages import Packages
     from worker.engine.slots.memory import SlotWeights, WeightMode
+
+Result = TypeVar("Result")
 
 #: One image: [height, width, 3], RGB.
 Pixels = NDArray[np.uint8]

@@ -23,8 +23,7 @@ def diffusers_sample(
     timesteps: list[int] | None = None,
 ) -> torch.Tensor:
     reference.set_timesteps(steps)
-    fresh = iter(noise)
-    latents = next(fresh) * reference.init_noise_sigma
+    latents = next(iter(noise)) * reference.init_noise_sigma
     for timestep in torch.tensor(timesteps) if timesteps else reference.timesteps:
         inputs = reference.scale_model_input(latents, timestep)
         latents = reference.step(

@@ -19,7 +19,7 @@ from imagefleet.errors import FleetError, JobCancelled, JobError
 from imagefleet.telemetry.logs import log
 from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
-from worker.engine.contract import Finished, ImageRequest
+from worker.engine.contract import Finished, ImageRequest, Result
 from worker.engine.families.table import Model
 from worker.engine.files.network_cache import KEPT_BYTES
 from worker.engine.lora.merge import NO_CHANGES
@@ -35,7 +35,6 @@ from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob, Staged
 from worker.engine.slots.recovery import Recovery
 from worker.engine.slots.step import Step, StepRunner, tick
-from worker.tasks import Result
 
 #: Younger jobs per slot that may overtake one with other LoRAs, while theirs are merged for all.
 _OVERTAKES_PER_SLOT = 6
