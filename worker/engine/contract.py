@@ -203,8 +203,6 @@ class ImageRequest:
     refiner: Refiner | None = None
     #: The upscaling of a request that draws nothing: else only `init.pixels` and size matter.
     upscale: Upscale | None = None
-    #: True if its estimate at half of its calls is looked at, which it goes on without.
-    is_estimated: bool = False
 
 
 class PreparedRequest(Protocol):
@@ -219,11 +217,8 @@ class PreparedRequest(Protocol):
 
 @dataclass(frozen=True)
 class Finished:
-    """An image, or first its estimate if that is asked for: how it looks at half of its calls."""
-
     ticket: int
     outcome: Outcome
-    is_estimate: bool = False
 
 
 class SelfCheck(Protocol):
@@ -309,9 +304,6 @@ class Engine(Protocol):
         Raises what *function* raised, TransientError if the memory is too short for it alone, and
         NodeError if the GPU is broken.
         """
-
-    def drop(self, tickets: Collection[int]) -> None:
-        """Draws these images no further: JobCancelled is the outcome of those that have a slot."""
 
     def close(self) -> None:
         """Frees the GPU's memory."""
