@@ -27,6 +27,9 @@ from worker.tasks import Result
 #: How often an idle engine thread counts the time it has waited.
 IDLE_TICK_SECONDS = 0.5
 
+#: How often an engine thread that waits for room looks for calls.
+CALL_SECONDS = 0.05
+
 #: A worker that stops waits at most this long for the engine to return from a call.
 STOP_SECONDS = 2.0
 
@@ -322,7 +325,7 @@ class EngineThread:
                 self.clock.note_full_tick(engine, row_pixels, ended_at - began_at)
             if self.clock.full_speed_at is None and any(map(_is_jobs, outcomes)):
                 self.clock.note_image(engine, ended_at)
-            self._deliver(outcomes, ended_at)
+            self._deliver(engine, outcomes, ended_at)
         # The requests that it has begun and will not finish.
         self._admitted_at.clear()
         while self._drawing:
@@ -331,11 +334,7 @@ class EngineThread:
     def _admit(self, engine: Engine) -> bool:
         """Fills the engine; waits while there is nothing to do. False: stop, or it is replaced."""
         while not (self._stopping or self._wanted):
-            while self._calls:
-                function, answer = self._calls.popleft()
-                self.tick_began_at = time.monotonic()
-                tasks.answer(partial(engine.call, function), answer)
-                self.tick_began_at = None
+            self._answer_calls(engine)
             admitted: list[tuple[int, PreparedRequest, bool]] = []
             cancelled: list[Finished] = []
             with self._wake:
@@ -357,10 +356,17 @@ class EngineThread:
                 engine.admit(ticket, prepared, is_urgent=is_urgent)
             if admitted or cancelled or engine.capacity != self.capacity:
                 self._call(self._let_in, engine.capacity)
-            self._deliver(cancelled, time.monotonic())
+            self._deliver(engine, cancelled, time.monotonic())
             if engine.busy:
                 return True
         return False
+
+    def _answer_calls(self, engine: Engine) -> None:
+        while self._calls:
+            function, answer = self._calls.popleft()
+            self.tick_began_at = time.monotonic()
+            tasks.answer(partial(engine.call, function), answer)
+            self.tick_began_at = None
 
     def _next_line(self) -> _Line:
         """The line whose turn it is: the urgent one, and at times the other."""
@@ -376,7 +382,7 @@ class EngineThread:
         if self.clock.first_at is not None:
             self.clock.idle_seconds[self.why_idle()] += time.monotonic() - began_at
 
-    def _deliver(self, outcomes: Iterable[Finished], at: float) -> None:
+    def _deliver(self, engine: Engine, outcomes: Iterable[Finished], at: float) -> None:
         """Hands what is finished to the loop, as much as may wait there at once."""
         for_jobs: list[Delivery] = []
         for finished in outcomes:
@@ -388,17 +394,18 @@ class EngineThread:
             if not self._room.acquire(blocking=False):
                 self._call(self._put_finished, for_jobs)
                 for_jobs = []
-                self._wait_for_room()
+                self._wait_for_room(engine)
             for_jobs.append(delivery)
         if for_jobs:
             self._call(self._put_finished, for_jobs)
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_room(self, engine: Engine) -> None:
         began_at = time.monotonic()
         # Once the thread stops, or the engine is replaced, nothing is taken any more.
         while not (self._stopping or self._wanted):
-            if self._room.acquire(timeout=IDLE_TICK_SECONDS):
+            if self._room.acquire(timeout=CALL_SECONDS):
                 break
+            self._answer_calls(engine)  # of judges, say, for which these images wait
         self.clock.idle_seconds["backpressure"] += time.monotonic() - began_at
 
     def _put_finished(self, deliveries: Iterable[Delivery]) -> None:

@@ -150,7 +150,7 @@ class SimulatedEngineThread(EngineThread):
                 self.clock.images += len(outcomes)
                 self.clock.last_at = ended_at
                 for finished in outcomes:
-                    await self._hand_over(finished, ended_at)
+                    await self._hand_over(engine, finished, ended_at)
         except errors.FleetError as error:
             self._ended.set_exception(error)
 
@@ -170,9 +170,11 @@ class SimulatedEngineThread(EngineThread):
     def _wait_for_work(self) -> None:
         raise _Nothing
 
-    async def _hand_over(self, finished: contract.Finished, ended_at: float) -> None:
+    async def _hand_over(
+        self, engine: Any, finished: contract.Finished, ended_at: float
+    ) -> None:
         if finished.ticket in self._drawing:
-            self._deliver([finished], ended_at)
+            self._deliver(engine, [finished], ended_at)
             return
         began_at = self._loop.time()
         while not self._room.acquire(blocking=False):

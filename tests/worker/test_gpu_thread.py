@@ -180,9 +180,9 @@ async def test_an_engine_whose_images_are_not_taken_blocks_and_counts_it_as_back
     waits = threading.Event()
     wait_for_room = EngineThread._wait_for_room
 
-    def wait(self: EngineThread) -> None:
+    def wait(self: EngineThread, engine: contract.Engine) -> None:
         waits.set()
-        wait_for_room(self)
+        wait_for_room(self, engine)
 
     monkeypatch.setattr(EngineThread, "_wait_for_room", wait)
     async with engine_thread_with(
@@ -465,3 +465,15 @@ async def test_a_call_runs_on_the_engines_thread_between_ticks_and_raises_its_er
             await engine_thread.call(lambda: 1 / 0)
         await engine_thread.submit(0, prepared(0))
         assert (await engine_thread.finished()).finished.ticket == 0
+
+
+async def test_a_call_is_answered_while_finished_images_wait_for_whoever_calls():
+    """A judge that asks for the GPU takes no images meanwhile: both would wait for good."""
+    async with engine_thread_with(StandInEngine(), backlog=1) as engine_thread:
+        for ticket in range(3):
+            await engine_thread.submit(ticket, prepared(ticket))
+        # The first is delivered, the second waits for room.
+        await polling.until(lambda: engine_thread.in_engine == 1)
+        assert await engine_thread.call(lambda: 5) == 5
+        for _ in range(3):
+            await engine_thread.finished()
