@@ -11,6 +11,7 @@ With --model, mixed LoRAs on a GPU: a worker that scores each image by CLIP over
 import argparse
 import asyncio
 import json
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -94,6 +95,9 @@ async def drawn(file: Path, rule: str | None, judge: Path, **worker: Any) -> Ran
             name = f"judges/clip{judge.suffix}"
             data = await asyncio.to_thread(judge.read_bytes)
             await storage.files.create(name, data, "application/octet-stream", {})
+            # Or the first jobs wait until it has rested, and come again.
+            (path,) = await asyncio.to_thread(lambda: [*Path(folder).rglob(name)])
+            os.utime(path, (0, 0))
             await Load(storage, source, settings).run(lambda _: None)
             used = Counter(asdict(storage.operations))
         # Records are written as seldom as on Azure, whose prices count here.

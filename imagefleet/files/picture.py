@@ -27,6 +27,7 @@ from imagefleet.job.message import (
     read_job,
 )
 from imagefleet.job.passes import img2img
+from imagefleet.job.sizes import Size
 from imagefleet.redaction import printable
 from imagefleet.signing import TrustedJobs
 
@@ -78,7 +79,7 @@ class DamagedImageError(ValueError):
 class Picture(NamedTuple):
     """An image: its (width, height) in pixels and its fingerprint."""
 
-    size: tuple[int, int]
+    size: Size
     fingerprint: likeness.Fingerprint
 
 

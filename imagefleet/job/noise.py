@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from imagefleet.job.sizes import Size
+
 #: AUTOMATIC1111's `randn_source`: torch's generator on the CPU, its generator on an NVIDIA GPU, or
 #: the same computed on the CPU. Here the last two are the same: no noise depends on the machine.
 NoiseSource = Literal["CPU", "GPU", "NV"]
@@ -26,7 +28,7 @@ class Noise:
     #: Share by which the first noise is turned towards that of the subseed.
     subseed_strength: float = 0.0
     #: (width, height) in pixels of the image whose first noise is put into the middle of it.
-    resize_from: tuple[int, int] | None = None
+    resize_from: Size | None = None
 
 
 DEFAULT_NOISE = Noise()

@@ -21,6 +21,7 @@ from imagefleet.job.noise import DEFAULT_NOISE, Noise
 from imagefleet.job.passes.first import VaeDecoder
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.samplers import DEFAULT_OPTIONS, Options
+from imagefleet.job.sizes import Size
 
 if TYPE_CHECKING:
     from worker.engine.kernels.packages import Packages
@@ -132,7 +133,7 @@ class HiresPass:
     sampler_options: Options | None = None
     loras: tuple[Lora, ...] | None = None
     #: Width and height before what exceeds the size is cut off at both sides; None: the size.
-    whole: tuple[int, int] | None = None
+    whole: Size | None = None
     #: The file or folder of the checkpoint that draws it; None: the engine's own.
     checkpoint: Path | None = None
 
@@ -144,7 +145,7 @@ class Upscale:
     width: int
     height: int
     #: Width and height before what exceeds the size is cut off at both sides.
-    whole: tuple[int, int]
+    whole: Size
     scale: float
     #: Names, and the files of those that have one; the second is blended into the first.
     upscalers: tuple[tuple[str, Path | None], ...]
@@ -243,7 +244,7 @@ class Engine(Protocol):
     #: The checkpoint's model family (`imagefleet.pricing.families`).
     family: str
     #: The checkpoint's native (width, height), for jobs without a size.
-    default_size: tuple[int, int]
+    default_size: Size
     #: True if most images are drawn without guidance, as with an accelerator.
     is_unguided: bool
     #: True if most of the model's weights are held in int8.

@@ -14,6 +14,7 @@ from PIL import Image, ImageChops, ImageDraw
 from imagefleet.errors import JobError
 from imagefleet.files.safetensors import Identity, whole
 from imagefleet.job.passes.adetailer import Detail
+from imagefleet.job.sizes import Size
 from worker.engine.contract import Pixels
 from worker.inputs.img2img import Mask
 
@@ -135,7 +136,7 @@ def _areas(boxes: Boxes) -> Boxes:
     return areas
 
 
-def masks(detail: Detail, boxes: Boxes, size: tuple[int, int]) -> list[Mask]:
+def masks(detail: Detail, boxes: Boxes, size: Size) -> list[Mask]:
     """The mask of each part that is drawn again, of a picture of *size* (width, height)."""
     areas = _areas(boxes)
     shares = areas / (size[0] * size[1])
@@ -151,7 +152,7 @@ def masks(detail: Detail, boxes: Boxes, size: tuple[int, int]) -> list[Mask]:
     return [mask for mask in found if mask.any()]
 
 
-def _mask(detail: Detail, box: NDArray[np.float64], size: tuple[int, int]) -> Mask:
+def _mask(detail: Detail, box: NDArray[np.float64], size: Size) -> Mask:
     image = Image.new("L", size, 0)
     corners = [(float(box[0]), float(box[1])), (float(box[2]), float(box[3]))]
     ImageDraw.Draw(image).rectangle(corners, fill=255)

@@ -178,7 +178,7 @@ def blur_mask(mask: Mask, sigma_x: int, sigma_y: int) -> Mask:
     return np.ascontiguousarray(mask)
 
 
-def crop_box(mask: Mask, padding: int, size: tuple[int, int]) -> Box | None:
+def crop_box(mask: Mask, padding: int, size: Size) -> Box | None:
     """The part to draw, with *size*'s ratio where it can be; None: the mask is empty."""
     box = Image.fromarray(mask).getbbox()
     if box is None:

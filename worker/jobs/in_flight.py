@@ -15,6 +15,7 @@ from imagefleet.errors import FleetError, JobError
 from imagefleet.files.marks import Mark
 from imagefleet.files.pack import Member
 from imagefleet.job.message import DEFAULT_CAMPAIGN, DELIVERIES_FIELD, Job
+from imagefleet.job.sizes import Size
 from imagefleet.records.record import Record
 from imagefleet.storage.deliveries import (
     SUSPECT_AFTER,
@@ -310,7 +311,7 @@ class InFlightImage:
     owner: InFlightJob
     job: Job
     index: int
-    size: tuple[int, int]
+    size: Size
     #: What the engine draws it by; None for an image that was drawn by others.
     request: ImageRequest | None = None
     #: Time at which the image was ready for the engine (monotonic seconds).
@@ -333,5 +334,5 @@ class EncodedImage:
     data: bytes
     content_type: str
     sha256: str
-    size: tuple[int, int]
+    size: Size
     mark: Mark | None = None

@@ -12,6 +12,7 @@ from imagefleet.job.passes import adetailer, hires, img2img
 from imagefleet.job.passes.adetailer import Detail
 from imagefleet.job.passes.first import VaeDecoder
 from imagefleet.job.samplers import Sampler
+from imagefleet.job.sizes import Size
 from worker.engine.contract import Embedding
 from worker.settings import version
 
@@ -41,7 +42,7 @@ _CONTROL_RESIZE_MODES = ("Just Resize", "Crop and Resize", "Resize and Fill")
 def parameters(
     job: Job,
     index: int,
-    size: tuple[int, int],
+    size: Size,
     model: str,
     *,
     vae: str | None = None,

@@ -14,6 +14,7 @@ from imagefleet.files import safetensors
 from imagefleet.job import differences
 from imagefleet.job.message import Job
 from imagefleet.job.prompt import LoraTag
+from imagefleet.job.sizes import Size
 from imagefleet.pricing import families
 from worker.accelerator import Accelerator
 from worker.engine.contract import Embedding, Engine, ImageRequest, Lora
@@ -118,7 +119,7 @@ class RequestReader:
 
 def requests_of(
     job: Job,
-    size: tuple[int, int],
+    size: Size,
     loras: tuple[Lora, ...],
     embeddings: tuple[Embedding, ...],
     images: Collection[int] | None = None,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from imagefleet.files import contents
 from imagefleet.files.safetensors import Header
+from imagefleet.job.sizes import Size
 from imagefleet.validation import JSONObject
 from worker.engine import checksums, text
 from worker.engine.families import reading
@@ -116,7 +117,7 @@ class Model:
     #: diffusers' UNet2DConditionModel.
     unet: Any
     #: The native width and height in pixels.
-    default_size: tuple[int, int]
+    default_size: Size
     #: Pixels for each row of what is drawn.
     factor: int
     #: The noise that families which enlarge an image add to it; None for other families.

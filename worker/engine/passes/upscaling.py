@@ -30,6 +30,7 @@ from torch import Tensor
 
 from imagefleet.errors import JobError
 from imagefleet.files.safetensors import Identity, UnusableError, identify
+from imagefleet.job.sizes import Size
 from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
 from worker.engine.contract import HiresPass, ImageRequest, Pixels, Upscale
@@ -74,9 +75,9 @@ class Upscaling:
     """Upscaling of a first pass' latents to those a second pass starts from. Sizes in pixels."""
 
     #: Width and height of the second pass.
-    target: tuple[int, int]
+    target: Size
     #: The size before the rest is cut off. SDXL is told this size.
-    size: tuple[int, int]
+    size: Size
     #: None for upscalers of images.
     latent_mode: tuple[str, bool] | None
     enlarge: Enlarge | None
