@@ -38,6 +38,9 @@ Second = TypeVar("Second")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 
+#: What is tried, again if it fails.
+Operation = Callable[[], Awaitable[Result]]
+
 
 def cores() -> int:
     """The CPU cores of this process, by its affinity and its container's limit."""
@@ -151,7 +154,7 @@ class RetryPolicy:
     waits_while_busy: bool = False
     on_retry: Callable[[TransientError], None] = log_retry
 
-    async def call(self, operation: Callable[[], Awaitable[Result]]) -> Result:
+    async def call(self, operation: Operation[Result]) -> Result:
         """Awaits *operation* until it succeeds; raises the error of the last attempt."""
         return await self.call_in_doubt(lambda _: operation())
 

@@ -55,6 +55,9 @@ class Delivery:
 #: A function for the engine's thread, and the answer that its caller waits for.
 _Call = tuple[Callable[[], object], Future[Any]]
 
+#: Reads a model and gives its engine.
+LoadEngine = Callable[[], Engine]
+
 #: Gives the engine another model; False, with nothing changed, if it cannot.
 Take = Callable[[], bool]
 
@@ -63,7 +66,7 @@ Take = Callable[[], bool]
 class _Wanted:
     """A model to draw with from now on."""
 
-    load: Callable[[], Engine]
+    load: LoadEngine
     take: Take | None
     loaded: Future[Engine]
 
@@ -127,14 +130,12 @@ class EngineThread:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
-    async def start(self, load: Callable[[], Engine]) -> Engine:
+    async def start(self, load: LoadEngine) -> Engine:
         """Loads the engine on its thread; raises what loading raised."""
         self._thread.start()
         return await self._attach(load)
 
-    async def replace(
-        self, load: Callable[[], Engine], take: Take | None = None
-    ) -> Engine:
+    async def replace(self, load: LoadEngine, take: Take | None = None) -> Engine:
         """Closes the engine, then loads another on its thread; what the first held is lost.
 
         *take*, if given, is called before: if it returns True, the engine stays, and has another
@@ -150,9 +151,7 @@ class EngineThread:
             self._accepting = True
         return engine
 
-    async def _attach(
-        self, load: Callable[[], Engine], take: Take | None = None
-    ) -> Engine:
+    async def _attach(self, load: LoadEngine, take: Take | None = None) -> Engine:
         wanted = _Wanted(load, take, tasks.question())
         with self._wake:
             self._wanted = wanted

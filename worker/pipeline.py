@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +21,8 @@ from imagefleet.telemetry.logs import log
 from worker import leases, tasks
 from worker.engine.contract import Engine
 from worker.files import library, model
-from worker.gpu_thread import EngineThread
+from worker.files.manifest import FutureHash
+from worker.gpu_thread import EngineThread, LoadEngine
 from worker.inputs.reader import JobFiles
 from worker.jobs.bundles import PACKS
 from worker.jobs.in_flight import InFlightJob
@@ -74,7 +74,7 @@ class Pipeline:
     def __init__(
         self,
         storage: Storage,
-        load: Callable[[], Engine] | None,
+        load: LoadEngine | None,
         settings: WorkerSettings,
         *,
         on_settled: Callable[[Outcome], None] | None = None,
@@ -185,7 +185,7 @@ class Pipeline:
                 lambda: self._checks.start_up.load(self._load)
             )
 
-    def _hash_model(self) -> Future[str | None]:
+    def _hash_model(self) -> FutureHash:
         """The hash of the present model's file; begun by the first call."""
         settings = self.models.current.settings if self.models else self._settings
         return self._files.hashes.of_model(
@@ -371,7 +371,7 @@ class Pipeline:
                 return True
         return False
 
-    def _start_side_tasks(self, model_hash: Future[str | None]) -> SideTasks:
+    def _start_side_tasks(self, model_hash: FutureHash) -> SideTasks:
         side_tasks = SideTasks()
         side_tasks.start("keep leases", self._keeper.run())
         for name, watch in self._checks.watches().items():
@@ -390,9 +390,7 @@ class Pipeline:
         side_tasks.start("note models", noting)
         return side_tasks
 
-    async def _held(
-        self, model_hash: Future[str | None]
-    ) -> tuple[str, dict[str, object]]:
+    async def _held(self, model_hash: FutureHash) -> tuple[str, dict[str, object]]:
         """The model that draws now; its hash, if it has one, and LoRAs of the worker's own."""
         name = self.settler.model_name
         folder = self._settings.lora_directory

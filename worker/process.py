@@ -23,7 +23,7 @@ from worker.engine import load, phases
 from worker.engine.contract import Engine
 from worker.files import check, model
 from worker.files.kernels import KernelExchange
-from worker.gpu_thread import THREAD_NAME, Take
+from worker.gpu_thread import THREAD_NAME, LoadEngine, Take
 from worker.gpus.parent import HURRY
 from worker.inputs.reader import JobFiles
 from worker.metrics import Outcome, WorkerMetrics
@@ -61,7 +61,7 @@ _ENDED = (
 async def run_worker(
     settings: WorkerSettings,
     *,
-    load: Callable[[], Engine] | None = None,
+    load: LoadEngine | None = None,
     on_settled: Callable[[Outcome], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     gpu: str | None = None,
@@ -118,7 +118,7 @@ class _Worker:
     """One process: one port and one set of metrics; a new pipeline for every attempt."""
 
     _settings: WorkerSettings
-    _load: Callable[[], Engine] | None
+    _load: LoadEngine | None
     _on_settled: Callable[[Outcome], None] | None
     _on_progress: Callable[[Progress], None] | None
     _metadata: salad.SaladMetadata | None

@@ -75,6 +75,8 @@ _LEARNED = 0.2
 #: Seconds after which the end of a withdrawn job is looked for no longer.
 _FORGET_SECONDS = 600.0
 
+Tickets = list[Ticket]
+
 INTERRUPTED = "interrupted: what had begun is drawn and stored, and nothing else"
 
 
@@ -114,8 +116,8 @@ class Desk:
         self._withdrawals = Withdrawals(fleet.storage, "gateway", self._forget)
         self._claims = Claims(fleet.storage, self._ledgers)
         self._keyed = WeakValueDictionary[str, Ticket]()  # by the key of the job
-        self._unsent: list[Ticket] = []
-        self._sending: list[Ticket] = []
+        self._unsent: Tickets = []
+        self._sending: Tickets = []
         self._tickets: dict[str, Ticket] = {}  # by the key of the job
         self._watches: dict[str, Watch] = {}  # by campaign
         self._has_unsent = Event()
@@ -127,16 +129,16 @@ class Desk:
         self._active: dict[Client, float] = {}  # time of the last job
 
     @property
-    def tickets(self) -> list[Ticket]:
+    def tickets(self) -> Tickets:
         """All that is on its way or waited for."""
         return [ticket for ticket in self._known_tickets() if not ticket.is_dropped]
 
-    def _known_tickets(self) -> list[Ticket]:
+    def _known_tickets(self) -> Tickets:
         """The same with those that are being withdrawn."""
         sent = self._tickets.values()
         return list(dict.fromkeys([*self._unsent, *self._sending, *sent]))
 
-    def of(self, client: Client) -> list[Ticket]:
+    def of(self, client: Client) -> Tickets:
         return [ticket for ticket in self.tickets if ticket.client == client]
 
     async def run(self) -> None:
@@ -314,7 +316,7 @@ class Desk:
                 self._claim,
                 _CLAIMED_AT_ONCE,
             )
-            order: dict[tuple[str, Priority], list[Ticket]] = {}
+            order: dict[tuple[str, Priority], Tickets] = {}
             for ticket in self._sending:
                 if ticket.is_dropped:
                     ticket.refuse(Refused(409, INTERRUPTED))
@@ -353,7 +355,7 @@ class Desk:
             self._forget(key)
             ticket.end(found)
 
-    async def _send(self, tickets: list[Ticket]) -> None:
+    async def _send(self, tickets: Tickets) -> None:
         """Sends jobs of one campaign and priority; an error is that of its job alone."""
         try:
             await self._submit(tickets)
@@ -366,7 +368,7 @@ class Desk:
             for ticket in tickets:
                 ticket.refuse(error)
 
-    async def _submit(self, tickets: list[Ticket]) -> None:
+    async def _submit(self, tickets: Tickets) -> None:
         campaign = tickets[0].client.campaign
         priority = tickets[0].priority
         submission = Submission(self.storage, self._ledgers)

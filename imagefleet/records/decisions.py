@@ -35,6 +35,8 @@ _OF_PACKED = ("digest", "sha256", "spot")
 _SUFFIXES = tuple(SUFFIXES.values())
 
 
+Records = list[Record]
+
 #: Why a record does not fit.
 ANOTHER = "a record of another image than the one that is stored"
 NOT_SENT = "a record of a job that was not sent"
@@ -66,7 +68,7 @@ class ImageRecords:
         self._replaced = Replaced()
         self._packs: set[str] = set()
         #: Records of images in packs, of names that others have, too.
-        self._claims: list[Record] = []
+        self._claims: Records = []
 
     async def read(self) -> Self:
         """Reads the notes of replaced drawings, and the records of names that were taken."""
@@ -81,12 +83,12 @@ class ImageRecords:
             self._packs.update(record.pack for record in records if record.pack)
             yield self._replaced.without(records, once=kind == "images")
 
-    async def unrecorded(self) -> list[Record]:
+    async def unrecorded(self) -> Records:
         """Images in packs that none of the records read so far is of.
 
         Their worker has died before it wrote them, or writes them in this moment.
         """
-        found: list[Record] = []
+        found: Records = []
 
         async def read(name: str) -> None:
             contents = await pack.head(self._storage.packs, name)
@@ -100,9 +102,7 @@ class ImageRecords:
             await concurrency.for_each(sorted(left), read, catalog.CONCURRENT_READS)
         return self._replaced.without(found, once=True)
 
-    async def packed(
-        self, choose: Callable[[list[bytes]], list[bytes]]
-    ) -> list[Record]:
+    async def packed(self, choose: Callable[[list[bytes]], list[bytes]]) -> Records:
         """Records of the lines that *choose* returns of some; nothing stored is looked at."""
         found = []
         shards = catalog.of_kind(self._shards, "images", "again")
@@ -165,9 +165,7 @@ class ImageRecords:
                     left.append(record.name_taken(metadata))
             yield left
 
-    async def _without_rivals(
-        self, records: list[Record], rivals: Rivals
-    ) -> list[Record]:
+    async def _without_rivals(self, records: Records, rivals: Rivals) -> Records:
         """Keeps, of records with the same name, the first that fits the stored image."""
         contested = list(filter(rivals.include, records))
         if not contested:
@@ -261,13 +259,13 @@ async def metadata_of(
 
 async def stored_of(
     storage: Storage, records: Iterable[Record]
-) -> list[tuple[Record, list[Record]]]:
+) -> list[tuple[Record, Records]]:
     """Pairs each record with the stored images of its job, if they have its digest.
 
     That of an image in a pack with itself, if it is there.
     """
     found = []
-    by_pack: dict[bool, list[Record]] = {True: [], False: []}
+    by_pack: dict[bool, Records] = {True: [], False: []}
     for record in records:
         by_pack[record.pack is not None].append(record)
 
@@ -286,7 +284,7 @@ async def stored_of(
 
 async def job_images(
     storage: Storage, campaign: str, job_id: str, digest: str = ""
-) -> list[Record]:
+) -> Records:
     """A job's images as `stored_images`, or else its image in a pack."""
     images = await stored_images(storage.blobs, campaign, job_id, digest)
     if not images and catalog.may_have_packs(
@@ -302,7 +300,7 @@ async def job_images(
 
 async def packed_images(
     storage: Storage, shards: Iterable[StoredShard], keys: Container[str]
-) -> list[Record]:
+) -> Records:
     """Records of images in packs, of the jobs with these *keys*; reads all of campaigns with packs.
 
     Nobody has looked whether they fit what is stored.
@@ -316,7 +314,7 @@ async def packed_images(
 
 async def stored_images(
     blobs: BlobStore, campaign: str, job_id: str, digest: str = ""
-) -> list[Record]:
+) -> Records:
     """A job's images, as their metadata tells; none as long as the first one is missing.
 
     *digest*: how that of the job begins, where it is known. Nothing is listed: it may be much.
@@ -455,9 +453,7 @@ class Ends:
                         self.complete(self.job(record))
                 yield [record for record in new if self.job(record) in self.outcomes]
 
-    async def _with_images(
-        self, ended: ShardLines
-    ) -> tuple[set[int] | None, list[Record]]:
+    async def _with_images(self, ended: ShardLines) -> tuple[set[int] | None, Records]:
         """The jobs with ends and with records of images, and those of images in packs.
 
         None instead of the jobs if a look at each costs less.
@@ -481,7 +477,7 @@ class Ends:
             found |= jobs & {record.job for record in records}
         return found, packed
 
-    async def without_unstored(self, records: list[Record]) -> list[Record]:
+    async def without_unstored(self, records: Records) -> Records:
         """Leaves out images, of jobs that ended otherwise, which only a record tells of."""
         contested = [each for each in records if self.job(each) in self.outcomes]
         found = await metadata_of(self.storage, contested)
@@ -510,7 +506,7 @@ class Ends:
         self.outcomes.pop(job, None)
         self._discarded.discard(job)
 
-    def sent(self, records: Iterable[Record]) -> list[Record]:
+    def sent(self, records: Iterable[Record]) -> Records:
         """The records of jobs that are known to be sent; notes the others."""
         found = []
         for record in records:
@@ -521,7 +517,7 @@ class Ends:
                 self.damaged.add(record.key, NOT_SENT)
         return found
 
-    def add(self, records: list[Record]) -> list[Record]:
+    def add(self, records: Records) -> Records:
         """The first end of each job that ended without an image, and was not settled."""
         new = []
         for record in records:

@@ -42,11 +42,13 @@ _CELL = 64
 _UNKNOWN = "0x0"
 
 
+Lines = list[str]
+
 #: Values by the words of A1111.
 Facts = dict[str, str]
 
 
-def parts_of(text: str) -> tuple[dict[str, str], Facts, list[str]]:
+def parts_of(text: str) -> tuple[dict[str, str], Facts, Lines]:
     """An infotext's prompts and facts, whichever program wrote it, and what is drawn otherwise."""
     *lines, last = text.strip().split("\n")
     if not last.startswith("Steps:"):
@@ -54,7 +56,7 @@ def parts_of(text: str) -> tuple[dict[str, str], Facts, list[str]]:
     if _BARS in last:
         lines, last = _without_bars(lines, last)
     facts = facts_of(last)
-    said: list[str] = []
+    said: Lines = []
     if "Distilled CFG Scale" in facts:
         model = facts.get("Model", "no name")
         raise JobError(f"it was drawn with FLUX ({model}), which is not drawn here")
@@ -91,8 +93,8 @@ def facts_of(line: str) -> Facts:
     return found
 
 
-def _prompts(lines: list[str]) -> dict[str, str]:
-    found: dict[str, list[str]] = {"prompt": [], "negative_prompt": []}
+def _prompts(lines: Lines) -> dict[str, str]:
+    found: dict[str, Lines] = {"prompt": [], "negative_prompt": []}
     into = "prompt"
     for line in lines:
         words = line.strip()
@@ -103,7 +105,7 @@ def _prompts(lines: list[str]) -> dict[str, str]:
     return {name: "\n".join(each).strip() for name, each in found.items()}
 
 
-def _without_bars(lines: list[str], last: str) -> tuple[list[str], str]:
+def _without_bars(lines: Lines, last: str) -> tuple[Lines, str]:
     """Lines of SD.Next's first releases, which part facts by bars, in two lines."""
     facts = last.replace(_BARS, ", ")
     if lines and lines[-1].startswith("Version:"):
@@ -114,7 +116,7 @@ def _without_bars(lines: list[str], last: str) -> tuple[list[str], str]:
     return lines, facts
 
 
-def _from_draw_things(lines: list[str], facts: Facts, said: list[str]) -> list[str]:
+def _from_draw_things(lines: Lines, facts: Facts, said: Lines) -> Lines:
     """Puts Draw Things' words into A1111's; its negative prompt begins with a hyphen."""
     said.append("drawn by Draw Things, whose noise is its own: alike and not equal")
     facts["CFG scale"] = facts.pop("Guidance Scale")
@@ -135,7 +137,7 @@ def _from_draw_things(lines: list[str], facts: Facts, said: list[str]) -> list[s
     return [*lines[:at], f"{_NEGATIVE} {lines[at][1:]}", *lines[at + 1 :]]
 
 
-def _from_2022(first_pass: str, facts: Facts, said: list[str]) -> None:
+def _from_2022(first_pass: str, facts: Facts, said: Lines) -> None:
     """Puts the second pass of 2022 into today's words, as `restore_old_hires_fix_params` does."""
     size = facts.get("Size", "512x512")
     sides = [int(side) for side in re.findall(r"\d{1,5}", size)[:2]]
@@ -152,7 +154,7 @@ def _from_2022(first_pass: str, facts: Facts, said: list[str]) -> None:
     )
 
 
-def _resources(text: str) -> list[str]:
+def _resources(text: str) -> Lines:
     """Sentences about files that Civitai names by the ids of their versions."""
     try:
         return [_resource(each) for each in json.loads(text)]

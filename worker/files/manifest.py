@@ -50,6 +50,9 @@ _THREADS = 2
 #: quotes of any text in which this might stand otherwise.
 _NAMED = re.compile(rb'"sshs_model_hash" ?: ?"([0-9a-fA-F]{12,64})"')
 
+#: A file's SHA-256 in hex, once it is known; None: it cannot be read.
+FutureHash = Future[str | None]
+
 NAME = "manifest.json"
 
 #: The largest manifest: some 100 bytes a file.
@@ -67,23 +70,21 @@ class FileHashes:
     """
 
     def __init__(self) -> None:
-        self._found: LRUCache[Hashable, Future[str | None]] = LRUCache(_REMEMBERED)
+        self._found: LRUCache[Hashable, FutureHash] = LRUCache(_REMEMBERED)
         self._threads = ThreadPoolExecutor(_THREADS, "hashes")
 
-    def of_model(self, path: Path, sha256: str | None = None) -> Future[str | None]:
+    def of_model(self, path: Path, sha256: str | None = None) -> FutureHash:
         """The hash of a checkpoint's single file; None for a folder. *sha256* if it is known."""
         is_file = path.is_file()
         if is_file and sha256 is None:
             return self._start(path, _hash_model)
-        known: Future[str | None] = Future()
+        known: FutureHash = Future()
         known.set_result(
             sha256.lower()[:MODEL_CHARACTERS] if is_file and sha256 else None
         )
         return known
 
-    def of_lora(
-        self, path: Path, identity: Identity | None = None
-    ) -> Future[str | None]:
+    def of_lora(self, path: Path, identity: Identity | None = None) -> FutureHash:
         """The hash of a LoRA, which was *identity* when it was checked; raises as `_try`."""
         return self._start(path, hash_lora, identity)
 
@@ -92,7 +93,7 @@ class FileHashes:
 
     def _start(
         self, path: Path, read: Callable[[Path], str], identity: Identity | None = None
-    ) -> Future[str | None]:
+    ) -> FutureHash:
         if identity is None:
             with contextlib.suppress(OSError):  # its reader will say why
                 identity = identify(path)

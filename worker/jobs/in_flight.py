@@ -5,7 +5,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +26,7 @@ from imagefleet.telemetry.logs import log
 from imagefleet.telemetry.metrics import MAX_MODELS, OTHER_MODELS
 from imagefleet.validation import JSONDict
 from worker.engine.contract import Embedding, ImageRequest, Pixels, PreparedRequest
+from worker.files.manifest import FutureHash
 from worker.inputs.img2img import Overlay
 from worker.leases import Lease
 from worker.metrics import Outcome, WorkerMetrics
@@ -91,9 +91,9 @@ class InFlightJob:
     #: Records of the job's images that found their names taken.
     again: list[Record] = field(default_factory=list)
     #: Hashes of its LoRAs, by their names in its prompt; computed while it is drawn.
-    lora_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
+    lora_hashes: dict[str, FutureHash] = field(default_factory=dict)
     #: SHA-256 of the VAE and extra checkpoints the job names, keyed by job field.
-    model_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
+    model_hashes: dict[str, FutureHash] = field(default_factory=dict)
     #: The picture that its images are pasted into, for inpainting of a masked part.
     overlay: Overlay | None = None
     #: AUTOMATIC1111's text in the file of the image that the job enlarges.

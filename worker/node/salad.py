@@ -10,13 +10,14 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar
 from prometheus_client import Counter
 
 from imagefleet import concurrency, redaction
+from imagefleet.concurrency import Operation
 from imagefleet.errors import SetupError, TransientError
 from imagefleet.telemetry.logs import log
 from imagefleet.validation import JSONDict
@@ -150,7 +151,7 @@ def _field(answer: bytes, name: str) -> Any:
 
 
 async def retry_until_fixed(
-    attempt: Callable[[], Awaitable[Result]],
+    attempt: Operation[Result],
     *,
     stop: asyncio.Event,
     set_waiting: Callable[[bool], None],

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import struct
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -29,6 +29,7 @@ from imagefleet.job import sizes
 from imagefleet.job.message import Output, text_for_image
 from imagefleet.job.passes.first import VaeDecoder
 from worker.engine.contract import Pixels
+from worker.files.manifest import FutureHash
 from worker.inputs.img2img import Overlay
 from worker.jobs.in_flight import EncodedImage, InFlightImage
 from worker.node.watchdog import NodeWatchdog
@@ -55,7 +56,7 @@ class EncodeStage:
 
     settler: Settler
     watchdog: NodeWatchdog
-    model_hash: Future[str | None]
+    model_hash: FutureHash
     upload: UploadStage
     #: True if the engine's weights are.
     is_int8: bool
@@ -116,7 +117,7 @@ class EncodeStage:
         await self.upload.queue.put((image, file))
 
 
-async def _known(hashes: Mapping[str, Future[str | None]]) -> dict[str, str]:
+async def _known(hashes: Mapping[str, FutureHash]) -> dict[str, str]:
     """The hashes of those files that have one, which were begun before the image was drawn."""
     known: dict[str, str] = {}
     for name, hashed in hashes.items():

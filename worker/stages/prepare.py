@@ -5,7 +5,7 @@ import contextlib
 import logging
 from asyncio import Queue, Semaphore
 from collections.abc import AsyncIterator, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -23,6 +23,7 @@ from imagefleet.errors import (
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key, read_job
 from imagefleet.storage.deliveries import Deliveries
 from worker.engine.contract import Engine, ImageRequest
+from worker.files.manifest import FutureHash
 from worker.inputs.reader import JobFiles
 from worker.jobs import stored
 from worker.jobs.in_flight import InFlightJob
@@ -90,7 +91,7 @@ class PrepareStage:
         self._ordinary: Queue[InFlightJob] = Queue()
         self._urgent: Queue[InFlightJob] = Queue()
         self._isolation = Isolation()
-        self._own_hashes: Mapping[str, Future[str | None]] | None = None
+        self._own_hashes: Mapping[str, FutureHash] | None = None
         self._drawn_here: FIFOCache[str, None] = FIFOCache(REMEMBERED)
         self._threads = ThreadPoolExecutor(PREPARERS, "prepare")
         self._reader = RequestReader(engine, files, self._threads)
@@ -317,7 +318,7 @@ class PrepareStage:
         entry.overlay = inputs.overlay
         return found.requests
 
-    async def _hash_own_files(self) -> Mapping[str, Future[str | None]]:
+    async def _hash_own_files(self) -> Mapping[str, FutureHash]:
         """Hashes of the files that all jobs are drawn with; they are loaded for good."""
         if self._own_hashes is None:
             hashes = self._files.hashes

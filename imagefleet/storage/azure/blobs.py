@@ -4,7 +4,7 @@ import asyncio
 import base64
 import hashlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
@@ -18,7 +18,7 @@ from azure.storage.blob import BlobBlock, BlobProperties, ContentSettings
 from azure.storage.blob.aio import BlobClient, BlobPrefix, ContainerClient
 
 from imagefleet import concurrency
-from imagefleet.concurrency import Result
+from imagefleet.concurrency import Operation, Result
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
@@ -275,7 +275,7 @@ class AzureBlobs(BlobStore):
 
     async def _create(
         self,
-        request: Callable[[], Awaitable[object]],
+        request: Operation[object],
         on_doubt: Callable[[], None] = lambda: None,
     ) -> bool:
         """Calls *request*, which creates a blob; False if its name is taken.
@@ -306,7 +306,7 @@ class AzureBlobs(BlobStore):
     async def _found(
         self,
         permission: str,
-        request: Callable[[], Awaitable[Result]],
+        request: Operation[Result],
         codes: Collection[str] = (),
     ) -> Result | None:
         """Awaits *request*; None if there is no blob, or for one of the error *codes*."""

@@ -17,7 +17,7 @@ from azure.core.credentials import AzureSasCredential
 from azure.core.credentials_async import AsyncTokenCredential
 
 from imagefleet import concurrency
-from imagefleet.concurrency import Result
+from imagefleet.concurrency import Operation, Result
 from imagefleet.errors import FleetError, NoAccessError, NoTokenError, SetupError
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure import roles
@@ -45,9 +45,7 @@ class Access:
     _tokens: RotatingTokens | None
     _accepted: bool = False
 
-    async def call(
-        self, permission: str, request: Callable[[], Awaitable[Result]]
-    ) -> Result:
+    async def call(self, permission: str, request: Operation[Result]) -> Result:
         """Makes a request, with retries; for *permission* see `attempt`."""
         return await self.retry_policy.call(partial(self.attempt, permission, request))
 
@@ -59,9 +57,7 @@ class Access:
             lambda is_in_doubt: self.attempt(permission, partial(request, is_in_doubt))
         )
 
-    async def attempt(
-        self, permission: str, request: Callable[[], Awaitable[Result]]
-    ) -> Result:
+    async def attempt(self, permission: str, request: Operation[Result]) -> Result:
         """Makes a request once; repeats it with a newer token if its token was refused.
 
         *permission* is the letter (`roles`) that it needs; empty for what no token allows. Raises

@@ -6,7 +6,7 @@ message object it sends the whole body again; messages expire after seven days b
 """
 
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from azure.storage.queue import QueueMessage
 from azure.storage.queue.aio import QueueClient
 
 from imagefleet import concurrency
-from imagefleet.concurrency import Result
+from imagefleet.concurrency import Operation, Result
 from imagefleet.errors import NoTokenError, TransientError
 from imagefleet.job import sizes
 from imagefleet.storage.azure import errors as azure_errors
@@ -169,7 +169,7 @@ class AzureQueue:
                     raise
 
     async def _call_with_receipt(
-        self, permission: str, request: Callable[[], Awaitable[Result]]
+        self, permission: str, request: Operation[Result]
     ) -> Result | None:
         """Makes a request that invalidates its receipt.
 

@@ -2,16 +2,19 @@
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 import torch
 from diffusers.loaders.single_file_utils import (
     convert_flux2_transformer_checkpoint_to_diffusers,
 )
 
-#: Gives, for the paths of a network's layers in diffusers, each original name's own: several are
-#: one layer there, with the rows of all.
-OriginalNames = Callable[[Collection[str]], Mapping[str, tuple[str, ...]]]
+#: Paths of layers in diffusers by their original names: several are one layer there, with the rows
+#: of all.
+Names = dict[str, tuple[str, ...]]
+
+#: Gives those of a network's paths in diffusers.
+OriginalNames = Callable[[Collection[str]], Names]
 
 _OUTER = {
     "time_embedding.linear_1": "time_embed.0",
@@ -33,7 +36,7 @@ _RESNET = {
 _PART = re.compile(r"(?:(down|up)_blocks\.(\d+)|mid_block)\.(\w+)\.(\d+)\.(.+)")
 
 
-def unet_names(paths: Collection[str]) -> dict[str, tuple[str, ...]]:
+def unet_names(paths: Collection[str]) -> Names:
     """Those of Stability's UNets; a layer without another has its own."""
     originals = original_names(paths)
     return {originals.get(path, path): (path,) for path in paths}
@@ -96,12 +99,12 @@ _KLEIN = (
 )
 
 
-def klein_names(paths: Collection[str]) -> dict[str, tuple[str, ...]]:
+def klein_names(paths: Collection[str]) -> Names:
     """Black Forest Labs' own, for the double blocks' queries, keys and values as one layer.
 
     Beside them an alias that some exports have, cut off at its beginning.
     """
-    names: dict[str, tuple[str, ...]] = {}
+    names: Names = {}
     for path in paths:
         if path.startswith("transformer_blocks."):
             names[path.removeprefix("tran")] = (path,)
