@@ -20,7 +20,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -38,6 +37,7 @@ from imagefleet.records.record import Record
 from imagefleet.storage.local.blobs import METADATA_FOLDER
 from imagefleet.storage.open import LocalStorage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 
 FETCHED = 1_000
 
@@ -128,9 +128,7 @@ async def fill_single(
 
 
 @asynccontextmanager
-async def counted(
-    storage: LocalStorage, figures: dict[str, Any]
-) -> AsyncIterator[None]:
+async def counted(storage: LocalStorage, figures: JSONDict) -> AsyncIterator[None]:
     before, began_at = dataclasses.replace(storage.operations), time.monotonic()
     yield
     done = storage.operations
@@ -139,8 +137,8 @@ async def counted(
     figures["seconds"] = round(time.monotonic() - began_at, 2)
 
 
-async def list_all(storage: LocalStorage, campaign: str, count: int) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
+async def list_all(storage: LocalStorage, campaign: str, count: int) -> JSONDict:
+    figures: JSONDict = {}
     found = 0
     async with counted(storage, figures):
         async for records in reader.image_parts(storage, campaign):
@@ -149,10 +147,8 @@ async def list_all(storage: LocalStorage, campaign: str, count: int) -> dict[str
     return figures
 
 
-async def fetch_some(
-    storage: LocalStorage, campaign: str, count: int
-) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
+async def fetch_some(storage: LocalStorage, campaign: str, count: int) -> JSONDict:
+    figures: JSONDict = {}
     rng = random.Random(0)
     chosen = {f"{number:07}" for number in rng.sample(range(count), FETCHED)}
     some: list[Record] = []
@@ -167,8 +163,8 @@ async def fetch_some(
 
 async def export_all(
     storage: LocalStorage, campaign: str, count: int, folder: Path
-) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
+) -> JSONDict:
+    figures: JSONDict = {}
     wanted = ExportPlan(campaign=campaign, shard_size=10_000)
     (folder / WORK_FOLDER).mkdir(parents=True)
     database = PlanDatabase(folder / WORK_FOLDER / "plan.sqlite")
@@ -180,7 +176,7 @@ async def export_all(
     return figures
 
 
-async def run(images: int, single: int, bundle: int, folder: Path) -> dict[str, Any]:
+async def run(images: int, single: int, bundle: int, folder: Path) -> JSONDict:
     storage = open_storage(StorageSettings(storage=f"local:{folder}/storage"))
     assert isinstance(storage, LocalStorage)
     async with storage:
@@ -214,7 +210,7 @@ async def run(images: int, single: int, bundle: int, folder: Path) -> dict[str, 
     }
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: JSONDict) -> None:
     table = Table(
         "",
         *(

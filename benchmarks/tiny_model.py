@@ -18,6 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from evaluation.bench import random_model
 from imagefleet.job import clip
+from imagefleet.validation import JSONDict
 
 _TEXT_WIDTH = 32
 
@@ -200,7 +201,7 @@ def make_text_encoder(
 
 def make_unet(size: int, **changes: Any) -> UNet2DConditionModel:
     """SD1.5's UNet, far narrower; with *changes* of its configuration, another family's."""
-    config: dict[str, Any] = {
+    config: JSONDict = {
         "sample_size": size // 8,
         "block_out_channels": (32, 32, 64, 64),
         "layers_per_block": 1,
@@ -245,8 +246,8 @@ def _raise_gain(layer: nn.Conv2d, factor: float) -> None:
         layer.weight.mul_(factor)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    return cast("dict[str, Any]", json.loads((folder / "config.json").read_text()))
+def _read_config(folder: Path) -> JSONDict:
+    return cast("JSONDict", json.loads((folder / "config.json").read_text()))
 
 
 def _blur(layer: nn.Conv2d) -> None:
