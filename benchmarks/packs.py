@@ -128,9 +128,11 @@ async def fill_single(
 
 
 @asynccontextmanager
-async def counted(storage: LocalStorage, figures: JSONDict) -> AsyncIterator[None]:
+async def counted(storage: LocalStorage) -> AsyncIterator[JSONDict]:
+    """Yields the figures, which are there once the block has ended."""
     before, began_at = dataclasses.replace(storage.operations), time.monotonic()
-    yield
+    figures: JSONDict = {}
+    yield figures
     done = storage.operations
     figures["reads"] = done.blob_reads - before.blob_reads
     figures["writes_and_listings"] = done.blob_writes - before.blob_writes
@@ -138,9 +140,8 @@ async def counted(storage: LocalStorage, figures: JSONDict) -> AsyncIterator[Non
 
 
 async def list_all(storage: LocalStorage, campaign: str, count: int) -> JSONDict:
-    figures: JSONDict = {}
     found = 0
-    async with counted(storage, figures):
+    async with counted(storage) as figures:
         async for records in reader.image_parts(storage, campaign):
             found += len(records)
     assert found == count
@@ -148,13 +149,12 @@ async def list_all(storage: LocalStorage, campaign: str, count: int) -> JSONDict
 
 
 async def fetch_some(storage: LocalStorage, campaign: str, count: int) -> JSONDict:
-    figures: JSONDict = {}
     rng = random.Random(0)
     chosen = {f"{number:07}" for number in rng.sample(range(count), FETCHED)}
     some: list[Record] = []
     async for records in reader.image_parts(storage, campaign):
         some += [record for record in records if record.id in chosen]
-    async with counted(storage, figures):
+    async with counted(storage) as figures:
         for record in some:
             found = await pictures.find(storage, [record])
             assert not isinstance(found, str)
@@ -164,12 +164,11 @@ async def fetch_some(storage: LocalStorage, campaign: str, count: int) -> JSONDi
 async def export_all(
     storage: LocalStorage, campaign: str, count: int, folder: Path
 ) -> JSONDict:
-    figures: JSONDict = {}
     wanted = ExportPlan(campaign=campaign, shard_size=10_000)
     (folder / WORK_FOLDER).mkdir(parents=True)
     database = PlanDatabase(folder / WORK_FOLDER / "plan.sqlite")
     with contextlib.closing(database):
-        async with counted(storage, figures):
+        async with counted(storage) as figures:
             plan = await command._plan(storage, database, wanted, folder)  # noqa: SLF001
             shards = await Exporter(folder, database, plan, storage).run(lambda _: None)
     assert sum(shard.images for shard in shards) == count
