@@ -93,7 +93,7 @@ class Benchmark:
         self.arguments = arguments
         self.gpus = gpus
         self.setup = setup
-        self.runs: dict[int, figures.Figures] = {}
+        self.runs: dict[int, JSONDict] = {}
         self.found: JSONDict = {}
         self._sent = 0
 

@@ -18,14 +18,14 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from evaluation.bench import random_model
 from imagefleet.job import clip
-from imagefleet.validation import JSONDict
+from imagefleet.validation import JSONDict, JSONObject
 
 _TEXT_WIDTH = 32
 
 _VAE_CHANNELS = (16, 16, 32, 32)
 
 #: Of a UNet, in place of SD1.5's four levels: each kind of block, and an image in half the time.
-TWO_LEVELS: Mapping[str, Any] = {
+TWO_LEVELS: JSONObject = {
     "block_out_channels": (32, 64),
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
@@ -99,7 +99,7 @@ def save(
     folder: Path,
     pipeline: str,
     networks: Mapping[str, Any],
-    schedulers: Mapping[str, Mapping[str, Any]],
+    schedulers: Mapping[str, JSONObject],
     **settings: Any,
 ) -> None:
     """Writes networks and the configurations of schedulers as a pipeline of diffusers reads them.
