@@ -141,8 +141,7 @@ def _scaling(arguments: argparse.Namespace) -> JSONDict:
     fastest = max(cards, key=lambda card: card.images_per_second)
     found: list[JSONDict] = []
     with _progress() as progress:
-        undisturbed = nodes.Weather(0, 0, 0)
-        plan = Scenario(1, [fastest], undisturbed, seed=arguments.seed)
+        plan = Scenario(1, [fastest], nodes.Weather(0, 0, 0), seed=arguments.seed)
         alone = _simulated(plan, arguments.warm_seconds, ALONE_SECONDS, progress)
         for number in arguments.replicas:
             share = max(arguments.share, 1 / number)

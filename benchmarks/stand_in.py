@@ -3,11 +3,11 @@
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from imagefleet.errors import FleetError, JobCancelled, JobError, TransientError
+from imagefleet.errors import FleetError, JobError, TransientError
 from imagefleet.job import sizes
 from imagefleet.job.prompt import Prompt
 from worker.engine.contract import (
@@ -54,7 +54,6 @@ class StandInEngine:
         self._tick_seconds = tick_seconds
         self._draw = draw or draw_noise
         self._admitted = deque[tuple[int, ImageRequest]]()
-        self._dropped: list[Finished] = []
 
     @property
     def free(self) -> int:
@@ -62,7 +61,7 @@ class StandInEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._admitted or self._dropped)
+        return bool(self._admitted)
 
     def find_embeddings(
         self, prompts: Iterable[Prompt | str], names: Collection[str]
@@ -85,26 +84,16 @@ class StandInEngine:
         self._admitted.append((ticket, prepared.request))
 
     def tick(self) -> list[Finished]:
-        """Finishes all that is here; what is to be estimated in the tick after its estimate."""
         time.sleep(self._tick_seconds)
-        finished = self._dropped
-        self._dropped = []
-        for _ in range(len(self._admitted)):
-            ticket, request = self._admitted.popleft()
-            is_halfway = request.is_estimated
-            finished.append(Finished(ticket, self._outcome(request), is_halfway))
-            if is_halfway:
-                self._admitted.append((ticket, replace(request, is_estimated=False)))
+        finished = [
+            Finished(ticket, self._outcome(request))
+            for ticket, request in self._admitted
+        ]
+        self._admitted.clear()
         return finished
 
     def call(self, function: Callable[[], Result]) -> Result:
         return function()
-
-    def drop(self, tickets: Collection[int]) -> None:
-        for each in list(self._admitted):
-            if each[0] in tickets:
-                self._admitted.remove(each)
-                self._dropped.append(Finished(each[0], JobCancelled()))
 
     def close(self) -> None:
         self._admitted.clear()

@@ -144,8 +144,7 @@ def build_tiny_lora(
         for name, module in network.named_modules()
         if name.endswith(ADAPTED_SUFFIXES)
     }
-    generator = torch.Generator().manual_seed(seed)
-    write_lora_of(layers, path, rank, alpha, generator)
+    write_lora_of(layers, path, rank, alpha, torch.Generator().manual_seed(seed))
     return path
 
 

@@ -276,8 +276,7 @@ def json_text(record: Any, indent: int | None = 2) -> str:
     text = json.dumps(
         record, ensure_ascii=not _IS_UNICODE, indent=indent, default=datetime.isoformat
     )
-    escaped = redaction.CONTROLS.sub(_escaped, text)
-    return escaped + "\n"
+    return redaction.CONTROLS.sub(_escaped, text) + "\n"
 
 
 def _escaped(control: re.Match[str]) -> str:

@@ -45,8 +45,7 @@ async def _draw(request: Request) -> Response:
         payload = given.fields
         if is_img2img and not payload.get("init_images"):
             raise Refused(404, "Init image not found")
-        options = _options_of(request)
-        fields = payloads.fields_of(payload, options, styles)
+        fields = payloads.fields_of(payload, _options_of(request), styles)
         for name, value in request.app[DEFAULTS].items():
             if name not in fields["override_settings"]:
                 fields.setdefault(name, value)

@@ -107,8 +107,7 @@ def _with_input(entry: Entry, picture: Picture) -> Entry:
         # One name is one job.
         digest = hashlib.sha256(picture.name.encode()).hexdigest()
         fields["id"] = f"{fields['id']}-{digest[:_DIGITS]}"
-    text = json.dumps(fields, ensure_ascii=False)
-    return entry._replace(place=place, text=text)
+    return entry._replace(place=place, text=json.dumps(fields, ensure_ascii=False))
 
 
 async def upload(

@@ -58,7 +58,7 @@ MODULES = {module_name(path): path for path in sources(*ALLOWED)}
 def imports(path: Path) -> list[str]:
     """The modules that a file imports, in functions and under `TYPE_CHECKING` too."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -137,7 +137,7 @@ def test_no_folder_is_so_full_that_names_need_prefixes(folder: str):
 
 def test_no_file_is_longer_than_a_reader_takes_in():
     lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
         for path in itertools.chain(
             sources(*ALLOWED, "dashboards", "benchmarks", "tests")
         )
@@ -151,7 +151,7 @@ def test_every_package_says_what_it_is():
     silent = [
         name
         for name, path in MODULES.items()
-        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        if not ast.get_docstring(ast.parse(path.read_text()))
     ]
     assert silent == []
 
@@ -162,7 +162,7 @@ def test_a_worker_has_no_more_settings_than_anyone_reads():
 
 def test_the_files_that_share_a_process_exist():
     """A file that was moved would be on a process of its own again, unnoticed."""
-    tree = ast.parse((ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "tests" / "conftest.py").read_text())
     (table,) = (
         statement.value
         for statement in tree.body

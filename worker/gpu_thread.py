@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -234,11 +234,6 @@ class EngineThread:
         self._room.release()
         return delivery
 
-    async def drop(self, tickets: Collection[int]) -> None:
-        """Has the engine draw these images no further; their outcomes come as others do."""
-        if self.engine is not None:  # else it is replaced, and draws nothing of this
-            await self.call(partial(self.engine.drop, tickets))
-
     @property
     def is_stalled(self) -> bool:
         """True once the engine has been in one call for longer than any call takes."""
@@ -324,12 +319,11 @@ class EngineThread:
             if self.clock.first_at is None:
                 continue  # it only took up what it has compiled
             self.clock.busy_seconds += ended_at - began_at
-            images = [each for each in outcomes if not each.is_estimate]
-            self.clock.images += len(images)
+            self.clock.images += len(outcomes)
             self.clock.last_at = ended_at
             if is_full and row_pixels:
                 self.clock.note_full_tick(engine, row_pixels, ended_at - began_at)
-            if self.clock.full_speed_at is None and any(map(_is_jobs, images)):
+            if self.clock.full_speed_at is None and any(map(_is_jobs, outcomes)):
                 self.clock.note_image(engine, ended_at)
             self._deliver(engine, outcomes, ended_at)
         # The requests that it has begun and will not finish.
@@ -351,8 +345,7 @@ class EngineThread:
                     ticket, prepared = line.waiting.popleft()
                     self._admitted_at[ticket] = time.monotonic()
                     if self.is_cancelled(ticket):
-                        error = JobCancelled()
-                        cancelled.append(Finished(ticket, error))
+                        cancelled.append(Finished(ticket, JobCancelled()))
                     else:
                         admitted.append((ticket, prepared, line is self._urgent))
                 if not (
@@ -393,9 +386,7 @@ class EngineThread:
         """Hands what is finished to the loop, as much as may wait there at once."""
         for_jobs: list[Delivery] = []
         for finished in outcomes:
-            admitted_at = self._admitted_at[finished.ticket]
-            if not finished.is_estimate:
-                del self._admitted_at[finished.ticket]
+            admitted_at = self._admitted_at.pop(finished.ticket)
             delivery = Delivery(finished, admitted_at, at)
             if drawing := self._drawing.pop(finished.ticket, None):
                 drawing.set_result(delivery)

@@ -399,8 +399,7 @@ class Settler:
         release = partial(
             self.keeper.release, entry.lease, delay_seconds, failed=failed
         )
-        call = partial(self.retry_policy.call, release)
-        await self._end(entry, outcome, call=call)
+        await self._end(entry, outcome, call=partial(self.retry_policy.call, release))
 
     async def _end(
         self,

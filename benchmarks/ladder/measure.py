@@ -114,8 +114,7 @@ class Ladder:
             request = workload.request(0)
             engine.warm_up(request)
             width = engine.slots_for(request)
-            requests = workload.requests()
-            rate = work.drive(engine, requests, self.seconds, width=width)
+            rate = work.drive(engine, workload.requests(), self.seconds, width=width)
             yield Rung(name, 1 / rate.images_per_second)
         engine.close()
 

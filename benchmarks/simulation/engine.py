@@ -2,21 +2,19 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from benchmarks.stand_in import StandInPrepared
+from benchmarks.stand_in import StandInEngine
 from imagefleet import errors
-from imagefleet.job.prompt import Prompt
 from simulation.account import IMAGE_BYTES, STEPS
 from simulation.clock import SimulatedLoop
 from worker.engine import contract
 from worker.gpu_thread import Delivery, EngineThread
 from worker.jobs.in_flight import EncodedImage
 from worker.stages.encode import refuse_one_colour
-from worker.tasks import Result
 
 #: As the worker chooses for a card with room for them.
 SLOTS = 16
@@ -41,24 +39,20 @@ def encode(pixels: contract.Pixels, *_: Any) -> EncodedImage:
     return _FILE
 
 
-class SimulatedEngine:
+class SimulatedEngine(StandInEngine):
     """Each slot is an image on its way; a tick is one step of all of them, at the card's speed."""
 
-    family = "sd1"
     model_name = "simulated"
-    is_int8 = False
-    text_encoder: str | None = None
-    default_size = (512, 512)
-    is_unguided = False
-    self_check: contract.SelfCheck | None = None
 
     def __init__(self, images_per_second: float, *, is_broken: bool = False) -> None:
         """A broken card's images are black."""
-        self.capacity = SLOTS
-        self.lora_lookups: Mapping[str, int] = {}
+        super().__init__(
+            capacity=SLOTS,
+            tick_seconds=SLOTS / images_per_second / STEPS,
+            size=(512, 512),
+        )
         #: Images by the steps of all slots, unfinished ones by their share.
         self.images_drawn = 0.0
-        self._tick_seconds = SLOTS / images_per_second / STEPS
         self._pixels = _BLACK if is_broken else _PICTURE
         self._steps_left: dict[int, int] = {}
 
@@ -69,16 +63,6 @@ class SimulatedEngine:
     @property
     def busy(self) -> bool:
         return bool(self._steps_left)
-
-    def find_embeddings(
-        self,
-        prompts: Iterable[Prompt | str],  # noqa: ARG002 - as in every engine
-        names: Collection[str],  # noqa: ARG002
-    ) -> tuple[str, ...]:
-        return ()
-
-    def prepare(self, request: contract.ImageRequest) -> StandInPrepared:
-        return StandInPrepared(request)
 
     def admit(
         self,
@@ -113,9 +97,6 @@ class SimulatedEngine:
         for ticket in done:
             del self._steps_left[ticket]
         return [contract.Finished(ticket, self._pixels) for ticket in done]
-
-    def call(self, function: Callable[[], Result]) -> Result:
-        return function()
 
     def close(self) -> None:
         self._steps_left.clear()

@@ -218,8 +218,7 @@ class Fleet:
             place.count(self.loop.time())
             place.node, place.began_at = node, self.loop.time()
             generation += 1
-            name = f"w{number}-{generation}"
-            was_good = await self._rent(place, node, name, dice)
+            was_good = await self._rent(place, node, f"w{number}-{generation}", dice)
             if is_first and not was_good:
                 await asyncio.sleep(_FIRST_REPLACED_SECONDS)
             else:

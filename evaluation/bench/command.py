@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -14,6 +14,7 @@ from cli import console, options
 from cli.options import argument
 from evaluation.bench.options import BenchOptions
 from imagefleet.pricing import prices
+from imagefleet.validation import JSONDict, JSONObject
 from worker.files import check as checkpoint
 from worker.settings import require_libraries
 
@@ -63,7 +64,7 @@ def command(
         _show_latency(report)
 
 
-def _measure_latency(asked: BenchOptions) -> dict[str, Any]:
+def _measure_latency(asked: BenchOptions) -> JSONDict:
     from evaluation.bench import engine as bench_engine
     from evaluation.bench import latency
 
@@ -80,7 +81,7 @@ def _measure_latency(asked: BenchOptions) -> dict[str, Any]:
         return latency.measure(setup, asked, step)
 
 
-def _show_latency(report: Mapping[str, Any]) -> None:
+def _show_latency(report: JSONObject) -> None:
     numbers = ("images at once", "seconds", "diffusers", "over diffusers")
     names = ("seconds", "diffusers_seconds", "over_diffusers")
     rows = [
@@ -92,7 +93,7 @@ def _show_latency(report: Mapping[str, Any]) -> None:
     console.print_tables(console.table((), numbers, rows=rows))
 
 
-def _measure(asked: BenchOptions) -> dict[str, Any]:
+def _measure(asked: BenchOptions) -> JSONDict:
     from evaluation.bench import engine as bench_engine
     from evaluation.bench import machine
     from worker.engine import device as devices
@@ -159,7 +160,7 @@ def _steps() -> Iterator[StartStep]:
             progress.update(task_id, total=1, completed=1)
 
 
-def _show(report: Mapping[str, Any]) -> None:
+def _show(report: JSONObject) -> None:
     rows = {
         "machine": "{hardware[device]}",
         "model": "{model}, {width}x{height}, {steps} steps",

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from imagefleet import validation
 from imagefleet.errors import SetupError
 from imagefleet.files import demo
 from imagefleet.pricing import families
+from imagefleet.validation import JSONDict
 from worker.accelerator import Accelerator
 from worker.engine import device as devices
 from worker.engine import load
@@ -122,7 +122,7 @@ def measure_baseline(
     return images / (time.perf_counter() - began_at)
 
 
-def measure(setup: Setup, asked: BenchOptions, step: StartStep) -> dict[str, Any]:
+def measure(setup: Setup, asked: BenchOptions, step: StartStep) -> JSONDict:
     """The figures of `--json`, as far as measured; raises FleetError if an image failed."""
     device = devices.find_device(asked.device)
     if asked.baseline:

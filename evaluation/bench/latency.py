@@ -5,7 +5,6 @@ import statistics
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from evaluation.bench.engine import Setup, StartStep
 from evaluation.bench.jobs import Workload
 from evaluation.bench.options import BenchOptions
 from imagefleet.pricing import families
+from imagefleet.validation import JSONDict
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.files import check
@@ -37,7 +37,7 @@ _REPEATS = 3
 Draw = Callable[[Sequence[contract.ImageRequest]], object]
 
 
-def measure(setup: Setup, asked: BenchOptions, step: StartStep) -> dict[str, Any]:
+def measure(setup: Setup, asked: BenchOptions, step: StartStep) -> JSONDict:
     """The figures of `--json`; raises FleetError if an image failed.
 
     PLMS with guidance and no LoRA, from before a prompt is encoded to after its image is decoded.

@@ -81,8 +81,7 @@ def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     one, other = (
         torch.randn((side, side), device=device, dtype=dtype) for _ in range(2)
     )
-    product = torch.empty_like(one)
-    multiply = partial(torch.matmul, one, other, out=product)
+    multiply = partial(torch.matmul, one, other, out=torch.empty_like(one))
     for _ in range(repeats):
         multiply()
     if device.type == "cuda":
@@ -99,8 +98,7 @@ def count_image_flops(model: Path, width: int, height: int, unet_calls: int) -> 
     else counts as SD1.5. Those of flows are as counted for their published networks.
     """
     if (flow := flows.family_of(model)) is not None:
-        published = families.find(flow.slug)
-        return 1e12 * published.image_tflop(width, height, unet_calls)
+        return 1e12 * families.find(flow.slug).image_tflop(width, height, unet_calls)
     unet_config = reading.network_config(model / "unet", SD1.unet_config)
     family = table.of_folder(
         unet_config, reading.network_config(model / "text_encoder", {})

@@ -4,7 +4,6 @@ import base64
 import io
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -13,6 +12,7 @@ from PIL import Image
 from evaluation.gate.compare import Comparison, Measures, PairFigures
 from evaluation.gate.images import Drawing, Pixels
 from evaluation.gate.verdict import Verdict
+from imagefleet.validation import JSONDict
 
 #: The longer side on the page: larger images are made smaller.
 _PIXELS = 512
@@ -43,7 +43,7 @@ class Result:
     verdict: Verdict
     pictures: tuple[Picture, ...]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JSONDict:
         """The comparison and its verdict as `--json` prints them."""
         facts = {
             name: None if each is None else each.facts.as_json()

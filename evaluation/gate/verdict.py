@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from evaluation.gate.compare import Comparison, Measures, PairFigures
 from evaluation.score.metrics import frechet_distance, psnr
 from imagefleet import validation
 from imagefleet.errors import SetupError
+from imagefleet.validation import JSONDict
 
 #: Pairs that are listed and shown, unless --limit says otherwise.
 WORST = 8
@@ -133,7 +134,7 @@ class Verdict:
     def passed(self) -> bool:
         return all(check.passed for check in self.checks)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JSONDict:
         """Figures by name; PSNR is null where the images are the same."""
         facts = asdict(self)
         facts["checks"] = [

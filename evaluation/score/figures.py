@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel
 
 from cli import console
+from imagefleet.validation import JSONDict
 
 _WIDTH = 480
 _HEIGHT = 340
@@ -98,8 +99,8 @@ class Scores(BaseModel, extra="ignore", frozen=True):
     reference_images: int | None
     #: SHA-256 of the reference's file, or of all pictures of its folder.
     reference_sha256: str | None = None
-    extractor: dict[str, Any] | None
-    clip_extractor: dict[str, Any] | None
+    extractor: JSONDict | None
+    clip_extractor: JSONDict | None
     kid_subsets: int
     groups: tuple[GroupScores, ...]
     #: The first images that are missing, not as recorded, or no images.
@@ -136,7 +137,7 @@ def _few(scores: Scores) -> str:
     return f"fewer than 1,000 in {', '.join(scores.small[:_NAMED])}{more}"
 
 
-def _extractor(facts: dict[str, Any]) -> str:
+def _extractor(facts: JSONDict) -> str:
     return (
         f"{facts['name']} ({facts['kind']}, {facts['dimensions']:,} features), {facts['size']}"
         f" pixels, {facts['resize']}; SHA-256 {facts['sha256']}"

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from evaluation.score.figures import GroupScores, Scores
 from evaluation.score.plan import Chunk, ScorePlan
 from evaluation.score.reference import Reference
 from evaluation.score.statistics import Doubles
+from imagefleet.validation import JSONDict
 
 #: FID and KID of fewer images are not defined.
 _LEAST = 2
@@ -87,8 +87,8 @@ class _Compared:
             metrics.mean_kernels(self.reference.clip, self.reference.clip).mean()
         )
 
-    def figures(self, done: Sequence[Chunk]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def figures(self, done: Sequence[Chunk]) -> JSONDict:
+        found: JSONDict = {}
         reference = self.reference
         if self.extractor and reference.statistics:
             rows = chunks.StoredRows(done, "features", self.extractor.dimensions)
@@ -109,7 +109,7 @@ class _Compared:
         return found
 
 
-def _with_interval(name: str, found: metrics.Estimate) -> dict[str, Any]:
+def _with_interval(name: str, found: metrics.Estimate) -> JSONDict:
     return {name: found.value, f"{name}_interval": found.interval}
 
 

@@ -203,6 +203,5 @@ def _show_groups(source: SweepSource, *, as_json: bool) -> None:
     console.print_plain(f"captions' SHA-256: {sweep.captions.sha256}")
     columns = ["group", "guidance", "sampler", "steps", "model", "LoRA", "strength"]
     rows = (dict(group).values() for group in sweep.groups[:_SHOWN_GROUPS])
-    shown = console.table(columns, rows=rows)
-    console.print_tables("", shown)
+    console.print_tables("", console.table(columns, rows=rows))
     console.print_more(len(sweep.groups) - _SHOWN_GROUPS, "more")

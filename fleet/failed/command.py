@@ -124,8 +124,7 @@ async def discard_command(
     """
     selection = _chosen(which, how)
     async with console.connected(settings) as fleet:
-        work = dead_letter_queue.discard
-        await move(fleet, selection, None, how, "discarded", work)
+        await move(fleet, selection, None, how, "discarded", dead_letter_queue.discard)
 
 
 def _chosen(which: JobFilter, how: How) -> Selection:

@@ -225,8 +225,7 @@ async def _ready(
         return Ready(path, path.resolve().name, header.made_for)
     name = _name(kind, path, given.name)
     if path.is_dir():
-        room = TemporaryDirectory()
-        packed = Path(stack.enter_context(room), "adapter.safetensors")
+        packed = Path(stack.enter_context(TemporaryDirectory()), "adapter.safetensors")
         adapter.pack(path, packed)
         path = packed
     if name.endswith(kinds.ONNX):

@@ -347,5 +347,4 @@ async def remove(
         aliases -= {kind.stem(row.name) for row in await read(storage, kind)}
     await listing.change(remove=names | aliases)
     for row in rows:
-        blob = f"{kind.folder}/{row.name}"
-        await delete(storage, blob)
+        await delete(storage, f"{kind.folder}/{row.name}")

@@ -192,8 +192,7 @@ async def copy_pack(
         cut_files = [
             data[spot.offset : spot.offset + spot.size_bytes] for spot in spots
         ]
-        members = list(map(Member, kept, cut_files))
-        data = pack.write(name, members).data
+        data = pack.write(name, list(map(Member, kept, cut_files))).data
     if kept:
         await asyncio.to_thread(_write, path, data)
     left_out = wanted - {record.blob for record in kept}

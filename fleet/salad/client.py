@@ -214,8 +214,7 @@ def _message(text: str) -> str:
     try:
         body = json.loads(text)
     except ValueError:
-        words = re.sub(r"<[^>]*>", " ", text).split()
-        body = {"title": " ".join(words)}
+        body = {"title": " ".join(re.sub(r"<[^>]*>", " ", text).split())}
     if not isinstance(body, dict):
         return ""
     # ASP.NET names the wrong fields in `errors`.

@@ -268,8 +268,7 @@ def _screen(record: JSONObject) -> Screen:
         rows.append(
             (group["name"], group["replicas"], group["running"], ", ".join(state))
         )
-    figures = ["replicas", "running"]
-    table = console.table(["group"], figures, ["state"], rows=rows)
+    table = console.table(["group"], ["replicas", "running"], ["state"], rows=rows)
     price = gpus.PriceRange(**record["dollars_per_hour"])
     classes = sorted({name for group in record["groups"] for name in group["gpus"]})
     quota = record["quota"]

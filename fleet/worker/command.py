@@ -1,7 +1,5 @@
 """`imagefleet worker`: one process per GPU, and its live line on a terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

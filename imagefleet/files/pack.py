@@ -117,8 +117,7 @@ async def head(packs: BlobStore, name: str) -> Contents | None:
     if part is None:
         return None
     try:
-        block = part.data[: tarfile.BLOCKSIZE]
-        size = TarInfo.frombuf(block, "ascii", "strict").size
+        size = TarInfo.frombuf(part.data[: tarfile.BLOCKSIZE], "ascii", "strict").size
         end = min(tarfile.BLOCKSIZE + size, MAX_PACK_BYTES)
         if end > len(part.data):
             part = await packs.read_part(name, 0, end) or part

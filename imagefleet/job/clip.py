@@ -194,8 +194,7 @@ def level(
     """
     if len(cut) == 1:
         return list(cut)
-    length = max(map(len, cut))
-    _refuse_more(length * len(cut), "in all its steps ", _MOST_CHUNKS)
+    _refuse_more(max(map(len, cut)) * len(cut), "in all its steps ", _MOST_CHUNKS)
     columns = []
     for place in itertools.zip_longest(*cut, fillvalue=Chunk()):
         is_weighted = any(weight != 1 for chunk in place for weight in chunk.weights)

@@ -193,8 +193,7 @@ def find(name: str, scheduler: str | None = None) -> Sampler:
     title = check_scheduler(scheduler)
     if title is None or sampler.schedule is None:
         return sampler
-    schedule = _KEYS_BY_TITLE.get(title, sampler.automatic)
-    return _BY_METHOD[sampler.method, schedule]
+    return _BY_METHOD[sampler.method, _KEYS_BY_TITLE.get(title, sampler.automatic)]
 
 
 def scheduler_in(name: str) -> str | None:

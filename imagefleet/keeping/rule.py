@@ -8,10 +8,7 @@ or how often:
 2. Of the others the `best` are kept: those of the highest score `by`, of equal scores the one that
    is drawn first. Kept images are numbered in the order in which they are drawn.
 3. A job that keeps nothing has the outcome `dropped`.
-4. A minimum of `early.NAME` is for the score NAME of an image's estimate at half of its steps. An
-   image below it is dropped, and drawn no further; it counts as below even if it was drawn to its
-   end before that was known. An image without an estimate passes. No choice is made early.
-5. With `distinct`, whoever reads the whole campaign drops near-duplicates: of two kept images whose
+4. With `distinct`, whoever reads the whole campaign drops near-duplicates: of two kept images whose
    perceptual hashes differ in at most so many bits, the one with the lower score `by`, of equal
    scores the one of the job whose id comes later. It is dropped even if the other one is dropped
    for a third, so the order of drawing is of no effect. Until both are drawn, either one counts.
@@ -19,10 +16,8 @@ or how often:
 Scores are rounded before they are compared, and recorded as they were compared.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Self
 
 from pydantic import BaseModel, Field, model_validator
@@ -40,9 +35,6 @@ DIGITS = 3
 
 #: Scores that need no network.
 OF_PIXELS = ("contrast", "coherence")
-
-#: Begins the name of a score of an image's estimate at half of its steps.
-EARLY = "early."
 
 #: Names that a rule's text has for what is no score.
 _OTHERS = ("best", "by", "distinct")
@@ -83,7 +75,7 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     def _has_scores(self) -> Self:
         if not self.ranking:
             raise ValueError("it names no score: clip=25 keeps images of at least 25")
-        for name in (*self.scores, *self.early):
+        for name in self.scores:
             if not SAFE_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of a score")
         return self
@@ -91,33 +83,22 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     @property
     def ranking(self) -> str:
         """The score that ranks images."""
-        return (self.by or next(iter(self.minimum), "")).removeprefix(EARLY)
+        return self.by or next(iter(self.minimum), "")
 
     @property
     def scores(self) -> list[str]:
-        """The names of the scores that it needs of whole images."""
-        names = dict.fromkeys((*self.minimum, self.ranking))
-        return [name for name in names if not name.startswith(EARLY)]
-
-    @property
-    def early(self) -> list[str]:
-        """The names of the scores that it needs of images' estimates."""
-        return [
-            name.removeprefix(EARLY) for name in self.minimum if name.startswith(EARLY)
-        ]
+        """The names of the scores that it needs."""
+        return [*dict.fromkeys((*self.minimum, self.ranking))]
 
     @property
     def networks(self) -> list[str]:
         """The scores that need a network."""
-        names = {*self.scores, *self.early}
-        return sorted(names.difference(OF_PIXELS))
+        return [name for name in self.scores if name not in OF_PIXELS]
 
     def reason(self, scores: Scores) -> str | None:
         """Why an image is dropped for its own scores; None if it passes."""
-        unknown = {f"{EARLY}{name}": math.inf for name in self.early}
-        # Estimates first: an image that one of them drops has no other scores.
-        for name, least in (unknown | self.minimum).items():
-            score = scores.get(name, unknown.get(name, -math.inf))
+        for name, least in self.minimum.items():
+            score = scores.get(name, -math.inf)
             if score < least:
                 return f"{name} {score:g} is below {least:g}"
         return None
@@ -146,20 +127,6 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         for at in ranked[:count]:
             reasons[at] = None
         return reasons
-
-    def wrongly_dropped(self, jobs: Iterable[Sequence[Scores]]) -> float:
-        """Share that it drops for estimates, of the images that it would keep without these."""
-        minimum = {
-            name: self.minimum[name] for name in self.scores if name in self.minimum
-        }
-        whole = self.model_copy(update={"minimum": minimum, "by": self.ranking})
-        kept = [
-            scores
-            for job in jobs
-            for scores, reason in zip(job, whole.choose(job), strict=True)
-            if reason is None
-        ]
-        return sum(not self.may_keep([scores]) for scores in kept) / max(1, len(kept))
 
     def may_keep(self, images: Sequence[Scores]) -> bool:
         """True if it keeps one of a job's images, as far as their scores are known."""

@@ -1,7 +1,5 @@
 """Decides which records count: one of each image, and each job's first end that is not settled."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import (

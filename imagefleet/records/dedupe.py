@@ -140,8 +140,7 @@ class Again:
 
     def is_left(self, record: Record) -> bool:
         """True if no image of its name, or none of its digest, has a record."""
-        drawing = _of_digest(record)
-        return drawing in self._drawings or self.is_missing(record)
+        return _of_digest(record) in self._drawings or self.is_missing(record)
 
     def is_missing(self, record: Record) -> bool:
         """True if no image of that name has a record."""

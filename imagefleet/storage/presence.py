@@ -39,6 +39,5 @@ async def waiting_seconds(
         return seconds
     async for message, is_leased in queue.find("{"):
         if not is_leased and not message.delivery_count:
-            now = storage.blobs.clock.now()
-            return (now - message.enqueued_at).total_seconds()
+            return (storage.blobs.clock.now() - message.enqueued_at).total_seconds()
     return 0.0

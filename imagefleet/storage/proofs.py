@@ -62,7 +62,7 @@ class Prover:
         """The proof that *worker* makes these claims; None: it is of another machine."""
         return _code(self.key, claims) if machine_of(worker) == self.machine else None
 
-    def proven(self, blob: str, metadata: dict[str, str]) -> dict[str, str]:
+    def proven(self, blob: str, metadata: Metadata) -> Metadata:
         """The metadata with which this machine stores a blob."""
         proof = self.proof(metadata["worker"], _claims(blob, metadata))
         return metadata if proof is None else {**metadata, PROOF: proof}

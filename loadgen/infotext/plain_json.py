@@ -147,8 +147,7 @@ def _of_diffusers(name: str, scheduler: Any) -> dict[str, str]:
     for each in (spelling, f"k_{spelling}"):
         if each in samplers.NAMES:
             schedule = str(scheduler).capitalize() if scheduler else None
-            title = samplers.NAMES[each].title
-            return sampler_fields(title, schedule, is_old=True)
+            return sampler_fields(samplers.NAMES[each].title, schedule, is_old=True)
     raise JobError(f"the sampler {name[:40]!r} has no counterpart")
 
 

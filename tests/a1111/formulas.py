@@ -312,8 +312,7 @@ def _first_pass(
     t_enc = None
     if has_image:
         # `setup_img2img_steps`, without steps of its own.
-        strength = payload.get("denoising_strength", 0.75)
-        t_enc = int(min(strength, 0.999) * steps)
+        t_enc = int(min(payload.get("denoising_strength", 0.75), 0.999) * steps)
     size = tuple(side // 8 * 8 for side in (payload["width"], payload["height"]))
     made = _drawn(payload, model, sampler, label, steps, t_enc)
     made.size = (size[0], size[1])

@@ -163,7 +163,7 @@ def test_a_share_of_two_runs_is_none_and_an_earlier_one_stays():
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
 def test_the_documents_figures_are_those_that_were_written(path: Path):
-    results = json.loads(path.read_text(encoding="utf-8"))
+    results = json.loads(path.read_text())
 
     assert results.keys() >= measure.FIGURES.keys()
-    assert measure.table(results) in DOCUMENT.read_text(encoding="utf-8")
+    assert measure.table(results) in DOCUMENT.read_text()

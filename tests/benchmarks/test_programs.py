@@ -231,7 +231,7 @@ def test_the_demos_reference_is_made_with_the_networks_that_read_it(
 
     program.main()
 
-    assert len(lines.read_text(encoding="utf-8").splitlines()) == 4
+    assert len(lines.read_text().splitlines()) == 4
     shipped = np.load(ROOT / "evaluation" / "score" / "demo" / "reference.npz")
     with np.load(made) as found, shipped:
         assert found.keys() == shipped.keys()
@@ -244,7 +244,7 @@ def test_no_program_is_left_out():
     programs = {
         str(path.relative_to(ROOT / "benchmarks"))
         for path in (ROOT / "benchmarks").rglob("*.py")
-        if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+        if '__name__ == "__main__"' in path.read_text()
     }
 
     assert programs == PROGRAMS.keys() | ELSEWHERE.keys()

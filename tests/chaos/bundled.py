@@ -39,8 +39,8 @@ def bundle_of(jobs: Iterable[str], name: str = NAME) -> str:
     return text
 
 
-def bundle_of_jobs(count: int, name: str = NAME, **fields: object) -> str:
-    return bundle_of((job(number, **fields) for number in range(count)), name)
+def bundle_of_jobs(count: int, **fields: object) -> str:
+    return bundle_of((job(number, **fields) for number in range(count)), NAME)
 
 
 @dataclass(slots=True)
@@ -102,12 +102,10 @@ async def logged(storage: Storage, campaign: str = "default") -> list[Record]:
     return found
 
 
-async def faults(
-    storage: Storage, jobs: Iterable[str], campaign: str = "default"
-) -> set[str]:
+async def faults(storage: Storage, jobs: Iterable[str]) -> set[str]:
     """What is wrong with the ends of *jobs* once the queue is empty; none if each ended once."""
-    found = await packed(storage, campaign)
-    records = await logged(storage, campaign)
+    found = await packed(storage, "default")
+    records = await logged(storage, "default")
     recorded = {(each.id, each.outcome) for each in records}
     wrong = set()
     for name in jobs:

@@ -442,8 +442,7 @@ def serving(fake: SaladFake) -> Iterator[SaladFake]:
     async def start() -> web.AppRunner:
         runner = web.AppRunner(fake.app(), shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         return runner
 

@@ -247,8 +247,7 @@ async def test_dollars_per_hour_count_a_killed_worker_for_two_pushes_and_its_suc
 ):
     killed = Process("a", 0, 120)
     other = Process("b", 0, 400, dollars_per_hour=0.36)
-    successor = Process("c", 125, 400)
-    fleet = await past(killed, other, successor)
+    fleet = await past(killed, other, Process("c", 125, 400))
 
     for second in (30, 59, 119, 161, 174, 300, 399):
         assert await fleet.panel("$/h now", second) == pytest.approx(0.72 + 0.36), (

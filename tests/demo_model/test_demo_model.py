@@ -131,7 +131,7 @@ def test_diffusers_loads_it_with_the_packages_tokenizer(critic: judge.Judge):
 
 
 def test_the_demos_jobs_are_valid_and_each_has_a_seed():
-    lines = (DEMO_MODEL / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (DEMO_MODEL / "demo_jobs.jsonl").read_text().splitlines()
     messages = demo.messages()
 
     assert len(lines) == 21

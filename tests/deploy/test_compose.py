@@ -101,8 +101,7 @@ def test_every_command_and_variable_is_valid(
         settings = parse_command(
             service.get("command") or ["worker"], image | variables
         )
-        address = account.read_address(settings.storage)
-        assert address is not None
+        assert account.read_address(settings.storage) is not None
 
 
 def test_our_containers_run_read_only_and_without_capabilities(

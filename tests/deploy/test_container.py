@@ -158,7 +158,7 @@ def test_an_unknown_cuda_version_fails_the_build(builder, repository: Path):
         builder.read_pins({"CUDA": "12.6"})
 
     # The builder may end before it has passed on what the step said last.
-    text = (repository / "Dockerfile").read_text(encoding="utf-8")
+    text = (repository / "Dockerfile").read_text()
     (step,) = re.findall(r"^RUN (case .*?esac)", text, re.MULTILINE | re.DOTALL)
     script = step.replace("\\\n", "")
     ended = subprocess.run(

@@ -65,8 +65,7 @@ def test_every_option_is_one_of_sbatch(script: Path):
 
     assert len(given) == text.count("\n#SBATCH")
     for name, value in given:
-        form = OPTIONS[name]
-        assert re.fullmatch(form or "", value), name
+        assert re.fullmatch(OPTIONS[name] or "", value), name
     assert "requeue" in dict(given), "a preempted task would end for good"
     assert dict(given)["signal"].startswith("B:"), (
         "srun is not used: the script gets it"

@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 
 
 #: `/sdapi/v1/options` of 1.10 with its own extensions: all settings, as installed.
-OPTIONS: JSONDict = json.loads(
-    (ROOT / "gateway" / "answers.json").read_text(encoding="utf-8")
-)["/sdapi/v1/options"]
+OPTIONS: JSONDict = json.loads((ROOT / "gateway" / "answers.json").read_text())[
+    "/sdapi/v1/options"
+]
 
 #: Values of a setting that may draw another picture than its default, of all types.
 CHANGED = (True, False, 0, 0.25, 7, 1_000, "x", ["x"], {"a": 1})
@@ -54,9 +54,9 @@ def silent_differences() -> list[str]:
         if read(plain, **OPTIONS) != read(plain):
             found.append(f"{kind}: the settings as installed")
         found += [f"{kind}: {name}" for name in OPTIONS if is_silent(kind, plain, name)]
-    page = (ROOT / "docs" / "a1111.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "a1111.md").read_text()
     sources = [*(ROOT / "imagefleet").rglob("*.py"), *(ROOT / "worker").rglob("*.py")]
-    code = "".join(source.read_text(encoding="utf-8") for source in sources)
+    code = "".join(source.read_text() for source in sources)
     for name, text in differences.KNOWN.items():
         is_told = name in differences.OF_JOBS or f'warn("{name}")' in code
         if not is_told or text[1:] not in page:
@@ -96,5 +96,5 @@ def test_what_is_drawn_otherwise_in_every_picture_is_on_the_page():
     drawn, _ = decoder.to_pixels(between + 1 / 255)
     there = ((between + 1 / 255) / 2 + 0.5) * 255
     assert drawn.flatten().unique().tolist() != there.byte().flatten().unique().tolist()
-    page = (ROOT / "docs" / "a1111.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "a1111.md").read_text()
     assert "is rounded, where AUTOMATIC1111 cuts it off" in page

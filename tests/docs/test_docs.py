@@ -68,7 +68,7 @@ by_page = pytest.mark.parametrize(
 
 
 def text_of(page: Path) -> str:
-    return page.read_text(encoding="utf-8")
+    return page.read_text()
 
 
 def prose_of(page: Path) -> str:
@@ -134,7 +134,7 @@ def all_flags() -> set[str]:
 
 
 def test_every_field_of_a_job_has_a_row():
-    text = (ROOT / "docs" / "jobs.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "jobs.md").read_text()
     named = {
         name
         for row in re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE)
@@ -159,7 +159,7 @@ def test_the_site_builds_without_a_dead_link(tmp_path):
     assert (tmp_path / "site" / "index.html").is_file()
     fetched = re.findall(
         r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"',
-        "".join(page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")),
+        "".join(page.read_text() for page in tmp_path.rglob("*.html")),
     )
     assert fetched == [], "the site has to work without a network"
 

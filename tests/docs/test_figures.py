@@ -280,19 +280,6 @@ STATED: list[tuple[str, str, str, list[Figure]]] = [
         "a1111",
         ["details_over_plain"],
     ),
-    (
-        "docs/keeping.md",
-        "saved {:.1f} % of the UNet calls and dropped {:.0f} of {:.0f} images to keep",
-        "kept",
-        [
-            lambda found: 100 * found["early_stop_calls_saved"],
-            lambda found: (
-                found["early_stop_wrongly_dropped"]
-                * found["early_stop"]["kept_without"]
-            ),
-            "early_stop.kept_without",
-        ],
-    ),
 ]
 
 
@@ -321,6 +308,5 @@ def test_the_gates_power_is_that_of_its_file():
 )
 def test_a_file_is_named_after_the_card_that_it_is_of(path: Path):
     found = path.read_text()
-    card = path.stem.rpartition("-")[2].upper()
-    others = {"H100", "H200"} - {card}
+    others = {"H100", "H200"} - {path.stem.rpartition("-")[2].upper()}
     assert not any(f"NVIDIA {other}" in found for other in others)

@@ -46,7 +46,7 @@ def test_the_notebook_runs_and_shows_what_is_in_the_repository(
 
 
 def test_the_notebook_is_small_and_names_no_folder_of_the_machine_that_ran_it():
-    text = NOTEBOOK.read_text(encoding="utf-8")
+    text = NOTEBOOK.read_text()
     assert len(text) < 100_000
     assert "/tmp/" not in text
     assert "/home/" not in text

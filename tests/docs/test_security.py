@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 LINES = [
     line
-    for line in (ROOT / "SECURITY.md").read_text(encoding="utf-8").splitlines()
+    for line in (ROOT / "SECURITY.md").read_text().splitlines()
     if line.startswith("|") and not re.match(r"\| (can or cannot|hazard|---)", line)
 ]
 
@@ -16,7 +16,7 @@ LINES = [
 def names_in(path: Path) -> set[str]:
     """Its tests, as pytest names them."""
     found: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in ast.parse(path.read_text()).body:
         inner = node.body if isinstance(node, ast.ClassDef) else [node]
         prefix = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
         found |= {
@@ -42,7 +42,7 @@ def test_every_line_names_a_test_that_exists():
 
 
 def test_what_cannot_be_prevented_is_said_of_everyone():
-    sections = (ROOT / "SECURITY.md").read_text(encoding="utf-8").split("\n## ")
+    sections = (ROOT / "SECURITY.md").read_text().split("\n## ")
     tables = [section for section in sections if "\n| can or cannot |" in section]
     assert len(tables) == 5
     for table in tables:

@@ -48,7 +48,7 @@ def shell(tmp_path) -> JSONDict:
 
 
 def blocks() -> list[str]:
-    return _BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+    return _BLOCK.findall(PAGE.read_text())
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ def test_an_actor_that_is_killed_and_rows_that_are_no_jobs_lose_and_double_nothi
     )
 
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(told.read_text(encoding="utf-8"))
+    found = json.loads(told.read_text())
     assert killed.exists()
     assert sorted(row["id"] for row in found) == [
         f"{number:03}" for number in range(120)

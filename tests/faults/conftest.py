@@ -108,8 +108,7 @@ def work(monkeypatch, tmp_path) -> RunPipeline:
                 on_settled=on_settled,
                 retry_policy=IMPATIENT,
             )
-            running = pipeline.run(asyncio.Event(), asyncio.Event())
-            await running
+            await pipeline.run(asyncio.Event(), asyncio.Event())
         return pipeline
 
     return run

@@ -35,8 +35,7 @@ def test_a_hung_worker_is_not_live(capsys, monkeypatch):
     with socket.create_server(
         ("127.0.0.1", 0)
     ) as hanging:  # the kernel accepts, but nothing answers
-        port = str(hanging.getsockname()[1])
-        assert health.main(["live", "--port", port]) == 1
+        assert health.main(["live", "--port", str(hanging.getsockname()[1])]) == 1
 
     assert "hangs: no answer within 0.2 s" in capsys.readouterr().out
 

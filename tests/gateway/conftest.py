@@ -68,7 +68,7 @@ def clients_file(tmp_path) -> Path:
         for name, key in KEYS.items()
     ]
     path = tmp_path / "clients.yaml"
-    path.write_text(json.dumps(lines), encoding="utf-8")
+    path.write_text(json.dumps(lines))
     return path
 
 

@@ -44,7 +44,7 @@ def storage_settings(local_settings: StorageSettings) -> StorageSettings:
 
 def pins(name: str) -> dict[str, str]:
     """The releases of clients by their names, of PyPI or of npm."""
-    text = (HERE / name).read_text(encoding="utf-8")
+    text = (HERE / name).read_text()
     if name == "package.json":
         return dict(json.loads(text)["dependencies"])
     return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
@@ -110,12 +110,12 @@ async def test_a_client_draws_unchanged_or_is_told_why_not(
     for call, outcome in found.items():
         reason = REFUSED.get(call.rpartition(", ")[2])
         assert outcome in {"drawn", "answered"} if reason is None else reason in outcome
-    page = PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text()
     assert row(program, name, found) in page
 
 
 async def test_the_table_has_no_row_of_another_client():
-    page = PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text()
     rows = re.findall(r"^\| `([\w@/.-]+)` \S+, (?:PyPI|npm) \|", page, re.MULTILINE)
     assert sorted(rows) == sorted(name for _, name in CLIENTS)
     assert len(rows) >= 10

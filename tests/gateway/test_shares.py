@@ -16,8 +16,7 @@ ALICE, BOB = ({"Authorization": f"Bearer {name}-key"} for name in ("alice", "bob
 
 
 async def waiting_in(served: Any, priority: str) -> int:
-    queue = served.storage.models.of(None)[priority]
-    return int((await queue.depth()).messages)
+    return int((await served.storage.models.of(None)[priority].depth()).messages)
 
 
 @contextlib.asynccontextmanager

@@ -323,8 +323,7 @@ async def test_one_client_has_so_many_requests_at_once(
 def bomb(width: int, height: int) -> bytes:
     """A PNG of so many pixels in few bytes."""
     head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    pixels = bombs.pack(b"\0", 10)
-    return bombs.png((b"IHDR", head), (b"IDAT", pixels))
+    return bombs.png((b"IHDR", head), (b"IDAT", bombs.pack(b"\0", 10)))
 
 
 def cut_off() -> bytes:
@@ -452,7 +451,7 @@ async def test_beyond_this_machine_it_needs_keys(tmp_path):
     "text", ["[]", "a: b", "[{name: a}]", "- {name: a, sha256: zz, campaign: a}"]
 )
 async def test_a_file_of_clients_that_is_wrong_lets_nobody_in(tmp_path, text: str):
-    (path := tmp_path / "clients.yaml").write_text(text, encoding="utf-8")
+    (path := tmp_path / "clients.yaml").write_text(text)
     settings = GatewaySettings(storage=f"local:{tmp_path}", clients=path)
 
     with pytest.raises(errors.SetupError, match="clients"):

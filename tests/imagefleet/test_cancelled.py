@@ -86,8 +86,7 @@ async def test_an_old_entry_is_dropped_once_no_message_can_be_older(
     local_storage: Storage, messages: int, kept: set[str]
 ):
     name = local_storage.queue.name
-    now = datetime.now(UTC)
-    recently = now - timedelta(days=7)
+    recently = datetime.now(UTC) - timedelta(days=7)
     await write(
         local_storage,
         {"queue": name, "campaign": "old", "at": LONG_AGO.isoformat()},

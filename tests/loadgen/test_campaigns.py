@@ -55,8 +55,7 @@ def load_of(
     restart: bool = False,
 ) -> Load:
     settings = LoadSettings(storage=storage.url, rate=rate, concurrency=concurrency)
-    source = sources.open_source(str(file))
-    return Load(storage, source, settings, restart=restart)
+    return Load(storage, sources.open_source(str(file)), settings, restart=restart)
 
 
 async def run(load: Load) -> Summary:

@@ -27,8 +27,7 @@ def test_a_templates_jobs_are_signed_and_the_same_each_time(
 ):
     path = tmp_path / "t.yaml"
     path.write_text(TEMPLATE)
-    signed = TemplateSource(path, signer=signer)
-    bodies = list(signed.bodies())
+    bodies = list(TemplateSource(path, signer=signer).bodies())
     again = TemplateSource(path, signer=signer).bodies()
     digests = [
         [read_job(body, "m", trusted).digest for body in some]

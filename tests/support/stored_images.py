@@ -44,8 +44,8 @@ def member(
     return Member(made_records.image(name, campaign, **told), data)
 
 
-def pack_name(bundle: int = 0, part: int = 1, campaign: str = "spring") -> str:
-    return pack.name_of(campaign, f"{bundle:032x}", part)
+def pack_name(bundle: int = 0, campaign: str = "spring") -> str:
+    return pack.name_of(campaign, f"{bundle:032x}", 1)
 
 
 async def store_pack(
@@ -67,7 +67,7 @@ async def store_pack(
     return made.records
 
 
-async def store_alone(storage: Storage, of: Member, *, recorded: bool = True) -> Record:
+async def store_alone(storage: Storage, of: Member) -> Record:
     """Stores a picture as a blob of its own, as the worker of a single job does."""
     await storage.create()
     (record,) = pack.write(pack_name(), [of]).records
@@ -75,6 +75,5 @@ async def store_alone(storage: Storage, of: Member, *, recorded: bool = True) ->
     told = {"job": record.id, "digest": str(record.digest), "worker": record.worker}
     told["sha256"] = str(record.sha256)
     await storage.blobs.create(str(record.blob), of.data, "image/png", told)
-    if recorded:
-        await RecordLog(storage.blobs, "w1").add([record])
+    await RecordLog(storage.blobs, "w1").add([record])
     return record

@@ -41,6 +41,7 @@ from worker.engine import checksums, phases
 from worker.engine.families import reading, table
 from worker.engine.families.table import Config, Family, Model
 from worker.engine.files import safetensors
+from worker.engine.files.safetensors import Tensors
 from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora.file import Network
 from worker.engine.slots import memory
@@ -384,7 +385,7 @@ def _read_file(path: Path, config: Path) -> _Read:
     return _Read(family, networks, weights.keys(), has_own_size)
 
 
-def _number_positions(path: Path, weights: Mapping[str, Tensor], network: Any) -> None:
+def _number_positions(path: Path, weights: Tensors, network: Any) -> None:
     """Takes positions as they are in the file, as AUTOMATIC1111 1.10, and warns of wrong ones.
 
     Merging in float16 leaves them in many files: whole numbers below what they were.

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from worker.engine.files.safetensors import Tensors
+
 #: The sum of each parameter's bits, by its network and path.
 Sums = dict[str, int]
 
@@ -27,7 +29,7 @@ def named_parameters(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def sum_bits(tensors: Mapping[str, Tensor]) -> Sums:
+def sum_bits(tensors: Tensors) -> Sums:
     """The sums, computed where the tensors are; any flipped bit changes one.
 
     The order of the elements in memory does not matter.

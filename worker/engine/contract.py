@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,12 @@ from imagefleet.job.noise import DEFAULT_NOISE, Noise
 from imagefleet.job.passes.first import VaeDecoder
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.samplers import DEFAULT_OPTIONS, Options
-from worker.tasks import Result
 
 if TYPE_CHECKING:
     from worker.engine.kernels.packages import Packages
     from worker.engine.slots.memory import SlotWeights, WeightMode
+
+Result = TypeVar("Result")
 
 #: One image: [height, width, 3], RGB.
 Pixels = NDArray[np.uint8]
@@ -202,8 +203,6 @@ class ImageRequest:
     refiner: Refiner | None = None
     #: The upscaling of a request that draws nothing: else only `init.pixels` and size matter.
     upscale: Upscale | None = None
-    #: True if its estimate at half of its calls is looked at, which it goes on without.
-    is_estimated: bool = False
 
 
 class PreparedRequest(Protocol):
@@ -218,11 +217,8 @@ class PreparedRequest(Protocol):
 
 @dataclass(frozen=True)
 class Finished:
-    """An image, or first its estimate if that is asked for: how it looks at half of its calls."""
-
     ticket: int
     outcome: Outcome
-    is_estimate: bool = False
 
 
 class SelfCheck(Protocol):
@@ -308,9 +304,6 @@ class Engine(Protocol):
         Raises what *function* raised, TransientError if the memory is too short for it alone, and
         NodeError if the GPU is broken.
         """
-
-    def drop(self, tickets: Collection[int]) -> None:
-        """Draws these images no further: JobCancelled is the outcome of those that have a slot."""
 
     def close(self) -> None:
         """Frees the GPU's memory."""

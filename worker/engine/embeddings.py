@@ -12,7 +12,7 @@ from imagefleet.files import embedding
 from imagefleet.files.embedding import CLIP_G, CLIP_L
 from imagefleet.files.safetensors import UnusableError, identify
 from worker.engine import contract
-from worker.engine.files.safetensors import named, refuse_damaged, tensors_of
+from worker.engine.files.safetensors import Tensors, named, refuse_damaged, tensors_of
 
 #: The same, by the network's name in diffusers.
 NAMES = {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G}
@@ -24,7 +24,7 @@ class Embedding:
 
     name: str = field(compare=False)
     sha256: str
-    vectors: Mapping[str, Tensor] = field(compare=False, repr=False)
+    vectors: Tensors = field(compare=False, repr=False)
 
     @property
     def length(self) -> int:
@@ -54,7 +54,7 @@ def read(
 
 
 def vectors_of(
-    tensors: Mapping[str, Tensor], widths: Mapping[str, int], dtype: torch.dtype
+    tensors: Tensors, widths: Mapping[str, int], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """An embedding's vectors [length, width] for each text encoder; raises UnusableError."""
     integers = [key for key, each in tensors.items() if not each.is_floating_point()]

@@ -5,8 +5,6 @@ tensors: `layers.N.weight`, linear layers one after the other, is an aesthetic p
 (`sac+logos+ava1-l14-linearMSE`), `concept_embeds` Stable Diffusion's safety checker.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Mapping, Sequence

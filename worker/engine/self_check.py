@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from worker.engine import checksums
 from worker.engine.families.table import Model
+from worker.engine.files.safetensors import Tensors
 from worker.engine.lora import shared
 
 #: Buffers that are made of the weights when they are loaded. The slots' own change with every job.
@@ -26,7 +27,7 @@ class SelfCheck:
     _text_encoder_lock: contextlib.AbstractContextManager[object]
     #: Puts the checkpoint's own weights in place; returns what computes in place of parameters that
     #: are in the host's memory.
-    _reloaded: Callable[[], Mapping[str, Tensor]]
+    _reloaded: Callable[[], Tensors]
 
     def __post_init__(self) -> None:
         self._expected = dict(self._checkpoint.weight_sums or {})

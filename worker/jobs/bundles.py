@@ -22,6 +22,7 @@ from imagefleet.storage import bundle as bundles
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import Metadata
 from imagefleet.storage.settings import priority_of
 from imagefleet.telemetry.logs import log
 from worker.jobs.in_flight import Bundle, InFlightJob
@@ -194,7 +195,7 @@ class BundleStage:
         """False if the name is taken, or perhaps: by this very part, where a reply was lost."""
         doubt = asyncio.Event()
         sha256 = await asyncio.to_thread(hashlib.sha256, data)
-        metadata = {
+        metadata: Metadata = {
             "campaign": bundle.campaign,
             "worker": self.worker.encode("ascii", "replace").decode(),
             "sha256": sha256.hexdigest(),
@@ -332,8 +333,7 @@ class BundleStage:
 
         async def send() -> None:
             lease.check()
-            priority = priority_of(lease.message.queue)
-            await self.storage.models.send([body], priority)
+            await self.storage.models.send([body], priority_of(lease.message.queue))
 
         await self.retry_policy.call(send)
 
@@ -356,8 +356,7 @@ class BundleStage:
             bundle.ends.update(dict.fromkeys(bundle.ends, "handed_back"))
             await self._release(bundle)
         else:
-            acknowledge = partial(self.keeper.acknowledge, bundle.lease)
-            await self.retry_policy.call(acknowledge)
+            await self.retry_policy.call(partial(self.keeper.acknowledge, bundle.lease))
 
     async def _release(self, bundle: Bundle) -> None:
         failed = "retried" in bundle.ends.values()

@@ -317,12 +317,8 @@ class InFlightImage:
     ready_at: float = field(default_factory=time.monotonic)
     #: Its position among the images that are drawn; `index` is that among those stored.
     drawn_index: int = 0
-    #: Its number at the engine.
-    ticket: int = -1
-    #: Why its estimate could not be judged; raised once it is drawn.
-    estimate_error: Exception | None = None
     #: Facts of its record by its judges: scores, the job's dropped images, and its hash.
-    facts: JSONDict = field(default_factory=lambda: {"scores": {}})
+    facts: JSONDict = field(default_factory=dict)
 
     @property
     def embeddings(self) -> tuple[Embedding, ...]:

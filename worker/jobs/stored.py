@@ -1,14 +1,14 @@
 """Finds out whether a stored image belongs to this job (an earlier delivery) or to another one."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from imagefleet import concurrency
 from imagefleet.errors import NameTakenError, SetupError
 from imagefleet.job.message import Job
 from imagefleet.records.record import UNKNOWN_WORKER, Record, of_job
 from imagefleet.storage.proofs import Prover, machine_of
-from imagefleet.storage.protocol import BlobRecord, BlobStore
+from imagefleet.storage.protocol import BlobRecord, BlobStore, Metadata
 
 #: Images of one job that are looked for at the same time.
 _LOOKS_AT_ONCE = 16
@@ -18,7 +18,7 @@ _DIGEST_CHARACTERS = 12
 _QUOTED_CHARACTERS = 80
 
 #: The metadata of an image that the credentials do not let anybody read.
-NOT_READ: Mapping[str, str] = {}
+NOT_READ: Metadata = {}
 
 _HOW_TO_MEND = "send this one again with another id (`imagefleet failed --export`)"
 
@@ -65,7 +65,7 @@ def _shown(job: Job) -> str:
     return f"{job.prompt[:_QUOTED_CHARACTERS]!r}, of digest {job.stage_digest[:_DIGEST_CHARACTERS]}"
 
 
-def sha256_in(metadata: Mapping[str, str]) -> str | None:
+def sha256_in(metadata: Metadata) -> str | None:
     """The SHA-256 that an image's metadata tell; None if they do not, or anything else."""
     told = metadata.get("sha256", "")
     return told if re.fullmatch("[0-9a-f]{64}", told) else None

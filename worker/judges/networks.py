@@ -6,8 +6,6 @@ CPU. The others are CLIP in the names of transformers, and heads on its embeddin
 run between the ticks of the engine (`worker.engine.judges`).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -9,6 +9,7 @@ from imagefleet import concurrency
 from imagefleet.errors import FleetError
 from imagefleet.job.names import SUSPECT, worker_file_name
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import Metadata
 from imagefleet.telemetry.logs import log
 from worker.settings import machine_name
 
@@ -41,7 +42,7 @@ async def record(
     name = worker_file_name(worker)
     blob = f"{SUSPECT}{name}/{now:%Y%m%dT%H%M%SZ}.json"
     data = json.dumps(content).encode()
-    metadata = {"worker": name, "sha256": hashlib.sha256(data).hexdigest()}
+    metadata: Metadata = {"worker": name, "sha256": hashlib.sha256(data).hexdigest()}
     if storage.prover is not None:
         metadata = storage.prover.proven(blob, metadata)
     what = f"the images of {worker} since {since} are suspect"

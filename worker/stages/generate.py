@@ -63,7 +63,6 @@ class GenerateStage:
         """Waits until the engine's thread accepts the request; False: the worker drains."""
         ticket = next(self._tickets)
         self._at_engine[ticket] = image
-        image.ticket = ticket
         self.nothing_at_engine.clear()
         is_urgent = image.owner.is_urgent
         if await self.engine_thread.submit(ticket, request, is_urgent=is_urgent):
@@ -95,25 +94,14 @@ class GenerateStage:
     async def run(self) -> NoReturn:
         while True:
             delivery = await self.engine_thread.finished()
-            finished = delivery.finished
-            if finished.is_estimate:
-                image = self._at_engine[finished.ticket]
-                if isinstance(finished.outcome, FleetError):
-                    image.estimate_error = finished.outcome
-                else:
-                    await self.judge.queue.put((image, finished.outcome, True))
-                continue
-            image = self._take(finished.ticket)
+            image = self._take(delivery.finished.ticket)
             entry = image.owner
-            is_left = isinstance(finished.outcome, JobCancelled)
-            if is_left and not image.facts["scores"]:  # not begun
+            if isinstance(delivery.finished.outcome, JobCancelled):  # not begun
                 await self.settler.attempt(entry, partial(self.leave_out, entry, 1))
                 if not image.index:
                     await entry.first_ended()
                 continue
             passes = image.job.passes(*image.size, enlarges=self._family.enlarges)
-            if is_left:  # halfway
-                passes = [passes[0]._replace(calls=passes[0].calls // 2)]
             self.watchdog.image_generated(self.engine.family, passes)
             seconds = self.settler.metrics.stage_seconds
             seconds["wait_gpu"].observe(max(0.0, delivery.admitted_at - image.ready_at))
@@ -144,9 +132,6 @@ class GenerateStage:
 
     async def _pass_on(self, image: InFlightImage, delivery: Delivery) -> None:
         outcome = delivery.finished.outcome
-        if isinstance(outcome, JobCancelled):
-            await self.judge.drop(image)
-            return
         if isinstance(outcome, FleetError):
             if not image.owner.failures:  # one bad job is not a broken node
                 self.watchdog.image_failed(outcome)
@@ -178,10 +163,8 @@ class GenerateStage:
             await self._drawn(image, pixels)
 
     async def _drawn(self, image: InFlightImage, pixels: Pixels) -> None:
-        if image.job.keep is None:
-            await self.encode.queue.put((image, pixels))
-        else:
-            await self.judge.queue.put((image, pixels, False))
+        following = self.encode if image.job.keep is None else self.judge
+        await following.queue.put((image, pixels))
 
     async def _draw(
         self, passes: Sequence[Pass], request: ImageRequest, at: int

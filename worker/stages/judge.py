@@ -3,9 +3,6 @@
 A job's images wait here until all of them are drawn: what is kept follows from all their scores
 (`imagefleet.keeping.rule`). Until then none is stored: a worker that dies leaves nothing, and the
 next one comes to the same choice. What an earlier delivery has stored stays the job's choice.
-
-An image's estimate comes before the image itself, and is judged with the others. If it is dropped
-for that, the engine draws it no further; if that comes too late, it is dropped all the same.
 """
 
 import asyncio
@@ -17,11 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-import numpy as np
-
 from imagefleet.caption import caption_of
 from imagefleet.errors import TransientError
-from imagefleet.keeping.rule import EARLY, Keep
+from imagefleet.keeping.rule import Keep
 from imagefleet.records.record import DroppedImage
 from worker.engine.contract import Pixels
 from worker.gpu_thread import EngineThread
@@ -40,14 +35,6 @@ GATHER_SECONDS = 1.0
 
 _Image = tuple[InFlightImage, Pixels]
 
-#: An image or, if the last is true, its estimate.
-_Shown = tuple[InFlightImage, Pixels, bool]
-
-_Scored = dict[str, float] | Exception
-
-#: Of an image that was not drawn to its end.
-_NO_PIXELS = np.empty((0, 0, 3), np.uint8)
-
 
 @dataclass(eq=False)
 class JudgeStage:
@@ -60,7 +47,7 @@ class JudgeStage:
     encode: EncodeStage
 
     def __post_init__(self) -> None:
-        self.queue: asyncio.Queue[_Shown] = asyncio.Queue(BATCH)
+        self.queue: asyncio.Queue[_Image] = asyncio.Queue(BATCH)
         self.judges.on_engine = self.engine_thread.call
         self.settler.on_judged = self._choose
 
@@ -69,49 +56,28 @@ class JudgeStage:
             batch = [await self.queue.get()]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GATHER_SECONDS):
-                    while len(batch) < BATCH and self._more_come(batch):
+                    # Each call of a network holds up the engine's next tick.
+                    while len(batch) < BATCH and (
+                        not self.queue.empty() or self.engine_thread.in_engine
+                    ):
                         batch.append(await self.queue.get())
-            batch.sort(key=_order)
-            for (_, names), group in itertools.groupby(batch, key=_order):
-                await self._judge(names, [*group])
+            batch.sort(key=_names)
+            for names, group in itertools.groupby(batch, key=_names):
+                await self._score(names, [*group])
 
-    def _more_come(self, batch: Sequence[_Shown]) -> bool:
-        """True while a batch may grow: each call of a network holds up the engine's next tick.
-
-        What an estimate drops is drawn on until then, so no estimate waits for others.
-        """
-        if not self.queue.empty():
-            return True
-        has_estimate = any(is_estimate for *_, is_estimate in batch)
-        return self.engine_thread.in_engine > 0 and not has_estimate
-
-    async def drop(self, image: InFlightImage) -> None:
-        """Judges an image by its estimate alone."""
-        image.owner.judged.append((image, _NO_PIXELS))
-        await self.settler.less_to_store(image.owner, 1)
-
-    async def _judge(self, names: Sequence[str], group: Sequence[_Shown]) -> None:
-        found: Sequence[_Scored]
+    async def _score(self, names: Sequence[str], group: Sequence[_Image]) -> None:
+        found: Sequence[dict[str, float] | Exception]
         try:
-            shown = await asyncio.to_thread(
-                lambda: [_shown(image, pixels) for image, pixels, _ in group]
-            )
+            shown = await asyncio.to_thread(lambda: [_shown(*each) for each in group])
             found = await self.judges.scores(names, shown)
         except Exception as error:  # noqa: BLE001 - raised by `_hold`, for its job
             found = [error] * len(group)
-        dropped = []
-        for (image, pixels, is_estimate), scores in zip(group, found, strict=True):
-            if not is_estimate:
-                scored = image.estimate_error or scores
-                hold = partial(self._hold, image, pixels, scored)
-                await self.settler.attempt(image.owner, hold, image)
-            elif _is_dropped(image, scores):
-                dropped.append(image.ticket)
-        if dropped:
-            await self.engine_thread.drop(dropped)
+        for (image, pixels), scores in zip(group, found, strict=True):
+            hold = partial(self._hold, image, pixels, scores)
+            await self.settler.attempt(image.owner, hold, image)
 
     async def _hold(
-        self, image: InFlightImage, pixels: Pixels, scores: _Scored
+        self, image: InFlightImage, pixels: Pixels, scores: dict[str, float] | Exception
     ) -> None:
         """Keeps an image until its job's others are judged; raises the error of its scores."""
         try:
@@ -125,7 +91,7 @@ class JudgeStage:
         if not all(map(math.isfinite, scores.values())):
             raise TransientError(f"a score is not finite: {scores}")
         self.watchdog.images_failed_in_a_row = 0
-        image.facts["scores"] |= scores
+        image.facts["scores"] = scores
         image.owner.judged.append((image, pixels))
         await self.settler.less_to_store(image.owner, 1)
 
@@ -194,23 +160,9 @@ def _rule(image: InFlightImage) -> Keep:
     return image.job.keep
 
 
-def _order(shown: _Shown) -> tuple[bool, list[str]]:
-    """Estimates first, as each has to be known before its image, and then by the scores' names."""
-    image, _, is_estimate = shown
-    rule = _rule(image)
-    return not is_estimate, rule.early if is_estimate else rule.scores
-
-
-def _is_dropped(image: InFlightImage, scores: _Scored) -> bool:
-    """Notes the scores of an image's estimate; True if the image is dropped for them."""
-    if isinstance(scores, Exception):
-        image.estimate_error = scores
-        return False
-    for name, score in scores.items():
-        if math.isfinite(score):
-            image.facts["scores"][f"{EARLY}{name}"] = score
-    # As many as an earlier delivery has kept are needed, whatever their scores here.
-    return not image.owner.again and not _rule(image).may_keep([image.facts["scores"]])
+def _names(judged: _Image) -> list[str]:
+    image, _ = judged
+    return _rule(image).scores
 
 
 def _shown(image: InFlightImage, pixels: Pixels) -> Drawn:

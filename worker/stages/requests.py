@@ -157,7 +157,6 @@ def requests_of(
             vae=inputs.vae,
             refiner=inputs.refiner,
             upscale=inputs.upscale,
-            is_estimated=job.keep is not None and bool(job.keep.early),
         )
         requests.append(request)
     return requests

@@ -11,6 +11,7 @@ from imagefleet.errors import FleetError, TransientError
 from imagefleet.files.pack import Member
 from imagefleet.job.names import duplicate_name
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
+from imagefleet.storage.protocol import Metadata
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.logs import log
 from worker.jobs import stored
@@ -145,7 +146,7 @@ class UploadStage:
         image: InFlightImage,
         file: EncodedImage,
         name: str,
-        metadata: dict[str, str],
+        metadata: Metadata,
     ) -> None:
         """Stores a duplicate, so that what took its name first can be compared with it."""
         aside = duplicate_name(name, self.settler.settings.name)
@@ -158,7 +159,7 @@ class UploadStage:
 
         await self.settler.retry_policy.call(create)
 
-    def _proven(self, blob: str, metadata: dict[str, str]) -> dict[str, str]:
+    def _proven(self, blob: str, metadata: Metadata) -> Metadata:
         prover = self.settler.storage.prover
         return metadata if prover is None else prover.proven(blob, metadata)
 

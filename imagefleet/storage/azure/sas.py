@@ -1,7 +1,5 @@
 """Sources of SAS tokens that change while a worker runs: a file that is rewritten, or a broker."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

@@ -3,8 +3,6 @@
 They are drained by priority, so that none starves, and asked less often while they are empty.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -3,8 +3,6 @@
 One that was empty is asked again after a pause that doubles, one that is missing after a minute.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -315,12 +315,10 @@ class TestJobMode:
     def test_kueue_queues_it_and_lets_its_number_of_pods_change(
         self, job: JSONDict, render, create_job: CreateJob
     ):
-        queue = job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
-        assert queue == "gpu-queue"
+        assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpu-queue"
         annotations = job["metadata"]["annotations"]
         assert annotations["kueue.x-k8s.io/elastic-job"] == "true"
-        plain = create_job(render("job"))["metadata"]
-        assert "kueue" not in str(plain)
+        assert "kueue" not in str(create_job(render("job"))["metadata"])
 
     def test_exit_codes_do_what_they_mean(self, job: JSONDict):
         def outcome(exit_code: int, *, disrupted: bool = False) -> str:

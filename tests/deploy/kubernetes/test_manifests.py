@@ -214,8 +214,7 @@ def test_the_documented_azure_roles_are_the_least_that_each_role_needs(
 
 
 def test_nothing_is_loaded_by_an_apply(plain):
-    load = plain.of_kind("CronJob")["imagefleet-load"]
-    assert load["spec"]["suspend"] is True
+    assert plain.of_kind("CronJob")["imagefleet-load"]["spec"]["suspend"] is True
 
 
 def test_commands_and_variables_are_valid(manifests, parse_command):

@@ -15,10 +15,10 @@ from worker.stages import encode
 Encode = Callable[..., bytes]
 
 
-def shapes(seed: int, size: int = 64) -> Pixels:
+def shapes(seed: int) -> Pixels:
     """A picture of large shapes."""
     cells = np.random.default_rng(seed).integers(10, 246, (8, 8, 3), np.uint8)
-    return cells.repeat(size // 8, 0).repeat(size // 8, 1)
+    return cells.repeat(8, 0).repeat(8, 1)
 
 
 @pytest.fixture

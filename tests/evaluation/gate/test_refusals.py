@@ -12,7 +12,7 @@ from imagefleet import errors
 def test_two_jobs_of_one_id_are_not_drawn_over_each_other(tmp_path):
     path = tmp_path / "jobs.jsonl"
     job = json.dumps({"id": "fox", "prompt": "a fox"})
-    path.write_text(f"{job}\n{job}\n", encoding="utf-8")
+    path.write_text(f"{job}\n{job}\n")
 
     with pytest.raises(errors.SetupError, match="two of the captions have the id fox"):
         jobs.of_file(path, None, None)
@@ -20,7 +20,7 @@ def test_two_jobs_of_one_id_are_not_drawn_over_each_other(tmp_path):
 
 def test_a_file_of_empty_lines_has_no_captions(tmp_path):
     path = tmp_path / "captions.txt"
-    path.write_text("\n\n", encoding="utf-8")
+    path.write_text("\n\n")
 
     with pytest.raises(errors.SetupError, match="captions"):
         jobs.of_file(path, None, None)

@@ -188,8 +188,7 @@ def test_a_replay_sets_fields_by_their_types(
             "Euler",
         )
         assert (job.output.format, job.campaign) == ("webp", "spring")
-    listing = json.loads(in_process("failed", "--json").stdout)
-    assert listing["count"] == 0
+    assert json.loads(in_process("failed", "--json").stdout)["count"] == 0
 
 
 @pytest.mark.parametrize(

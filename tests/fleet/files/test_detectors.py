@@ -16,8 +16,7 @@ def test_a_detector_is_stored_listed_and_removed_by_its_name(
         "detectors/face_yolov8n.onnx",
         "ONNX network",
     )
-    listed = in_process("files", "list", "detector").stdout
-    assert "face_yolov8n" in listed
+    assert "face_yolov8n" in in_process("files", "list", "detector").stdout
     job = {"ad_model": "face_yolov8n.pt"}, {"ad_model": "hand"}
     scripts = {"ADetailer": {"args": list(job)}}
     line = json.dumps({"prompt": "a", "alwayson_scripts": scripts})

@@ -10,22 +10,18 @@ import pytest
 
 from cli import console
 from header_files import LORA, file_of, shaped
-from imagefleet.signing import TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet, assert_refused
 from worker.files.library import EmbeddingLibrary, Source
 
 
-def used(
-    settings: StorageSettings, cache: Path, trusted: str | None = None
-) -> dict[str, str]:
+def used(settings: StorageSettings, cache: Path) -> dict[str, str]:
     """The embeddings that a worker finds, and their hashes."""
 
     async def read() -> dict[str, str]:
         async with open_storage(settings) as storage:
-            keys = TrustedKeys.read(trusted) if trusted else None
-            library = EmbeddingLibrary(Source(storage.files, cache, 2**20, keys))
+            library = EmbeddingLibrary(Source(storage.files, cache, 2**20, None))
             names = await library.names()
             return {name: (await library.resolve_hashed(name))[1] for name in names}
 

@@ -17,8 +17,7 @@ def test_of_few_step_images_of_which_few_are_kept_a_dollar_buys_several_times_as
     jobs.write_text(f"{json.dumps(FEW_STEPS)}\n" * 2000)
     kept = ("--kept", "0.05", "--start-up-seconds", "0", "--bundle", bundle)
     result = in_process("plan", str(jobs), *kept, "--json")
-    plan = told(result)
-    found = plan["kept"]
+    found = told(result)["kept"]
     assert found["images"] == 100
     assert found["images_per_dollar"] == pytest.approx(100 / found["dollars"])
     ratio = found["images_per_dollar"] / found["stored_first_images_per_dollar"]

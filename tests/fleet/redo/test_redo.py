@@ -107,8 +107,7 @@ async def differing(storage: Storage) -> list[str]:
 async def sent_prompt(storage: Storage, key: SigningKey) -> object:
     """The prompt of the one job that waits, signed with the key."""
     (message,) = await storage.queue.receive(1, 30)
-    trusted = signers.trusted(key, storage.scope)
-    return read_job(message.body, "", trusted).prompt
+    return read_job(message.body, "", signers.trusted(key, storage.scope)).prompt
 
 
 async def copy_image(storage: Storage, name: str, worker: str) -> None:
@@ -348,8 +347,7 @@ async def test_an_image_that_names_another_image_as_its_jobs_is_not_believed(
 async def test_a_given_job_takes_the_place_of_another_one_of_its_name(
     storage: Storage, storage_settings: StorageSettings, run_worker
 ):
-    forged = json.dumps({"prompt": "another", "id": "j0"})
-    await storage.queue.send([forged])
+    await storage.queue.send([json.dumps({"prompt": "another", "id": "j0"})])
     await run_worker("thief")
     given = {"default/j0": messages(1)[0]}
 

@@ -303,9 +303,9 @@ async def test_the_page_shows_many_workers(
     assert "<script" not in html_page
 
 
-async def page_of(storage: Storage, samples: int = 24) -> str:
+async def page_of(storage: Storage) -> str:
     """The page of the campaign `spring`."""
-    records = await report_records.read_records(storage, "spring", samples)
+    records = await report_records.read_records(storage, "spring", 24)
     sampled = await page.read_samples(storage, records)
     return page.render(figures_of(records), sampled, NOON)
 

@@ -54,8 +54,7 @@ def test_the_sdks_models_accept_the_groups(more: str, tmp_path):
 
     assert [body["replicas"] for body in bodies] == [375, 375]
     for body in bodies:
-        model = models.ContainerGroupCreationRequest._unmap(body)
-        assert model._map() == body
+        assert models.ContainerGroupCreationRequest._unmap(body)._map() == body
 
 
 def test_the_fake_answers_as_the_sdk_expects(salad, in_process: Imagefleet):
@@ -200,8 +199,7 @@ def test_a_value_that_salad_would_refuse_is_reported(secret: str, message: str):
 def test_a_trusted_key_is_no_secret(tmp_path):
     public = SigningKey.create(tmp_path / "key.pem").public
     text = EXAMPLE.read_text().replace("{env: IMAGEFLEET_TRUSTED_KEY}", public)
-    file = read(tmp_path, text)
-    assert file.environment["IMAGEFLEET_TRUSTED_KEY"] == public
+    assert read(tmp_path, text).environment["IMAGEFLEET_TRUSTED_KEY"] == public
 
 
 def test_a_value_of_the_maximum_length_is_accepted():

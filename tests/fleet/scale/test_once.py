@@ -31,8 +31,7 @@ def test_one_decision_without_a_network_is_one_sentence_after_a_few_tries(
     )
 
     assert ended.returncode == console.EXIT_UNEXPECTED
-    said = "error: SaladCloud's API fails (HTTP 503)\n"
-    assert ended.stderr.endswith(said)
+    assert ended.stderr.endswith("error: SaladCloud's API fails (HTTP 503)\n")
     assert len(salad.requests) == client.RETRIES.tries
 
 

@@ -256,9 +256,7 @@ def test_nothing_to_compare_is_said_and_is_no_error(in_process, tmp_path):
 
 
 async def test_an_image_in_a_pack_is_compared_with_its_second_drawing(storage: Storage):
-    ours = member("a")
-    others = member("b", shade=1)
-    await store_pack(storage, [ours, others])
+    await store_pack(storage, [member("a"), member("b", shade=1)])
     for second in (member("a", worker="w2"), member("b", worker="w2")):
         told = {"job": second.record.id, "worker": "w2"}
         told["digest"] = str(second.record.digest)

@@ -42,8 +42,8 @@ async def drained(served: Any) -> None:
     await until(lambda: not served.gateway.desk._tickets)
 
 
-async def counts_of(served: Any, campaign: str = "gateway") -> Any:
-    return await reader.counts(served.storage, campaign)
+async def counts_of(served: Any) -> Any:
+    return await reader.counts(served.storage, "gateway")
 
 
 async def test_who_hangs_up_takes_the_message_along_and_the_campaign_adds_up(

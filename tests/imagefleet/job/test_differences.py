@@ -25,12 +25,10 @@ def test_the_code_warns_of_each_and_the_page_lists_it():
     warned = {
         name
         for source in sources
-        for name in re.findall(
-            r'differences\.warn\("(\w+)"\)', source.read_text(encoding="utf-8")
-        )
+        for name in re.findall(r'differences\.warn\("(\w+)"\)', source.read_text())
     }
     assert warned | differences.OF_JOBS.keys() == differences.KNOWN.keys()
-    page = (ROOT / "docs" / "a1111.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "a1111.md").read_text()
     assert all(
         f"- {text[0].upper()}{text[1:]}.\n" in page
         for text in differences.KNOWN.values()

@@ -19,7 +19,7 @@ CASES = Path(__file__).with_name("editing.jsonl")
 
 
 def test_no_prompt_is_read_otherwise_than_by_the_grammar():
-    lines = CASES.read_text(encoding="utf-8").split("\n")
+    lines = CASES.read_text().split("\n")
     for text, steps, first_steps, expected in map(json.loads, filter(None, lines)):
         found = editing.schedule(text, steps, first_steps)
         assert [[until, words] for until, words in found] == expected, text

@@ -303,8 +303,7 @@ def test_each_pass_has_the_eta_of_its_own_sampler(
     settings = {"eta_ancestral": 0.25, "eta_ddim": 0.75}
     fields = {"sampler_name": first, "hr_sampler_name": second, **payload}
     job = read(**fields, enable_hr=True, override_settings=settings)
-    second_options = job.options_of(hires.sampler(job))
-    assert (job.sampler_options.eta, second_options.eta) == etas
+    assert (job.sampler_options.eta, job.options_of(hires.sampler(job)).eta) == etas
 
 
 def test_with_a_variation_the_subseed_counts_up_instead_of_the_seed():

@@ -141,17 +141,13 @@ by_pass = pytest.mark.parametrize("job", settings_table.PASSES)
 
 
 def test_the_tables_of_the_page_are_current():
-    page = PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text()
 
     assert write_a1111.current(page) == page, "write it anew: make docs"
 
 
 def test_the_page_tells_what_the_code_does_with_each_field_of_a_controlnet():
-    text = (
-        PAGE.read_text(encoding="utf-8")
-        .partition("\n## ControlNet\n")[2]
-        .partition("\n## ")[0]
-    )
+    text = PAGE.read_text().partition("\n## ControlNet\n")[2].partition("\n## ")[0]
     verdicts: dict[str, set[str]] = {}
     for names, verdict in re.findall(r"^\| (`.+?) \| (.+?) \|", text, re.MULTILINE):
         verdicts.setdefault(verdict, set()).update(re.findall(r"`([^`]+)`", names))

@@ -371,8 +371,7 @@ async def test_an_older_picture_of_the_id_is_not_the_result_of_a_new_job(
     changed = Ledger(fleet.storage, "spring")
     changed.pending += entry_of("a", old)
     await changed.note()
-    results = batch.results(0)
-    assert (await anext(results)).id == "a"
+    assert (await anext(batch.results(0))).id == "a"
 
 
 async def test_jobs_are_sent_with_credentials_that_neither_list_nor_append(

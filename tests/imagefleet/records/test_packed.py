@@ -83,8 +83,7 @@ async def test_a_pack_whose_worker_died_before_it_wrote_records_is_found(
 
 
 async def test_records_that_another_worker_wrote_again_count_once(storage: Storage):
-    made = [member("a"), member("b")]
-    records = await store_pack(storage, made)
+    records = await store_pack(storage, [member("a"), member("b")])
     await RecordLog(storage.blobs, "w2").add(records, again=True)
     await store_pack(storage, [member("c")], name=pack_name(1), again=True)
 

@@ -29,8 +29,7 @@ def test_deliveries_without_an_end_are_lost():
 
 
 def test_failures_and_returns_are_not_lost():
-    first = delivered(JOB, 1).ended(failed=True).write_to(JOB)
-    second = delivered(first, 2)
+    second = delivered(delivered(JOB, 1).ended(failed=True).write_to(JOB), 2)
     assert second == Deliveries(known=1, failed=1)
     third = delivered(second.ended(failed=False).write_to(JOB), 5)
     assert third == Deliveries(known=4, failed=1, lost=2)

@@ -63,8 +63,7 @@ def test_the_url_of_either_service_implies_the_other(address: str):
 
 
 def test_a_url_may_contain_the_token():
-    opened = settings_for(f"{ACCOUNT}?{SAS.get_secret_value()}")
-    assert opened.url == ACCOUNT
+    assert settings_for(f"{ACCOUNT}?{SAS.get_secret_value()}").url == ACCOUNT
 
 
 def test_a_connection_string_names_the_account():

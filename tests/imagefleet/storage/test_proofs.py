@@ -91,8 +91,7 @@ def test_a_proof_is_of_one_record_and_one_blob_alone():
 
 
 def test_a_machine_that_finds_anothers_image_does_not_name_it():
-    other = Prover(OTHER, machine_key(SECRET, OTHER))
-    assert proven(IMAGE, other).worker == "?"
+    assert proven(IMAGE, Prover(OTHER, machine_key(SECRET, OTHER))).worker == "?"
 
 
 def test_the_key_is_in_no_representation():

@@ -143,7 +143,6 @@ async def test_a_webhook_says_whose_certificate_is_not_trusted(untrusted: str):
 
 
 async def test_the_authority_that_the_variable_names_is_trusted(tmp_path, monkeypatch):
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    trustme.CA().cert_pem.write_to_path(tmp_path / "ca.pem")
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
     assert len(ssl.create_default_context().get_ca_certs()) == 1

@@ -367,8 +367,7 @@ def test_an_invalid_job_is_reported_by_its_place_or_skipped(
 
     skipped: list[str] = []
     report = Report(skips=True, on_rejected=lambda row: skipped.append(row.place))
-    source = source_of(tmp_path, name, content, report=report)
-    bodies = list(source.bodies())
+    bodies = list(source_of(tmp_path, name, content, report=report).bodies())
     assert [sentence.split(":")[0] for sentence in sentences] == skipped
     assert sum(body is None for body in bodies) == len(sentences)
 

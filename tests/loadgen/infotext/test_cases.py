@@ -14,7 +14,7 @@ from loadgen.infotext.reading import Reading
 
 CASES = Path(__file__).parent / "cases"
 
-LINES = (CASES / "expected.jsonl").read_text(encoding="utf-8").splitlines()
+LINES = (CASES / "expected.jsonl").read_text().splitlines()
 EXPECTED = {row["file"]: row for row in map(json.loads, LINES)}
 
 #: A1111's defaults of what the cases leave out or state.

@@ -35,9 +35,7 @@ SIGNS = (
 
 
 def texts() -> list[tuple[str, str]]:
-    found = [
-        ("parameters", each.read_text(encoding="utf-8")) for each in CASES.glob("*.txt")
-    ]
+    found = [("parameters", each.read_text()) for each in CASES.glob("*.txt")]
     for path in CASES.glob("*.png"):
         with Image.open(path) as image:
             found += [(key, image.info[key]) for key in READERS if key in image.info]
@@ -80,8 +78,7 @@ def test_a_damaged_text_is_a_job_or_refused_with_a_sentence():
         change = of_another_type if is_whole and chance.random() < 0.6 else damaged
         changed = change(chance, text)
         try:
-            reading = READERS[key](changed)
-            message.read_job(message.message_text(reading.job), "m1")
+            message.read_job(message.message_text(READERS[key](changed).job), "m1")
         except errors.JobError:
             refused += 1
         else:

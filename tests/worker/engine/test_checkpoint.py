@@ -197,8 +197,7 @@ def test_variants_of_single_files_are_the_same_checkpoint(
 ):
     path = tmp_path / "variant.safetensors"
     save_file(change(key_names.original_layout(checkpoint)), path)
-    found = load_checkpoint(path, checkpoint)
-    assert found.weight_sums == sums[checkpoint]
+    assert load_checkpoint(path, checkpoint).weight_sums == sums[checkpoint]
     assert "EMA" not in capfd.readouterr().err
 
 

@@ -102,7 +102,6 @@ def test_a_vae_with_a_shift_encodes_and_decodes_as_diffusers_does():
     with torch.no_grad():
         mean = vae.encode(images).latent_dist.mean
         latents = (mean - 0.25) * vae.config.scaling_factor
-        found = ImageCoder(vae).encode(pixels)
-        torch.testing.assert_close(found, latents[0])
+        torch.testing.assert_close(ImageCoder(vae).encode(pixels), latents[0])
         decoded = vae.decode(mean).sample
         torch.testing.assert_close(decoder.to_images(vae, latents), decoded)

@@ -87,8 +87,7 @@ def test_a_negative_delta_beyond_zero_draws(source):
 
 def slerp(strength: float, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Shoemake's formula for each column of each channel."""
-    cosine = F.cosine_similarity(low, high, dim=1).unsqueeze(1)
-    angle = cosine.double().acos()
+    angle = F.cosine_similarity(low, high, dim=1).unsqueeze(1).double().acos()
     one, other = ((share * angle).sin() for share in (1 - strength, strength))
     return ((one * low + other * high) / angle.sin()).float()
 
@@ -97,8 +96,7 @@ def slerp(strength: float, low: torch.Tensor, high: torch.Tensor) -> torch.Tenso
 @pytest.mark.parametrize("source", ["CPU", "NV"])
 def test_a_variation_lies_between_both_seeds_noise(source, strength: float):
     low, high = (stream(seed, Noise(source)).first() for seed in (1, 2))
-    settings = Noise(source, subseed=2, subseed_strength=strength)
-    varied = stream(1, settings)
+    varied = stream(1, Noise(source, subseed=2, subseed_strength=strength))
     torch.testing.assert_close(
         varied.first(), slerp(strength, low, high), rtol=0, atol=2e-6
     )
@@ -118,8 +116,7 @@ def test_a_smaller_images_noise_is_put_into_the_middle(source):
     small = stream(4, Noise(source), shape=(4, 4, 6)).first()
     plain = stream(4, Noise(source)).first()
     settings = Noise(source, resize_from=(48, 32))
-    noise = stream(4, settings)
-    found = noise.first()
+    found = stream(4, settings).first()
     assert torch.equal(found[:, 2:6, 1:7], small)
     found[:, 2:6, 1:7] = plain[:, 2:6, 1:7]
     assert torch.equal(found, plain)

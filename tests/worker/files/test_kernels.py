@@ -120,8 +120,7 @@ async def test_what_is_damaged_is_left_out(
     storage: Storage, tmp_path, caplog, stated: dict[str, str], reason: str
 ):
     await put(storage, b"cut off", **stated)
-    exchange = of_worker(storage)
-    assert await found(exchange, tmp_path / "worker") is None
+    assert await found(of_worker(storage), tmp_path / "worker") is None
     assert caplog.text.count(reason) == 1
 
 
@@ -140,8 +139,7 @@ async def test_a_fetch_that_fails_is_one_line_and_the_worker_compiles(
         raise error
 
     monkeypatch.setattr(type(storage.files), "record", fails)
-    exchange = of_worker(storage)
-    assert await found(exchange, tmp_path / "worker") is None
+    assert await found(of_worker(storage), tmp_path / "worker") is None
     (record,) = caplog.records
     assert record.levelname == level
     assert str(error) in caplog.text

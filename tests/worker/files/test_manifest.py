@@ -93,8 +93,7 @@ def strict(source: Source, *keys: SigningKey) -> Manifest:
 
 
 async def test_a_signed_manifest_lists_all_that_is_taken(key: SigningKey):
-    source = Source(manifest.encode("loras", {"a": "ABC"}, key))
-    hashes = strict(source, key)
+    hashes = strict(Source(manifest.encode("loras", {"a": "ABC"}, key)), key)
     assert await hashes.sha256("a") == "abc"
     with pytest.raises(
         errors.MissingFileError, match=r"does not list 'b': `imagefleet files add lora`"

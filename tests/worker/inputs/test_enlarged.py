@@ -146,8 +146,7 @@ async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
     assert plain.info["parameters"] == facts
     assert parameters(kept, 1000) == f"a hut\nSteps: 9, {facts}"
     data = await storage.blobs.read("default/a.png")
-    again = message_in(data)
-    assert json.loads(again)["upscaler_1"] == "4x_Tiny"
+    assert json.loads(message_in(data))["upscaler_1"] == "4x_Tiny"
     for record in await records(storage):
         assert (record.width, record.height, record.steps, record.sampler) == (
             256,

@@ -329,8 +329,7 @@ async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
     monkeypatch,
 ):
     monkeypatch.setattr("worker.inputs.reader.MAX_IMAGE_BYTES", 50_000)
-    good = image_file(picture(64, 64))
-    await put(storage, "inputs/truncated.png", good[:2000])
+    await put(storage, "inputs/truncated.png", image_file(picture(64, 64))[:2000])
     await put(storage, "inputs/huge.png", image_file(picture(200, 200)))
     unit = {"image": in_base64(picture(64, 64)), "model": "nowhere"}
     jobs = {

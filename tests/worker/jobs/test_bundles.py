@@ -116,8 +116,7 @@ async def test_a_taken_name_is_read_and_what_it_lacks_is_the_next_part(
     storage: Storage, run_pipeline
 ):
     await run_pipeline(sent=[bundle_of_jobs(3)])
-    engine = Drawing()
-    pipeline = await run_pipeline(engine, sent=[bundle_of_jobs(8)])
+    pipeline = await run_pipeline(Drawing(), sent=[bundle_of_jobs(8)])
     found = await packed(storage)
     assert found.parts == [f"default/{NAME}~{part}.tar" for part in (1, 2)]
     assert not await faults(storage, NAMES)

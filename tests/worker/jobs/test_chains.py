@@ -137,8 +137,7 @@ async def test_a_stage_waits_in_the_queue_of_its_model_with_the_priority_of_the_
     first = Drawing()
     await run_pipeline(first)
     assert first.steps == [11]
-    queue = storage.models.of("second")[priority]
-    assert (await queue.depth()).messages == 1
+    assert (await storage.models.of("second")[priority].depth()).messages == 1
     facts = outcomes.JobFacts("a", "default")
     assert (await outcomes.look_up(storage, facts)).status == "pending"
 

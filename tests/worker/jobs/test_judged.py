@@ -1,9 +1,7 @@
 """Jobs whose images are judged before they are stored, on both storages."""
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -302,66 +300,3 @@ async def test_of_near_duplicates_the_better_one_counts_whichever_is_drawn_first
     assert left.id == "b"
     assert (await ends(storage))["a"].reason == "near-duplicate of b"
     assert await counted(storage) == (1, 1, 1)
-
-
-class Waiting(StandInEngine):
-    """Goes on behind estimates once one is dropped."""
-
-    is_dropped = False
-
-    def tick(self) -> list[contract.Finished]:
-        is_behind = not all(each.is_estimated for _, each in self._admitted)
-        if is_behind and not self.is_dropped:
-            time.sleep(0.01)
-            return []
-        return super().tick()
-
-    def drop(self, tickets: Collection[int]) -> None:
-        super().drop(tickets)
-        self.is_dropped = True
-
-
-EARLY = "contrast=25,early.contrast=25,best=2"
-
-
-async def test_an_image_that_its_estimate_drops_is_drawn_no_further(
-    storage: Storage, run_pipeline
-):
-    await run_pipeline(Waiting(draw=draw), sent=[message(id="j", seed=0, keep=EARLY)])
-    (end,) = (await ends(storage)).values()
-    assert (end.outcome, end.scores) == ("dropped", {"early.contrast": 10})
-    assert end.reason == "early.contrast 10 is below 25"
-
-
-async def test_the_best_are_never_chosen_early_and_a_drop_that_comes_too_late_changes_nothing(
-    storage: Storage, run_pipeline, monkeypatch
-):
-    late: list[int] = []
-    monkeypatch.setattr(StandInEngine, "drop", lambda _, tickets: late.extend(tickets))
-    body = message(id="j", seed=0, batch_size=8, keep=EARLY)
-    await run_pipeline(engine(), sent=[body])
-    assert await kept(storage) == BEST_TWO
-    first, _ = await records(storage)
-    reasons = {each.number: each.reason for each in first.dropped}
-    below = {seed: f"early.contrast {CONTRASTS[seed]} is below 25" for seed in (0, 4)}
-    better = dict.fromkeys((1, 2, 6, 7), "2 of its job have a better contrast")
-    assert reasons == {**better, **below}
-    late.clear()
-    await redelivered(storage, body)
-    await run_pipeline(engine())
-    assert not late, "as many as are stored are needed"
-
-
-async def test_an_estimate_that_fails_decides_nothing_and_its_job_comes_again(
-    storage: Storage, run_pipeline
-):
-    left = [errors.TransientError("out of memory")]
-
-    def draw_or_fail(request: contract.ImageRequest) -> contract.Pixels:
-        if left:
-            raise left.pop()
-        return draw(request)
-
-    body = message(id="j", seed=3, keep=EARLY)
-    pipeline = await run_pipeline(StandInEngine(draw=draw_or_fail), sent=[body])
-    assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}

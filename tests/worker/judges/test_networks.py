@@ -75,8 +75,7 @@ def score(folder: Path, name: str, drawn: Sequence[Drawn]) -> list[float]:
                 blob = f"judges/{file.name}"
                 await storage.files.create(blob, file.read_bytes(), "", {})
             source = Source(storage.files, folder / "cache", 2**30)
-            network = Judges(source, "cpu", without_files)
-            found = await network.scores([name], drawn)
+            found = await Judges(source, "cpu", without_files).scores([name], drawn)
             return [each[name] for each in found]
 
     return asyncio.run(scored())

@@ -30,8 +30,7 @@ async def test_no_proxy_comes_between(salad_metadata_service, monkeypatch):
 async def test_long_reasons_are_cut(
     salad_metadata_service,
 ):
-    metadata = SaladMetadata(salad_metadata_service.url)
-    await metadata.reallocate("x" * 2000)
+    await SaladMetadata(salad_metadata_service.url).reallocate("x" * 2000)
 
     assert salad_metadata_service.reasons == ["x" * 1000]
 

@@ -61,8 +61,7 @@ async def test_each_part_is_an_inpainting_of_the_picture_so_far(
         assert (part.width, part.height) == SIZE
         assert part.init.mask is not None
     drawn = await pixels(storage, "default/d.png")
-    before = draw_noise(plain).astype(int)
-    changed = (drawn != before).any(axis=2)
+    changed = (drawn != draw_noise(plain).astype(int)).any(axis=2)
     rows, columns = np.nonzero(changed)
     # The boxes with what dilation and blur add, and nothing of the rest.
     assert 8 <= columns.min() < 24

@@ -204,9 +204,7 @@ def test_what_is_no_checkpoint_or_setting_is_refused_at_once(tmp_path):
 
 
 def test_the_class_is_found_by_its_entry_point():
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
-        "project"
-    ]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
     for name, value in declared["entry-points"]["imagefleet"].items():
         assert metadata.EntryPoint(name, value, "imagefleet").load() is getattr(

@@ -111,8 +111,7 @@ async def test_second_drawings_cost_time_but_are_no_images(
     storage: Storage, run_pipeline
 ):
     await storage.queue.send([message(id="a"), message(id="b", verify=True)])
-    engine = StandInEngine(tick_seconds=0.05)
-    pipeline = await run_pipeline(engine)
+    pipeline = await run_pipeline(StandInEngine(tick_seconds=0.05))
     read = pipeline.metrics.registry.get_sample_value
     assert read("imagefleet_images_total") == 1
     assert read("imagefleet_jobs_total", {"outcome": "verified"}) == 1

@@ -27,7 +27,8 @@ from imagefleet.validation import JSONDict, JSONObject
 from worker.engine.control.network import SlotControlNet
 from worker.engine.families import table
 from worker.engine.files import safetensors
-from worker.engine.files.network_cache import NetworkCache, Weights, assign
+from worker.engine.files.network_cache import NetworkCache, assign
+from worker.engine.files.safetensors import Tensors
 from worker.engine.kernels import layers
 from worker.engine.passes.begin import PreparedControl
 
@@ -104,7 +105,7 @@ class ControlNets(NetworkCache[SlotControlNet]):
             return SlotControlNet(network, pools="shuffle" in path.stem.lower())
 
 
-def _in_diffusers_names(tensors: Weights, unet_config: JSONObject) -> dict[str, Tensor]:
+def _in_diffusers_names(tensors: Tensors, unet_config: JSONObject) -> dict[str, Tensor]:
     own = {
         each.removeprefix(_PREFIX): tensor
         for each, tensor in tensors.items()
@@ -124,7 +125,7 @@ def _in_diffusers_names(tensors: Weights, unet_config: JSONObject) -> dict[str, 
     return {each: tensor for each, tensor in converted.items() if tensor is not None}
 
 
-def _check_family(tensors: Weights, unet_config: JSONObject) -> None:
+def _check_family(tensors: Tensors, unet_config: JSONObject) -> None:
     own = unet_config["cross_attention_dim"]
     widths = {
         each.shape[-1]
@@ -143,7 +144,7 @@ def _check_family(tensors: Weights, unet_config: JSONObject) -> None:
     )
 
 
-def _config(tensors: Weights, unet_config: JSONObject) -> JSONDict:
+def _config(tensors: Tensors, unet_config: JSONObject) -> JSONDict:
     known = inspect.signature(ControlNetModel.__init__).parameters
     config = {key: value for key, value in unet_config.items() if key in known}
     # It sees the latents alone, with inpainting checkpoints as well.

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from imagefleet.errors import SetupError
+from imagefleet.validation import JSONDict, JSONObject
+from worker.engine.files.safetensors import Tensors
 
 #: What the libraries raise for missing, truncated or mismatched files.
 LOADING_ERRORS = (
@@ -44,7 +46,7 @@ _CAUSAL_LEVEL = "model."
 
 
 def read_network(
-    network: type[Any], folder: Path, config: Mapping[str, Any] | None = None
+    network: type[Any], folder: Path, config: JSONObject | None = None
 ) -> Any:
     """A network of diffusers or transformers on the CPU, in the types of its files.
 
@@ -68,7 +70,7 @@ def named(path: str, what: str = "") -> Iterator[None]:
         raise SetupError(f"{what}{path!r} cannot be loaded: {brief(error)}") from error
 
 
-def build(network: type[Any], config: Mapping[str, Any]) -> Any:
+def build(network: type[Any], config: JSONObject) -> Any:
     """A network without memory for its weights, but for what checkpoints need not contain."""
     with torch.device("meta"):
         if issubclass(network, ModelMixin):
@@ -83,7 +85,7 @@ def build(network: type[Any], config: Mapping[str, Any]) -> Any:
     return made
 
 
-def assign(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def assign(network: nn.Module, weights: Tensors) -> None:
     """Gives a network built without memory its weights, for inference.
 
     Raises RuntimeError if some have another shape, and ValueError if some are missing.
@@ -106,11 +108,11 @@ def assign(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     network.requires_grad_(requires_grad=False).eval()
 
 
-def network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:
+def network_config(folder: Path, default: Mapping[str, object]) -> JSONDict:
     return read_json(folder / "config.json") or dict(default)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JSONDict:
     """A configuration; nothing without its file. Raises SetupError if it is no JSON object."""
     if not path.is_file():
         return {}
@@ -187,9 +189,7 @@ class ImageNoise:
         return int(self.scheduler.config.num_train_timesteps)
 
 
-def image_noise(
-    index: Mapping[str, Any], scheduler: Mapping[str, Any], levels: int
-) -> ImageNoise:
+def image_noise(index: JSONObject, scheduler: JSONObject, levels: int) -> ImageNoise:
     """Reads it from a folder's configurations; *levels*: how many the UNet knows."""
     made = DDPMScheduler.from_config(dict(scheduler))
     level = int(index.get("max_noise_level", _MAX_LEVEL))
@@ -199,7 +199,7 @@ def image_noise(
 
 
 def prediction_type(
-    model: Path, scheduler: Mapping[str, Any], stated: str | None, keys: Collection[str]
+    model: Path, scheduler: JSONObject, stated: str | None, keys: Collection[str]
 ) -> str | None:
     """Prediction type by the scheduler's configuration, else as *stated*, else by the file's keys.
 
@@ -219,9 +219,7 @@ def prediction_type(
     return str(found)
 
 
-def alphas_cumprod(
-    model: Path, scheduler: Mapping[str, Any], keys: Collection[str]
-) -> Tensor:
+def alphas_cumprod(model: Path, scheduler: JSONObject, keys: Collection[str]) -> Tensor:
     """SD's 'scaled_linear' schedule: betas with evenly spaced square roots.
 
     Raises SetupError if the checkpoint has another one.

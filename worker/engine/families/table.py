@@ -18,11 +18,12 @@ from imagefleet.validation import JSONObject
 from worker.engine import checksums, text
 from worker.engine.families import reading
 from worker.engine.families.reading import ImageNoise
+from worker.engine.files.safetensors import Tensors
 from worker.engine.lora.file import Layers, Network
 from worker.engine.lora.original_names import OriginalNames, unet_names
 from worker.engine.text import Rules
 
-Config = Mapping[str, Any]
+Config = JSONObject
 
 
 @dataclass(frozen=True)
@@ -369,7 +370,7 @@ _OF_FILES = {
 }
 
 
-def of_file(weights: Mapping[str, Tensor]) -> Family | None:
+def of_file(weights: Tensors) -> Family | None:
     """The family of a single file."""
     header = Header({name: tuple(each.shape) for name, each in weights.items()}, {})
     return _OF_FILES.get(contents.identify(header))

@@ -3,13 +3,12 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from cachetools import LRUCache
-from torch import Tensor
 from torch.nn import Module
 
 from imagefleet.files.safetensors import Identity, UnusableError, identify
@@ -17,7 +16,7 @@ from imagefleet.telemetry.logs import log
 from worker.engine import errors as engine_errors
 from worker.engine.families import reading
 from worker.engine.files import safetensors
-from worker.engine.files.safetensors import ReadOnce
+from worker.engine.files.safetensors import ReadOnce, Tensors
 
 #: Bytes of unused networks kept on the device, if it has room; the last one may be larger.
 KEPT_BYTES = 4 * 2**30
@@ -27,8 +26,6 @@ MOST_CHECKED = 1000
 
 #: Read, and not on the device yet: those of the next jobs.
 _MOST_READ = 3
-
-Weights = Mapping[str, Tensor]
 
 
 class Held(Protocol):
@@ -160,7 +157,7 @@ class NetworkCache(Generic[Network]):
         return network
 
 
-def assign(network: Module, tensors: Weights, dtype: torch.dtype) -> None:
+def assign(network: Module, tensors: Tensors, dtype: torch.dtype) -> None:
     """Gives a network built without memory all of a file's tensors; raises UnusableError."""
     wanted = network.state_dict()
     found = {}

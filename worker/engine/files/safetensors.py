@@ -41,6 +41,9 @@ from imagefleet.files.safetensors import (
 from imagefleet.telemetry import host
 from imagefleet.telemetry.logs import log
 
+#: Tensors by their names.
+Tensors = Mapping[str, Tensor]
+
 #: Unused memory that is kept: a share of the machine's, up to what a round of 16 jobs gives back
 #: at once with LoRAs of rank 256.
 SPARE_SHARE = 1 / 12
@@ -262,7 +265,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(smallest.isfinite()) and bool(largest.isfinite())
 
 
-def find_damaged(tensors: Mapping[str, Tensor]) -> str | None:
+def find_damaged(tensors: Tensors) -> str | None:
     """The name of the first tensor that holds NaN or infinity; None if none does."""
     for name, tensor in tensors.items():
         if not is_finite(tensor):
@@ -270,7 +273,7 @@ def find_damaged(tensors: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def refuse_damaged(tensors: Mapping[str, Tensor]) -> None:
+def refuse_damaged(tensors: Tensors) -> None:
     if (name := find_damaged(tensors)) is not None:
         number_type = str(tensors[name].dtype).removeprefix("torch.")
         raise UnusableError(

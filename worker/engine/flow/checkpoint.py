@@ -4,7 +4,6 @@ A single file has the transformer alone, in its makers' names, and may be ComfyU
 text encoder and tokenizer are in the folder beside it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ from torch import Tensor
 
 from imagefleet.errors import SetupError
 from imagefleet.telemetry.logs import log
+from imagefleet.validation import JSONDict
 from worker.engine import checkpoint
 from worker.engine.families import prompts, reading
 from worker.engine.families.table import Model
+from worker.engine.files.safetensors import Tensors
 from worker.engine.flow import families, schedules, text
 from worker.engine.flow.families import FlowFamily
 from worker.engine.networks import int8
@@ -42,7 +43,7 @@ class FlowCheckpoint(Model):
     #: The folder with the text encoder and its tokenizer.
     folder: Path
     vae: AutoencoderKLFlux2
-    scheduler: dict[str, Any]
+    scheduler: JSONDict
     text_width: int
 
     @property
@@ -54,7 +55,7 @@ class FlowCheckpoint(Model):
         return 0
 
     @property
-    def networks(self) -> dict[str, Any]:
+    def networks(self) -> JSONDict:
         return {self.family.backbone: self.unet, "vae": self.vae}
 
 
@@ -152,7 +153,7 @@ def _read_transformer(model: Path, folder: Path, family: FlowFamily) -> Any:
     return transformer
 
 
-def _in_plain_types(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _in_plain_types(weights: Tensors) -> dict[str, Tensor]:
     """Weights in float8 times their scales, in bfloat16; raises ValueError for other quantised."""
     plain = {}
     for key, weight in weights.items():

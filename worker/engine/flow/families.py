@@ -16,6 +16,7 @@ from imagefleet.errors import SetupError
 from imagefleet.files import contents
 from imagefleet.files.safetensors import MalformedError
 from worker.engine.families.table import Config, Family
+from worker.engine.files.safetensors import Tensors
 from worker.engine.flow.text import TextRule
 from worker.engine.lora.original_names import klein_names
 from worker.engine.networks.klein import SlotKlein
@@ -33,7 +34,7 @@ class FlowFamily(Family):
     slot_network: Callable[[Any], ThinNetwork]
     text: TextRule
     #: Gives a single file's tensors the names that diffusers has.
-    convert: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+    convert: Callable[[dict[str, Tensor]], Tensors]
     #: True if a transformer's configuration fits that of its VAE, and the width of the text.
     fits: Callable[[Any, Any, int], bool]
     #: The VAE's class in diffusers.

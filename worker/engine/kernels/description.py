@@ -65,8 +65,7 @@ class _Writer(pickle._Pickler):  # noqa: SLF001
         place = self._places.setdefault(id(value), len(self.tensors))
         if place == len(self.tensors):
             self.tensors.append(value)
-        is_parameter = isinstance(value, Parameter)
-        return (place, is_parameter, *layout(value))
+        return (place, isinstance(value, Parameter), *layout(value))
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, set):

@@ -87,8 +87,7 @@ def _compile(content: bytes, target: Path) -> None:
             if device.type == "cuda":
                 made_for = torch.cuda.get_device_name(device)
             made_for += f", torch {torch.__version__.partition('+')[0]}"
-            header = kernels.Header(made_for, places)
-            kernels.write(part, header, saved.read_bytes())
+            kernels.write(part, kernels.Header(made_for, places), saved.read_bytes())
             part.replace(target)
 
     trace(content, compile_graph)

@@ -61,8 +61,7 @@ def normalise(x, added, normed, mean, scale, weight, bias, numbers, channels, gr
     read += tl.load(bias + channel, mask=inside).to(tl.float32)
     if activates:
         read = read * tl.sigmoid(read)
-    written = read.to(normed.dtype.element_ty)
-    tl.store(normed + own, written, mask=inside)
+    tl.store(normed + own, read.to(normed.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from torch.nn import Conv2d, Linear, Module, Parameter
 from imagefleet.files import lora
 from imagefleet.files.lora import PeftConfig
 from imagefleet.files.safetensors import UnusableError
+from worker.engine.files.safetensors import Tensors
 from worker.engine.lora import kinds
 
 #: The most memory that an adapter's whole differences take.
@@ -45,12 +46,12 @@ _NOT_TAKEN = re.compile(
 _NAME = re.compile(r"[\w.-]{0,200}")
 
 #: Each layer's parts, as `kinds.compute` takes them, by its name.
-Adapted = Mapping[str, Mapping[str, Tensor]]
+Adapted = Mapping[str, Tensors]
 
 
 def read(
     config: PeftConfig,
-    tensors: Mapping[str, Tensor],
+    tensors: Tensors,
     shapes: Mapping[str, torch.Size],
 ) -> Adapted:
     """Reads one network's *tensors*, which have peft's names, for weights of these *shapes*.
@@ -97,7 +98,7 @@ class _PeftLayers:
     def __init__(
         self,
         config: PeftConfig,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         shapes: Mapping[str, torch.Size],
         seed: int,
     ) -> None:
@@ -160,7 +161,7 @@ class _PeftLayers:
         return parts | ({"diff": added} if added.any() else {})
 
     @torch.no_grad()
-    def follows(self, name: str, parts: Mapping[str, Tensor]) -> bool:
+    def follows(self, name: str, parts: Tensors) -> bool:
         """True if the layer computes, unmerged, what its weight does with these *parts*."""
         layer: Any = self._layers[name]
         base = layer.get_base_layer()
@@ -189,8 +190,7 @@ def _peft_config(config: PeftConfig, names: list[str]) -> Any:
     """The configuration as peft's own class; raises UnusableError for what is not taken."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    kind = config.peft_type.upper()
-    cls = PEFT_TYPE_TO_CONFIG_MAPPING.get(kind)
+    cls = PEFT_TYPE_TO_CONFIG_MAPPING.get(config.peft_type.upper())
     if cls is None:
         raise UnusableError(
             f"is a {config.peft_type[:60]!r} adapter, which the peft that is installed here does"

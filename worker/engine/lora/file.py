@@ -31,9 +31,8 @@ from imagefleet.job import differences
 from imagefleet.telemetry.logs import log
 from worker.engine.contract import Lora
 from worker.engine.files import safetensors
-from worker.engine.files.safetensors import Content, Place, ReadOnce
+from worker.engine.files.safetensors import Content, Place, ReadOnce, Tensors
 from worker.engine.lora import adapters, kinds
-from worker.engine.lora.kinds import Tensors
 from worker.engine.lora.original_names import OriginalNames, unet_names
 
 Network = Literal["unet", "transformer", "text_encoder", "text_encoder_2"]
@@ -284,7 +283,7 @@ class Layout:
             yield layer, tensors
 
 
-def _refuse_damaged(tensors: Mapping[str, Tensor]) -> None:
+def _refuse_damaged(tensors: Tensors) -> None:
     """Raises UnusableError in the words that the console has, too."""
     if (name := safetensors.find_damaged(tensors)) is not None:
         raise lora.damaged(name)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from imagefleet.files import lora
-
-Tensors = Mapping[str, Tensor]
+from worker.engine.files.safetensors import Tensors
 
 #: A low-rank weight change: up [..., out, rank] and down [..., rank, inputs].
 Factors = tuple[Tensor, Tensor]

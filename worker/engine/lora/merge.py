@@ -19,7 +19,7 @@ from torch import Tensor
 
 from imagefleet.files.safetensors import Identity
 from worker.engine.files import safetensors
-from worker.engine.files.safetensors import Place
+from worker.engine.files.safetensors import Place, Tensors
 from worker.engine.lora import kinds
 from worker.engine.lora.file import WeightDelta
 from worker.engine.lora.kinds import Factors
@@ -96,7 +96,7 @@ class Stack:
     #: The positions as a tensor on the device.
     index: Tensor
     #: See `WeightDelta.tensors`.
-    tensors: kinds.Tensors
+    tensors: Tensors
     scale: float
     strength: float
 

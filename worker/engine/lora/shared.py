@@ -16,6 +16,7 @@ from imagefleet.errors import SetupError
 from imagefleet.files.safetensors import identify
 from worker.engine.families.table import Family
 from worker.engine.files import safetensors
+from worker.engine.files.safetensors import Tensors
 from worker.engine.lora.file import adaptable, read_lora
 from worker.engine.lora.merge import AppliedLora, LoraKey, Weighted, key_of
 
@@ -69,7 +70,7 @@ class Merger:
         weight.copy_(merged)
 
     @property
-    def originals(self) -> Mapping[str, Tensor]:
+    def originals(self) -> Tensors:
         """The checkpoint's own weights of the layers that are changed now, by path."""
         return {path: self._originals[path] for path in self._merged}
 

@@ -46,8 +46,7 @@ def second_pass(steps: int, denoising_strength: float) -> Steps:
     """A second pass of so many *steps* at any strength; none at 0."""
     if denoising_strength == 0:
         return Steps(0, 0)
-    strength = min(denoising_strength, _MOST_STRENGTH)
-    return Steps(int(steps / strength), steps - 1)
+    return Steps(int(steps / min(denoising_strength, _MOST_STRENGTH)), steps - 1)
 
 
 #: AUTOMATIC1111's: the radii of the blurs that are laid upon each other, and how often each is.
@@ -88,8 +87,7 @@ class PreparedImage:
 
 def levels_of(pixels: Pixels, device: torch.device | None = None) -> Tensor:
     """An image's levels from 0 to 255, [1, 3, height, width] in float32; by default on the CPU."""
-    copied = torch.from_numpy(pixels.copy()).to(device)
-    return copied.permute(2, 0, 1)[None].float()
+    return torch.from_numpy(pixels.copy()).to(device).permute(2, 0, 1)[None].float()
 
 
 def prepare_image(init: InitImage, factor: int) -> PreparedImage:

@@ -73,16 +73,16 @@ def _ddim(
         next_alpha = alphas[following]
         variance = (1 - next_alpha) / (1 - alpha) * (1 - alpha / next_alpha)
         noise = eta * math.sqrt(variance)
+        estimate = to_noise(alpha, prediction)
         back = math.sqrt(max(0.0, 1 - next_alpha - noise**2))
-        move = Move(
+        yield Move(
             timestep,
             _transfer(alpha, next_alpha, noise),
             noise if eta else None,
             finished=at - 1,
+            estimate=estimate,
+            from_uncond=back * estimate[1] if is_cfgpp else 0.0,
         )
-        move = _by_noise(move, alpha, prediction)
-        share = back * move.estimate[1] if is_cfgpp else 0.0
-        yield move._replace(from_uncond=share)
 
 
 def _plms(
@@ -96,19 +96,14 @@ def _plms(
         if at > 0:
             del known[at : at + 1]  # the estimate that only the repeated step uses
         slope = _weighed(_ADAMS_BASHFORTH[order], known)
+        estimate = to_noise(alpha, prediction)
         move = _transfer(alpha, alphas[following], slope=slope)
-        yield _by_noise(Move(timestep, move, finished=at - 1), alpha, prediction)
+        yield Move(timestep, move, finished=at - 1, estimate=estimate)
         if at == 0:
             gain = float(move[1])
             repeated = LATENTS + gain / 2 * (ESTIMATES[0] - ESTIMATES[1])
-            yield _by_noise(Move(following, repeated), alphas[following], prediction)
-
-
-def _by_noise(move: Move, alpha: float, prediction: str) -> Move:
-    """A move whose estimate is the noise."""
-    deviation = math.sqrt(1 - alpha)
-    kept = -math.sqrt(alpha) / deviation, 1 / deviation
-    return move._replace(estimate=to_noise(alpha, prediction), kept=kept)
+            estimate = to_noise(alphas[following], prediction)
+            yield Move(following, repeated, estimate=estimate)
 
 
 def _transfer(
@@ -159,8 +154,8 @@ def _tcd_moves(
         kept = alphas[following] / beyond if gamma and not is_last else 1.0
         move = math.sqrt(kept) * _transfer(alphas[timestep], beyond)
         noise = math.sqrt(1 - kept) or None
-        called = Move(timestep, move, noise, finished=at - 1)
-        yield _by_noise(called, alphas[timestep], prediction)
+        estimate = to_noise(alphas[timestep], prediction)
+        yield Move(timestep, move, noise, finished=at - 1, estimate=estimate)
 
 
 class _Times(NamedTuple):

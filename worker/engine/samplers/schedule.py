@@ -260,8 +260,7 @@ class Levels:
         """The levels at which a model that was distilled on every *stride*th timestep is called."""
         part = slice(stride - 1, None, stride)
         sigmas = self.sigmas[part]
-        timesteps = self.timesteps[part]
-        return Levels(sigmas, timesteps, self.is_xl, is_quantized=True)
+        return Levels(sigmas, self.timesteps[part], self.is_xl, is_quantized=True)
 
     def at(self, timesteps: Tensor) -> Tensor:
         """The sigmas of timesteps, or of points between them, by k-diffusion's interpolation."""

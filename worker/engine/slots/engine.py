@@ -9,17 +9,17 @@ tracks every slot's step, so a tick reads nothing back from the GPU.
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from imagefleet.errors import FleetError, JobCancelled, JobError
+from imagefleet.errors import FleetError, JobError
 from imagefleet.telemetry.logs import log
-from worker.engine import contract, sampler
+from worker.engine import contract
 from worker.engine import errors as engine_errors
-from worker.engine.contract import Finished, ImageRequest
+from worker.engine.contract import Finished, ImageRequest, Result
 from worker.engine.families.table import Model
 from worker.engine.files.network_cache import KEPT_BYTES
 from worker.engine.lora.merge import NO_CHANGES
@@ -32,10 +32,9 @@ from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
 from worker.engine.slots.memory import Savings, WeightMode
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import PreparedRequest
-from worker.engine.slots.queue import BatchKey, SlotJob, Staged
+from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.recovery import Recovery
 from worker.engine.slots.step import Step, StepRunner, tick
-from worker.tasks import Result
 
 #: Younger jobs per slot that may overtake one with other LoRAs, while theirs are merged for all.
 _OVERTAKES_PER_SLOT = 6
@@ -61,8 +60,6 @@ class SlotEngine:
         self.unet_rows = 0
         #: Sum of these rows' pixels: the work of images of unlike sizes.
         self.unet_row_pixels = 0
-        #: Rows that images' passes had left when they were dropped.
-        self.unet_rows_saved = 0
         self._has_drawn_job = False
         self.checkpoint: Model = model
         self._packages = settings.packages
@@ -76,8 +73,7 @@ class SlotEngine:
         self._on_gpu = self._device.type == "cuda"
         # Not on a CPU, where a tick takes longer than staging a job.
         self._draws_while_staging = self._on_gpu
-        #: Images without calls that are left.
-        self._ended: list[Finished] = []
+        self._enlarged: list[Finished] = []
         self._runner = StepRunner(parts, settings.slots or memory.CPU_SLOTS)
         self._weights = weights.Weights(parts, self._runner)
         self.self_check = self._make_self_check()
@@ -143,7 +139,7 @@ class SlotEngine:
         return bool(
             self._lanes.jobs
             or self._decoder.busy
-            or self._ended
+            or self._enlarged
             or self._compilation.is_due
         )
 
@@ -166,26 +162,17 @@ class SlotEngine:
         is_urgent: bool = False,
     ) -> None:
         if isinstance(prepared, PreparedUpscale):
-            self._ended.append(Finished(ticket, prepared.pixels))
+            self._enlarged.append(Finished(ticket, prepared.pixels))
             return
         if not isinstance(prepared, PreparedRequest):
             raise TypeError("prepared by another engine")
         self._add(SlotJob(ticket, prepared, BatchKey.of(prepared), is_urgent))
 
-    def drop(self, tickets: Collection[int]) -> None:
-        for lane in self._lanes:
-            for slot, job in list(lane.active.items()):
-                if job.ticket in tickets:
-                    del lane.active[slot]
-                    calls = range(job.call, job.calls)
-                    self.unet_rows_saved += sum(map(job.prepared.rows, calls))
-                    self._ended.append(Finished(job.ticket, JobCancelled()))
-
     def tick(self) -> list[Finished]:
         """Fills a lane's free slots and runs one step of it; raises NodeError for a broken GPU."""
         self._compilation.advance()
-        finished = self._ended
-        self._ended = []
+        finished = self._enlarged
+        self._enlarged = []
         failure: FleetError | None = None
         out_of_memory = False
         lane = self._lanes.next()
@@ -466,8 +453,6 @@ class SlotEngine:
         self.unet_row_pixels += drawn_rows * key.width * key.height
         for slot, job in list(lane.active.items()):
             job.call += 1
-            if job.is_halfway:
-                self._estimate(job, step.state.history[:, slot])
             if job.call == job.calls:
                 job.extend(step.state.latents[slot], step.state.history[:, slot])
             is_done = job.call == job.calls
@@ -486,18 +471,12 @@ class SlotEngine:
             job.batch_key = self._runner.lane_key(following)
             self._lanes.add(job.batch_key, [job], first=True)
 
-    def _estimate(self, job: SlotJob, history: Tensor) -> None:
-        """Passes the image that the last call has estimated on to the decoder."""
-        job.has_estimate = True
-        row = job.prepared.schedule.table[job.call - 1]
-        latents = _with_kept(job.data, sampler.image_of(row, history))
-        self._decoder.add(job.ticket, latents, is_estimate=True)
-
     def _end_pass(self, job: SlotJob, latents: Tensor, history: Tensor) -> None:
         """Passes latents on: to the decoder, or to the lane of the job's next pass."""
         staged = job.data
-        if job.prepared.ends is None:
-            latents = _with_kept(staged, latents)
+        if staged.inpainting is not None and job.prepared.ends is None:
+            kept, original = staged.inpainting
+            latents = latents * (1 - kept) + original * kept
         if (following := job.prepared.next_pass) is None:
             named = staged.coder and staged.coder.vae
             self._decoder.add(job.ticket, latents, job.prepared.request.decoder, named)
@@ -568,11 +547,3 @@ class SlotEngine:
             fit.temporary_bytes, self._unet.temporary_bytes
         )
         return fit.blocks
-
-
-def _with_kept(staged: Staged, latents: Tensor) -> Tensor:
-    """Latents with those of the image that an inpainting keeps, if any."""
-    if staged.inpainting is None:
-        return latents
-    kept, original = staged.inpainting
-    return latents * (1 - kept) + original * kept

@@ -160,8 +160,6 @@ class SlotJob:
     drawn: torch.cuda.Event | None = None
     #: The original of `prepared`, before its schedule was extended.
     begun_with: PreparedRequest | None = None
-    #: True once its estimate was asked for: not again after a restart.
-    has_estimate: bool = False
     #: True once its slot holds its weights; not needed while the shared ones serve all slots.
     has_weights: bool = False
 
@@ -189,16 +187,6 @@ class SlotJob:
     def calls(self) -> int:
         """The number of its schedule's calls when this pass ends."""
         return self.prepared.ends or len(self.prepared.schedule.table)
-
-    @property
-    def is_halfway(self) -> bool:
-        """True after half of the calls of its first pass, if the estimate of then is asked for."""
-        drawn = self.prepared
-        if not drawn.request.is_estimated or self.has_estimate:
-            return False
-        if drawn.upscaling or drawn.schedule.extend:
-            return False
-        return self.call == len(drawn.schedule.table) // 2
 
     def extend(self, latents: Tensor, history: Tensor) -> None:
         """Makes its schedule longer after the last call, if that depends on its latents."""

@@ -365,8 +365,7 @@ class ClipStager(LatentStager):
         prompts, filled = zip(*texts, strict=True)
         with self._loras_merged(prepared, loras, coders):
             clip_skip = prepared.request.clip_skip
-            key = prepared.text_key
-            context = coders.texts.encode(prompts, clip_skip, key, filled)
+            context = coders.texts.encode(prompts, clip_skip, prepared.text_key, filled)
         vectors, added = self._finish(prepared, context, coders.family)
         if not job.batch_key.is_masked:
             return vectors, None, added

@@ -77,8 +77,7 @@ def test_a_part_of_each_unit_counts_as_a_pass():
 def test_settings_of_img2img_are_those_of_the_parts():
     """Its passes are img2img of A1111's own, which has the settings of the job."""
     own = {"img2img_extra_noise": 0.25}
-    job = read(UNIT, override_settings=own)
-    assert job.sampler_options.extra_noise == 0.25
+    assert read(UNIT, override_settings=own).sampler_options.extra_noise == 0.25
     without = json.dumps({"prompt": "a portrait", "override_settings": own})
     assert read_job(without, "one").sampler_options.extra_noise == 0
     with pytest.raises(errors.InvalidMessageError, match="img2img_fix_steps"):

@@ -28,8 +28,7 @@ def refusal(**fields: Any) -> str:
 def test_a_job_that_only_enlarges_needs_no_prompt():
     job = read()
     assert (job.only_upscales, job.prompt, job.upscalers) == (True, "", ("4x_Sharp",))
-    again = read_job(job.to_message(), "another")
-    assert again == job
+    assert read_job(job.to_message(), "another") == job
     assert not read_job('{"prompt": "a"}', "m").only_upscales
 
 
@@ -106,8 +105,7 @@ def test_what_does_not_fit_is_refused_by_name(fields: JSONDict, reason: str):
 
 
 def test_controlnets_have_nothing_to_control():
-    unit = {"image": "b.png", "model": "canny"}
-    scripts = {"controlnet": {"args": [unit]}}
+    scripts = {"controlnet": {"args": [{"image": "b.png", "model": "canny"}]}}
     assert refusal(alwayson_scripts=scripts).startswith(
         "alwayson_scripts: a job with upscaler_1"
     )

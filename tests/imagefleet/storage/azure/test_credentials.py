@@ -36,18 +36,12 @@ def account_of(settings: StorageSettings) -> dict[str, str]:
     return {"account_name": name, "account_key": key}
 
 
-def queue_sas(
-    settings: StorageSettings,
-    queue: str,
-    permissions: str,
-    *,
-    expires_in: timedelta = ONE_HOUR,
-) -> str:
+def queue_sas(settings: StorageSettings, queue: str, permissions: str) -> str:
     return generate_queue_sas(
         **account_of(settings),
         queue_name=queue,
         permission=QueueSasPermissions.from_string(permissions),
-        expiry=datetime.now(UTC) + expires_in,
+        expiry=datetime.now(UTC) + ONE_HOUR,
     )
 
 

@@ -213,7 +213,7 @@ def test_no_code_uses_a_credential_that_tries_several_sources():
     )
     for package in ("cli", "fleet", "imagefleet", "loadgen", "worker"):
         for path in (ROOT / package).rglob("*.py"):
-            assert not searching.search(path.read_text(encoding="utf-8")), path
+            assert not searching.search(path.read_text()), path
 
 
 def test_a_missing_azure_identity_is_named(

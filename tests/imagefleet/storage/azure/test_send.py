@@ -79,8 +79,7 @@ async def test_a_storage_that_asks_to_slow_down_gets_every_message_once(
         on_retry=refusals.append,
     )
     async with AzureStorage(settings, patient) as storage:
-        sending = storage.queues["normal"]
-        await sending.send(f"{number}" for number in range(200))
+        await storage.queues["normal"].send(f"{number}" for number in range(200))
     assert queue.taken == 200
     assert len(refusals) == queue.refused > 0
     assert all(isinstance(each, errors.BusyError) for each in refusals)

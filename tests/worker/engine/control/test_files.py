@@ -103,8 +103,7 @@ def checked(nets: cache.ControlNets, control: Any) -> Any:
 
 def test_sdxls_in_the_original_names_have_all_tensors(sdxl: Path, sdxl_nets, write):
     network = tiny_controlnets.make(sdxl)
-    control = write(original_layout(network.state_dict(), "", layers=2))
-    checked(sdxl_nets, control)
+    checked(sdxl_nets, write(original_layout(network.state_dict(), "", layers=2)))
     read = sdxl_nets._read.popitem()[1].state_dict()
     assert read.keys() == network.state_dict().keys()
     for key, tensor in network.state_dict().items():
@@ -116,8 +115,7 @@ def test_sdxls_in_the_original_names_have_all_tensors(sdxl: Path, sdxl_nets, wri
 def test_sdxls_smaller_ones_leave_attentions_out(
     size: str, sdxl: Path, sdxl_nets, write
 ):
-    full = tiny_controlnets.make(sdxl)
-    config = dict(full.config)
+    config = dict(tiny_controlnets.make(sdxl).config)
     if size == "small":
         config |= {
             "down_block_types": ["DownBlock2D"] * 3,

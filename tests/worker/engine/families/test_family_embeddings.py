@@ -54,8 +54,7 @@ def test_images_with_an_embedding_are_those_of_diffusers(
     }
     request = make_request(**settings, embeddings=(embedding,))
     (image,) = draw(family_engine(family), request)
-    expected = draw_in_diffusers(pipeline, request)
-    assert difference(image, expected) <= ROUNDING
+    assert difference(image, draw_in_diffusers(pipeline, request)) <= ROUNDING
     (other,) = draw(family_engine(family), make_request(**settings))
     assert difference(image, other) > ROUNDING, "or the test shows nothing"
 

@@ -62,8 +62,7 @@ def test_latent_upscalers_are_two_of_diffusers_pipelines(
     upscaled = a1111.interpolate(first_pass(pipeline, request), 96, 96, **how)
     xl = StableDiffusionXLImg2ImgPipeline
     kind = xl if family == "sdxl" else StableDiffusionImg2ImgPipeline
-    taken = begin.second_pass(5, 0.7)
-    assert taken == (7, 4)
+    assert begin.second_pass(5, 0.7) == (7, 4)
     second = with_parts_of(pipeline, kind)
     larger = dataclasses.replace(request, steps=7, width=96, height=96)
     theirs = draw_in_diffusers(second, larger, image=upscaled, strength=5.01 / 7)

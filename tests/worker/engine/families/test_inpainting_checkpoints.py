@@ -268,8 +268,7 @@ def test_controlnets_see_the_latents_alone(
 ):
     path = tiny_controlnets.build(tmp_path / "net.safetensors", family_folder("sd1"), 0)
     network = tiny_controlnets.make(family_folder("sd1"), 0)
-    control = contract.Control("net", path, pixels)
-    request = request_of(controls=(control,))
+    request = request_of(controls=(contract.Control("net", path, pixels),))
     kind = StableDiffusionControlNetInpaintPipeline
     theirs = draw_in_diffusers(
         with_parts_of(pipeline("sd1"), kind, controlnet=network),

@@ -88,8 +88,7 @@ def test_loras_draw_as_in_diffusers_with_peft(
         "seed": 5,
         "steps": 3,
     }
-    lora = contract.Lora("style", path, 0.5, 0.3)
-    request = make_request(**words, loras=(lora,))
+    request = make_request(**words, loras=(contract.Lora("style", path, 0.5, 0.3),))
     image = draw(engine, request)[0]
     pipeline.load_lora_weights(path, adapter_name="style")
     parts = dict.fromkeys(engine.checkpoint.text_encoders, 0.5) | {"unet": 0.3}

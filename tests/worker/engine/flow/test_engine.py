@@ -126,8 +126,7 @@ def test_img2img_keeps_more_of_the_image_at_less_strength(make_engine, request_o
 
 def test_an_image_to_begin_with_loses_what_fills_no_cell(make_engine, request_of):
     engine = make_engine()
-    image = grey(88, 72)
-    init = contract.InitImage(image, 0.5)
+    init = contract.InitImage(grey(88, 72), 0.5)
     (drawn,) = draw(engine, request_of(width=88, height=72, init=init))
     assert drawn.shape == (64, 80, 3)
 

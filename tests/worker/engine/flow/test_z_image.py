@@ -87,8 +87,7 @@ def test_its_loras_are_thin_products_in_slots(
     key = f"diffusion_model.{path}"
     file = tmp_path / "style.safetensors"
     save_file({f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up}, file)
-    lora = contract.Lora("style", file, 1.0, 1.0)
-    styled = request_of(loras=(lora,))
+    styled = request_of(loras=(contract.Lora("style", file, 1.0, 1.0),))
     plain = request_of()
     drawn = draw_floats(engine, styled, plain)
     wanted = expected(z_image, engine, styled, {path: up @ down})

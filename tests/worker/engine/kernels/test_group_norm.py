@@ -55,8 +55,7 @@ def test_more_programs_than_a_grids_second_side_takes_reach_the_last_pixel():
     for rows, side in ((2, 1024), (1, 3000)):
         x = torch.randn(rows, 256, side, side, dtype=torch.float16, device="cuda")
         x = x.to(memory_format=torch.channels_last)
-        norm = nn.GroupNorm(32, 256).half().cuda()
-        ours = layers.normalise_and_activate(x, norm)
+        ours = layers.normalise_and_activate(x, nn.GroupNorm(32, 256).half().cuda())
         for part in (ours[:, :, :1], ours[:, :, -1:]):
             rows_of = (
                 x[:, :, :1] if part.data_ptr() == ours.data_ptr() else x[:, :, -1:]

@@ -56,8 +56,7 @@ def test_the_sum_of_its_weights_is_of_what_it_draws_with(accelerated, merged_eng
 
 def test_a_model_that_is_changed_to_has_the_accelerator_too(accelerated, merged_engine):
     (expected,) = draw(merged_engine, make_request())
-    take = load.read_beside(merged_engine, accelerated)
-    assert take()
+    assert load.read_beside(merged_engine, accelerated)()
     assert (draw(merged_engine, make_request())[0] == expected).all()
 
 

@@ -131,8 +131,7 @@ def test_a_network_computes_with_an_adapter_what_it_does_in_peft(
     found = read(folder, layers)
     unet = copy.deepcopy(checkpoint_unet)
     plain = outputs(unet)
-    merger = Merger(unet)
-    merger.activate([AppliedLora(found.identity, found.deltas["unet"], 1.0)])
+    Merger(unet).activate([AppliedLora(found.identity, found.deltas["unet"], 1.0)])
     expected = outputs(model.base_model.model)
     assert (expected - plain).abs().max() > 1e-3, "the adapter changes nothing"
     torch.testing.assert_close(outputs(unet), expected, rtol=1e-5, atol=1e-5)

@@ -51,9 +51,7 @@ def locon_in_tucker_form(weight: Array) -> Change:
 
 
 def loha(weight: Array) -> Change:
-    outer = len(weight)
-    columns = weight[0].size
-    shapes = [(outer, RANK), (RANK, columns)] * 2
+    shapes = [(len(weight), RANK), (RANK, weight[0].size)] * 2
     w1_a, w1_b, w2_a, w2_b = numbers(*shapes)
     names = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
     delta = ((w1_a @ w1_b) * (w2_a @ w2_b)).reshape(weight.shape)

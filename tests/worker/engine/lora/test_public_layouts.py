@@ -21,9 +21,7 @@ from worker.engine import contract, embeddings
 from worker.engine.families import reading, table
 from worker.engine.lora import file as lora_file
 
-LAYOUTS = json.loads(
-    Path(__file__).with_name("layouts.json").read_text(encoding="utf-8")
-)
+LAYOUTS = json.loads(Path(__file__).with_name("layouts.json").read_text())
 TYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,

@@ -54,8 +54,7 @@ def hires(width: int = 96, height: int = 96, **changes: Any) -> contract.HiresPa
 def test_a_second_pass_has_the_options_of_its_own_sampler(make_slot_engine):
     engine = make_slot_engine(slots=1)
     second = hires(sampler="ddim", sampler_options=Options(eta=0.0))
-    options = Options(eta=1.0)
-    request = make_request(sampler_options=options, hires=second)
+    request = make_request(sampler_options=Options(eta=1.0), hires=second)
     prepared = engine.prepare(request)
     assert any(prepared.schedule.noisy)
     assert not any(prepared.next_pass.schedule.noisy)

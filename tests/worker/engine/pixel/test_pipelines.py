@@ -19,14 +19,12 @@ NEGATIVE = "blurry"
 ROUNDING = 2e-3
 
 
-def draw_base(
-    pipeline: Any, seed: int = 1, guidance: float = 7.0, **steps: Any
-) -> torch.Tensor:
+def draw_base(pipeline: Any, **steps: Any) -> torch.Tensor:
     (image,) = pipeline(
         PROMPT,
         negative_prompt=NEGATIVE,
-        guidance_scale=guidance,
-        generator=torch.Generator().manual_seed(seed),
+        guidance_scale=7.0,
+        generator=torch.Generator().manual_seed(1),
         output_type="pt",
         clean_caption=False,
         **steps,

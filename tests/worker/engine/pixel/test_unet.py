@@ -17,8 +17,7 @@ def test_each_slot_gets_what_the_whole_unet_gives_alone(stage, noise_level):
     torch.manual_seed(0)
     unet = PixelUnet(tiny_cascade.make_unet(stage).double().eval())
     side = original.config.sample_size
-    channels = original.config.in_channels
-    x = torch.randn(3, channels, side, side, dtype=torch.float64)
+    x = torch.randn(3, original.config.in_channels, side, side, dtype=torch.float64)
     times = torch.tensor([999.0, 500.0, 0.0])
     states = torch.randn(3, 2, 77, 32, dtype=torch.float64)
     context = torch.empty(6, 77, unet.context_width, dtype=torch.float64)

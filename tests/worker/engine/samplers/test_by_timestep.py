@@ -297,8 +297,7 @@ def test_few_steps_are_those_of_the_models_makers(model: str, steps: int, monkey
     scale = math.hypot(1, made.initial_scale) if scales and key != "tcd" else 1.0
     latents = noise[0] * made.initial_scale / scale
     for timestep in scheduler.timesteps:
-        seen = scheduler.scale_model_input(latents, timestep)
-        output = stand_in(seen, timestep)
+        output = stand_in(scheduler.scale_model_input(latents, timestep), timestep)
         latents = scheduler.step(output, timestep, latents).prev_sample
     found = relative_difference(sample(made, noise, stand_in), latents)
     # LCM's sigmas lie between its timesteps in AUTOMATIC1111, whose sampler this is; and DDIM steps

@@ -52,8 +52,7 @@ def test_a_kind_that_is_always_rare_never_compiles_however_long_the_queue(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_half_of_a_deep_queue_compiles_within_the_first_jobs(seed: int):
-    chosen = random.Random(seed)
-    of = outlook(3000.0, chosen.choices([USUAL, OTHER], k=32))
+    of = outlook(3000.0, random.Random(seed).choices([USUAL, OTHER], k=32))
     assert pays(of, OTHER)
 
 

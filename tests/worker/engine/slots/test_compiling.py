@@ -84,8 +84,7 @@ def test_a_worker_with_an_accelerator_compiles_for_one_row_before_any_job(
     make_slot_engine, compiler: PlainPackages
 ):
     engine = make_slot_engine(slots=2, packages=compiler, is_unguided=True)
-    plain = engine.prepare(start_up.plain_request(engine, seed=0))
-    assert plain.rows(0) == 1
+    assert engine.prepare(start_up.plain_request(engine, seed=0)).rows(0) == 1
     compiler.may_end += 5
     engine.warm_up()
     ticks = [name.split(",")[0] for name in compiler.began if "UNet" in name]
@@ -495,8 +494,7 @@ def test_few_images_that_change_convolutions_are_drawn_in_the_first_slots_alone(
         for seed in range(28)
     ]
     images = draw(engine, *requests)
-    changes = engine._unet.changes
-    assert changes.slots_of(0) == 2
+    assert engine._unet.changes.slots_of(0) == 2
     assert {len(each.down) for each in changing_layers(engine)} == {2}
     for image, request in list(zip(images, requests, strict=True))[::3]:
         assert_alike(image, draw(slot_engine, request)[0], ROUNDING)

@@ -268,8 +268,7 @@ def test_loras_of_one_job_add_up_to_at_most_the_highest_rank(
     fits = slot_engine.prepare(make_request(loras=(one, other)))
     assert list(fits.packs["unet"].ranks.values()) == [128]
     more = (one, other, write_lora(path, rank=1, seed=2))
-    prepared = slot_engine.prepare(make_request(loras=more))
-    assert "unet" not in prepared.packs
+    assert "unet" not in slot_engine.prepare(make_request(loras=more)).packs
 
 
 def test_a_job_runs_beside_others_when_memory_runs_out_for_its_change(

@@ -71,8 +71,7 @@ def engine_of(folder: Path, **settings: Any) -> slots.SlotEngine:
 
 
 def take(engine: slots.SlotEngine, folder: Path) -> None:
-    swap = load.read_beside(engine, load.EngineSettings(folder))
-    assert swap()
+    assert load.read_beside(engine, load.EngineSettings(folder))()
 
 
 @pytest.mark.parametrize(
@@ -133,8 +132,7 @@ def test_a_model_is_not_taken_while_there_are_jobs(
     second = shutil.copytree(checkpoint, tmp_path / "second")
     engine = make_slot_engine()
     engine.admit(0, engine.prepare(make_request()))
-    swap = load.read_beside(engine, load.EngineSettings(second))
-    assert not swap()
+    assert not load.read_beside(engine, load.EngineSettings(second))()
     assert engine.model_name == checkpoint.name
 
 
@@ -260,8 +258,7 @@ def test_what_slots_cannot_hold_is_merged_below_the_slot_and_undone(
     assert engine.weight_mode == "shared"
     assert difference(changed, draw(make_slot_engine(), merged)[0]) <= ROUNDING
     assert difference(changed, before[1]) > VISIBLE
-    after = draw(engine, plain, styled)
-    assert_alike(after, before, within=0)
+    assert_alike(draw(engine, plain, styled), before, within=0)
     assert engine.self_check.find_fault() is None
 
 

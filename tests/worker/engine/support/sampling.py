@@ -80,11 +80,9 @@ def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def too_different(found: Mapping[Any, float], bound: float = 1e-5) -> dict[Any, float]:
-    """The differences of *found* that are not below the bound, by what they are of."""
-    return {
-        of: difference for of, difference in found.items() if not difference < bound
-    }
+def too_different(found: Mapping[Any, float]) -> dict[Any, float]:
+    """The differences of *found* that are not below 1e-5, by what they are of."""
+    return {of: difference for of, difference in found.items() if not difference < 1e-5}
 
 
 def taking(noise: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
