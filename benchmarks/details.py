@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -30,6 +29,7 @@ import imagefleet
 from evaluation.bench import machine
 from imagefleet.files import demo
 from imagefleet.job import samplers
+from imagefleet.validation import JSONDict
 from rows.groups import add_figures
 from worker.engine import contract, device
 
@@ -94,7 +94,7 @@ class CountingEngine(imagefleet.AsyncEngine):
         return await super()._pixels(request, at)
 
 
-async def rate(engine: CountingEngine, jobs: list[dict[str, Any]]) -> float:
+async def rate(engine: CountingEngine, jobs: list[JSONDict]) -> float:
     """Rows a second of processor time of a batch of jobs."""
     before, begin = engine.rows, time.process_time()
     async for drawn in engine.draw(jobs):
@@ -103,11 +103,11 @@ async def rate(engine: CountingEngine, jobs: list[dict[str, Any]]) -> float:
     return (engine.rows - before) / (time.process_time() - begin)
 
 
-async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def measure(arguments: argparse.Namespace, folder: Path) -> JSONDict:
     write_detector(folder / "red.onnx")
     seeds = itertools.count()
 
-    def jobs(*, detailed: bool) -> list[dict[str, Any]]:
+    def jobs(*, detailed: bool) -> list[JSONDict]:
         found = []
         for number in range(arguments.jobs):
             args = [UNIT] if detailed and number % 2 else []

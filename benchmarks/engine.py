@@ -20,13 +20,12 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from rows import groups
-from rows.groups import Measurement, quotient
+from rows.groups import Figures, Measurement, quotient
 
 ROWS_SCRIPT = Path(__file__).with_name("rows") / "engine.py"
 
@@ -102,7 +101,7 @@ async def run(arguments: argparse.Namespace, ends_at: float, folder: Path) -> No
     )
 
 
-Rows = Mapping[str, Mapping[str, Any]]
+Rows = Mapping[str, Figures]
 
 
 def figure(rows: Rows, row: str, key: str = "images_per_second") -> float | None:
@@ -110,7 +109,7 @@ def figure(rows: Rows, row: str, key: str = "images_per_second") -> float | None
     return rows.get(row, {}).get(key)
 
 
-def summarise(rows: Rows) -> dict[str, Any]:
+def summarise(rows: Rows) -> Figures:
     """The main figures, and those they are computed from."""
     found = functools.partial(figure, rows)
     mixed, limit = found("mixed"), rows.get("limit", {})
@@ -150,7 +149,7 @@ COMPARED = ("rank_128", "shuffled_ranks", "two_loras", "three_loras", "locon_six
             "loha", "lokr", "dora")  # fmt: skip
 
 
-def summarise_jobs(rows: Rows) -> dict[str, Any]:
+def summarise_jobs(rows: Rows) -> Figures:
     """The main figures of `rows/jobs.py`."""
     found = functools.partial(figure, rows)
     names = ("rank_32", *COMPARED)
@@ -176,7 +175,7 @@ def summarise_jobs(rows: Rows) -> dict[str, Any]:
     }
 
 
-def summarise_few_steps(rows: Rows) -> dict[str, Any]:
+def summarise_few_steps(rows: Rows) -> Figures:
     """The main figures of images without guidance, of few steps, and of all samplers."""
     found = functools.partial(figure, rows)
     rows_of = functools.partial(figure, rows, key="unet_rows_per_second")
@@ -209,7 +208,7 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def show(results: Mapping[str, Any]) -> None:
+def show(results: Figures) -> None:
     table = Table("figure", "measured")
     for name, value in results.items():
         if isinstance(value, int | float):

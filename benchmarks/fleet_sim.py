@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -31,6 +31,7 @@ from rich.table import Table
 
 from imagefleet import errors
 from imagefleet.pricing import prices
+from imagefleet.validation import JSONDict
 from simulation import account, measure, nodes, pictures, reference
 from simulation.fleet import Scenario
 from simulation.measure import Figures
@@ -131,14 +132,14 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
+def _scaling(arguments: argparse.Namespace) -> JSONDict:
     names = (
         [each.strip() for each in arguments.gpu.split(",")] if arguments.gpu else CARDS
     )
     cards = nodes.cards_of(names, arguments.priority)
     weather = nodes.Weather(arguments.interruptions)
     fastest = max(cards, key=lambda card: card.images_per_second)
-    found: list[dict[str, Any]] = []
+    found: list[JSONDict] = []
     with _progress() as progress:
         plan = Scenario(1, [fastest], nodes.Weather(0, 0, 0), seed=arguments.seed)
         alone = _simulated(plan, arguments.warm_seconds, ALONE_SECONDS, progress)
@@ -174,7 +175,7 @@ def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**found[-1], "rows": found}
 
 
-def _of_row(runs: Sequence[Figures], alone: Figures) -> dict[str, Any]:
+def _of_row(runs: Sequence[Figures], alone: Figures) -> JSONDict:
     """A row of the table; perfectly linear is what one replica alone makes of its card's speed."""
     # Without the edges of its time: 16 images come together.
     one = alone.share_of_possible + alone.missing["not_stored"]
@@ -203,7 +204,7 @@ def _simulated(
     return measure.measure(plan, warm_seconds, seconds, report)
 
 
-def _reference(arguments: argparse.Namespace) -> dict[str, Any]:
+def _reference(arguments: argparse.Namespace) -> JSONDict:
     with _progress() as progress:
         task = progress.add_task("the public run", total=1.0)
 
@@ -231,7 +232,7 @@ def _reference(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show(
-    found: Sequence[dict[str, Any]],
+    found: Sequence[JSONDict],
     cards: Sequence[nodes.Card],
     arguments: argparse.Namespace,
 ) -> None:
@@ -280,7 +281,7 @@ def _show(
     )
 
 
-def _share(row: dict[str, Any]) -> str:
+def _share(row: JSONDict) -> str:
     text = f"{row['linear_fraction']:.2%}"
     if row["linear_fraction_deviation"] is None:
         return text

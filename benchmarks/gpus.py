@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -36,6 +35,7 @@ import pynvml
 
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from one_machine import far_azurite, figures
 from one_machine.workers import SAMPLE_SECONDS, Machine, Sample, running
 from worker.gpus import choice
@@ -93,8 +93,8 @@ class Benchmark:
         self.arguments = arguments
         self.gpus = gpus
         self.setup = setup
-        self.runs: dict[int, figures.Figures] = {}
-        self.found: dict[str, Any] = {}
+        self.runs: dict[int, JSONDict] = {}
+        self.found: JSONDict = {}
         self._sent = 0
 
     async def run(self) -> None:
@@ -173,7 +173,7 @@ class Benchmark:
 
     async def _samples(
         self, machine: Machine, client: aiohttp.ClientSession, gpus: Sequence[Gpu]
-    ) -> tuple[list[Sample], dict[str, Any]]:
+    ) -> tuple[list[Sample], JSONDict]:
         """The samples of the measured time, and each card's mean clock and power."""
         samples = [await machine.sample(client)]
         seen: dict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -211,7 +211,7 @@ class Benchmark:
         client: aiohttp.ClientSession,
         storage: Storage,
         jobs: int,
-    ) -> dict[str, Any] | None:
+    ) -> JSONDict | None:
         """Kills one worker as it draws; every job that is not taken off must be stored."""
         gpu = machine.gpus[-1]
         if self.arguments.until - time.monotonic() < KILL_SECONDS:

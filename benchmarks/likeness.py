@@ -26,6 +26,7 @@ from evaluation.bench import machine, work
 from imagefleet import likeness
 from imagefleet.files import demo
 from imagefleet.likeness import Fingerprint
+from imagefleet.validation import JSONDict
 from worker.engine import contract, load
 from worker.engine import device as devices
 
@@ -145,7 +146,7 @@ def main() -> int:
     right = {name: draw(settings, requests) for name, settings in ways(on_gpu)}
     first = next(iter(right))
     settings = dict(ways(on_gpu))[first]
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, JSONDict] = {}
     own = prints(right[first])
     for name in list(right)[1:]:
         rows[name] = row(own, prints(right[name]), is_right=True)
@@ -190,7 +191,7 @@ def prints(drawn: Iterable[Pixels]) -> list[Fingerprint]:
 
 def row(
     one: list[Fingerprint], other: list[Fingerprint], *, is_right: bool
-) -> dict[str, Any]:
+) -> JSONDict:
     """Distances of pairs, and how many are on the wrong side of `SAME_BELOW`."""
     jobs = [likeness.distance(*pair) for pair in zip(one, other, strict=False)]
     return {
@@ -204,7 +205,7 @@ def row(
     }
 
 
-def show(record: dict[str, Any]) -> None:
+def show(record: JSONDict) -> None:
     print(f"{'drawn':38} {'jobs: min':>9} {'median':>7} {'max':>7} {'wrong':>6}")
     for name, each in record["rows"].items():
         print(

@@ -20,7 +20,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -38,6 +37,7 @@ from imagefleet.records.record import Record
 from imagefleet.storage.local.blobs import METADATA_FOLDER
 from imagefleet.storage.open import LocalStorage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 
 FETCHED = 1_000
 
@@ -128,37 +128,33 @@ async def fill_single(
 
 
 @asynccontextmanager
-async def counted(
-    storage: LocalStorage, figures: dict[str, Any]
-) -> AsyncIterator[None]:
+async def counted(storage: LocalStorage) -> AsyncIterator[JSONDict]:
+    """Yields the figures, which are there once the block has ended."""
     before, began_at = dataclasses.replace(storage.operations), time.monotonic()
-    yield
+    figures: JSONDict = {}
+    yield figures
     done = storage.operations
     figures["reads"] = done.blob_reads - before.blob_reads
     figures["writes_and_listings"] = done.blob_writes - before.blob_writes
     figures["seconds"] = round(time.monotonic() - began_at, 2)
 
 
-async def list_all(storage: LocalStorage, campaign: str, count: int) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
+async def list_all(storage: LocalStorage, campaign: str, count: int) -> JSONDict:
     found = 0
-    async with counted(storage, figures):
+    async with counted(storage) as figures:
         async for records in reader.image_parts(storage, campaign):
             found += len(records)
     assert found == count
     return figures
 
 
-async def fetch_some(
-    storage: LocalStorage, campaign: str, count: int
-) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
+async def fetch_some(storage: LocalStorage, campaign: str, count: int) -> JSONDict:
     rng = random.Random(0)
     chosen = {f"{number:07}" for number in rng.sample(range(count), FETCHED)}
     some: list[Record] = []
     async for records in reader.image_parts(storage, campaign):
         some += [record for record in records if record.id in chosen]
-    async with counted(storage, figures):
+    async with counted(storage) as figures:
         for record in some:
             found = await pictures.find(storage, [record])
             assert not isinstance(found, str)
@@ -167,20 +163,19 @@ async def fetch_some(
 
 async def export_all(
     storage: LocalStorage, campaign: str, count: int, folder: Path
-) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
+) -> JSONDict:
     wanted = ExportPlan(campaign=campaign, shard_size=10_000)
     (folder / WORK_FOLDER).mkdir(parents=True)
     database = PlanDatabase(folder / WORK_FOLDER / "plan.sqlite")
     with contextlib.closing(database):
-        async with counted(storage, figures):
+        async with counted(storage) as figures:
             plan = await command._plan(storage, database, wanted, folder)  # noqa: SLF001
             shards = await Exporter(folder, database, plan, storage).run(lambda _: None)
     assert sum(shard.images for shard in shards) == count
     return figures
 
 
-async def run(images: int, single: int, bundle: int, folder: Path) -> dict[str, Any]:
+async def run(images: int, single: int, bundle: int, folder: Path) -> JSONDict:
     storage = open_storage(StorageSettings(storage=f"local:{folder}/storage"))
     assert isinstance(storage, LocalStorage)
     async with storage:
@@ -214,7 +209,7 @@ async def run(images: int, single: int, bundle: int, folder: Path) -> dict[str, 
     }
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: JSONDict) -> None:
     table = Table(
         "",
         *(

@@ -18,13 +18,14 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from evaluation.bench import random_model
 from imagefleet.job import clip
+from imagefleet.validation import JSONDict, JSONObject
 
 _TEXT_WIDTH = 32
 
 _VAE_CHANNELS = (16, 16, 32, 32)
 
 #: Of a UNet, in place of SD1.5's four levels: each kind of block, and an image in half the time.
-TWO_LEVELS: Mapping[str, Any] = {
+TWO_LEVELS: JSONObject = {
     "block_out_channels": (32, 64),
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
@@ -98,7 +99,7 @@ def save(
     folder: Path,
     pipeline: str,
     networks: Mapping[str, Any],
-    schedulers: Mapping[str, Mapping[str, Any]],
+    schedulers: Mapping[str, JSONObject],
     **settings: Any,
 ) -> None:
     """Writes networks and the configurations of schedulers as a pipeline of diffusers reads them.
@@ -199,7 +200,7 @@ def make_text_encoder(
 
 def make_unet(size: int, **changes: Any) -> UNet2DConditionModel:
     """SD1.5's UNet, far narrower; with *changes* of its configuration, another family's."""
-    config: dict[str, Any] = {
+    config: JSONDict = {
         "sample_size": size // 8,
         "block_out_channels": (32, 32, 64, 64),
         "layers_per_block": 1,
@@ -244,8 +245,8 @@ def _raise_gain(layer: nn.Conv2d, factor: float) -> None:
         layer.weight.mul_(factor)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    return cast("dict[str, Any]", json.loads((folder / "config.json").read_text()))
+def _read_config(folder: Path) -> JSONDict:
+    return cast("JSONDict", json.loads((folder / "config.json").read_text()))
 
 
 def _blur(layer: nn.Conv2d) -> None:

@@ -48,6 +48,7 @@ from imagefleet.signing import JobSigner, SigningKey, TrustedJobs
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import probes
+from imagefleet.validation import JSONDict
 
 # A busy machine takes any time.
 hypothesis.settings.register_profile(
@@ -109,7 +110,7 @@ class VictoriaMetrics:
                 pass
         await polling.until(lambda: self.ask(last))
 
-    async def ask(self, query: str) -> list[dict[str, Any]]:
+    async def ask(self, query: str) -> list[JSONDict]:
         # It rounds the time down to a second, before the newest samples.
         parameters = {"query": query, "time": str(math.ceil(time.time()))}
         async with (
@@ -147,7 +148,7 @@ class FakeSaladMetadata:
         return self._change(request.method, request.path, await request.json())
 
     def _get(self, path: str) -> web.Response:
-        answers: dict[str, dict[str, Any]] = {
+        answers: dict[str, JSONDict] = {
             "/v1/token": {"jwt": self.jwt},
             "/v1/status": {"ready": self.ready, "started": self.started},
         }
@@ -155,7 +156,7 @@ class FakeSaladMetadata:
             return web.json_response(answers[path])
         return _problem(404, "The container instance could not be found.")
 
-    def _change(self, method: str, path: str, body: dict[str, Any]) -> web.Response:
+    def _change(self, method: str, path: str, body: JSONDict) -> web.Response:
         match method, path, body:
             case "POST", "/v1/reallocate", {"reason": str(reason)} if (
                 1 <= len(reason) <= 1000

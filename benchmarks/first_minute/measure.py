@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 
@@ -200,7 +200,7 @@ FIGURES = {
 }
 
 
-def summarise(results: Mapping[str, Any]) -> Figures:
+def summarise(results: Figures) -> Figures:
     """All figures; one whose rows are of two runs stays as it was measured."""
     rows: Mapping[str, Figures] = results.get("rows", {})
     found: Figures = {}
@@ -215,7 +215,7 @@ def summarise(results: Mapping[str, Any]) -> Figures:
     return found
 
 
-def table(results: Mapping[str, Any]) -> str:
+def table(results: Figures) -> str:
     """The figures that were measured, as a document shows them."""
     lines = ["| what | figure |", "| --- | --- |"]
     for name, share in FIGURES.items():

@@ -9,13 +9,13 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
 from first_minute import packages
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from one_machine.workers import SAMPLE_SECONDS, Sample, running
 from rows.groups import Figures
 
@@ -137,7 +137,7 @@ async def _stored(storage: Storage) -> set[str]:
     return {Path(name).stem async for name in storage.blobs.names("default/")}
 
 
-def _row_pixels(job: dict[str, Any]) -> float:
+def _row_pixels(job: JSONDict) -> float:
     """Pixels of a picture times the rows of the UNet's calls that it takes."""
     rows = job["steps"] * (1 if job["cfg_scale"] == 1 else 2)
     return float(rows * job["width"] * job["height"])

@@ -11,12 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from imagefleet.validation import JSONDict
 from klein import tiny_klein
 from worker.engine import contract
 from worker.engine.flow.families import KLEIN
 
 #: Qwen3-4B's, without the layers that klein does not read.
-_ENCODER: dict[str, Any] = {
+_ENCODER: JSONDict = {
     "vocab_size": 151_936,
     "hidden_size": 2560,
     "intermediate_size": 9728,
@@ -100,7 +101,7 @@ def _tensors(
 
 
 def request(**changes: Any) -> contract.ImageRequest:
-    fields: dict[str, Any] = {
+    fields: JSONDict = {
         "prompt": "a red house by a lake, digital art",
         "negative_prompt": "",
         "loras": (),

@@ -66,12 +66,12 @@ OVERHEAD_SECONDS = 400.0
 CAPTIONS, TINY_CAPTIONS = 500, 3
 
 
-def of_arguments(arguments: argparse.Namespace) -> tuple[Path, full_size.Kind]:
+def model_of(arguments: argparse.Namespace) -> Path:
     folder: Path = arguments.folder / ("tiny" if arguments.tiny else "klein")
     model = full_size.build(folder, arguments.device, is_tiny=arguments.tiny)
     if arguments.device.type == "cuda":
         torch.cuda.empty_cache()
-    return model, ("lora", 32)
+    return model
 
 
 def sizes(arguments: argparse.Namespace) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -128,6 +128,12 @@ def write_loras(
     )
 
 
+def write_own(arguments: argparse.Namespace, model: Path) -> list[tuple[contract.Lora]]:
+    """LoRAs for jobs with one each."""
+    paths = write_loras(arguments, model, ("lora", 32))
+    return [(full_size.lora_of(path),) for path in paths]
+
+
 def warm(engine: SlotEngine, requests: Sequence[contract.ImageRequest]) -> None:
     """Draws a round, so that graphs for what its jobs have are compiled and recorded."""
     work.draw(engine, [*requests, *requests])
@@ -149,15 +155,14 @@ def rate(
 
 def prepare_engine(arguments: argparse.Namespace) -> Measure:
     """The engine alone: rates of two sizes, company, prompts, and the card's limit."""
-    model, kind = of_arguments(arguments)
+    model = model_of(arguments)
     native, small = sizes(arguments)
-    paths = write_loras(arguments, model, kind)
+    own = write_own(arguments, model)
     began_at = time.monotonic()
     engine = load_engine(arguments, model)
     ready = time.monotonic() - began_at
     work.draw(engine, [full_size.request(width=native[0], height=native[1])])
     first = time.monotonic() - began_at
-    own = [(full_size.lora_of(path),) for path in paths]
 
     def measure(seconds: float) -> Figures:
         figures: Figures = {
@@ -194,9 +199,9 @@ def prepare_engine(arguments: argparse.Namespace) -> Measure:
 
 def prepare_bag(arguments: argparse.Namespace) -> Measure:
     """Unlike LoRAs, steps and sizes against uniform jobs with a LoRA each."""
-    model, kind = of_arguments(arguments)
+    model = model_of(arguments)
     native, _ = sizes(arguments)
-    own = [(full_size.lora_of(path),) for path in write_loras(arguments, model, kind)]
+    own = write_own(arguments, model)
     kinds = {each for some in BAG_LORAS for each in some}
     of_bag = {each: write_loras(arguments, model, each) for each in sorted(kinds)}
     engine = load_engine(arguments, model)
@@ -225,10 +230,9 @@ def company(engine: SlotEngine, jobs: Sequence[contract.ImageRequest]) -> float:
 
 def prepare_diffusers(arguments: argparse.Namespace) -> Measure:
     """The engine and diffusers in one process: compiled, with peft, and against float32."""
-    model, kind = of_arguments(arguments)
+    model = model_of(arguments)
     native, _ = sizes(arguments)
-    paths = write_loras(arguments, model, kind)[:4]
-    loras = [full_size.lora_of(path) for path in paths]
+    loras = write_own(arguments, model)[:4]
     engine = load_engine(arguments, model)
     like = full_size.request(width=native[0], height=native[1])
     on_gpu = arguments.device.type == "cuda"
@@ -236,7 +240,7 @@ def prepare_diffusers(arguments: argparse.Namespace) -> Measure:
 
     def measure(seconds: float) -> Figures:
         ours = {}
-        for word, own in (("no_lora", ((),)), ("mixed", [(each,) for each in loras])):
+        for word, own in (("no_lora", ((),)), ("mixed", loras)):
             ours[f"{word}_images_per_second"] = rate(engine, native, seconds, own)
         shapes = (TINY_BAG if arguments.tiny else BAG)[:2]
         requests = [
@@ -249,7 +253,7 @@ def prepare_diffusers(arguments: argparse.Namespace) -> Measure:
         references = [theirs.draw(exact, [each])[0] for each in requests]
         del exact
         pipeline = tiny_klein.read_pipeline(model, dtype=half).to(arguments.device)
-        peft = theirs.lora_rate(pipeline, like, loras, seconds)
+        peft = theirs.lora_rate(pipeline, like, [lora for (lora,) in loras], seconds)
         compiled = theirs.compiled_rate(pipeline, like, seconds, compiles=on_gpu)
         return {
             **ours,
@@ -263,9 +267,9 @@ def prepare_diffusers(arguments: argparse.Namespace) -> Measure:
 
 def prepare_capped(arguments: argparse.Namespace, gigabytes: int) -> Measure:
     """Another LoRA a job with the GPU's memory limited; 8 GB: in int8, from stored states."""
-    model, kind = of_arguments(arguments)
+    model = model_of(arguments)
     native, _ = sizes(arguments)
-    own = [(full_size.lora_of(path),) for path in write_loras(arguments, model, kind)]
+    own = write_own(arguments, model)
     jobs = requests_of(native, own)
     settings: dict[str, object] = {}
     if gigabytes == min(CAPS):
@@ -292,9 +296,9 @@ def prepare_capped(arguments: argparse.Namespace, gigabytes: int) -> Measure:
 
 def prepare_int8(arguments: argparse.Namespace) -> Measure:
     """Weights in int8 and in bfloat16, one engine after the other."""
-    model, kind = of_arguments(arguments)
+    model = model_of(arguments)
     native, _ = sizes(arguments)
-    own = [(full_size.lora_of(path),) for path in write_loras(arguments, model, kind)]
+    own = write_own(arguments, model)
 
     def measure(seconds: float) -> Figures:
         figures: Figures = {}
@@ -313,7 +317,7 @@ def prepare_demo(arguments: argparse.Namespace) -> Measure:
     """The demo's klein in slots: which captions of unseen scenes it draws right."""
     model = ROOT / "demo_klein"
     if arguments.tiny:
-        model, _ = of_arguments(arguments)
+        model = model_of(arguments)
     count = TINY_CAPTIONS if arguments.tiny else CAPTIONS
     scenes = drawing.held_out_scenes(count, seed=count)
     # Its encoder is a ninth as deep as klein's, and other layers are taken.

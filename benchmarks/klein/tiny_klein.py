@@ -17,6 +17,8 @@ from diffusers import (
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from imagefleet.validation import JSONDict
+
 #: Pixels on a side.
 NATIVE_SIDE = 64
 
@@ -76,7 +78,7 @@ def save(
 
 
 def make_transformer(**changes: Any) -> Flux2Transformer2DModel:
-    config: dict[str, Any] = {
+    config: JSONDict = {
         "patch_size": 1,
         "num_layers": 2,
         "num_single_layers": 2,
@@ -91,7 +93,7 @@ def make_transformer(**changes: Any) -> Flux2Transformer2DModel:
 
 
 def make_vae(**changes: Any) -> AutoencoderKLFlux2:
-    config: dict[str, Any] = {
+    config: JSONDict = {
         "block_out_channels": (8, 8, 8, 8),
         "layers_per_block": 1,
         "latent_channels": _LATENTS,
@@ -105,7 +107,7 @@ def make_vae(**changes: Any) -> AutoencoderKLFlux2:
 
 
 def make_text_encoder(**changes: Any) -> Qwen3ForCausalLM:
-    config: dict[str, Any] = {
+    config: JSONDict = {
         "vocab_size": 256 + len(_SPECIAL),
         "hidden_size": _TEXT_WIDTH,
         "intermediate_size": 32,

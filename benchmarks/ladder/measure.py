@@ -28,6 +28,7 @@ from benchmarks.ladder import picture
 from evaluation.bench import baseline, machine, work
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
+from imagefleet.validation import JSONDict
 from worker.engine import device as devices
 from worker.engine import load
 
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "ladder.svg")
     arguments = parser.parse_args()
     device = devices.find_device("cpu" if arguments.tiny else "cuda")
-    rows: list[dict[str, Any]] = []
+    rows: list[JSONDict] = []
     with tempfile.TemporaryDirectory() as folder:
         setup = bench_engine.prepare(None, Path(folder), str(device), loras=1)
         for rung in Ladder(setup, device, arguments.seconds).rungs():

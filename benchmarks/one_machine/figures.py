@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from one_machine.workers import Sample
-
-Figures = dict[str, Any]
+from rows.groups import Figures
 
 
 def measured(
-    samples: Sequence[Sample], gpus: Sequence[str], clocks: Mapping[str, Any]
+    samples: Sequence[Sample], gpus: Sequence[str], clocks: Figures
 ) -> Figures:
     """The figures of one run on *gpus*, from its steady state."""
     first, last = samples[0], samples[-1]

@@ -18,6 +18,7 @@ from rows.process import Channel, Measure
 from worker.engine import device as devices
 
 Rows = Mapping[str, Callable[[argparse.Namespace], Measure]]
+Summarise = Callable[[Mapping[str, Figures]], Figures]
 
 
 def options(description: str, rows: Rows, folder: str) -> argparse.ArgumentParser:
@@ -44,7 +45,7 @@ def run(
     script: str,
     arguments: argparse.Namespace,
     rows: Rows,
-    summarise: Callable[[Mapping[str, Figures]], Figures],
+    summarise: Summarise,
     overhead_seconds: float,
 ) -> None:
     """Measures the row that the arguments name, or starts *script* for each of several."""
@@ -75,7 +76,7 @@ def _measure_row(arguments: argparse.Namespace, rows: Rows) -> None:
 async def _measure_rows(
     script: Path,
     arguments: argparse.Namespace,
-    summarise: Callable[[Mapping[str, Figures]], Figures],
+    summarise: Summarise,
     overhead_seconds: float,
 ) -> None:
     given = [each for each in sys.argv[1:] if each != "--together"]

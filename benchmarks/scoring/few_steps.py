@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from fleet.plan import command as planning
 from fleet.plan import work
 from imagefleet.files import demo
 from imagefleet.job.message import Job
+from imagefleet.validation import JSONDict
 from measure_demo_model import BATCH, GUIDANCE, Case, Painter, held_out_cases
 
 #: As the LoRA was trained.
@@ -144,7 +145,7 @@ class Scorer:
         self._reference, self._root = told, metrics.square_root(told)
         self._texts = self._clip.text_features([case.caption for case in cases])
 
-    def figures(self, pictures: Tensor) -> dict[str, Any]:
+    def figures(self, pictures: Tensor) -> JSONDict:
         found = list(zip(self._cases, answers.find(self._judge, pictures), strict=True))
         images = as_images(pictures)
         fid = metrics.fid(self._extractor.features(images), self._reference, self._root)
@@ -165,7 +166,7 @@ class Scorer:
         }
 
 
-def cost(drawn: DrawnPictures) -> dict[str, Any]:
+def cost(drawn: DrawnPictures) -> JSONDict:
     """The plan of a million of SD1.5's images, and the speed of those that were drawn here."""
     way, found = drawn.way, dict[str | None, work.ModelJobs]()
     job = Job(
@@ -182,7 +183,7 @@ def cost(drawn: DrawnPictures) -> dict[str, Any]:
     }
 
 
-def save_curves(rows: list[dict[str, Any]], folder: Path) -> None:
+def save_curves(rows: list[JSONDict], folder: Path) -> None:
     """FID and CLIP score over dollars: a line for each kind, a point for each number of steps."""
     own, *drawn = rows
     for name, title in (("fid", "FID"), ("clip", "CLIP score")):
@@ -206,7 +207,7 @@ def save_curves(rows: list[dict[str, Any]], folder: Path) -> None:
         )
 
 
-def show(row: dict[str, Any]) -> None:
+def show(row: JSONDict) -> None:
     fid_reach, clip_reach = (
         (row[f"{name}_interval"][1] - row[f"{name}_interval"][0]) / 2
         for name in ("fid", "clip")

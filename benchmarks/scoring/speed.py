@@ -18,7 +18,6 @@ import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [f"{ROOT}/demo_model/training", str(ROOT)]
@@ -32,6 +31,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 
 #: Different pictures; the names differ all the same.
 PICTURES = 500
@@ -97,7 +97,7 @@ def megabytes(process: int) -> float:
     return total / 1024
 
 
-def score(folder: Path, campaign: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def score(folder: Path, campaign: str, arguments: argparse.Namespace) -> JSONDict:
     """Runs the command, and looks at its memory meanwhile."""
     command = [
         sys.executable,
@@ -138,7 +138,7 @@ def score(folder: Path, campaign: str, arguments: argparse.Namespace) -> dict[st
     }
 
 
-async def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+async def measure(folder: Path, arguments: argparse.Namespace) -> list[JSONDict]:
     rows = []
     async with open_storage(
         StorageSettings(storage=f"local:{folder}/storage")

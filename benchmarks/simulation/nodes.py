@@ -4,9 +4,9 @@ import bisect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from imagefleet.pricing import prices
+from imagefleet.validation import JSONDict
 from simulation.clients import Line
 
 #: Where nodes are, and their round trip to a storage in the east of the USA: half or more of the
@@ -78,9 +78,7 @@ def seconds_until_replaced(dice: random.Random) -> float:
     return _between(REPLACED, dice.random())
 
 
-def warm_up(
-    weather: Weather, replicas: int, seconds: float, seed: int
-) -> dict[str, Any]:
+def warm_up(weather: Weather, replicas: int, seconds: float, seed: int) -> JSONDict:
     """Shares of a fleet's paid time: until first images, at full speed, and of what it may draw."""
     dice, lives = random.Random(seed), list[float]()
     for _ in range(replicas):

@@ -2,13 +2,13 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from cli import console
 from evaluation.score import figures as curve
+from imagefleet.validation import JSONObject
 
 _WIDTH, _HEIGHT = 560, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 24, 24, 50
@@ -28,7 +28,7 @@ def _picture(title: str, parts: Sequence[str], height: int = _HEIGHT) -> str:
     return "\n".join([*head, *parts, "</svg>"]) + "\n"
 
 
-def scaling(rows: Sequence[Mapping[str, Any]]) -> str:
+def scaling(rows: Sequence[JSONObject]) -> str:
     """Images/s over replicas, both by powers of ten, with what is perfectly linear."""
     counts = [row["replicas"] for row in rows]
     rates = [row["images_per_second"] for row in rows]
@@ -82,7 +82,7 @@ def scaling(rows: Sequence[Mapping[str, Any]]) -> str:
     return _picture("Images per second by the number of replicas, simulated", parts)
 
 
-def reference(report: Mapping[str, Any]) -> str:
+def reference(report: JSONObject) -> str:
     """Images a day and images per dollar: published, replayed, and of this engine."""
     published, ours = report["published"], report["ours"]
     day = 86_400 / ours["seconds"]

@@ -15,11 +15,11 @@ import bisect
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
 from imagefleet.pricing.prices import INTERRUPTIONS_PER_HOUR
+from imagefleet.validation import JSONDict
 from simulation import measured
 from simulation.account import (
     ACCOUNT_REQUESTS_PER_SECOND,
@@ -271,7 +271,7 @@ def _row(
     return name, (*texts, f"{replayed / published - 1:+.1%}", ours)
 
 
-def report(replayed: Replay, ours: Figures) -> dict[str, Any]:
+def report(replayed: Replay, ours: Figures) -> JSONDict:
     """The replayed run with a simulation's keys, the published one, and ours."""
     rate = replayed.images / (replayed.hours * 3600)
     scale = HOURS / replayed.hours

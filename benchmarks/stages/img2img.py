@@ -22,7 +22,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 
@@ -38,6 +37,7 @@ from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, work
 from families import tiny_controlnets
+from imagefleet.validation import JSONDict
 from rows import amounts
 from rows.groups import add_figures
 from worker.engine import contract, load
@@ -149,7 +149,7 @@ def _details(kinds: Sequence[str]) -> str:
     return "controlnet_rows" if list(kinds) == [CONTROLNET] else "img2img_rows"
 
 
-def measure(run: Run, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure(run: Run, kinds: Sequence[str]) -> Iterator[JSONDict]:
     """The figures so far, after each rate: rows a second of each kind of jobs, and their shares."""
     rows: dict[str, float] = {}
     for name, requests in _workloads(run, kinds):
@@ -177,9 +177,7 @@ def _workloads(run: Run, kinds: Sequence[str]) -> Iterator[tuple[str, Requests]]
     yield "txt2img_again", run.txt2img()
 
 
-def _summarise(
-    run: Run, kinds: Sequence[str], rows: Mapping[str, float]
-) -> dict[str, Any]:
+def _summarise(run: Run, kinds: Sequence[str], rows: Mapping[str, float]) -> JSONDict:
     plain = statistics.mean(
         rows[name] for name in ("txt2img", "txt2img_again") if name in rows
     )
@@ -247,7 +245,7 @@ def main() -> None:
         )  # nothing on a CPU
     if CONTROLNET in kinds:
         engine.warm_up(next(run.controlled()))
-    found: dict[str, Any] = {}
+    found: JSONDict = {}
     for found in measure(run, kinds):
         add_figures(arguments.out, found)
     engine.close()

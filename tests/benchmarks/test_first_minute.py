@@ -15,6 +15,7 @@ import pytest
 
 from evaluation.bench import work
 from first_minute import drawing, measure, packages, processes, row
+from imagefleet.validation import JSONDict
 from rows.groups import Figures
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +108,7 @@ def given(tmp_path) -> Any:
     ],
 )
 async def test_a_row_that_is_killed_keeps_its_figures_and_those_of_others(
-    given, monkeypatch, ending: str, kept: dict[str, Any]
+    given, monkeypatch, ending: str, kept: JSONDict
 ):
     measure.keep(given.out, "uniform", {"run": "a", "rows_per_second": 400.0})
     program = f"echo noise; echo '{{\"rows_per_second\": 200.0}}'; {ending}"

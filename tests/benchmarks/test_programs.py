@@ -17,6 +17,7 @@ import pytest
 
 from fleet import main, serve
 from gateway.settings import GatewaySettings
+from imagefleet.validation import JSONDict
 from klein import measure as klein
 
 pytestmark = pytest.mark.slow
@@ -187,7 +188,7 @@ async def serve_here(*command: str, env: dict[str, str], **_: Any) -> SimpleName
 
 
 #: What of the programs makes their work little beside their arguments.
-LITTLE: dict[str, dict[str, Any]] = {
+LITTLE: dict[str, JSONDict] = {
     "details.py": {"STEPS": 4},
     "gpus.py": {
         "multiprocessing": SimpleNamespace(

@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from imagefleet.validation import JSONDict
 
 NAMES = ["cost", "failures", "fleet", "nodes", "pipeline"]
 
@@ -22,13 +23,13 @@ _PROMETHEUS_ONLY = ("titleFormat", "tagKeys")
 
 
 @pytest.fixture(params=NAMES)
-def page(request, dashboards: Path) -> dict[str, Any]:
+def page(request, dashboards: Path) -> JSONDict:
     text = (dashboards / "grafana" / f"{request.param}.json").read_text()
-    loaded: dict[str, Any] = json.loads(text)
+    loaded: JSONDict = json.loads(text)
     return loaded
 
 
-def panels(page: dict[str, Any]) -> list[dict[str, Any]]:
+def panels(page: JSONDict) -> list[JSONDict]:
     """Its panels without the heading of a row."""
     return [panel for panel in page["panels"] if panel["type"] != "row"]
 
@@ -45,7 +46,7 @@ def test_the_files_are_what_the_generator_writes(dashboards: Path, tmp_path):
         )
 
 
-def test_the_files_match_grafanas_published_schema(page: dict[str, Any]):
+def test_the_files_match_grafanas_published_schema(page: JSONDict):
     plugins.register_default_plugins()
 
     for marks in page["annotations"]["list"]:
@@ -59,7 +60,7 @@ def test_the_files_match_grafanas_published_schema(page: dict[str, Any]):
 
 
 def test_every_panel_queries_the_data_source_chosen_on_the_page(
-    page: dict[str, Any],
+    page: JSONDict,
 ):
     variables = {each["name"]: each for each in page["templating"]["list"]}
     assert variables["datasource"]["query"] == "prometheus"
@@ -72,7 +73,7 @@ def test_every_panel_queries_the_data_source_chosen_on_the_page(
 
 
 def test_a_workers_name_in_a_table_leads_to_its_details(
-    page: dict[str, Any], dashboards: Path
+    page: JSONDict, dashboards: Path
 ):
     nodes = json.loads((dashboards / "grafana" / "nodes.json").read_text())
     details = [panel for panel in panels(nodes) if "$worker" in panel["title"]]

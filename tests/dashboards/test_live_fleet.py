@@ -29,6 +29,7 @@ import sent_jobs
 from fleet.monitor import prometheus
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 
 pytestmark = pytest.mark.slow
 
@@ -408,7 +409,7 @@ def make_model(folder: Path) -> Path:
 
 async def fill(storage: str, jobs: int) -> None:
     """Sends more jobs than can be done: plain, with a LoRA, duplicates and bad ones."""
-    job: dict[str, Any] = {"prompt": "a house", "steps": 4, "campaign": CAMPAIGN}
+    job: JSONDict = {"prompt": "a house", "steps": 4, "campaign": CAMPAIGN}
     messages = []
     for number in range(jobs // 10):
         messages += [{**job, "id": f"j{number}-{each}"} for each in range(4)]

@@ -5,15 +5,15 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from imagefleet.storage.azure import account
+from imagefleet.validation import JSONDict
 from worker.settings import WorkerSettings
 
-Services = dict[str, dict[str, Any]]
+Services = dict[str, JSONDict]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from referencing import Registry, Resource
 
+from imagefleet.validation import JSONDict
 from in_process import assert_refused
 from worker.settings import WorkerSettings
 
@@ -223,7 +224,7 @@ def test_the_sbom_of_the_light_image_lists_what_is_in_it(
 
 def sbom(
     image: Any, schema: jsonschema.Draft7Validator, data: Path
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, JSONDict]:
     """The components of an image by name, of a valid list."""
     read = image.run(
         "cat", "/usr/share/imagefleet/sbom.json", data=data, entrypoint=False
@@ -243,7 +244,7 @@ def locked(repository: Path, *names: str) -> set[tuple[str, str]]:
     return {(name.replace(".", "-"), version) for name, version in found}
 
 
-def versions(packages: dict[str, dict[str, Any]]) -> set[tuple[str, str]]:
+def versions(packages: dict[str, JSONDict]) -> set[tuple[str, str]]:
     return {(name, each["version"]) for name, each in packages.items()}
 
 

@@ -6,11 +6,12 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from imagefleet.validation import JSONDict
 
 #: As the images have it.
 ENVIRONMENT = {
@@ -57,8 +58,8 @@ def locks(repository: Path) -> dict[str, dict[str, str]]:
 
 
 @pytest.fixture
-def project(repository: Path) -> dict[str, Any]:
-    parsed: dict[str, Any] = tomllib.loads((repository / "pyproject.toml").read_text())[
+def project(repository: Path) -> JSONDict:
+    parsed: JSONDict = tomllib.loads((repository / "pyproject.toml").read_text())[
         "project"
     ]
     return parsed
@@ -143,7 +144,7 @@ def test_the_locks_have_the_versions_of_the_constraints(
 def test_an_image_has_all_that_the_project_asks_for_and_nothing_else(
     extras: tuple[str, ...],
     files: tuple[str, ...],
-    project: dict[str, Any],
+    project: JSONDict,
     locks: dict[str, dict[str, str]],
 ):
     asked = [*project["dependencies"]]

@@ -6,12 +6,12 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
+from imagefleet.validation import JSONDict
 from worker.settings import MachineSettings
 
 #: Stands in for docker: its arguments and environment, then an exit code.
@@ -23,9 +23,9 @@ exit 3
 
 
 @pytest.fixture
-def task(repository: Path) -> dict[str, Any]:
+def task(repository: Path) -> JSONDict:
     text = (repository / "deploy" / "skypilot" / "worker.yaml").read_text()
-    loaded: dict[str, Any] = yaml.safe_load(text)
+    loaded: JSONDict = yaml.safe_load(text)
     return loaded
 
 
@@ -45,7 +45,7 @@ def secrets(in_process, monkeypatch) -> dict[str, str]:
     return {name: shlex.split(value)[0] for name, value in lines}
 
 
-def test_the_file_fits_skypilots_schema(repository: Path, task: dict[str, Any]):
+def test_the_file_fits_skypilots_schema(repository: Path, task: JSONDict):
     schema = yaml.safe_load(
         (repository / "tests" / "deploy" / "schemas" / "skypilot.yaml").read_text()
     )
@@ -55,7 +55,7 @@ def test_the_file_fits_skypilots_schema(repository: Path, task: dict[str, Any]):
 
 
 def test_each_worker_has_a_spot_node_of_its_own_and_failures_are_limited(
-    task: dict[str, Any],
+    task: JSONDict,
 ):
     resources = task["resources"]
     assert task.get("num_nodes", 1) == 1
@@ -66,14 +66,14 @@ def test_each_worker_has_a_spot_node_of_its_own_and_failures_are_limited(
 
 
 def test_the_secrets_are_those_of_imagefleet_keys_and_have_no_value_in_the_file(
-    task: dict[str, Any], secrets: dict[str, str]
+    task: JSONDict, secrets: dict[str, str]
 ):
     assert task["secrets"] == dict.fromkeys(secrets)
     assert not task["envs"].keys() & secrets.keys()
 
 
 def test_the_script_runs_a_worker_without_a_token_in_its_arguments(
-    task: dict[str, Any],
+    task: JSONDict,
     secrets: dict[str, str],
     tmp_path,
     parse_command,

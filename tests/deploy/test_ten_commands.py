@@ -33,6 +33,7 @@ from PIL import Image, ImageStat
 import polling
 from fleet.settings import BrokerSettings
 from imagefleet.storage.azure.storage import API_VERSION
+from imagefleet.validation import JSONDict
 
 pytestmark = pytest.mark.slow
 
@@ -320,7 +321,7 @@ class Node:
                 self._kill()
         self._kill()
 
-    def _start(self, container: dict[str, Any]) -> None:
+    def _start(self, container: JSONDict) -> None:
         image = self._builder.image(container["image"])
         variables = {
             **container["environment_variables"],

@@ -10,6 +10,7 @@ import torch
 from imagefleet import errors
 from imagefleet.job import differences, settings_table
 from imagefleet.job.message import Job, read_job
+from imagefleet.validation import JSONDict
 from tests.imagefleet.job import test_txt2img
 from worker.engine import decoder
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 #: `/sdapi/v1/options` of 1.10 with its own extensions: all settings, as installed.
-OPTIONS: dict[str, Any] = json.loads((ROOT / "gateway" / "answers.json").read_text())[
+OPTIONS: JSONDict = json.loads((ROOT / "gateway" / "answers.json").read_text())[
     "/sdapi/v1/options"
 ]
 
@@ -27,7 +28,7 @@ OPTIONS: dict[str, Any] = json.loads((ROOT / "gateway" / "answers.json").read_te
 CHANGED = (True, False, 0, 0.25, 7, 1_000, "x", ["x"], {"a": 1})
 
 
-def read(fields: dict[str, Any], **settings: Any) -> dict[str, Any] | None:
+def read(fields: JSONDict, **settings: Any) -> JSONDict | None:
     """What a job draws of its fields; None: it is refused."""
     payload = {"prompt": "a", **fields, "override_settings": settings}
     try:
@@ -68,7 +69,7 @@ def passes_of(job: str) -> set[str]:
     return {job, "txt2img"} if job == "hires" else {job}
 
 
-def is_silent(kind: str, plain: dict[str, Any], name: str) -> bool:
+def is_silent(kind: str, plain: JSONDict, name: str) -> bool:
     """Whether a setting that has a row for a pass is taken, and draws what it draws without."""
     if name.startswith(settings_table.FAMILIES):
         return False

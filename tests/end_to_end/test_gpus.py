@@ -20,6 +20,7 @@ import pytest
 import polling
 from cli import console
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 from messages import images
 
 JOBS = 40
@@ -38,16 +39,14 @@ class Machine:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self.log: list[dict[str, Any]] = []
+        self.log: list[JSONDict] = []
         self._reading = asyncio.create_task(self._read())
 
-    async def said(
-        self, action: str, count: int = 1, **fields: object
-    ) -> dict[str, Any]:
+    async def said(self, action: str, count: int = 1, **fields: object) -> JSONDict:
         """Waits for the line with that action (and fields), or for so many of them."""
         wanted = {"action": action, **fields}.items()
 
-        def look() -> list[dict[str, Any]]:
+        def look() -> list[JSONDict]:
             over = self._reading.done()
             found = [line for line in self.log if wanted <= line.items()]
             assert len(found) >= count or not over, (
@@ -62,7 +61,7 @@ class Machine:
         await self._reading
         return await self.process.wait()
 
-    def lines(self, action: str) -> list[dict[str, Any]]:
+    def lines(self, action: str) -> list[JSONDict]:
         return [line for line in self.log if line["action"] == action]
 
     def processes(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +36,7 @@ LOADING = """
 """
 
 
-async def run(command: list[Any], environment: dict[str, str]) -> list[dict[str, Any]]:
+async def run(command: list[Any], environment: dict[str, str]) -> list[JSONDict]:
     """The lines of its log, in JSON; it must end with 0."""
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -90,7 +91,7 @@ async def test_gpus_begin_with_a_model_that_jobs_wait_for_change_and_fetch_each_
 
     log = await run(command, environment)
 
-    def lines(action: str) -> list[dict[str, Any]]:
+    def lines(action: str) -> list[JSONDict]:
         return [line for line in log if line["action"] == action]
 
     began = [line["device"] for line in lines("first_model")]

@@ -17,6 +17,7 @@ from PIL import Image
 import forks
 import tiny_model as tiny
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,7 @@ def jobs(model: str, campaign: str) -> list[str]:
     ]
 
 
-async def pictures(storage: Storage, campaign: str) -> dict[str, Any]:
+async def pictures(storage: Storage, campaign: str) -> JSONDict:
     found = {}
     async for name in storage.blobs.names(f"{campaign}/"):
         data = await storage.blobs.read(name)

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 import polling
+from imagefleet.validation import JSONDict
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +30,7 @@ IMAGES = {"house", "star", "fish", "bird", "rocket"}
 
 
 @pytest.fixture
-def shell(tmp_path) -> dict[str, Any]:
+def shell(tmp_path) -> JSONDict:
     """Where the tutorial begins: beside a checkout, with the command on the path."""
     (tmp_path / "imagefleet").symlink_to(ROOT)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -51,7 +52,7 @@ def blocks() -> list[str]:
 
 
 @contextlib.contextmanager
-def gallery(block: str, shell: dict[str, Any]) -> Iterator[str]:
+def gallery(block: str, shell: JSONDict) -> Iterator[str]:
     """The command in a terminal of its own; yields the page's address."""
     command = f"exec {block.strip()} --port 0"  # another test may use the default's
     with subprocess.Popen(
@@ -92,7 +93,7 @@ def shown_on(url: str) -> tuple[set[str], Any]:
 
 
 def test_the_first_tutorial_leads_from_an_empty_folder_to_a_data_set(
-    shell: dict[str, Any], tmp_path
+    shell: JSONDict, tmp_path
 ):
     printed: dict[str, str] = {}
     with contextlib.ExitStack() as terminals:

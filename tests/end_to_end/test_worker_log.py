@@ -17,6 +17,7 @@ import forks
 import polling
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
@@ -78,7 +79,7 @@ class Worker:
     process: forks.Fork
     log: Path
 
-    async def end(self) -> tuple[int, list[dict[str, Any]]]:
+    async def end(self) -> tuple[int, list[JSONDict]]:
         """The exit code and the lines of the log; nothing may be printed beside it."""
         printed, _ = await asyncio.to_thread(self.process.communicate)
         assert printed == ""
@@ -120,13 +121,13 @@ def start(
         process.wait()
 
 
-def log_of(output: bytes) -> list[dict[str, Any]]:
+def log_of(output: bytes) -> list[JSONDict]:
     return [json.loads(line) for line in output.splitlines()]
 
 
 async def run(
     command: list[Any], environment: dict[str, str]
-) -> tuple[int, list[dict[str, Any]]]:
+) -> tuple[int, list[JSONDict]]:
     """As `Worker.end`, of a process with an interpreter of its own and pipes."""
     done = await asyncio.to_thread(
         subprocess.run,

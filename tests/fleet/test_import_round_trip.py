@@ -13,6 +13,7 @@ from imagefleet.job import samplers
 from imagefleet.job.message import SUFFIXES, Job, Output, read_job
 from imagefleet.job.passes import extras, hires, img2img
 from imagefleet.job.prompt import Subprompt
+from imagefleet.validation import JSONDict
 from loadgen.infotext import a1111, source
 from worker.stages import encode, infotext
 
@@ -58,10 +59,10 @@ def text(chance: random.Random) -> str:
     return ", ".join(chance.sample(WORDS, chance.randint(0, 6)))
 
 
-def fields_of(chance: random.Random) -> dict[str, Any]:
+def fields_of(chance: random.Random) -> JSONDict:
     """A payload with any of the fields that are drawn; it may be no valid one."""
 
-    def maybe(**fields: Any) -> dict[str, Any]:
+    def maybe(**fields: Any) -> JSONDict:
         return {name: value for name, value in fields.items() if chance.random() < 0.4}
 
     side = [chance.randrange(64, 1024, 8) for _ in range(4)]
@@ -171,7 +172,7 @@ def eta(job: Job, sampler: samplers.Sampler) -> float | None:
     return usual if told is None else told
 
 
-def decides(job: Job, index: int, size: tuple[int, int]) -> dict[str, Any]:
+def decides(job: Job, index: int, size: tuple[int, int]) -> JSONDict:
     """All that decides image *index* of a job."""
     own = job.parsed_prompt, job.parsed_negative_prompt
     second_own = [
@@ -189,7 +190,7 @@ def decides(job: Job, index: int, size: tuple[int, int]) -> dict[str, Any]:
     options = dataclasses.asdict(job.sampler_options)
     options["eta"] = [eta(job, each) for each in (first, second)]
     is_denoised = job.enable_hr or bool(job.init_images)
-    found: dict[str, Any] = {
+    found: JSONDict = {
         "prompts": prompts,
         "samplers": (first.key, second.key),
         "options": {name: options[name] for name in has_options},

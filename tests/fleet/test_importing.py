@@ -20,6 +20,7 @@ from header_files import file_of, lora_of
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet, assert_refused
 from loadgen.infotext import comfyui, source
 from worker.files import manifest
@@ -39,7 +40,7 @@ def picture(
     return path
 
 
-def lines(text: str) -> list[dict[str, Any]]:
+def lines(text: str) -> list[JSONDict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -283,7 +284,7 @@ def test_a_picture_larger_than_any_of_ours_is_read_for_its_text_alone(
     assert source.read_file(path).job["prompt"] == "a cat"
 
 
-def node(kind: str, **inputs: Any) -> dict[str, Any]:
+def node(kind: str, **inputs: Any) -> JSONDict:
     return {"class_type": kind, "inputs": inputs}
 
 

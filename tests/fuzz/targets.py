@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -41,6 +40,7 @@ from imagefleet.storage import deliveries, protocol
 from imagefleet.storage.azure import account, roles, sas
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.proofs import Proofs
+from imagefleet.validation import JSONDict
 from in_memory import InMemory
 from loadgen import sources
 from worker.files import addresses, manifest
@@ -307,7 +307,7 @@ RECORD = (
     b' "reason": "no LoRA x", "at": "2026-11-01T00:00:00Z", "source": "m", '
 )
 
-_NONE: dict[str, Any] = {"dtype": "F16", "shape": [4, 320], "data_offsets": [0, 2560]}
+_NONE: JSONDict = {"dtype": "F16", "shape": [4, 320], "data_offsets": [0, 2560]}
 _SAS = "sv=2024-11-04&se=2030-01-01T00%3A00%3A00Z&sp=up&sig=S3cr3t%3D"
 
 

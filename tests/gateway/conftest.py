@@ -18,6 +18,7 @@ from gateway.settings import GatewaySettings
 from imagefleet import aio, concurrency
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from messages import draw_unless_broken
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
@@ -106,7 +107,7 @@ async def serve(
         yield start
 
 
-async def _work(stored: dict[str, Any], folder: Path) -> None:
+async def _work(stored: JSONDict, folder: Path) -> None:
     settings = WorkerSettings(
         **stored, model=Path("stand-in"), cache=folder / "cache", name="test-worker"
     )

@@ -21,6 +21,7 @@ from imagefleet import aio, errors
 from imagefleet.http import bodies
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from polling import until
 
 
@@ -118,7 +119,7 @@ async def test_a_payload_cannot_name_another_campaign_or_job(
 async def test_images_by_name_or_address_are_not_read(serve, source: str, place: str):
     served = await serve(works=False)
     unit = {"model": "canny", "image": source}
-    payload: dict[str, Any] = {
+    payload: JSONDict = {
         "init_images": {"prompt": "a", "init_images": [source]},
         "mask": {"prompt": "a", "init_images": [whole_picture()], "mask": source},
         "controlnet": {

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 
@@ -12,6 +11,7 @@ from imagefleet import cancelled, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 
 LONG_AGO = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -35,7 +35,7 @@ async def read(storage: Storage, queue: str | None = None) -> CancelledCampaigns
     return found
 
 
-async def write(storage: Storage, *entries: dict[str, Any]) -> None:
+async def write(storage: Storage, *entries: JSONDict) -> None:
     data = json.dumps({"campaigns": entries}).encode()
     assert await storage.files.replace(cancelled.BLOB, data, "application/json", None)
 

@@ -11,6 +11,7 @@ from imagefleet.records.record import Record
 from imagefleet.storage.dead_letter import FailedJob, failed_job
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import LeasedMessage
+from imagefleet.validation import JSONDict
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
@@ -34,7 +35,7 @@ def ended(
     return _record(name, campaign, {"outcome": outcome, "source": source, **fields})
 
 
-def _record(name: str, campaign: str, fields: dict[str, Any]) -> Record:
+def _record(name: str, campaign: str, fields: JSONDict) -> Record:
     known = {"id": name, "campaign": campaign, "at": NOON}
     return Record.model_validate(known | fields)
 

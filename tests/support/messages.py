@@ -16,6 +16,7 @@ from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 from worker.engine import contract
 
 
@@ -29,7 +30,7 @@ def read(**fields: object) -> Job:
     return read_job(message(**fields), "message-1")
 
 
-def chained(*stages: dict[str, Any], **fields: Any) -> str:
+def chained(*stages: JSONDict, **fields: Any) -> str:
     """The message of a job of three stages of 11, 12 and 13 steps."""
     then = stages or ({"steps": 12}, {"steps": 13})
     return message(**{"id": "a", "steps": 11, "then": then, **fields})

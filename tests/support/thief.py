@@ -27,6 +27,7 @@ from imagefleet.storage.azure.account import read_address
 from imagefleet.storage.azure.roles import Role
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 
 OPTIONS = {"api_version": API_VERSION, "retry_total": 0}
 
@@ -151,7 +152,7 @@ async def records_of_images(thief: Thief, loot: Loot) -> None:
 
 
 async def ends_of_completed_jobs(thief: Thief, loot: Loot) -> None:
-    ends: tuple[dict[str, Any], ...] = (
+    ends: tuple[JSONDict, ...] = (
         {},
         {"digest": None},
         {"source": None, "stages": 2},
@@ -305,7 +306,7 @@ async def messages_of_failed_jobs(thief: Thief, loot: Loot) -> None:
 async def other_texts_of_leased_messages(thief: Thief, loot: Loot) -> None:
     """Now they are drawn jobs of another prompt, at a later stage, or with five deaths behind."""
     (job_id, body), *_ = loot.drawn.items()
-    lies: list[dict[str, Any]] = [
+    lies: list[JSONDict] = [
         {"prompt": "forged"},
         {"stage": 2, "then": [{"enable_hr": True}]},
         {"deliveries": {"known": 10**6, "lost_alone": 10**6, "images": [*range(100)]}},

@@ -9,6 +9,7 @@ from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import hires
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 from messages import image, message, records
 from worker.accelerator import KINDS, Accelerator
 
@@ -110,7 +111,7 @@ def test_a_job_keeps_what_fits_and_its_digest():
         ),
     ],
 )
-def test_a_job_that_contradicts_has_failed(fields: dict[str, Any], complaint: str):
+def test_a_job_that_contradicts_has_failed(fields: JSONDict, complaint: str):
     with pytest.raises(errors.JobError, match=complaint):
         Accelerator.of(LIGHTNING).fit(job_of(**fields))
 

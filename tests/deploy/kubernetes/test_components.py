@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from cli import console
+from imagefleet.validation import JSONDict
 
 Errors = Callable[
     [list[Any]], list[Exception]
 ]  # these three: the fixtures of conftest.py
-CreateJob = Callable[..., dict[str, Any]]
+CreateJob = Callable[..., JSONDict]
 Build = Callable[..., subprocess.CompletedProcess[str]]
 
 JOB_NAME = "batch.kubernetes.io/job-name"
@@ -54,10 +55,10 @@ DISCOVERY = {
 
 
 @pytest.fixture
-def create_job(api, kubectl: str, tmp_path) -> Callable[..., dict[str, Any]]:
+def create_job(api, kubectl: str, tmp_path) -> Callable[..., JSONDict]:
     """What `kubectl create job NAME --from cronjob/NAME` makes of a rendered CronJob."""
 
-    def create(rendered: Any, name: str = "imagefleet-worker") -> dict[str, Any]:
+    def create(rendered: Any, name: str = "imagefleet-worker") -> JSONDict:
         cron_job = rendered.of_kind("CronJob")[name]
         api.answers = DISCOVERY | {f"{CRON_JOBS}/{name}": cron_job}
         server = ("--server", api.address, "--namespace", "imagefleet")
@@ -80,7 +81,7 @@ def create_job(api, kubectl: str, tmp_path) -> Callable[..., dict[str, Any]]:
             check=False,
         )
         assert made.returncode == 0, made.stderr
-        job: dict[str, Any] = json.loads(made.stdout)
+        job: JSONDict = json.loads(made.stdout)
         # The API server gives the CronJob its id.
         job["metadata"]["ownerReferences"][0]["uid"] = "an-id"
         return job
@@ -88,7 +89,7 @@ def create_job(api, kubectl: str, tmp_path) -> Callable[..., dict[str, Any]]:
     return create
 
 
-def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+def selects(selector: JSONDict, labels: dict[str, str]) -> bool:
     """Kubernetes' label selector, as far as the manifests use it."""
     absent = selector.get("matchExpressions", [])
     assert all(each["operator"] == "DoesNotExist" for each in absent)
@@ -140,18 +141,18 @@ def test_all_pods_pull_with_the_secret(render):
 
 class TestEgress:
     @pytest.fixture
-    def policies(self, render) -> dict[str, Any]:
-        policies: dict[str, Any] = render("egress").of_kind("NetworkPolicy")
+    def policies(self, render) -> JSONDict:
+        policies: JSONDict = render("egress").of_kind("NetworkPolicy")
         return policies
 
     def test_by_default_nothing_enters_or_leaves_the_namespace(
-        self, policies: dict[str, Any]
+        self, policies: JSONDict
     ):
         spec = policies["default-deny"]["spec"]
         assert spec == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
 
     def test_every_pod_may_reach_dns_https_and_the_metrics_alone(
-        self, policies: dict[str, Any], render
+        self, policies: JSONDict, render
     ):
         spec = policies["imagefleet-egress"]["spec"]
         assert spec["policyTypes"] == ["Egress"]
@@ -176,7 +177,7 @@ class TestEgress:
         ],
     )
     def test_https_reaches_the_internet_but_no_private_address(
-        self, policies: dict[str, Any], address: str, allowed: bool
+        self, policies: JSONDict, address: str, allowed: bool
     ):
         (https,) = (
             rule
@@ -279,7 +280,7 @@ class TestJobMode:
     @pytest.fixture
     def job(
         self, render, components: tuple[str, ...], create_job: CreateJob
-    ) -> dict[str, Any]:
+    ) -> JSONDict:
         return create_job(render(*components))
 
     def test_replaces_the_deployment_and_its_scaling(self, render):
@@ -293,7 +294,7 @@ class TestJobMode:
         )
 
     def test_its_pod_is_that_of_the_deployment(
-        self, job: dict[str, Any], render, components: tuple[str, ...]
+        self, job: JSONDict, render, components: tuple[str, ...]
     ):
         before = components[: components.index("job")]
         _, pod, container = render(*before).worker()
@@ -305,21 +306,21 @@ class TestJobMode:
             "containers": [its_container],
         }
 
-    def test_is_a_work_queue(self, job: dict[str, Any], errors_of: Errors):
+    def test_is_a_work_queue(self, job: JSONDict, errors_of: Errors):
         assert errors_of([job]) == []
         # With completions, pods would start again on an empty queue.
         assert "completions" not in job["spec"]
         assert job["spec"]["parallelism"] > 1
 
     def test_kueue_queues_it_and_lets_its_number_of_pods_change(
-        self, job: dict[str, Any], render, create_job: CreateJob
+        self, job: JSONDict, render, create_job: CreateJob
     ):
         assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpu-queue"
         annotations = job["metadata"]["annotations"]
         assert annotations["kueue.x-k8s.io/elastic-job"] == "true"
         assert "kueue" not in str(create_job(render("job"))["metadata"])
 
-    def test_exit_codes_do_what_they_mean(self, job: dict[str, Any]):
+    def test_exit_codes_do_what_they_mean(self, job: JSONDict):
         def outcome(exit_code: int, *, disrupted: bool = False) -> str:
             """The action of the first rule that fits a failed pod, as Kubernetes takes it."""
             for rule in job["spec"]["podFailurePolicy"]["rules"]:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 import polling
+from imagefleet.validation import JSONDict
 
 pytestmark = pytest.mark.slow
 
@@ -25,13 +26,13 @@ Tool = Callable[[str], str]
 PODS = "/api/v1/namespaces/imagefleet/pods"
 
 
-def config_of(rendered: Any) -> dict[str, Any]:
+def config_of(rendered: Any) -> JSONDict:
     data = rendered.of_kind("ConfigMap")["imagefleet-scrape-config"]["data"]
-    loaded: dict[str, Any] = yaml.safe_load(data["imagefleet.yaml"])
+    loaded: JSONDict = yaml.safe_load(data["imagefleet.yaml"])
     return loaded
 
 
-def pods_of(rendered: Any) -> list[dict[str, Any]]:
+def pods_of(rendered: Any) -> list[JSONDict]:
     """A pod of each workload, running, and a worker's that has ended."""
     running = [
         {
@@ -63,7 +64,7 @@ def pods_of(rendered: Any) -> list[dict[str, Any]]:
 @pytest.fixture
 def targets(
     api, render, tool: Tool, unused_port: int, tmp_path
-) -> Iterator[list[dict[str, Any]]]:
+) -> Iterator[list[JSONDict]]:
     """What vmagent makes of the scrape configuration."""
     pods = pods_of(render("job"))
     # All else is forbidden, as by the role.
@@ -94,10 +95,10 @@ def targets(
         agent.wait()
 
 
-def found_by(address: str) -> list[dict[str, Any]]:
+def found_by(address: str) -> list[JSONDict]:
     """The targets, once there are some."""
 
-    def look() -> list[dict[str, Any]]:
+    def look() -> list[JSONDict]:
         with (
             contextlib.suppress(OSError),
             urllib.request.urlopen(f"http://{address}/api/v1/targets") as answer,
@@ -109,7 +110,7 @@ def found_by(address: str) -> list[dict[str, Any]]:
 
 
 def test_running_workers_and_the_exporter_are_found_with_the_labels_that_dashboards_join_on(
-    targets: list[dict[str, Any]], api
+    targets: list[JSONDict], api
 ):
     assert all(
         "labelSelector=app.kubernetes.io%2Fpart-of%3Dimagefleet" in r

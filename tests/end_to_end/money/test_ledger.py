@@ -29,6 +29,7 @@ from cli import console
 from fleet.monitor import prometheus
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "dashboards" / "grafana" / "cost.json"
@@ -254,7 +255,7 @@ async def redone(
     run: Run,
     ask: Callable[[int], Awaitable[int]],
     tmp_path,
-) -> dict[str, Any]:
+) -> JSONDict:
     """What `redo` says at the end of a fleet that has drawn the *sent* jobs."""
     sent = 0
 
@@ -322,7 +323,7 @@ async def redone(
 
 
 async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
-    victoria_metrics, noting: Noting, redone: dict[str, Any], run: Run
+    victoria_metrics, noting: Noting, redone: JSONDict, run: Run
 ):
     await victoria_metrics.arrived()
 
@@ -372,7 +373,7 @@ async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
     assert demo["gpu_dollars"] == pytest.approx(await planned(run, demo), rel=0.01)
 
 
-async def planned(run: Run, worker: dict[str, Any]) -> float:
+async def planned(run: Run, worker: JSONDict) -> float:
     """The dollars of a worker's drawings by a plan that is told its start-up and its speed."""
     drawn = worker["images"] + worker["replaced"] + worker["doubled"]
     flags = {

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from evaluation.gate import jobs
 from evaluation.gate.images import FolderImages
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import told
 
 pytestmark = pytest.mark.slow
@@ -119,7 +119,7 @@ def test_images_of_other_jobs_are_not_compared(
     in_process,
     folders: Folders,
     encoded: Encode,
-    changed: dict[str, Any],
+    changed: JSONDict,
     complaint: str,
 ):
     (folders[1] / "cat.png").write_bytes(encoded("cat", **changed))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cli import console
+from imagefleet.validation import JSONDict
 from in_process import told
 from worker.engine import contract
 from worker.engine.slots.engine import SlotEngine
@@ -40,7 +41,7 @@ def drawn(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def float16(in_process, drawn: Path) -> tuple[int, dict[str, Any]]:
+def float16(in_process, drawn: Path) -> tuple[int, JSONDict]:
     """What the gate says of float16 against float32; it keeps what it draws."""
     result = drawn / "gate.json"
     if not result.exists():
@@ -79,7 +80,7 @@ def against_float32(in_process: Imagefleet, drawn: Path) -> tuple[int, dict[str,
     return ended.returncode, {check["name"]: check["passed"] for check in checks}
 
 
-def test_float16_passes_against_float32(float16: tuple[int, dict[str, Any]]):
+def test_float16_passes_against_float32(float16: tuple[int, JSONDict]):
     code, found = float16
 
     assert code == console.EXIT_DONE
@@ -146,7 +147,7 @@ def test_a_job_that_cannot_be_drawn_is_named(in_process, drawn: Path, tmp_path):
     ],
 )
 def test_a_job_that_takes_more_than_an_engine_is_refused(
-    in_process, tmp_path, fields: dict[str, Any], reason: str
+    in_process, tmp_path, fields: JSONDict, reason: str
 ):
     job = {"id": "fox", "prompt": "a fox", **fields}
     (tmp_path / "fox.jsonl").write_text(json.dumps(job))

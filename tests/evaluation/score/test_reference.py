@@ -19,6 +19,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import told
 
 pytestmark = pytest.mark.slow
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.slow
 Imagefleet = Callable[
     ..., "subprocess.CompletedProcess[str]"
 ]  # the fixture of conftest.py
-Figures = Callable[..., list[dict[str, Any]]]
+Figures = Callable[..., list[JSONDict]]
 
 
 @pytest.fixture

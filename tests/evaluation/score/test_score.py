@@ -24,13 +24,14 @@ from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 
 pytestmark = pytest.mark.slow
 
 Imagefleet = Callable[
     ..., "subprocess.CompletedProcess[str]"
 ]  # the fixture of conftest.py
-Score = Callable[..., dict[str, Any]]
+Score = Callable[..., JSONDict]
 
 ROOT = Path(__file__).parents[3]
 
@@ -55,7 +56,7 @@ def test_the_id_of_a_job_of_no_sweep_says_no_group(job_id: str):
 def score(score_command) -> Score:
     """The JSON of `imagefleet score ARGUMENTS`."""
 
-    def run(*arguments: str, exit_code: int = 0, **where: str) -> dict[str, Any]:
+    def run(*arguments: str, exit_code: int = 0, **where: str) -> JSONDict:
         ended = score_command(*arguments, "--json", **where)
         assert ended.returncode == exit_code, ended.stderr
         return dict(json.loads(ended.stdout), stderr=ended.stderr)
@@ -68,7 +69,7 @@ def asked(small_reference: str) -> tuple[str, ...]:
     return "curve", "--extractor", "demo", "--reference", small_reference
 
 
-def figures(found: dict[str, Any]) -> Any:
+def figures(found: JSONDict) -> Any:
     return found["groups"]
 
 

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,11 +11,12 @@ from evaluation.sweep import manifest
 from evaluation.sweep.source import CaptionFile, prompt_of
 from imagefleet import errors
 from imagefleet.job.prompt import read_prompt
+from imagefleet.validation import JSONDict
 
 CAPTIONS = ["A red house.", "Two dogs (brown) play", "A red house."]
 
 
-def annotations(captions: list[str]) -> dict[str, Any]:
+def annotations(captions: list[str]) -> JSONDict:
     """As COCO's files have them, some keys before and some behind."""
     return {
         "info": {"year": 2014, "annotations": "not these"},

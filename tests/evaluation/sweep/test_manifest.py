@@ -1,13 +1,12 @@
 """A sweep's manifest lies with its campaign."""
 
-from typing import Any
-
 import pytest
 
 from evaluation.sweep import manifest
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 
 CAPTIONS = ["a red house", "a blue boat", "a red house"]
 
@@ -44,7 +43,7 @@ async def test_the_same_sweep_again_changes_nothing_and_another_is_refused(
     await manifest.write(storage, SWEEP)
     await manifest.write(storage, SWEEP)
 
-    changes: list[tuple[dict[str, Any], str]] = [
+    changes: list[tuple[JSONDict, str]] = [
         ({"captions": manifest.digest(["a dog"])}, "other captions"),
         ({"groups": SWEEP.groups[:1]}, "its groups differ by cfg-7-lora-0.5"),
         ({"seed": 2}, "another field of all its jobs differs"),

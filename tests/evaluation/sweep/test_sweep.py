@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,6 +23,7 @@ from imagefleet.records.record import Record, of_job
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet, assert_refused, told
 
 pytestmark = pytest.mark.slow
@@ -46,8 +46,8 @@ def captions(tmp_path) -> Path:
     return path
 
 
-def bodies_in(settings: StorageSettings) -> list[dict[str, Any]]:
-    async def browse() -> list[dict[str, Any]]:
+def bodies_in(settings: StorageSettings) -> list[JSONDict]:
+    async def browse() -> list[JSONDict]:
         async with open_storage(settings) as storage:
             return [json.loads(each.body) async for each in visible(storage.queue)]
 
@@ -95,7 +95,7 @@ def test_the_stages_of_a_chain_are_in_each_job(
     )
     assert "another field of all its jobs differs" in again.stderr
 
-    async def read() -> list[dict[str, Any]]:
+    async def read() -> list[JSONDict]:
         async with open_storage(local(tmp_path)) as storage:
             queue = storage.models.of("base")["normal"]
             return [json.loads(each.body) async for each in visible(queue)]

@@ -15,6 +15,7 @@ from imagefleet.job.message import Job
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet
 from storage_flags import flags
 from worker.engine import contract
@@ -23,7 +24,7 @@ RunWorker = Callable[..., Awaitable[None]]  # the fixture of conftest.py
 
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
-CHAIN: dict[str, Any] = {
+CHAIN: JSONDict = {
     "prompt": "a house",
     "id": "0001",
     "campaign": "spring",

@@ -14,6 +14,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet, assert_refused
 from storage_flags import flags
 
@@ -37,9 +38,9 @@ def on(
 
 def status_of(
     in_process: Imagefleet, settings: StorageSettings, *named: str
-) -> dict[str, Any]:
+) -> JSONDict:
     """What `imagefleet status --json` says of all, a campaign or a job."""
-    told: dict[str, Any] = json.loads(
+    told: JSONDict = json.loads(
         in_process("status", *named, "--json", *flags(settings)).stdout
     )
     return told
@@ -73,7 +74,7 @@ async def fill(storage: Storage) -> None:
     await store(storage, "autumn", "done")
     log = RecordLog(storage.blobs, "w2")
     operator = RecordLog(storage.files, "operator")
-    ended: dict[str, Any] = {"campaign": "spring", "at": NOW, "worker": "w2"}
+    ended: JSONDict = {"campaign": "spring", "at": NOW, "worker": "w2"}
     await log.add(
         [
             Record(
@@ -137,7 +138,7 @@ def test_records_that_do_not_fit_are_told_since_the_figures_lack_them(
 
 def test_a_job_is_where_it_is(filled: StorageSettings, in_process: Imagefleet):
     is_azure = filled.storage.startswith("Default")
-    expected: dict[str, tuple[str, dict[str, Any]]] = {
+    expected: dict[str, tuple[str, JSONDict]] = {
         "done": ("completed", {"attempts": 2, "worker": "w1"}),
         "bad": (
             "failed",

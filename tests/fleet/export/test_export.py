@@ -24,6 +24,7 @@ from imagefleet.records.log import Totals, shard_part
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import AsyncImagefleet
 
 Add = Callable[..., Awaitable[Any]]
@@ -38,7 +39,7 @@ def content(folder: Path) -> dict[str, str]:
     }
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def rows(folder: Path) -> list[JSONDict]:
     return [sample.row for sample in exported.samples(folder)]
 
 

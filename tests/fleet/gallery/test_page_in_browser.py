@@ -22,6 +22,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_browser import drawn_campaign, gallery
 from in_browser.browser import Browser, Page
 
@@ -341,7 +342,7 @@ async def test_hostile_texts_are_texts(open_page: Open, tmp_path):
         texts = dict.fromkeys(
             ("prompt", "negative_prompt", "reason", "source"), HOSTILE
         )
-        known: dict[str, Any] = {
+        known: JSONDict = {
             "id": "1",
             "campaign": "spring",
             "at": drawn_campaign.BEGAN_AT,

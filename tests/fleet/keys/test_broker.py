@@ -23,6 +23,7 @@ from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.proofs import Prover, machine_key
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 
 ORGANIZATION = "2c3573b6-88de-4067-821f-1af088bd9c6a"
 NAME = "acme"
@@ -64,7 +65,7 @@ class Salad:
         private = signed_with or self.keys[key]
         return jwt.encode(claims, private, algorithm="ES256", headers={"kid": key})
 
-    def _public(self, name: str) -> dict[str, Any]:
+    def _public(self, name: str) -> JSONDict:
         public = jwt.algorithms.ECAlgorithm.to_jwk(
             self.keys[name].public_key(), as_dict=True
         )
@@ -109,7 +110,7 @@ async def client(
         yield client
 
 
-async def ask(client: Client, identity_token: str | None) -> tuple[int, dict[str, Any]]:
+async def ask(client: Client, identity_token: str | None) -> tuple[int, JSONDict]:
     headers = (
         {} if identity_token is None else {"Authorization": f"Bearer {identity_token}"}
     )
@@ -188,7 +189,7 @@ async def test_two_brokers_that_begin_at_once_end_with_both_secrets(
         assert proofs.accept(MACHINE, b"claims", proof)
 
 
-def policy_of(body: dict[str, Any]) -> str:
+def policy_of(body: JSONDict) -> str:
     return body["queue"].partition("si=")[2].partition("&")[0]
 
 
@@ -244,7 +245,7 @@ async def test_without_fleets_all_groups_of_the_organization_get_tokens(
 
 
 #: Changes of what is signed, and the answer.
-SIGNED: list[tuple[dict[str, Any], int]] = [
+SIGNED: list[tuple[JSONDict, int]] = [
     ({"salad_organization_name": "another-organization"}, 403),
     ({"salad_organization_name": [NAME]}, 403),
     ({"salad_workload_name": "another-group"}, 403),
@@ -280,7 +281,7 @@ async def test_a_thiefs_tokens_end_with_the_policy_and_the_fleets_go_on(
     azurite_settings: StorageSettings,
     monkeypatch,
 ):
-    async def works(body: dict[str, Any]) -> bool:
+    async def works(body: JSONDict) -> bool:
         changes = {"storage": body["storage"], "sas": SecretStr(json.dumps(body))}
         settings = azurite_settings.model_copy(update=changes)
         async with AzureStorage(settings, concurrency.NEVER) as worker:

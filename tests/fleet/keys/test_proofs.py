@@ -27,6 +27,7 @@ from imagefleet.storage.azure.roles import ROLES, Role, is_container, name_of
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.proofs import machine_key
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from tokens import by_tokens
 from worker import process
 from worker.jobs.stored import proven
@@ -48,7 +49,7 @@ BODIES = {
 DRAWN = {name: body for name, body in BODIES.items() if name != "j5"}
 
 Machine = Callable[[str], AbstractAsyncContextManager[Storage]]
-Ask = Callable[..., dict[str, Any]]
+Ask = Callable[..., JSONDict]
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def ask(in_process, storage_settings: StorageSettings, monkeypatch) -> Ask:
             f"IMAGEFLEET_{name.upper()}", str(getattr(storage_settings, name))
         )
 
-    def run(*arguments: str) -> dict[str, Any]:
+    def run(*arguments: str) -> JSONDict:
         ended = in_process(*arguments, "--json")
         assert ended.returncode in {0, 4}, ended.stderr
         found = json.loads(ended.stdout)

@@ -19,6 +19,7 @@ from imagefleet.storage.azure.account import read_address
 from imagefleet.storage.azure.roles import ROLES, Role, name_of
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from thief import OPTIONS, Thief, stealing
 
 SECURITY = Path(__file__).parents[3] / "SECURITY.md"
@@ -177,7 +178,7 @@ async def refused(
     return found
 
 
-async def state(owner: Storage) -> dict[str, Any]:
+async def state(owner: Storage) -> JSONDict:
     """All messages, images and files."""
     return {
         "jobs": [each.body async for each in visible(owner.queue)],

@@ -25,6 +25,7 @@ from imagefleet.signing import SigningKey
 from imagefleet.storage.azure.roles import ROLES, Role
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from worker.files import manifest
 
 pytestmark = pytest.mark.long
@@ -184,7 +185,7 @@ def pictures(folder: Path, loot: thief.Loot) -> dict[str, str]:
     }
 
 
-def of_honest(lines: Iterable[dict[str, Any]], loot: thief.Loot) -> list[Any]:
+def of_honest(lines: Iterable[JSONDict], loot: thief.Loot) -> list[Any]:
     """Each line about an honest job once, in order."""
     told = {
         json.dumps(stable(each), sort_keys=True)
@@ -194,11 +195,9 @@ def of_honest(lines: Iterable[dict[str, Any]], loot: thief.Loot) -> list[Any]:
     return sorted(told)
 
 
-def commands(
-    ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str
-) -> dict[str, Any]:
+def commands(ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str) -> JSONDict:
     """What each command says about the honest campaign and its jobs."""
-    found: dict[str, Any] = {}
+    found: JSONDict = {}
 
     def told(*arguments: str) -> Any:
         result = ask(*arguments, "--json")
@@ -272,9 +271,9 @@ async def events_of(storage: Storage, *, each_job: bool) -> list[Event]:
 
 async def programs(
     loot: thief.Loot, storage: Storage, settings: StorageSettings
-) -> dict[str, Any]:
+) -> JSONDict:
     """What the gallery, the exporter, webhooks and the client say."""
-    found: dict[str, Any] = {}
+    found: JSONDict = {}
     sent = [
         each for each in await events_of(storage, each_job=True) if "id" in each.data
     ]
@@ -354,7 +353,7 @@ async def test_no_answer_about_honest_jobs_changes(
     tmp_path,
 ):
 
-    async def answers(run: str) -> dict[str, Any]:
+    async def answers(run: str) -> JSONDict:
         told = await asyncio.to_thread(commands, ask, loot, tmp_path, run)
         return told | await programs(loot, storage, storage_settings)
 

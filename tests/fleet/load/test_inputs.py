@@ -3,13 +3,13 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
 from cli import console
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet, assert_refused
 from storage_flags import flags
 
@@ -22,8 +22,8 @@ def photos(folder: Path, *names: str) -> Path:
     return folder / "photos"
 
 
-def queued(settings: StorageSettings) -> list[dict[str, Any]]:
-    async def read() -> list[dict[str, Any]]:
+def queued(settings: StorageSettings) -> list[JSONDict]:
+    async def read() -> list[JSONDict]:
         async with open_storage(settings) as storage:
             received = await storage.queue.receive(32, 60)
             return [json.loads(each.body) for each in received]

@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cli import console
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet, assert_refused
 
 ROWS = """\
@@ -27,7 +27,7 @@ def write(folder: Path, rows: list[str] = ROWS) -> None:
     (folder / "jobs.csv").write_text("".join(f"{row}\n" for row in rows))
 
 
-def rejects(folder: Path) -> list[dict[str, Any]]:
+def rejects(folder: Path) -> list[JSONDict]:
     return [
         json.loads(line) for line in (folder / "rejects.jsonl").read_text().splitlines()
     ]

@@ -20,6 +20,7 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import metrics
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet
 
 
@@ -124,7 +125,7 @@ async def test_a_watch_outlives_an_outage(
     reads = 0
     third = asyncio.Event()
 
-    async def read(*given: Any) -> dict[str, Any]:
+    async def read(*given: Any) -> JSONDict:
         nonlocal reads
         reads += 1
         if reads == 2:

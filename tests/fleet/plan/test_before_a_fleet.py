@@ -7,11 +7,11 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from imagefleet.pricing import prices
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet, told
 from simulation import engine, fleet, measure
 from simulation.fleet import Scenario
@@ -79,7 +79,7 @@ def paid(monkeypatch) -> Callable[..., measure.Figures]:
     return run
 
 
-def planned(in_process: Imagefleet, *arguments: str) -> dict[str, Any]:
+def planned(in_process: Imagefleet, *arguments: str) -> JSONDict:
     more = ("--gpu", f"mine={REPLICAS}", "--price-per-hour", str(DOLLARS_PER_HOUR))
     result = in_process("plan", *arguments, *more, "--json")
     return told(result)
@@ -105,7 +105,7 @@ def test_a_fleet_pays_what_its_plan_said_by_a_report_of_other_jobs(
         "hardware": {"device": "mine"},
     }
     (tmp_path / "bench.json").write_text(json.dumps(report))
-    job: dict[str, Any] = {"width": 512, "height": 512, "steps": 15, "cfg_scale": 7}
+    job: JSONDict = {"width": 512, "height": 512, "steps": 15, "cfg_scale": 7}
     if "few steps" in kind:
         job |= {"steps": 4, "cfg_scale": 1}
     jobs = round(REPLICAS * rates[kind] * WORK_SECONDS)

@@ -12,6 +12,7 @@ from fleet.plan import estimate, work
 from imagefleet import errors
 from imagefleet.files import contents
 from imagefleet.pricing import families, prices
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet, assert_refused, told
 from loadgen.sources import open_source
 
@@ -25,7 +26,7 @@ GPU = "RTX 4090 24GB"
 def jobs(tmp_path) -> Write:
     """Writes a file of jobs with these fields."""
 
-    def write(*fields: dict[str, Any]) -> str:
+    def write(*fields: JSONDict) -> str:
         path = tmp_path / "jobs.jsonl"
         path.write_text(
             "".join(json.dumps({"prompt": "a", **each}) + "\n" for each in fields)
@@ -52,7 +53,7 @@ def report(path: Path, family: str, images_per_second: float, **facts: Any) -> s
     return str(file)
 
 
-def plan(imagefleet: Imagefleet, *arguments: str) -> dict[str, Any]:
+def plan(imagefleet: Imagefleet, *arguments: str) -> JSONDict:
     more = ("--gpu", "4090", "--start-up-seconds", "0", "--json")
     result = imagefleet("plan", *arguments, *more)
     return told(result)

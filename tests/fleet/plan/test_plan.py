@@ -13,6 +13,7 @@ from fleet.plan.work import ModelJobs
 from imagefleet import errors
 from imagefleet.pricing import families, prices
 from imagefleet.storage.protocol import Operations
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet, assert_refused, told
 
 
@@ -309,7 +310,7 @@ def test_an_unlisted_gpu_needs_a_report_and_a_price(
     [{"worker_images_per_second": "fast"}, {"hardware": None}, {"steps": None}],
 )
 def test_a_file_that_is_not_a_report_is_refused_by_name(
-    changes: dict[str, Any], bench_report: Callable[..., Path]
+    changes: JSONDict, bench_report: Callable[..., Path]
 ):
     path = bench_report(**changes)
     if changes == {"steps": None}:
@@ -380,10 +381,10 @@ def test_a_bundle_has_no_more_than_half_a_minutes_work():
 
 
 def test_few_step_images_in_bundles_reach_400_000_a_dollar(in_process: Imagefleet):
-    def plan(*more: str) -> dict[str, Any]:
+    def plan(*more: str) -> JSONDict:
         few_steps = ("--jobs", "1000000", "--accelerator", "hyper-4step")
         ended = in_process("plan", *few_steps, "--gpu", "3060 Ti", "--json", *more)
-        result: dict[str, Any] = json.loads(ended.stdout)
+        result: JSONDict = json.loads(ended.stdout)
         return result
 
     usual, smaller, alone = (

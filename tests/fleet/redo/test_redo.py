@@ -22,6 +22,7 @@ from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import open as opening
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import assert_refused
 from stored_images import member, pack_name, store_pack
 from worker.engine import contract
@@ -118,7 +119,7 @@ async def copy_image(storage: Storage, name: str, worker: str) -> None:
 
 async def redo(
     settings: StorageSettings, *, given: dict[str, str] | None = None, **wanted: Any
-) -> dict[str, Any]:
+) -> JSONDict:
     which = command.ImageChoice(**wanted)
     return await command._run(
         settings, which, given or {}, dry_run=False, yes=True, quiet=True
@@ -183,7 +184,7 @@ async def test_an_image_whose_name_is_no_jobs_id_counts_once_when_it_is_replaced
     storage: Storage,
     storage_settings: StorageSettings,
     run_worker,
-    fields: dict[str, Any],
+    fields: JSONDict,
     image: str,
 ):
     await storage.queue.send([json.dumps({"prompt": "a cat", **fields})])

@@ -18,6 +18,7 @@ from imagefleet.records.record import UNKNOWN_WORKER, Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobRecord
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet
 from worker.jobs import stored
 
@@ -35,7 +36,7 @@ LINE = {
     "worker": "w9",
 }
 
-HOSTILE: dict[str, Any] = {
+HOSTILE: JSONDict = {
     "seconds": 1e300,
     "price_per_hour": 1e308,
     "start_up_seconds": -1,
@@ -56,7 +57,7 @@ async def report(
     settings: StorageSettings,
     *arguments: str,
     campaign: str = "spring",
-) -> tuple[dict[str, Any], str, str]:
+) -> tuple[JSONDict, str, str]:
     """The command's figures, its page and its warnings."""
     result = await asyncio.to_thread(
         in_process,

@@ -20,6 +20,7 @@ from PIL import Image
 from fleet.report import figures, page, records
 from imagefleet.pricing import prices
 from imagefleet.records.record import Record
+from imagefleet.validation import JSONDict
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +103,7 @@ def picture(number: int) -> Mapping[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> list[dict[str, Any]]:
+def measured(tmp_path_factory) -> list[JSONDict]:
     """What a browser makes of several reports at several widths."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
@@ -129,7 +130,7 @@ def measured(tmp_path_factory) -> list[dict[str, Any]]:
     return list(json.loads(found[0]))
 
 
-def test_nothing_is_cut_off_at_any_width(measured: list[dict[str, Any]]):
+def test_nothing_is_cut_off_at_any_width(measured: list[JSONDict]):
     assert len(measured) == 3 * len(WIDTHS)
     for each in measured:
         where = (each["page"], each["width"])
@@ -138,6 +139,6 @@ def test_nothing_is_cut_off_at_any_width(measured: list[dict[str, Any]]):
         assert each["cut"] == [], where
 
 
-def test_no_text_is_smaller_than_12_pixels(measured: list[dict[str, Any]]):
+def test_no_text_is_smaller_than_12_pixels(measured: list[JSONDict]):
     for each in measured:
         assert each["smallest"] >= 12, (each["page"], each["width"], each["smallest"])

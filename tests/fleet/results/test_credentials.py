@@ -25,6 +25,7 @@ from imagefleet.job.message import Output
 from imagefleet.records.pictures import Picture
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet
 from storage_flags import flags
 from stored_images import member, store_alone, store_pack
@@ -84,7 +85,7 @@ class Publisher:
             made = made.add_extension(extended, critical=False)
         return made.sign(issuers_key, hashes.SHA256()).public_bytes(_PEM)
 
-    def read(self, data: bytes, kind: str = "png") -> tuple[str, dict[str, Any]]:
+    def read(self, data: bytes, kind: str = "png") -> tuple[str, JSONDict]:
         """What C2PA's reader makes of a file: its verdict, and the assertions by label."""
         trust = {
             "trust": {"trust_anchors": self.anchor.decode()},
@@ -212,10 +213,10 @@ async def test_an_export_and_a_download_have_signed_pictures_of_packs_too(
     made = await stored(storage)
     where = [*flags(storage_settings), "--c2pa", str(publisher.path)]
 
-    def run(*arguments: str) -> dict[str, Any]:
+    def run(*arguments: str) -> JSONDict:
         ended = in_process(*arguments, "--json")
         assert ended.returncode == 0, ended.stderr
-        found: dict[str, Any] = json.loads(ended.stdout)
+        found: JSONDict = json.loads(ended.stdout)
         return found
 
     await asyncio.to_thread(run, "export", "spring", "out", *where)

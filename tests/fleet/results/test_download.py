@@ -22,6 +22,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet
 from storage_flags import flags
 
@@ -37,7 +38,7 @@ def names_in(folder: Path) -> list[str]:
 
 async def fetch(
     in_process: Imagefleet, settings: StorageSettings, *arguments: str, code: int = 0
-) -> dict[str, Any]:
+) -> JSONDict:
     command = ["results", "spring", "--download", "images", "--json"]
     result = await asyncio.to_thread(in_process, *command, *flags(settings), *arguments)
     assert result.returncode == code, result.stderr

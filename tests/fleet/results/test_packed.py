@@ -16,6 +16,7 @@ from imagefleet.records.catalog import Damaged
 from imagefleet.records.log import RecordLog
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet
 from storage_flags import flags
 from stored_images import member, pack_name, store_alone, store_pack
@@ -25,7 +26,7 @@ Fetch = Callable[..., Any]
 
 @pytest.fixture
 def fetch(in_process: Imagefleet, storage_settings: StorageSettings) -> Fetch:
-    async def run(*arguments: str, code: int = 0) -> dict[str, Any]:
+    async def run(*arguments: str, code: int = 0) -> JSONDict:
         command = ["results", "spring", "--download", "images", "--json", *arguments]
         result = await asyncio.to_thread(in_process, *command, *flags(storage_settings))
         assert result.returncode == code, result.stderr

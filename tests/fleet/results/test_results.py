@@ -19,6 +19,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet
 
 Add = Callable[..., Awaitable[Any]]
@@ -57,7 +58,7 @@ def results(
     return run
 
 
-def lines_of(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+def lines_of(result: subprocess.CompletedProcess[str]) -> list[JSONDict]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from cli import console
 from fleet.salad import client
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet, assert_refused, told
 
 
@@ -93,7 +94,7 @@ def test_what_another_machine_starts_meanwhile_is_not_waited_for(
     patch = client.SaladClient.patch
 
     async def and_another_scales(
-        self: client.SaladClient, name: str, body: dict[str, Any]
+        self: client.SaladClient, name: str, body: JSONDict
     ) -> None:
         await patch(self, name, body)
         salad.groups[name].body["replicas"] = 400

@@ -9,7 +9,6 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +19,13 @@ from imagefleet.files import pack
 from imagefleet.job.message import read_job
 from imagefleet.signing import SigningKey
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from in_process import Imagefleet
 from storage_flags import flags
 from stored_images import member as made_picture
 
 #: Verifies an export in a process without a storage: its exit code, and what it prints as JSON.
-Verify = Callable[..., tuple[int, dict[str, Any]]]
+Verify = Callable[..., tuple[int, JSONDict]]
 
 JOBS = 6
 
@@ -82,7 +82,7 @@ async def export(
 
 @pytest.fixture
 def verify(in_process: Imagefleet) -> Verify:
-    def run(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    def run(folder: Path, *arguments: str) -> tuple[int, JSONDict]:
         ended = in_process("verify", str(folder), "--json", *arguments)
         assert ended.stdout, ended.stderr
         return ended.returncode, json.loads(ended.stdout)
@@ -114,7 +114,7 @@ def list_again(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
-def named(found: dict[str, Any]) -> list[tuple[str | None, str]]:
+def named(found: JSONDict) -> list[tuple[str | None, str]]:
     return [(fault["picture"], fault["why"]) for fault in found["faults"]]
 
 

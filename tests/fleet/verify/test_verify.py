@@ -17,6 +17,7 @@ from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from storage_flags import flags
 from stored_images import member, store_pack
 from worker.engine import contract
@@ -59,7 +60,7 @@ async def drawn_by_three(
 
 def verify(
     in_process: Imagefleet, settings: StorageSettings, *arguments: str
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, JSONDict]:
     ended = in_process("verify", *flags(settings), *arguments, "--json")
     assert ended.stdout, ended.stderr
     return ended.returncode, json.loads(ended.stdout)

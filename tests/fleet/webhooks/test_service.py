@@ -23,6 +23,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 from stored_images import ImageLog
 
 
@@ -98,7 +99,7 @@ def name(job_id: str, index: int) -> str:
 
 
 def record(number: int, outcome: str = "completed", **fields: Any) -> Record:
-    known: dict[str, Any] = {
+    known: JSONDict = {
         "outcome": outcome,
         "id": f"job-{number}",
         "campaign": "spring",

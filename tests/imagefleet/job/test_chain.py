@@ -12,9 +12,10 @@ from imagefleet.job import chain, sizes
 from imagefleet.job.message import Job, is_signed, read_job
 from imagefleet.signing import SigningKey
 from imagefleet.storage.routing.models import model_of, models_of
+from imagefleet.validation import JSONDict
 
 
-def text(*stages: dict[str, Any], **fields: Any) -> str:
+def text(*stages: JSONDict, **fields: Any) -> str:
     return json.dumps({"prompt": "a house", "id": "0001", "then": stages} | fields)
 
 
@@ -126,7 +127,7 @@ def test_a_stage_that_asks_for_a_random_seed_gets_one_of_its_own_the_same_each_t
         ({"prompt": "a <x:y>"}, "stage 2: prompt"),
     ],
 )
-def test_a_wrong_stage_is_refused_by_its_number(stage: dict[str, Any], reason: str):
+def test_a_wrong_stage_is_refused_by_its_number(stage: JSONDict, reason: str):
     assert reason in refused(text(stage))
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
+from imagefleet.validation import JSONDict
 
-FIELDS: dict[str, Any] = {
+FIELDS: JSONDict = {
     "prompt": "a red house, \U0001f98a\ufffe",
     "negative_prompt": "blur",
     "steps": 12,
@@ -49,7 +50,7 @@ def test_a_scale_of_zero_is_drawn_by_a_job_that_says_which_of_its_meanings_it_ha
     "change",
     [{"prompt": "a cat"}, {"steps": 13}, {"seed": 5}, {"id": "b"}, {"then": []}],
 )
-def test_what_changes_the_pictures_changes_the_digest(change: dict[str, Any]):
+def test_what_changes_the_pictures_changes_the_digest(change: JSONDict):
     assert read(**change).digest != read().digest
 
 

@@ -1,7 +1,6 @@
 import base64
 import json
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +11,7 @@ from imagefleet.job import samplers, settings_table, sizes
 from imagefleet.job.message import Job, is_safe_id, read_job
 from imagefleet.job.noise import Noise
 from imagefleet.job.passes import hires
+from imagefleet.validation import JSONDict
 from messages import read
 
 json_values = st.recursive(
@@ -282,7 +282,7 @@ def test_settings_of_samplers_and_noise_are_fields_of_the_job():
 )
 @pytest.mark.parametrize("field", ["sampler_name", "sampler_index"])
 def test_eta_is_the_payloads_or_the_setting_of_its_sampler(
-    sampler: str, payload: dict[str, Any], eta: float, field: str
+    sampler: str, payload: JSONDict, eta: float, field: str
 ):
     settings = {"eta_ancestral": 0.25, "eta_ddim": 0.75}
     job = read(**{field: sampler}, **payload, override_settings=settings)
@@ -298,7 +298,7 @@ def test_eta_is_the_payloads_or_the_setting_of_its_sampler(
     ],
 )
 def test_each_pass_has_the_eta_of_its_own_sampler(
-    first: str, second: str, payload: dict[str, Any], etas: tuple[float, float]
+    first: str, second: str, payload: JSONDict, etas: tuple[float, float]
 ):
     settings = {"eta_ancestral": 0.25, "eta_ddim": 0.75}
     fields = {"sampler_name": first, "hr_sampler_name": second, **payload}

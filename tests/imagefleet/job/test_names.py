@@ -14,6 +14,7 @@ from imagefleet.job.message import Job
 from imagefleet.job.names import REPLACED, duplicate_name
 from imagefleet.records.record import Record, of_job
 from imagefleet.storage import protocol
+from imagefleet.validation import JSONDict
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
@@ -29,7 +30,7 @@ class Image(NamedTuple):
 
 
 def jobs_of(image: Image) -> Job:
-    known: dict[str, Any] = {
+    known: JSONDict = {
         "prompt": "a house",
         "id": image.id,
         "campaign": image.campaign,

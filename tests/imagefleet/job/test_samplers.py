@@ -1,11 +1,10 @@
 """The names of samplers and schedulers that jobs have."""
 
-from typing import Any
-
 import pytest
 
 from imagefleet import errors
 from imagefleet.job.passes import hires
+from imagefleet.validation import JSONDict
 from messages import read
 
 
@@ -118,7 +117,7 @@ def test_the_scheduler_field_means_what_it_does_in_a1111_1_9(
     ],
 )
 def test_a_second_passs_schedule_is_its_own_or_that_of_the_first_in_field_or_name(
-    fields: dict[str, Any], second: str
+    fields: JSONDict, second: str
 ):
     job = read(**{"enable_hr": True, "hr_sampler_name": "DPM++ SDE", **fields})
     assert hires.sampler(job) == second
@@ -134,7 +133,7 @@ def test_a_second_passs_schedule_is_its_own_or_that_of_the_first_in_field_or_nam
     ],
 )
 def test_a_downcast_schedule_is_refused_for_samplers_that_round_elsewhere(
-    fields: dict[str, Any], title: str
+    fields: JSONDict, title: str
 ):
     settings = {"override_settings": {"use_downcasted_alpha_bar": True}}
     with pytest.raises(errors.JobError, match=f"bar: is not for {title}$"):

@@ -14,6 +14,7 @@ from imagefleet import errors
 from imagefleet.job.message import Job, is_signed, read_job
 from imagefleet.signing import JobSigner, SigningKey, TrustedJobs
 from imagefleet.storage.deliveries import Deliveries, without_deliveries
+from imagefleet.validation import JSONDict
 
 JOB = Job(
     prompt="a hut, \U0001f332 \u2028 'quoted' \"twice\" &amp; é",
@@ -80,7 +81,7 @@ def test_a_signature_outlasts_deliveries_base64_and_another_order_of_the_fields(
     ],
 )
 def test_what_was_changed_after_it_was_signed_is_refused(
-    signer: JobSigner, trusted: TrustedJobs, fields: dict[str, Any]
+    signer: JobSigner, trusted: TrustedJobs, fields: JSONDict
 ):
     with pytest.raises(
         errors.UntrustedJobError, match="it was changed after it was signed"
@@ -90,7 +91,7 @@ def test_what_was_changed_after_it_was_signed_is_refused(
 
 @pytest.mark.parametrize("fields", [{}, {"signature": None}])
 def test_an_unsigned_job_is_refused_with_what_to_do(
-    trusted: TrustedJobs, fields: dict[str, Any]
+    trusted: TrustedJobs, fields: JSONDict
 ):
     with pytest.raises(
         errors.UntrustedJobError,

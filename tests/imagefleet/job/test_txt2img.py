@@ -11,6 +11,7 @@ from imagefleet import errors
 from imagefleet.job import settings_table
 from imagefleet.job.message import Job
 from imagefleet.job.passes import controlnet, extras, hires, img2img
+from imagefleet.validation import JSONDict
 from messages import read
 
 PAGE = Path(__file__).parents[3] / "docs" / "a1111.md"
@@ -126,7 +127,7 @@ ALIASES = frozenset({"override_settings", "sampler_index", extras.IMAGE})
 
 
 #: A job of each pass.
-JOBS: dict[str, dict[str, Any]] = {
+JOBS: dict[str, JSONDict] = {
     "txt2img": {},
     "img2img": {"init_images": ["a.png"]},
     "hires": {"enable_hr": True},
@@ -234,7 +235,7 @@ def test_a_setting_that_no_row_names_is_refused_in_every_pass(job: str):
 
 
 #: A value for each drawn field, other than the default.
-VALUES: dict[str, Any] = {
+VALUES: JSONDict = {
     "prompt": "a dog",
     "negative_prompt": "x",
     "sampler_name": "Euler",
@@ -265,7 +266,7 @@ VALUES: dict[str, Any] = {
 }
 
 #: Of the second pass, which has to be switched on.
-HIRES_VALUES: dict[str, Any] = {
+HIRES_VALUES: JSONDict = {
     "enable_hr": True,
     "denoising_strength": 0.5,
     "hr_scale": 1.5,

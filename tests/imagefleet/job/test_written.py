@@ -4,7 +4,6 @@ import base64
 import json
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -12,6 +11,7 @@ from imagefleet import errors
 from imagefleet.job import sizes
 from imagefleet.job.message import read_job, text_for_image
 from imagefleet.storage import protocol
+from imagefleet.validation import JSONDict
 from messages import read
 
 
@@ -109,7 +109,7 @@ def test_metadata_of_any_script_has_its_bytes_in_utf_8_and_a_header_that_fits(
     ],
 )
 def test_what_no_worker_draws_is_refused_before_any_has_it(
-    fields: dict[str, Any], reason: str
+    fields: JSONDict, reason: str
 ):
     assert re.search(reason, refusal(json.dumps({"prompt": "a", **fields})))
 
@@ -128,5 +128,5 @@ def test_what_no_worker_draws_is_refused_before_any_has_it(
         {"enable_hr": True, "steps": 50, "denoising_strength": 0.05},
     ],
 )
-def test_what_a_worker_may_draw_is_read(fields: dict[str, Any]):
+def test_what_a_worker_may_draw_is_read(fields: JSONDict):
     read(**fields)

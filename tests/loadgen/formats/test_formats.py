@@ -17,12 +17,13 @@ import signers
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.signing import SigningKey
+from imagefleet.validation import JSONDict
 from loadgen import file_source, sources
 from loadgen.file_source import FileSource
 from loadgen.formats import json_array
 from loadgen.rejects import Report
 
-JOBS: list[dict[str, Any]] = [
+JOBS: list[JSONDict] = [
     {
         "prompt": 'a "red" house, with a\nline break',
         "steps": 12,
@@ -48,13 +49,13 @@ def as_cell(value: Any) -> str:
     return f'"{text}"' if set(text) & set('",;\t\n') else text
 
 
-def as_csv(jobs: list[dict[str, Any]], delimiter: str = ",") -> bytes:
+def as_csv(jobs: list[JSONDict], delimiter: str = ",") -> bytes:
     names = list(dict.fromkeys(name for job in jobs for name in job))
     rows = [names, *([as_cell(job.get(name)) for name in names] for job in jobs)]
     return "".join(delimiter.join(row) + "\r\n" for row in rows).encode("utf-8-sig")
 
 
-def as_parquet(jobs: list[dict[str, Any]]) -> bytes:
+def as_parquet(jobs: list[JSONDict]) -> bytes:
     names = list(dict.fromkeys(name for job in jobs for name in job))
     out = io.BytesIO()
     table = pa.table({name: [job.get(name) for job in jobs] for name in names})
@@ -62,7 +63,7 @@ def as_parquet(jobs: list[dict[str, Any]]) -> bytes:
     return out.getvalue()
 
 
-CONTENTS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
+CONTENTS: dict[str, Callable[[list[JSONDict]], bytes]] = {
     "jobs.jsonl": lambda jobs: "".join(json.dumps(job) + "\n" for job in jobs).encode(),
     "jobs.json": lambda jobs: json.dumps(jobs, ensure_ascii=False, indent=2).encode(),
     "jobs.csv": as_csv,
@@ -72,7 +73,7 @@ CONTENTS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
 NAMES = [*CONTENTS, "jobs.jsonl.gz", "jobs.json.gz", "jobs.csv.gz"]
 
 
-def write(folder: Path, name: str, jobs: list[dict[str, Any]]) -> Path:
+def write(folder: Path, name: str, jobs: list[JSONDict]) -> Path:
     content = CONTENTS[name.removesuffix(".gz")](jobs)
     path = folder / name
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
@@ -207,9 +208,7 @@ def test_excels_line_for_the_delimiter_is_none_of_the_rows(
         ("a {{red}} house, {blue}", {"prompt": "a {{red}} house, {blue}"}),
     ],
 )
-def test_options_of_a_line_of_text_are_read(
-    tmp_path, line: str, fields: dict[str, Any]
-):
+def test_options_of_a_line_of_text_are_read(tmp_path, line: str, fields: JSONDict):
     (job,) = jobs_of(source_of(tmp_path, "prompts.txt", line))
     assert {name: getattr(job, name) for name in fields} == fields
 

@@ -11,6 +11,7 @@ import pytest
 from imagefleet import errors
 from imagefleet.files.safetensors import identify
 from imagefleet.job.passes.adetailer import Detail
+from imagefleet.validation import JSONDict
 from tiny_detectors import write_detector
 from worker.inputs import detectors
 
@@ -121,7 +122,7 @@ def test_a_mask_is_a_box_with_both_its_borders():
     ],
 )
 def test_parts_are_chosen_by_their_area_or_confidence(
-    fields: dict[str, Any], areas: list[int]
+    fields: JSONDict, areas: list[int]
 ):
     masks = detectors.masks(detail(**fields), BOXES, (128, 64))
     assert [int((mask > 0).sum()) for mask in masks] == areas

@@ -5,7 +5,6 @@ import json
 import threading
 import time
 from datetime import datetime, timedelta
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ import polling
 from benchmarks.stand_in import StandInEngine, draw_noise
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 from messages import blobs, message
 from worker.engine import contract
 from worker.node import checks, quarantine, suspects
@@ -32,7 +32,7 @@ class Weights:
         return self.faults.pop(0) if self.faults else None
 
 
-async def recorded(storage: Storage) -> list[dict[str, Any]]:
+async def recorded(storage: Storage) -> list[JSONDict]:
     return [
         json.loads(await storage.blobs.read(name) or b"")
         for name in await blobs(storage, "-suspect/")

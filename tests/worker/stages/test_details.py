@@ -11,6 +11,7 @@ import tiny_model
 from benchmarks.stand_in import draw_noise
 from imagefleet.job.passes.fields import Pass
 from imagefleet.storage.open import Storage
+from imagefleet.validation import JSONDict
 from messages import Drawing, blobs, failed_jobs, image, message
 from tiny_detectors import write_detector
 from worker.engine import load
@@ -22,7 +23,7 @@ SIZE = (128, 128)
 FACES = [(20, 20, 16, 16, 0.9), (48, 40, 10, 10, 0.6)]
 
 
-def adetailer(*units: dict[str, Any]) -> dict[str, Any]:
+def adetailer(*units: JSONDict) -> JSONDict:
     return {"alwayson_scripts": {"ADetailer": {"args": [True, False, *units]}}}
 
 

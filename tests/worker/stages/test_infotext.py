@@ -12,6 +12,7 @@ from PIL import Image
 from sd_parsers import ParserManager
 
 from imagefleet.job.message import Job, read_job
+from imagefleet.validation import JSONDict
 from worker.stages import encode, infotext
 
 VERSION = f"Version: imagefleet {metadata.version('imagefleet')}"
@@ -167,7 +168,7 @@ def test_unset_fields_are_not_written():
     ],
 )
 def test_settings_that_the_sampler_has_are_spelt_as_a1111_spells_them_and_no_others(
-    fields: dict[str, Any], written: str
+    fields: JSONDict, written: str
 ):
     assert written in facts_of(**fields)
 

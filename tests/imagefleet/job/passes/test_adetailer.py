@@ -10,6 +10,7 @@ from imagefleet import errors
 from imagefleet.job import differences
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes.fields import Pass
+from imagefleet.validation import JSONDict
 
 UNIT = {"ad_model": "face_yolov8n.pt"}
 
@@ -125,7 +126,7 @@ def test_words_of_its_own_are_edited_by_the_parts_steps():
     ],
 )
 def test_what_would_change_the_picture_and_is_not_drawn_is_refused(
-    args: list[Any], fields: dict[str, Any], said: str | None
+    args: list[Any], fields: JSONDict, said: str | None
 ):
     if said is None:
         assert read(*args, **fields).details

@@ -9,6 +9,7 @@ from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import extras
 from imagefleet.job.passes.fields import Pass
+from imagefleet.validation import JSONDict
 
 
 def read(**fields: Any) -> Job:
@@ -99,7 +100,7 @@ def test_the_second_upscaler_counts_only_where_it_shows():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(fields: dict[str, Any], reason: str):
+def test_what_does_not_fit_is_refused_by_name(fields: JSONDict, reason: str):
     assert reason in refusal(**fields)
 
 
@@ -141,7 +142,7 @@ def test_controlnets_have_nothing_to_control():
     ],
 )
 def test_sizes_are_those_of_a1111_with_its_black_borders(
-    fields: dict[str, Any], size: tuple[int, int], sizes: tuple[tuple[int, int], ...]
+    fields: JSONDict, size: tuple[int, int], sizes: tuple[tuple[int, int], ...]
 ):
     assert extras.sizes_after(read(**fields), size) == sizes
 
@@ -163,7 +164,7 @@ def test_sizes_are_those_of_a1111_with_its_black_borders(
     ],
 )
 def test_images_beyond_the_limits_are_refused(
-    fields: dict[str, Any], size: tuple[int, int], reason: str
+    fields: JSONDict, size: tuple[int, int], reason: str
 ):
     with pytest.raises(errors.JobError, match=reason):
         extras.sizes_after(read(**fields), size)

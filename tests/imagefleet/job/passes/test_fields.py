@@ -8,6 +8,7 @@ from imagefleet import errors
 from imagefleet.job.message import read_job
 from imagefleet.job.passes import hires, img2img
 from imagefleet.job.passes.fields import Pass
+from imagefleet.validation import JSONDict
 from messages import read
 
 UNIT = {"image": "a.png", "model": "canny"}
@@ -110,7 +111,7 @@ def test_a_wrong_value_of_the_second_pass_is_refused_by_name(
     ],
 )
 def test_the_second_pass_has_the_size_that_a1111_computes(
-    fields: dict[str, Any], size: tuple[int, int]
+    fields: JSONDict, size: tuple[int, int]
 ):
     job = read(enable_hr=True, width=512, height=768, hr_second_pass_steps=7, **fields)
     assert job.passes(512, 768) == [Pass(512, 768, 20, decodes=False), Pass(*size, 7)]
@@ -135,7 +136,7 @@ def test_a_second_pass_of_another_ratio_is_cut():
     ],
 )
 def test_sizes_between_whole_cells_are_rounded_down_in_the_latent_alone(
-    size: tuple[int, int], fields: dict[str, Any], whole: tuple[int, int]
+    size: tuple[int, int], fields: JSONDict, whole: tuple[int, int]
 ):
     job = read(enable_hr=True, width=size[0], height=size[1], **fields)
     found, final = hires.sizes_after(job, size)
@@ -314,7 +315,7 @@ def test_units_are_read_as_the_extension_writes_them():
 
 
 def test_no_unit_that_is_enabled_is_none():
-    nothing: list[dict[str, Any]] = [{"args": [{"enabled": False}]}, {"args": []}, {}]
+    nothing: list[JSONDict] = [{"args": [{"enabled": False}]}, {"args": []}, {}]
     for scripts in ({}, *({"controlnet": each} for each in nothing)):
         assert read(alwayson_scripts=scripts) == read()
 
@@ -330,7 +331,7 @@ def test_no_unit_that_is_enabled_is_none():
     ],
 )
 def test_controlnets_are_refused_where_their_map_would_need_another_size(
-    fields: dict[str, Any], reason: str
+    fields: JSONDict, reason: str
 ):
     message = refusal(alwayson_scripts={"controlnet": {"args": [UNIT]}}, **fields)
     assert reason in message

@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -17,13 +16,14 @@ from aiohttp import web
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.validation import JSONDict
 
 #: Most tests start a process of their own.
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[4]
 
-Run = Callable[..., Awaitable[dict[str, Any]]]
+Run = Callable[..., Awaitable[JSONDict]]
 
 #: Of managed identities on Azure's machines; on SaladCloud's, of another service.
 METADATA_ADDRESS = "169.254.169.254"
@@ -69,7 +69,7 @@ class FakeCloud:
         if request.path.endswith("/oauth2/v2.0/token"):
             form = await request.post()
             self.assertions.append(str(form["client_assertion"]))
-            answer: dict[str, Any] = {
+            answer: JSONDict = {
                 "token_type": "Bearer",
                 "expires_in": 3600,
                 "access_token": "pod",
@@ -133,7 +133,7 @@ def run(tmp_path) -> Run:
     warnings = tmp_path / "warnings"
     warnings.touch()
 
-    async def run_program(**variables: str) -> dict[str, Any]:
+    async def run_program(**variables: str) -> JSONDict:
         # No fork of a process that has imported aiohttp, which read SSL_CERT_FILE as it did.
         with warnings.open("a") as errors:
             process = await asyncio.create_subprocess_exec(

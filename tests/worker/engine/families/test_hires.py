@@ -17,6 +17,7 @@ import tiny_model
 from diffusers_pipelines import draw_in_diffusers, with_parts_of
 from drawing import ROUNDING, difference, draw, make_request
 from imagefleet.job.prompt import read_prompt
+from imagefleet.validation import JSONDict
 from worker.engine import contract
 from worker.engine.passes import begin, upscaling
 
@@ -27,7 +28,7 @@ HIRES = contract.HiresPass(
 pytestmark = pytest.mark.slow
 
 
-def request_of(hires: dict[str, Any] | None = None, **changes: Any) -> Any:
+def request_of(hires: JSONDict | None = None, **changes: Any) -> Any:
     words = {"prompt": "a red circle", "negative_prompt": "green, blurry"}
     second = dataclasses.replace(HIRES, **(hires or {}))
     return make_request(**words, **{"seed": 5, "hires": second, **changes})
@@ -52,7 +53,7 @@ def first_pass(pipeline: Any, request: Any) -> torch.Tensor:
 def test_latent_upscalers_are_two_of_diffusers_pipelines(
     family: str,
     upscaler: str,
-    how: dict[str, Any],
+    how: JSONDict,
     family_engine,
     family_pipeline,
 ):

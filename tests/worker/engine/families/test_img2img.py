@@ -19,6 +19,7 @@ from PIL import Image
 import a1111
 from diffusers_pipelines import draw_in_diffusers, with_parts_of
 from drawing import ROUNDING, difference, draw, make_request
+from imagefleet.validation import JSONDict
 from worker.engine import contract
 from worker.engine.passes import begin
 
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def request_of(pixels: contract.Pixels) -> Any:
     def make(
-        strength: float = 0.6, init: dict[str, Any] | None = None, **changes: Any
+        strength: float = 0.6, init: JSONDict | None = None, **changes: Any
     ) -> Any:
         settings = {
             "prompt": "a red circle",

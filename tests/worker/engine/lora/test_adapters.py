@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from imagefleet import errors
 from imagefleet.files import adapter, kinds
 from imagefleet.files.safetensors import UnusableError, identify
+from imagefleet.validation import JSONDict
 from worker.engine.lora import file as lora_file
 from worker.engine.lora.merge import AppliedLora
 from worker.engine.lora.shared import Merger
@@ -31,7 +32,7 @@ pytestmark = [
 ATTENTION = ["to_q", "to_v", "ff.net.2"]
 
 #: What each type is configured with, beside the layers it changes.
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, JSONDict] = {
     "LORA": {"r": 4, "lora_alpha": 3, "alpha_pattern": {"to_v": 8}},
     "LORA with rsLoRA": {"r": 4, "use_rslora": True, "rank_pattern": {"to_v": 2}},
     "LORA with DoRA": {"r": 4, "use_dora": True},
@@ -171,7 +172,7 @@ def test_networks_that_lie_in_folders_of_their_own_become_one_file(
     ],
 )
 def test_a_configuration_that_peft_should_not_be_given_is_refused(
-    change: dict[str, Any], message: str, save, layers: lora_file.Layers
+    change: JSONDict, message: str, save, layers: lora_file.Layers
 ):
     _, folder = save("LOHA")
     edit(folder, change)
@@ -206,6 +207,6 @@ def test_a_folder_without_weights_says_how_to_save_them(save):
         adapter.pack(folder, folder.with_suffix(".safetensors"))
 
 
-def edit(folder: Path, change: dict[str, Any]) -> None:
+def edit(folder: Path, change: JSONDict) -> None:
     path = folder / adapter.CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
