@@ -15,8 +15,8 @@ from worker.engine.contract import (
     ImageRequest,
     Pixels,
     PreparedRequest,
+    Result,
 )
-from worker.tasks import Result
 
 
 @dataclass(frozen=True, slots=True)

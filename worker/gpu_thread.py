@@ -20,9 +20,8 @@ from imagefleet.errors import FleetError, JobCancelled, NodeError
 from imagefleet.storage.routing.route import FAIR_EVERY
 from imagefleet.telemetry.logs import log
 from worker import tasks
-from worker.engine.contract import Engine, Finished, PreparedRequest
+from worker.engine.contract import Engine, Finished, PreparedRequest, Result
 from worker.gpu_clock import GpuClock
-from worker.tasks import Result
 
 #: How often an idle engine thread counts the time it has waited.
 IDLE_TICK_SECONDS = 0.5

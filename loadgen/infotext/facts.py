@@ -42,13 +42,14 @@ _CELL = 64
 _UNKNOWN = "0x0"
 
 
-Lines = list[str]
+#: Lines of an infotext, or sentences about what is drawn otherwise.
+Texts = list[str]
 
 #: Values by the words of A1111.
 Facts = dict[str, str]
 
 
-def parts_of(text: str) -> tuple[dict[str, str], Facts, Lines]:
+def parts_of(text: str) -> tuple[dict[str, str], Facts, Texts]:
     """An infotext's prompts and facts, whichever program wrote it, and what is drawn otherwise."""
     *lines, last = text.strip().split("\n")
     if not last.startswith("Steps:"):
@@ -56,7 +57,7 @@ def parts_of(text: str) -> tuple[dict[str, str], Facts, Lines]:
     if _BARS in last:
         lines, last = _without_bars(lines, last)
     facts = facts_of(last)
-    said: Lines = []
+    said: Texts = []
     if "Distilled CFG Scale" in facts:
         model = facts.get("Model", "no name")
         raise JobError(f"it was drawn with FLUX ({model}), which is not drawn here")
@@ -93,8 +94,8 @@ def facts_of(line: str) -> Facts:
     return found
 
 
-def _prompts(lines: Lines) -> dict[str, str]:
-    found: dict[str, Lines] = {"prompt": [], "negative_prompt": []}
+def _prompts(lines: Texts) -> dict[str, str]:
+    found: dict[str, Texts] = {"prompt": [], "negative_prompt": []}
     into = "prompt"
     for line in lines:
         words = line.strip()
@@ -105,8 +106,8 @@ def _prompts(lines: Lines) -> dict[str, str]:
     return {name: "\n".join(each).strip() for name, each in found.items()}
 
 
-def _without_bars(lines: Lines, last: str) -> tuple[Lines, str]:
-    """Lines of SD.Next's first releases, which part facts by bars, in two lines."""
+def _without_bars(lines: Texts, last: str) -> tuple[Texts, str]:
+    """Texts of SD.Next's first releases, which part facts by bars, in two lines."""
     facts = last.replace(_BARS, ", ")
     if lines and lines[-1].startswith("Version:"):
         *lines, version = lines
@@ -116,7 +117,7 @@ def _without_bars(lines: Lines, last: str) -> tuple[Lines, str]:
     return lines, facts
 
 
-def _from_draw_things(lines: Lines, facts: Facts, said: Lines) -> Lines:
+def _from_draw_things(lines: Texts, facts: Facts, said: Texts) -> Texts:
     """Puts Draw Things' words into A1111's; its negative prompt begins with a hyphen."""
     said.append("drawn by Draw Things, whose noise is its own: alike and not equal")
     facts["CFG scale"] = facts.pop("Guidance Scale")
@@ -137,7 +138,7 @@ def _from_draw_things(lines: Lines, facts: Facts, said: Lines) -> Lines:
     return [*lines[:at], f"{_NEGATIVE} {lines[at][1:]}", *lines[at + 1 :]]
 
 
-def _from_2022(first_pass: str, facts: Facts, said: Lines) -> None:
+def _from_2022(first_pass: str, facts: Facts, said: Texts) -> None:
     """Puts the second pass of 2022 into today's words, as `restore_old_hires_fix_params` does."""
     size = facts.get("Size", "512x512")
     sides = [int(side) for side in re.findall(r"\d{1,5}", size)[:2]]
@@ -154,7 +155,7 @@ def _from_2022(first_pass: str, facts: Facts, said: Lines) -> None:
     )
 
 
-def _resources(text: str) -> Lines:
+def _resources(text: str) -> Texts:
     """Sentences about files that Civitai names by the ids of their versions."""
     try:
         return [_resource(each) for each in json.loads(text)]

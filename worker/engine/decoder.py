@@ -340,8 +340,7 @@ def to_patches(vae: AutoencoderKLFlux2, latents: Tensor) -> Tensor:
     """The reverse of `from_patches`; a last row or column that fills no patch is cut off."""
     deviation, mean = _statistics(vae)
     height, width = (side // 2 * 2 for side in latents.shape[-2:])
-    whole = latents[..., :height, :width]
-    return (F.pixel_unshuffle(whole, 2) - mean) / deviation
+    return (F.pixel_unshuffle(latents[..., :height, :width], 2) - mean) / deviation
 
 
 def _statistics(vae: AutoencoderKLFlux2) -> tuple[Tensor, Tensor]:

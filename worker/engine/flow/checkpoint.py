@@ -55,7 +55,7 @@ class FlowCheckpoint(Model):
         return 0
 
     @property
-    def networks(self) -> JSONDict:
+    def networks(self) -> dict[str, Any]:
         return {self.family.backbone: self.unet, "vae": self.vae}
 
 
