@@ -20,6 +20,10 @@ MOST_OVERTAKES = 8
 #: each other lane.
 PATIENCE_TICKS = 32
 
+#: A lane counts as full with so many images a slot: one whose next images are there already goes
+#: before one that would have an empty slot once its images end.
+_FULL = 1.5
+
 #: Ticks of one lane in a row where lanes load their weights into the same memory: loading takes
 #: about a third of a tick.
 SHARED_TURN_TICKS = 16
@@ -258,9 +262,10 @@ class Lanes:
         """The lane with the highest runs next: the fuller and the longer it has waited.
 
         Full lanes take turns, with one that has an urgent image, too. Any other runs after
-        PATIENCE_TICKS and one turn of each lane.
+        PATIENCE_TICKS and one turn of each lane. So lanes are drawn by their share of the images,
+        whatever their slots: turns alike would empty those that few images come for.
         """
-        filled = min(lane.held, lane.slots) / lane.slots
+        filled = min(1, lane.held / (_FULL * lane.slots))
         filled += any(each.is_urgent for each in (*lane.waiting, *lane.active.values()))
         return filled + (self._tick - lane.ran_at) / (PATIENCE_TICKS * self._turn_ticks)
 

@@ -127,6 +127,16 @@ def test_mixed_sizes_leave_hardly_any_slot_empty(sizes: int):
     assert drawing.most_held <= SLOTS * (sizes + 1)
 
 
+def test_lanes_of_unlike_slots_are_drawn_by_their_share_of_the_images():
+    native = SIZES[0]
+    sizes = [native, native._replace(width=768), native._replace(height=768)]
+    chosen = random.Random(3)
+    keys = chosen.choices(sizes, [2, 1, 1], k=1500)
+    drawing = Drawing(keys, calls=iter(lambda: chosen.randint(10, 30), 0))
+    drawing.lanes = Lanes(16, 20, native, 2)
+    assert mean(drawing.run().fill) > 0.99
+
+
 def test_lanes_that_share_weights_take_long_turns_and_stay_nearly_full():
     drawing = Drawing(mixed(3, 900), blocks=1, weight_mode="per_slot").run()
     assert mean(drawing.fill) > 0.93
