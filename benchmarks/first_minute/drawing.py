@@ -50,6 +50,7 @@ class Counted:
         self._ticks = work.Ticks(engine)
         self._pixels: list[int] = []
         self._kinds: list[str] = []
+        self._rows_of_slots = 0
         self._step: Step | None = None
         self._kind = "idle"
         self._run = engine._runner.run  # noqa: SLF001
@@ -66,9 +67,9 @@ class Counted:
         """To be called after each tick."""
         tick, step = self._ticks.all[-1], self._step
         self._pixels.append(step.batch_key.width * step.batch_key.height if step else 0)
-        filled = "sparse"
-        if step and tick.rows == len(step.state.latents) * step.batch_key.slot_rows:
-            filled = "full"
+        rows = len(step.state.latents) * step.batch_key.slot_rows if step else 0
+        filled = "full" if tick.rows == rows else "sparse"
+        self._rows_of_slots += rows
         self._kinds.append(f"{self._kind}_{filled}")
         self._step, self._kind = None, "idle"
         if self._engine.is_compiling:
@@ -105,7 +106,7 @@ class Counted:
         }
 
     def figures(self) -> Figures:
-        """The idle fraction, and the seconds in ticks by what they ran and whether they were full.
+        """The idle fraction, and ticks by what they ran and whether all slots had all their rows.
 
         Lanes that wait for others show here: uncompiled ones should take what their images do.
         """
@@ -115,6 +116,9 @@ class Counted:
         return {
             "idle_fraction": self._ticks.idle_fraction,
             "tick_seconds": dict(seconds),
+            "ticks": dict(Counter(self._kinds)),
+            "filled_fraction": sum(each.rows for each in self._ticks.all)
+            / max(self._rows_of_slots, 1),
         }
 
     def _note_step(self, step: Step, mode: Any, slots: int) -> None:

@@ -25,6 +25,7 @@ class EngineRow:
 
 ROWS = {
     "uniform": EngineRow("uniform", "uniform", is_cold=True),
+    "uniform_again": EngineRow("uniform", "uniform"),
     "bag_sizes_without_kernels": EngineRow(
         "sizes", "sizes", is_cold=True, minute=4, then="few_steps"
     ),
@@ -32,7 +33,7 @@ ROWS = {
     "bag_sizes": EngineRow("sizes", "sizes", minute=2),
     "bag_few_steps": EngineRow("few_steps", "sizes", minute=2),
     "sdxl_cold": EngineRow("sizes", "sdxl", "sdxl", is_cold=True),
-    "sdxl_uniform": EngineRow("uniform", "sdxl_uniform", "sdxl", is_cold=True),
+    "sdxl_uniform": EngineRow("uniform", "sdxl_uniform", "sdxl"),
     "sdxl_bag_sizes": EngineRow("sizes", "sdxl", "sdxl", minute=3),
     "unlike": EngineRow("uniform", "uniform", steady_seconds=3.0),
 }

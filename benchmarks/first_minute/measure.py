@@ -8,9 +8,10 @@ Each row is a process of its own; seconds and minutes count from its start. Ever
 file as soon as it is measured, and the exit code of the row's process beside it. Rows that the file
 has are not measured again, unless with `--again`: the same command, over and over, measures all. No
 row begins that would take longer than is left of `--seconds`. Shares are ratios of rows of one run,
-which share `--folder`: if that is lost, rows that others are compared with, or whose packages they
-need, are measured anew. `--memory` limits the GPU to GB of a card; `--before` is a checkout of
-commit 2ad5d2b6. `--tiny` tries all on a CPU, with meaningless figures.
+which share `--folder`: if that is lost, rows that others are compared with are measured anew, and
+those whose packages they need, unless `--folder` has these from another node. `--memory` limits the
+GPU to GB of a card; `--before` is a checkout of commit 2ad5d2b6. `--tiny` tries all on a CPU, with
+meaningless figures.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -48,18 +49,21 @@ class Row:
     seconds: float
     #: Rows of the same run that come before: what they leave, and rates to compare with.
     needs: tuple[str, ...] = ()
+    #: The folder of packages that it leaves: with these, others do not need it.
+    leaves: str = ""
 
 
-_BAG = ("uniform", "bag_sizes_without_kernels")
+_BAG = ("uniform_again", "bag_sizes_without_kernels")
 
 #: In the order in which they are measured.
 ROWS = {
     "models": Row(90),
-    "uniform": Row(200, ("models",)),
+    "uniform": Row(200, ("models",), leaves="uniform"),
+    "uniform_again": Row(75, ("models", "uniform")),
     "worker_cold": Row(120, ("uniform",)),
     "worker_one_size_cold": Row(210, ("models",)),
     "worker_one_size": Row(100, ("worker_one_size_cold",)),
-    "bag_sizes_without_kernels": Row(420, ("uniform",)),
+    "bag_sizes_without_kernels": Row(420, ("uniform_again",), leaves="sizes"),
     "bag_one_size": Row(140, _BAG),
     "bag_sizes": Row(140, _BAG),
     "bag_few_steps": Row(140, _BAG),
@@ -70,7 +74,7 @@ ROWS = {
     "library": Row(260),
     "company": Row(80),
     "sdxl_models": Row(120),
-    "sdxl_cold": Row(620, ("sdxl_models",)),
+    "sdxl_cold": Row(620, ("sdxl_models",), leaves="sdxl"),
     "sdxl_uniform": Row(260, ("sdxl_models",)),
     "sdxl_bag_sizes": Row(200, ("sdxl_cold", "sdxl_uniform")),
 }
@@ -125,28 +129,28 @@ FIGURES = {
         "unlike jobs of one size, minute 2, of uniform, by UNet calls",
         "bag_one_size",
         _ROWS,
-        "uniform",
+        "uniform_again",
         _ROWS,
     ),
     "bag_sizes": Share(
         "unlike jobs of three sizes, minute 2, by pixels and steps",
         "bag_sizes",
         _PIXELS,
-        "uniform",
+        "uniform_again",
         _PIXELS,
     ),
     "bag_few_steps": Share(
         "the same, a quarter of them in four steps",
         "bag_few_steps",
         _PIXELS,
-        "uniform",
+        "uniform_again",
         _PIXELS,
     ),
     "bag_sizes_without_kernels": Share(
         "three sizes without packages, minute 4",
         "bag_sizes_without_kernels",
         _PIXELS,
-        "uniform",
+        "uniform_again",
         _PIXELS,
     ),
     "sdxl_bag_sizes": Share(
@@ -225,9 +229,17 @@ def table(results: Figures) -> str:
 
 
 def to_measure(
-    asked: Sequence[str], rows: Mapping[str, Figures], run: str, *, again: bool = False
+    asked: Sequence[str],
+    rows: Mapping[str, Figures],
+    run: str,
+    packages: Collection[str] = (),
+    *,
+    again: bool = False,
 ) -> Iterator[str]:
-    """The rows that are missing, and before each those that it needs of this *run*."""
+    """The rows that are missing, and before each those that it needs of this *run*.
+
+    *packages*: the folders of those that are there.
+    """
     given: set[str] = set()
 
     def ordered(names: Sequence[str], *, of_run: str | None) -> Iterator[str]:
@@ -236,7 +248,10 @@ def to_measure(
             is_there = row.get("is_complete") and of_run in {None, row.get("run")}
             if name in given or (is_there and not (again and name in asked)):
                 continue
-            yield from ordered(ROWS[name].needs, of_run=run)
+            needs = [
+                each for each in ROWS[name].needs if ROWS[each].leaves not in packages
+            ]
+            yield from ordered(needs, of_run=run)
             given.add(name)
             yield name
 
@@ -280,7 +295,8 @@ async def measure(arguments: argparse.Namespace) -> None:
         mark.write_text(secrets.token_hex(4))
     run = mark.read_text()
     rows = add_figures(arguments.out, {}).get("rows", {})
-    missing = to_measure(arguments.rows, rows, run, again=arguments.again)
+    packages = [each.name for each in arguments.folder.glob("packages/*")]
+    missing = to_measure(arguments.rows, rows, run, packages, again=arguments.again)
     failed: set[str] = set()
     for name in list(missing):
         left = ends_at - time.monotonic()

@@ -59,7 +59,7 @@ def test_rows_run_with_little_to_do(run: Callable[..., str]):
     assert all(figures[name] > 0 for name in names)
     assert figures["graphs_compiled_cold"] == figures["endings_failed"] == 0
     written = json.loads(Path("out.json").read_text())["rows"]
-    assert written.keys() > {"models", "uniform", *rows.split(",")}
+    assert written.keys() > {"models", "uniform", "uniform_again", *rows.split(",")}
     assert all(each["is_complete"] for each in written.values())
 
 
@@ -92,6 +92,7 @@ def test_rows_beside_the_compiler_and_at_full_speed_are_told_apart(monkeypatch):
     assert (counted.ready_at, counted.quiet_seconds) == (12.0, 5.0)
     assert len(counted.minutes) == 2
     assert counted.figures()["tick_seconds"] == {"uncompiled_full": 17.0}
+    assert counted.figures()["filled_fraction"] == 1.0
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ def given(tmp_path) -> Any:
 async def test_a_row_that_is_killed_keeps_its_figures_and_those_of_others(
     given, monkeypatch, ending: str, kept: JSONDict
 ):
-    measure.keep(given.out, "uniform", {"run": "a", "rows_per_second": 400.0})
+    measure.keep(given.out, "uniform_again", {"run": "a", "rows_per_second": 400.0})
     program = f"echo noise; echo '{{\"rows_per_second\": 200.0}}'; {ending}"
     monkeypatch.setattr(processes, "command", lambda *_: ["sh", "-c", program])
 
@@ -118,7 +119,7 @@ async def test_a_row_that_is_killed_keeps_its_figures_and_those_of_others(
 
     written = json.loads(given.out.read_text())
     assert written["bag_one_size"] == 0.5
-    assert written["rows"]["uniform"]["rows_per_second"] == 400.0
+    assert written["rows"]["uniform_again"]["rows_per_second"] == 400.0
     assert written["rows"]["bag_one_size"].items() >= kept.items()
     assert is_whole == ("is_complete" in kept)
 
@@ -134,16 +135,21 @@ async def test_a_row_that_measures_nothing_replaces_none_that_did(given, monkeyp
 
 def test_what_is_measured_is_not_measured_again_but_what_it_is_compared_with():
     measured = {"is_complete": True, "run": "a"}
-    rows = dict.fromkeys(("models", "uniform", "worker_cold", "company"), measured)
+    done = ("models", "uniform", "uniform_again", "worker_cold", "company")
+    rows = dict.fromkeys(done, measured)
 
     def asked(*names: str, run: str = "a", **more: Any) -> list[str]:
         return list(measure.to_measure(names, rows, run, **more))
 
     assert asked("models", "uniform", "worker_cold") == []
     assert asked("worker_cold", run="b") == []
-    cold = "bag_sizes_without_kernels"
+    again, cold = "uniform_again", "bag_sizes_without_kernels"
     assert asked("bag_sizes") == [cold, "bag_sizes"]
-    assert asked("bag_sizes", run="b") == ["models", "uniform", cold, "bag_sizes"]
+    whole = ["models", "uniform", again, cold, "bag_sizes"]
+    assert asked("bag_sizes", run="b") == whole
+    carried = ["uniform", "sizes"]
+    needed = ["models", again, "bag_sizes"]
+    assert asked("bag_sizes", run="b", packages=carried) == needed
     assert asked("worker_cold", again=True) == ["worker_cold"]
     assert asked("company", again=True) == ["company"]
 
@@ -151,7 +157,7 @@ def test_what_is_measured_is_not_measured_again_but_what_it_is_compared_with():
 def test_a_share_of_two_runs_is_none_and_an_earlier_one_stays():
     def results(run: str, share: float | None) -> Figures:
         rows = {
-            "uniform": {"run": "a", "rows_per_second": 400.0},
+            "uniform_again": {"run": "a", "rows_per_second": 400.0},
             "bag_one_size": {"run": run, "rows_per_second": 200.0},
         }
         return {"rows": rows, "bag_one_size": share}
