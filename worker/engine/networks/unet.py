@@ -341,7 +341,9 @@ class _Up(_Layers):
         self, x: Tensor, time: Tensor, skips: list[Tensor], call: Call
     ) -> Tensor:
         for resnet, attend in self.pairs():
-            x = torch.cat([x, repeat_rows(skips.pop(), len(x))], dim=1)
+            # Compiled, a sum is in no order yet: joined by pixels, what follows reads whole ones.
+            joined = (x.movedim(1, -1), repeat_rows(skips.pop(), len(x)).movedim(1, -1))
+            x = torch.cat(joined, dim=-1).movedim(-1, 1)
             x = resnet(x, time, call)
             if attend is not None:
                 x = attend(x, call)

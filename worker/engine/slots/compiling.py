@@ -18,8 +18,8 @@ from worker.engine.slots.parts import Parts
 from worker.engine.slots.queue import BatchKey
 from worker.engine.slots.step import Step, StepRunner
 
-#: The jobs in the first slots say whether the first graph has to change convolutions: it waits for
-#: them, but not for longer.
+#: The first jobs say whether the first graph has to change convolutions: it waits until the engine
+#: is full of them, but not for longer.
 _MOST_SECONDS_WITHOUT_JOBS = 10.0
 
 #: Between two looks at whether a graph is compiled, for who waits for it.
@@ -59,7 +59,8 @@ class Compilation:
     def is_due(self) -> bool:
         """True if `advance` has something to do."""
         if self._begins_at is not None:
-            return bool(self._lanes.active) or time.monotonic() >= self._begins_at
+            has_drawn = self._lanes.active and not self._lanes.free
+            return bool(has_drawn) or time.monotonic() >= self._begins_at
         if self._pending is not None:
             return self._is_done
         return self.is_under_way or self._next() is not None

@@ -338,6 +338,27 @@ def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_dra
         assert difference(image, draw(slot_engine, request)[0]) <= ROUNDING
 
 
+def test_the_first_graph_waits_for_jobs_that_come_one_by_one(
+    make_slot_engine,
+    slow_compiler: PlainPackages,
+    styles: list[contract.Lora],
+    tmp_path,
+):
+    engine = make_slot_engine(
+        slots=2, packages=slow_compiler, queue_seconds=lambda: math.inf
+    )
+    locon = write_locon(tmp_path / "locon.safetensors", engine)
+    engine.compile_in_background()
+    for at, lora in enumerate([*styles[:2], locon, locon]):
+        request = make_request(seed=at, loras=(lora,), steps=8)
+        engine.admit(at, engine.prepare(request))
+        engine.tick()
+    while engine.busy:
+        engine.tick()
+    engine._compilation.finish()
+    assert compiled_modes(engine) == ["per_slot_convolutions"]
+
+
 def test_a_graph_that_takes_fewer_seconds_is_compiled_once_its_own_ticks_pay_for_it(
     make_slot_engine,
     slot_engine,
