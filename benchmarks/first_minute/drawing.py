@@ -49,6 +49,9 @@ class Counted:
         self._engine = engine
         self._ticks = work.Ticks(engine)
         self._pixels: list[int] = []
+        #: Images' steps in each tick, of which one without guidance takes a row less.
+        self._steps: list[int] = []
+        self._images = 0
         self._kinds: list[str] = []
         self._rows_of_slots = 0
         self._step: Step | None = None
@@ -71,7 +74,8 @@ class Counted:
         filled = "full" if tick.rows == rows else "sparse"
         self._rows_of_slots += rows
         self._kinds.append(f"{self._kind}_{filled}")
-        self._step, self._kind = None, "idle"
+        self._steps.append(self._images)
+        self._step, self._images, self._kind = None, 0, "idle"
         if self._engine.is_compiling:
             self.ready_at = tick.ended_at
         if has_image and self.first_at is None:
@@ -93,16 +97,19 @@ class Counted:
         return found
 
     def rates(self, from_: float, until: float) -> Figures:
-        """Rows of UNet calls per second in that time, and the same times pixels."""
-        rows = row_pixels = 0
-        for tick, pixels in zip(self._ticks.all, self._pixels, strict=True):
+        """Rows of UNet calls per second in that time, and they and images' steps times pixels."""
+        rows = row_pixels = step_pixels = 0
+        all_ = zip(self._ticks.all, self._pixels, self._steps, strict=True)
+        for tick, pixels, steps in all_:
             if from_ <= tick.began_at < until:
                 rows += tick.rows
                 row_pixels += tick.rows * pixels
+                step_pixels += steps * pixels
         seconds = max(until - from_, 1e-9)
         return {
             "rows_per_second": rows / seconds,
             "row_pixels_per_second": row_pixels / seconds,
+            "step_pixels_per_second": step_pixels / seconds,
         }
 
     def figures(self) -> Figures:
@@ -123,6 +130,8 @@ class Counted:
 
     def _note_step(self, step: Step, mode: Any, slots: int) -> None:
         self._step = step
+        lanes = self._engine._lanes  # noqa: SLF001
+        self._images = sum(len(each.active) for each in lanes if each.step is step)
         self._kind = "compiled" if mode in step.compiled else "uncompiled"
         self._run(step, mode, slots)
 

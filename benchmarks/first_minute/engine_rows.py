@@ -25,10 +25,10 @@ class EngineRow:
 
 ROWS = {
     "uniform": EngineRow("uniform", "uniform", is_cold=True),
-    "uniform_again": EngineRow("uniform", "uniform"),
     "bag_sizes_without_kernels": EngineRow(
         "sizes", "sizes", is_cold=True, minute=4, then="few_steps"
     ),
+    "uniform_again": EngineRow("uniform", "sizes"),
     "bag_one_size": EngineRow("one_size", "sizes", minute=2),
     "bag_sizes": EngineRow("sizes", "sizes", minute=2),
     "bag_few_steps": EngineRow("few_steps", "sizes", minute=2),
