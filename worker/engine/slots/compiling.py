@@ -73,7 +73,7 @@ class Compilation:
         self._asked = None
 
     def begin(self) -> None:
-        """Has the native size compiled beside the ticks, once jobs say what its graph needs."""
+        """Has what most jobs need compiled beside the ticks, or the native size without jobs."""
         if self._runner.may_compile:
             self._begins_at = time.monotonic() + _MOST_SECONDS_WITHOUT_JOBS
             self.is_under_way = True
@@ -130,6 +130,10 @@ class Compilation:
     def _begin_now(self) -> None:
         if self._begins_at is not None:
             self._begins_at = None
+            usual = [lane for lane in self._lanes.busy if not lane.batch_key.is_rare]
+            if usual:
+                most = max(usual, key=lambda lane: lane.held)
+                self._runner.native = most.batch_key
             self._runner.request(self._runner.native)
 
     @property

@@ -60,7 +60,6 @@ class SlotEngine:
         self.unet_rows = 0
         #: Sum of these rows' pixels: the work of images of unlike sizes.
         self.unet_row_pixels = 0
-        self._has_drawn_job = False
         self.checkpoint: Model = model
         self._packages = settings.packages
         self._unet = parts.unet
@@ -223,7 +222,7 @@ class SlotEngine:
             self._compilation.run(key)
 
     def compile_in_background(self) -> None:
-        """Has the native size compiled while images are drawn."""
+        """Has what most jobs need compiled while images are drawn."""
         self._compilation.begin()
 
     def call(self, function: Callable[[], Result]) -> Result:
@@ -480,9 +479,6 @@ class SlotEngine:
         if (following := job.prepared.next_pass) is None:
             named = staged.coder and staged.coder.vae
             self._decoder.add(job.ticket, latents, job.prepared.request.decoder, named)
-            if not self._has_drawn_job:
-                self._has_drawn_job = True
-                self._runner.native = self._runner.native.at(job.prepared, 0)
             return
         drawn_with = replace(
             staged,

@@ -215,7 +215,7 @@ class StepRunner:
         tokens = parts.model.family.plain_tokens
         rows = 1 if parts.settings.is_unguided else 2
         is_plain = rows == 1 and parts.model.family.has_slot_weights
-        #: The key of ordinary jobs, whose rows the first one shows.
+        #: The key of ordinary jobs: the one that most of the first ones have.
         self.native = BatchKey(*size, tokens, None, None, (), rows, is_plain)
         self.outlook = Outlook(parts.settings.queue_seconds)
         self._unet = parts.unet

@@ -359,6 +359,21 @@ def test_the_first_graph_waits_for_jobs_that_come_one_by_one(
     assert compiled_modes(engine) == ["per_slot_convolutions"]
 
 
+def test_a_first_job_unlike_the_others_does_not_have_its_graph_compiled_before_theirs(
+    make_slot_engine, slow_compiler: PlainPackages
+):
+    engine = make_slot_engine(
+        slots=2, packages=slow_compiler, queue_seconds=lambda: math.inf
+    )
+    engine.compile_in_background()
+    wide = [make_request(seed=at, width=96, steps=4) for at in range(8)]
+    draw(engine, make_request(cfg_scale=1.0, steps=1), *wide)
+    engine._compilation.finish()
+    first, *others = slow_compiler.began
+    assert "96x64" in first
+    assert all("64x64" not in each for each in others)
+
+
 def test_a_graph_that_takes_fewer_seconds_is_compiled_once_its_own_ticks_pay_for_it(
     make_slot_engine,
     slot_engine,
