@@ -81,7 +81,7 @@ BUILDER = "engine"
 async def run(arguments: argparse.Namespace, ends_at: float, folder: Path) -> None:
     """Measures the rows that are asked for, within the given time."""
     options = [str(folder), "--device", arguments.device]
-    for name in ("slots", "capped_slots"):
+    for name in ("slots", "capped_slots", "bundle"):
         if (value := getattr(arguments, name)) is not None:
             options += [f"--{name.replace('_', '-')}", str(value)]
     options += ["--tiny"] if arguments.tiny else []
@@ -258,6 +258,9 @@ def main() -> None:
         "--slots", type=int, help="images at once (default: by free memory)"
     )
     parser.add_argument("--capped-slots", type=int, help="the same with limited memory")
+    parser.add_argument(
+        "--bundle", type=int, help="jobs of a message to a whole worker (default: 1)"
+    )
     parser.add_argument(
         "--scale", type=float, default=1, help="factor for each row's seconds"
     )

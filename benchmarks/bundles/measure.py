@@ -2,10 +2,11 @@
 
 Each kind fills a queue of an Azurite of its own with `Load`, and a worker with a stand-in engine
 draws it empty; both are processes whose processor time and billed operations are counted. Then the
-same jobs go through the queue alone. With --gpu, a real worker draws jobs of few steps far away.
+same jobs go through the queue alone. With --gpu, a real worker draws jobs of few steps, with LoRAs
+and without, by `engine.py`.
 
     python -m benchmarks.bundles.measure [--jobs 10000] [--bundle 32]
-    python -m benchmarks.bundles.measure --gpu --model MODEL [--lora LORA] [--round-trip 0.3]
+    python -m benchmarks.bundles.measure --gpu
 """
 
 import argparse
@@ -215,23 +216,11 @@ def main() -> None:
     parser.add_argument(
         "--gpu", action="store_true", help="rows that take a GPU, alone"
     )
-    parser.add_argument("--model", default="demo_model")
-    parser.add_argument(
-        "--lora", type=Path, help="a folder of LoRAs, one a job in turn"
-    )
-    parser.add_argument("--round-trip", type=float, default=0.3, metavar="SECONDS")
-    parser.add_argument("--size", type=int, default=512)
+    parser.add_argument("--tiny", action="store_true", help="a trial of --gpu")
     arguments = parser.parse_args()
     if arguments.gpu:
-        given = gpu.Given(
-            arguments.model,
-            arguments.lora,
-            arguments.jobs,
-            arguments.bundle,
-            arguments.round_trip,
-            arguments.size,
-        )
-        print(json.dumps(asyncio.run(gpu.measure(given))))
+        trial = ["--tiny", "--device", "cpu", "--scale", "0.1"] * arguments.tiny
+        print(json.dumps(gpu.measure(arguments.bundle, *trial)))
         return
     single, bundled = (measure(arguments.jobs, each) for each in (1, arguments.bundle))
     show([single, bundled])

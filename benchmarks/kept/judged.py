@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import operations
-from benchmarks.bundles import gpu
 from fleet.plan import command, kept
 from fleet.plan.work import of_source, read_models
 from imagefleet.files import demo
@@ -232,9 +231,19 @@ def rate(records: Sequence[Record]) -> float:
     return (len(inner) - 1) / (inner[-1] - inner[0])
 
 
+def house_prompts(count: int, loras: Path | None) -> Iterator[str]:
+    """Each with the next of the LoRAs in a folder, if there is one."""
+    names = sorted(path.stem for path in loras.glob("*.safetensors")) if loras else []
+    for number in range(count):
+        prompt = f"a photo of a house, number {number}"
+        if names:
+            prompt += f" <lora:{names[number % len(names)]}:0.8>"
+        yield prompt
+
+
 async def run_gpu(folder: Path, given: argparse.Namespace) -> dict[str, float]:
     """A worker that scores each image over one that does not, with a LoRA for each job."""
-    file = jobs_file(folder, [*gpu.prompts(given.images, given.loras)])
+    file = jobs_file(folder, [*house_prompts(given.images, given.loras)])
     judge = given.clip or random_clip(folder, is_tiny=given.tiny)
     options: dict[str, Any] = {"model": given.model, "device": given.device}
     if given.loras:

@@ -27,6 +27,7 @@ from evaluation.bench import jobs as bench_jobs
 from imagefleet import errors
 from imagefleet.files import demo
 from imagefleet.job import samplers
+from imagefleet.storage import bundle
 from overlap import FarStorage
 from rows import jobs as job_rows
 from rows.groups import Figures
@@ -199,7 +200,8 @@ def from_queue(
         width = width_of(engine)
         images_per_second = rates.get(first, width / 4)
         jobs = (3 + math.ceil(seconds * images_per_second / width)) * width
-        return engine, [workload.message(at) for at in range(jobs)]
+        sent = [bundle.Sent(workload.message(at)) for at in range(jobs)]
+        return engine, bundle.bundled(sent, options.bundle, bundle.any_name)
 
     def width_of(engine: Any) -> int:
         size = (engine.default_size,)
@@ -334,6 +336,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--capped-slots", type=int)
+    parser.add_argument("--bundle", type=int, default=1)
     parser.add_argument("--tiny", dest="is_tiny", action="store_true")
     options = Options(**vars(parser.parse_args()))
     channel = Channel()

@@ -56,6 +56,8 @@ class Options:
     device: str
     slots: int | None
     capped_slots: int | None
+    #: Jobs of a message to a whole worker.
+    bundle: int
     is_tiny: bool
 
     @property
