@@ -341,9 +341,13 @@ class _Up(_Layers):
         self, x: Tensor, time: Tensor, skips: list[Tensor], call: Call
     ) -> Tensor:
         for resnet, attend in self.pairs():
-            # Compiled, a sum is in no order yet: joined by pixels, what follows reads whole ones.
-            joined = (x.movedim(1, -1), repeat_rows(skips.pop(), len(x)).movedim(1, -1))
-            x = torch.cat(joined, dim=-1).movedim(-1, 1)
+            joined = (x, repeat_rows(skips.pop(), len(x)))
+            if call.slots:
+                # Compiled, a sum with changes is in no order yet, and would be joined by channels.
+                pixels = [each.movedim(1, -1) for each in joined]
+                x = torch.cat(pixels, dim=-1).movedim(-1, 1)
+            else:
+                x = torch.cat(joined, dim=1)
             x = resnet(x, time, call)
             if attend is not None:
                 x = attend(x, call)
