@@ -76,8 +76,8 @@ class Packages:
         self._compilers = [Compiler()]
         #: What is compiled, the graph that is wanted included.
         self._orders: dict[Path, Compiler] = {}
-        #: What was compiled before it was wanted.
-        self._foreseen: set[Path] = set()
+        #: What was compiled while others were wanted.
+        self._left: set[Path] = set()
         self._wanted: _Wanted | None = None
 
     def prepare(self) -> None:
@@ -95,7 +95,7 @@ class Packages:
             self._compile(wanted)
             return
         if wanted.path.exists():
-            if wanted.path in self._foreseen:
+            if wanted.path in self._left:
                 wanted.origin = "compiled"
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class Packages:
                 futures.wait([wanted.found], timeout=_FIRST_FETCH_SECONDS)
 
     @property
-    def may_foresee(self) -> bool:
+    def may_compile_more(self) -> bool:
         """True while the graph that is wanted is compiled, and another could be at once."""
         if self._wanted is None or self._wanted.compiler is None:
             return False
@@ -119,11 +119,9 @@ class Packages:
         free, _ = torch.cuda.mem_get_info(self._device)
         return free > _GPU_BYTES
 
-    def foresee(self, graph: Graph) -> None:
-        """Has a graph compiled that is wanted next."""
-        following = self._describe(graph)
-        if following.path not in self._orders and not following.path.exists():
-            self._order(following)
+    def leave(self) -> None:
+        """Wants nothing any more; the graph that is compiled is finished for when it is wanted."""
+        self._wanted = None
 
     def is_done(self, seconds: float = 0.0) -> bool:
         """True if `end` does not wait for others; waits for so many *seconds*."""
@@ -179,13 +177,13 @@ class Packages:
         return _Wanted(graph, description.content, self._folder / name)
 
     def _compile(self, wanted: _Wanted) -> None:
-        log.info(f"compiling {wanted.graph.name}", action="compiling")
         if wanted.path not in self._orders:
             self._order(wanted)
         wanted.compiler = self._orders[wanted.path]
         wanted.origin = "compiled"
 
     def _order(self, wanted: _Wanted) -> None:
+        log.info(f"compiling {wanted.graph.name}", action="compiling")
         at_work = self._orders.values()
         free = [each for each in self._compilers if each not in at_work]
         if not free:
@@ -195,7 +193,7 @@ class Packages:
         self._orders[wanted.path] = free[0]
 
     def _collect(self) -> None:
-        """Takes note of the foreseen graphs that have been compiled, or cannot be."""
+        """Takes note of the graphs that were left and have been compiled, or cannot be."""
         current = self._wanted and self._wanted.compiler
         for path, compiler in list(self._orders.items()):
             if compiler is current or not compiler.is_done():
@@ -206,7 +204,7 @@ class Packages:
             except CompileError as error:
                 log.warning(f"{path.name}: {error}", action="compile_failed")
             else:
-                self._foreseen.add(path)
+                self._left.add(path)
                 self._share(path)
 
     def _share(self, path: Path) -> None:

@@ -53,7 +53,8 @@ class Compilation:
         self._decoder = self._parts.decoder
         self._packages = self._parts.settings.packages
         self._graphs: Iterator[Graph] = iter(())
-        self._foreseen: set[tuple[BatchKey, WeightMode]] = set()
+        #: Keys whose graph is compiled while others get theirs.
+        self._aside: set[BatchKey] = set()
 
     @property
     def is_due(self) -> bool:
@@ -87,8 +88,9 @@ class Compilation:
             self._runner.resume()  # the last image that needed the memory is done
         if self._packages is not None and self._step and not self._is_current:
             self._packages.cancel()  # the pending graph is wanted no more
+        if self._may_set_aside():
+            self._set_aside()
         if not self.is_due:
-            self._try_to_foresee()
             return
         self._begin_now()
         batch_key = self._step.batch_key if self._step else self._next()
@@ -151,13 +153,14 @@ class Compilation:
 
     def _next(self) -> BatchKey | None:
         """Key that is compiled next, once the compiler is free."""
-        urgent, others = self._wanted()
-        return next(iter([*urgent, *others]), None)
+        wanted = self._wanted()
+        others = [key for key in wanted if key not in self._aside]
+        return next(iter([*others, *wanted]), None)
 
-    def _wanted(self) -> tuple[list[BatchKey], list[BatchKey]]:
-        """Keys that nothing is compiled of, and those that lack something else, in order."""
+    def _wanted(self) -> list[BatchKey]:
+        """Keys that nothing is compiled of, and then those that lack something else."""
         if not self._runner.may_compile:
-            return [], []
+            return []
         asked = [self._asked] if self._asked else []
         held = [
             lane.batch_key._replace(is_apart=False) for lane in self._lanes if lane.held
@@ -170,38 +173,21 @@ class Compilation:
         # A tick is most of an image's time, and the VAE a tenth.
         urgent = [key for key in wanted if not self._runner.compiled_step(key)]
         vaes = [key for key in keys if self._lacks_vae(self._runner.compiled_step(key))]
-        return urgent, [*vaes, *wanted]
+        return [*urgent, *vaes, *wanted]
 
-    def _try_to_foresee(self) -> None:
-        """Raises NodeError if the GPU is broken; whatever else fails is compiled in its turn."""
-        try:
-            self._foresee()
-        except Exception as error:  # noqa: BLE001 - logged
-            failure = engine_errors.classify(error)
-            log.warning(
-                f"the next size is not compiled ahead: {failure.message}",
-                exc_info=True,
-                action="compile_failed",
-            )
-
-    def _foresee(self) -> None:
-        """Has the tick of the key after this one compiled meanwhile, once."""
+    def _may_set_aside(self) -> bool:
+        """True if another key may get its graph while this one's is compiled: it may be there."""
         packages = self._packages
-        if packages is None or self._pending is None:
-            return
-        opened = {lane.batch_key: lane for lane in self._lanes if lane.step}
-        for key in self._wanted()[0]:
-            lane = opened.get(key)
-            if lane is None or lane.step is None or lane.step is self._step:
-                continue
-            mode = self._runner.missing_modes(lane.step)[0]
-            if (key, mode) in self._foreseen:
-                continue
-            if packages.may_foresee:
-                # To describe a tick takes as long as several.
-                self._foreseen.add((key, mode))
-                packages.foresee(self._describe_tick(lane, lane.step, mode))
-            return
+        if packages is None or self._pending is None or self._step is None:
+            return False
+        tried = {*self._aside, self._step.batch_key}
+        return packages.may_compile_more and not tried.issuperset(self._wanted())
+
+    def _set_aside(self) -> None:
+        if self._step is not None and self._packages is not None:
+            self._aside.add(self._step.batch_key)
+            self._packages.leave()
+        self._end()
 
     def _lacks_vae(self, step: Step | None) -> bool:
         return step is not None and bool(self._decoder.uncompiled(_latents(step)))
@@ -214,6 +200,8 @@ class Compilation:
         try:
             if self._pending is not None:
                 self._pending = None
+                if batch_key is not None:
+                    self._aside.discard(batch_key)
                 try:
                     packages.end()
                 except CompileError as error:
@@ -273,22 +261,16 @@ class Compilation:
             action="warm",
         )
 
-    def _describe_tick(self, lane: Lane, step: Step, mode: WeightMode) -> Graph:
-        graph = self._runner.make_graph(step, mode)
-        changes = self._unet.changes
-        self._unet.use_block(lane.block, lane.slots)
-        has_changes = mode == "per_slot_convolutions"
-        with contextlib.nullcontext() if has_changes else changes.left_out():
-            graph.describe()
-        return graph
-
     def _compile_tick(
         self, lane: Lane, step: Step, mode: WeightMode
     ) -> Iterator[Graph]:
         changes = self._unet.changes
         version = changes.version
         has_changes = mode == "per_slot_convolutions"
-        graph = self._describe_tick(lane, step, mode)
+        graph = self._runner.make_graph(step, mode)
+        self._unet.use_block(lane.block, lane.slots)
+        with contextlib.nullcontext() if has_changes else changes.left_out():
+            graph.describe()
         yield graph
         if has_changes and version != changes.version:
             return  # its tensors were replaced

@@ -48,14 +48,14 @@ class Exchange:
 
     def __init__(self, known: bool | None) -> None:
         self.answer: Future[bool] = Future()
+        if known is not None:
+            self.answer.set_result(known)
         self.known = known
         self.shared: list[Path] = []
 
     def find(self, _name: str, target: Path) -> Future[bool]:
-        if self.known is not None:
-            if self.known:
-                target.write_text("kernels")
-            self.answer.set_result(self.known)
+        if self.known:
+            target.write_text("kernels")
         return self.answer
 
     def share(self, path: Path) -> None:
@@ -221,60 +221,57 @@ def test_the_next_graph_is_compiled_meanwhile(
 ):
     exchange = Exchange(known=False)
     made = make(exchange)
-    assert not made.may_foresee, "nothing is compiled: others may have both"
+    assert not made.may_compile_more, "nothing is compiled: others may have both"
     made.begin(graph)
     made.is_done()
+    assert made.may_compile_more
+    made.leave()
     following = other_graph(3)
-    assert made.may_foresee
-    made.foresee(following)
-    assert not made.may_foresee, "both are at work"
-    made.foresee(following)
-    compilers[1].may_end = True
-    compilers[0].may_end = True
-    made.end()
     made.begin(following)
+    assert not made.is_done()
+    assert not made.may_compile_more, "both are at work"
+    compilers[1].may_end = True
+    made.end()
+    made.begin(graph)
+    assert not made.is_done()
+    compilers[0].may_end = True
     assert made.is_done()
     made.end()
     assert [len(each.began) for each in compilers] == [1, 1]
     assert made.graphs["compiled"] == 2
-    assert exchange.shared == [each.began[0] for each in compilers]
+    assert exchange.shared == [each.began[0] for each in reversed(compilers)]
 
 
-def test_a_graph_that_is_being_foreseen_is_waited_for(
+def test_a_graph_that_was_left_is_there_once_it_is_compiled(
     compilers: list[Compiler], make, graph: Graph
 ):
     made = make(None)
     made.begin(graph)
-    following = other_graph(3)
-    made.foresee(following)
+    made.leave()
     compilers[0].may_end = True
-    made.end()
-    made.begin(following)
-    assert not made.is_done()
-    compilers[1].may_end = True
+    made.begin(graph)
     assert made.is_done()
     made.end()
-    assert following.is_compiled
+    assert graph.is_compiled
     assert len(compilers[0].began) == 1
 
 
-def test_a_graph_that_could_not_be_foreseen_is_compiled_when_it_is_wanted(
+def test_a_graph_that_was_left_and_failed_is_compiled_when_it_is_wanted(
     compilers: list[Compiler], make, graph: Graph, monkeypatch
 ):
     made = make(None)
     made.begin(graph)
-    following = other_graph(3)
-    made.foresee(following)
+    made.leave()
 
     def fail() -> None:
         raise CompileError("no kernel for this")
 
-    monkeypatch.setattr(compilers[1], "end", fail)
-    compilers[1].may_end = True
-    assert made.may_foresee
+    with monkeypatch.context() as failing:
+        failing.setattr(compilers[0], "end", fail)
+        compilers[0].may_end = True
+        made.begin(other_graph(3))
+    compilers[0].may_end = False
     made.cancel()
-    made.begin(following)
+    made.begin(graph)
     assert not made.is_done()
-    compilers[0].may_end = True
-    made.end()
-    assert following.is_compiled
+    assert len(compilers[0].began) == 3

@@ -478,45 +478,39 @@ def test_a_recorded_tick_serves_in_place_of_one_that_would_be_recorded_anew(
     step.recorded.clear()
 
 
-def test_another_size_that_pays_is_foreseen_while_the_first_is_compiled(
+def test_what_is_compiled_already_does_not_wait_for_what_is_not(
     make_slot_engine, compiler: PlainPackages
 ):
     engine = make_slot_engine(
         slots=2, packages=compiler, queue_seconds=lambda: math.inf
     )
     engine.compile_in_background()
-    compiler.may_foresee = True
-    sizes = [{}, {"width": 96}] * 40
-    requests = [make_request(seed=at, steps=6, **each) for at, each in enumerate(sizes)]
-    waiting = iter(enumerate(requests))
-    while not compiler.foreseen:
-        while engine.free:
-            ticket, request = next(waiting)
-            engine.admit(ticket, engine.prepare(request))
-        engine.tick()
-    assert [name.split()[1] for name in compiler.began] == ["UNet"]
-    assert "96x64" in compiler.foreseen[0]
-    assert "64x64" in compiler.began[0]
-    for _ in range(5):
-        engine.tick()
-    assert len(compiler.foreseen) == 1, "to describe it takes as long as some ticks"
-
-
-def test_a_size_that_cannot_be_foreseen_is_drawn_on(
-    make_slot_engine, compiler: PlainPackages
-):
-    engine = make_slot_engine(
-        slots=2, packages=compiler, queue_seconds=lambda: math.inf
+    compiler.may_compile_more = True
+    compiler.there = "96x64", "VAE"
+    sizes = itertools.cycle([{}, {"width": 96}])
+    waiting = (
+        make_request(seed=at, steps=6, **next(sizes)) for at in itertools.count()
     )
-    engine.compile_in_background()
-    compiler.may_foresee = compiler.breaks = True
-    sizes = [{}, {"width": 96}] * 10
-    draw(
-        engine,
-        *(make_request(seed=at, steps=2, **each) for at, each in enumerate(sizes)),
-    )
-    assert engine._compilation._foreseen, "it was tried"
-    assert engine.is_compiling
+    tickets = itertools.count()
+
+    def draw_ticks(count: int) -> None:
+        for _ in range(count):
+            while engine.free:
+                engine.admit(next(tickets), engine.prepare(next(waiting)))
+            engine.tick()
+
+    draw_ticks(40)
+    (wide,) = (each for each in engine._lanes if each.batch_key.width == 96)
+    assert wide.step.compiled
+    first, *_ = compiler.began
+    assert "64x64" in first
+    assert first in compiler.began[1:], "once the others have theirs it is waited for"
+    began = len(compiler.began)
+    draw_ticks(20)
+    assert len(compiler.began) == began, "to describe it takes as long as some ticks"
+    compiler.may_end = 2
+    draw_ticks(5)
+    assert all(each.step.compiled for each in engine._lanes)
 
 
 def test_few_images_that_change_convolutions_are_drawn_in_the_first_slots_alone(

@@ -21,21 +21,21 @@ class PlainPackages:
         self.began: list[str] = []
         self.graphs = dict.fromkeys(ORIGINS, 0)
         self.breaks = False
-        self.may_foresee = False
-        self.foreseen: list[str] = []
+        self.may_compile_more = False
+        #: What is in the names of graphs that are compiled already.
+        self.there: tuple[str, ...] = ()
         self._graph: Graph | None = None
 
     def begin(self, graph: Graph) -> None:
         self.began.append(graph.name)
         self._graph = graph
 
-    def foresee(self, graph: Graph) -> None:
-        if self.breaks:
-            raise OSError("no folder for this")
-        self.foreseen.append(graph.name)
+    def leave(self) -> None:
+        self._graph = None
 
     def is_done(self, _seconds: float = 0.0) -> bool:
-        return self.may_end > 0
+        name = self._graph.name if self._graph else ""
+        return self.may_end > 0 or any(each in name for each in self.there)
 
     def end(self) -> None:
         graph = self._graph
