@@ -17,6 +17,7 @@ from imagefleet.http import bodies, sent_images
 from imagefleet.http.refused import Refused
 from imagefleet.job import override_settings, settings_table
 from imagefleet.job.message import Job
+from imagefleet.job.passes.fields import only_upscales
 from imagefleet.validation import JSONDict
 
 ROUTES = RouteTableDef()
@@ -26,9 +27,6 @@ OPTIONS = AppKey("options", dict[str, JSONDict])
 
 #: The values of fields that a payload leaves out.
 DEFAULTS = AppKey("defaults", JSONDict)
-
-#: Names of no upscaler.
-_NO_UPSCALER = (None, "", "None")
 
 #: Seconds of a job before the first has ended.
 _GUESSED_SECONDS = 10.0
@@ -69,7 +67,7 @@ async def _enlarge(request: Request) -> Response:
         except (KeyError, TypeError):
             raise Refused(422, "there is no image") from None
         tickets = []
-        if payload.get("upscaler_1") not in _NO_UPSCALER:
+        if only_upscales(payload):
             images.clear()  # else they are left as they are, as A1111 does
             for file in files:
                 enlarged = {**payload, "image": file}
@@ -105,8 +103,13 @@ async def _read_text(request: Request) -> Response:
 
     client = request[CLIENT]
     async with request.app[work.BODIES].read(request, client, parse) as text:
-        found = {"info": text, "items": {"parameters": text} if text else {}}
-    return web.json_response(found | {"parameters": picture.parsed_parameters(text)})
+        return web.json_response(
+            {
+                "info": text,
+                "items": {"parameters": text} if text else {},
+                "parameters": picture.parsed_parameters(text),
+            }
+        )
 
 
 @ROUTES.get("/sdapi/v1/progress")
@@ -115,10 +118,8 @@ async def _progress(request: Request) -> Response:
     desk = request.app[DESK]
     tickets = desk.of(request[CLIENT])
     job = ""
-    step = 0
-    steps = 0
-    progress = 0.0
-    left = 0.0
+    step = steps = 0
+    progress = left = 0.0
     if tickets:
         first = tickets[0]
         job = first.id
@@ -140,8 +141,15 @@ async def _progress(request: Request) -> Response:
         "sampling_step": step,
         "sampling_steps": steps,
     }
-    found = {"progress": progress, "eta_relative": left, "state": state}
-    return web.json_response(found | {"current_image": None, "textinfo": None})
+    return web.json_response(
+        {
+            "progress": progress,
+            "eta_relative": left,
+            "state": state,
+            "current_image": None,
+            "textinfo": None,
+        }
+    )
 
 
 @ROUTES.post("/sdapi/v1/interrupt")
@@ -169,7 +177,7 @@ async def _set_options(request: Request) -> Response:
     known = {
         key: value
         for key, value in known.items()
-        if key not in DEFAULT_OPTIONS or value != DEFAULT_OPTIONS[key]
+        if (key, value) not in DEFAULT_OPTIONS.items()
     }
     try:
         override_settings.fields(known, {}, settings_table.PASSES)

@@ -12,7 +12,6 @@ from gateway.work import DESK
 from imagefleet.files import kinds
 from imagefleet.job import samplers
 from imagefleet.job.passes import hires
-from imagefleet.storage.held_files import HeldFiles
 from imagefleet.validation import JSONDict
 
 ROUTES = RouteTableDef()
@@ -82,10 +81,10 @@ for _name in _DONE:
 @ROUTES.get("/sdapi/v1/sd-models")
 async def _list_models(request: Request) -> Response:
     """Lists the checkpoints that workers serve or the storage holds."""
-    models, held = await _models(request)
+    models = await _models(request)
     rows = []
     for name in models.known:
-        known = held.hashes.get(name, "")
+        known = models.held.hashes.get(name, "")
         short = known[:_SHORT_HASH]
         rows.append(
             {
@@ -103,9 +102,9 @@ async def _list_models(request: Request) -> Response:
 @ROUTES.get("/sdapi/v1/loras")
 async def _list_loras(request: Request) -> Response:
     """Lists the LoRAs in the storage, and in folders of workers."""
-    _, held = await _models(request)
+    models = await _models(request)
     found = await _stored(request, kinds.LORA)
-    for name in sorted(held.loras):
+    for name in sorted(models.held.loras):
         found.setdefault(name, name + kinds.LORA.suffixes[0])
     return web.json_response(
         [
@@ -174,12 +173,12 @@ async def _list_control_types(request: Request) -> Response:
     return web.json_response({"control_types": {"All": every}})
 
 
-async def _models(request: Request) -> tuple[Models, HeldFiles]:
+async def _models(request: Request) -> Models:
     """The models that there are now, and what is known of them."""
     models = request.app[DESK].models
     await models.refresh()
     await models.held.refresh(models.served)
-    return models, models.held
+    return models
 
 
 async def _stored(request: Request, kind: kinds.FileKind) -> dict[str, str]:

@@ -172,13 +172,14 @@ async def _job(request: Request) -> Response:
     if facts.status == "unknown":
         raise Refused(404, f"there is no job {facts.id}")
     images = [f"/jobs/{facts.id}/{index}" for index in range(len(facts.blobs))]
-    found = {
-        "id": facts.id,
-        "status": facts.status,
-        "reason": reason_of(facts),
-        "images": images,
-    }
-    return web.json_response(found)
+    return web.json_response(
+        {
+            "id": facts.id,
+            "status": facts.status,
+            "reason": reason_of(facts),
+            "images": images,
+        }
+    )
 
 
 @ROUTES.get("/jobs/{id}/{index:[0-9]{1,4}}")

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from asyncio import Event, Lock
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NoReturn
 from weakref import WeakValueDictionary
 
@@ -106,9 +106,9 @@ class Desk:
         self._fleet = fleet
         self._poll_seconds = _REMOTE_POLL_SECONDS
         if fleet.storage.settings.is_local:
-            beside = _POLL_SECONDS_BESIDE_WORKER
-            alone = _LOCAL_POLL_SECONDS
-            self._poll_seconds = beside if has_worker else alone
+            self._poll_seconds = (
+                _POLL_SECONDS_BESIDE_WORKER if has_worker else _LOCAL_POLL_SECONDS
+            )
         self._ledgers = Ledgers(fleet.storage)
         self._cancelled = CancelledCampaigns(
             fleet.storage.files, fleet.storage.queue.name
@@ -154,10 +154,12 @@ class Desk:
         """Answers everybody who waits; their jobs go on."""
         for ticket in self.tickets:
             ticket.is_kept = True
-            why = "and has not sent the job"
-            if ticket.facts is not None:
-                why = f"the job goes on: ask for it at /jobs/{ticket.id} later"
-            ticket.refuse(refusal(503, f"the gateway stops; {why}"))
+            why = (
+                "and has not sent the job"
+                if ticket.facts is None
+                else f"the job goes on: ask for it at /jobs/{ticket.id} later"
+            )
+            ticket.refuse(refusal(f"the gateway stops; {why}"))
 
     async def check(self, client: Client, job: Job) -> None:
         """Raises Refused where there is no room for a *job* of the client's."""
@@ -166,13 +168,13 @@ class Desk:
                 400,
                 f"{job.images:,} images; {client.max_waiting:,} at most in one request",
             )
-        waiting = self._images_of(client)
+        waiting = _images(self.of(client))
         is_recent = time.monotonic() - self._looked_at < _LOOK_SECONDS / 5
         if waiting + job.images > client.max_waiting and not is_recent:
             self._look_at = 0.0
             await self._look()
-            waiting = self._images_of(client)
-        everybody = sum(ticket.job.images for ticket in self.tickets)
+            waiting = _images(self.of(client))
+        everybody = _images(self.tickets)
         age = await self._age(job.model, client.priority)
         if waiting + job.images > _BURST:
             await self._age(job.model, "low")
@@ -193,11 +195,13 @@ class Desk:
 
         Raises Refused if the key was used for another job.
         """
-        job_id = None if key is None else claims.job_id(client, key)
+        if key is None:
+            return None
+        job_id = claims.job_id(client, key)
         ticket = self._keyed.get(job_key(client.campaign, job_id))
         if ticket is None or ticket.ended.done():
             return None
-        if ticket.job.digest != job.identified(str(job_id)).digest:
+        if ticket.job.digest != job.identified(job_id).digest:
             raise claims.used_for_another()
         return ticket
 
@@ -231,7 +235,7 @@ class Desk:
                 return await asyncio.shield(ticket.ended)
         except TimeoutError:
             if ticket.facts is None:
-                raise refusal(503, "the storage takes no jobs now") from None
+                raise refusal("the storage takes no jobs now") from None
             ticket.is_kept = True
             address = f"/jobs/{ticket.id}"
             raise Refused(
@@ -265,9 +269,6 @@ class Desk:
         """An image's file; raises JobError if there is none."""
         return await aio.Result(**facts.fields(), fleet=self._fleet).data(index)
 
-    def _images_of(self, client: Client) -> int:
-        return sum(ticket.job.images for ticket in self.of(client))
-
     def _priority(self, client: Client, job: Job) -> Priority:
         """The client's own; low beyond a burst, unless a batch of others' waits there."""
         now = time.monotonic()
@@ -278,7 +279,7 @@ class Desk:
         )
         known = self._known_tickets()
         # Those that are withdrawn as well: a worker may have them.
-        images = sum(ticket.job.images for ticket in known if ticket.client == client)
+        images = _images(ticket for ticket in known if ticket.client == client)
         if is_alone or images + job.images <= _BURST:
             return client.priority
         _, age = self._ages.get(self._queue_of(job.model, "low").name, (0.0, 0.0))
@@ -298,9 +299,8 @@ class Desk:
         if time.monotonic() - at > _AGE_SECONDS:
             # Meanwhile others go by the age as it was.
             self._ages[queue.name] = time.monotonic(), age
-            depth = await queue.depth()
             age = await presence.waiting_seconds(
-                self.storage, queue, depth, self.wait_seconds
+                self.storage, queue, await queue.depth(), self.wait_seconds
             )
             self._ages[queue.name] = time.monotonic(), age
         return age
@@ -433,10 +433,8 @@ class Desk:
     @property
     def _is_reading(self) -> bool:
         """True while somebody waits, or more records may be there already."""
-        tickets = self._tickets.values()
-        watches = self._watches.values()
-        return any(ticket.is_waited_for for ticket in tickets) or any(
-            watch.is_behind for watch in watches
+        return any(ticket.is_waited_for for ticket in self._tickets.values()) or any(
+            watch.is_behind for watch in self._watches.values()
         )
 
     async def _look(self) -> None:
@@ -513,7 +511,7 @@ class Desk:
             for ticket in waiting:
                 if ticket.job.model == model:
                     self._withdraw(ticket, reason)
-                    ticket.refuse(refusal(503, f"{reason}: try again later"))
+                    ticket.refuse(refusal(f"{reason}: try again later"))
 
     async def _end_lost(self, tickets: Collection[Ticket]) -> None:
         """Ends jobs that no queue holds any more, and of whose ends no record tells."""
@@ -547,9 +545,7 @@ class Desk:
     def _give_up(self, now: float) -> None:
         """Forgets jobs that nobody waits for, and whose ends have not come in all this time."""
         for ticket in list(self._tickets.values()):
-            longest = 2 * self.wait_seconds
-            if ticket.is_dropped:
-                longest = _FORGET_SECONDS
+            longest = _FORGET_SECONDS if ticket.is_dropped else 2 * self.wait_seconds
             age = now - ticket.created_at
             if age > longest and not ticket.is_waited_for and ticket.sent_at:
                 ticket.is_keyed = False  # its claim stays
@@ -574,3 +570,7 @@ class Desk:
         watch = self._watches.get(ticket.client.campaign)
         if watch is not None:
             watch.waiting.pop(key, None)
+
+
+def _images(tickets: Iterable[Ticket]) -> int:
+    return sum(ticket.job.images for ticket in tickets)

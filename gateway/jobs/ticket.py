@@ -1,9 +1,8 @@
 """One job of a client, from its request to its end."""
 
-import dataclasses
 import time
 from asyncio import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gateway.clients import Client
 from imagefleet.http.refused import Refused
@@ -81,7 +80,7 @@ class Ticket:
     def end_without_images(self) -> None:
         """Answers that it was cancelled, unless it has ended otherwise."""
         if self.facts is not None:
-            facts = dataclasses.replace(
+            facts = replace(
                 self.facts, status="cancelled", reason=self.reason, blobs=()
             )
             self.end(facts)
@@ -91,6 +90,6 @@ class Ticket:
             self.ended.set_result(facts)
 
 
-def refusal(status: int, message: str) -> Refused:
+def refusal(message: str) -> Refused:
     """An answer that says when to come again, for what is nobody's fault."""
-    return Refused(status, message, {"Retry-After": "60"})
+    return Refused(503, message, {"Retry-After": "60"})
