@@ -140,6 +140,9 @@ class Chunk(NamedTuple):
     company: tuple[tuple[Chunk, int], ...] = ()
 
 
+#: Those of a prompt or, if it is edited, of one of its texts.
+Chunks = tuple[Chunk, ...]
+
 #: The token in whose place a vector of an embedding comes: AUTOMATIC1111's.
 PLACEHOLDER = 0
 
@@ -165,7 +168,7 @@ def cut_into_chunks(
     tokenise: Tokenise,
     comma: int | None,
     embeddings: Names[Embedding] = _NO_NAMES,
-) -> tuple[Chunk, ...]:
+) -> Chunks:
     """Cuts a prompt's words (text: without LoRA tags) into chunks, or raises JobError."""
     sections = sections_of(prompt)
     ids = iter(tokenise([part.text for section in sections for part in section]))
@@ -184,9 +187,7 @@ def cut_into_chunks(
     return tuple(chunks)
 
 
-def level(
-    cut: Sequence[tuple[Chunk, ...]], counts: Sequence[int]
-) -> list[tuple[Chunk, ...]]:
+def level(cut: Sequence[Chunks], counts: Sequence[int]) -> list[Chunks]:
     """The chunks of an edited prompt's texts, of so many entries each, as if encoded together.
 
     So AUTOMATIC1111 does: shorter ones end with empty chunks, and the means that weights keep are

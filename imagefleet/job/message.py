@@ -16,7 +16,6 @@ from pydantic import (
     Field,
     JsonValue,
     StringConstraints,
-    ValidationError,
     field_validator,
     model_validator,
 )
@@ -243,12 +242,17 @@ class Job(
                 mode="json", include=set(chain.INHERITED), exclude_defaults=True
             )
             before |= known.defaults_denied
-            fields = chain.inherited(before, given) | given
-            fields |= {"id": self.id, "campaign": self.campaign}
-            fields[chain.INPUT_FIELD] = [f"{img2img.IMAGES}{known.blob_name(0)}"]
+            fields = {
+                **chain.inherited(before, given),
+                **given,
+                "id": self.id,
+                "campaign": self.campaign,
+                chain.INPUT_FIELD: [f"{img2img.IMAGES}{known.blob_name(0)}"],
+            }
             with validation.as_error(ValueError, f"stage {place}: ", Job.model_fields):
-                own_place = Place(self, known, place, message, input_size)
-                stage = Job.model_validate(fields).placed(own_place)
+                stage = Job.model_validate(fields).placed(
+                    Place(self, known, place, message, input_size)
+                )
                 known = stage if self.id is None else stage.identified(self.id)
                 input_size = known.final_size  # which may not fit the one before
         return known
@@ -433,12 +437,8 @@ def read_job(
         fields.setdefault("defaults", defaults)
     if keep is not None:
         fields.setdefault("keep", keep)
-    try:
+    with validation.as_error(InvalidMessageError, known=Job.model_fields):
         job = Job.model_validate(fields)
-    except ValidationError as error:
-        raise InvalidMessageError(
-            validation.sentence(error, Job.model_fields)
-        ) from None
     if job.then and stage is None:
         # Its text as the messages of later stages have it, maybe longer than it was sent.
         signed = {} if signature is None else {SIGNATURE_FIELD: signature}

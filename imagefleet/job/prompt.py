@@ -330,8 +330,9 @@ def _merge(words: list[tuple[str, float]]) -> Section:
 
 
 def _read_states(text: str, steps: int, first_steps: int) -> tuple[State, ...]:
-    has_edits = "[" in text
-    found = editing.schedule(text, steps, first_steps) if has_edits else [(steps, text)]
+    found = (
+        editing.schedule(text, steps, first_steps) if "[" in text else [(steps, text)]
+    )
     sections = {
         words: weighted_parts(words)
         for words in dict.fromkeys(each for _, each in found)

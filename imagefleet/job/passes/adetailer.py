@@ -177,13 +177,12 @@ class Details(BaseModel, extra="forbid", frozen=True):
         switches = [each for each in script["args"] if isinstance(each, bool)]
         if switches[1:2] == [True]:
             raise ValueError("skip_img2img is not supported: set it to false")
-        units = [each for each in script["args"] if not isinstance(each, bool)]
-        if switches[:1] == [False]:
-            units = []
-        return {**script, "args": [each for each in units if _is_used(each)]}
+        is_on = switches[:1] != [False]
+        units = [each for each in script["args"] if is_on and _is_used(each)]
+        return {**script, "args": units}
 
 
 def _is_used(unit: Any) -> bool:
     if not isinstance(unit, dict):
-        return True  # which is refused
+        return not isinstance(unit, bool)  # a switch; all else is refused
     return unit.get("ad_tab_enable", True) and unit.get("ad_model") not in _OFF

@@ -3,7 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from imagefleet.job.override_settings import name_of_title
 from imagefleet.job.passes.adetailer import Details
@@ -121,21 +128,18 @@ class Script(BaseModel, extra="forbid", frozen=True):
 
     args: tuple[Unit, ...] = Field(default=(), max_length=MAX_UNITS)
 
-    @model_validator(mode="before")
+    @field_validator("args", mode="before")
     @classmethod
-    def _enabled(cls, script: object) -> object:
-        if isinstance(script, dict) and isinstance(script.get("args"), list):
-            # Without `enabled`, a unit that is given is meant, as its API once took it.
-            units = [
-                unit
-                for unit in script["args"]
-                if not (
-                    isinstance(unit, dict)
-                    and unit.get("enabled", True) in (False, None)
-                )
-            ]
-            return {**script, "args": units}
-        return script
+    def _enabled(cls, units: object) -> object:
+        if not isinstance(units, list):
+            return units
+        # Without `enabled`, a unit that is given is meant, as its API once took it.
+        return [
+            unit
+            for unit in units
+            if not isinstance(unit, dict)
+            or unit.get("enabled", True) not in (False, None)
+        ]
 
 
 class Scripts(BaseModel, extra="forbid", frozen=True):

@@ -133,12 +133,20 @@ class FirstPass(BaseModel):
     def parsed_negative_prompt(self) -> Prompt:
         return self.read(prompts.read_negative_prompt, self.negative_prompt)
 
-    def read(self, read: Callable[..., Prompt], text: str, *steps: int) -> Prompt:
+    def read(
+        self,
+        read: Callable[..., Prompt],
+        text: str,
+        steps: int = 0,
+        first_steps: int = 0,
+    ) -> Prompt:
         """A prompt in the course of the first pass' steps, or of a second pass' and those."""
-        counted = dict(
-            zip(("steps", "first_steps"), steps or [self.editing_steps], strict=False)
+        return read(
+            text,
+            comments=self.enable_prompt_comments,
+            steps=steps or self.editing_steps,
+            first_steps=first_steps,
         )
-        return read(text, comments=self.enable_prompt_comments, **counted)
 
     @property
     def editing_steps(self) -> int:
