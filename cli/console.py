@@ -18,7 +18,6 @@ import traceback
 from collections.abc import (
     AsyncIterator,
     Callable,
-    Coroutine,
     Iterable,
     Iterator,
     Mapping,
@@ -48,7 +47,7 @@ from typer import Exit
 
 from cli import files
 from imagefleet import redaction
-from imagefleet.concurrency import Result
+from imagefleet.concurrency import Result, Work
 from imagefleet.errors import FleetError, NodeError, SetupError
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.logs import log
@@ -113,7 +112,7 @@ stdout = Console()
 stderr = Console(stderr=True)
 
 
-def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
+def run(coroutine: Work[Result]) -> Result:
     """Runs a command's coroutine; errors end the command as in `one_line_errors`."""
     with one_line_errors():
         return asyncio.run(coroutine)
@@ -149,7 +148,7 @@ async def connected(settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
         yield fleet
 
 
-async def until_stopped(work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
+async def until_stopped(work: Work[object] | asyncio.Task[Any]) -> None:
     """Does *work*, which SIGTERM and Ctrl-C cancel; raises what it raises."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()

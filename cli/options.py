@@ -258,10 +258,11 @@ def by_setting(
             or "; `imagefleet worker --help` lists them"
         )
         raise ValueError(f"unknown setting {named[upper]}{hint}")
-    given = {
-        own[upper]: variables[name] for upper, name in named.items() if upper in own
+    return {
+        own[upper]: variables[name]
+        for upper, name in named.items()
+        if upper in own and variables[name] not in (None, "")
     }
-    return {name: value for name, value in given.items() if value not in (None, "")}
 
 
 def variable(name: str) -> str:
@@ -311,9 +312,7 @@ def _parameters(model: type[BaseSettings]) -> Iterator[Parameter]:
 
 def _bare_type(annotation: object) -> object:
     """`X` of `X | None`, of `list[X]` and of `Annotated[X, ...]`."""
-    if get_origin(annotation) in {Annotated, list}:
-        return _bare_type(get_args(annotation)[0])
-    if get_origin(annotation) in {Union, types.UnionType}:
+    if get_origin(annotation) in {Annotated, list, Union, types.UnionType}:
         return _bare_type(
             next(each for each in get_args(annotation) if each is not type(None))
         )

@@ -167,9 +167,12 @@ async def cancel_jobs(
 
 async def pause(storage: Storage, campaign: str, *, is_paused: bool) -> bool:
     """Pauses a campaign, or resumes it; False if it was so before. A cancellation resumes it."""
-    queue = storage.queue.name
-    at = storage.blobs.clock.now()
-    entry = Cancellation(queue=queue, campaign=campaign, at=at, is_paused=True)
+    entry = Cancellation(
+        queue=storage.queue.name,
+        campaign=campaign,
+        at=storage.blobs.clock.now(),
+        is_paused=True,
+    )
     was_paused = await _edit(
         storage,
         [entry] * is_paused,
@@ -201,9 +204,8 @@ async def _change(
     at = storage.blobs.clock.now() + timedelta(
         seconds=seconds
     )  # which has had an answer
-    queue = storage.queue.name
     added = [
-        Cancellation(queue=queue, campaign=name, id=job_id, at=at)
+        Cancellation(queue=storage.queue.name, campaign=name, id=job_id, at=at)
         for name, job_id in new
     ]
     gone = {*ended, *(each.name for each in added)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from imagefleet import concurrency
-from imagefleet.concurrency import RetryPolicy
+from imagefleet.concurrency import Operation, RetryPolicy
 from imagefleet.errors import FleetError
 from imagefleet.storage import bundle
 from imagefleet.storage.bundle import NameOf, Sent
@@ -44,7 +44,7 @@ class Progress(NamedTuple):
     second_drawings: int = 0
 
 
-async def keep_noting(note: Callable[[], Awaitable[None]]) -> NoReturn:
+async def keep_noting(note: Operation[None]) -> NoReturn:
     """Side task: calls *note* now and then."""
     while True:
         await asyncio.sleep(concurrency.jitter(NOTE_SECONDS))
