@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from imagefleet.errors import JobError, SetupError
 
@@ -44,6 +44,10 @@ _IN_WORDS = {
 }
 
 _PREFIX = re.compile(r"^(Value error, |Input |String )")
+
+
+class Strict(BaseModel, extra="forbid", frozen=True):
+    """An object that refuses unknown names, and never changes."""
 
 
 def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:

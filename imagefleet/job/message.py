@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import pydantic_core
 from pydantic import (
-    BaseModel,
     Field,
     JsonValue,
     StringConstraints,
@@ -30,7 +29,7 @@ from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, Metadata, PartialSize
 from imagefleet.keeping.rule import MAX_JUDGED, Keep
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
-from imagefleet.validation import JSONDict, JSONObject
+from imagefleet.validation import JSONDict, JSONObject, Strict
 
 #: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.
 DELIVERIES_FIELD = "deliveries"
@@ -94,7 +93,7 @@ def is_safe_id(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(_SAFE_ID, value) is not None
 
 
-class Output(BaseModel, extra="forbid", frozen=True):
+class Output(Strict):
     """Format of stored images; `quality` is for JPEG and WebP."""
 
     format: Literal["png", "jpeg", "webp"] = "png"

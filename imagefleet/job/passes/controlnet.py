@@ -5,7 +5,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     Field,
     field_validator,
@@ -18,7 +17,7 @@ from imagefleet.job.passes.first import Share
 from imagefleet.job.passes.img2img import ImageSource
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.redaction import printable
-from imagefleet.validation import JSONDict
+from imagefleet.validation import JSONDict, Strict
 
 #: The most ControlNet units of a job, which is as many as the extension's page shows at most.
 MAX_UNITS = 10
@@ -87,7 +86,7 @@ def _model_name(title: str) -> str:
     return name
 
 
-class Unit(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class Unit(Strict, allow_inf_nan=False):
     """One ControlNet; where it begins and ends is a share of the steps."""
 
     image: ImageSource
@@ -123,7 +122,7 @@ class Unit(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         return self
 
 
-class Script(BaseModel, extra="forbid", frozen=True):
+class Script(Strict):
     """The extension's part of `alwayson_scripts`; units that are not enabled are left out."""
 
     args: tuple[Unit, ...] = Field(default=(), max_length=MAX_UNITS)
@@ -142,7 +141,7 @@ class Script(BaseModel, extra="forbid", frozen=True):
         ]
 
 
-class Scripts(BaseModel, extra="forbid", frozen=True):
+class Scripts(Strict):
     """The scripts that run with every image, of which these two are supported."""
 
     controlnet: Script = Script()
