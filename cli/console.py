@@ -9,7 +9,6 @@ import io
 import json
 import math
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -275,11 +274,8 @@ def json_text(record: Any, indent: int | None = 2) -> str:
     text = json.dumps(
         record, ensure_ascii=not _IS_UNICODE, indent=indent, default=datetime.isoformat
     )
-    return redaction.CONTROLS.sub(_escaped, text) + "\n"
-
-
-def _escaped(control: re.Match[str]) -> str:
-    return json.dumps(control[0])[1:-1]
+    escaped = redaction.CONTROLS.sub(lambda sign: json.dumps(sign[0])[1:-1], text)
+    return escaped + "\n"
 
 
 def print_json(record: JSONObject | Sequence[Any], indent: int | None = 2) -> None:

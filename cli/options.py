@@ -208,11 +208,11 @@ def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> Parameter:
         if hint is bool and not (field.default or field.metadata["flags"]):
             info.param_decls = (flag(field.name),)  # without a --no-
         hint = Annotated[hint, info]
-    is_required = field.default is dataclasses.MISSING
+    default = field.default
     return Parameter(
         field.name,
         Parameter.KEYWORD_ONLY,
-        default=Parameter.empty if is_required else field.default,
+        default=Parameter.empty if default is dataclasses.MISSING else default,
         annotation=hint,
     )
 

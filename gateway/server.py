@@ -39,6 +39,7 @@ from imagefleet.job import settings_table
 from imagefleet.job.message import Job
 from imagefleet.telemetry import metrics, probes
 from imagefleet.telemetry.logs import log
+from imagefleet.validation import JSONDict
 
 ROUTES = RouteTableDef()
 
@@ -239,19 +240,21 @@ def _error(request: Request, error: Exception) -> Response:
         if "Retry-After" not in headers:
             headers = {**headers, "x-should-retry": "false"}
         kind = "server_error" if status >= _SERVER_ERROR else "invalid_request_error"
-        found = {
-            "message": message,
-            "type": _KINDS.get(status, kind),
-            "param": None,
-            "code": getattr(error, "code", None),
+        body: JSONDict = {
+            "error": {
+                "message": message,
+                "type": _KINDS.get(status, kind),
+                "param": None,
+                "code": getattr(error, "code", None),
+            }
         }
-        return web.json_response({"error": found}, status=status, headers=headers)
-    if isinstance(error, UnknownModelError) and status != _SERVER_ERROR:
-        status = 422
-    name = "RuntimeError" if status == _SERVER_ERROR else type(error).__name__
-    # A1111 tells what went wrong in its code in `errors`, and of what is sent in `detail`.
-    found = {"error": name, "detail": message, "body": "", "errors": message}
-    return web.json_response(found, status=status, headers=headers)
+    else:
+        if isinstance(error, UnknownModelError) and status != _SERVER_ERROR:
+            status = 422
+        name = "RuntimeError" if status == _SERVER_ERROR else type(error).__name__
+        # A1111 tells what went wrong in its code in `errors`, and of what is sent in `detail`.
+        body = {"error": name, "detail": message, "body": "", "errors": message}
+    return web.json_response(body, status=status, headers=headers)
 
 
 @contextlib.asynccontextmanager

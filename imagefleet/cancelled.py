@@ -7,6 +7,7 @@ if it is in the list itself. The jobs of a paused campaign wait, whenever they w
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
@@ -82,7 +83,7 @@ class CancelledCampaigns:
         #: The campaigns whose jobs wait until they are resumed.
         self.paused: frozenset[str] = frozenset()
         self._version: str | None = None
-        self._read_at: float | None = None
+        self._read_at = -math.inf
         self._reading = asyncio.Lock()
         self._warning = Occasion()
 
@@ -100,7 +101,7 @@ class CancelledCampaigns:
         longest = PERIOD_SECONDS if older_than_seconds is None else older_than_seconds
         async with self._reading:
             now = time.monotonic()
-            if self._read_at is not None and now - self._read_at < longest:
+            if now - self._read_at < longest:
                 return
             self._read_at = now
             try:

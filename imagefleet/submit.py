@@ -76,7 +76,6 @@ class BulkSender:
     def __post_init__(self) -> None:
         self.progress = Progress(0, 0)
         self._bodies = iter(self.bodies)
-        self._on_confirmed: Callable[[Progress], None] | None = None
         self._stopping = asyncio.Event()
         self._window: deque[tuple[asyncio.Task[None], Progress]] = deque()
         self._source_error: FleetError | None = None
@@ -86,7 +85,7 @@ class BulkSender:
         self._stopping.set()
 
     async def run(
-        self, on_confirmed: Callable[[Progress], None] | None = None
+        self, on_confirmed: Callable[[Progress], object] = lambda _: None
     ) -> Progress:
         """Sends until the source ends or `stop` is called; returns what is stored.
 
@@ -173,8 +172,7 @@ class BulkSender:
     async def _confirm_oldest(self) -> None:
         await self._window[0][0]
         _, self.progress = self._window.popleft()
-        if self._on_confirmed is not None:
-            self._on_confirmed(self.progress)
+        self._on_confirmed(self.progress)
 
     async def _finish_window(self) -> None:
         """Waits for the rest after an error or a cancellation; confirms up to the first gap."""
