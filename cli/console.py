@@ -150,9 +150,8 @@ async def connected(settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
 async def until_stopped(work: Work[object] | asyncio.Task[Any]) -> None:
     """Does *work*, which SIGTERM and Ctrl-C cancel; raises what it raises."""
     task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
 
@@ -401,13 +400,14 @@ def counting(
     if quiet or not stderr.is_terminal:
         yield lambda _count=1, **_to: None
         return
-    columns = (
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         unit or MofNCompleteColumn(),
         TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=stderr, transient=True) as bar:
+        console=stderr,
+        transient=True,
+    ) as bar:
         task = bar.add_task(verb, total=total)
         yield lambda count=1, done=None, **more: bar.update(
             task, completed=done, advance=count, **more

@@ -226,8 +226,11 @@ def read(model: type[Settings], given: JSONObject) -> Settings:
             for name, value in given.items()
             if value not in (None, "", [])
         }
-        settings: JSONDict = {**by_setting(model, os.environ, PROJECT_SETTINGS)}
-        return model(**settings | flags)
+        settings: JSONDict = {
+            **by_setting(model, os.environ, PROJECT_SETTINGS),
+            **flags,
+        }
+        return model(**settings)
     except ValidationError as error:
         lines = [
             _complaint(model, detail) for detail in error.errors(include_url=False)
@@ -247,8 +250,9 @@ def by_setting(
     Leaves out empty values and those of *other_models*; raises ValueError for an unknown variable.
     """
     own = {variable(name): name for name in model.model_fields}
-    others = {variable(name) for other in other_models for name in other.model_fields}
-    known = own.keys() | others
+    known = own.keys() | {
+        variable(name) for other in other_models for name in other.model_fields
+    }
     named = {
         name.upper(): name for name in variables if name.upper().startswith(PREFIX)
     }

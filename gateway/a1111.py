@@ -38,8 +38,7 @@ async def _draw(request: Request) -> Response:
     """Draws images, and answers with them in base64."""
     is_img2img = request.path.endswith("img2img")
     styles = request.app[STYLES]
-    ignored = payloads.IGNORED[is_img2img]
-    async with work.received(request, ignored) as given:
+    async with work.received(request, payloads.IGNORED[is_img2img]) as given:
         payload = given.fields
         if is_img2img and not payload.get("init_images"):
             raise Refused(404, "Init image not found")
@@ -69,9 +68,10 @@ async def _enlarge(request: Request) -> Response:
         tickets = []
         if only_upscales(payload):
             images.clear()  # else they are left as they are, as A1111 does
-            for file in files:
-                enlarged = {**payload, "image": file}
-                tickets.append(await work.begin(request, given, enlarged))
+            tickets = [
+                await work.begin(request, given, {**payload, "image": file})
+                for file in files
+            ]
     for ticket in tickets:
         _, _, drawn = await work.finish(request, ticket)
         images += drawn
@@ -98,11 +98,9 @@ async def _read_text(request: Request) -> Response:
 
     def parse(body: bytearray, _: str) -> str:
         image = bodies.json_object(body).get("image")
-        data = sent_images.from_base64(str(image or "").strip())
-        return sent_images.text_of(data)
+        return sent_images.text_of(sent_images.from_base64(str(image or "").strip()))
 
-    client = request[CLIENT]
-    async with request.app[work.BODIES].read(request, client, parse) as text:
+    async with request.app[work.BODIES].read(request, request[CLIENT], parse) as text:
         return web.json_response(
             {
                 "info": text,

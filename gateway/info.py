@@ -61,10 +61,10 @@ def answer(
     }
     left_out = {"init_images", "mask", "alwayson_scripts"}
     shown = {name: value for name, value in payload.items() if name not in left_out}
-    is_sent = payload.get("send_images", True)
+    sent = images if payload.get("send_images", True) else []
     return json.dumps(
         {
-            "images": sent_images.in_base64(images) if is_sent else [],
+            "images": sent_images.in_base64(sent),
             "parameters": shown,
             "info": json.dumps(info),
         }

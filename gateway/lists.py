@@ -118,18 +118,25 @@ async def _list_loras(request: Request) -> Response:
 @ROUTES.get("/sdapi/v1/sd-modules")
 async def _list_vaes(request: Request) -> Response:
     """Lists the VAEs in the storage."""
-    found = await _stored(request, kinds.VAE)
     return web.json_response(
-        [{"model_name": name, "filename": file} for name, file in found.items()]
+        [
+            {"model_name": name, "filename": file}
+            for name, file in (await _stored(request, kinds.VAE)).items()
+        ]
     )
 
 
 @ROUTES.get("/sdapi/v1/embeddings")
 async def _list_embeddings(request: Request) -> Response:
     """Lists the embeddings in the storage."""
-    found = await _stored(request, kinds.EMBEDDING)
-    facts = {"step": None, "sd_checkpoint": None, "sd_checkpoint_name": None}
-    loaded = {name: facts | {"shape": 0, "vectors": 0} for name in found}
+    facts = {
+        "step": None,
+        "sd_checkpoint": None,
+        "sd_checkpoint_name": None,
+        "shape": 0,
+        "vectors": 0,
+    }
+    loaded = dict.fromkeys(await _stored(request, kinds.EMBEDDING), facts)
     return web.json_response({"loaded": loaded, "skipped": {}})
 
 
@@ -144,11 +151,10 @@ async def _list_upscalers(request: Request) -> Response:
 @ROUTES.get("/sdapi/v1/prompt-styles")
 async def _list_styles(request: Request) -> Response:
     """Lists the styles of --styles-file."""
-    styles = request.app[STYLES]
     return web.json_response(
         [
             {"name": name, "prompt": prompt, "negative_prompt": negative_prompt}
-            for name, (prompt, negative_prompt) in styles.items()
+            for name, (prompt, negative_prompt) in request.app[STYLES].items()
         ]
     )
 
@@ -156,17 +162,17 @@ async def _list_styles(request: Request) -> Response:
 @ROUTES.get("/controlnet/model_list")
 async def _list_controlnets(request: Request) -> Response:
     """Lists the ControlNets in the storage."""
-    found = await _stored(request, kinds.CONTROLNET)
-    return web.json_response({"model_list": list(found)})
+    return web.json_response(
+        {"model_list": list(await _stored(request, kinds.CONTROLNET))}
+    )
 
 
 @ROUTES.get("/controlnet/control_types")
 async def _list_control_types(request: Request) -> Response:
     """Lists the one type of ControlNets: all of them, of pictures as they are to be used."""
-    found = await _stored(request, kinds.CONTROLNET)
     every = {
         "module_list": ["none"],
-        "model_list": ["None", *found],
+        "model_list": ["None", *await _stored(request, kinds.CONTROLNET)],
         "default_option": "none",
         "default_model": "None",
     }

@@ -121,8 +121,9 @@ def received(
 
 async def read_object(request: Request) -> JSONDict:
     """The JSON object of a request, as it is."""
-    parse = bodies.json_object
-    async with request.app[BODIES].read(request, request[CLIENT], parse) as found:
+    async with request.app[BODIES].read(
+        request, request[CLIENT], bodies.json_object
+    ) as found:
         return found
 
 
@@ -146,9 +147,8 @@ async def begin(
         return ticket
     await desk.check(client, job)
     for name in job.sources:
-        data = given.images[name]
         await desk.storage.files.create(
-            INPUTS + name, data, sent_images.content_type(name), {}
+            INPUTS + name, given.images[name], sent_images.content_type(name), {}
         )
     return desk.take(client, job, key)
 

@@ -294,9 +294,10 @@ class Fleet:
     def check(self, change: Change | None = None) -> Check:
         """Conditions for failed jobs to be sent again: signed, where there is a key."""
         keys = self.keys.trusted
-        scope = self.storage.scope
         trusted = (
-            None if keys is None else signing.TrustedJobs(keys, scope, at_any_time=True)
+            None
+            if keys is None
+            else signing.TrustedJobs(keys, self.storage.scope, at_any_time=True)
         )
         return Check(trusted, change, self.signer)
 

@@ -130,8 +130,11 @@ class CancelledCampaigns:
         elif start.version != self._version:
             part = await self._files.read_part(BLOB, 0, MAX_BYTES)
             self._version = None if part is None else part.version
-            found = _parse(self._files, part)
-            own = [entry for entry in found.campaigns if entry.queue == self._queue]
+            own = [
+                entry
+                for entry in _parse(self._files, part).campaigns
+                if entry.queue == self._queue
+            ]
             self.times = {entry.name: entry.at for entry in own if not entry.is_paused}
             self.paused = frozenset(entry.name for entry in own if entry.is_paused)
 

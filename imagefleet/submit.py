@@ -118,8 +118,9 @@ class BulkSender:
             second = [also for body in messages if (also := self.second_drawing(body))]
             bundled = messages
             if self.bundle_jobs > 1:
-                jobs = [job for job in batch if job]
-                bundled = bundle.bundled(jobs, self.bundle_jobs, self.bundle_name)
+                bundled = bundle.bundled(
+                    [job for job in batch if job], self.bundle_jobs, self.bundle_name
+                )
             task = asyncio.create_task(self._send([*bundled, *second]))
             sent = Progress(
                 sent.confirmed + len(batch),

@@ -117,8 +117,10 @@ class Withdrawals:
         message = sent.message
         if message is None:
             return False
-        models = self._storage.models
-        queues = [models.of(model)[sent.priority] for model in (sent.job.model, None)]
+        queues = [
+            self._storage.models.of(model)[sent.priority]
+            for model in (sent.job.model, None)
+        ]
         queue = next(queue for queue in queues if queue.name == message.queue)
         try:
             await RETRIES.call(lambda: queue.delete(message))

@@ -135,8 +135,9 @@ class Desk:
 
     def _known_tickets(self) -> Tickets:
         """The same with those that are being withdrawn."""
-        sent = self._tickets.values()
-        return list(dict.fromkeys([*self._unsent, *self._sending, *sent]))
+        return list(
+            dict.fromkeys([*self._unsent, *self._sending, *self._tickets.values()])
+        )
 
     def of(self, client: Client) -> Tickets:
         return [ticket for ticket in self.tickets if ticket.client == client]
@@ -187,8 +188,11 @@ class Desk:
             why = f"the queue is full: its oldest job has waited {age:,.0f} seconds"
         if why:
             seconds = max(1, min(round(age), _LONGEST_RETRY_SECONDS))
-            headers = {"Retry-After": str(seconds)}
-            raise Refused(429, f"{why}; try again in {seconds} s", headers)
+            raise Refused(
+                429,
+                f"{why}; try again in {seconds} s",
+                {"Retry-After": str(seconds)},
+            )
 
     def known(self, client: Client, job: Job, key: str | None) -> Ticket | None:
         """The ticket of the same job, asked for by the same *key*, if somebody waits for it here.
@@ -254,8 +258,9 @@ class Desk:
             ticket.is_interrupted = True
             self._withdraw(ticket, INTERRUPTED)
             # A worker that has it may be dead.
-            loop = asyncio.get_running_loop()
-            loop.call_later(_INTERRUPTED_SECONDS, ticket.end_without_images)
+            asyncio.get_running_loop().call_later(
+                _INTERRUPTED_SECONDS, ticket.end_without_images
+            )
 
     async def facts(self, campaign: str, job_id: str) -> JobFacts:
         """Looks a job up, in the storage if need be; raises JobError for an invalid id."""
@@ -372,8 +377,11 @@ class Desk:
         campaign = tickets[0].client.campaign
         priority = tickets[0].priority
         submission = Submission(self.storage, self._ledgers)
-        jobs = [ticket.job for ticket in tickets]
-        bodies = list(submission.messages(jobs, campaign, self._fleet.signer))
+        bodies = list(
+            submission.messages(
+                [ticket.job for ticket in tickets], campaign, self._fleet.signer
+            )
+        )
         await submission.check()
         watch = await self._watch(campaign)
         # They are waited for from before they are sent, lest one ends before.
@@ -490,8 +498,9 @@ class Desk:
             message = ticket.message
             if message is None or ticket.is_dropped:
                 continue
-            campaign = ticket.client.campaign
-            if self._cancelled.includes(campaign, message.enqueued_at, ticket.id):
+            if self._cancelled.includes(
+                ticket.client.campaign, message.enqueued_at, ticket.id
+            ):
                 self._withdraw(ticket, "it was cancelled")
                 ticket.refuse(Refused(409, f"the job {ticket.id} was cancelled"))
 

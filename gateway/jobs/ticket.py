@@ -68,8 +68,13 @@ class Ticket:
 
     def withdrawn(self) -> SentJob:
         """The job, which is in the queue, as one that nobody wants any more."""
-        job = self.job.identified(self.id, self.client.campaign)
-        return SentJob(job, self.priority, self.message, self.reason, self.is_lost)
+        return SentJob(
+            self.job.identified(self.id, self.client.campaign),
+            self.priority,
+            self.message,
+            self.reason,
+            self.is_lost,
+        )
 
     def refuse(self, error: Exception) -> None:
         """Answers everybody who waits with an error."""
@@ -80,10 +85,9 @@ class Ticket:
     def end_without_images(self) -> None:
         """Answers that it was cancelled, unless it has ended otherwise."""
         if self.facts is not None:
-            facts = replace(
-                self.facts, status="cancelled", reason=self.reason, blobs=()
+            self.end(
+                replace(self.facts, status="cancelled", reason=self.reason, blobs=())
             )
-            self.end(facts)
 
     def end(self, facts: JobFacts) -> None:
         if not self.ended.done():

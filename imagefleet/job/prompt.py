@@ -355,9 +355,10 @@ def _read_tag(arguments: str) -> LoraTag:
             " <lora:name:text_encoder_weight:unet_weight>, or name them te= and unet="
         )
     te_text = named.get("te", positional[0] if positional else "1")
-    text_encoder_weight = _read_weight(te_text, arguments)
     unet_text = named.get("unet", positional[1] if len(positional) == 2 else te_text)  # noqa: PLR2004
-    return LoraTag(name, text_encoder_weight, _read_weight(unet_text, arguments))
+    return LoraTag(
+        name, _read_weight(te_text, arguments), _read_weight(unet_text, arguments)
+    )
 
 
 def _read_weight(text: str, tag: str) -> float:

@@ -131,8 +131,9 @@ class PassFields(Hires, Extras):
             if detail.ad_prompt:
                 positive = self.read(prompts.read_prompt, detail.ad_prompt, steps)
             if detail.ad_negative_prompt:
-                text = detail.ad_negative_prompt
-                negative = self.read(prompts.read_negative_prompt, text, steps)
+                negative = self.read(
+                    prompts.read_negative_prompt, detail.ad_negative_prompt, steps
+                )
             found.append((positive, negative))
         return tuple(found)
 
