@@ -139,9 +139,10 @@ def option(
     text: str, default: Any = None, *flags: str, make: Any = Option, **terms: Any
 ) -> Any:
     """An option of a command, or of its dataclass: help, default (...: none), typer's terms."""
-    found = dataclasses.MISSING if default is ... else default
-    metadata = {"flags": flags, "info": make(*flags, help=text, **terms)}
-    return dataclasses.field(default=found, metadata=metadata)
+    return dataclasses.field(
+        default=dataclasses.MISSING if default is ... else default,
+        metadata={"flags": flags, "info": make(*flags, help=text, **terms)},
+    )
 
 
 def argument(text: str, default: Any = ..., **terms: Any) -> Any:
@@ -232,10 +233,11 @@ def read(model: type[Settings], given: JSONObject) -> Settings:
         }
         return model(**settings)
     except ValidationError as error:
-        lines = [
-            _complaint(model, detail) for detail in error.errors(include_url=False)
-        ]
-        raise SetupError("\n".join(lines)) from None
+        raise SetupError(
+            "\n".join(
+                _complaint(model, detail) for detail in error.errors(include_url=False)
+            )
+        ) from None
     except ValueError as error:
         raise SetupError(str(error)) from None
 
@@ -296,7 +298,7 @@ def _parameters(model: type[BaseSettings]) -> Iterator[Parameter]:
         default = shown_default(field)
         is_switch = kind is bool
         extra = field.json_schema_extra
-        is_repeatable = isinstance(extra, dict) and bool(extra.get("repeatable"))
+        is_repeatable = isinstance(extra, dict) and extra.get("repeatable")
         value = bool if is_switch else list[str] if is_repeatable else str
         metavar = _METAVARS.get(kind, "TEXT")
         if get_origin(kind) is Literal:

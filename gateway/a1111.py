@@ -76,8 +76,8 @@ async def _enlarge(request: Request) -> Response:
         _, _, drawn = await work.finish(request, ticket)
         images += drawn
     found = sent_images.in_base64(images)
-    key, shown = ("image", found[0]) if is_single else ("images", found)
-    return web.json_response({key: shown, "html_info": ""})
+    shown = {"image": found[0]} if is_single else {"images": found}
+    return web.json_response({**shown, "html_info": ""})
 
 
 @ROUTES.post("/controlnet/detect")

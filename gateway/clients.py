@@ -79,9 +79,10 @@ class Door:
 
 
 def _read(path: Path) -> Mapping[str, Client]:
-    content = yaml_file.read(path, "clients")
     with validation.as_error(SetupError, f"{path}: ", Client.model_fields):
-        found = TypeAdapter(list[Client]).validate_python(content)
+        found = TypeAdapter(list[Client]).validate_python(
+            yaml_file.read(path, "clients")
+        )
     by_hash = {client.sha256.lower(): client for client in found}
     if not found or len(by_hash) < len(found):
         raise SetupError(

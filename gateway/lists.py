@@ -60,13 +60,17 @@ def _samplers() -> list[JSONDict]:
     ]
 
 
-_SCHEDULE = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
-
 _FIXED = {
     **_INSTALLED,
     "/sdapi/v1/samplers": _samplers(),
     "/sdapi/v1/schedulers": [
-        {"name": name, "label": label, **_SCHEDULE}
+        {
+            "name": name,
+            "label": label,
+            "aliases": None,
+            "default_rho": -1.0,
+            "need_inner_model": False,
+        }
         for name, label in {"automatic": "Automatic", **samplers.SCHEDULES}.items()
     ],
     "/sdapi/v1/latent-upscale-modes": [{"name": name} for name in hires.LATENT],
@@ -144,8 +148,18 @@ async def _list_embeddings(request: Request) -> Response:
 async def _list_upscalers(request: Request) -> Response:
     """Lists the upscalers in the storage, and those without a file."""
     names = [*hires.RESAMPLING, *await _stored(request, kinds.UPSCALER)]
-    extra = {"model_name": None, "model_path": None, "model_url": None, "scale": 4}
-    return web.json_response([{"name": name, **extra} for name in names])
+    return web.json_response(
+        [
+            {
+                "name": name,
+                "model_name": None,
+                "model_path": None,
+                "model_url": None,
+                "scale": 4,
+            }
+            for name in names
+        ]
+    )
 
 
 @ROUTES.get("/sdapi/v1/prompt-styles")

@@ -77,8 +77,12 @@ async def _edit(request: Request) -> Response:
 @ROUTES.get("/v1/models")
 async def _list_models(request: Request) -> Response:
     """Lists the checkpoints that workers serve or the storage holds, and `default`: theirs."""
-    data = [_model(name) for name in await _models(request)]
-    return web.json_response({"object": "list", "data": data})
+    return web.json_response(
+        {
+            "object": "list",
+            "data": [_model(name) for name in await _models(request)],
+        }
+    )
 
 
 @ROUTES.get("/v1/models/{model}")

@@ -178,8 +178,9 @@ async def finish(
             if facts.records
             else None
         )
-        is_bad = isinstance(kind, type) and issubclass(kind, JobError)
-        is_bad = is_bad or facts.status == "dropped"
+        is_bad = facts.status == "dropped" or (
+            isinstance(kind, type) and issubclass(kind, JobError)
+        )
         status = 409 if facts.status == "cancelled" else 422 if is_bad else 500
         raise Refused(status, reason_of(facts) or f"the job was {facts.status}")
     images = [await desk.image(facts, index) for index in range(len(facts.blobs))]

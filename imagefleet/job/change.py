@@ -62,8 +62,11 @@ class Change:
         for name in (DELIVERIES_FIELD, DIGEST_FIELD, SIGNATURE_FIELD):
             fields.pop(name, None)
         place = fields.pop(chain.STAGE_FIELD, None)
-        before = "its job is not valid even with the change: "
-        with validation.as_error(InvalidMessageError, before, Job.model_fields):
+        with validation.as_error(
+            InvalidMessageError,
+            "its job is not valid even with the change: ",
+            Job.model_fields,
+        ):
             job = Job.model_validate(self._changed(fields, place))
         job = job.identified(job_id)
         if place is not None:

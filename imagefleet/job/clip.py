@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import ftfy
 
 from imagefleet.errors import JobError
-from imagefleet.job.prompt import Prompt, Section, State, weighted_parts
+from imagefleet.job.prompt import Prompt, Sections, State, weighted_parts
 
 #: CLIP's tokenizer in the format of transformers: vocab.json and merges.txt.
 TOKENIZER = Path(__file__).with_name("clip_tokenizer")
@@ -158,7 +158,7 @@ class _Place(NamedTuple):
 _NO_NAMES: Names[Embedding] = Names(())
 
 
-def sections_of(prompt: Prompt | State | str) -> tuple[Section, ...]:
+def sections_of(prompt: Prompt | State | str) -> Sections:
     """The sections of a prompt in all its steps, or of a text without LoRA tags."""
     return weighted_parts(prompt) if isinstance(prompt, str) else prompt.sections
 
@@ -257,11 +257,12 @@ def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chu
 def _chunk(places: Sequence[_Place], end: int = CHUNK_TOKENS) -> Chunk:
     """A chunk of the places before *end*, with the embeddings of all."""
     kept = places[:end]
-    given = ((at, place.embedding) for at, place in enumerate(places))
     return Chunk(
         tuple(place.token for place in kept),
         tuple(place.weight for place in kept),
         tuple(
-            Insert(at, embedding) for at, embedding in given if embedding is not None
+            Insert(at, place.embedding)
+            for at, place in enumerate(places)
+            if place.embedding is not None
         ),
     )

@@ -87,6 +87,7 @@ class Part(NamedTuple):
 
 #: The parts between two BREAKs; no two neighbours have the same weight.
 Section = tuple[Part, ...]
+Sections = tuple[Section, ...]
 
 
 class State(NamedTuple):
@@ -95,7 +96,7 @@ class State(NamedTuple):
     #: The last call that has them, counted from 0; calls beyond the last state have the first.
     until: int
     text: str
-    sections: tuple[Section, ...]
+    sections: Sections
 
 
 class Subprompt(NamedTuple):
@@ -134,7 +135,7 @@ class Prompt(NamedTuple):
         return tuple({state.text: state for state in states}.values())
 
     @property
-    def sections(self) -> tuple[Section, ...]:
+    def sections(self) -> Sections:
         """Sections of all its texts, one after the other."""
         return tuple(section for state in self.states for section in state.sections)
 
@@ -252,7 +253,7 @@ def read_negative_prompt(
     return Prompt(prompt, (), (Subprompt(_read_states(prompt, steps, first_steps)),))
 
 
-def weighted_parts(text: str) -> tuple[Section, ...]:
+def weighted_parts(text: str) -> Sections:
     """A prompt's words with their weights, section by section; at least one section.
 
     `(x)` multiplies by 1.1, `[x]` divides by it, `(x:1.3)` multiplies by 1.3; they nest. An open
