@@ -252,7 +252,7 @@ class Desk:
             if not (ticket.waiters or ticket.is_kept or ticket.ended.done()):
                 self._withdraw(ticket, "its client hung up")
 
-    def interrupt(self, client: Client, most: int | None = None) -> None:
+    def interrupt(self, client: Client, most: int | None) -> None:
         """Withdraws all that the client waits for, or the first, and ends it by what is drawn."""
         for ticket in self.of(client)[:most]:
             ticket.is_interrupted = True

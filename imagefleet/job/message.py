@@ -534,7 +534,7 @@ def job_key(campaign: str | None, job_id: str | None) -> str:
     return f"{campaign or DEFAULT_CAMPAIGN}/{job_id}"
 
 
-def image_stem(key: str, index: int = 0, stage: int = 1) -> str:
+def image_stem(key: str, index: int, stage: int = 1) -> str:
     """The name, without its suffix, of an image of the job *key* (`campaign/id`).
 
     No other job has it, since no id contains the separator.

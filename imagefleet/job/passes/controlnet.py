@@ -162,7 +162,7 @@ def check(units: Sequence[Unit]) -> None:
         )
 
 
-def fields_of_scripts(scripts: object, seed: object = None) -> JSONDict:
+def fields_of_scripts(scripts: object, seed: object) -> JSONDict:
     """`alwayson_scripts`, if all is supported; raises ValueError, which names what is not."""
     if not isinstance(scripts, dict):
         raise ValueError(  # noqa: TRY004
