@@ -9,7 +9,6 @@ import io
 import json
 import math
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -18,7 +17,6 @@ import traceback
 from collections.abc import (
     AsyncIterator,
     Callable,
-    Coroutine,
     Iterable,
     Iterator,
     Mapping,
@@ -48,7 +46,7 @@ from typer import Exit
 
 from cli import files
 from imagefleet import redaction
-from imagefleet.concurrency import Result
+from imagefleet.concurrency import Result, Work
 from imagefleet.errors import FleetError, NodeError, SetupError
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.logs import log
@@ -113,7 +111,7 @@ stdout = Console()
 stderr = Console(stderr=True)
 
 
-def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
+def run(coroutine: Work[Result]) -> Result:
     """Runs a command's coroutine; errors end the command as in `one_line_errors`."""
     with one_line_errors():
         return asyncio.run(coroutine)
@@ -149,12 +147,11 @@ async def connected(settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
         yield fleet
 
 
-async def until_stopped(work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
+async def until_stopped(work: Work[object] | asyncio.Task[Any]) -> None:
     """Does *work*, which SIGTERM and Ctrl-C cancel; raises what it raises."""
     task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
 
@@ -276,11 +273,8 @@ def json_text(record: Any, indent: int | None = 2) -> str:
     text = json.dumps(
         record, ensure_ascii=not _IS_UNICODE, indent=indent, default=datetime.isoformat
     )
-    return redaction.CONTROLS.sub(_escaped, text) + "\n"
-
-
-def _escaped(control: re.Match[str]) -> str:
-    return json.dumps(control[0])[1:-1]
+    escaped = redaction.CONTROLS.sub(lambda sign: json.dumps(sign[0])[1:-1], text)
+    return escaped + "\n"
 
 
 def print_json(record: JSONObject | Sequence[Any], indent: int | None = 2) -> None:
@@ -406,13 +400,14 @@ def counting(
     if quiet or not stderr.is_terminal:
         yield lambda _count=1, **_to: None
         return
-    columns = (
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         unit or MofNCompleteColumn(),
         TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=stderr, transient=True) as bar:
+        console=stderr,
+        transient=True,
+    ) as bar:
         task = bar.add_task(verb, total=total)
         yield lambda count=1, done=None, **more: bar.update(
             task, completed=done, advance=count, **more

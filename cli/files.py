@@ -37,8 +37,9 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in DISK_FULL:
             raise
-        place = error.filename or path
-        raise SetupError(f"cannot write {place}: {error.strerror or error}") from None
+        raise SetupError(
+            f"cannot write {error.filename or path}: {error.strerror or error}"
+        ) from None
     except sqlite3.Error as error:
         raise SetupError(f"cannot write {path}: {error}") from None
 

@@ -51,9 +51,10 @@ Reading = Callable[[str], contextlib.AbstractContextManager[None]]
 @contextlib.contextmanager
 def reading(path: Path, doing: str, *, is_shown: bool) -> Iterator[None]:
     """Shows on a terminal that a file is read; Ctrl-C ends it with a note."""
-    shown = markup.escape(f"{doing} {path.name}")
     try:
-        with console.counting(shown, None, quiet=not is_shown):
+        with console.counting(
+            markup.escape(f"{doing} {path.name}"), None, quiet=not is_shown
+        ):
             yield
     except KeyboardInterrupt:
         console.print_note(f"stopped while {doing} {path}; nothing was sent")
@@ -91,14 +92,16 @@ def fill(
     if reading is not None:
         with reading("checking"):
             load.check()  # before the event loop begins: Ctrl-C can interrupt a long file
-    is_live = console.stderr.is_terminal and not as_json
-    quiet = sending.quiet
-    with showing(source.count, is_live=is_live, quiet=quiet) as show:
+    with showing(
+        source.count,
+        is_live=console.stderr.is_terminal and not as_json,
+        quiet=sending.quiet,
+    ) as show:
         summary = console.run(_send(storage, load, show))
     told = facts()
     if as_json:
         console.print_json({**asdict(summary), **told})
-    elif not quiet:
+    elif not sending.quiet:
         _print_summary(summary, told)
         found = summary.changed or summary.as_before or told.get("invalid")
         if source.count and not summary.sent and summary.finished:

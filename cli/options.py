@@ -139,9 +139,10 @@ def option(
     text: str, default: Any = None, *flags: str, make: Any = Option, **terms: Any
 ) -> Any:
     """An option of a command, or of its dataclass: help, default (...: none), typer's terms."""
-    found = dataclasses.MISSING if default is ... else default
-    metadata = {"flags": flags, "info": make(*flags, help=text, **terms)}
-    return dataclasses.field(default=found, metadata=metadata)
+    return dataclasses.field(
+        default=dataclasses.MISSING if default is ... else default,
+        metadata={"flags": flags, "info": make(*flags, help=text, **terms)},
+    )
 
 
 def argument(text: str, default: Any = ..., **terms: Any) -> Any:
@@ -208,11 +209,11 @@ def _as_typer_does(hint: Any, field: dataclasses.Field[Any]) -> Parameter:
         if hint is bool and not (field.default or field.metadata["flags"]):
             info.param_decls = (flag(field.name),)  # without a --no-
         hint = Annotated[hint, info]
-    is_required = field.default is dataclasses.MISSING
+    default = field.default
     return Parameter(
         field.name,
         Parameter.KEYWORD_ONLY,
-        default=Parameter.empty if is_required else field.default,
+        default=Parameter.empty if default is dataclasses.MISSING else default,
         annotation=hint,
     )
 
@@ -226,13 +227,17 @@ def read(model: type[Settings], given: JSONObject) -> Settings:
             for name, value in given.items()
             if value not in (None, "", [])
         }
-        settings: JSONDict = {**by_setting(model, os.environ, PROJECT_SETTINGS)}
-        return model(**settings | flags)
+        settings: JSONDict = {
+            **by_setting(model, os.environ, PROJECT_SETTINGS),
+            **flags,
+        }
+        return model(**settings)
     except ValidationError as error:
-        lines = [
-            _complaint(model, detail) for detail in error.errors(include_url=False)
-        ]
-        raise SetupError("\n".join(lines)) from None
+        raise SetupError(
+            "\n".join(
+                _complaint(model, detail) for detail in error.errors(include_url=False)
+            )
+        ) from None
     except ValueError as error:
         raise SetupError(str(error)) from None
 
@@ -247,8 +252,9 @@ def by_setting(
     Leaves out empty values and those of *other_models*; raises ValueError for an unknown variable.
     """
     own = {variable(name): name for name in model.model_fields}
-    others = {variable(name) for other in other_models for name in other.model_fields}
-    known = own.keys() | others
+    known = own.keys() | {
+        variable(name) for other in other_models for name in other.model_fields
+    }
     named = {
         name.upper(): name for name in variables if name.upper().startswith(PREFIX)
     }
@@ -258,10 +264,11 @@ def by_setting(
             or "; `imagefleet worker --help` lists them"
         )
         raise ValueError(f"unknown setting {named[upper]}{hint}")
-    given = {
-        own[upper]: variables[name] for upper, name in named.items() if upper in own
+    return {
+        own[upper]: variables[name]
+        for upper, name in named.items()
+        if upper in own and variables[name] not in (None, "")
     }
-    return {name: value for name, value in given.items() if value not in (None, "")}
 
 
 def variable(name: str) -> str:
@@ -291,7 +298,7 @@ def _parameters(model: type[BaseSettings]) -> Iterator[Parameter]:
         default = shown_default(field)
         is_switch = kind is bool
         extra = field.json_schema_extra
-        is_repeatable = isinstance(extra, dict) and bool(extra.get("repeatable"))
+        is_repeatable = isinstance(extra, dict) and extra.get("repeatable")
         value = bool if is_switch else list[str] if is_repeatable else str
         metavar = _METAVARS.get(kind, "TEXT")
         if get_origin(kind) is Literal:
@@ -311,9 +318,7 @@ def _parameters(model: type[BaseSettings]) -> Iterator[Parameter]:
 
 def _bare_type(annotation: object) -> object:
     """`X` of `X | None`, of `list[X]` and of `Annotated[X, ...]`."""
-    if get_origin(annotation) in {Annotated, list}:
-        return _bare_type(get_args(annotation)[0])
-    if get_origin(annotation) in {Union, types.UnionType}:
+    if get_origin(annotation) in {Annotated, list, Union, types.UnionType}:
         return _bare_type(
             next(each for each in get_args(annotation) if each is not type(None))
         )

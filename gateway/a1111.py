@@ -17,6 +17,7 @@ from imagefleet.http import bodies, sent_images
 from imagefleet.http.refused import Refused
 from imagefleet.job import override_settings, settings_table
 from imagefleet.job.message import Job
+from imagefleet.job.passes.fields import only_upscales
 from imagefleet.validation import JSONDict
 
 ROUTES = RouteTableDef()
@@ -26,9 +27,6 @@ OPTIONS = AppKey("options", dict[str, JSONDict])
 
 #: The values of fields that a payload leaves out.
 DEFAULTS = AppKey("defaults", JSONDict)
-
-#: Names of no upscaler.
-_NO_UPSCALER = (None, "", "None")
 
 #: Seconds of a job before the first has ended.
 _GUESSED_SECONDS = 10.0
@@ -40,8 +38,7 @@ async def _draw(request: Request) -> Response:
     """Draws images, and answers with them in base64."""
     is_img2img = request.path.endswith("img2img")
     styles = request.app[STYLES]
-    ignored = payloads.IGNORED[is_img2img]
-    async with work.received(request, ignored) as given:
+    async with work.received(request, payloads.IGNORED[is_img2img]) as given:
         payload = given.fields
         if is_img2img and not payload.get("init_images"):
             raise Refused(404, "Init image not found")
@@ -69,17 +66,18 @@ async def _enlarge(request: Request) -> Response:
         except (KeyError, TypeError):
             raise Refused(422, "there is no image") from None
         tickets = []
-        if payload.get("upscaler_1") not in _NO_UPSCALER:
+        if only_upscales(payload):
             images.clear()  # else they are left as they are, as A1111 does
-            for file in files:
-                enlarged = {**payload, "image": file}
-                tickets.append(await work.begin(request, given, enlarged))
+            tickets = [
+                await work.begin(request, given, {**payload, "image": file})
+                for file in files
+            ]
     for ticket in tickets:
         _, _, drawn = await work.finish(request, ticket)
         images += drawn
     found = sent_images.in_base64(images)
-    key, shown = ("image", found[0]) if is_single else ("images", found)
-    return web.json_response({key: shown, "html_info": ""})
+    shown = {"image": found[0]} if is_single else {"images": found}
+    return web.json_response({**shown, "html_info": ""})
 
 
 @ROUTES.post("/controlnet/detect")
@@ -100,13 +98,16 @@ async def _read_text(request: Request) -> Response:
 
     def parse(body: bytearray, _: str) -> str:
         image = bodies.json_object(body).get("image")
-        data = sent_images.from_base64(str(image or "").strip())
-        return sent_images.text_of(data)
+        return sent_images.text_of(sent_images.from_base64(str(image or "").strip()))
 
-    client = request[CLIENT]
-    async with request.app[work.BODIES].read(request, client, parse) as text:
-        found = {"info": text, "items": {"parameters": text} if text else {}}
-    return web.json_response(found | {"parameters": picture.parsed_parameters(text)})
+    async with request.app[work.BODIES].read(request, request[CLIENT], parse) as text:
+        return web.json_response(
+            {
+                "info": text,
+                "items": {"parameters": text} if text else {},
+                "parameters": picture.parsed_parameters(text),
+            }
+        )
 
 
 @ROUTES.get("/sdapi/v1/progress")
@@ -115,10 +116,8 @@ async def _progress(request: Request) -> Response:
     desk = request.app[DESK]
     tickets = desk.of(request[CLIENT])
     job = ""
-    step = 0
-    steps = 0
-    progress = 0.0
-    left = 0.0
+    step = steps = 0
+    progress = left = 0.0
     if tickets:
         first = tickets[0]
         job = first.id
@@ -140,8 +139,15 @@ async def _progress(request: Request) -> Response:
         "sampling_step": step,
         "sampling_steps": steps,
     }
-    found = {"progress": progress, "eta_relative": left, "state": state}
-    return web.json_response(found | {"current_image": None, "textinfo": None})
+    return web.json_response(
+        {
+            "progress": progress,
+            "eta_relative": left,
+            "state": state,
+            "current_image": None,
+            "textinfo": None,
+        }
+    )
 
 
 @ROUTES.post("/sdapi/v1/interrupt")
@@ -169,7 +175,7 @@ async def _set_options(request: Request) -> Response:
     known = {
         key: value
         for key, value in known.items()
-        if key not in DEFAULT_OPTIONS or value != DEFAULT_OPTIONS[key]
+        if (key, value) not in DEFAULT_OPTIONS.items()
     }
     try:
         override_settings.fields(known, {}, settings_table.PASSES)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from aiohttp import BasicAuth, web
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from imagefleet import validation, yaml_file
 from imagefleet.errors import SetupError
@@ -14,9 +14,10 @@ from imagefleet.http.refused import Refused
 from imagefleet.job.message import SafeId
 from imagefleet.storage.settings import Priority
 from imagefleet.telemetry import probes
+from imagefleet.validation import Strict
 
 
-class Client(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
+class Client(Strict, hide_input_in_errors=True):
     """The holder of a key; of the key itself the gateway knows the SHA-256 alone."""
 
     name: SafeId
@@ -78,9 +79,10 @@ class Door:
 
 
 def _read(path: Path) -> Mapping[str, Client]:
-    content = yaml_file.read(path, "clients")
     with validation.as_error(SetupError, f"{path}: ", Client.model_fields):
-        found = TypeAdapter(list[Client]).validate_python(content)
+        found = TypeAdapter(list[Client]).validate_python(
+            yaml_file.read(path, "clients")
+        )
     by_hash = {client.sha256.lower(): client for client in found}
     if not found or len(by_hash) < len(found):
         raise SetupError(

@@ -61,10 +61,11 @@ def answer(
     }
     left_out = {"init_images", "mask", "alwayson_scripts"}
     shown = {name: value for name, value in payload.items() if name not in left_out}
-    is_sent = payload.get("send_images", True)
-    found = {
-        "images": sent_images.in_base64(images) if is_sent else [],
-        "parameters": shown,
-        "info": json.dumps(info),
-    }
-    return json.dumps(found).encode()
+    sent = images if payload.get("send_images", True) else []
+    return json.dumps(
+        {
+            "images": sent_images.in_base64(sent),
+            "parameters": shown,
+            "info": json.dumps(info),
+        }
+    ).encode()

@@ -12,7 +12,6 @@ from gateway.work import DESK
 from imagefleet.files import kinds
 from imagefleet.job import samplers
 from imagefleet.job.passes import hires
-from imagefleet.storage.held_files import HeldFiles
 from imagefleet.validation import JSONDict
 
 ROUTES = RouteTableDef()
@@ -61,13 +60,17 @@ def _samplers() -> list[JSONDict]:
     ]
 
 
-_SCHEDULE = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
-
 _FIXED = {
     **_INSTALLED,
     "/sdapi/v1/samplers": _samplers(),
     "/sdapi/v1/schedulers": [
-        {"name": name, "label": label, **_SCHEDULE}
+        {
+            "name": name,
+            "label": label,
+            "aliases": None,
+            "default_rho": -1.0,
+            "need_inner_model": False,
+        }
         for name, label in {"automatic": "Automatic", **samplers.SCHEDULES}.items()
     ],
     "/sdapi/v1/latent-upscale-modes": [{"name": name} for name in hires.LATENT],
@@ -82,10 +85,10 @@ for _name in _DONE:
 @ROUTES.get("/sdapi/v1/sd-models")
 async def _list_models(request: Request) -> Response:
     """Lists the checkpoints that workers serve or the storage holds."""
-    models, held = await _models(request)
+    models = await _models(request)
     rows = []
     for name in models.known:
-        known = held.hashes.get(name, "")
+        known = models.held.hashes.get(name, "")
         short = known[:_SHORT_HASH]
         rows.append(
             {
@@ -103,9 +106,9 @@ async def _list_models(request: Request) -> Response:
 @ROUTES.get("/sdapi/v1/loras")
 async def _list_loras(request: Request) -> Response:
     """Lists the LoRAs in the storage, and in folders of workers."""
-    _, held = await _models(request)
+    models = await _models(request)
     found = await _stored(request, kinds.LORA)
-    for name in sorted(held.loras):
+    for name in sorted(models.held.loras):
         found.setdefault(name, name + kinds.LORA.suffixes[0])
     return web.json_response(
         [
@@ -119,18 +122,25 @@ async def _list_loras(request: Request) -> Response:
 @ROUTES.get("/sdapi/v1/sd-modules")
 async def _list_vaes(request: Request) -> Response:
     """Lists the VAEs in the storage."""
-    found = await _stored(request, kinds.VAE)
     return web.json_response(
-        [{"model_name": name, "filename": file} for name, file in found.items()]
+        [
+            {"model_name": name, "filename": file}
+            for name, file in (await _stored(request, kinds.VAE)).items()
+        ]
     )
 
 
 @ROUTES.get("/sdapi/v1/embeddings")
 async def _list_embeddings(request: Request) -> Response:
     """Lists the embeddings in the storage."""
-    found = await _stored(request, kinds.EMBEDDING)
-    facts = {"step": None, "sd_checkpoint": None, "sd_checkpoint_name": None}
-    loaded = {name: facts | {"shape": 0, "vectors": 0} for name in found}
+    facts = {
+        "step": None,
+        "sd_checkpoint": None,
+        "sd_checkpoint_name": None,
+        "shape": 0,
+        "vectors": 0,
+    }
+    loaded = dict.fromkeys(await _stored(request, kinds.EMBEDDING), facts)
     return web.json_response({"loaded": loaded, "skipped": {}})
 
 
@@ -138,18 +148,27 @@ async def _list_embeddings(request: Request) -> Response:
 async def _list_upscalers(request: Request) -> Response:
     """Lists the upscalers in the storage, and those without a file."""
     names = [*hires.RESAMPLING, *await _stored(request, kinds.UPSCALER)]
-    extra = {"model_name": None, "model_path": None, "model_url": None, "scale": 4}
-    return web.json_response([{"name": name, **extra} for name in names])
+    return web.json_response(
+        [
+            {
+                "name": name,
+                "model_name": None,
+                "model_path": None,
+                "model_url": None,
+                "scale": 4,
+            }
+            for name in names
+        ]
+    )
 
 
 @ROUTES.get("/sdapi/v1/prompt-styles")
 async def _list_styles(request: Request) -> Response:
     """Lists the styles of --styles-file."""
-    styles = request.app[STYLES]
     return web.json_response(
         [
             {"name": name, "prompt": prompt, "negative_prompt": negative_prompt}
-            for name, (prompt, negative_prompt) in styles.items()
+            for name, (prompt, negative_prompt) in request.app[STYLES].items()
         ]
     )
 
@@ -157,29 +176,29 @@ async def _list_styles(request: Request) -> Response:
 @ROUTES.get("/controlnet/model_list")
 async def _list_controlnets(request: Request) -> Response:
     """Lists the ControlNets in the storage."""
-    found = await _stored(request, kinds.CONTROLNET)
-    return web.json_response({"model_list": list(found)})
+    return web.json_response(
+        {"model_list": list(await _stored(request, kinds.CONTROLNET))}
+    )
 
 
 @ROUTES.get("/controlnet/control_types")
 async def _list_control_types(request: Request) -> Response:
     """Lists the one type of ControlNets: all of them, of pictures as they are to be used."""
-    found = await _stored(request, kinds.CONTROLNET)
     every = {
         "module_list": ["none"],
-        "model_list": ["None", *found],
+        "model_list": ["None", *await _stored(request, kinds.CONTROLNET)],
         "default_option": "none",
         "default_model": "None",
     }
     return web.json_response({"control_types": {"All": every}})
 
 
-async def _models(request: Request) -> tuple[Models, HeldFiles]:
+async def _models(request: Request) -> Models:
     """The models that there are now, and what is known of them."""
     models = request.app[DESK].models
     await models.refresh()
     await models.held.refresh(models.served)
-    return models, models.held
+    return models
 
 
 async def _stored(request: Request, kind: kinds.FileKind) -> dict[str, str]:

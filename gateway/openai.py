@@ -3,12 +3,12 @@
 import asyncio
 import re
 import time
+from contextlib import AbstractAsyncContextManager
 
 from aiohttp import web
 from aiohttp.web import Request, Response, RouteTableDef
 
 from gateway import work
-from gateway.jobs.ticket import Ticket
 from gateway.models import UnknownModelError
 from gateway.work import Given
 from imagefleet.http import bodies, sent_images
@@ -48,9 +48,7 @@ _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
 @ROUTES.post("/v1/images/generations")
 async def _generate(request: Request) -> Response:
     """Draws images of a prompt; fields of txt2img are taken beside OpenAI's own."""
-    async with work.received(request) as given:
-        answer, ticket = await _begin(request, given)
-    return await _answer(request, answer, ticket)
+    return await _drawn(request, work.received(request))
 
 
 @ROUTES.post("/v1/images/edits")
@@ -73,16 +71,18 @@ async def _edit(request: Request) -> Response:
             given.fields = {**in_place, "mask": given.add(mask), **given.fields}
         return given
 
-    async with work.read(request, parse) as given:
-        answer, ticket = await _begin(request, given)
-    return await _answer(request, answer, ticket)
+    return await _drawn(request, work.read(request, parse))
 
 
 @ROUTES.get("/v1/models")
 async def _list_models(request: Request) -> Response:
     """Lists the checkpoints that workers serve or the storage holds, and `default`: theirs."""
-    data = [_model(name) for name in await _models(request)]
-    return web.json_response({"object": "list", "data": data})
+    return web.json_response(
+        {
+            "object": "list",
+            "data": [_model(name) for name in await _models(request)],
+        }
+    )
 
 
 @ROUTES.get("/v1/models/{model}")
@@ -105,13 +105,13 @@ def _model(name: str) -> JSONDict:
     return {"id": name, "object": "model", "created": 0, "owned_by": "imagefleet"}
 
 
-async def _begin(request: Request, given: Given) -> tuple[str, Ticket]:
-    """The form of the answer, "" if none is asked for, and the job that is sent."""
-    answer = given.fields.pop("response_format", None) or ""
-    return answer, await work.begin(request, given, _as_a1111(given.fields))
-
-
-async def _answer(request: Request, answer: str, ticket: Ticket) -> Response:
+async def _drawn(
+    request: Request, payload: AbstractAsyncContextManager[Given]
+) -> Response:
+    """Draws the images of a payload, and answers with them."""
+    async with payload as given:
+        answer = given.fields.pop("response_format", None)
+        ticket = await work.begin(request, given, _as_a1111(given.fields))
     _, facts, images = await work.finish(request, ticket)
     start = f"{request.url.origin()}/jobs/{facts.id}"
     data = [{"url": f"{start}/{index}"} for index in range(len(images))]

@@ -39,6 +39,7 @@ from imagefleet.job import settings_table
 from imagefleet.job.message import Job
 from imagefleet.telemetry import metrics, probes
 from imagefleet.telemetry.logs import log
+from imagefleet.validation import JSONDict
 
 ROUTES = RouteTableDef()
 
@@ -71,8 +72,7 @@ class Gateway:
     """Lets clients in, answers errors, and counts."""
 
     def __init__(self, fleet: Fleet, settings: GatewaySettings) -> None:
-        origins = settings.cors_allow_origins
-        self._door = Door(settings.clients, settings.host, origins)
+        self._door = Door(settings.clients, settings.host, settings.cors_allow_origins)
         self._requests: Counter[Client] = Counter()
         self._polls = WeakValueDictionary[Client, Semaphore]()
         own = None if settings.model is None else settings.model.rpartition("/")[2]
@@ -87,12 +87,11 @@ class Gateway:
             has_worker=settings.model is not None,
         )
         registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
-        waiting = Gauge(
+        Gauge(
             "imagefleet_gateway_waiting_jobs",
             "Jobs that are waited for.",
             registry=registry,
-        )
-        waiting.set_function(lambda: len(self.desk.tickets))
+        ).set_function(lambda: len(self.desk.tickets))
         self._seconds = Histogram(
             "imagefleet_gateway_request_seconds",
             "Seconds from a request to its answer, by its path and status.",
@@ -172,13 +171,14 @@ async def _job(request: Request) -> Response:
     if facts.status == "unknown":
         raise Refused(404, f"there is no job {facts.id}")
     images = [f"/jobs/{facts.id}/{index}" for index in range(len(facts.blobs))]
-    found = {
-        "id": facts.id,
-        "status": facts.status,
-        "reason": reason_of(facts),
-        "images": images,
-    }
-    return web.json_response(found)
+    return web.json_response(
+        {
+            "id": facts.id,
+            "status": facts.status,
+            "reason": reason_of(facts),
+            "images": images,
+        }
+    )
 
 
 @ROUTES.get("/jobs/{id}/{index:[0-9]{1,4}}")
@@ -189,17 +189,19 @@ async def _image(request: Request) -> Response:
     facts = await desk.facts(request[CLIENT].campaign, request.match_info["id"])
     if index >= len(facts.blobs):
         raise Refused(404, f"job {facts.id} has no image {index}")
-    data = await desk.image(facts, index)
     return Response(
-        body=data, content_type=sent_images.content_type(facts.blobs[index])
+        body=await desk.image(facts, index),
+        content_type=sent_images.content_type(facts.blobs[index]),
     )
 
 
 @ROUTES.get("/metrics")
 async def _metrics(request: Request) -> Response:
     """The gateway's metrics, for Prometheus."""
-    body = metrics.render(request.app[_REGISTRY])
-    return Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
+    return Response(
+        body=metrics.render(request.app[_REGISTRY]),
+        headers={"Content-Type": metrics.CONTENT_TYPE},
+    )
 
 
 @ROUTES.get("/live")
@@ -238,19 +240,21 @@ def _error(request: Request, error: Exception) -> Response:
         if "Retry-After" not in headers:
             headers = {**headers, "x-should-retry": "false"}
         kind = "server_error" if status >= _SERVER_ERROR else "invalid_request_error"
-        found = {
-            "message": message,
-            "type": _KINDS.get(status, kind),
-            "param": None,
-            "code": getattr(error, "code", None),
+        body: JSONDict = {
+            "error": {
+                "message": message,
+                "type": _KINDS.get(status, kind),
+                "param": None,
+                "code": getattr(error, "code", None),
+            }
         }
-        return web.json_response({"error": found}, status=status, headers=headers)
-    if isinstance(error, UnknownModelError) and status != _SERVER_ERROR:
-        status = 422
-    name = "RuntimeError" if status == _SERVER_ERROR else type(error).__name__
-    # A1111 tells what went wrong in its code in `errors`, and of what is sent in `detail`.
-    found = {"error": name, "detail": message, "body": "", "errors": message}
-    return web.json_response(found, status=status, headers=headers)
+    else:
+        if isinstance(error, UnknownModelError) and status != _SERVER_ERROR:
+            status = 422
+        name = "RuntimeError" if status == _SERVER_ERROR else type(error).__name__
+        # A1111 tells what went wrong in its code in `errors`, and of what is sent in `detail`.
+        body = {"error": name, "detail": message, "body": "", "errors": message}
+    return web.json_response(body, status=status, headers=headers)
 
 
 @contextlib.asynccontextmanager
@@ -259,11 +263,11 @@ async def serving(
 ) -> AsyncIterator[tuple[Gateway, int]]:
     """Serves while the block runs; yields the port that was chosen."""
     gateway = Gateway(fleet, settings)
-    at = (settings.host, settings.port)
     # A handler whose client hangs up is cancelled, and with it its job.
     async with probes.listening(
         gateway.app,
-        *at,
+        settings.host,
+        settings.port,
         "the gateway",
         handler_cancellation=True,
         auto_decompress=False,

@@ -121,8 +121,9 @@ def received(
 
 async def read_object(request: Request) -> JSONDict:
     """The JSON object of a request, as it is."""
-    parse = bodies.json_object
-    async with request.app[BODIES].read(request, request[CLIENT], parse) as found:
+    async with request.app[BODIES].read(
+        request, request[CLIENT], bodies.json_object
+    ) as found:
         return found
 
 
@@ -146,9 +147,8 @@ async def begin(
         return ticket
     await desk.check(client, job)
     for name in job.sources:
-        data = given.images[name]
         await desk.storage.files.create(
-            INPUTS + name, data, sent_images.content_type(name), {}
+            INPUTS + name, given.images[name], sent_images.content_type(name), {}
         )
     return desk.take(client, job, key)
 
@@ -178,8 +178,9 @@ async def finish(
             if facts.records
             else None
         )
-        is_bad = isinstance(kind, type) and issubclass(kind, JobError)
-        is_bad = is_bad or facts.status == "dropped"
+        is_bad = facts.status == "dropped" or (
+            isinstance(kind, type) and issubclass(kind, JobError)
+        )
         status = 409 if facts.status == "cancelled" else 422 if is_bad else 500
         raise Refused(status, reason_of(facts) or f"the job was {facts.status}")
     images = [await desk.image(facts, index) for index in range(len(facts.blobs))]

@@ -8,10 +8,8 @@ import math
 import time
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Collection,
-    Coroutine,
     Iterable,
     Mapping,
 )
@@ -23,13 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar, Unp
 from pydantic import TypeAdapter
 
 from imagefleet import cancelled, concurrency, signing, validation
+from imagefleet.concurrency import Operation, Work
 from imagefleet.errors import FleetError, JobError, MisfitError, SetupError
 from imagefleet.job.change import Change
 from imagefleet.job.message import Job, SafeId
 from imagefleet.job.names import split_job_key
 from imagefleet.records import columns, outcomes, reader
 from imagefleet.records.batch import Submission, Watch
-from imagefleet.records.catalog import Damaged, Positions
+from imagefleet.records.catalog import Damaged
 from imagefleet.records.counts import Counts
 from imagefleet.records.ledger import Ledgers
 from imagefleet.records.outcomes import JobFacts, Status
@@ -159,7 +158,7 @@ class Fleet:
         await asyncio.gather(*self._running, return_exceptions=True)
         await self.storage.__aexit__(None, None, None)
 
-    async def run(self, operation: Coroutine[Any, Any, _Result]) -> _Result:
+    async def run(self, operation: Work[_Result]) -> _Result:
         """Awaits *operation*, which `close` ends; raises FleetError if the fleet is closed."""
         if self._closed:
             operation.close()
@@ -206,8 +205,9 @@ class Fleet:
             await submission.check()
             before_send(submission.jobs)
             await RETRIES.call(submission.before_send)
-            most = jobs_per_bundle(len(bodies))
-            sender = BulkSender(to.send, bodies, bundle_jobs=most)
+            sender = BulkSender(
+                to.send, bodies, bundle_jobs=jobs_per_bundle(len(bodies))
+            )
 
             async def note() -> None:
                 await submission.note_sent(sender.progress.sent)
@@ -255,9 +255,10 @@ class Fleet:
 
     async def depth(self) -> Depth:
         """Sizes of the job queue and of the queue of failed jobs."""
-        queue = self.storage.queue
-        failed = self.storage.poison
-        return Depth(await self.run(queue.depth()), await self.run(failed.depth()))
+        return Depth(
+            await self.run(self.storage.queue.depth()),
+            await self.run(self.storage.poison.depth()),
+        )
 
     def failed(self, **which: Unpack[FailedJobFilter]) -> Results:
         """The jobs that have failed and were neither replayed nor discarded since."""
@@ -280,20 +281,23 @@ class Fleet:
         has. With a key only signed jobs; what is changed is signed again.
         """
         check = self.check(Change(set, self.signer) if set else None)
-        selection = Selection(**which)
-        priority = checked_priority(priority)
         return await self.run(
             dead_letter_queue.replay(
-                self.storage, selection, on_progress, check, priority
+                self.storage,
+                Selection(**which),
+                on_progress,
+                check,
+                checked_priority(priority),
             )
         )
 
     def check(self, change: Change | None = None) -> Check:
         """Conditions for failed jobs to be sent again: signed, where there is a key."""
         keys = self.keys.trusted
-        scope = self.storage.scope
         trusted = (
-            None if keys is None else signing.TrustedJobs(keys, scope, at_any_time=True)
+            None
+            if keys is None
+            else signing.TrustedJobs(keys, self.storage.scope, at_any_time=True)
         )
         return Check(trusted, change, self.signer)
 
@@ -301,9 +305,8 @@ class Fleet:
         self, on_progress: OnProgress | None = None, **which: Unpack[FailedJobFilter]
     ) -> Swept:
         """Deletes failed jobs for good; without a condition, all of them."""
-        selection = Selection(**which)
         return await self.run(
-            dead_letter_queue.discard(self.storage, selection, on_progress)
+            dead_letter_queue.discard(self.storage, Selection(**which), on_progress)
         )
 
 
@@ -332,7 +335,7 @@ class Batch:
     def __init__(self, fleet: Fleet, submission: Submission) -> None:
         self._fleet = fleet
         self._jobs = submission.jobs
-        self._positions: Mapping[str, Positions] = submission.positions
+        self._positions = submission.positions
         self.ids = [job.id for job in self._jobs.values()]
 
     def __len__(self) -> int:
@@ -402,7 +405,7 @@ class _Pace:
         self._deadline = math.inf if timeout is None else time.monotonic() + timeout
         self._quiet_polls = 0
 
-    async def poll(self, operation: Callable[[], Awaitable[_Result]]) -> _Result:
+    async def poll(self, operation: Operation[_Result]) -> _Result:
         return await self._fleet.run(RETRIES.call(operation))
 
     async def pause(self, left: str, *, progress: bool = False) -> None:

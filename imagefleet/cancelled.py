@@ -7,6 +7,7 @@ if it is in the list itself. The jobs of a paused campaign wait, whenever they w
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
@@ -82,7 +83,7 @@ class CancelledCampaigns:
         #: The campaigns whose jobs wait until they are resumed.
         self.paused: frozenset[str] = frozenset()
         self._version: str | None = None
-        self._read_at: float | None = None
+        self._read_at = -math.inf
         self._reading = asyncio.Lock()
         self._warning = Occasion()
 
@@ -100,7 +101,7 @@ class CancelledCampaigns:
         longest = PERIOD_SECONDS if older_than_seconds is None else older_than_seconds
         async with self._reading:
             now = time.monotonic()
-            if self._read_at is not None and now - self._read_at < longest:
+            if now - self._read_at < longest:
                 return
             self._read_at = now
             try:
@@ -129,8 +130,11 @@ class CancelledCampaigns:
         elif start.version != self._version:
             part = await self._files.read_part(BLOB, 0, MAX_BYTES)
             self._version = None if part is None else part.version
-            found = _parse(self._files, part)
-            own = [entry for entry in found.campaigns if entry.queue == self._queue]
+            own = [
+                entry
+                for entry in _parse(self._files, part).campaigns
+                if entry.queue == self._queue
+            ]
             self.times = {entry.name: entry.at for entry in own if not entry.is_paused}
             self.paused = frozenset(entry.name for entry in own if entry.is_paused)
 
@@ -167,9 +171,12 @@ async def cancel_jobs(
 
 async def pause(storage: Storage, campaign: str, *, is_paused: bool) -> bool:
     """Pauses a campaign, or resumes it; False if it was so before. A cancellation resumes it."""
-    queue = storage.queue.name
-    at = storage.blobs.clock.now()
-    entry = Cancellation(queue=queue, campaign=campaign, at=at, is_paused=True)
+    entry = Cancellation(
+        queue=storage.queue.name,
+        campaign=campaign,
+        at=storage.blobs.clock.now(),
+        is_paused=True,
+    )
     was_paused = await _edit(
         storage,
         [entry] * is_paused,
@@ -201,9 +208,8 @@ async def _change(
     at = storage.blobs.clock.now() + timedelta(
         seconds=seconds
     )  # which has had an answer
-    queue = storage.queue.name
     added = [
-        Cancellation(queue=queue, campaign=name, id=job_id, at=at)
+        Cancellation(queue=storage.queue.name, campaign=name, id=job_id, at=at)
         for name, job_id in new
     ]
     gone = {*ended, *(each.name for each in added)}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from imagefleet import aio
 from imagefleet.aio import ConnectOptions
+from imagefleet.concurrency import Work
 from imagefleet.errors import FleetError
 from imagefleet.records.outcomes import JobFacts, Status
 
@@ -34,7 +35,7 @@ class LoopThread:
         )
         self._thread.start()
 
-    def run(self, operation: Coroutine[Any, Any, _Result]) -> _Result:
+    def run(self, operation: Work[_Result]) -> _Result:
         """Raises FleetError once the loop is closed."""
         with self._closing:
             if self.is_closed:
@@ -47,7 +48,7 @@ class LoopThread:
             future.cancel()  # Ctrl-C interrupts the caller's thread only
             raise
 
-    def close(self, last: Coroutine[Any, Any, None]) -> None:
+    def close(self, last: Work[None]) -> None:
         """Runs *last*, then ends the thread."""
         with self._closing:
             if self.is_closed:
@@ -88,7 +89,7 @@ class Result(JobFacts):
     _inner: aio.Result = field(kw_only=True, repr=False, compare=False)
 
     @classmethod
-    def awaited(cls, loop: LoopThread, result: Coroutine[Any, Any, aio.Result]) -> Self:
+    def awaited(cls, loop: LoopThread, result: Work[aio.Result]) -> Self:
         found = loop.run(result)
         return cls(**found.fields(), _loop=loop, _inner=found)
 
@@ -141,7 +142,7 @@ class Batch:
         self.ids = batch.ids
 
     @classmethod
-    def awaited(cls, loop: LoopThread, batch: Coroutine[Any, Any, aio.Batch]) -> Self:
+    def awaited(cls, loop: LoopThread, batch: Work[aio.Batch]) -> Self:
         return cls(loop, loop.run(batch))
 
     def __len__(self) -> int:

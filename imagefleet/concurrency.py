@@ -38,6 +38,9 @@ Second = TypeVar("Second")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 
+#: What runs as a task of its own, and its result.
+Work = Coroutine[Any, Any, Result]
+
 #: What is tried, again if it fails.
 Operation = Callable[[], Awaitable[Result]]
 
@@ -57,11 +60,11 @@ def cores() -> int:
 
 @overload
 async def gather(
-    first: Coroutine[Any, Any, First], second: Coroutine[Any, Any, Second], /
+    first: Work[First], second: Work[Second], /
 ) -> tuple[First, Second]: ...
 @overload
-async def gather(*works: Coroutine[Any, Any, Result]) -> tuple[Result, ...]: ...
-async def gather(*works: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:
+async def gather(*works: Work[Result]) -> tuple[Result, ...]: ...
+async def gather(*works: Work[Any]) -> tuple[Any, ...]:
     """The results of *works*; the first error cancels the others, and is raised once they ended."""
     task = asyncio.current_task()
     cancels = task.cancelling() if task else 0
@@ -94,7 +97,7 @@ async def for_each(
 
 
 @contextlib.asynccontextmanager
-async def beside(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+async def beside(*works: Work[object]) -> AsyncIterator[None]:
     """Runs *works* during the block, and then cancels them; raises the error of one that failed."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -215,19 +218,21 @@ class _Attempts:
         if not isinstance(error, TransientError):
             return False
         self.error = error
-        self.is_in_doubt = self.is_in_doubt or error.outcome_is_unknown
+        self.is_in_doubt |= error.outcome_is_unknown
         error.outcome_is_unknown = self.is_in_doubt
         policy = self.policy
-        longest = self.policy.longest_wait_seconds
-        is_closed = isinstance(error, NoAccessError | StorageFullError)
-        if is_closed and policy.waits_for_access:
+        longest = policy.longest_wait_seconds
+        if (
+            isinstance(error, NoAccessError | StorageFullError)
+            and policy.waits_for_access
+        ):
             self.pause = jitter(longest, low=0)
             return True
         if isinstance(error, BusyError) and policy.waits_while_busy:
             self.pause = backoff(self.waited, policy.first_wait_seconds / 10, longest)
             self.waited += 1
             return True
-        self.failed = self.failed + 1
+        self.failed += 1
         self.waited = 0
         is_late = time.monotonic() - self.began_at >= policy.give_up_seconds
         self.is_over = self.failed >= policy.tries or is_late

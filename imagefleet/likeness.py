@@ -63,6 +63,5 @@ def _cell_means(values: NDArray[np.integer]) -> NDArray[np.float32]:
     # A loop over slices: five times as fast as `np.add.reduceat` on whole pictures.
     of_rows = [values[top:end].sum(0, np.uint32) for top, end in pairwise(rows)]
     sums = np.add.reduceat(np.stack(of_rows), columns[:-1], axis=1)
-    heights = np.diff(rows)
-    sizes = heights[:, None, None] * np.diff(columns)[:, None]
+    sizes = np.diff(rows)[:, None, None] * np.diff(columns)[:, None]
     return np.asarray(sums / sizes, np.float32)

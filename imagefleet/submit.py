@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from imagefleet import concurrency
-from imagefleet.concurrency import RetryPolicy
+from imagefleet.concurrency import Operation, RetryPolicy
 from imagefleet.errors import FleetError
 from imagefleet.storage import bundle
 from imagefleet.storage.bundle import NameOf, Sent
@@ -44,7 +44,7 @@ class Progress(NamedTuple):
     second_drawings: int = 0
 
 
-async def keep_noting(note: Callable[[], Awaitable[None]]) -> NoReturn:
+async def keep_noting(note: Operation[None]) -> NoReturn:
     """Side task: calls *note* now and then."""
     while True:
         await asyncio.sleep(concurrency.jitter(NOTE_SECONDS))
@@ -76,7 +76,6 @@ class BulkSender:
     def __post_init__(self) -> None:
         self.progress = Progress(0, 0)
         self._bodies = iter(self.bodies)
-        self._on_confirmed: Callable[[Progress], None] | None = None
         self._stopping = asyncio.Event()
         self._window: deque[tuple[asyncio.Task[None], Progress]] = deque()
         self._source_error: FleetError | None = None
@@ -86,7 +85,7 @@ class BulkSender:
         self._stopping.set()
 
     async def run(
-        self, on_confirmed: Callable[[Progress], None] | None = None
+        self, on_confirmed: Callable[[Progress], object] = lambda _: None
     ) -> Progress:
         """Sends until the source ends or `stop` is called; returns what is stored.
 
@@ -119,8 +118,9 @@ class BulkSender:
             second = [also for body in messages if (also := self.second_drawing(body))]
             bundled = messages
             if self.bundle_jobs > 1:
-                jobs = [job for job in batch if job]
-                bundled = bundle.bundled(jobs, self.bundle_jobs, self.bundle_name)
+                bundled = bundle.bundled(
+                    [job for job in batch if job], self.bundle_jobs, self.bundle_name
+                )
             task = asyncio.create_task(self._send([*bundled, *second]))
             sent = Progress(
                 sent.confirmed + len(batch),
@@ -173,8 +173,7 @@ class BulkSender:
     async def _confirm_oldest(self) -> None:
         await self._window[0][0]
         _, self.progress = self._window.popleft()
-        if self._on_confirmed is not None:
-            self._on_confirmed(self.progress)
+        self._on_confirmed(self.progress)
 
     async def _finish_window(self) -> None:
         """Waits for the rest after an error or a cancellation; confirms up to the first gap."""

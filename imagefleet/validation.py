@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from imagefleet.errors import JobError, SetupError
 
@@ -46,6 +46,10 @@ _IN_WORDS = {
 _PREFIX = re.compile(r"^(Value error, |Input |String )")
 
 
+class Strict(BaseModel, extra="forbid", frozen=True):
+    """An object that refuses unknown names, and never changes."""
+
+
 def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:
     """One line that says what is wrong and where; *known* are field names to suggest."""
     details = error.errors(include_url=False)
@@ -53,7 +57,7 @@ def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:
     shown = details[:MAX_REASONS]
     reasons = [reason(cast("JSONObject", detail), known) for detail in shown]
     more = len(details) - len(shown)
-    return "; ".join(reasons) + (f"; and {more:,} more" if more > 0 else "")
+    return "; ".join(reasons) + (f"; and {more:,} more" if more else "")
 
 
 @contextlib.contextmanager
@@ -92,9 +96,11 @@ def reason(detail: JSONObject, known: Iterable[str] = ()) -> str:
 
 def message(detail: JSONObject) -> str:
     """Pydantic's text without its prefixes, in words for people who know no Python."""
-    pattern = str(detail.get("ctx", {}).get("pattern"))
-    what = _IN_WORDS.get(detail["type"]) or _PATTERNS.get(pattern)
-    return what or _PREFIX.sub("", str(detail["msg"]))
+    return (
+        _IN_WORDS.get(detail["type"])
+        or _PATTERNS.get(str(detail.get("ctx", {}).get("pattern")))
+        or _PREFIX.sub("", str(detail["msg"]))
+    )
 
 
 def location(parts: Sequence[object]) -> str:

@@ -93,8 +93,7 @@ class Withdrawals:
                 )
 
     async def _withdraw(self, new: list[SentJob], ended: set[str]) -> None:
-        campaigns = {str(sent.job.campaign) for sent in new}
-        for campaign in campaigns - self._allowed:
+        for campaign in {str(sent.job.campaign) for sent in new} - self._allowed:
             await cancelled.allow(self._storage, campaign)
             self._allowed.add(campaign)
         taken = []
@@ -118,8 +117,10 @@ class Withdrawals:
         message = sent.message
         if message is None:
             return False
-        models = self._storage.models
-        queues = [models.of(model)[sent.priority] for model in (sent.job.model, None)]
+        queues = [
+            self._storage.models.of(model)[sent.priority]
+            for model in (sent.job.model, None)
+        ]
         queue = next(queue for queue in queues if queue.name == message.queue)
         try:
             await RETRIES.call(lambda: queue.delete(message))
@@ -128,13 +129,12 @@ class Withdrawals:
         return True
 
     def _record(self, sent: SentJob) -> Record:
-        source = None if sent.message is None else sent.message.id
         return Record.model_validate(
             of_job(sent.job)
             | {
                 "outcome": "cancelled",
                 "at": self._storage.blobs.clock.now(),
-                "source": source,
+                "source": sent.message and sent.message.id,
                 "reason": sent.reason,
                 "worker": self._writer,
             }

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from asyncio import Event, Lock
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NoReturn
 from weakref import WeakValueDictionary
 
@@ -106,9 +106,9 @@ class Desk:
         self._fleet = fleet
         self._poll_seconds = _REMOTE_POLL_SECONDS
         if fleet.storage.settings.is_local:
-            beside = _POLL_SECONDS_BESIDE_WORKER
-            alone = _LOCAL_POLL_SECONDS
-            self._poll_seconds = beside if has_worker else alone
+            self._poll_seconds = (
+                _POLL_SECONDS_BESIDE_WORKER if has_worker else _LOCAL_POLL_SECONDS
+            )
         self._ledgers = Ledgers(fleet.storage)
         self._cancelled = CancelledCampaigns(
             fleet.storage.files, fleet.storage.queue.name
@@ -135,8 +135,9 @@ class Desk:
 
     def _known_tickets(self) -> Tickets:
         """The same with those that are being withdrawn."""
-        sent = self._tickets.values()
-        return list(dict.fromkeys([*self._unsent, *self._sending, *sent]))
+        return list(
+            dict.fromkeys([*self._unsent, *self._sending, *self._tickets.values()])
+        )
 
     def of(self, client: Client) -> Tickets:
         return [ticket for ticket in self.tickets if ticket.client == client]
@@ -154,10 +155,12 @@ class Desk:
         """Answers everybody who waits; their jobs go on."""
         for ticket in self.tickets:
             ticket.is_kept = True
-            why = "and has not sent the job"
-            if ticket.facts is not None:
-                why = f"the job goes on: ask for it at /jobs/{ticket.id} later"
-            ticket.refuse(refusal(503, f"the gateway stops; {why}"))
+            why = (
+                "and has not sent the job"
+                if ticket.facts is None
+                else f"the job goes on: ask for it at /jobs/{ticket.id} later"
+            )
+            ticket.refuse(refusal(f"the gateway stops; {why}"))
 
     async def check(self, client: Client, job: Job) -> None:
         """Raises Refused where there is no room for a *job* of the client's."""
@@ -166,13 +169,13 @@ class Desk:
                 400,
                 f"{job.images:,} images; {client.max_waiting:,} at most in one request",
             )
-        waiting = self._images_of(client)
+        waiting = _images(self.of(client))
         is_recent = time.monotonic() - self._looked_at < _LOOK_SECONDS / 5
         if waiting + job.images > client.max_waiting and not is_recent:
             self._look_at = 0.0
             await self._look()
-            waiting = self._images_of(client)
-        everybody = sum(ticket.job.images for ticket in self.tickets)
+            waiting = _images(self.of(client))
+        everybody = _images(self.tickets)
         age = await self._age(job.model, client.priority)
         if waiting + job.images > _BURST:
             await self._age(job.model, "low")
@@ -185,19 +188,24 @@ class Desk:
             why = f"the queue is full: its oldest job has waited {age:,.0f} seconds"
         if why:
             seconds = max(1, min(round(age), _LONGEST_RETRY_SECONDS))
-            headers = {"Retry-After": str(seconds)}
-            raise Refused(429, f"{why}; try again in {seconds} s", headers)
+            raise Refused(
+                429,
+                f"{why}; try again in {seconds} s",
+                {"Retry-After": str(seconds)},
+            )
 
     def known(self, client: Client, job: Job, key: str | None) -> Ticket | None:
         """The ticket of the same job, asked for by the same *key*, if somebody waits for it here.
 
         Raises Refused if the key was used for another job.
         """
-        job_id = None if key is None else claims.job_id(client, key)
+        if key is None:
+            return None
+        job_id = claims.job_id(client, key)
         ticket = self._keyed.get(job_key(client.campaign, job_id))
         if ticket is None or ticket.ended.done():
             return None
-        if ticket.job.digest != job.identified(str(job_id)).digest:
+        if ticket.job.digest != job.identified(job_id).digest:
             raise claims.used_for_another()
         return ticket
 
@@ -231,7 +239,7 @@ class Desk:
                 return await asyncio.shield(ticket.ended)
         except TimeoutError:
             if ticket.facts is None:
-                raise refusal(503, "the storage takes no jobs now") from None
+                raise refusal("the storage takes no jobs now") from None
             ticket.is_kept = True
             address = f"/jobs/{ticket.id}"
             raise Refused(
@@ -244,14 +252,15 @@ class Desk:
             if not (ticket.waiters or ticket.is_kept or ticket.ended.done()):
                 self._withdraw(ticket, "its client hung up")
 
-    def interrupt(self, client: Client, most: int | None = None) -> None:
+    def interrupt(self, client: Client, most: int | None) -> None:
         """Withdraws all that the client waits for, or the first, and ends it by what is drawn."""
         for ticket in self.of(client)[:most]:
             ticket.is_interrupted = True
             self._withdraw(ticket, INTERRUPTED)
             # A worker that has it may be dead.
-            loop = asyncio.get_running_loop()
-            loop.call_later(_INTERRUPTED_SECONDS, ticket.end_without_images)
+            asyncio.get_running_loop().call_later(
+                _INTERRUPTED_SECONDS, ticket.end_without_images
+            )
 
     async def facts(self, campaign: str, job_id: str) -> JobFacts:
         """Looks a job up, in the storage if need be; raises JobError for an invalid id."""
@@ -265,9 +274,6 @@ class Desk:
         """An image's file; raises JobError if there is none."""
         return await aio.Result(**facts.fields(), fleet=self._fleet).data(index)
 
-    def _images_of(self, client: Client) -> int:
-        return sum(ticket.job.images for ticket in self.of(client))
-
     def _priority(self, client: Client, job: Job) -> Priority:
         """The client's own; low beyond a burst, unless a batch of others' waits there."""
         now = time.monotonic()
@@ -278,7 +284,7 @@ class Desk:
         )
         known = self._known_tickets()
         # Those that are withdrawn as well: a worker may have them.
-        images = sum(ticket.job.images for ticket in known if ticket.client == client)
+        images = _images(ticket for ticket in known if ticket.client == client)
         if is_alone or images + job.images <= _BURST:
             return client.priority
         _, age = self._ages.get(self._queue_of(job.model, "low").name, (0.0, 0.0))
@@ -298,9 +304,8 @@ class Desk:
         if time.monotonic() - at > _AGE_SECONDS:
             # Meanwhile others go by the age as it was.
             self._ages[queue.name] = time.monotonic(), age
-            depth = await queue.depth()
             age = await presence.waiting_seconds(
-                self.storage, queue, depth, self.wait_seconds
+                self.storage, queue, await queue.depth(), self.wait_seconds
             )
             self._ages[queue.name] = time.monotonic(), age
         return age
@@ -372,8 +377,11 @@ class Desk:
         campaign = tickets[0].client.campaign
         priority = tickets[0].priority
         submission = Submission(self.storage, self._ledgers)
-        jobs = [ticket.job for ticket in tickets]
-        bodies = list(submission.messages(jobs, campaign, self._fleet.signer))
+        bodies = list(
+            submission.messages(
+                [ticket.job for ticket in tickets], campaign, self._fleet.signer
+            )
+        )
         await submission.check()
         watch = await self._watch(campaign)
         # They are waited for from before they are sent, lest one ends before.
@@ -433,10 +441,8 @@ class Desk:
     @property
     def _is_reading(self) -> bool:
         """True while somebody waits, or more records may be there already."""
-        tickets = self._tickets.values()
-        watches = self._watches.values()
-        return any(ticket.is_waited_for for ticket in tickets) or any(
-            watch.is_behind for watch in watches
+        return any(ticket.is_waited_for for ticket in self._tickets.values()) or any(
+            watch.is_behind for watch in self._watches.values()
         )
 
     async def _look(self) -> None:
@@ -492,8 +498,9 @@ class Desk:
             message = ticket.message
             if message is None or ticket.is_dropped:
                 continue
-            campaign = ticket.client.campaign
-            if self._cancelled.includes(campaign, message.enqueued_at, ticket.id):
+            if self._cancelled.includes(
+                ticket.client.campaign, message.enqueued_at, ticket.id
+            ):
                 self._withdraw(ticket, "it was cancelled")
                 ticket.refuse(Refused(409, f"the job {ticket.id} was cancelled"))
 
@@ -513,7 +520,7 @@ class Desk:
             for ticket in waiting:
                 if ticket.job.model == model:
                     self._withdraw(ticket, reason)
-                    ticket.refuse(refusal(503, f"{reason}: try again later"))
+                    ticket.refuse(refusal(f"{reason}: try again later"))
 
     async def _end_lost(self, tickets: Collection[Ticket]) -> None:
         """Ends jobs that no queue holds any more, and of whose ends no record tells."""
@@ -547,9 +554,7 @@ class Desk:
     def _give_up(self, now: float) -> None:
         """Forgets jobs that nobody waits for, and whose ends have not come in all this time."""
         for ticket in list(self._tickets.values()):
-            longest = 2 * self.wait_seconds
-            if ticket.is_dropped:
-                longest = _FORGET_SECONDS
+            longest = _FORGET_SECONDS if ticket.is_dropped else 2 * self.wait_seconds
             age = now - ticket.created_at
             if age > longest and not ticket.is_waited_for and ticket.sent_at:
                 ticket.is_keyed = False  # its claim stays
@@ -574,3 +579,7 @@ class Desk:
         watch = self._watches.get(ticket.client.campaign)
         if watch is not None:
             watch.waiting.pop(key, None)
+
+
+def _images(tickets: Iterable[Ticket]) -> int:
+    return sum(ticket.job.images for ticket in tickets)

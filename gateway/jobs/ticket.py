@@ -1,9 +1,8 @@
 """One job of a client, from its request to its end."""
 
-import dataclasses
 import time
 from asyncio import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gateway.clients import Client
 from imagefleet.http.refused import Refused
@@ -69,8 +68,13 @@ class Ticket:
 
     def withdrawn(self) -> SentJob:
         """The job, which is in the queue, as one that nobody wants any more."""
-        job = self.job.identified(self.id, self.client.campaign)
-        return SentJob(job, self.priority, self.message, self.reason, self.is_lost)
+        return SentJob(
+            self.job.identified(self.id, self.client.campaign),
+            self.priority,
+            self.message,
+            self.reason,
+            self.is_lost,
+        )
 
     def refuse(self, error: Exception) -> None:
         """Answers everybody who waits with an error."""
@@ -81,16 +85,15 @@ class Ticket:
     def end_without_images(self) -> None:
         """Answers that it was cancelled, unless it has ended otherwise."""
         if self.facts is not None:
-            facts = dataclasses.replace(
-                self.facts, status="cancelled", reason=self.reason, blobs=()
+            self.end(
+                replace(self.facts, status="cancelled", reason=self.reason, blobs=())
             )
-            self.end(facts)
 
     def end(self, facts: JobFacts) -> None:
         if not self.ended.done():
             self.ended.set_result(facts)
 
 
-def refusal(status: int, message: str) -> Refused:
+def refusal(message: str) -> Refused:
     """An answer that says when to come again, for what is nobody's fault."""
-    return Refused(status, message, {"Retry-After": "60"})
+    return Refused(503, message, {"Retry-After": "60"})

@@ -4,12 +4,12 @@ The message of a later stage is the whole job's, with its signature, and a field
 no key to be sent, and whoever changes that field changes which stage is drawn alone.
 """
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from imagefleet.job.passes import extras
 from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes.first import FirstPass
-from imagefleet.validation import JSONDict, JSONObject
+from imagefleet.validation import JSONDict, JSONObject, Strict
 
 #: A message's fields: the stage that it asks for, which is not signed; and the later stages.
 STAGE_FIELD = "stage"
@@ -41,7 +41,7 @@ INHERITED = frozenset(FirstPass.model_fields) - {"batch_size", "n_iter"} | {
 OF_JOB = {"id", "campaign", "verify", "awaited", "keep", "defaults", THEN_FIELD}
 
 
-class StageField(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
+class StageField(Strict, hide_input_in_errors=True):
     """The field `stage` of a message. It is untrusted: only a job is signed."""
 
     number: int = Field(ge=2, le=MAX_STAGES)

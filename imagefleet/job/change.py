@@ -51,7 +51,10 @@ class Change:
 
     def apply(self, body: str, job_id: str) -> tuple[str, Job]:
         """The changed job's message, and the job; JobError says why it cannot be."""
-        fields = _fields(body)
+        if not (fields := fields_if_any(body)):
+            raise InvalidMessageError(
+                "its message is no job in JSON, so nothing can be set"
+            )
         if is_signed(body) and self._signer is None:
             raise JobError(
                 "it is signed, and changed it has to be signed again: give your signing key"
@@ -59,8 +62,11 @@ class Change:
         for name in (DELIVERIES_FIELD, DIGEST_FIELD, SIGNATURE_FIELD):
             fields.pop(name, None)
         place = fields.pop(chain.STAGE_FIELD, None)
-        before = "its job is not valid even with the change: "
-        with validation.as_error(InvalidMessageError, before, Job.model_fields):
+        with validation.as_error(
+            InvalidMessageError,
+            "its job is not valid even with the change: ",
+            Job.model_fields,
+        ):
             job = Job.model_validate(self._changed(fields, place))
         job = job.identified(job_id)
         if place is not None:
@@ -106,14 +112,6 @@ def _value(name: str, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text  # which its field refuses, and says what it should be
-
-
-def _fields(body: str) -> JSONDict:
-    if not (fields := fields_if_any(body)):
-        raise InvalidMessageError(
-            "its message is no job in JSON, so nothing can be set"
-        )
-    return fields
 
 
 def _drop_aliases(fields: JSONDict, values: JSONObject) -> None:

@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import ftfy
 
 from imagefleet.errors import JobError
-from imagefleet.job.prompt import Prompt, Section, State, weighted_parts
+from imagefleet.job.prompt import Prompt, Sections, State, weighted_parts
 
 #: CLIP's tokenizer in the format of transformers: vocab.json and merges.txt.
 TOKENIZER = Path(__file__).with_name("clip_tokenizer")
@@ -140,6 +140,9 @@ class Chunk(NamedTuple):
     company: tuple[tuple[Chunk, int], ...] = ()
 
 
+#: Those of a prompt or, if it is edited, of one of its texts.
+Chunks = tuple[Chunk, ...]
+
 #: The token in whose place a vector of an embedding comes: AUTOMATIC1111's.
 PLACEHOLDER = 0
 
@@ -155,7 +158,7 @@ class _Place(NamedTuple):
 _NO_NAMES: Names[Embedding] = Names(())
 
 
-def sections_of(prompt: Prompt | State | str) -> tuple[Section, ...]:
+def sections_of(prompt: Prompt | State | str) -> Sections:
     """The sections of a prompt in all its steps, or of a text without LoRA tags."""
     return weighted_parts(prompt) if isinstance(prompt, str) else prompt.sections
 
@@ -165,7 +168,7 @@ def cut_into_chunks(
     tokenise: Tokenise,
     comma: int | None,
     embeddings: Names[Embedding] = _NO_NAMES,
-) -> tuple[Chunk, ...]:
+) -> Chunks:
     """Cuts a prompt's words (text: without LoRA tags) into chunks, or raises JobError."""
     sections = sections_of(prompt)
     ids = iter(tokenise([part.text for section in sections for part in section]))
@@ -184,9 +187,7 @@ def cut_into_chunks(
     return tuple(chunks)
 
 
-def level(
-    cut: Sequence[tuple[Chunk, ...]], counts: Sequence[int]
-) -> list[tuple[Chunk, ...]]:
+def level(cut: Sequence[Chunks], counts: Sequence[int]) -> list[Chunks]:
     """The chunks of an edited prompt's texts, of so many entries each, as if encoded together.
 
     So AUTOMATIC1111 does: shorter ones end with empty chunks, and the means that weights keep are
@@ -256,11 +257,12 @@ def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chu
 def _chunk(places: Sequence[_Place], end: int = CHUNK_TOKENS) -> Chunk:
     """A chunk of the places before *end*, with the embeddings of all."""
     kept = places[:end]
-    given = ((at, place.embedding) for at, place in enumerate(places))
     return Chunk(
         tuple(place.token for place in kept),
         tuple(place.weight for place in kept),
         tuple(
-            Insert(at, embedding) for at, embedding in given if embedding is not None
+            Insert(at, place.embedding)
+            for at, place in enumerate(places)
+            if place.embedding is not None
         ),
     )

@@ -5,6 +5,7 @@ alone tells.
 """
 
 import functools
+import math
 import re
 from collections.abc import Iterator
 
@@ -44,9 +45,10 @@ def _has_much_gpu_noise(job: PassFields, size: PartialSize) -> bool:
     width, height = size
     if job.randn_source != "GPU" or width is None or height is None:
         return False
-    first = width, height
-    sizes = [first, *([hires.sizes_after(job, first)[1]] if job.enable_hr else [])]
-    return max(width * height for width, height in sizes) > GPU_NOISE_PIXELS
+    sizes = [(width, height)]
+    if job.enable_hr:
+        sizes.append(hires.sizes_after(job, sizes[0])[1])
+    return max(map(math.prod, sizes)) > GPU_NOISE_PIXELS
 
 
 def _has_one_aligned_step(job: PassFields, _: PartialSize) -> bool:

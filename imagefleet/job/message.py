@@ -12,11 +12,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import pydantic_core
 from pydantic import (
-    BaseModel,
     Field,
     JsonValue,
     StringConstraints,
-    ValidationError,
     field_validator,
     model_validator,
 )
@@ -31,7 +29,7 @@ from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, Metadata, PartialSize
 from imagefleet.keeping.rule import MAX_JUDGED, Keep
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
-from imagefleet.validation import JSONDict, JSONObject
+from imagefleet.validation import JSONDict, JSONObject, Strict
 
 #: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.
 DELIVERIES_FIELD = "deliveries"
@@ -95,7 +93,7 @@ def is_safe_id(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(_SAFE_ID, value) is not None
 
 
-class Output(BaseModel, extra="forbid", frozen=True):
+class Output(Strict):
     """Format of stored images; `quality` is for JPEG and WebP."""
 
     format: Literal["png", "jpeg", "webp"] = "png"
@@ -243,12 +241,17 @@ class Job(
                 mode="json", include=set(chain.INHERITED), exclude_defaults=True
             )
             before |= known.defaults_denied
-            fields = chain.inherited(before, given) | given
-            fields |= {"id": self.id, "campaign": self.campaign}
-            fields[chain.INPUT_FIELD] = [f"{img2img.IMAGES}{known.blob_name(0)}"]
+            fields = {
+                **chain.inherited(before, given),
+                **given,
+                "id": self.id,
+                "campaign": self.campaign,
+                chain.INPUT_FIELD: [f"{img2img.IMAGES}{known.blob_name(0)}"],
+            }
             with validation.as_error(ValueError, f"stage {place}: ", Job.model_fields):
-                own_place = Place(self, known, place, message, input_size)
-                stage = Job.model_validate(fields).placed(own_place)
+                stage = Job.model_validate(fields).placed(
+                    Place(self, known, place, message, input_size)
+                )
                 known = stage if self.id is None else stage.identified(self.id)
                 input_size = known.final_size  # which may not fit the one before
         return known
@@ -433,12 +436,8 @@ def read_job(
         fields.setdefault("defaults", defaults)
     if keep is not None:
         fields.setdefault("keep", keep)
-    try:
+    with validation.as_error(InvalidMessageError, known=Job.model_fields):
         job = Job.model_validate(fields)
-    except ValidationError as error:
-        raise InvalidMessageError(
-            validation.sentence(error, Job.model_fields)
-        ) from None
     if job.then and stage is None:
         # Its text as the messages of later stages have it, maybe longer than it was sent.
         signed = {} if signature is None else {SIGNATURE_FIELD: signature}
@@ -535,7 +534,7 @@ def job_key(campaign: str | None, job_id: str | None) -> str:
     return f"{campaign or DEFAULT_CAMPAIGN}/{job_id}"
 
 
-def image_stem(key: str, index: int = 0, stage: int = 1) -> str:
+def image_stem(key: str, index: int, stage: int = 1) -> str:
     """The name, without its suffix, of an image of the job *key* (`campaign/id`).
 
     No other job has it, since no id contains the separator.

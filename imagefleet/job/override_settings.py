@@ -37,9 +37,10 @@ def fields(settings: object, payload: JSONObject, passes: Collection[str]) -> JS
         raise ValueError("override_settings: must be an object")  # noqa: TRY004 - for pydantic
     found = {}
     for name, value in settings.items():
-        if (row := SETTINGS.get(name)) is None and name.startswith(FAMILIES):
-            continue
+        row = SETTINGS.get(name)
         if row is None:
+            if name.startswith(FAMILIES):
+                continue
             hint = validation.suggestion(name, SETTINGS)
             raise ValueError(
                 f"override_settings.{printable(name[:80])} is not supported: it may change the"

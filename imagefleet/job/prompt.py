@@ -87,6 +87,7 @@ class Part(NamedTuple):
 
 #: The parts between two BREAKs; no two neighbours have the same weight.
 Section = tuple[Part, ...]
+Sections = tuple[Section, ...]
 
 
 class State(NamedTuple):
@@ -95,7 +96,7 @@ class State(NamedTuple):
     #: The last call that has them, counted from 0; calls beyond the last state have the first.
     until: int
     text: str
-    sections: tuple[Section, ...]
+    sections: Sections
 
 
 class Subprompt(NamedTuple):
@@ -134,7 +135,7 @@ class Prompt(NamedTuple):
         return tuple({state.text: state for state in states}.values())
 
     @property
-    def sections(self) -> tuple[Section, ...]:
+    def sections(self) -> Sections:
         """Sections of all its texts, one after the other."""
         return tuple(section for state in self.states for section in state.sections)
 
@@ -252,7 +253,7 @@ def read_negative_prompt(
     return Prompt(prompt, (), (Subprompt(_read_states(prompt, steps, first_steps)),))
 
 
-def weighted_parts(text: str) -> tuple[Section, ...]:
+def weighted_parts(text: str) -> Sections:
     """A prompt's words with their weights, section by section; at least one section.
 
     `(x)` multiplies by 1.1, `[x]` divides by it, `(x:1.3)` multiplies by 1.3; they nest. An open
@@ -330,8 +331,9 @@ def _merge(words: list[tuple[str, float]]) -> Section:
 
 
 def _read_states(text: str, steps: int, first_steps: int) -> tuple[State, ...]:
-    has_edits = "[" in text
-    found = editing.schedule(text, steps, first_steps) if has_edits else [(steps, text)]
+    found = (
+        editing.schedule(text, steps, first_steps) if "[" in text else [(steps, text)]
+    )
     sections = {
         words: weighted_parts(words)
         for words in dict.fromkeys(each for _, each in found)
@@ -354,9 +356,10 @@ def _read_tag(arguments: str) -> LoraTag:
             " <lora:name:text_encoder_weight:unet_weight>, or name them te= and unet="
         )
     te_text = named.get("te", positional[0] if positional else "1")
-    text_encoder_weight = _read_weight(te_text, arguments)
     unet_text = named.get("unet", positional[1] if len(positional) == 2 else te_text)  # noqa: PLR2004
-    return LoraTag(name, text_encoder_weight, _read_weight(unet_text, arguments))
+    return LoraTag(
+        name, _read_weight(te_text, arguments), _read_weight(unet_text, arguments)
+    )
 
 
 def _read_weight(text: str, tag: str) -> float:

@@ -180,7 +180,7 @@ _KEYS_BY_TITLE = {title: key for key, title in SCHEDULES.items()}
 
 _SCHEDULES_BY_NAME = {
     spelling.lower(): title
-    for key, title in ({"automatic": "Automatic"} | dict(SCHEDULES)).items()
+    for key, title in {"automatic": "Automatic", **SCHEDULES}.items()
     for spelling in (key, title, title.replace(" ", ""))
 }
 

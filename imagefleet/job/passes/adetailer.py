@@ -5,11 +5,12 @@ Its names and defaults are those of the extension's release 25.3 (`adetailer/arg
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from imagefleet.job.passes.first import Guidance, PromptText, Share, Side
 from imagefleet.job.passes.img2img import MAX_PADDING, Blur
 from imagefleet.job.prompt import SAFE_NAME
+from imagefleet.validation import Strict
 
 #: The most detectors of a job, as many as the extension's page shows at first.
 MAX_UNITS = 4
@@ -114,7 +115,7 @@ def _without_tags(text: str) -> str:
 _Words = Annotated[PromptText, AfterValidator(_without_tags)]
 
 
-class Detail(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class Detail(Strict, allow_inf_nan=False):
     """One detector, and how what it finds is drawn again."""
 
     ad_model: Annotated[str, AfterValidator(_model_name)]
@@ -164,7 +165,7 @@ class Detail(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         return fields
 
 
-class Details(BaseModel, extra="forbid", frozen=True):
+class Details(Strict):
     """The extension's part of `alwayson_scripts`; its two switches are left out."""
 
     args: tuple[Detail, ...] = Field(default=(), max_length=MAX_UNITS)
@@ -177,13 +178,12 @@ class Details(BaseModel, extra="forbid", frozen=True):
         switches = [each for each in script["args"] if isinstance(each, bool)]
         if switches[1:2] == [True]:
             raise ValueError("skip_img2img is not supported: set it to false")
-        units = [each for each in script["args"] if not isinstance(each, bool)]
-        if switches[:1] == [False]:
-            units = []
-        return {**script, "args": [each for each in units if _is_used(each)]}
+        is_on = switches[:1] != [False]
+        units = [each for each in script["args"] if is_on and _is_used(each)]
+        return {**script, "args": units}
 
 
 def _is_used(unit: Any) -> bool:
     if not isinstance(unit, dict):
-        return True  # which is refused
+        return not isinstance(unit, bool)  # a switch; all else is refused
     return unit.get("ad_tab_enable", True) and unit.get("ad_model") not in _OFF

@@ -3,7 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from imagefleet.job.override_settings import name_of_title
 from imagefleet.job.passes.adetailer import Details
@@ -11,7 +17,7 @@ from imagefleet.job.passes.first import Share
 from imagefleet.job.passes.img2img import ImageSource
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.redaction import printable
-from imagefleet.validation import JSONDict
+from imagefleet.validation import JSONDict, Strict
 
 #: The most ControlNet units of a job, which is as many as the extension's page shows at most.
 MAX_UNITS = 10
@@ -80,7 +86,7 @@ def _model_name(title: str) -> str:
     return name
 
 
-class Unit(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class Unit(Strict, allow_inf_nan=False):
     """One ControlNet; where it begins and ends is a share of the steps."""
 
     image: ImageSource
@@ -116,29 +122,26 @@ class Unit(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         return self
 
 
-class Script(BaseModel, extra="forbid", frozen=True):
+class Script(Strict):
     """The extension's part of `alwayson_scripts`; units that are not enabled are left out."""
 
     args: tuple[Unit, ...] = Field(default=(), max_length=MAX_UNITS)
 
-    @model_validator(mode="before")
+    @field_validator("args", mode="before")
     @classmethod
-    def _enabled(cls, script: object) -> object:
-        if isinstance(script, dict) and isinstance(script.get("args"), list):
-            # Without `enabled`, a unit that is given is meant, as its API once took it.
-            units = [
-                unit
-                for unit in script["args"]
-                if not (
-                    isinstance(unit, dict)
-                    and unit.get("enabled", True) in (False, None)
-                )
-            ]
-            return {**script, "args": units}
-        return script
+    def _enabled(cls, units: object) -> object:
+        if not isinstance(units, list):
+            return units
+        # Without `enabled`, a unit that is given is meant, as its API once took it.
+        return [
+            unit
+            for unit in units
+            if not isinstance(unit, dict)
+            or unit.get("enabled", True) not in (False, None)
+        ]
 
 
-class Scripts(BaseModel, extra="forbid", frozen=True):
+class Scripts(Strict):
     """The scripts that run with every image, of which these two are supported."""
 
     controlnet: Script = Script()
@@ -159,7 +162,7 @@ def check(units: Sequence[Unit]) -> None:
         )
 
 
-def fields_of_scripts(scripts: object, seed: object = None) -> JSONDict:
+def fields_of_scripts(scripts: object, seed: object) -> JSONDict:
     """`alwayson_scripts`, if all is supported; raises ValueError, which names what is not."""
     if not isinstance(scripts, dict):
         raise ValueError(  # noqa: TRY004

@@ -131,16 +131,22 @@ class PassFields(Hires, Extras):
             if detail.ad_prompt:
                 positive = self.read(prompts.read_prompt, detail.ad_prompt, steps)
             if detail.ad_negative_prompt:
-                text = detail.ad_negative_prompt
-                negative = self.read(prompts.read_negative_prompt, text, steps)
+                negative = self.read(
+                    prompts.read_negative_prompt, detail.ad_negative_prompt, steps
+                )
             found.append((positive, negative))
         return tuple(found)
 
     @property
     def has_inputs(self) -> bool:
         """True if a worker has to read more for it than what its prompts name."""
-        named = self.sd_vae or self.refiner_checkpoint
-        return bool(self.init_images or self.enable_hr or self.controls or named)
+        return bool(
+            self.init_images
+            or self.enable_hr
+            or self.controls
+            or self.sd_vae
+            or self.refiner_checkpoint
+        )
 
     @property
     def hires_prompts(self) -> PromptPair:
@@ -155,8 +161,12 @@ class PassFields(Hires, Extras):
     @property
     def all_prompts(self) -> tuple[Prompt, ...]:
         of_details = itertools.chain.from_iterable(self.detail_prompts)
-        own = self.parsed_prompt, self.parsed_negative_prompt
-        given = (*own, *self.hires_prompts, *of_details)
+        given = (
+            self.parsed_prompt,
+            self.parsed_negative_prompt,
+            *self.hires_prompts,
+            *of_details,
+        )
         return tuple(each for each in given if each is not None)
 
     @property
@@ -221,15 +231,14 @@ class PassFields(Hires, Extras):
             )
             whole, _ = extras.sizes_after(self, size)
             return [Pass(*whole, 0, decodes=False, enlarged=enlarged)]
-        controls = len(self.controls)
         begins_with_image = bool(self.init_images) and not enlarges
         steps = self.steps
         if begins_with_image:
-            # A schedule's last, as AUTOMATIC1111 counts them.
-            steps = int(min(self.denoising_strength, 0.999) * steps) + 1
+            steps = _last_steps(self.denoising_strength, steps)
         calls = samplers.unet_calls(self.sampler, steps)
         rows = _rows(self.parsed_prompt, self.cfg_scale, self.sampler)
         if not self.enable_hr:
+            controls = len(self.controls)
             return [Pass(width, height, calls, controls, begins_with_image, rows=rows)]
         by_pixels = self.upscaler not in hires.LATENT
         _, second = hires.sizes_after(self, size)
@@ -239,16 +248,14 @@ class PassFields(Hires, Extras):
         steps = hires.steps(self) if self.denoising_strength else 0
         own, _ = self.hires_prompts
         sampler = hires.sampler(self)
-        second_calls = samplers.unet_calls(sampler, steps)
-        second_rows = _rows(own or self.parsed_prompt, self.cfg_scale, sampler)
         return [
             Pass(width, height, calls, decodes=by_pixels, rows=rows),
             Pass(
                 *second,
-                second_calls,
+                samplers.unet_calls(sampler, steps),
                 encodes=by_pixels,
                 enlarged=enlarged,
-                rows=second_rows,
+                rows=_rows(own or self.parsed_prompt, self.cfg_scale, sampler),
             ),
         ]
 
@@ -257,7 +264,7 @@ class PassFields(Hires, Extras):
         found = []
         for detail, (own, _) in zip(self.details, self.detail_prompts, strict=True):
             steps = detail.own("ad_steps", self.steps)
-            steps = int(min(detail.ad_denoising_strength, 0.999) * steps) + 1
+            steps = _last_steps(detail.ad_denoising_strength, steps)
             guidance = detail.own("ad_cfg_scale", self.cfg_scale)
             found.append(
                 Pass(
@@ -277,6 +284,11 @@ _NEVER_NULL = frozenset(
     for name, field in PassFields.model_fields.items()
     if not field.is_required() and field.default is not None
 )
+
+
+def _last_steps(strength: float, steps: int) -> int:
+    """The last steps of a schedule, which a pass with an image takes: AUTOMATIC1111's count."""
+    return int(min(strength, 0.999) * steps) + 1
 
 
 def _rows(prompt: Prompt, cfg_scale: float, sampler: str) -> int:
@@ -317,8 +329,10 @@ def fields_of_job(payload: JSONObject) -> JSONDict:
             name: each for name, each in defaults.items() if fields.get(name) is None
         }
         if defaults and not tells_scheduler:
-            named = samplers.scheduler_in(str(fields["sampler_name"]))
-            fields["scheduler"] = named or defaults["scheduler"]
+            fields["scheduler"] = (
+                samplers.scheduler_in(str(fields["sampler_name"]))
+                or defaults["scheduler"]
+            )
     return fields
 
 
@@ -366,9 +380,10 @@ def _passes(payload: JSONObject) -> frozenset[str]:
 
 @functools.cache
 def _without_effect(passes: frozenset[str]) -> frozenset[str]:
-    rows = settings_table.FIELDS.items()
     return frozenset(
-        name for name, row in rows if passes.isdisjoint(row.passes | row.refused)
+        name
+        for name, row in settings_table.FIELDS.items()
+        if passes.isdisjoint(row.passes | row.refused)
     )
 
 

@@ -47,7 +47,7 @@ PromptText = Annotated[
 ]
 
 
-def _is_off_or_side(pixels: int) -> int:
+def _side_or_off(pixels: int) -> int:
     if pixels > 0 and not MIN_SIDE <= pixels <= MAX_SIDE:
         raise ValueError(
             f"should be between {MIN_SIDE} and {MAX_SIDE}, or 0 for no resizing"
@@ -65,6 +65,7 @@ _Seed = Annotated[int, Field(ge=-1, le=MAX_SEED)]
 _Sigma = Annotated[float, Field(ge=0, le=1000)]
 Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
 Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE)]
+_SideOrOff = Annotated[int, AfterValidator(_side_or_off)]
 
 
 class FirstPass(BaseModel):
@@ -99,8 +100,8 @@ class FirstPass(BaseModel):
     eta_noise_seed_delta: int = Field(default=0, ge=-(2**32), le=2**32)
     subseed: _Seed = -1
     subseed_strength: Share = 0.0
-    seed_resize_from_w: Annotated[int, AfterValidator(_is_off_or_side)] = 0
-    seed_resize_from_h: Annotated[int, AfterValidator(_is_off_or_side)] = 0
+    seed_resize_from_w: _SideOrOff = 0
+    seed_resize_from_h: _SideOrOff = 0
     use_downcasted_alpha_bar: bool = False
     enable_prompt_comments: bool = True
     #: None: the worker's usual one.
@@ -133,12 +134,20 @@ class FirstPass(BaseModel):
     def parsed_negative_prompt(self) -> Prompt:
         return self.read(prompts.read_negative_prompt, self.negative_prompt)
 
-    def read(self, read: Callable[..., Prompt], text: str, *steps: int) -> Prompt:
+    def read(
+        self,
+        read: Callable[..., Prompt],
+        text: str,
+        steps: int = 0,
+        first_steps: int = 0,
+    ) -> Prompt:
         """A prompt in the course of the first pass' steps, or of a second pass' and those."""
-        counted = dict(
-            zip(("steps", "first_steps"), steps or [self.editing_steps], strict=False)
+        return read(
+            text,
+            comments=self.enable_prompt_comments,
+            steps=steps or self.editing_steps,
+            first_steps=first_steps,
         )
-        return read(text, comments=self.enable_prompt_comments, **counted)
 
     @property
     def editing_steps(self) -> int:

@@ -90,14 +90,14 @@ def sizes_after(job: Hires, size: Size) -> tuple[Size, Size]:
     x = job.hr_resize_x
     y = job.hr_resize_y
     cut = (0, 0)
-    if not (x or y):
-        field = "hr_scale"
-        whole = (int(width * job.hr_scale), int(height * job.hr_scale))
+    field = "hr_resize_x" if x else "hr_resize_y" if y else "hr_scale"
+    if x and y:
+        whole = covering(size, (x, y))
+        cut = ((whole[0] - x) // CELL, (whole[1] - y) // CELL)
+    elif x or y:
+        whole = _with_side(size, x, y)
     else:
-        field = "hr_resize_x" if x else "hr_resize_y"
-        whole = covering(size, (x, y)) if x and y else _with_side(size, x, y)
-        if x and y:
-            cut = ((whole[0] - x) // CELL, (whole[1] - y) // CELL)
+        whole = (int(width * job.hr_scale), int(height * job.hr_scale))
     final = whole_cells(whole[0] - CELL * cut[0], whole[1] - CELL * cut[1])
     if min(final) < MIN_SIDE or max(*whole, *final) > MAX_SIDE:
         of = f", of {whole[0]}x{whole[1]}" if whole != final else ""
@@ -128,8 +128,7 @@ def sampler(job: Hires) -> str:
     """The key of the second pass' sampler; without a scheduler of its own it has the first's."""
     scheduler = job.hr_scheduler
     if job.hr_sampler_name is None:
-        scheduler = scheduler or job.scheduler
-        return samplers.find(job.sampler_name, scheduler).key
+        return samplers.find(job.sampler_name, scheduler or job.scheduler).key
     if scheduler is None and samplers.find(job.hr_sampler_name).is_bare:
         scheduler = job.scheduler or samplers.scheduler_in(job.sampler_name)
     return samplers.find(job.hr_sampler_name, scheduler).key

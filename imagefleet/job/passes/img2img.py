@@ -1,7 +1,6 @@
 """The images that a job is given, and AUTOMATIC1111's img2img and inpainting, with its defaults."""
 
 import base64
-import binascii
 import re
 from typing import Annotated, Literal, NamedTuple
 
@@ -72,7 +71,7 @@ def _check(source: str) -> str:
         return source
     try:
         data = content(source)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise ValueError(
             "is neither the base64 of an image nor a name that ends in .png, .jpg, .jpeg or .webp"
         ) from None
