@@ -83,10 +83,9 @@ def find(file: Identity, name: str, pixels: Pixels, confidence: float) -> Boxes:
     small = Image.fromarray(pixels).resize((wide, high), Image.Resampling.BILINEAR)
     left = (width - wide) // 2
     upper = (height - high) // 2
-    whole = np.full((height, width, 3), _GREY, np.uint8)
-    whole[upper : upper + high, left : left + wide] = np.asarray(small)
-    image = whole.transpose(2, 0, 1)[None].astype(np.float32)
-    image /= 255
+    whole = Image.new("RGB", (width, height), (_GREY, _GREY, _GREY))
+    whole.paste(small, (left, upper))
+    image = np.asarray(whole, np.float32).transpose(2, 0, 1)[None] / 255
     try:
         output = np.asarray(network.run(None, {given.name: image})[0], np.float64)
     except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class

@@ -143,7 +143,7 @@ def _init(job: Job, image: Image.Image, mask: Image.Image | None) -> InitImage:
         np.asarray(image),
         job.denoising_strength,
         None if mask is None else np.asarray(mask),
-        _CONTENT[job.inpainting_fill] if mask is not None else "original",
+        "original" if mask is None else _CONTENT[job.inpainting_fill],
     )
 
 
@@ -183,12 +183,10 @@ def crop_box(mask: Mask, padding: int, size: Size) -> Box | None:
     box = Image.fromarray(mask).getbbox()
     if box is None:
         return None
-    (left, upper, right, lower) = box
-    (height, width) = mask.shape
-    left = max(left - padding, 0)
-    upper = max(upper - padding, 0)
-    right = min(right + padding, width)
-    lower = min(lower + padding, height)
+    height, width = mask.shape
+    left, upper = (max(near - padding, 0) for near in box[:2])
+    right = min(box[2] + padding, width)
+    lower = min(box[3] + padding, height)
     ratio = size[0] / size[1]
     if (right - left) / (lower - upper) > ratio:
         upper, lower = _widened(upper, lower, (right - left) / ratio, height)
@@ -203,7 +201,7 @@ def _widened(start: int, end: int, wanted: float, limit: int) -> tuple[int, int]
     start -= more // 2
     end += more - more // 2
     if end >= limit:
-        start = start - (end - limit)
+        start -= end - limit
         end = limit
     if start < 0:
         start, end = 0, end - start
