@@ -219,10 +219,8 @@ class FileLibrary:
                     if deeper is None:
                         continue
                     path = deeper
-            except FileNotFoundError:
-                raise unreadable(self._kind, folder, "it does not exist") from None
             except OSError as error:
-                raise unreadable(self._kind, folder, error.strerror) from error
+                raise unreadable(self._kind, folder, error) from error
             check = partial(self._check, name, path, rested)
             return await self._verify(listed, name, check)
         return None
@@ -236,7 +234,7 @@ class FileLibrary:
         found = self._deeper.get(folder)
         if found is None:
             found = {}
-            for path in await asyncio.to_thread(lambda: list(walked(folder))):
+            for path in await asyncio.to_thread(list, walked(folder)):
                 if path.name.endswith(self._kind.suffixes) and path.parent != folder:
                     found.setdefault(self._kind.stem(path.name), []).append(str(path))
             self._deeper[folder] = found
@@ -283,7 +281,7 @@ class FileLibrary:
             await self._blobs.check()  # without its container, the job is not at fault
             if self._directory and not self._directory.is_dir():
                 # Unmounted, say: the jobs are not at fault.
-                raise unreadable(kind, self._directory, "it does not exist")
+                raise unreadable(kind, self._directory, FileNotFoundError())
             raise MissingFileError(
                 f"no {kind.noun} {name}{kind.suffixes[0]}{self._places}"
             )
@@ -343,7 +341,9 @@ class FileLibrary:
         return path
 
 
-def unreadable(kind: FileKind, path: Path, reason: str | None) -> SetupError:
+def unreadable(kind: FileKind, path: Path, error: OSError) -> SetupError:
+    is_missing = isinstance(error, FileNotFoundError)
+    reason = "it does not exist" if is_missing else error.strerror
     return SetupError(f"{kind.flag} {path} cannot be read: {reason}")
 
 
@@ -427,12 +427,10 @@ class EmbeddingLibrary(FileLibrary):
     def _files(self, folder: Path) -> list[Path]:
         try:
             files = list(walked(folder))
-        except FileNotFoundError:
-            if folder != self._directory:
-                return []
-            raise unreadable(EMBEDDING, folder, "it does not exist") from None
         except OSError as error:
-            raise unreadable(EMBEDDING, folder, error.strerror) from error
+            if isinstance(error, FileNotFoundError) and folder != self._directory:
+                return []
+            raise unreadable(EMBEDDING, folder, error) from error
         wanted = {SUFFIX, *addresses.PICKLE_SUFFIXES}
         return [
             each for each in files if each.suffix in wanted and self._is_safe(each.stem)
