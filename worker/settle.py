@@ -397,9 +397,9 @@ class Settler:
         if await self.bundles.ended(entry, outcome, delay_seconds=delay_seconds):
             return
         release = partial(
-            self.keeper.release, entry.lease, delay_seconds, failed=failed
+            self.bundles.release, entry.lease, delay_seconds, failed=failed
         )
-        await self._end(entry, outcome, call=partial(self.retry_policy.call, release))
+        await self._end(entry, outcome, call=release)
 
     async def _end(
         self,

@@ -92,7 +92,11 @@ class UploadStage:
         entry = image.owner
         record = self._record(image, file)
         name = record.spot.blob
-        metadata = self._proven(name, record.blob_metadata() | self.settler.cost.record)
+        metadata = stored.with_proof(
+            self.settler.storage.prover,
+            name,
+            record.blob_metadata() | self.settler.cost.record,
+        )
         doubt = asyncio.Event()
 
         async def create(is_in_doubt: bool) -> bool:
@@ -150,18 +154,16 @@ class UploadStage:
     ) -> None:
         """Stores a duplicate, so that what took its name first can be compared with it."""
         aside = duplicate_name(name, self.settler.settings.name)
-        blobs = self.settler.storage.blobs
-        proven = self._proven(aside, metadata)
+        storage = self.settler.storage
+        proven = stored.with_proof(storage.prover, aside, metadata)
 
         async def create() -> bool:
             image.owner.lease.check()
-            return await blobs.create(aside, file.data, file.content_type, proven)
+            return await storage.blobs.create(
+                aside, file.data, file.content_type, proven
+            )
 
         await self.settler.retry_policy.call(create)
-
-    def _proven(self, blob: str, metadata: Metadata) -> Metadata:
-        prover = self.settler.storage.prover
-        return metadata if prover is None else prover.proven(blob, metadata)
 
     def _record(self, image: InFlightImage, file: EncodedImage) -> Record:
         width, height = file.size
