@@ -107,11 +107,10 @@ def _boxes(output: NDArray[np.float64], name: str) -> Boxes:
     if output.shape[2] == _CLEANED and output.shape[1] > _CLEANED:
         # A class for each, so that all stay.
         return np.column_stack([output[0, :, :5], np.arange(output.shape[1])])
-    (middle_x, middle_y, width, height), scores = np.split(output[0], [4])
-    left = middle_x - width / 2
-    upper = middle_y - height / 2
-    found = [left, upper, left + width, upper + height]
-    return np.stack([*found, scores.max(axis=0), scores.argmax(axis=0)], axis=1)
+    middles, sides, scores = np.split(output[0], [2, 4])
+    near = middles - sides / 2
+    found = [near, near + sides, scores.max(axis=0), scores.argmax(axis=0)]
+    return np.vstack(found).T
 
 
 def _without_overlaps(boxes: Boxes) -> Boxes:
@@ -122,9 +121,8 @@ def _without_overlaps(boxes: Boxes) -> Boxes:
     areas = _areas(boxes)
     for at, box in enumerate(boxes):
         others = boxes[kept]
-        width = np.minimum(box[2], others[:, 2]) - np.maximum(box[0], others[:, 0])
-        height = np.minimum(box[3], others[:, 3]) - np.maximum(box[1], others[:, 1])
-        shared = width.clip(0) * height.clip(0)
+        sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
+        shared = sides.clip(0).prod(axis=1)
         if not (shared > _OVERLAP * (areas[at] + areas[kept] - shared)).any():
             kept.append(at)
     return found[kept]

@@ -89,9 +89,7 @@ def begin(
     image = pictures.flatten(image)
     whole = None if mask is None else _whole_mask(job, mask)
     if size is None:
-        return _init(
-            job, image, None if whole is None else Image.fromarray(whole)
-        ), None
+        return _init(job, image, whole), None
     box = None
     if whole is not None and job.inpaint_full_res:
         box = crop_box(whole, job.inpaint_full_res_padding, size)
@@ -119,7 +117,7 @@ def begin(
     overlay = Overlay(_uncovered(job, image, covered), box)
     if box is not None:
         image = pictures.resize(2, image.crop(box), size)
-    return _init(job, image, drawn_mask), overlay
+    return _init(job, image, np.asarray(drawn_mask)), overlay
 
 
 def _whole_mask(job: Job, mask: Image.Image) -> Mask:
@@ -138,11 +136,11 @@ def _uncovered(job: Job, image: Image.Image, mask: Image.Image) -> Image.Image:
     return kept.convert("RGBA")
 
 
-def _init(job: Job, image: Image.Image, mask: Image.Image | None) -> InitImage:
+def _init(job: Job, image: Image.Image, mask: Mask | None) -> InitImage:
     return InitImage(
         np.asarray(image),
         job.denoising_strength,
-        None if mask is None else np.asarray(mask),
+        mask,
         "original" if mask is None else _CONTENT[job.inpainting_fill],
     )
 

@@ -164,10 +164,7 @@ class NodeChecks:
         prepared = await asyncio.to_thread(self._engine.prepare, request)
         if (delivery := await self._engine_thread.draw(prepared)) is None:
             return False
-        outcome = delivery.finished.outcome
-        if isinstance(outcome, FleetError):
-            raise outcome
-        encode.refuse_one_colour(outcome)
+        encode.refuse_one_colour(delivery.pixels())
         return True
 
     def _good(self, at: float) -> None:

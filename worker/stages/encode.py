@@ -105,8 +105,8 @@ class EncodeStage:
             with self.settler.metrics.stage_seconds["encode"].time():
                 loop = asyncio.get_running_loop()
                 drawn = pixels, image.job.output, text, job, image.owner.overlay
-                is_marked = not self.settler.settings.no_marks
-                mark = marks.mark_of(image.job) if is_marked else None
+                no_marks = self.settler.settings.no_marks
+                mark = None if no_marks else marks.mark_of(image.job)
                 file = await loop.run_in_executor(self._threads, encode, *drawn, mark)
         except TransientError as error:
             # An image of one colour is the engine's failure.

@@ -131,9 +131,8 @@ def requests_of(
         height, width = inputs.init.pixels.shape[:2]
     for name in differences.of_job(job, size):
         differences.warn(name)
-    requests = []
-    for index in range(job.images_to_draw) if images is None else images:
-        request = ImageRequest(
+    return [
+        ImageRequest(
             prompt=job.parsed_prompt,
             negative_prompt=job.parsed_negative_prompt,
             loras=loras,
@@ -159,5 +158,5 @@ def requests_of(
             refiner=inputs.refiner,
             upscale=inputs.upscale,
         )
-        requests.append(request)
-    return requests
+        for index in (range(job.images_to_draw) if images is None else images)
+    ]
