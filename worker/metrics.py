@@ -319,6 +319,12 @@ class CostMeter(Collector):
         return self._dollars(time.monotonic() - self._began_at)
 
     @property
+    def dollars(self) -> float | None:
+        """Dollars so far, all in; None where the price is unknown."""
+        gpu_dollars = self.gpu_dollars
+        return None if gpu_dollars is None else gpu_dollars + self.storage_dollars
+
+    @property
     def storage_dollars(self) -> float:
         """Dollars for the storage's operations so far; keeping images is billed by the month."""
         return self._replica.storage_prices.dollars(self._operations)

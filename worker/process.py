@@ -196,7 +196,7 @@ class _Worker:
             tasks.in_daemon_thread(load.import_libraries, f"{THREAD_NAME} import")
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
         self._gpu = runs_on.gpu
-        identity_token = None if self._metadata is None else self._metadata.token
+        identity_token = self._metadata.token if self._metadata else None
         async with open_storage(
             self._settings, identity_token=identity_token
         ) as storage:
@@ -290,24 +290,19 @@ class _Worker:
 
     def _counts(self) -> Counts:
         pipeline = self._pipeline
+        outcomes = self._metrics.outcomes
         dollars = None
-        if (
-            pipeline is not None
-            and (gpu_dollars := pipeline.cost.gpu_dollars) is not None
-        ):
-            dollars = gpu_dollars + pipeline.cost.storage_dollars
         in_flight = recording = 0
         if pipeline is not None:
-            settler = pipeline.settler
-            in_flight = len(settler.in_flight)
-            recording = settler.pending.jobs
+            dollars = pipeline.cost.dollars
+            in_flight = len(pipeline.settler.in_flight)
+            recording = pipeline.settler.pending.jobs
         return Counts(
             images=self._metrics.images_stored,
-            ended_jobs=sum(self._metrics.outcomes[outcome] for outcome in _ENDED)
-            + recording,
-            failed_jobs=self._metrics.outcomes["failed"],
-            cancelled_jobs=self._metrics.outcomes["cancelled"],
-            dropped_jobs=self._metrics.outcomes["dropped"],
+            ended_jobs=sum(outcomes[outcome] for outcome in _ENDED) + recording,
+            failed_jobs=outcomes["failed"],
+            cancelled_jobs=outcomes["cancelled"],
+            dropped_jobs=outcomes["dropped"],
             jobs_in_flight=max(0, in_flight - recording),
             dollars=dollars,
         )
@@ -368,9 +363,12 @@ class _Worker:
 
             device.check_listed_gpu()
         self._engine = None  # its memory is the next one's
-        own = engine_settings(checkpoint.settings, **self._own_files)
-        lasting = replace(own, queue_seconds=lambda: self._meter.queue_seconds)
-        self._engine = load.load_engine(replace(lasting, exchange=self._kernels))
+        own = replace(
+            engine_settings(settings, **self._own_files),
+            queue_seconds=lambda: self._meter.queue_seconds,
+            exchange=self._kernels,
+        )
+        self._engine = load.load_engine(own)
         return self._engine
 
     def _read_weights(self, checkpoint: Checkpoint) -> Take | None:

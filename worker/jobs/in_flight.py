@@ -147,8 +147,7 @@ class InFlightJob:
         if not self.is_first_awaited:
             return
         self.is_first_awaited = False
-        waiting = self.waiting
-        self.waiting = []
+        waiting, self.waiting = self.waiting, []
         await concurrency.for_each(waiting, lambda store: store(), len(waiting))
 
     async def uploads_end(self) -> None:
@@ -239,14 +238,17 @@ class InFlightJob:
 
     def reason(self, error: FleetError) -> str:
         """A failed job's reason; of several images also which one failed, and which are stored."""
-        if self.job is None or self.job.images_to_draw == 1:
-            if self.job is None or self.job.stages == 1:
-                return error.message
-            return f"stage {self.job.stage} of {self.job.stages}: {error.message}"
+        job = self.job
+        if job is None or job.images_to_draw == job.stages == 1:
+            return error.message
+        if job.images_to_draw == 1:
+            return f"stage {job.stage} of {job.stages}: {error.message}"
         failed = [index for index, each in self.failures.items() if each is error]
         which = f"image {failed[0]}: " if failed else ""
         stored = shown_images(self.stored) or "none"
-        return f"{which}{error.message}; of its {self.job.images} images are stored: {stored}"
+        return (
+            f"{which}{error.message}; of its {job.images} images are stored: {stored}"
+        )
 
     def mark_completed(self) -> None:
         """Every image is stored and has a record here: that of the last says so."""
