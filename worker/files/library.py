@@ -141,9 +141,9 @@ class FileLibrary:
         self._kind = kind
         self._directory = directory
         #: Folders of such files on this machine, each with the list that they must match.
-        self._folders: dict[Path, Manifest | None] = {}
-        if directory:
-            self._folders[directory] = None
+        self._folders: dict[Path, Manifest | None] = (
+            {directory: None} if directory else {}
+        )
         self._cache = DiskCache(
             source.cache / kind.folder, min(source.cache_bytes, kind.cached_bytes)
         )
@@ -325,7 +325,7 @@ class FileLibrary:
         sha256: str | None,
     ) -> Path:
         """Checks a file; *find* its identity, which of one that others write waits for its rest."""
-        try:
+        with reading(self._kind, path):
             seen = find(path)
             if self._checked.get(path) == (seen, sha256):
                 return path
@@ -333,12 +333,19 @@ class FileLibrary:
             protocol.check_blob_size(path.name, size, self._kind.max_bytes)
             with whole(seen), path.open("rb") as file:
                 check_content(self._kind, name, file, size, sha256)
-        except OSError as error:
-            raise TransientError(
-                f"the {self._kind.noun} {path.name} cannot be read: {error.strerror or error}"
-            ) from error
         self._checked[path] = seen, sha256
         return path
+
+
+@contextlib.contextmanager
+def reading(kind: FileKind, path: Path) -> Iterator[None]:
+    """Raises TransientError for an OSError in the block, which reads the file at *path*."""
+    try:
+        yield
+    except OSError as error:
+        raise TransientError(
+            f"the {kind.noun} {path.name} cannot be read: {error.strerror or error}"
+        ) from error
 
 
 def unreadable(kind: FileKind, path: Path, error: OSError) -> SetupError:
@@ -408,7 +415,8 @@ class EmbeddingLibrary(FileLibrary):
                 f" {addresses.pickle_advice(str(pickle), is_embedding=True)}"
             )
         path = await self.resolve(name)
-        return path, await asyncio.to_thread(self._sha256, path)
+        with reading(EMBEDDING, path):
+            return path, await asyncio.to_thread(lambda: _hash(self.identity(path)))
 
     async def _list(self) -> tuple[str, ...]:
         names = set(filter(self._is_safe, await self._storage_manifest.names()))
@@ -445,14 +453,6 @@ class EmbeddingLibrary(FileLibrary):
                 action="embedding_left_out",
             )
         return is_safe
-
-    def _sha256(self, path: Path) -> str:
-        try:
-            return _hash(self.identity(path))
-        except OSError as error:
-            raise TransientError(
-                f"the embedding {path.name} cannot be read: {error.strerror or error}"
-            ) from error
 
 
 @lru_cache(REMEMBERED)

@@ -191,7 +191,7 @@ def is_whole(path: Path) -> bool:
 
 def _folder(settings: WorkerSettings, address: Address) -> Path:
     sha256 = settings.model_sha256
-    name = address.folder_name(sha256.lower() if sha256 else None)
+    name = address.folder_name(sha256 and sha256.lower())
     return settings.cache.expanduser() / "models" / name
 
 

@@ -212,14 +212,13 @@ def _blur_rows(mask: Mask, sigma: int) -> Mask:
     width = mask.shape[1]
     # Mirrored at the pixels of the borders, more than once where the mask is narrow.
     wide = np.pad(mask, ((0, 0), (reach, reach)), "reflect").astype(np.uint16)
+    # [height, offset, width]: the mask moved by each offset.
+    moved = np.lib.stride_tricks.sliding_window_view(wide, width, axis=1)
     # Weights are multiples of 1/256 that add up to one, so 16 bits hold every sum.
-    total = wide[:, reach : reach + width] * kernel[0]
+    total = moved[:, reach] * kernel[0]
     for distance, weight in enumerate(kernel[1:], 1):
         if weight:
-            left = wide[:, reach - distance : reach - distance + width]
-            total += (
-                left + wide[:, reach + distance : reach + distance + width]
-            ) * weight
+            total += (moved[:, reach - distance] + moved[:, reach + distance]) * weight
     return ((total.astype(np.uint32) + _ONE // 2) // _ONE).astype(np.uint8)
 
 
