@@ -135,7 +135,7 @@ class Settler:
         return Record.model_validate(known | self.cost.record | facts)
 
     async def less_to_store(self, entry: InFlightJob, images: int) -> None:
-        """Counts images of a job as stored or dropped; ends the job after the last one."""
+        """Counts images of a job as stored, failed or dropped; ends the job after the last one."""
         entry.images_to_store -= images
         if not entry.images_to_store:
             await self.images_ended(entry)
@@ -279,8 +279,7 @@ class Settler:
             await self._fail(entry, [error])
             return
         entry.image_failed(image.index, error)
-        if not entry.images_to_store:
-            await self.images_ended(entry)
+        await self.less_to_store(entry, 1)
 
     async def _fail(self, entry: InFlightJob, failures: list[FleetError]) -> None:
         """Ends a job as one of its failures says: one that another attempt cannot mend, if any."""

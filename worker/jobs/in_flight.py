@@ -75,7 +75,7 @@ class InFlightJob:
     is_stopping: bool = False  # no more of its images are begun, since some have failed
     is_cancelled: bool = False  # some of its images are left out
     #: Images with scores that wait for those of the job's others.
-    judged: "list[tuple[InFlightImage, Pixels]]" = field(default_factory=list)
+    judged: "list[Generated]" = field(default_factory=list)
     #: How many of its images are stored; None of a job that is not judged yet, or never.
     kept: int | None = None
     has_ended: bool = False  # none of its images is in the making
@@ -225,7 +225,6 @@ class InFlightJob:
     def image_failed(self, index: int, error: FleetError) -> None:
         """The others go on, unless they would fail as well, or may not be stored without it."""
         self.failures[index] = error
-        self.images_to_store -= 1
         most = max(FAILED_IMAGES, len(self.stored) // STORED_PER_FAILED)
         ends_others = isinstance(error, JobError) or (
             not index and self.is_first_awaited
@@ -327,6 +326,10 @@ class InFlightImage:
     def embeddings(self) -> tuple[Embedding, ...]:
         """The embeddings that the job's prompts name."""
         return () if self.request is None else self.request.embeddings
+
+
+#: An image with its pixels.
+Generated = tuple[InFlightImage, Pixels]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from imagefleet.job.passes.first import VaeDecoder
 from worker.engine.contract import Pixels
 from worker.files.manifest import FutureHash
 from worker.inputs.img2img import Overlay
-from worker.jobs.in_flight import EncodedImage, InFlightImage
+from worker.jobs.in_flight import EncodedImage, Generated, InFlightImage
 from worker.node.watchdog import NodeWatchdog
 from worker.settle import Settler
 from worker.stages import infotext
@@ -62,9 +62,7 @@ class EncodeStage:
     is_int8: bool
 
     def __post_init__(self) -> None:
-        self.queue: asyncio.Queue[tuple[InFlightImage, Pixels]] = asyncio.Queue(
-            ENCODERS
-        )
+        self.queue: asyncio.Queue[Generated] = asyncio.Queue(ENCODERS)
         self._threads = ThreadPoolExecutor(ENCODERS, "encode")
 
     async def run(self) -> NoReturn:

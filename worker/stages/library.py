@@ -157,8 +157,9 @@ class AsyncEngine:
                 )
                 if fetching is not None and fetching in done:
                     job = fetching.result()
-                    fetching = None if job is None else asyncio.create_task(following())
+                    fetching = None
                     if job is not None:
+                        fetching = asyncio.create_task(following())
                         known = job.identified(f"{token}-{next(numbers):06}")
                         drawing.add(asyncio.create_task(self._draw(known)))
                 for task in drawing & done:

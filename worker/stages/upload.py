@@ -90,19 +90,19 @@ class UploadStage:
 
     async def _store(self, image: InFlightImage, file: EncodedImage) -> None:
         entry = image.owner
+        settler = self.settler
+        storage = settler.storage
         record = self._record(image, file)
         name = record.spot.blob
         metadata = stored.with_proof(
-            self.settler.storage.prover,
-            name,
-            record.blob_metadata() | self.settler.cost.record,
+            storage.prover, name, record.blob_metadata() | settler.cost.record
         )
         doubt = asyncio.Event()
 
         async def create(is_in_doubt: bool) -> bool:
             entry.lease.check()
             try:
-                if await self.settler.storage.blobs.create(
+                if await storage.blobs.create(
                     name, file.data, file.content_type, metadata, on_doubt=doubt.set
                 ):
                     return True
@@ -113,14 +113,13 @@ class UploadStage:
             doubt.set()
             return is_in_doubt
 
-        with self.settler.metrics.stage_seconds["upload"].time():
-            written = await self.settler.retry_policy.call_in_doubt(create)
+        with settler.metrics.stage_seconds["upload"].time():
+            written = await settler.retry_policy.call_in_doubt(create)
         sha256: str | None = file.sha256
         if doubt.is_set():
             # Of the file that has its name: this very image's, perhaps, or another job's.
-            blobs = self.settler.storage.blobs
-            look = partial(stored.look_up, blobs, image.job, image.index)
-            if (found := await self.settler.retry_policy.call(look)) is None:
+            look = partial(stored.look_up, storage.blobs, image.job, image.index)
+            if (found := await settler.retry_policy.call(look)) is None:
                 raise TransientError("an image that had its name was removed meanwhile")
             is_unread = found.metadata is stored.NOT_READ
             if is_unread and not (entry.is_redelivered or written):
@@ -129,19 +128,19 @@ class UploadStage:
         record = record.model_copy(
             update={
                 "sha256": sha256,
-                "at": self.settler.storage.blobs.clock.now(),
-                "seconds": image.owner.seconds_since_pulled,
+                "at": storage.blobs.clock.now(),
+                "seconds": entry.seconds_since_pulled,
             }
         )
         if image.job.verify:
-            self.settler.cost.lost("second_drawing")
+            settler.cost.lost("second_drawing")
         elif written:
             # In doubt another worker may have a record of it, too.
             records = entry.again if doubt.is_set() else entry.records
             records.append(record)
-            entry.image_written(self.settler.metrics, self.settler.model_name)
+            entry.image_written(settler.metrics, settler.model_name)
         else:
-            self.settler.cost.lost("duplicate")
+            settler.cost.lost("duplicate")
             entry.again.append(record)
             await self._keep_aside(image, file, name, metadata)
 
